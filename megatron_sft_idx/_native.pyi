@@ -1,0 +1,6 @@
+"""Types of the native kernels; csrc/bindings.cc is the source."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+def offsets_from_lengths(lengths: NDArray[np.int64], scale: int = 1, start: int = 0) -> NDArray[np.int64]: ...

@@ -1,0 +1,110 @@
+"""The error tree.
+
+::
+
+    SFTIndexError
+    ├── ShardNotFoundError (FileNotFoundError)   some of a shard's five files are missing
+    ├── FormatError (ValueError)                 bytes that are not what FORMAT.md says
+    │   ├── UnsupportedVersionError              a version this package does not read
+    │   └── CorruptShardError                    path, byte offset and rule
+    └── SequenceError (ValueError)               a row, sequence or pack that cannot be used
+
+A class exists only where a caller would act differently. Every message starts with the path (or says which
+argument), then what was found and expected, the rule of FORMAT.md where there is one, and a remedy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "CorruptShardError",
+    "FormatError",
+    "SFTIndexError",
+    "SequenceError",
+    "ShardNotFoundError",
+    "UnsupportedVersionError",
+]
+
+
+class SFTIndexError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ShardNotFoundError(SFTIndexError, FileNotFoundError):
+    """Some or all of a shard's five files are not there.
+
+    Attributes:
+        prefix: the path the five files share.
+        missing: paths of the files that are not there.
+    """
+
+    def __init__(self, prefix: str, missing: Sequence[str], remedy: str) -> None:
+        self.prefix = prefix
+        self.missing = list(missing)
+        self.remedy = remedy
+        super().__init__(prefix, self.missing, remedy)
+
+    def __str__(self) -> str:
+        return f"{self.prefix}: no shard here, missing {', '.join(self.missing)}; {self.remedy}"
+
+
+class FormatError(SFTIndexError, ValueError):
+    """A file, option or shard is not what the format allows."""
+
+
+class UnsupportedVersionError(FormatError):
+    """A shard of a format version that this package does not read.
+
+    Attributes:
+        path: the file that claims the version.
+        found: the version it claims.
+        supported: the versions this package reads.
+    """
+
+    def __init__(self, path: str, found: int, supported: Sequence[int]) -> None:
+        self.path, self.found, self.supported = path, found, list(supported)
+        super().__init__(path, found, self.supported)
+
+    def __str__(self) -> str:
+        versions = ", ".join(map(str, self.supported))
+        return (
+            f"{self.path}: format version {self.found}, this package reads {versions}; "
+            "upgrade megatron-sft-idx, or check that the file is not corrupt"
+        )
+
+
+class CorruptShardError(FormatError):
+    """Bytes of a shard break a rule of FORMAT.md.
+
+    Attributes:
+        path: the file with the broken bytes.
+        offset: their position in that file, in bytes.
+        rule: the rule's number in FORMAT.md, such as ``"H3"``.
+        detail: what was found, what was expected, and what to do.
+    """
+
+    def __init__(self, path: str, offset: int, rule: str, detail: str) -> None:
+        self.path, self.offset, self.rule, self.detail = path, offset, rule, detail
+        super().__init__(path, offset, rule, detail)
+
+    def __str__(self) -> str:
+        return f"{self.path}: byte {self.offset}: {self.detail} (rule {self.rule})"
+
+
+class SequenceError(SFTIndexError, ValueError):
+    """A row, sequence or pack that cannot be used.
+
+    Attributes:
+        source: where it came from: a file, or the argument's name.
+        position: line, row or pack number in the source; None when there is none.
+        reason: why it cannot be used, and what would help.
+    """
+
+    def __init__(self, source: str, position: int | None, reason: str) -> None:
+        self.source, self.position, self.reason = source, position, reason
+        super().__init__(source, position, reason)
+
+    def __str__(self) -> str:
+        where = self.source if self.position is None else f"{self.source}:{self.position}"
+        return f"{where}: {self.reason}"
