@@ -1,0 +1,53 @@
+#include "gather.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace sft_idx {
+
+void gather_sequences(const void* source, std::size_t source_count, std::size_t item_nbytes,
+                      const std::int64_t* offsets, std::size_t offsets_count, const std::int64_t* order,
+                      std::size_t order_count, void* out, std::size_t out_count) {
+  const auto* from = static_cast<const char*>(source);
+  auto* to = static_cast<char*>(out);
+  const auto sequences = static_cast<std::int64_t>(offsets_count) - 1;
+  std::size_t room = out_count;
+  for (std::size_t i = 0; i < order_count; ++i) {
+    const std::int64_t sequence = order[i];
+    if (sequence < 0 || sequence >= sequences) {
+      throw std::invalid_argument("order[" + std::to_string(i) + "] is " + std::to_string(sequence) + ", there are " +
+                                  std::to_string(sequences) + " sequences");
+    }
+    const std::int64_t start = offsets[sequence], stop = offsets[sequence + 1];
+    if (start < 0 || stop < start || stop > static_cast<std::int64_t>(source_count)) {
+      throw std::invalid_argument("sequence " + std::to_string(sequence) + " lies outside the source");
+    }
+    const auto count = static_cast<std::size_t>(stop - start);
+    if (count > room) throw std::invalid_argument("the sequences do not fit the output");
+    std::memcpy(to, from + static_cast<std::size_t>(start) * item_nbytes, count * item_nbytes);
+    to += count * item_nbytes;
+    room -= count;
+  }
+  if (room != 0) throw std::invalid_argument("the sequences do not fill the output");
+}
+
+void absolute_offsets(const std::int64_t* sequence_offsets, const std::int64_t* token_offsets, std::size_t packs,
+                      const std::uint32_t* starts, std::size_t starts_count, std::int64_t* out) {
+  for (std::size_t pack = 0; pack < packs; ++pack) {
+    const std::int64_t begin = sequence_offsets[pack], end = sequence_offsets[pack + 1];
+    const std::int64_t length = token_offsets[pack + 1] - token_offsets[pack];
+    if (begin < 0 || end <= begin || end > static_cast<std::int64_t>(starts_count) || length <= 0) {
+      throw std::invalid_argument("offsets of pack " + std::to_string(pack) + " are not ascending within the shard");
+    }
+    for (std::int64_t s = begin; s < end; ++s) {
+      if (starts[s] >= length || (s == begin ? starts[s] != 0 : starts[s] <= starts[s - 1])) {
+        throw std::invalid_argument("sequence starts of pack " + std::to_string(pack) + " do not ascend within it");
+      }
+      out[s] = token_offsets[pack] + starts[s];
+    }
+  }
+  out[starts_count] = token_offsets[packs];
+}
+
+}  // namespace sft_idx

@@ -1,0 +1,32 @@
+"""Bytes of the format, version 1. FORMAT.md is the specification; this package is the same thing in Python.
+
+``files`` names the five files, ``header`` holds the header of ``.seq.idx``, ``mmididx`` Megatron's ``.idx``,
+``journal`` the record of a build in progress.
+"""
+
+from megatron_sft_idx.layout.files import ShardPaths
+from megatron_sft_idx.layout.header import FIELDS, HEADER_FIXED_NBYTES, FileDigest, Header
+from megatron_sft_idx.layout.values import (
+    FORMAT_VERSION,
+    MASK_DTYPES,
+    TOKEN_DTYPES,
+    align,
+    mask_dtype_of,
+    token_dtype_for_vocabulary,
+    token_dtype_of,
+)
+
+__all__ = [
+    "FIELDS",
+    "FORMAT_VERSION",
+    "HEADER_FIXED_NBYTES",
+    "MASK_DTYPES",
+    "TOKEN_DTYPES",
+    "FileDigest",
+    "Header",
+    "ShardPaths",
+    "align",
+    "mask_dtype_of",
+    "token_dtype_for_vocabulary",
+    "token_dtype_of",
+]

@@ -1,0 +1,101 @@
+"""The five files of a shard, and the names they have while they are being written."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_sft_idx.errors import FormatError
+
+__all__ = ["DATA_SUFFIXES", "SUFFIXES", "ShardPaths"]
+
+# In the order of the digests in the header; the shard id is a hash over these four.
+DATA_SUFFIXES = (".bin", ".loss.bin", ".idx", ".seq.bin")
+# In the order of publication: a shard exists once its .seq.idx does.
+SUFFIXES = (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPaths:
+    """Paths of one shard's files.
+
+    Attributes:
+        prefix: the path all five share, as ``--data-path`` takes it.
+    """
+
+    prefix: str
+
+    @classmethod
+    def of(cls, prefix: str | os.PathLike[str]) -> ShardPaths:
+        """Paths for a prefix; a path of one of the five files is taken for its prefix.
+
+        Raises:
+            FormatError: the prefix is empty or names a folder only.
+        """
+        path = os.fspath(prefix)
+        for suffix in (".seq.idx", ".loss.bin", ".seq.bin", ".idx", ".bin"):
+            if path.endswith(suffix):
+                path = path[: -len(suffix)]
+                break
+        if not path or path.endswith("/"):
+            raise FormatError(f"{os.fspath(prefix)!r}: not a prefix; name a shard inside a folder, such as data/train")
+        return cls(path)
+
+    @property
+    def tokens(self) -> str:
+        """``X.bin``: tokens of all packs."""
+        return self.prefix + ".bin"
+
+    @property
+    def loss(self) -> str:
+        """``X.loss.bin``: the loss mask of every token."""
+        return self.prefix + ".loss.bin"
+
+    @property
+    def starts(self) -> str:
+        """``X.seq.bin``: start positions of the sequences inside their packs."""
+        return self.prefix + ".seq.bin"
+
+    @property
+    def idx(self) -> str:
+        """``X.idx``: Megatron's index."""
+        return self.prefix + ".idx"
+
+    @property
+    def seq_idx(self) -> str:
+        """``X.seq.idx``: header and offsets; written last."""
+        return self.prefix + ".seq.idx"
+
+    @property
+    def journal(self) -> str:
+        """``X.journal``: the record of a build in progress."""
+        return self.prefix + ".journal"
+
+    @property
+    def folder(self) -> Path:
+        """The folder that holds the shard."""
+        return Path(self.prefix).parent
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """The five files in the order of publication."""
+        return tuple(self.prefix + suffix for suffix in SUFFIXES)
+
+    @property
+    def data(self) -> tuple[str, ...]:
+        """The four files with a digest in the header, in its order."""
+        return tuple(self.prefix + suffix for suffix in DATA_SUFFIXES)
+
+    @staticmethod
+    def temporary(path: str) -> str:
+        """The name a file has until it is published."""
+        return path + ".tmp"
+
+    def missing(self) -> list[str]:
+        """Which of the five files are not there."""
+        return [path for path in self.all if not os.path.isfile(path)]
+
+    def present(self) -> list[str]:
+        """Which of the five files are there."""
+        return [path for path in self.all if os.path.lexists(path)]

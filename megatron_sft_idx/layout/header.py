@@ -1,0 +1,319 @@
+"""The header of ``X.seq.idx``.
+
+256 bytes of fixed fields (``FIELDS``), a JSON block, zeros up to a multiple of 64, and in the last 16 bytes of
+the header the xxh3_128 of all that stands before them. The arrays follow: ``sequence_offsets`` right after the
+header, ``token_offsets`` at the next multiple of 64, both int64 [packs + 1]; the file ends with the second.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from megatron_sft_idx.errors import CorruptShardError, FormatError, UnsupportedVersionError
+from megatron_sft_idx.layout.files import DATA_SUFFIXES
+from megatron_sft_idx.layout.mmididx import idx_nbytes
+from megatron_sft_idx.layout.values import (
+    FORMAT_VERSION,
+    LABEL_ALIGNED,
+    MASK_DTYPES,
+    MAX_CAPACITY,
+    MAX_COUNT,
+    TOKEN_DTYPES,
+    align,
+    mask_dtype_of,
+    token_dtype_of,
+)
+
+__all__ = ["FIELDS", "HEADER_FIXED_NBYTES", "MAX_HEADER_NBYTES", "Field", "FileDigest", "Header"]
+
+MAGIC = b"\x89SFTIDX\n"
+HEADER_FIXED_NBYTES = 256
+CHECKSUM_NBYTES = 16
+RESERVED_NBYTES = 40
+# A header is a few KiB; the limit keeps a hostile size from becoming an allocation.
+MAX_HEADER_NBYTES = 16 << 20
+FLAG_REBUILT = 1
+
+
+class Field(NamedTuple):
+    """One fixed field: its name, position in bytes, and ``struct`` format (little-endian)."""
+
+    name: str
+    offset: int
+    format: str
+
+
+def _place(*fields: tuple[str, str]) -> tuple[Field, ...]:
+    placed, offset = [], 0
+    for name, code in fields:
+        placed.append(Field(name, offset, code))
+        offset += struct.calcsize("<" + code)
+    assert offset == HEADER_FIXED_NBYTES, offset
+    return tuple(placed)
+
+
+FIELDS = _place(
+    ("magic", "8s"),
+    ("version", "I"),
+    ("header_nbytes", "I"),
+    ("shard_id", "16s"),
+    ("num_packs", "Q"),
+    ("num_sequences", "Q"),
+    ("num_tokens", "Q"),
+    ("num_trained_tokens", "Q"),
+    ("num_masked_packs", "Q"),
+    ("token_dtype", "B"),
+    ("mask_dtype", "B"),
+    ("mask_alignment", "B"),
+    ("flags", "B"),
+    ("sequence_multiple", "I"),
+    ("capacity", "I"),
+    ("longest_pack", "I"),
+    ("most_sequences", "I"),
+    ("json_nbytes", "I"),
+    ("pad_id", "q"),
+    ("tokens_nbytes", "Q"),
+    ("tokens_checksum", "16s"),
+    ("loss_nbytes", "Q"),
+    ("loss_checksum", "16s"),
+    ("idx_nbytes", "Q"),
+    ("idx_checksum", "16s"),
+    ("starts_nbytes", "Q"),
+    ("starts_checksum", "16s"),
+    ("arrays_checksum", "16s"),
+    ("reserved", "40s"),
+)
+_STRUCT = struct.Struct("<" + "".join(f.format for f in FIELDS))
+_OFFSETS = {f.name: f.offset for f in FIELDS}
+_DIGESTS = ("tokens", "loss", "idx", "starts")
+
+
+class FileDigest(NamedTuple):
+    """Size in bytes and xxh3_128 (16 bytes, canonical big-endian digest) of one data file."""
+
+    nbytes: int
+    checksum: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What ``X.seq.idx`` says of its shard.
+
+    Attributes:
+        num_packs: rows of the shard.
+        num_sequences: sequences in all packs.
+        num_tokens: tokens in all packs, padding not counted since none is stored.
+        num_trained_tokens: positions whose loss mask is above zero.
+        num_masked_packs: packs in which no position is trained on.
+        token_dtype: dtype of ``X.bin``: uint16 or int32.
+        mask_dtype: dtype of ``X.loss.bin``: uint8 or float32.
+        sequence_multiple: packing counted each sequence as its length rounded up to this.
+        capacity: most token positions a pack may hold, each sequence rounded up.
+        longest_pack: tokens in the longest pack.
+        most_sequences: sequences in the pack that has most.
+        pad_id: the tokenizer's padding id; None where unknown.
+        digests: of ``.bin``, ``.loss.bin``, ``.idx`` and ``.seq.bin``, in this order.
+        arrays_checksum: xxh3_128 of the file behind the header.
+        metadata: the JSON block: fingerprints, options, counts.
+        rebuilt: the header was derived from the data, and the JSON block says what is no longer known.
+    """
+
+    num_packs: int
+    num_sequences: int
+    num_tokens: int
+    num_trained_tokens: int
+    num_masked_packs: int
+    token_dtype: np.dtype[Any]
+    mask_dtype: np.dtype[Any]
+    sequence_multiple: int
+    capacity: int
+    longest_pack: int
+    most_sequences: int
+    pad_id: int | None
+    digests: tuple[FileDigest, FileDigest, FileDigest, FileDigest]
+    arrays_checksum: bytes
+    metadata: dict[str, Any] = field(default_factory=dict)
+    rebuilt: bool = False
+
+    @property
+    def shard_id(self) -> bytes:
+        """16 bytes derived from the content: xxh3_128 over the four data checksums."""
+        return xxhash.xxh3_128_digest(b"".join(digest.checksum for digest in self.digests))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the header: where ``sequence_offsets`` begin."""
+        return header_nbytes(self.metadata)
+
+    @property
+    def token_offsets_offset(self) -> int:
+        """Where ``token_offsets`` begin, in bytes."""
+        return align(self.nbytes + 8 * (self.num_packs + 1))
+
+    @property
+    def seq_idx_nbytes(self) -> int:
+        """Size of the whole ``.seq.idx``."""
+        return self.token_offsets_offset + 8 * (self.num_packs + 1)
+
+    def derived_nbytes(self) -> tuple[int, int, int, int]:
+        """Sizes the four data files have by the counts, in the order of ``digests``."""
+        return (
+            self.num_tokens * self.token_dtype.itemsize,
+            self.num_tokens * self.mask_dtype.itemsize,
+            idx_nbytes(self.num_packs),
+            self.num_sequences * 4,
+        )
+
+    def encode(self) -> bytes:
+        """The header's bytes, checksum included."""
+        block = encode_metadata(self.metadata)
+        values: dict[str, Any] = {name: getattr(self, name) for name in _OFFSETS if hasattr(type(self), name)}
+        values |= {
+            "magic": MAGIC,
+            "version": FORMAT_VERSION,
+            "header_nbytes": self.nbytes,
+            "token_dtype": token_dtype_of(self.token_dtype)[0],
+            "mask_dtype": mask_dtype_of(self.mask_dtype)[0],
+            "mask_alignment": LABEL_ALIGNED,
+            "flags": FLAG_REBUILT if self.rebuilt else 0,
+            "json_nbytes": len(block),
+            "pad_id": -1 if self.pad_id is None else self.pad_id,
+            "reserved": bytes(RESERVED_NBYTES),
+        }
+        for name, digest in zip(_DIGESTS, self.digests, strict=True):
+            values[f"{name}_nbytes"], values[f"{name}_checksum"] = digest
+        raw = _STRUCT.pack(*(values[f.name] for f in FIELDS)) + block
+        raw = raw.ljust(self.nbytes - CHECKSUM_NBYTES, b"\0")
+        return raw + xxhash.xxh3_128_digest(raw)
+
+    @classmethod
+    def decode(cls, raw: bytes, path: str) -> Header:
+        """A header from its bytes; ``raw`` holds at least ``peek_nbytes(raw)`` bytes.
+
+        Raises:
+            CorruptShardError: a rule of FORMAT.md is broken; says which, where, found and expected.
+            UnsupportedVersionError: another format version.
+        """
+        size = peek_nbytes(raw, path)
+        if len(raw) < size:
+            raise CorruptShardError(
+                path, len(raw), "H3", f"file ends inside the header, which says it has {size} bytes; {_LOST}"
+            )
+        raw = raw[:size]
+        values = dict(zip(_OFFSETS, _STRUCT.unpack_from(raw), strict=True))
+        stored, computed = raw[-CHECKSUM_NBYTES:], xxhash.xxh3_128_digest(raw[:-CHECKSUM_NBYTES])
+        if stored != computed:
+            raise CorruptShardError(
+                path,
+                size - CHECKSUM_NBYTES,
+                "H4",
+                f"header checksum {stored.hex()}, its bytes give {computed.hex()}; {_LOST}",
+            )
+        return _checked(values, raw, path)
+
+
+_LOST = "the file was cut short or changed: copy it again, or rebuild it from the data"
+
+
+def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
+    """Canonical JSON: keys sorted, no spaces, UTF-8. FormatError where a value has no JSON form."""
+    try:
+        text = json.dumps(
+            metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, check_circular=True
+        )
+        return text.encode()
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"metadata: {error}; it is stored as JSON: use strings, finite numbers, lists, dicts") from error
+
+
+def header_nbytes(metadata: Mapping[str, Any]) -> int:
+    """Size of the header that holds this JSON block."""
+    return align(HEADER_FIXED_NBYTES + len(encode_metadata(metadata)) + CHECKSUM_NBYTES)
+
+
+def peek_nbytes(raw: bytes, path: str) -> int:
+    """Header size said by the first 256 bytes, once magic and version are known to be right."""
+    if raw[: len(MAGIC)] != MAGIC:
+        raise CorruptShardError(
+            path, 0, "H1", f"magic {raw[:8]!r}, expected {MAGIC!r}; this is not the .seq.idx of a packed SFT shard"
+        )
+    if len(raw) < HEADER_FIXED_NBYTES:
+        raise CorruptShardError(
+            path, len(raw), "H3", f"file ends after {len(raw)} bytes, a header has at least {HEADER_FIXED_NBYTES}; {_LOST}"
+        )
+    version, size = struct.unpack_from("<II", raw, _OFFSETS["version"])
+    if version != FORMAT_VERSION:
+        raise UnsupportedVersionError(path, version, [FORMAT_VERSION])
+    if size % 64 or not HEADER_FIXED_NBYTES + CHECKSUM_NBYTES <= size <= MAX_HEADER_NBYTES:
+        raise CorruptShardError(
+            path,
+            _OFFSETS["header_nbytes"],
+            "H3",
+            f"header size {size}, expected a multiple of 64 from 320 to {MAX_HEADER_NBYTES}; {_LOST}",
+        )
+    return int(size)
+
+
+def _checked(values: dict[str, Any], raw: bytes, path: str) -> Header:
+    def require(name: str, rule: str, ok: bool, expected: str) -> None:
+        if not ok:
+            found = values[name]
+            shown = found.hex() if isinstance(found, bytes) else found
+            raise CorruptShardError(path, _OFFSETS[name], rule, f"{name} {shown}, expected {expected}; {_LOST}")
+
+    require("token_dtype", "H5", values["token_dtype"] in TOKEN_DTYPES, "4 (int32) or 8 (uint16)")
+    require("mask_dtype", "H5", values["mask_dtype"] in MASK_DTYPES, "1 (uint8) or 7 (float32)")
+    require("mask_alignment", "H5", values["mask_alignment"] == LABEL_ALIGNED, "1 (label)")
+    require("flags", "H5", values["flags"] in (0, FLAG_REBUILT), "0 or 1 (rebuilt)")
+    require("reserved", "H5", values["reserved"] == bytes(RESERVED_NBYTES), "zeros")
+    require("pad_id", "H5", -1 <= values["pad_id"] <= MAX_CAPACITY, "an id, or -1 where unknown")
+    packs, sequences, tokens = values["num_packs"], values["num_sequences"], values["num_tokens"]
+    require("num_packs", "H6", packs <= sequences, f"at most num_sequences {sequences}")
+    require("num_sequences", "H6", sequences <= tokens, f"at most num_tokens {tokens}")
+    require("num_tokens", "H6", tokens < MAX_COUNT and (packs > 0) == (tokens > 0), f"below {MAX_COUNT}, 0 only with 0 packs")
+    require("num_trained_tokens", "H6", values["num_trained_tokens"] <= tokens - sequences, "at most tokens - sequences")
+    require("num_masked_packs", "H6", values["num_masked_packs"] <= packs, f"at most num_packs {packs}")
+    require("sequence_multiple", "H6", 1 <= values["sequence_multiple"] <= MAX_CAPACITY, "1 or more")
+    require("capacity", "H6", values["capacity"] <= MAX_CAPACITY, f"at most {MAX_CAPACITY}")
+    longest, most = values["longest_pack"], values["most_sequences"]
+    require("longest_pack", "H6", longest <= values["capacity"] and (longest > 0) == (packs > 0), "1 to capacity")
+    require("most_sequences", "H6", most <= longest and (most > 0) == (packs > 0), "1 to longest_pack")
+    end = HEADER_FIXED_NBYTES + values["json_nbytes"]
+    require("json_nbytes", "H7", align(end + CHECKSUM_NBYTES) == len(raw), f"a block that fills {len(raw)} header bytes")
+    plain = {name: values[name] for name in Header.__dataclass_fields__ if name in values}
+    plain |= {
+        "token_dtype": TOKEN_DTYPES[values["token_dtype"]],
+        "mask_dtype": MASK_DTYPES[values["mask_dtype"]],
+        "pad_id": None if values["pad_id"] < 0 else values["pad_id"],
+    }
+    header = Header(
+        **plain,
+        digests=tuple(FileDigest(values[f"{n}_nbytes"], values[f"{n}_checksum"]) for n in _DIGESTS),  # type: ignore[arg-type]
+        metadata=_decode_metadata(raw[HEADER_FIXED_NBYTES:end], path),
+        rebuilt=values["flags"] == FLAG_REBUILT,
+    )
+    for name, suffix, said, derived in zip(
+        _DIGESTS, DATA_SUFFIXES, header.digests, header.derived_nbytes(), strict=True
+    ):
+        require(f"{name}_nbytes", "F2", said.nbytes == derived, f"{derived} by the counts for {suffix}")
+    require("shard_id", "H8", values["shard_id"] == header.shard_id, f"{header.shard_id.hex()} by the checksums")
+    return header
+
+
+def _decode_metadata(block: bytes, path: str) -> dict[str, Any]:
+    try:
+        metadata = json.loads(block.decode("utf-8"))
+        canonical = isinstance(metadata, dict) and encode_metadata(metadata) == block
+    except (ValueError, RecursionError):
+        canonical = False
+    if not canonical:
+        raise CorruptShardError(path, HEADER_FIXED_NBYTES, "H7", f"JSON block is not a canonical object; {_LOST}")
+    assert isinstance(metadata, dict)
+    return metadata

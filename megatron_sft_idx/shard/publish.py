@@ -1,0 +1,120 @@
+"""Publication: five files appear together, or none does.
+
+Files are written under temporary names in the shard's own folder. ``publish`` syncs them and renames the data files,
+then ``.idx``, then ``.seq.idx``, whose presence is what makes a shard. When a shard is replaced, its ``.seq.idx`` goes
+first, so that no mix of old and new files ever looks like a shard. The journal is removed last: from then on nothing
+of the build is left but the shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.storage import OutputFile, sync_folder
+
+__all__ = ["Publication"]
+
+
+class Publication:
+    """The temporary files of one build, its journal, and the lock on its prefix.
+
+    Args:
+        paths: where the shard will be.
+        overwrite: whether something may be there already.
+        durable: whether to wait for the disk.
+
+    Raises:
+        FormatError: something is at the prefix, or another process is writing it.
+    """
+
+    def __init__(self, paths: ShardPaths, *, overwrite: bool, durable: bool) -> None:
+        self._paths, self._overwrite, self._durable = paths, overwrite, durable
+        self._files: list[OutputFile] = []
+        self.closed = True
+        self._refuse_what_is_there()
+        paths.folder.mkdir(parents=True, exist_ok=True)
+        self.journal = self._claim()
+        self.closed = False
+
+    def _refuse_what_is_there(self) -> None:
+        if not self._overwrite and (present := self._paths.present()):
+            raise FormatError(
+                f"{self._paths.prefix}: {', '.join(present)} exist already; choose another prefix, or pass overwrite"
+            )
+
+    def _claim(self) -> OutputFile:
+        """The journal, locked: a living writer holds the lock, a killed one left only the file."""
+        path = self._paths.journal
+        leftover = os.path.exists(path)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except IsADirectoryError:
+            raise FormatError(f"{path}: a folder is where the journal of the build would be; remove it") from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise FormatError(
+                f"{self._paths.prefix}: another process is writing here now; wait for it, or choose another prefix"
+            ) from None
+        if leftover and not self._overwrite:
+            os.close(fd)
+            raise FormatError(
+                f"{path}: left by a build that was interrupted; pass overwrite to start anew (its data is dropped)"
+            )
+        journal = OutputFile(path, durable=self._durable)
+        # The lock belongs to the open file description behind ``fd``; it is given up when this one is closed.
+        self._lock = fd
+        return journal
+
+    def own(self, file: OutputFile) -> None:
+        """Make a temporary file part of this build: published or removed with it."""
+        self._files.append(file)
+
+    def replace(self, new: OutputFile, old: OutputFile) -> None:
+        """Let ``new`` take the name and place of ``old``."""
+        os.rename(new.path, old.path)
+        self._files.remove(old)
+        old.close()
+        new.path = old.path
+
+    def publish(self) -> None:
+        """Sync, rename in order, sync the folder, and drop the journal."""
+        for file in (*self._files, self.journal):
+            file.sync()
+        paths = self._paths
+        self._refuse_what_is_there()
+        if self._overwrite:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(paths.seq_idx)
+                self._sync_folder()
+        for path in paths.all:
+            os.rename(paths.temporary(path), path)
+        self._sync_folder()
+        os.unlink(paths.journal)
+        self._close()
+
+    def abandon(self) -> None:
+        """Remove the temporary files and the journal; nothing where it is published or abandoned already."""
+        if self.closed:
+            return
+        for file in self._files:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(file.path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._paths.journal)
+        self._close()
+
+    def _sync_folder(self) -> None:
+        if self._durable:
+            sync_folder(self._paths.folder)
+
+    def _close(self) -> None:
+        self.closed = True
+        for file in (*self._files, self.journal):
+            file.close()
+        os.close(self._lock)

@@ -1,0 +1,280 @@
+"""Reading one shard by pointer arithmetic."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypedDict, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
+from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
+from megatron_sft_idx.layout.header import peek_nbytes
+from megatron_sft_idx.storage import Array, Backend, check_size, open_array
+
+__all__ = ["Pack", "Shard", "read_header"]
+
+
+class Pack(TypedDict):
+    """One pack.
+
+    ``input_ids`` uint16 or int32 [length]; ``loss_mask`` uint8 or float32 [length], label-aligned: position j says
+    whether predicting token j + 1 counts; ``seq_boundaries`` int32 [sequences + 1]: 0, the other starts, length.
+    """
+
+    input_ids: NDArray[Any]
+    loss_mask: NDArray[Any]
+    seq_boundaries: NDArray[np.int32]
+
+
+def read_header(prefix: str | os.PathLike[str]) -> Header:
+    """The header of a shard; reads nothing else.
+
+    Raises:
+        ShardNotFoundError: no ``.seq.idx``.
+        CorruptShardError, UnsupportedVersionError: see ``Header.decode``.
+    """
+    paths = ShardPaths.of(prefix)
+    try:
+        with open(paths.seq_idx, "rb", buffering=0) as file:
+            raw = file.read(HEADER_FIXED_NBYTES)
+            size = peek_nbytes(raw, paths.seq_idx)
+            while len(raw) < size and (more := file.read(size - len(raw))):
+                raw += more
+    except (FileNotFoundError, NotADirectoryError):
+        raise _not_found(paths) from None
+    return Header.decode(raw, paths.seq_idx)
+
+
+def _not_found(paths: ShardPaths) -> ShardNotFoundError:
+    missing = paths.missing()
+    if len(missing) == len(paths.all):
+        remedy = "check the prefix: it is the path without .seq.idx"
+    elif paths.seq_idx in missing and os.path.exists(paths.journal):
+        remedy = "a build was interrupted here: run it again with overwrite, or recover it from its journal"
+    elif missing == [paths.seq_idx] or paths.loss in missing:
+        remedy = "the files beside them may be a stock Megatron dataset without loss masks, or a shard copied in part"
+    else:
+        remedy = "copy all five files"
+    return ShardNotFoundError(paths.prefix, missing or [paths.seq_idx], remedy)
+
+
+class _Files(NamedTuple):
+    """What an open shard holds: the header and five arrays."""
+
+    header: Header
+    tokens: Array
+    loss: Array
+    starts: Array
+    sequence_offsets: Array
+    token_offsets: Array
+
+
+class Shard:
+    """One shard, opened for reading.
+
+    Opening costs the same for any number of packs: the header is read and the sizes of the five files are checked.
+    ``shard[i]`` is a ``Pack`` of read-only views into the memory maps; they stay valid when the shard is gone, and
+    when another shard is published over it. A shard pickles as its path and id, and whoever unpickles it opens the
+    files again on first use. Threads may share one.
+
+    Args:
+        prefix: the path the five files share.
+        backend: ``mmap``, or ``pread`` where mapping is slow or refused (slices are then copies).
+        copy: hand out writable copies instead of read-only views.
+
+    Raises:
+        ShardNotFoundError: some of the five files are missing.
+        FormatError: a rule of FORMAT.md is broken in the header or the sizes.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], *, backend: Backend = "mmap", copy: bool = False) -> None:
+        self._paths = ShardPaths.of(prefix)
+        self._backend: Backend = backend
+        self._copy = copy
+        self._files: _Files | None = self._open_files()
+        self._shard_id = self._files.header.shard_id
+
+    def __getstate__(self) -> tuple[str, Backend, bool, bytes]:
+        return self._paths.prefix, self._backend, self._copy, self._shard_id
+
+    def __setstate__(self, state: tuple[str, Backend, bool, bytes]) -> None:
+        prefix, self._backend, self._copy, self._shard_id = state
+        self._paths = ShardPaths(prefix)
+        self._files = None
+
+    def _open_files(self) -> _Files:
+        paths, header = self._paths, read_header(self._paths.prefix)
+        if missing := paths.missing():
+            raise _not_found(paths) if paths.seq_idx in missing else ShardNotFoundError(
+                paths.prefix, missing, "copy all five files, or rebuild what can be derived"
+            )
+        nbytes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
+        # Megatron's index is not read here, only held to its size.
+        check_size(paths.idx, os.stat(paths.idx).st_size, nbytes[paths.idx])
+
+        def array(path: str, dtype: np.dtype[Any], count: int) -> Array:
+            return open_array(path, dtype, count, nbytes=nbytes[path], backend=self._backend)
+
+        return _Files(
+            header,
+            array(paths.tokens, header.token_dtype, header.num_tokens),
+            array(paths.loss, header.mask_dtype, header.num_tokens),
+            array(paths.starts, np.dtype("<u4"), header.num_sequences),
+            *self._open_offsets(header),
+        )
+
+    def _open_offsets(self, header: Header) -> tuple[Array, Array]:
+        path, int64, count = self._paths.seq_idx, np.dtype("<i8"), header.num_packs + 1
+        first, second, nbytes = header.nbytes, header.token_offsets_offset, header.seq_idx_nbytes
+        if self._backend == "mmap":
+            # Both arrays live in one file: one map serves them.
+            whole = open_array(path, np.dtype("u1"), nbytes, nbytes=nbytes)[:]
+            return whole[first : first + 8 * count].view(int64), whole[second:].view(int64)
+        return (
+            open_array(path, int64, count, nbytes=nbytes, offset=first, backend=self._backend),
+            open_array(path, int64, count, nbytes=nbytes, offset=second, backend=self._backend),
+        )
+
+    @property
+    def files(self) -> _Files:
+        """The open files. Two threads that come first both open them; either result serves."""
+        files = self._files
+        if files is None:
+            files = self._open_files()
+            if files.header.shard_id != self._shard_id:
+                raise FormatError(
+                    f"{self._paths.prefix}: shard {files.header.shard_id.hex()} is here now, this dataset was made from"
+                    f" {self._shard_id.hex()}; another shard was published over it: start again"
+                )
+            self._files = files
+        return files
+
+    @property
+    def prefix(self) -> str:
+        """The path the five files share."""
+        return self._paths.prefix
+
+    @property
+    def backend(self) -> Backend:
+        """How bytes are read."""
+        return self._backend
+
+    @property
+    def header(self) -> Header:
+        """Counts, dtypes, capacity, checksums and metadata."""
+        return self.files.header
+
+    @property
+    def shard_id(self) -> bytes:
+        """16 bytes derived from the content; equal content, equal id."""
+        return self._shard_id
+
+    @property
+    def sequence_offsets(self) -> NDArray[np.int64]:
+        """CSR offsets of the sequences by pack, int64 [packs + 1]; a view where mapped, else a copy of the whole."""
+        return self.files.sequence_offsets[:]
+
+    @property
+    def token_offsets(self) -> NDArray[np.int64]:
+        """Where each pack begins, in tokens, int64 [packs + 1]; a view where mapped, else a copy of the whole."""
+        return self.files.token_offsets[:]
+
+    def __len__(self) -> int:
+        return self.files.header.num_packs
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.prefix!r}, backend={self.backend!r})"
+
+    @overload
+    def __getitem__(self, index: int | np.integer[Any]) -> Pack: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Pack]: ...
+    def __getitem__(self, index: int | np.integer[Any] | slice) -> Pack | list[Pack]:
+        """One pack, or a list of packs for a slice of step 1.
+
+        Raises:
+            IndexError: no such pack.
+            ValueError: a slice with another step.
+            CorruptShardError: the offsets of the pack point outside the files (rules O1, O2).
+        """
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                raise ValueError(f"{self.prefix}: slice step {step}, slices of packs are contiguous: use step 1")
+            return [self[i] for i in range(start, stop)]
+        files = self.files
+        start, stop, boundaries = self._bounds(files, index)
+        if self._copy:
+            return {
+                "input_ids": files.tokens[start:stop].copy(),
+                "loss_mask": files.loss[start:stop].copy(),
+                "seq_boundaries": boundaries,
+            }
+        return {
+            "input_ids": files.tokens[start:stop],
+            "loss_mask": files.loss[start:stop],
+            "seq_boundaries": boundaries,
+        }
+
+    def __iter__(self) -> Iterator[Pack]:
+        return (self[i] for i in range(len(self)))
+
+    def get(self, index: int | np.integer[Any], offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """Tokens ``[offset, offset + length)`` of a pack, or all from ``offset`` on.
+
+        Raises:
+            IndexError: no such pack, or the range reaches outside it.
+        """
+        files = self.files
+        start, stop = self._token_range(files, self._normalise(files, index))
+        end = stop if length is None else start + offset + length
+        if offset < 0 or not start + offset <= end <= stop:
+            raise IndexError(
+                f"{self.prefix}: offset {offset}, length {length} reach outside pack {index}, which has {stop - start} tokens"
+            )
+        tokens = files.tokens[start + offset : end]
+        return tokens.copy() if self._copy else tokens
+
+    def sequences(self, index: int | np.integer[Any]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """``(input_ids, loss_mask)`` of each sequence of a pack, in order; the mask label-aligned."""
+        pack = self[operator.index(index)]
+        bounds = pack["seq_boundaries"].tolist()
+        ids, mask = pack["input_ids"], pack["loss_mask"]
+        return [(ids[a:b], mask[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+    def _normalise(self, files: _Files, index: int | np.integer[Any]) -> int:
+        i, packs = operator.index(index), files.header.num_packs
+        if i < 0:
+            i += packs
+        if not 0 <= i < packs:
+            raise IndexError(f"{self.prefix}: pack {index}, the shard has {packs}")
+        return i
+
+    def _token_range(self, files: _Files, i: int) -> tuple[int, int]:
+        start, stop = files.token_offsets[i : i + 2].tolist()
+        if not 0 <= start < stop <= files.header.num_tokens:
+            raise self._corrupt(files.header.token_offsets_offset, i, "O2", "token", start, stop)
+        return start, stop
+
+    def _bounds(self, files: _Files, index: int | np.integer[Any]) -> tuple[int, int, NDArray[np.int32]]:
+        i = self._normalise(files, index)
+        start, stop = self._token_range(files, i)
+        first, last = files.sequence_offsets[i : i + 2].tolist()
+        if not 0 <= first < last <= files.header.num_sequences:
+            raise self._corrupt(files.header.nbytes, i, "O1", "sequence", first, last)
+        boundaries = np.empty(last - first + 1, np.int32)
+        boundaries[:-1] = files.starts[first:last]
+        boundaries[-1] = stop - start
+        return start, stop, boundaries
+
+    def _corrupt(self, base: int, i: int, rule: str, what: str, start: int, stop: int) -> CorruptShardError:
+        return CorruptShardError(
+            self._paths.seq_idx,
+            base + 8 * i,
+            rule,
+            f"{what} offsets {start}, {stop} of pack {i} do not ascend within the shard; rebuild the index from the data",
+        )

@@ -1,0 +1,175 @@
+"""Local bytes: a file as an array, by memory map or by pread, and writing that is really on disk.
+
+Every read goes through ``open_array``: the file's size is checked before the first byte is touched, so a file that
+was cut short is an error when opening and not a SIGBUS later.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import CorruptShardError, FormatError
+
+__all__ = ["Array", "Backend", "OutputFile", "PreadArray", "check_size", "open_array", "sync_folder"]
+
+Backend = Literal["mmap", "pread"]
+
+
+class Array(Protocol):
+    """A one-dimensional array on disk: slices give numpy arrays."""
+
+    def __getitem__(self, index: slice, /) -> NDArray[Any]: ...
+    def __len__(self) -> int: ...
+
+
+class PreadArray:
+    """An array read with ``pread``: every slice is a fresh copy.
+
+    For file systems where mapping is slow or refused. The descriptor is shared by threads and forked processes:
+    pread has no file position.
+
+    Args:
+        path: the file.
+        dtype: of its items.
+        count: how many items there are.
+        offset: where the first one begins, in bytes.
+    """
+
+    def __init__(self, path: str, dtype: np.dtype[Any], count: int, offset: int) -> None:
+        self._path, self._dtype, self._count, self._offset = path, dtype, count, offset
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: slice, /) -> NDArray[Any]:
+        start, stop, _ = index.indices(self._count)
+        out = np.empty(max(stop - start, 0), self._dtype)
+        view = memoryview(out).cast("B")
+        offset = self._offset + start * self._dtype.itemsize
+        done = 0
+        while done < len(view):
+            got = os.preadv(self._fd, [view[done:]], offset + done)
+            if not got:
+                raise CorruptShardError(
+                    self._path, offset + done, "F2", "the file ends here since it was opened; it was cut short: restore it"
+                )
+            done += got
+        out.flags.writeable = False
+        return out
+
+    def __del__(self) -> None:
+        # A constructor that failed has no descriptor to close.
+        if (fd := self.__dict__.pop("_fd", None)) is not None:
+            os.close(fd)
+
+
+def check_size(path: str, found: int, expected: int) -> None:
+    """CorruptShardError (rule F2) unless a file has the size that the header says."""
+    if found != expected:
+        raise CorruptShardError(
+            path,
+            min(found, expected),
+            "F2",
+            f"file has {found} bytes, expected {expected}; it was cut short, changed, or is of another shard: restore it",
+        )
+
+
+def open_array(
+    path: str, dtype: np.dtype[Any], count: int, *, nbytes: int, offset: int = 0, backend: Backend = "mmap"
+) -> NDArray[Any] | PreadArray:
+    """A file's items as a read-only array.
+
+    With ``mmap`` the array and every slice of it keep the map alive, and nothing else does: views stay valid after
+    whoever opened the file is gone, also when another file is renamed over it.
+
+    Args:
+        path: the file.
+        dtype: of the items.
+        count: number of items.
+        nbytes: size the whole file must have.
+        offset: where the items begin, in bytes; a multiple of the item size.
+        backend: ``mmap`` for zero-copy views, ``pread`` for copies.
+
+    Raises:
+        CorruptShardError: the file has another size (rule F2).
+        FormatError: unknown backend.
+        OSError: the file cannot be opened.
+    """
+    if backend not in ("mmap", "pread"):
+        raise FormatError(f"{path}: backend {backend!r}, choose mmap or pread")
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        check_size(path, size, nbytes)
+        if backend == "pread":
+            return PreadArray(path, dtype, count, offset)
+        if not count:
+            empty = np.empty(0, dtype)
+            empty.flags.writeable = False
+            return empty
+        mapped = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ)
+    return np.frombuffer(mapped, dtype, count, offset)
+
+
+class OutputFile:
+    """A file being written, unbuffered: ``write`` until all bytes are out, then ``sync``.
+
+    Errors of the disk come out of ``write`` and ``sync`` as OSError with the path in them.
+    """
+
+    def __init__(self, path: str, *, durable: bool = True) -> None:
+        self.path = path
+        self.nbytes = 0
+        self._durable = durable
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+
+    def write(self, data: bytes | NDArray[Any]) -> None:
+        """Append all of ``data``."""
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        try:
+            while view:
+                written = os.write(self._fd, view)
+                self.nbytes += written
+                view = view[written:]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.path) from error
+
+    def write_at(self, data: bytes, offset: int) -> None:
+        """Replace bytes already written."""
+        assert offset + len(data) <= self.nbytes
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._fd, data[done:], offset + done)
+
+    def sync(self) -> None:
+        """Wait until the bytes are on disk, unless the file was opened with ``durable=False``."""
+        if self._durable:
+            try:
+                os.fsync(self._fd)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self.path) from error
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self._fd
+
+    def close(self) -> None:
+        """Close; may be called twice."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and unlinks in ``folder`` durable."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
