@@ -5,10 +5,12 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "gather.h"
 #include "index_arrays.h"
-#include "stage_packs.h"
+#include "pack_stage.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -33,94 +35,84 @@ Array<std::int64_t> offsets_from_lengths(const Array<std::int64_t>& lengths, std
 
 // ---- packs on their way to disk ----
 
-sft_idx::PackShapes shapes_of(const Array<std::int64_t>& lengths, const Array<std::int64_t>& sequences,
-                              const Array<std::int64_t>& starts, py::ssize_t tokens) {
+using sft_idx::MaskType;
+using sft_idx::PackStage;
+using sft_idx::TokenType;
+
+TokenType token_type_of(const py::dtype& dtype) {
+  if (dtype.equal(py::dtype::of<std::uint16_t>())) return TokenType::u16;
+  if (dtype.equal(py::dtype::of<std::int32_t>())) return TokenType::i32;
+  if (dtype.equal(py::dtype::of<std::int64_t>())) return TokenType::i64;
+  throw py::type_error("tokens are uint16, int32 or int64");
+}
+
+MaskType mask_type_of(const py::dtype& dtype) {
+  if (dtype.equal(py::dtype::of<std::uint8_t>())) return MaskType::u8;
+  if (dtype.equal(py::dtype::of<std::int64_t>())) return MaskType::i64;
+  if (dtype.equal(py::dtype::of<float>())) return MaskType::f32;
+  if (dtype.equal(py::dtype::of<double>())) return MaskType::f64;
+  throw py::type_error("masks are uint8, int64, float32 or float64");
+}
+
+const void* contiguous(const py::array& array, const char* name) {
+  if (array.ndim() != 1 || !(array.flags() & py::array::c_style)) {
+    throw std::invalid_argument(std::string(name) + " must be one-dimensional and contiguous");
+  }
+  return array.data();
+}
+
+bool stage_add(PackStage& stage, const py::array& tokens, const py::array& mask, const Array<std::int64_t>& starts,
+               const Array<std::int64_t>& lengths, const Array<std::int64_t>& sequences, bool token_aligned) {
   if (lengths.size() != sequences.size()) throw std::invalid_argument("one length and one sequence count a pack");
-  return {lengths.data(),
-          sequences.data(),
-          static_cast<std::size_t>(lengths.size()),
-          starts.data(),
-          static_cast<std::size_t>(starts.size()),
-          static_cast<std::size_t>(tokens)};
-}
-
-// The first `count` items of an output array that the caller supplies.
-template <typename T>
-T* room_for(Array<T>& out, py::ssize_t count) {
-  if (out.size() < count) throw std::invalid_argument("the output array is too small");
-  return out.mutable_data();
-}
-
-py::tuple stage_shapes(const Array<std::int64_t>& lengths, const Array<std::int64_t>& sequences,
-                       const Array<std::int64_t>& starts, std::int64_t tokens, std::int64_t capacity,
-                       std::int64_t sequence_multiple, Array<std::uint32_t> starts_out) {
-  if (sequence_multiple < 1) throw std::invalid_argument("sequence_multiple must be 1 or more");
-  const auto shapes = shapes_of(lengths, sequences, starts, tokens);
-  auto* out = room_for(starts_out, starts.size());
-  sft_idx::ShapeTotals totals;
-  {
-    py::gil_scoped_release unlocked;
-    totals = sft_idx::stage_shapes(shapes, {capacity, sequence_multiple}, out);
+  if (mask.size() != tokens.size()) {
+    throw std::invalid_argument(std::to_string(mask.size()) + " loss mask values for " +
+                                std::to_string(tokens.size()) + " tokens; there is one a token");
   }
-  return py::make_tuple(totals.longest_pack, totals.longest_padded_pack, totals.most_sequences);
-}
-
-template <typename In, typename Out>
-void stage_tokens(const Array<In>& tokens, const Array<std::int64_t>& lengths, const Array<std::int64_t>& sequences,
-                  const Array<std::int64_t>& starts, Array<Out> out) {
-  const auto shapes = shapes_of(lengths, sequences, starts, tokens.size());
-  const auto* in = tokens.data();
-  auto* to = room_for(out, tokens.size());
+  const sft_idx::PackInput input{contiguous(tokens, "tokens"),
+                                 token_type_of(tokens.dtype()),
+                                 contiguous(mask, "mask"),
+                                 mask_type_of(mask.dtype()),
+                                 static_cast<std::size_t>(tokens.size()),
+                                 starts.data(),
+                                 static_cast<std::size_t>(starts.size()),
+                                 lengths.data(),
+                                 sequences.data(),
+                                 static_cast<std::size_t>(lengths.size()),
+                                 token_aligned};
   py::gil_scoped_release unlocked;
-  sft_idx::stage_tokens(in, shapes, to);
+  return stage.add(input);
 }
 
-template <typename In, typename Out>
-py::tuple stage_mask(const Array<In>& mask, const Array<std::int64_t>& lengths, const Array<std::int64_t>& sequences,
-                     const Array<std::int64_t>& starts, bool token_aligned, Array<Out> out) {
-  const auto shapes = shapes_of(lengths, sequences, starts, mask.size());
-  const auto* in = mask.data();
-  auto* to = room_for(out, mask.size());
-  sft_idx::MaskTotals totals;
-  {
-    py::gil_scoped_release unlocked;
-    totals = sft_idx::stage_mask(in, shapes, token_aligned, to);
-  }
-  return py::make_tuple(totals.trained_tokens, totals.masked_packs, totals.dropped_first);
-}
-
-template <typename In, typename Out>
-void bind_stage_tokens(py::module_& m) {
-  m.def("stage_tokens", &stage_tokens<In, Out>, py::arg("tokens").noconvert(), py::arg("lengths").noconvert(),
-        py::arg("sequences").noconvert(), py::arg("starts").noconvert(), py::arg("out").noconvert());
-}
-
-template <typename In, typename Out>
-void bind_stage_mask(py::module_& m) {
-  m.def("stage_mask", &stage_mask<In, Out>, py::arg("mask").noconvert(), py::arg("lengths").noconvert(),
-        py::arg("sequences").noconvert(), py::arg("starts").noconvert(), "token_aligned"_a,
-        py::arg("out").noconvert());
+// A view of staged bytes; it is good until the stage is added to or cleared.
+template <typename T>
+py::memoryview staged(const std::vector<T>& data) {
+  return py::memoryview::from_memory(data.data(), static_cast<py::ssize_t>(data.size() * sizeof(T)));
 }
 
 void bind_stage(py::module_& m) {
-  m.def("stage_shapes", &stage_shapes, py::arg("lengths").noconvert(), py::arg("sequences").noconvert(),
-        py::arg("starts").noconvert(), "tokens"_a, "capacity"_a, "sequence_multiple"_a,
-        py::arg("starts_out").noconvert(),
-        "Check rules P1 to P5; returns longest pack, longest padded pack, most sequences.");
-  bind_stage_tokens<std::uint16_t, std::uint16_t>(m);
-  bind_stage_tokens<std::uint16_t, std::int32_t>(m);
-  bind_stage_tokens<std::int32_t, std::uint16_t>(m);
-  bind_stage_tokens<std::int32_t, std::int32_t>(m);
-  bind_stage_tokens<std::int64_t, std::uint16_t>(m);
-  bind_stage_tokens<std::int64_t, std::int32_t>(m);
-  bind_stage_mask<std::uint8_t, std::uint8_t>(m);
-  bind_stage_mask<std::uint8_t, float>(m);
-  bind_stage_mask<std::int64_t, std::uint8_t>(m);
-  bind_stage_mask<std::int64_t, float>(m);
-  bind_stage_mask<float, std::uint8_t>(m);
-  bind_stage_mask<float, float>(m);
-  bind_stage_mask<double, std::uint8_t>(m);
-  bind_stage_mask<double, float>(m);
+  py::class_<PackStage>(m, "PackStage", "Packs on their way to disk: checked and copied into the form that is written.")
+      .def(py::init([](const py::dtype& tokens, const py::dtype& mask, std::int64_t capacity, std::int64_t multiple,
+                       std::size_t room) {
+             return PackStage(token_type_of(tokens), mask_type_of(mask), capacity, multiple, room);
+           }),
+           "token_dtype"_a, "mask_dtype"_a, "capacity"_a, "sequence_multiple"_a, "room"_a)
+      .def("add", &stage_add, "tokens"_a, "mask"_a, py::arg("starts").noconvert(), py::arg("lengths").noconvert(),
+           py::arg("sequences").noconvert(), "token_aligned"_a)
+      .def("promote_mask", &PackStage::promote_mask)
+      .def("clear", &PackStage::clear)
+      .def_property_readonly("tokens", [](const PackStage& s) { return staged(s.tokens()); })
+      .def_property_readonly("mask", [](const PackStage& s) { return staged(s.mask()); })
+      .def_property_readonly("starts", [](const PackStage& s) { return staged(s.starts()); })
+      .def_property_readonly("records", [](const PackStage& s) { return staged(s.records()); })
+      .def_property_readonly("num_packs", [](const PackStage& s) { return s.totals().packs; })
+      .def_property_readonly("num_sequences", [](const PackStage& s) { return s.totals().sequences; })
+      .def_property_readonly("num_tokens", [](const PackStage& s) { return s.totals().tokens; })
+      .def_property_readonly("num_trained_tokens", [](const PackStage& s) { return s.totals().trained_tokens; })
+      .def_property_readonly("num_masked_packs", [](const PackStage& s) { return s.totals().masked_packs; })
+      .def_property_readonly("dropped_first_tokens", [](const PackStage& s) { return s.totals().dropped_first; })
+      .def_property_readonly("longest_pack", [](const PackStage& s) { return s.totals().longest_pack; })
+      .def_property_readonly("longest_padded_pack", [](const PackStage& s) { return s.totals().longest_padded_pack; })
+      .def_property_readonly("most_sequences", [](const PackStage& s) { return s.totals().most_sequences; });
 }
 
 // ---- gathering sequences ----

@@ -6,30 +6,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 def offsets_from_lengths(lengths: NDArray[np.int64], scale: int = 1, start: int = 0) -> NDArray[np.int64]: ...
-def stage_shapes(
-    lengths: NDArray[np.int64],
-    sequences: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    tokens: int,
-    capacity: int,
-    sequence_multiple: int,
-    starts_out: NDArray[np.uint32],
-) -> tuple[int, int, int]: ...
-def stage_tokens(
-    tokens: NDArray[Any],
-    lengths: NDArray[np.int64],
-    sequences: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    out: NDArray[Any],
-) -> None: ...
-def stage_mask(
-    mask: NDArray[Any],
-    lengths: NDArray[np.int64],
-    sequences: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    token_aligned: bool,
-    out: NDArray[Any],
-) -> tuple[int, int, int]: ...
+class PackStage:
+    def __init__(
+        self, token_dtype: np.dtype[Any], mask_dtype: np.dtype[Any], capacity: int, sequence_multiple: int, room: int
+    ) -> None: ...
+    def add(
+        self,
+        tokens: NDArray[Any],
+        mask: NDArray[Any],
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        sequences: NDArray[np.int64],
+        token_aligned: bool,
+    ) -> bool: ...
+    def promote_mask(self) -> None: ...
+    def clear(self) -> None: ...
+    tokens: memoryview
+    mask: memoryview
+    starts: memoryview
+    records: memoryview
+    num_packs: int
+    num_sequences: int
+    num_tokens: int
+    num_trained_tokens: int
+    num_masked_packs: int
+    dropped_first_tokens: int
+    longest_pack: int
+    longest_padded_pack: int
+    most_sequences: int
+
 def gather_sequences(
     source: NDArray[Any], offsets: NDArray[np.int64], order: NDArray[np.int64], out: NDArray[Any]
 ) -> None: ...

@@ -129,7 +129,7 @@ class OutputFile:
         self._durable = durable
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
-    def write(self, data: bytes | NDArray[Any]) -> None:
+    def write(self, data: bytes | memoryview | NDArray[Any]) -> None:
         """Append all of ``data``."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         try:

@@ -1,4 +1,7 @@
-"""What callers hand in, as the arrays the kernels take: never cast before it is known to fit."""
+"""What callers hand in, as the arrays the kernels take: never cast before it is known to fit.
+
+The functions raise ValueError with what is wrong; whoever calls them knows which argument of which pack it was.
+"""
 
 from __future__ import annotations
 
@@ -7,46 +10,44 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_sft_idx.errors import SequenceError
-
 __all__ = ["integer_array", "mask_array", "token_array"]
 
-_Source = tuple[str, int]
+_TOKENS = tuple(map(np.dtype, (np.uint16, np.int32, np.int64)))
+_POSITIONS = (np.dtype(np.int64),)
+_FLAGS = tuple(map(np.dtype, (np.uint8, np.int64)))
+_WEIGHTS = tuple(map(np.dtype, (np.float32, np.float64)))
 
 
-def token_array(values: ArrayLike, name: str, source: _Source) -> NDArray[Any]:
+def token_array(values: ArrayLike) -> NDArray[Any]:
     """Ids as uint16, int32 or int64, one-dimensional and contiguous."""
-    return _native_form(values, name, source, (np.uint16, np.int32, np.int64), "iu", "integers")
+    return _native_form(values, _TOKENS, "iu", "integers")
 
 
-def integer_array(values: ArrayLike, name: str, source: _Source) -> NDArray[np.int64]:
+def integer_array(values: ArrayLike) -> NDArray[np.int64]:
     """Positions as int64."""
-    return _native_form(values, name, source, (np.int64,), "iu", "integers")
+    return _native_form(values, _POSITIONS, "iu", "integers")
 
 
-def mask_array(values: ArrayLike, name: str, source: _Source) -> NDArray[Any]:
+def mask_array(values: ArrayLike) -> NDArray[Any]:
     """A mask as uint8, int64, float32 or float64; bool counts as uint8."""
     array = np.asarray(values)
-    if array.dtype == np.bool_:
-        array = array.view(np.uint8)
     if array.dtype.kind == "f":
-        return _native_form(array, name, source, (np.float32, np.float64), "f", "numbers")
-    return _native_form(array, name, source, (np.uint8, np.int64), "iu", "numbers")
+        return _native_form(array, _WEIGHTS, "f", "numbers")
+    if array.dtype.kind == "b":
+        array = array.view(np.uint8)
+    return _native_form(array, _FLAGS, "iu", "numbers or booleans")
 
 
-def _native_form(
-    values: ArrayLike, name: str, source: _Source, dtypes: tuple[Any, ...], kinds: str, what: str
-) -> NDArray[Any]:
+def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: str, what: str) -> NDArray[Any]:
     array = np.asarray(values)
-    if array.size == 0 and array.ndim == 1:
-        return np.empty(0, dtypes[-1])
+    if array.dtype in dtypes and array.ndim == 1 and array.flags.c_contiguous:
+        return array
     if array.ndim != 1:
-        raise SequenceError(*source, f"{name} has shape {array.shape}; expected one dimension")
+        raise ValueError(f"has shape {array.shape}; expected one dimension")
+    if array.size == 0:
+        return np.empty(0, dtypes[-1])
     if array.dtype.kind not in kinds:
-        raise SequenceError(*source, f"{name} has dtype {array.dtype}; expected {what}")
-    if array.dtype.newbyteorder("=") not in dtypes:
-        widest = np.dtype(dtypes[-1])
-        if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.max() > np.iinfo(np.int64).max:
-            raise SequenceError(*source, f"{name} holds {array.max()}, which is far outside any id or length")
-        array = array.astype(widest)
-    return np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+        raise ValueError(f"has dtype {array.dtype}; expected {what}")
+    if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
+        raise ValueError(f"holds {array.max()}, far outside any id, position or mask")
+    return np.ascontiguousarray(array, dtype=dtypes[-1])

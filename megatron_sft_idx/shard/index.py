@@ -55,7 +55,7 @@ class _Hashed:
     def __init__(self, file: OutputFile) -> None:
         self._file, self._hash = file, xxhash.xxh3_128()
 
-    def write(self, data: bytes | NDArray[Any]) -> None:
+    def write(self, data: bytes | memoryview | NDArray[Any]) -> None:
         self._file.write(data)
         self._hash.update(data)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypedDict, overload
 
 import numpy as np
@@ -63,14 +63,35 @@ def _not_found(paths: ShardPaths) -> ShardNotFoundError:
 
 
 class _Files(NamedTuple):
-    """What an open shard holds: the header and five arrays."""
+    """What an open shard holds: the header and five arrays, and the two offsets of a pack by its number."""
 
     header: Header
+    num_packs: int
+    num_sequences: int
+    num_tokens: int
     tokens: Array
     loss: Array
     starts: Array
     sequence_offsets: Array
     token_offsets: Array
+    sequence_pair: _Pair
+    token_pair: _Pair
+
+
+_Pair = Callable[[int], tuple[int, int]]
+
+
+def _pair(offsets: Array) -> _Pair:
+    """``offsets[i], offsets[i + 1]`` as ints."""
+    if isinstance(offsets, np.ndarray):
+        item = memoryview(offsets)  # gives Python ints, several times faster than numpy's items
+        return lambda i: (item[i], item[i + 1])
+
+    def read(i: int) -> tuple[int, int]:
+        start, stop = offsets[i : i + 2].tolist()
+        return start, stop
+
+    return read
 
 
 class Shard:
@@ -119,12 +140,19 @@ class Shard:
         def array(path: str, dtype: np.dtype[Any], count: int) -> Array:
             return open_array(path, dtype, count, nbytes=nbytes[path], backend=self._backend)
 
+        sequence_offsets, token_offsets = self._open_offsets(header)
         return _Files(
             header,
+            header.num_packs,
+            header.num_sequences,
+            header.num_tokens,
             array(paths.tokens, header.token_dtype, header.num_tokens),
             array(paths.loss, header.mask_dtype, header.num_tokens),
             array(paths.starts, np.dtype("<u4"), header.num_sequences),
-            *self._open_offsets(header),
+            sequence_offsets,
+            token_offsets,
+            _pair(sequence_offsets),
+            _pair(token_offsets),
         )
 
     def _open_offsets(self, header: Header) -> tuple[Array, Array]:
@@ -184,7 +212,7 @@ class Shard:
         return self.files.token_offsets[:]
 
     def __len__(self) -> int:
-        return self.files.header.num_packs
+        return self.files.num_packs
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.prefix!r}, backend={self.backend!r})"
@@ -206,19 +234,21 @@ class Shard:
             if step != 1:
                 raise ValueError(f"{self.prefix}: slice step {step}, slices of packs are contiguous: use step 1")
             return [self[i] for i in range(start, stop)]
-        files = self.files
-        start, stop, boundaries = self._bounds(files, index)
+        files = self._files or self.files
+        i = operator.index(index)
+        if not 0 <= i < files.num_packs:
+            i = self._normalise(files, i)
+        start, stop = files.token_pair(i)
+        first, last = files.sequence_pair(i)
+        if not (0 <= start < stop <= files.num_tokens and 0 <= first < last <= files.num_sequences):
+            raise self._corrupt(files, i)
+        boundaries = np.empty(last - first + 1, np.int32)
+        boundaries[:-1] = files.starts[first:last]
+        boundaries[-1] = stop - start
+        tokens, loss = files.tokens[start:stop], files.loss[start:stop]
         if self._copy:
-            return {
-                "input_ids": files.tokens[start:stop].copy(),
-                "loss_mask": files.loss[start:stop].copy(),
-                "seq_boundaries": boundaries,
-            }
-        return {
-            "input_ids": files.tokens[start:stop],
-            "loss_mask": files.loss[start:stop],
-            "seq_boundaries": boundaries,
-        }
+            tokens, loss = tokens.copy(), loss.copy()
+        return {"input_ids": tokens, "loss_mask": loss, "seq_boundaries": boundaries}
 
     def __iter__(self) -> Iterator[Pack]:
         return (self[i] for i in range(len(self)))
@@ -230,7 +260,10 @@ class Shard:
             IndexError: no such pack, or the range reaches outside it.
         """
         files = self.files
-        start, stop = self._token_range(files, self._normalise(files, index))
+        i = self._normalise(files, operator.index(index))
+        start, stop = files.token_pair(i)
+        if not 0 <= start < stop <= files.num_tokens:
+            raise self._corrupt(files, i)
         end = stop if length is None else start + offset + length
         if offset < 0 or not start + offset <= end <= stop:
             raise IndexError(
@@ -246,35 +279,22 @@ class Shard:
         ids, mask = pack["input_ids"], pack["loss_mask"]
         return [(ids[a:b], mask[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
 
-    def _normalise(self, files: _Files, index: int | np.integer[Any]) -> int:
-        i, packs = operator.index(index), files.header.num_packs
-        if i < 0:
-            i += packs
-        if not 0 <= i < packs:
-            raise IndexError(f"{self.prefix}: pack {index}, the shard has {packs}")
+    def _normalise(self, files: _Files, index: int) -> int:
+        i = index + files.num_packs if index < 0 else index
+        if not 0 <= i < files.num_packs:
+            raise IndexError(f"{self.prefix}: pack {index}, the shard has {files.num_packs}")
         return i
 
-    def _token_range(self, files: _Files, i: int) -> tuple[int, int]:
-        start, stop = files.token_offsets[i : i + 2].tolist()
-        if not 0 <= start < stop <= files.header.num_tokens:
-            raise self._corrupt(files.header.token_offsets_offset, i, "O2", "token", start, stop)
-        return start, stop
-
-    def _bounds(self, files: _Files, index: int | np.integer[Any]) -> tuple[int, int, NDArray[np.int32]]:
-        i = self._normalise(files, index)
-        start, stop = self._token_range(files, i)
-        first, last = files.sequence_offsets[i : i + 2].tolist()
-        if not 0 <= first < last <= files.header.num_sequences:
-            raise self._corrupt(files.header.nbytes, i, "O1", "sequence", first, last)
-        boundaries = np.empty(last - first + 1, np.int32)
-        boundaries[:-1] = files.starts[first:last]
-        boundaries[-1] = stop - start
-        return start, stop, boundaries
-
-    def _corrupt(self, base: int, i: int, rule: str, what: str, start: int, stop: int) -> CorruptShardError:
+    def _corrupt(self, files: _Files, i: int) -> CorruptShardError:
+        """What is wrong with the offsets of pack ``i``."""
+        rule, what, base, pair, most = "O2", "token", files.header.token_offsets_offset, files.token_pair(i), files.num_tokens
+        if 0 <= pair[0] < pair[1] <= most:
+            rule, what, base, pair = "O1", "sequence", files.header.nbytes, files.sequence_pair(i)
+            most = files.num_sequences
         return CorruptShardError(
             self._paths.seq_idx,
             base + 8 * i,
             rule,
-            f"{what} offsets {start}, {stop} of pack {i} do not ascend within the shard; rebuild the index from the data",
+            f"{what} offsets {pair[0]}, {pair[1]} of pack {i}, expected ascending and at most {most};"
+            " restore the file, or rebuild the index from the data",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -13,12 +13,21 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.layout import FileDigest, Header, ShardPaths, mask_dtype_of, token_dtype_of
+from megatron_sft_idx.layout import (
+    MASK_DTYPES,
+    TOKEN_DTYPES,
+    FileDigest,
+    Header,
+    ShardPaths,
+    mask_dtype_of,
+    token_dtype_of,
+)
 from megatron_sft_idx.layout.journal import DONE, MASK, PACK, encode_block, encode_head
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.arrays import integer_array, mask_array, token_array
 from megatron_sft_idx.shard.index import write_idx, write_seq_idx
 from megatron_sft_idx.shard.publish import Publication
+from megatron_sft_idx.shard.reader import Shard
 from megatron_sft_idx.storage import OutputFile
 
 __all__ = ["FORMAT_WRITER", "MaskAlignment", "ShardWriter"]
@@ -27,33 +36,20 @@ MaskAlignment = Literal["label", "token"]
 
 # Stored in the JSON block: raised whenever the same input would give other bytes.
 FORMAT_WRITER = 1
-_STAGE_TOKENS = 1 << 18
+# Small enough to stay in the processor's cache between the check, the write and the checksum.
+_STAGE_TOKENS = 1 << 16
 
 
 class _DataFile:
-    """A data file on its way: staged, checksummed, written in large pieces."""
+    """A data file on its way: written and checksummed in large pieces."""
 
-    def __init__(self, path: str, dtype: np.dtype[Any], *, durable: bool) -> None:
+    def __init__(self, path: str, *, durable: bool) -> None:
         self.file = OutputFile(path, durable=durable)
-        self.stage = np.empty(_STAGE_TOKENS, dtype)
-        self.filled = 0
         self._hash = xxhash.xxh3_128()
 
-    def room(self, count: int) -> NDArray[Any]:
-        """A place for ``count`` more items; ``filled`` moves on once they are in it."""
-        if self.filled + count > len(self.stage):
-            # Only before anything is staged: whoever stages flushes first.
-            self.stage = np.empty(count, self.stage.dtype)
-        return self.stage[self.filled : self.filled + count]
-
-    def flush(self) -> None:
-        if self.filled:
-            data = self.stage[: self.filled]
-            self.file.write(data)
-            self._hash.update(data)
-            self.filled = 0
-            if len(self.stage) > _STAGE_TOKENS:
-                self.stage = np.empty(_STAGE_TOKENS, self.stage.dtype)
+    def write(self, data: memoryview | NDArray[Any]) -> None:
+        self.file.write(data)
+        self._hash.update(data)
 
     def digest(self) -> FileDigest:
         return FileDigest(self.file.nbytes, self._hash.digest())
@@ -103,21 +99,20 @@ class ShardWriter:
         self._pad_id = _checked(pad_id, "pad_id", 0, MAX_CAPACITY) if pad_id is not None else None
         self.metadata: dict[str, Any] = dict(metadata or {})
         self._durable = durable
-        self.num_packs = self.num_sequences = self.num_tokens = 0
-        self.num_trained_tokens = self.num_masked_packs = 0
-        self.dropped_first_tokens = 0
-        self._longest = self._longest_padded = self._most_sequences = 0
+        self._stage = _native.PackStage(tokens, masks, self._capacity or MAX_CAPACITY, self._multiple, _STAGE_TOKENS)
+        # add_pack's own pack_lengths and pack_sequences.
+        self._length, self._count = np.empty(1, np.int64), np.empty(1, np.int64)
         self._publication = Publication(self._paths, overwrite=overwrite, durable=durable)
         try:
-            self._open(tokens, masks)
+            self._open()
         except BaseException:
             self._publication.abandon()
             raise
 
-    def _open(self, tokens: np.dtype[Any], masks: np.dtype[Any]) -> None:
-        self._tokens = self._data_file(self._paths.tokens, tokens)
-        self._loss = self._data_file(self._paths.loss, masks)
-        self._starts = self._data_file(self._paths.starts, np.dtype("<u4"))
+    def _open(self) -> None:
+        self._tokens = self._data_file(self._paths.tokens)
+        self._loss = self._data_file(self._paths.loss)
+        self._starts = self._data_file(self._paths.starts)
         options = {
             "token_dtype": self._token_code,
             "mask_dtype": self._mask_code,
@@ -127,11 +122,9 @@ class ShardWriter:
             "metadata": self.metadata,
         }
         self._publication.journal.write(encode_head(options))
-        self._records = np.empty((_STAGE_TOKENS // 8, 2), np.uint32)
-        self._recorded = 0
 
-    def _data_file(self, path: str, dtype: np.dtype[Any]) -> _DataFile:
-        data = _DataFile(self._paths.temporary(path), dtype, durable=self._durable)
+    def _data_file(self, path: str, suffix: str = "") -> _DataFile:
+        data = _DataFile(self._paths.temporary(path) + suffix, durable=self._durable)
         self._publication.own(data.file)
         return data
 
@@ -142,8 +135,33 @@ class ShardWriter:
 
     @property
     def mask_dtype(self) -> np.dtype[Any]:
-        """Dtype of the loss file."""
-        return self._loss.stage.dtype
+        """Dtype of the loss file: uint8 or float32."""
+        return MASK_DTYPES[self._mask_code]
+
+    @property
+    def num_packs(self) -> int:
+        """Packs added so far."""
+        return self._stage.num_packs
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences added so far."""
+        return self._stage.num_sequences
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens added so far."""
+        return self._stage.num_tokens
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """Positions trained on so far."""
+        return self._stage.num_trained_tokens
+
+    @property
+    def dropped_first_tokens(self) -> int:
+        """Token-aligned masks that were set on a sequence's first token, which nothing predicts."""
+        return self._stage.dropped_first_tokens
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -178,10 +196,10 @@ class ShardWriter:
         Raises:
             SequenceError: a rule of FORMAT.md is broken; nothing of the pack is kept.
         """
-        starts = integer_array(seq_starts, "seq_starts", self._source)
-        ids = token_array(tokens, "tokens", self._source)
-        lengths, counts = np.array([ids.size]), np.array([starts.size])
-        self.add_packs(ids, loss_mask, starts, lengths, counts, mask_alignment=mask_alignment)
+        starts = self._array(integer_array, seq_starts, "seq_starts")
+        ids = self._array(token_array, tokens, "tokens")
+        self._length[0], self._count[0] = ids.size, starts.size
+        self._add(ids, loss_mask, starts, self._length, self._count, mask_alignment)
 
     def add_packs(
         self,
@@ -206,67 +224,66 @@ class ShardWriter:
         Raises:
             SequenceError: a rule of FORMAT.md is broken in one of the packs; none of them is kept.
         """
+        starts = self._array(integer_array, seq_starts, "seq_starts")
+        ids = self._array(token_array, tokens, "tokens")
+        self._add(ids, loss_mask, starts, pack_lengths, pack_sequences, mask_alignment)
+
+    def add_shard(self, shard: Shard) -> None:
+        """Add all packs of another shard, in bounded memory.
+
+        Raises:
+            SequenceError: a pack does not fit this writer's capacity or dtypes; the packs before it were added.
+        """
+        files, tokens, sequences = shard.files, shard.token_offsets, shard.sequence_offsets
+        first = 0
+        while first < len(shard):
+            last = int(np.searchsorted(tokens, tokens[first] + _STAGE_TOKENS, side="right")) - 1
+            last = min(max(last, first + 1), first + _STAGE_TOKENS)
+            self.add_packs(
+                files.tokens[tokens[first] : tokens[last]],
+                files.loss[tokens[first] : tokens[last]],
+                files.starts[sequences[first] : sequences[last]],
+                np.diff(tokens[first : last + 1]),
+                np.diff(sequences[first : last + 1]),
+            )
+            first = last
+
+    def _array(self, convert: Callable[[ArrayLike], NDArray[Any]], values: ArrayLike, name: str) -> NDArray[Any]:
+        try:
+            return convert(values)
+        except ValueError as error:
+            raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {name} {error}") from None
+
+    def _add(
+        self,
+        ids: NDArray[Any],
+        loss_mask: ArrayLike,
+        starts: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        sequences: NDArray[np.int64],
+        mask_alignment: MaskAlignment,
+    ) -> None:
         if self._publication.closed:
             raise FormatError(f"{self.prefix}: this writer is finished; open another one to write more packs")
         if mask_alignment not in ("label", "token"):
             raise FormatError(f"{self.prefix}: mask_alignment {mask_alignment!r}, choose 'label' or 'token'")
-        ids = token_array(tokens, "tokens", self._source)
-        mask = mask_array(loss_mask, "loss_mask", self._source)
-        starts = integer_array(seq_starts, "seq_starts", self._source)
-        if mask.size != ids.size:
-            raise self._refuse(f"{mask.size} loss mask values for {ids.size} tokens; there is one a token")
-        if self._tokens.filled + ids.size > _STAGE_TOKENS or self._starts.filled + starts.size > _STAGE_TOKENS:
-            self.flush()
-        to = self._tokens.room(ids.size), self._loss.room(ids.size), self._starts.room(starts.size)
-        capacity = self._capacity or MAX_CAPACITY
+        mask = self._array(mask_array, loss_mask, "loss_mask")
         try:
-            shape = _native.stage_shapes(
-                pack_lengths, pack_sequences, starts, ids.size, capacity, self._multiple, to[2]
-            )
-            _native.stage_tokens(ids, pack_lengths, pack_sequences, starts, to[0])
-            trained = _native.stage_mask(mask, pack_lengths, pack_sequences, starts, mask_alignment == "token", to[1])
+            while not self._stage.add(ids, mask, starts, lengths, sequences, mask_alignment == "token"):
+                self.flush()
         except ValueError as error:
-            raise self._refuse(str(error)) from None
-        self._commit(ids.size, pack_lengths, pack_sequences, shape, trained)
-
-    def _commit(
-        self,
-        tokens: int,
-        lengths: NDArray[np.int64],
-        sequences: NDArray[np.int64],
-        shape: tuple[int, int, int],
-        trained: tuple[int, int, int],
-    ) -> None:
-        starts = int(sequences.sum())
-        self._tokens.filled += tokens
-        self._loss.filled += tokens
-        self._starts.filled += starts
-        if self._recorded + len(lengths) > len(self._records):
-            self._records = np.concatenate([self._records[: self._recorded], np.empty((len(lengths), 2), np.uint32)])
-        rows = self._records[self._recorded : self._recorded + len(lengths)]
-        rows[:, 0], rows[:, 1] = lengths, sequences
-        self._recorded += len(lengths)
-        self.num_packs += len(lengths)
-        self.num_sequences += starts
-        self.num_tokens += tokens
-        self._longest = max(self._longest, shape[0])
-        self._longest_padded = max(self._longest_padded, shape[1])
-        self._most_sequences = max(self._most_sequences, shape[2])
-        self.num_trained_tokens += trained[0]
-        self.num_masked_packs += trained[1]
-        self.dropped_first_tokens += trained[2]
-        if self._recorded == len(self._records):
-            self.flush()
+            raise SequenceError(self.prefix, None, str(error)) from None
 
     def flush(self) -> None:
         """Write what is staged, then record it in the journal."""
-        for data in (self._tokens, self._loss, self._starts):
-            data.flush()
-        if self._recorded:
-            self._publication.journal.write(encode_block(PACK, self._records[: self._recorded]))
-            self._recorded = 0
-            if len(self._records) > _STAGE_TOKENS // 8:
-                self._records = np.empty((_STAGE_TOKENS // 8, 2), np.uint32)
+        stage = self._stage
+        if not len(stage.records):
+            return
+        self._tokens.write(stage.tokens)
+        self._loss.write(stage.mask)
+        self._starts.write(stage.starts)
+        self._publication.journal.write(encode_block(PACK, np.frombuffer(stage.records, np.uint32).reshape(-1, 2)))
+        stage.clear()
 
     def promote_mask_dtype(self) -> None:
         """Go on with float32 masks: what was written as uint8 is rewritten, in bounded memory."""
@@ -275,16 +292,14 @@ class ShardWriter:
         self.flush()
         old = self._loss
         self._mask_code, dtype = mask_dtype_of(np.float32)
-        widened = _DataFile(self._paths.temporary(self._paths.loss) + ".float32", dtype, durable=self._durable)
-        self._publication.own(widened.file)
+        widened = self._data_file(self._paths.loss, ".float32")
         for offset in range(0, old.file.nbytes, _STAGE_TOKENS):
             piece = os.pread(old.file.fileno(), _STAGE_TOKENS, offset)
-            widened.room(len(piece))[:] = np.frombuffer(piece, np.uint8)
-            widened.filled += len(piece)
-            widened.flush()
+            widened.write(np.frombuffer(piece, np.uint8).astype(dtype))
         self._publication.replace(widened.file, old.file)
         self._publication.journal.write(encode_block(MASK, np.array([[self._mask_code, 0]], np.uint32)))
         self._loss = widened
+        self._stage.promote_mask()
 
     def finalize(self) -> Header:
         """Write the indexes and publish the shard.
@@ -311,22 +326,22 @@ class ShardWriter:
         paths, journal = self._paths, self._publication.journal.path
         idx = OutputFile(paths.temporary(paths.idx), durable=self._durable)
         self._publication.own(idx)
-        itemsize = self._tokens.stage.dtype.itemsize
-        idx_digest = write_idx(idx, journal, self._token_code, itemsize, self.num_packs)
+        stage, dtype = self._stage, TOKEN_DTYPES[self._token_code]
+        idx_digest = write_idx(idx, journal, self._token_code, dtype.itemsize, stage.num_packs)
         seq_idx = OutputFile(paths.temporary(paths.seq_idx), durable=self._durable)
         self._publication.own(seq_idx)
         header = Header(
-            num_packs=self.num_packs,
-            num_sequences=self.num_sequences,
-            num_tokens=self.num_tokens,
-            num_trained_tokens=self.num_trained_tokens,
-            num_masked_packs=self.num_masked_packs,
-            token_dtype=self._tokens.stage.dtype,
+            num_packs=stage.num_packs,
+            num_sequences=stage.num_sequences,
+            num_tokens=stage.num_tokens,
+            num_trained_tokens=stage.num_trained_tokens,
+            num_masked_packs=stage.num_masked_packs,
+            token_dtype=dtype,
             mask_dtype=self.mask_dtype,
             sequence_multiple=self._multiple,
-            capacity=self._capacity or self._longest_padded,
-            longest_pack=self._longest,
-            most_sequences=self._most_sequences,
+            capacity=self._capacity or stage.longest_padded_pack,
+            longest_pack=stage.longest_pack,
+            most_sequences=stage.most_sequences,
             pad_id=self._pad_id,
             digests=(self._tokens.digest(), self._loss.digest(), idx_digest, self._starts.digest()),
             arrays_checksum=bytes(16),
@@ -337,13 +352,6 @@ class ShardWriter:
     def abandon(self) -> None:
         """Publish nothing and remove what was written; may be called twice."""
         self._publication.abandon()
-
-    @property
-    def _source(self) -> tuple[str, int]:
-        return self.prefix, self.num_packs
-
-    def _refuse(self, reason: str) -> SequenceError:
-        return SequenceError(*self._source, reason)
 
 
 def _checked(value: Any, name: str, least: int, most: int) -> int:

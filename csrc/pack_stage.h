@@ -1,0 +1,83 @@
+// Packs on their way to disk: checked against the format's rules while they are copied into the form that is written.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace sft_idx {
+
+enum class TokenType { u16, i32, i64 };
+enum class MaskType { u8, i64, f32, f64 };
+
+// Packs as the caller has them, end to end. starts are positions inside their pack.
+struct PackInput {
+  const void* tokens;
+  TokenType token_type;
+  const void* mask;
+  MaskType mask_type;
+  std::size_t tokens_count;  // also the mask's
+  const std::int64_t* starts;
+  std::size_t starts_count;
+  const std::int64_t* lengths;    // [packs], tokens
+  const std::int64_t* sequences;  // [packs], sequences
+  std::size_t packs;
+  bool token_aligned;  // else label-aligned
+};
+
+// Holds staged tokens (u16 or i32), masks (u8 or f32), starts and journal records until they are written and cleared,
+// and the running counts of all packs ever added.
+class PackStage {
+ public:
+  struct Totals {
+    std::int64_t packs = 0, sequences = 0, tokens = 0;
+    std::int64_t trained_tokens = 0;
+    std::int64_t masked_packs = 0;         // packs with no trained position
+    std::int64_t dropped_first = 0;        // token-aligned masks set on a sequence's first token
+    std::int64_t longest_pack = 0;         // tokens
+    std::int64_t longest_padded_pack = 0;  // each sequence rounded up to the multiple
+    std::int64_t most_sequences = 0;
+  };
+
+  // room: tokens staged before add() asks for a flush. capacity: most positions of a pack, each sequence rounded up.
+  PackStage(TokenType tokens, MaskType mask, std::int64_t capacity, std::int64_t sequence_multiple, std::size_t room);
+
+  // Stages packs. False, with nothing done, where what is staged must be flushed first. Throws
+  // std::invalid_argument, beginning with "pack <its number in the shard>: ", where a rule is broken; nothing is kept.
+  bool add(const PackInput& input);
+
+  // From here on masks are f32. Only with nothing staged.
+  void promote_mask();
+  void clear();
+
+  const Totals& totals() const { return totals_; }
+  TokenType token_type() const { return token_type_; }
+  MaskType mask_type() const { return mask_type_; }
+  const std::vector<unsigned char>& tokens() const { return tokens_; }
+  const std::vector<unsigned char>& mask() const { return mask_; }
+  const std::vector<std::uint32_t>& starts() const { return starts_; }
+  const std::vector<std::uint32_t>& records() const { return records_; }  // length, sequences of each staged pack
+
+ private:
+  Totals check_shapes(const PackInput& input) const;
+  [[noreturn]] void fail_at_token(const PackInput& input, std::size_t token, const std::string& what) const;
+  template <typename In, typename Out>
+  void copy_tokens(const PackInput& input, Out* out) const;
+  template <typename In, typename Out>
+  void copy_mask(const PackInput& input, Out* out, Totals& added) const;
+  template <typename Out>
+  void copy_tokens_to(const PackInput& input, Out* out) const;
+  template <typename Out>
+  void copy_mask_to(const PackInput& input, Out* out, Totals& added) const;
+
+  TokenType token_type_;
+  MaskType mask_type_;
+  std::int64_t capacity_, multiple_;
+  std::size_t room_;
+  Totals totals_;
+  std::vector<unsigned char> tokens_, mask_;
+  std::vector<std::uint32_t> starts_, records_;
+};
+
+}  // namespace sft_idx

@@ -1,0 +1,124 @@
+"""``SFTIndexedDatasetBuilder``: writes a packed SFT shard with the face of Megatron's ``IndexedDatasetBuilder``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from numpy.typing import ArrayLike
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import Header
+from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard.writer import MaskAlignment
+
+__all__ = ["SFTIndexedDatasetBuilder"]
+
+
+class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
+    """Builds a shard pack by pack, in bounded memory, published all at once or not at all.
+
+    Use it as a context manager: a clean exit finalizes, an exception publishes nothing. The parent's constructor is
+    not called: it would truncate a ``.bin`` that someone reads.
+
+    Args:
+        bin_path: ``PREFIX.bin``, as the parent takes it.
+        dtype: np.int32, or np.uint16 for vocabularies below 65500.
+        multimodal: not supported; must be False.
+        capacity: most token positions a pack may hold; None sets it to the longest pack.
+        mask_dtype: np.uint8 for masks of 0 and 1, np.float32 for weights.
+        sequence_multiple: count each sequence as its length rounded up to this against the capacity.
+        pad_id: the tokenizer's padding id, kept for readers.
+        overwrite: replace what is at the prefix.
+        metadata: JSON object for the header.
+
+    Raises:
+        FormatError: an argument the format does not allow, or something is at the prefix already.
+    """
+
+    def __init__(
+        self,
+        bin_path: str,
+        dtype: Any = np.int32,
+        multimodal: bool = False,
+        *,
+        capacity: int | None = None,
+        mask_dtype: Any = np.uint8,
+        sequence_multiple: int = 1,
+        pad_id: int | None = None,
+        overwrite: bool = False,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        path = os.fspath(bin_path)
+        if multimodal:
+            raise FormatError(f"{path}: multimodal=True, but packed SFT shards hold text only; pass False")
+        if not path.endswith(".bin") or path.endswith((".loss.bin", ".seq.bin")):
+            raise FormatError(f"{path}: expected the path of the token file, PREFIX.bin")
+        self.dtype = dtype
+        self.multimodal = False
+        self.writer = ShardWriter(
+            path[: -len(".bin")],
+            token_dtype=dtype,
+            mask_dtype=mask_dtype,
+            capacity=capacity,
+            sequence_multiple=sequence_multiple,
+            pad_id=pad_id,
+            overwrite=overwrite,
+            metadata=metadata,
+        )
+
+    def __enter__(self) -> SFTIndexedDatasetBuilder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.writer.__exit__(kind, error, trace)
+
+    def add_pack(
+        self, tokens: ArrayLike, loss_mask: ArrayLike, seq_starts: ArrayLike, *, mask_alignment: MaskAlignment = "label"
+    ) -> None:
+        """Add one pack; see ``ShardWriter.add_pack``."""
+        self.writer.add_pack(tokens, loss_mask, seq_starts, mask_alignment=mask_alignment)
+
+    def add_item(self, tensor: Any, mode: int = 0) -> NoReturn:
+        """Refused: an item has no loss mask."""
+        self._refuse("add_item", "tokens alone have no loss mask and no sequence starts")
+
+    def add_document(self, tensor: Any, lengths: list[int], modes: list[int] | None = None) -> NoReturn:
+        """Refused: a document has no loss mask."""
+        self._refuse("add_document", "tokens alone have no loss mask")
+
+    def end_document(self) -> NoReturn:
+        """Refused: every pack is a document of its own."""
+        self._refuse("end_document", "every pack is a document of its own and ends with add_pack")
+
+    def _refuse(self, method: str, reason: str) -> NoReturn:
+        raise FormatError(f"{self.writer.prefix}: {method} is not for packed SFT data: {reason}; use add_pack")
+
+    def add_index(self, path_prefix: str) -> None:
+        """Append all packs of another shard.
+
+        Raises:
+            ShardNotFoundError: there is no packed SFT shard at the prefix.
+            FormatError: its token dtype differs.
+            SequenceError: its packs do not fit this builder's capacity or mask dtype.
+        """
+        shard = Shard(path_prefix)
+        if shard.header.token_dtype != np.dtype(self.dtype):
+            raise FormatError(
+                f"{path_prefix}: tokens are {shard.header.token_dtype}, this builder writes {np.dtype(self.dtype)};"
+                " open the builder with the same dtype"
+            )
+        self.writer.add_shard(shard)
+
+    def finalize(self, idx_path: str | None = None) -> Header:
+        """Write the indexes and publish the shard; ``idx_path``, where given, must be ``PREFIX.idx``."""
+        expected = self.writer.prefix + ".idx"
+        if idx_path is not None and os.fspath(idx_path) != expected:
+            raise FormatError(f"{idx_path}: the five files share one prefix, so the index is {expected}; leave it out")
+        return self.writer.finalize()

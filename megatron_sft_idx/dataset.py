@@ -1,0 +1,174 @@
+"""``SFTIndexedDataset``: a packed SFT shard with the face of Megatron's ``IndexedDataset``.
+
+Older Megatron called its memory-mapped reader ``MMapIndexedDataset``; that name is an alias here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.shard import Pack, Shard
+
+__all__ = ["MMapIndexedDataset", "SFTIndexedDataset"]
+
+
+class _Index:
+    """What stock code asks of ``IndexedDataset.index``: lengths, pointers and documents, made when asked for."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self.dtype = shard.header.token_dtype.type
+        self.dtype_size = DType.size(self.dtype)
+        self.sequence_count = len(shard)
+        self.document_count = len(shard) + 1
+        self.sequence_modes = None
+        self._lengths: NDArray[np.int32] | None = None
+        self._documents: NDArray[np.int64] | None = None
+
+    def __len__(self) -> int:
+        return self.sequence_count
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        if self._lengths is None:
+            self._lengths = np.diff(self._shard.token_offsets).astype(np.int32)
+        return self._lengths
+
+    @property
+    def sequence_pointers(self) -> NDArray[np.int64]:
+        return self._shard.token_offsets[:-1] * self.dtype_size
+
+    @property
+    def document_indices(self) -> NDArray[np.int64]:
+        if self._documents is None:
+            self._documents = np.arange(self.document_count, dtype=np.int64)
+        return self._documents
+
+    @document_indices.setter
+    def document_indices(self, indices: NDArray[np.int64]) -> None:
+        self._documents = indices
+
+    def __getitem__(self, idx: int) -> tuple[np.int64, np.int32, None]:
+        start, stop = self._shard.token_offsets[idx : idx + 2] if idx >= 0 else self._shard.token_offsets[idx - 1 :][:2]
+        return np.int64(start * self.dtype_size), np.int32(stop - start), None
+
+
+class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
+    """A packed SFT shard, read by pointer arithmetic over memory maps.
+
+    ``ds[i]`` is one pack, ``{"input_ids", "loss_mask", "seq_boundaries"}``: ids in the on-disk dtype and the
+    label-aligned mask as read-only views that stay valid after the dataset is gone, and the boundaries
+    ``[0, start_1, ..., length]`` as fresh int32. This is the one method whose meaning differs from the parent's,
+    which gives the tokens alone: ``get`` does that here too. Opening costs the same for any number of packs.
+
+    Args:
+        path_prefix: the path the five files share.
+        multimodal: not supported; must be False.
+        mmap: memory maps; False reads with pread, for file systems where mapping is slow or refused.
+        object_storage_config: not supported here; must be None.
+        s3_config: the parent's older name for it.
+        fast_cache_load: accepted and without effect: opening parses nothing but the header anyway.
+        sequences_per_dataset: accepted and without effect, as ``fast_cache_load``.
+        dtype_code: accepted and without effect, as ``fast_cache_load``.
+        copy: hand out writable copies instead of read-only views.
+
+    Raises:
+        ShardNotFoundError: some of the five files are missing.
+        FormatError: a rule of FORMAT.md is broken, or an argument is not supported.
+    """
+
+    def __init__(
+        self,
+        path_prefix: str,
+        multimodal: bool = False,
+        mmap: bool = True,
+        object_storage_config: Any = None,
+        s3_config: Any = None,
+        fast_cache_load: bool = False,
+        sequences_per_dataset: tuple[int, int] | None = None,
+        dtype_code: int | None = None,
+        *,
+        copy: bool = False,
+    ) -> None:
+        if multimodal:
+            raise FormatError(f"{path_prefix}: multimodal=True, but packed SFT shards hold text only; pass False")
+        if object_storage_config or s3_config:
+            raise FormatError(f"{path_prefix}: object storage is not read yet; copy the five files to a local folder")
+        self.initialize(path_prefix, Shard(path_prefix, backend="mmap" if mmap else "pread", copy=copy))
+
+    def initialize(self, path_prefix: str, shard: Shard) -> None:
+        """Set all state; the constructor and unpickling both come through here, as in the parent."""
+        self.path_prefix = path_prefix
+        self.multimodal = False
+        self.mmap = shard.backend == "mmap"
+        self.object_storage_config = None
+        self.shard = shard
+        self._index: _Index | None = None
+
+    def __getstate__(self) -> tuple[str, Shard]:
+        return self.path_prefix, self.shard
+
+    def __setstate__(self, state: tuple[str, Shard]) -> None:
+        self.initialize(*state)
+
+    def __del__(self) -> None:
+        # The parent deletes a reader and an index; ours close with their last view.
+        return
+
+    @property
+    def header(self) -> Header:
+        """Counts, dtypes, capacity, checksums and metadata."""
+        return self.shard.header
+
+    @property
+    def index(self) -> _Index:
+        """Lengths, pointers and documents, as the parent's ``index`` has them; made when first asked for."""
+        if self._index is None:
+            self._index = _Index(self.shard)
+        return self._index
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    def __getitem__(self, idx: int | np.integer[Any] | slice) -> Pack | list[Pack]:
+        """One pack, or a list of packs for a slice of step 1; negative indices count from the end."""
+        return self.shard[idx]
+
+    def get(
+        self, idx: int, offset: int = 0, length: int | None = None, *, copy: bool = False
+    ) -> NDArray[Any]:
+        """Tokens ``[offset, offset + length)`` of a pack, as the parent gives them; ``copy`` for a writable array."""
+        tokens = self.shard.get(idx, offset, length)
+        return tokens.copy() if copy else tokens
+
+    def sequences(self, idx: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """``(input_ids, loss_mask)`` of each sequence of a pack, in order."""
+        return self.shard.sequences(idx)
+
+    def get_document_indices(self) -> NDArray[np.int64]:
+        """0, 1, ..., packs: each pack is a document."""
+        return self.index.document_indices
+
+    def set_document_indices(self, document_indices: NDArray[np.int64]) -> None:
+        """Let this object report other document indices, as the parent does."""
+        self.index.document_indices = document_indices
+
+    @property
+    def sequence_modes(self) -> NDArray[np.int8]:
+        """Refused: packed SFT shards have no modes."""
+        raise FormatError(f"{self.path_prefix}: packed SFT shards hold text only and have no sequence modes")
+
+    @staticmethod
+    def exists(path_prefix: str) -> bool:
+        """Whether the five files are all there; a stock ``.bin`` and ``.idx`` alone are no shard."""
+        return not ShardPaths.of(path_prefix).missing()
+
+
+MMapIndexedDataset = SFTIndexedDataset
+
