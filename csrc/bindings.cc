@@ -118,22 +118,23 @@ void bind_stage(py::module_& m) {
 // ---- gathering sequences ----
 
 template <typename T>
-void gather_sequences(const Array<T>& source, const Array<std::int64_t>& offsets, const Array<std::int64_t>& order,
-                      Array<T> out) {
-  if (offsets.size() < 1) throw std::invalid_argument("offsets hold at least the final one");
+void gather_sequences(const Array<T>& source, const Array<std::int64_t>& starts, const Array<std::int64_t>& stops,
+                      const Array<std::int64_t>& order, Array<T> out) {
+  if (starts.size() != stops.size()) throw std::invalid_argument("one start and one stop a sequence");
   const void* from = source.data();
   void* to = out.mutable_data();
+  const auto *begin = starts.data(), *end = stops.data(), *wanted = order.data();
+  const auto items = static_cast<std::size_t>(source.size()), sequences = static_cast<std::size_t>(starts.size());
+  const auto count = static_cast<std::size_t>(order.size()), room = static_cast<std::size_t>(out.size());
   py::gil_scoped_release unlocked;
-  sft_idx::gather_sequences(from, static_cast<std::size_t>(source.size()), sizeof(T), offsets.data(),
-                            static_cast<std::size_t>(offsets.size()), order.data(),
-                            static_cast<std::size_t>(order.size()), to, static_cast<std::size_t>(out.size()));
+  sft_idx::gather_sequences(from, items, sizeof(T), begin, end, sequences, wanted, count, to, room);
 }
 
 template <typename T>
 void bind_gather(py::module_& m) {
-  m.def("gather_sequences", &gather_sequences<T>, py::arg("source").noconvert(), py::arg("offsets").noconvert(),
-        py::arg("order").noconvert(), py::arg("out").noconvert(),
-        "Copy source[offsets[s]:offsets[s + 1]] for each s of order, end to end, into out.");
+  m.def("gather_sequences", &gather_sequences<T>, py::arg("source").noconvert(), py::arg("starts").noconvert(),
+        py::arg("stops").noconvert(), py::arg("order").noconvert(), py::arg("out").noconvert(),
+        "Copy source[starts[s]:stops[s]] for each s of order, end to end, into out.");
 }
 
 Array<std::int64_t> absolute_offsets(const Array<std::int64_t>& sequence_offsets,

@@ -7,19 +7,18 @@
 namespace sft_idx {
 
 void gather_sequences(const void* source, std::size_t source_count, std::size_t item_nbytes,
-                      const std::int64_t* offsets, std::size_t offsets_count, const std::int64_t* order,
-                      std::size_t order_count, void* out, std::size_t out_count) {
+                      const std::int64_t* starts, const std::int64_t* stops, std::size_t sequences,
+                      const std::int64_t* order, std::size_t order_count, void* out, std::size_t out_count) {
   const auto* from = static_cast<const char*>(source);
   auto* to = static_cast<char*>(out);
-  const auto sequences = static_cast<std::int64_t>(offsets_count) - 1;
   std::size_t room = out_count;
   for (std::size_t i = 0; i < order_count; ++i) {
     const std::int64_t sequence = order[i];
-    if (sequence < 0 || sequence >= sequences) {
+    if (sequence < 0 || sequence >= static_cast<std::int64_t>(sequences)) {
       throw std::invalid_argument("order[" + std::to_string(i) + "] is " + std::to_string(sequence) + ", there are " +
                                   std::to_string(sequences) + " sequences");
     }
-    const std::int64_t start = offsets[sequence], stop = offsets[sequence + 1];
+    const std::int64_t start = starts[sequence], stop = stops[sequence];
     if (start < 0 || stop < start || stop > static_cast<std::int64_t>(source_count)) {
       throw std::invalid_argument("sequence " + std::to_string(sequence) + " lies outside the source");
     }

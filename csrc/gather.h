@@ -6,12 +6,12 @@
 
 namespace sft_idx {
 
-// offsets[s] and offsets[s + 1] are where sequence s begins and ends in source, in items; order names the
-// sequences wanted. Copies them end to end into out. Throws std::invalid_argument where an index or an offset
-// lies outside source, or where the total is not out_count.
+// starts[s] and stops[s] are where sequence s begins and ends in source, in items; order names the sequences wanted.
+// Copies them end to end into out. Throws std::invalid_argument where an index or a range lies outside, or where the
+// total is not out_count.
 void gather_sequences(const void* source, std::size_t source_count, std::size_t item_nbytes,
-                      const std::int64_t* offsets, std::size_t offsets_count, const std::int64_t* order,
-                      std::size_t order_count, void* out, std::size_t out_count);
+                      const std::int64_t* starts, const std::int64_t* stops, std::size_t sequences,
+                      const std::int64_t* order, std::size_t order_count, void* out, std::size_t out_count);
 
 // Absolute positions of all sequences: out[s] = token_offsets[pack of s] + starts[s], and the token count last.
 // sequence_offsets and token_offsets are the CSR arrays of .seq.idx. Throws where they disagree with starts.

@@ -36,7 +36,11 @@ class PackStage:
     most_sequences: int
 
 def gather_sequences(
-    source: NDArray[Any], offsets: NDArray[np.int64], order: NDArray[np.int64], out: NDArray[Any]
+    source: NDArray[Any],
+    starts: NDArray[np.int64],
+    stops: NDArray[np.int64],
+    order: NDArray[np.int64],
+    out: NDArray[Any],
 ) -> None: ...
 def absolute_offsets(
     sequence_offsets: NDArray[np.int64], token_offsets: NDArray[np.int64], starts: NDArray[np.uint32]
