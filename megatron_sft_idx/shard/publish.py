@@ -16,7 +16,22 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.storage import OutputFile, sync_folder
 
-__all__ = ["Publication"]
+__all__ = ["Publication", "check_free", "remove_shard"]
+
+
+def check_free(paths: ShardPaths, *, overwrite: bool) -> None:
+    """FormatError where any of the five files exists and may not be replaced."""
+    if not overwrite and (present := paths.present()):
+        raise FormatError(
+            f"{paths.prefix}: {', '.join(present)} exist already; choose another prefix, or pass overwrite (--overwrite)"
+        )
+
+
+def remove_shard(paths: ShardPaths) -> None:
+    """Remove the five files, ``.seq.idx`` first: what is left of a removal that was killed is no shard."""
+    for path in reversed(paths.all):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 class Publication:
@@ -35,16 +50,10 @@ class Publication:
         self._paths, self._overwrite, self._durable = paths, overwrite, durable
         self._files: list[OutputFile] = []
         self.closed = True
-        self._refuse_what_is_there()
+        check_free(paths, overwrite=overwrite)
         paths.folder.mkdir(parents=True, exist_ok=True)
         self.journal = self._claim()
         self.closed = False
-
-    def _refuse_what_is_there(self) -> None:
-        if not self._overwrite and (present := self._paths.present()):
-            raise FormatError(
-                f"{self._paths.prefix}: {', '.join(present)} exist already; choose another prefix, or pass overwrite"
-            )
 
     def _claim(self) -> OutputFile:
         """The journal, locked: a living writer holds the lock, a killed one left only the file."""
@@ -87,7 +96,7 @@ class Publication:
         for file in (*self._files, self.journal):
             file.sync()
         paths = self._paths
-        self._refuse_what_is_there()
+        check_free(paths, overwrite=self._overwrite)
         if self._overwrite:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(paths.seq_idx)
