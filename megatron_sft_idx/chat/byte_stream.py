@@ -40,7 +40,8 @@ def read_blocks(path: str, compression: Compression) -> Iterator[tuple[bytes, in
     """
     head, position = b"", 0
     blocks = _raw_blocks(path, compression)
-    for block, position in blocks:
+    for block, at in blocks:
+        position = at
         head += block
         if len(head) >= len(_UTF8_BOM):
             break

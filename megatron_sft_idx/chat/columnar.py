@@ -1,10 +1,10 @@
 """Rows of Parquet and Arrow files (Hugging Face ``save_to_disk`` folders hold the latter), through pyarrow.
 
-The reading process cuts a file into batches of about a piece's size and hands each on as a small Arrow stream;
-a worker turns it into Python rows. So memory does not depend on how large row groups are.
+The reading process cuts a file into batches of about a piece's size and hands each on as a small Arrow
+stream; a worker turns it into Python rows. So memory does not depend on how large row groups are.
 
-Arrow cannot tell an absent key from a null one: a struct column has the keys of all rows. Keys that are null are
-therefore left out of the rows, at every depth.
+Arrow cannot tell an absent key from a null one: a struct column has the keys of all rows. Keys that are null
+are therefore left out of the rows, at every depth.
 """
 
 from __future__ import annotations
@@ -66,19 +66,23 @@ def arrow_batches(path: str, piece_nbytes: int) -> Iterator[tuple[bytes, int, in
                     yield _to_stream(batch), batch.num_rows, source.tell()
 
 
-def rows_of_stream(payload: bytes) -> Iterator[dict[str, Any]]:
-    """The rows of one such Arrow stream, null keys left out.
-
-    Raises:
-        UnicodeDecodeError: a string column holds something else.
-    """
+def rows_of_stream(payload: bytes) -> Iterator[dict[str, Any] | ValueError]:
+    """The rows of one such Arrow stream; an error stands in for a row that Python has no form for."""
     import pyarrow as pa
 
     with pa.ipc.open_stream(payload) as reader:
         for batch in reader:
             for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                for row in batch.slice(start, _ROWS_AT_ONCE).to_pylist():
-                    yield _without_nulls(row)
+                yield from _to_python(batch.slice(start, _ROWS_AT_ONCE))
+
+
+def _to_python(batch: pa.RecordBatch) -> list[dict[str, Any] | ValueError]:
+    try:
+        return [_without_nulls(row) for row in batch.to_pylist()]
+    except (ValueError, OverflowError) as error:  # strings that are not UTF-8, times out of Python's range
+        if batch.num_rows == 1:
+            return [ValueError(str(error))]
+    return [row for i in range(batch.num_rows) for row in _to_python(batch.slice(i, 1))]
 
 
 def _record_batches(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
@@ -104,7 +108,8 @@ def _to_stream(batch: pa.RecordBatch) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    return sink.getvalue().to_pybytes()
+    payload: bytes = sink.getvalue().to_pybytes()
+    return payload
 
 
 def _without_nulls(value: Any) -> Any:

@@ -22,7 +22,7 @@ MAX_ROW_NBYTES = 1 << 30
 _JSON_SPACE = b" \t\r\n"
 
 Blocks = Iterator[tuple[bytes, int]]
-# A block, the positions in it where rows end (each is a separator byte), and the bytes of the file read so far.
+# A block, where rows end in it (at these separator bytes), and the bytes of the file read so far.
 _Marked = Iterator[tuple[bytes, NDArray[np.int64], int]]
 
 

@@ -59,12 +59,13 @@ def total_bytes(files: Iterable[InputFile]) -> int:
 def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]:
     """Finds the files that paths, globs (``**`` too) and ``save_to_disk`` folders stand for.
 
-    The order is the order given; what a glob finds is sorted by name, what a folder holds is in its own order.
+    The order is the order given; what a glob finds is sorted by name, what a folder holds is in its own
+    order.
     A name that exists is never taken for a glob.
 
     Raises:
-        FormatError: nothing there, the same file twice, a folder of another kind, a file that cannot be read or
-            whose kind is not known.
+        FormatError: nothing there, the same file twice, a folder of another kind, a file that cannot be read
+            or whose kind is not known.
     """
     if isinstance(patterns, (str, os.PathLike)):
         patterns = [patterns]
@@ -72,7 +73,8 @@ def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]
         raise FormatError("no input: name at least one file, glob or save_to_disk folder")
     files: list[InputFile] = []
     found_by: dict[str, str] = {}
-    for pattern in map(os.fspath, patterns):
+    for given in patterns:
+        pattern = os.fspath(given)
         for path in _paths_of(pattern):
             other = found_by.setdefault(os.path.realpath(path), pattern)
             if other != pattern or any(path == file.path for file in files):
@@ -141,13 +143,11 @@ def _kind_of_text(path: str, head: bytes) -> Kind:
     if not text or means_lines:
         return "lines"
     if not text.startswith(b"{"):
-        raise FormatError(
-            f"{path}: unknown kind of file, it starts with {text[:20]!r}; expected {KNOWN_FILES}"
-        )
+        raise FormatError(f"{path}: starts like no known file, {text[:20]!r}; expected {KNOWN_FILES}")
     line = text.partition(b"\n")[0].rstrip()
     if len(line) < len(text.rstrip()) and line.endswith((b"{", b"[", b",")):
         raise FormatError(
-            f"{path}: one JSON object over several lines; expected one object a line, or one array of objects. "
+            f"{path}: one JSON object over several lines; expected an object a line, or an array of objects. "
             "If a key of it holds the rows: jq -c '.KEY[]' FILE > rows.jsonl"
         )
     return "lines"

@@ -17,12 +17,12 @@ _LONG_NUMBER = b"0" * 19
 def parse_json(raw: bytes) -> Any:
     """Parses one document; of repeated keys the last counts, as JSON libraries do.
 
-    Integers are kept whatever their size (orjson alone would round those past 64 bits to floats). Floats become
-    doubles: ``1.10`` is later written as ``1.1``.
+    Integers are kept whatever their size (orjson alone would round those past 64 bits to floats). Floats
+    become doubles: ``1.10`` is later written as ``1.1``.
 
     Raises:
-        ValueError: with the reason, for anything RFC 8259 does not allow (NaN, lone surrogates, invalid UTF-8),
-            numbers past a double's range and nesting deeper than the parser goes.
+        ValueError: with the reason, for anything RFC 8259 does not allow (NaN, lone surrogates, invalid
+            UTF-8), numbers past a double's range and nesting deeper than the parser goes.
     """
     try:
         value = orjson.loads(raw)
@@ -30,10 +30,8 @@ def parse_json(raw: bytes) -> Any:
             value = json.loads(raw)
     except orjson.JSONDecodeError as error:
         raise ValueError(_reason(raw, error)) from None
-    except (
-        RecursionError,
-        ValueError,
-    ) as error:  # only from json: deep nesting, integers of thousands of digits
+    except (RecursionError, ValueError) as error:
+        # Only from json: nesting that orjson still takes, integers of thousands of digits.
         raise ValueError(f"cannot be parsed: {error}") from None
     return value
 

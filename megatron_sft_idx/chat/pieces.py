@@ -1,7 +1,7 @@
 """Input files to pieces, the units of work that worker processes turn into rows.
 
-Which pieces there are depends on the content of the files and on ``piece_nbytes`` alone, so the number of workers
-changes nothing.
+Which pieces there are depends on the content of the files and on ``piece_nbytes`` alone, so the number of
+workers changes nothing.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Piece(ABC):
     Attributes:
         path: the file, as error messages name it.
         first: position of the first row: the line number in JSON-lines files, else the row number; from 1.
-        num_bytes: bytes of the file as it is on disk that went into this piece, for progress; over a file they
-            sum to its size or less.
+        num_bytes: bytes of the file as it is on disk that went into this piece, for progress; over a file
+            they sum to its size or less.
         payload: the bytes that hold the rows.
     """
 
@@ -69,15 +69,16 @@ class JsonPiece(Piece):
         for position, end in enumerate(self.ends.tolist(), self.first):
             raw, start = self.payload[start:end].strip(b" \t\r\n"), end + 1
             if raw:
-                try:
-                    yield position, parse_json(raw)
-                except ValueError as error:
-                    yield position, SequenceError(self.path, position, str(error))
+                yield position, self._parse(raw, position)
             elif self.is_array:
-                yield (
-                    position,
-                    SequenceError(self.path, position, "nothing here: a comma too many in the array"),
-                )
+                reason = "nothing where an element should be: a comma too many in the array"
+                yield position, SequenceError(self.path, position, reason)
+
+    def _parse(self, raw: bytes, position: int) -> Any | SequenceError:
+        try:
+            return parse_json(raw)
+        except ValueError as error:
+            return SequenceError(self.path, position, str(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +87,11 @@ class ColumnarPiece(Piece):
 
     def rows(self) -> Iterator[tuple[int, Any | SequenceError]]:
         """Yields (position, row); keys that are null are left out."""
-        position = self.first - 1
-        try:
-            for position, row in enumerate(rows_of_stream(self.payload), self.first):  # noqa: B007
+        for position, row in enumerate(rows_of_stream(self.payload), self.first):
+            if isinstance(row, ValueError):
+                yield position, SequenceError(self.path, position, f"cannot be read: {row}")
+            else:
                 yield position, row
-        except UnicodeDecodeError as error:
-            yield (
-                position + 1,
-                SequenceError(self.path, position + 1, f"a string is not valid UTF-8: {error}"),
-            )
 
 
 def iter_pieces(
@@ -102,18 +99,16 @@ def iter_pieces(
 ) -> Iterator[Piece]:
     """Cuts the files into pieces of about ``piece_nbytes`` of decompressed data, in order.
 
-    A piece holds whole rows: a longer row is a piece of its own. Memory is bounded by the piece, or the longest
-    row.
+    A piece holds whole rows: a longer row is a piece of its own. Memory is bounded by the piece, or the
+    longest row.
 
     Raises:
-        FormatError: a file cannot be read, is broken, or has a row longer than ``max_row_nbytes``. Pieces before
-            that were already yielded.
+        FormatError: a file cannot be read, is broken, or has a row longer than ``max_row_nbytes``. Pieces
+            before that were already yielded.
         SFTIndexError: an extra that the file needs is not installed.
     """
     if piece_nbytes < 1 or max_row_nbytes < 1:
-        raise ValueError(
-            f"piece_nbytes and max_row_nbytes must be positive, got {piece_nbytes}, {max_row_nbytes}"
-        )
+        raise ValueError(f"piece and row sizes must be positive, got {piece_nbytes} and {max_row_nbytes}")
     for file in files:
         if file.kind in ("lines", "array"):
             yield from _json_pieces(file, piece_nbytes, max_row_nbytes)

@@ -1,6 +1,7 @@
 """Folders that Hugging Face datasets' ``save_to_disk`` writes, read without that library.
 
-``state.json`` lists the Arrow files of a dataset; a folder with ``dataset_dict.json`` holds one such folder a split.
+``state.json`` lists the Arrow files of a dataset; a folder with ``dataset_dict.json`` holds one such folder
+a split.
 """
 
 from __future__ import annotations
