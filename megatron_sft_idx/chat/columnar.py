@@ -17,16 +17,21 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 __all__ = ["arrow_batches", "parquet_batches", "rows_of_stream"]
 
-# Rows made into Python objects at once: they take several times the space of their columns.
+# An Arrow stream, the rows in it, and the bytes of the file consumed up to its end.
+_Cut = tuple[bytes, int, int]
+
+# Rows that pyarrow decodes at once, and that become Python objects at once (several times their size).
+_ROWS_READ = 1024
 _ROWS_AT_ONCE = 256
 _READ_NBYTES = 1 << 20
 
 
-def parquet_batches(path: str, piece_nbytes: int) -> Iterator[tuple[bytes, int, int]]:
-    """Yields (Arrow stream, rows in it, bytes of the file consumed so far), row group by row group.
+def parquet_batches(path: str, piece_nbytes: int) -> Iterator[_Cut]:
+    """Yields about ``piece_nbytes`` of rows at a time, whatever the row groups are.
 
     Raises:
         FormatError: not a readable Parquet file.
@@ -36,34 +41,16 @@ def parquet_batches(path: str, piece_nbytes: int) -> Iterator[tuple[bytes, int, 
 
         # A buffer makes pyarrow read column chunks bit by bit instead of whole.
         with pq.ParquetFile(path, buffer_size=_READ_NBYTES, pre_buffer=False) as file:
-            consumed = 0
-            for group in range(file.metadata.num_row_groups):
-                about = file.metadata.row_group(group)
-                if not about.num_rows:
-                    continue
-                at_once = _rows_that_fit(about.num_rows, about.total_byte_size, piece_nbytes)
-                group_nbytes = sum(about.column(i).total_compressed_size for i in range(about.num_columns))
-                done = 0
-                for batch in file.iter_batches(at_once, row_groups=[group], use_threads=False):
-                    done += batch.num_rows
-                    share = group_nbytes * done // about.num_rows
-                    yield _to_stream(batch), batch.num_rows, consumed + share
-                consumed += group_nbytes
+            yield from _pieces_of(_parquet_batches(file, piece_nbytes), piece_nbytes)
 
 
-def arrow_batches(path: str, piece_nbytes: int) -> Iterator[tuple[bytes, int, int]]:
+def arrow_batches(path: str, piece_nbytes: int) -> Iterator[_Cut]:
     """As ``parquet_batches``, for Arrow IPC streams (what ``save_to_disk`` writes) and Arrow IPC files."""
     with _pyarrow_errors(path, "Arrow"):
         import pyarrow as pa
 
         with pa.memory_map(path) as source:
-            for whole in _record_batches(source):
-                if not whole.num_rows:
-                    continue
-                at_once = _rows_that_fit(whole.num_rows, whole.nbytes, piece_nbytes)
-                for start in range(0, whole.num_rows, at_once):
-                    batch = whole.slice(start, at_once)
-                    yield _to_stream(batch), batch.num_rows, source.tell()
+            yield from _pieces_of(_arrow_batches(source), piece_nbytes)
 
 
 def rows_of_stream(payload: bytes) -> Iterator[dict[str, Any] | ValueError]:
@@ -85,29 +72,62 @@ def _to_python(batch: pa.RecordBatch) -> list[dict[str, Any] | ValueError]:
     return [row for i in range(batch.num_rows) for row in _to_python(batch.slice(i, 1))]
 
 
-def _record_batches(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+def _parquet_batches(file: pq.ParquetFile, piece_nbytes: int) -> Iterator[tuple[pa.RecordBatch, int]]:
+    consumed = 0
+    for number in range(file.metadata.num_row_groups):
+        group = file.metadata.row_group(number)
+        group_nbytes = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+        at_once = min(_ROWS_READ, _rows_that_fit(group.num_rows, group.total_byte_size, piece_nbytes))
+        done = 0
+        for batch in file.iter_batches(at_once, row_groups=[number], use_threads=False):
+            done += batch.num_rows
+            yield batch, consumed + group_nbytes * done // group.num_rows
+        consumed += group_nbytes
+
+
+def _arrow_batches(source: pa.NativeFile) -> Iterator[tuple[pa.RecordBatch, int]]:
     import pyarrow as pa
 
     magic = source.read(6)
     source.seek(0)
     if magic == b"ARROW1":
         with pa.ipc.open_file(source) as file:
-            yield from (file.get_batch(i) for i in range(file.num_record_batches))
+            count = file.num_record_batches
+            yield from ((file.get_batch(i), source.size() * (i + 1) // count) for i in range(count))
     else:
         with pa.ipc.open_stream(source) as stream:
-            yield from stream
+            yield from ((batch, source.tell()) for batch in stream)
+
+
+def _pieces_of(batches: Iterator[tuple[pa.RecordBatch, int]], piece_nbytes: int) -> Iterator[_Cut]:
+    """Splits and gathers batches greedily, so that their data fits a piece where its rows do."""
+    held: list[pa.RecordBatch] = []
+    nbytes = position = 0
+    for whole, at in batches:
+        at_once = min(_ROWS_AT_ONCE, _rows_that_fit(whole.num_rows, whole.nbytes, piece_nbytes))
+        for start in range(0, whole.num_rows, at_once):
+            batch = whole.slice(start, at_once)
+            if held and nbytes + batch.nbytes > piece_nbytes:
+                yield _to_stream(held), sum(part.num_rows for part in held), position
+                held, nbytes = [], 0
+            held.append(batch)
+            nbytes += batch.nbytes
+            position = at
+    if held:
+        yield _to_stream(held), sum(part.num_rows for part in held), position
 
 
 def _rows_that_fit(num_rows: int, nbytes: int, piece_nbytes: int) -> int:
     return max(1, min(num_rows, num_rows * piece_nbytes // max(1, nbytes)))
 
 
-def _to_stream(batch: pa.RecordBatch) -> bytes:
+def _to_stream(batches: list[pa.RecordBatch]) -> bytes:
     import pyarrow as pa
 
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
+    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
     payload: bytes = sink.getvalue().to_pybytes()
     return payload
 
