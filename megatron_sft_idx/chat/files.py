@@ -76,11 +76,12 @@ def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]
     for given in patterns:
         pattern = os.fspath(given)
         for path in _paths_of(pattern):
-            other = found_by.setdefault(os.path.realpath(path), pattern)
-            if other != pattern or any(path == file.path for file in files):
+            real = os.path.realpath(path)
+            if other := found_by.get(real):
                 raise FormatError(
                     f"{path}: named twice, by {other!r} and {pattern!r}; its rows would be used twice"
                 )
+            found_by[real] = pattern
             files.append(_recognise(path))
     return files
 
