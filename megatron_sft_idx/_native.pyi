@@ -45,3 +45,8 @@ def gather_sequences(
 def absolute_offsets(
     sequence_offsets: NDArray[np.int64], token_offsets: NDArray[np.int64], starts: NDArray[np.uint32]
 ) -> NDArray[np.int64]: ...
+
+# ---- JSON arrays ----
+def scan_json_array(
+    block: NDArray[np.uint8], depth: int, in_string: bool, escaped: bool
+) -> tuple[NDArray[np.int64], int, bool, bool]: ...
