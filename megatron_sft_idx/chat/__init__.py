@@ -1,0 +1,1 @@
+"""Chats to tokens and masks: rows, templates, spans, token ids."""
