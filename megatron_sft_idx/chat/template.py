@@ -1,0 +1,366 @@
+"""Conversations to text, with the characters that are trained on.
+
+``ChatTemplate`` puts the steps together: ``trace`` renders and says which message wrote what, ``probes`` learns the
+template's own scaffolding, ``spans`` decides what the model must learn, ``marking`` finds control tokens that the
+data spells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from threading import Lock
+from typing import Any, TypeVar
+
+from jinja2.exceptions import SecurityError
+
+from megatron_sft_idx.chat.environment import RaisedByTemplate, TemplateEnvironment
+from megatron_sft_idx.chat.marking import ControlTokens, locate_pieces
+from megatron_sft_idx.chat.probes import Scaffold, argument_styles, learn_scaffold
+from megatron_sft_idx.chat.spans import MaskOptions, Ranges, SpanFinder, selected, unusable
+from megatron_sft_idx.chat.trace import Traced, TracedTemplate
+from megatron_sft_idx.chat.types import Conversation, Rendered, Span
+from megatron_sft_idx.chat.words import REASONING_FIELDS
+from megatron_sft_idx.errors import FormatError, SequenceError
+
+__all__ = ["ChatTemplate", "MaskOptions"]
+
+REVISION = 1
+"""Raised whenever the same template and row would give other text or spans."""
+
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_MOST_SCAFFOLDS = 256
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "zqcalled",
+        "description": "Made up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"zqkey": {"type": "string", "description": "Made up."}},
+            "required": ["zqkey"],
+        },
+    },
+}
+_Result = TypeVar("_Result")
+
+
+class ChatTemplate:
+    """A chat template that knows which of its text the model must learn.
+
+    Renders are serialised by a lock; pickling rebuilds the template in the other process.
+
+    Args:
+        source: the template.
+        special_tokens: template variables such as ``bos_token`` and ``eos_token``.
+        control_tokens: texts of the tokenizer's special tokens. Data that spells one must not become one.
+        options: what counts as learnt.
+        template_kwargs: further template variables; a row's own come after and win.
+        name: what to call the template in errors, such as the file it came from.
+
+    Raises:
+        FormatError: the template does not compile, or an option has an impossible value.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        control_tokens: Sequence[str] = (),
+        options: MaskOptions | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+        name: str = "chat template",
+    ) -> None:
+        self.options = options or MaskOptions()
+        self.name = name
+        self._source = source
+        self._special = dict(special_tokens or {})
+        self._kwargs = dict(template_kwargs or {})
+        self._controls = ControlTokens(control_tokens)
+        self._refuse_reserved(self._kwargs, FormatError)
+        self._template = TracedTemplate(source, TemplateEnvironment(self.options.template_date), name)
+        self._eos = self._special.get("eos_token") or ""
+        ends = {*self._controls.texts, *(text for text in self._special.values() if isinstance(text, str))}
+        self._ends = tuple(sorted(ends - {""}, key=lambda text: (-len(text), text)))
+        self._scaffolds: dict[str, Scaffold] = {}
+        self._styles: tuple[bool, bool] | None = None
+        self._lock = Lock()
+
+    @property
+    def has_generation_markers(self) -> bool:
+        """Whether the template says itself what is trained on, with ``{% generation %}``."""
+        return self._template.has_generation
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all that decides text and spans, the same on any machine."""
+        options = self.options
+        parts = [
+            REVISION,
+            self._source,
+            self._special,
+            sorted(self._controls.texts),
+            self._kwargs,
+            [options.train_on, options.train_on_thinking, options.train_on_tool_calls],
+            [options.allow_control_tokens, options.template_date],
+        ]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]
+
+    def __reduce__(self) -> tuple[Callable[..., ChatTemplate], tuple[Any, ...]]:
+        keywords = {
+            "special_tokens": self._special,
+            "control_tokens": self._controls.texts,
+            "options": self.options,
+            "template_kwargs": self._kwargs,
+            "name": self.name,
+        }
+        return _rebuilt, (self._source, keywords)
+
+    def render(self, conversation: Conversation) -> Rendered:
+        """Render a conversation and find what is trained on in it.
+
+        Raises:
+            SequenceError: the conversation cannot be used with this template: the template refuses it, fails
+                on it, or leaves out what the assistant says. ``source`` is only ``"conversation"``.
+            FormatError: the template cannot be used: it needs a date, runs away, or cannot be traced.
+        """
+        self._refuse_reserved(conversation.kwargs, unusable)
+        with self._lock:
+            notes: dict[str, int] = {}
+            messages = self._prepared(conversation, notes)
+            variables = self._variables(messages, conversation)
+            traced = self._guarded(lambda: self._template.render(messages, variables))
+            spans = self._spans(traced, messages, variables, conversation, notes)
+            literals: Ranges = []
+            if not self.options.allow_control_tokens:
+                literals = self._literals(traced.text, variables, conversation, notes)
+            return Rendered(traced.text, spans, literals, notes)
+
+    def _prepared(self, conversation: Conversation, notes: dict[str, int]) -> list[dict[str, Any]]:
+        """The messages as templates expect them, each its own object.
+
+        Reasoning goes under every name that templates read it by, as in transformers, and tool-call arguments
+        into the form (JSON text or dict) that this template writes well.
+        """
+        messages: list[dict[str, Any]] = []
+        seen: set[int] = set()
+        for original in conversation.messages:
+            message = original
+            reasoning = next((message[key] for key in REASONING_FIELDS if message.get(key) is not None), None)
+            if reasoning is not None:
+                message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+            if message.get("tool_calls"):
+                message = self._with_fitting_arguments(message, notes)
+            if id(message) in seen:
+                message = dict(message)
+            seen.add(id(message))
+            messages.append(message)
+        return messages
+
+    def _with_fitting_arguments(self, message: dict[str, Any], notes: dict[str, int]) -> dict[str, Any]:
+        if self._styles is None:
+            self._styles = argument_styles(self._prober(False, {}))
+        text_fits, parsed_fits = self._styles
+        if text_fits and parsed_fits:
+            return message
+        calls = []
+        for call in message["tool_calls"]:
+            function = call.get("function") if isinstance(call, dict) else None
+            holder = function if isinstance(function, dict) else call
+            fitting = _fitting(holder.get("arguments"), text_fits) if isinstance(holder, dict) else None
+            if fitting is not None:
+                notes["tool_arguments_converted"] = notes.get("tool_arguments_converted", 0) + 1
+                holder = {**holder, "arguments": fitting}
+                call = {**call, "function": holder} if isinstance(function, dict) else holder  # noqa: PLW2901
+            calls.append(call)
+        return {**message, "tool_calls": calls}
+
+    def _variables(self, messages: list[dict[str, Any]], conversation: Conversation) -> dict[str, Any]:
+        return {
+            **self._special,
+            **self._kwargs,
+            **conversation.kwargs,
+            "messages": messages,
+            "tools": conversation.tools,
+            "documents": None,
+            "add_generation_prompt": False,
+        }
+
+    def _spans(
+        self,
+        traced: Traced,
+        messages: list[dict[str, Any]],
+        variables: dict[str, Any],
+        conversation: Conversation,
+        notes: dict[str, int],
+    ) -> list[Span]:
+        options, weights = self.options, conversation.weights
+        everything = options.train_on == "all"
+        plain = options.train_on_thinking and options.train_on_tool_calls
+        assistants = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+        untraced = everything and plain and all(weights[index] == 1 for index in assistants)
+        finder = SpanFinder(
+            traced,
+            messages,
+            Scaffold((), (), "", "") if untraced else self._scaffold(conversation),
+            ends=self._ends,
+            eos=self._eos,
+            name=self.name,
+            options=options,
+            locate=_once(lambda: self._located(messages, variables, traced.text)),
+        )
+        if untraced:
+            for index in assistants:
+                finder.require_words(index)
+            spans = [Span(0, len(traced.text))] if traced.text else []
+        else:
+            chosen = assistants if everything else selected(messages, weights, options.train_on)
+            blocks = finder.blocks() if self.has_generation_markers else None
+            found = [
+                (
+                    index,
+                    *(
+                        finder.traced(index)
+                        if blocks is None
+                        else finder.marked(index, blocks.get(index, []))
+                    ),
+                )
+                for index in chosen
+            ]
+            spans = _weighted(found, weights, len(traced.text) if everything else 0)
+        for what, count in finder.notes.items():
+            notes[what] = notes.get(what, 0) + count
+        return spans
+
+    def _scaffold(self, conversation: Conversation) -> Scaffold:
+        if self.has_generation_markers:
+            return Scaffold((), (), "", "")
+        key = f"{bool(conversation.tools)}"
+        if conversation.kwargs:
+            key += json.dumps(conversation.kwargs, sort_keys=True, default=repr)
+        scaffold = self._scaffolds.get(key)
+        if scaffold is None:
+            if len(self._scaffolds) >= _MOST_SCAFFOLDS:
+                self._scaffolds.clear()
+            render = self._prober(bool(conversation.tools), conversation.kwargs)
+            if self._styles is None:
+                self._styles = argument_styles(self._prober(False, {}))
+            arguments = {"zqkey": "zqvalue"} if self._styles[1] else '{"zqkey": "zqvalue"}'
+            scaffold = self._scaffolds[key] = learn_scaffold(render, arguments)
+        return scaffold
+
+    def _prober(self, tools: bool, kwargs: dict[str, Any]) -> Callable[..., Traced | None]:
+        """Renders made-up conversations with this template."""
+
+        def render(messages: list[dict[str, Any]], add_generation_prompt: bool) -> Traced | None:
+            probe = Conversation(messages, [], [_PROBE_TOOL] if tools else None, kwargs)
+            variables = {
+                **self._variables(messages, probe),
+                "add_generation_prompt": add_generation_prompt,
+            }
+            try:
+                return self._template.render(messages, variables)
+            except FormatError:
+                raise
+            except Exception:  # an odd conversation, to this template; others may do
+                return None
+
+        return render
+
+    def _located(
+        self, messages: list[dict[str, Any]], variables: dict[str, Any], text: str
+    ) -> dict[tuple[int, int], int] | None:
+        def render(altered: list[dict[str, Any]]) -> str:
+            return self._template.plain({**variables, "messages": altered})
+
+        try:
+            return locate_pieces(messages, text, render)
+        except Exception:  # the template refuses marked words; it had no trouble with the plain ones
+            return None
+
+    def _literals(
+        self, text: str, variables: dict[str, Any], conversation: Conversation, notes: dict[str, int]
+    ) -> Ranges:
+        data = {"messages": variables["messages"], "tools": conversation.tools, **conversation.kwargs}
+
+        def render(altered: Mapping[str, Any]) -> str | None:
+            try:
+                return self._template.plain({**variables, **altered})
+            except Exception:  # the template refuses renamed tokens; it had no trouble with the plain ones
+                return None
+
+        ranges, meant = self._controls.spelt(data, text, render)
+        if meant:
+            notes["control_tokens_read_by_template"] = len(meant)
+        return ranges
+
+    def _guarded(self, step: Callable[[], _Result]) -> _Result:
+        """Run a render, turning what goes wrong into our errors."""
+        try:
+            return step()
+        except (FormatError, SequenceError):
+            raise
+        except RaisedByTemplate as error:
+            raise unusable(f"the chat template {self.name} refuses it: {error}") from None
+        except (SecurityError, OverflowError, MemoryError) as error:
+            where = self._template.line_of(error)
+            raise FormatError(f"{self.name}: {where}a template may not do this: {error}") from None
+        except Exception as error:
+            where = self._template.line_of(error)
+            raise unusable(f"the chat template {self.name} fails on it: {where}{error}") from None
+
+    def _refuse_reserved(self, kwargs: Mapping[str, Any], error: Callable[[str], Exception]) -> None:
+        taken = _RESERVED.intersection(kwargs)
+        if taken:
+            raise error(f"{self.name}: {', '.join(sorted(taken))} cannot be given as a template variable")
+
+
+def _rebuilt(source: str, keywords: dict[str, Any]) -> ChatTemplate:
+    return ChatTemplate(source, **keywords)
+
+
+def _once(compute: Callable[[], _Result]) -> Callable[[], _Result]:
+    """Compute at the first call only."""
+    results: list[_Result] = []
+
+    def result() -> _Result:
+        if not results:
+            results.append(compute())
+        return results[0]
+
+    return result
+
+
+def _fitting(arguments: object, text_fits: bool) -> object:
+    """Arguments in the form a template writes well, or None where they are in it already."""
+    if text_fits and isinstance(arguments, dict):
+        return json.dumps(arguments, ensure_ascii=False)
+    if not text_fits and isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except ValueError:
+            return None
+        return parsed if isinstance(parsed, dict) else None
+    return None
+
+
+def _weighted(
+    found: Sequence[tuple[int, Ranges, Ranges]], weights: Sequence[float], everything: int
+) -> list[Span]:
+    """Spans with their messages' weights; around them the rest of a text of ``everything`` characters."""
+    spans: list[Span] = []
+    at = 0
+    for message, said, kept in sorted(found, key=lambda one: one[1][:1]):
+        for start, stop in kept:
+            if weights[message] != 0 and stop > max(start, at if not everything else 0):
+                spans.append(Span(max(start, spans[-1].stop if spans else 0), stop, weights[message]))
+        if everything:
+            for start, stop in said:
+                if start > at:
+                    spans.append(Span(at, start))
+                at = max(at, stop)
+    if everything > at:
+        spans.append(Span(at, everything))
+    return sorted((span for span in spans if span.start < span.stop), key=lambda span: span.start)
