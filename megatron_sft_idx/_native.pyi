@@ -50,3 +50,18 @@ def absolute_offsets(
 def scan_json_array(
     block: NDArray[np.uint8], depth: int, in_string: bool, escaped: bool
 ) -> tuple[NDArray[np.int64], int, bool, bool]: ...
+
+# ---- spans ----
+
+def weigh_tokens(
+    ids: NDArray[np.uint32],
+    id_offsets: NDArray[np.int64],
+    text: bytes,
+    text_offsets: NDArray[np.int64],
+    token_bytes: bytes,
+    token_offsets: NDArray[np.int64],
+    span_edges: NDArray[np.int64],
+    span_weights: NDArray[np.float32],
+    span_offsets: NDArray[np.int64],
+    whole_characters: bool,
+) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.uint8]]: ...
