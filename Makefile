@@ -43,7 +43,7 @@ sanitize: $(VENV)/built  ## the native kernels' tests under the address and unde
 	@SFT_IDX_NATIVE_FOLDER=$(SANITIZED) PYTHONPATH=$(SANITIZED) PYTHONMALLOC=malloc \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	$(BIN)/pytest tests/native
+	$(BIN)/pytest -v tests/native
 
 demo: $(VENV)/built  ## bundled chats become a packed shard in demo-out, are read back and shown
 	@$(BIN)/python tools/demo/run.py

@@ -261,7 +261,7 @@ def correction(r: Random) -> Chat:
     """A wrong answer that must not be learned (``train`` or ``weight``), and the right one."""
     a, b = r.randint(13, 89), r.randint(13, 89)
     slip = a + b + r.choice([-10, -1, 1, 10])
-    unlearned = r.choice([{"train": False}, {"weight": 0}])
+    unlearned: Message = r.choice([{"train": False}, {"weight": 0}])
     messages = [
         user(f"{a} + {b}?"),
         assistant(f"{slip}.", **unlearned),
@@ -282,7 +282,7 @@ FAMILIES: dict[Callable[[Random], Chat], int] = {
     code: 30,
     sorting: 20,
     refund: 10,
-    correction: 10,
+    correction: 16,
 }
 
 
