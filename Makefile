@@ -36,14 +36,14 @@ test-slow: $(VENV)/built  ## the longer checks that test leaves out
 
 # pytest is called as a script, not as a module, so that the working folder with its plain build of the
 # extension stays off sys.path; tests/native then checks that what it imported is the sanitized one.
-# Leaks are not looked for: the interpreter keeps memory until it ends. libstdc++ is loaded up front because
+# Capturing Python's output only lets the sanitizer's report reach the terminal. Leaks are not looked for: the interpreter keeps memory until it ends. libstdc++ is loaded up front because
 # the sanitizer must find the C++ throw that it wraps.
 sanitize: $(VENV)/built  ## the native kernels' tests under the address and undefined-behaviour sanitizers
-	@SFT_IDX_SANITIZE=1 $(BIN)/python setup.py --quiet build --build-base build/sanitize --build-lib $(SANITIZED)
+	@SFT_IDX_SANITIZE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python setup.py --quiet build --build-base build/sanitize --build-lib $(SANITIZED)
 	@SFT_IDX_NATIVE_FOLDER=$(SANITIZED) PYTHONPATH=$(SANITIZED) PYTHONMALLOC=malloc \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	$(BIN)/pytest -v tests/native
+	$(BIN)/pytest -v --capture=sys tests/native
 
 demo: $(VENV)/built  ## bundled chats become a packed shard in demo-out, are read back and shown
 	@$(BIN)/python tools/demo/run.py
