@@ -45,8 +45,9 @@ sanitize: $(VENV)/built  ## the native kernels' tests under the address and unde
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	$(BIN)/pytest -v --capture=sys tests/native
 
+# megatron-core warns four times that it falls back to its own code, which is what the demo wants.
 demo: $(VENV)/built  ## bundled chats become a packed shard in demo-out, are read back and shown
-	@$(BIN)/python tools/demo/run.py
+	@$(BIN)/python -W 'ignore:Transformer Engine and Apex' tools/demo/run.py
 
 clean:  ## remove everything the targets made, .venv included
 	rm -rf $(VENV) build dist demo-out *.egg-info megatron_sft_idx/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
