@@ -150,7 +150,7 @@ def conversion(r: Random) -> Chat:
     sign = "=" if float(value) == amount * factor else "≈"
     answer = f"{amount:g} {source} {sign} {value} {target}."
     if r.random() < 0.5:
-        thinking = f"1 {source} is {factor} {target}, so {amount:g} × {factor} = {value}."
+        thinking = f"From {source} to {target} means times {factor}: {amount:g} × {factor} {sign} {value}."
         return {"messages": [question, assistant(answer, thinking)]}
     asked = calls(
         call("call_1", "convert", amount=amount, source=source, target=target), content="Let me convert that."
