@@ -65,3 +65,32 @@ def weigh_tokens(
     span_offsets: NDArray[np.int64],
     whole_characters: bool,
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.uint8]]: ...
+
+# ---- packing ----
+
+_Patterns = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]
+
+def packing_histogram(
+    lengths: NDArray[np.int64], capacity: int, multiple: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int]: ...
+def packing_lower_bound(
+    sizes: NDArray[np.int64], counts: NDArray[np.int64], capacity: int, most: int
+) -> int: ...
+def packing_plan(
+    sizes: NDArray[np.int64], counts: NDArray[np.int64], capacity: int, most: int, planner: str, seed: int
+) -> _Patterns: ...
+def packing_hand_out(
+    lengths: NDArray[np.int64],
+    multiple: int,
+    sizes: NDArray[np.int64],
+    pattern_offsets: NDArray[np.int64],
+    entries: NDArray[np.int32],
+    packs: NDArray[np.int64],
+    seed: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+def packing_first_fit_shuffle(
+    lengths: NDArray[np.int64], capacity: int, multiple: int, most: int, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+def packing_sequential(
+    lengths: NDArray[np.int64], capacity: int, multiple: int, most: int
+) -> NDArray[np.int64]: ...
