@@ -1,4 +1,4 @@
-"""Types of the native kernels; csrc/bindings.cc is the source."""
+"""Types of the native kernels; csrc/bindings/ is the source."""
 
 from typing import Any
 

@@ -1,26 +1,10 @@
-// The one file that knows Python: each function checks shapes, releases the GIL and calls a kernel.
-// std::invalid_argument becomes ValueError. Array arguments are never converted: a wrong dtype is a TypeError.
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include <algorithm>
-#include <cstdint>
-#include <string>
-#include <vector>
-
+// Index arrays, packs on their way to disk, gathering.
+#include "bindings/common.h"
 #include "gather.h"
 #include "index_arrays.h"
 #include "pack_stage.h"
-#include "json_scan.h"
-
-namespace py = pybind11;
-using namespace py::literals;
 
 namespace {
-
-template <typename T>
-using Array = py::array_t<T, py::array::c_style>;
 
 // ---- index arrays ----
 
@@ -154,28 +138,11 @@ Array<std::int64_t> absolute_offsets(const Array<std::int64_t>& sequence_offsets
   py::gil_scoped_release unlocked;
   sft_idx::absolute_offsets(sequences, tokens, packs, from, count, to);
   return out;
-// ---- JSON arrays ----
-
-py::tuple scan_json_array(const Array<std::uint8_t>& block, std::int64_t depth, bool in_string, bool escaped) {
-  if (block.ndim() != 1) throw std::invalid_argument("block must be one-dimensional");
-  if (depth < 1) throw std::invalid_argument("depth must be at least 1: the array is closed");
-  sft_idx::JsonScanState state{depth, in_string, escaped};
-  std::vector<std::int64_t> separators;
-  {
-    const auto* in = block.data();
-    const auto nbytes = static_cast<std::size_t>(block.size());
-    py::gil_scoped_release unlocked;
-    sft_idx::scan_json_array(in, nbytes, state, separators);
-  }
-  Array<std::int64_t> out(static_cast<py::ssize_t>(separators.size()));
-  std::copy(separators.begin(), separators.end(), out.mutable_data());
-  return py::make_tuple(out, state.depth, state.in_string, state.escaped);
 }
 
 }  // namespace
 
-PYBIND11_MODULE(_native, m) {
-  m.doc() = "Kernels of megatron_sft_idx: arrays in, arrays out, GIL released.";
+void bind_shard(py::module_& m) {
   m.def("offsets_from_lengths", &offsets_from_lengths, py::arg("lengths").noconvert(), "scale"_a = 1, "start"_a = 0,
         "Running sums of int64 lengths, times scale, from start: int64 [n + 1].");
   bind_stage(m);
@@ -186,7 +153,4 @@ PYBIND11_MODULE(_native, m) {
   m.def("absolute_offsets", &absolute_offsets, py::arg("sequence_offsets").noconvert(),
         py::arg("token_offsets").noconvert(), py::arg("starts").noconvert(),
         "Where each sequence of a shard begins, in tokens from the shard's first, and the token count: int64 [n + 1].");
-  // ---- JSON arrays ----
-  m.def("scan_json_array", &scan_json_array, py::arg("block").noconvert(), "depth"_a, "in_string"_a, "escaped"_a,
-        "Ends of a JSON array's elements in a uint8 block: (int64 positions, depth, in_string, escaped).");
 }
