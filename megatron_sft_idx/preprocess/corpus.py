@@ -53,7 +53,7 @@ class _Fingerprint:
 
     def watch(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
         for piece in pieces:
-            self._hash.update(piece.fingerprint())
+            self._hash.update(piece.fingerprint().encode())
             yield piece
 
     def hexdigest(self) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.pieces import Piece
 from megatron_sft_idx.chat.rows import RowOptions, to_sequence_source
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
-from megatron_sft_idx.chat.tokenizer import Tokenizer, load_tokenizer
+from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenizer
 from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
@@ -170,15 +170,9 @@ class RowEncoder:
             except ValueError as error:
                 bad_rows.append(_at(error, piece.path, position))
                 continue
-            sequences.append(self._with_eod(sequence) if self.options.append_eod else sequence)
-
-    def _with_eod(self, sequence: Encoded) -> Encoded:
-        assert self.tokenizer.eos_id is not None
-        return Encoded(
-            np.append(sequence.input_ids, np.int32(self.tokenizer.eos_id)),
-            np.append(sequence.loss_mask, sequence.loss_mask[-1:]),
-            sequence.notes,
-        )
+            if self.options.append_eod and self.tokenizer.eos_id is not None:
+                sequence = append_eod(sequence, self.tokenizer.eos_id)
+            sequences.append(sequence)
 
     def _join(
         self, sequences: Sequence[Encoded], rows: int, num_bytes: int, bad_rows: list[SequenceError]
