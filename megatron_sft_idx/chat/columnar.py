@@ -64,9 +64,11 @@ def rows_of_stream(payload: bytes) -> Iterator[dict[str, Any] | ValueError]:
 
 
 def _to_python(batch: pa.RecordBatch) -> list[dict[str, Any] | ValueError]:
+    import pyarrow as pa
+
     try:
         return [_without_nulls(row) for row in batch.to_pylist()]
-    except (ValueError, OverflowError) as error:  # strings that are not UTF-8, times out of Python's range
+    except (ValueError, OverflowError, pa.ArrowException) as error:  # not UTF-8, times out of Python's range
         if batch.num_rows == 1:
             return [ValueError(str(error))]
     return [row for i in range(batch.num_rows) for row in _to_python(batch.slice(i, 1))]
