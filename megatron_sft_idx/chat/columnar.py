@@ -49,7 +49,8 @@ def arrow_batches(path: str, piece_nbytes: int) -> Iterator[_Cut]:
     with _pyarrow_errors(path, "Arrow"):
         import pyarrow as pa
 
-        with pa.memory_map(path) as source:
+        # Not a memory map: its pages would count as memory of this process, the whole file in the end.
+        with pa.OSFile(path) as source:
             yield from _pieces_of(_arrow_batches(source), piece_nbytes)
 
 
