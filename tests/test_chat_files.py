@@ -235,6 +235,9 @@ def test_globs_folders_and_order(tmp_path):
     assert names("b.jsonl", "a.jsonl") == ["b.jsonl", "a.jsonl"]
     assert names("x[1].jsonl") == ["x[1].jsonl"]
     assert names("sub/ds") == arrows
+    (tmp_path / "sub" / "dataset_dict.json").write_text('{"splits": ["ds", "old"]}')
+    assert names("sub/ds", "sub/old") == [*arrows, "sub/old/cache.arrow"]
+    (tmp_path / "sub" / "dataset_dict.json").unlink()
     assert names("**") == ["a.jsonl", "b.jsonl", "sub/c.jsonl", *arrows, "sub/old/cache.arrow", "x[1].jsonl"]
     assert [file.path for file in expand_inputs(tmp_path / "a.jsonl")] == [str(tmp_path / "a.jsonl")]
 

@@ -141,8 +141,8 @@ BAD = [
     ({"input_ids": [1, -2], "loss_mask": [1, 1]}, "input_ids holds -2, no token's id"),
     ({"input_ids": [1, 2**31], "loss_mask": [1, 1]}, "input_ids holds 2147483648, no token's id"),
     (
-        {"input_ids": [2**63, 1 + 2**63], "loss_mask": [1, 1]},
-        "input_ids holds 9223372036854775808, no token's id",
+        {"input_ids": [1 + 2**63, 2**63], "loss_mask": [1, 1]},
+        "input_ids holds 9223372036854775809, no token's id",
     ),
     ({"input_ids": [1, 2**70], "loss_mask": [1, 1]}, "input_ids is not a flat list of numbers"),
     (ids(loss_mask=[1, 1]), "loss_mask has 2 entries for 3 input_ids"),

@@ -49,7 +49,8 @@ def arrow_batches(path: str, piece_nbytes: int) -> Iterator[_Cut]:
     with _pyarrow_errors(path, "Arrow"):
         import pyarrow as pa
 
-        with pa.memory_map(path) as source:
+        # Not a memory map: its pages would count as memory of this process, the whole file in the end.
+        with pa.OSFile(path) as source:
             yield from _pieces_of(_arrow_batches(source), piece_nbytes)
 
 
@@ -64,9 +65,11 @@ def rows_of_stream(payload: bytes) -> Iterator[dict[str, Any] | ValueError]:
 
 
 def _to_python(batch: pa.RecordBatch) -> list[dict[str, Any] | ValueError]:
+    import pyarrow as pa
+
     try:
         return [_without_nulls(row) for row in batch.to_pylist()]
-    except (ValueError, OverflowError) as error:  # strings that are not UTF-8, times out of Python's range
+    except (ValueError, OverflowError, pa.ArrowException) as error:  # not UTF-8, times out of Python's range
         if batch.num_rows == 1:
             return [ValueError(str(error))]
     return [row for i in range(batch.num_rows) for row in _to_python(batch.slice(i, 1))]

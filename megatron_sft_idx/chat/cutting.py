@@ -26,7 +26,7 @@ Blocks = Iterator[tuple[bytes, int]]
 _Marked = Iterator[tuple[bytes, NDArray[np.int64], int]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Run:
     """Rows end to end with one separator byte between them.
 

@@ -60,8 +60,7 @@ def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]
     """Finds the files that paths, globs (``**`` too) and ``save_to_disk`` folders stand for.
 
     The order is the order given; what a glob finds is sorted by name, what a folder holds is in its own
-    order.
-    A name that exists is never taken for a glob.
+    order. A name that exists is never taken for a glob.
 
     Raises:
         FormatError: nothing there, the same file twice, a folder of another kind, a file that cannot be read

@@ -25,7 +25,7 @@ from megatron_sft_idx.errors import SequenceError
 __all__ = ["ColumnarPiece", "JsonPiece", "Piece", "iter_pieces"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Piece(ABC):
     """Some consecutive rows of one file; picklable.
 
@@ -51,7 +51,7 @@ class Piece(ABC):
         return xxhash.xxh3_128_hexdigest(self.payload)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class JsonPiece(Piece):
     """JSON lines, or elements of a JSON array.
 
@@ -81,7 +81,7 @@ class JsonPiece(Piece):
             return SequenceError(self.path, position, str(error))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ColumnarPiece(Piece):
     """Rows of a Parquet or Arrow file; the payload is an Arrow stream."""
 

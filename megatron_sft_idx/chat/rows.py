@@ -9,9 +9,9 @@ of several kinds stand side by side, the first of these counts:
 3. Preference pairs (``chosen``, ``rejected``) are refused.
 4. ``prompt-completion``: ``prompt`` and ``completion``, two strings or (as TRL has it) two lists of
    messages, of which only the completion's are trained on.
-5. ``alpaca``: the first of ``instruction``, ``prompt``, ``query``, ``question``; joined by a newline to the
-   first of ``input``, ``context`` if that says something; answered by the first of ``output``, ``response``,
-   ``completion``, ``answer``. Earlier turns may stand in ``history`` as pairs.
+5. ``alpaca``: the first of ``instruction``, ``prompt``, ``query``, ``question``; joined by a newline (as
+   LLaMA-Factory does) to the first of ``input``, ``context`` if that says something; answered by the first of
+   ``output``, ``response``, ``completion``, ``answer``. Earlier turns may stand in ``history`` as pairs.
 
 Beside any but the first: ``tools`` (or the old ``functions``), ``system`` or ``system_prompt``, and
 ``chat_template_kwargs``.
