@@ -6,9 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 def offsets_from_lengths(lengths: NDArray[np.int64], scale: int = 1, start: int = 0) -> NDArray[np.int64]: ...
+
 class PackStage:
     def __init__(
-        self, token_dtype: np.dtype[Any], mask_dtype: np.dtype[Any], capacity: int, sequence_multiple: int, room: int
+        self,
+        token_dtype: np.dtype[Any],
+        mask_dtype: np.dtype[Any],
+        capacity: int,
+        sequence_multiple: int,
+        room: int,
     ) -> None: ...
     def add(
         self,

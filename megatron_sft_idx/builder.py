@@ -80,7 +80,12 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
         self.writer.__exit__(kind, error, trace)
 
     def add_pack(
-        self, tokens: ArrayLike, loss_mask: ArrayLike, seq_starts: ArrayLike, *, mask_alignment: MaskAlignment = "label"
+        self,
+        tokens: ArrayLike,
+        loss_mask: ArrayLike,
+        seq_starts: ArrayLike,
+        *,
+        mask_alignment: MaskAlignment = "label",
     ) -> None:
         """Add one pack; see ``ShardWriter.add_pack``."""
         self.writer.add_pack(tokens, loss_mask, seq_starts, mask_alignment=mask_alignment)
@@ -98,7 +103,9 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
         self._refuse("end_document", "every pack is a document of its own and ends with add_pack")
 
     def _refuse(self, method: str, reason: str) -> NoReturn:
-        raise FormatError(f"{self.writer.prefix}: {method} is not for packed SFT data: {reason}; use add_pack")
+        raise FormatError(
+            f"{self.writer.prefix}: {method} is not for packed SFT data: {reason}; use add_pack"
+        )
 
     def add_index(self, path_prefix: str) -> None:
         """Append all packs of another shard.
@@ -120,5 +127,7 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
         """Write the indexes and publish the shard; ``idx_path``, where given, must be ``PREFIX.idx``."""
         expected = self.writer.prefix + ".idx"
         if idx_path is not None and os.fspath(idx_path) != expected:
-            raise FormatError(f"{idx_path}: the five files share one prefix, so the index is {expected}; leave it out")
+            raise FormatError(
+                f"{idx_path}: the five files share one prefix, so the index is {expected}; leave it out"
+            )
         return self.writer.finalize()

@@ -42,7 +42,8 @@ class _Index:
 
     @property
     def sequence_pointers(self) -> NDArray[np.int64]:
-        return self._shard.token_offsets[:-1] * self.dtype_size
+        pointers: NDArray[np.int64] = self._shard.token_offsets[:-1] * self.dtype_size
+        return pointers
 
     @property
     def document_indices(self) -> NDArray[np.int64]:
@@ -55,7 +56,9 @@ class _Index:
         self._documents = indices
 
     def __getitem__(self, idx: int) -> tuple[np.int64, np.int32, None]:
-        start, stop = self._shard.token_offsets[idx : idx + 2] if idx >= 0 else self._shard.token_offsets[idx - 1 :][:2]
+        start, stop = (
+            self._shard.token_offsets[idx : idx + 2] if idx >= 0 else self._shard.token_offsets[idx - 1 :][:2]
+        )
         return np.int64(start * self.dtype_size), np.int32(stop - start), None
 
 
@@ -97,9 +100,13 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         copy: bool = False,
     ) -> None:
         if multimodal:
-            raise FormatError(f"{path_prefix}: multimodal=True, but packed SFT shards hold text only; pass False")
+            raise FormatError(
+                f"{path_prefix}: multimodal=True, but packed SFT shards hold text only; pass False"
+            )
         if object_storage_config or s3_config:
-            raise FormatError(f"{path_prefix}: object storage is not read yet; copy the five files to a local folder")
+            raise FormatError(
+                f"{path_prefix}: object storage is not read yet; copy the five files to a local folder"
+            )
         self.initialize(path_prefix, Shard(path_prefix, backend="mmap" if mmap else "pread", copy=copy))
 
     def initialize(self, path_prefix: str, shard: Shard) -> None:
@@ -171,4 +178,3 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
 
 
 MMapIndexedDataset = SFTIndexedDataset
-

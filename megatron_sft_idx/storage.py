@@ -51,14 +51,17 @@ class PreadArray:
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
         start, stop, _ = index.indices(self._count)
         out = np.empty(max(stop - start, 0), self._dtype)
-        view = memoryview(out).cast("B")
+        view = out.data.cast("B") if len(out) else memoryview(b"")
         offset = self._offset + start * self._dtype.itemsize
         done = 0
         while done < len(view):
             got = os.preadv(self._fd, [view[done:]], offset + done)
             if not got:
                 raise CorruptShardError(
-                    self._path, offset + done, "F2", "the file ends here since it was opened; it was cut short: restore it"
+                    self._path,
+                    offset + done,
+                    "F2",
+                    "the file ends here since it was opened; it was cut short: restore it",
                 )
             done += got
         out.flags.writeable = False
@@ -129,7 +132,7 @@ class OutputFile:
         self._durable = durable
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
-    def write(self, data: bytes | memoryview | NDArray[Any]) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Append all of ``data``."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         try:

@@ -88,21 +88,21 @@ def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]
 def _paths_of(pattern: str) -> list[str]:
     if not pattern.strip():
         raise FormatError("an input is an empty string; name a file, glob or save_to_disk folder")
-    path = os.path.expanduser(pattern)  # noqa: PTH111 (Path would drop a leading "./")
-    if os.path.isdir(path):  # noqa: PTH112
+    path = os.path.expanduser(pattern)
+    if os.path.isdir(path):
         return files_of_folder(path)
     if os.path.lexists(path):
         return [path]
     if not re.search(r"[*?\[]", path):
         raise FormatError(f"{pattern}: no such file or folder")
-    matches = sorted(glob.glob(path, recursive=True))  # noqa: PTH207
+    matches = sorted(glob.glob(path, recursive=True))
     folders = {match for match in matches if is_saved_dataset(match)}
     paths: list[str] = []
     for match in matches:
         if match in folders:
             paths += files_of_folder(match)
         # Plain folders are what ** runs into; what lies in a dataset's folder came with that.
-        elif not os.path.isdir(match) and os.path.dirname(match) not in folders:  # noqa: PTH112, PTH120
+        elif not os.path.isdir(match) and os.path.dirname(match) not in folders:
             paths.append(match)
     if not paths:
         raise FormatError(f"{pattern}: no file matches")
@@ -111,7 +111,7 @@ def _paths_of(pattern: str) -> list[str]:
 
 def _recognise(path: str) -> InputFile:
     try:
-        status = os.stat(path)  # noqa: PTH116
+        status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             raise FormatError(f"{path}: not a regular file; pipes and devices cannot be read twice")
         with open(path, "rb") as file:

@@ -40,7 +40,7 @@ def files_of_folder(folder: str) -> list[str]:
     if (path / _SPLITS).is_file():
         splits = _read(path / _SPLITS).get("splits")
         names = splits if isinstance(splits, list) else []
-        choices = ", ".join(os.path.join(folder, str(name)) for name in names)  # noqa: PTH118
+        choices = ", ".join(os.path.join(folder, str(name)) for name in names)
         raise FormatError(f"{folder}: a dataset with several splits; name the one you mean: {choices}")
     if (path / _STATE).is_file():
         names = _listed(path / _STATE)
@@ -49,14 +49,14 @@ def files_of_folder(folder: str) -> list[str]:
     else:
         raise FormatError(
             f"{folder}: a folder, but not one made by save_to_disk; name the files in it by a glob, "
-            f"such as {os.path.join(folder, '*.jsonl')!r}"  # noqa: PTH118
+            f"such as {os.path.join(folder, '*.jsonl')!r}"
         )
     missing = [name for name in names if not (path / name).is_file()]
     if missing or not names:
         raise FormatError(
             f"{folder}: this saved dataset lacks its data: {', '.join(missing) or 'no .arrow files'}"
         )
-    return [os.path.join(folder, name) for name in names]  # noqa: PTH118
+    return [os.path.join(folder, name) for name in names]
 
 
 def _listed(path: Path) -> list[str]:

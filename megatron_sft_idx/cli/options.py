@@ -37,7 +37,11 @@ def add_packing_options(parser: argparse.ArgumentParser) -> None:
     """How sequences become packs."""
     group = parser.add_argument_group("packing")
     group.add_argument(
-        "--seq-length", type=positive, required=True, metavar="N", help="capacity: most token positions a pack may hold"
+        "--seq-length",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="capacity: most token positions a pack may hold",
     )
     group.add_argument(
         "--packing",
@@ -66,8 +70,12 @@ def add_packing_options(parser: argparse.ArgumentParser) -> None:
         help="count each sequence as its length rounded up to M, so that padding for context parallelism"
         " (2 x its size, x tensor parallel size under sequence parallelism) fits (default: %(default)s)",
     )
-    group.add_argument("--max-sequences-per-pack", type=positive, metavar="N", help="at most N (default: no limit)")
-    group.add_argument("--seed", type=natural, default=0, metavar="N", help="of every shuffle (default: %(default)s)")
+    group.add_argument(
+        "--max-sequences-per-pack", type=positive, metavar="N", help="at most N (default: no limit)"
+    )
+    group.add_argument(
+        "--seed", type=natural, default=0, metavar="N", help="of every shuffle (default: %(default)s)"
+    )
 
 
 def packing_options(arguments: argparse.Namespace) -> PackOptions:
@@ -87,7 +95,10 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Where the shard goes and what is said on the way."""
     group = parser.add_argument_group("output")
     group.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="path that the five files share; --data-path takes it"
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="path that the five files share; --data-path takes it",
     )
     group.add_argument("--overwrite", action="store_true", help="replace what is at the prefix")
     group.add_argument("--summary", metavar="FILE", help="write counts and seconds as JSON")

@@ -10,7 +10,13 @@ from typing import Any
 
 from megatron_sft_idx.chat.rows import RowOptions
 from megatron_sft_idx.chat.template import MaskOptions
-from megatron_sft_idx.cli.options import Verbs, add_output_options, add_packing_options, natural, packing_options
+from megatron_sft_idx.cli.options import (
+    Verbs,
+    add_output_options,
+    add_packing_options,
+    natural,
+    packing_options,
+)
 from megatron_sft_idx.preprocess import EncodingOptions, PreprocessOptions, Preview, preprocess, preview
 from megatron_sft_idx.preprocess.workers import available_cpus
 from megatron_sft_idx.report import mark_pack
@@ -57,17 +63,26 @@ def add_parser(verbs: Verbs) -> None:
         help="tokenising processes, 0 for none but this one; changes no byte of the output (default: %(default)s)",
     )
     group.add_argument(
-        "--keep-corpus", action="store_true", help="keep the tokenised corpus, an unpacked shard, at PREFIX.unpacked"
+        "--keep-corpus",
+        action="store_true",
+        help="keep the tokenised corpus, an unpacked shard, at PREFIX.unpacked",
     )
-    group.add_argument("--dry-run", action="store_true", help="encode the first rows, show them, write nothing")
+    group.add_argument(
+        "--dry-run", action="store_true", help="encode the first rows, show them, write nothing"
+    )
     parser.set_defaults(run=_run)
 
 
 def _add_input_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input")
-    group.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, globs, save_to_disk folders")
     group.add_argument(
-        "--tokenizer-model", required=True, metavar="PATH", help="local folder of the tokenizer, or its tokenizer.json"
+        "--input", nargs="+", required=True, metavar="PATH", help="files, globs, save_to_disk folders"
+    )
+    group.add_argument(
+        "--tokenizer-model",
+        required=True,
+        metavar="PATH",
+        help="local folder of the tokenizer, or its tokenizer.json",
     )
     group.add_argument(
         "--tokenizer-type",
@@ -81,7 +96,9 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="how rows are read (default: by their columns)",
     )
-    group.add_argument("--messages-key", metavar="NAME", help="column that holds the turns (default: by its usual names)")
+    group.add_argument(
+        "--messages-key", metavar="NAME", help="column that holds the turns (default: by its usual names)"
+    )
     group.add_argument(
         "--mask-alignment",
         choices=("token", "label"),
@@ -94,17 +111,27 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         default="error",
         help="stop at a row that cannot be used, or count and list it (default: %(default)s)",
     )
-    group.add_argument("--append-eod", action="store_true", help="end every sequence with the end-of-sequence token")
+    group.add_argument(
+        "--append-eod", action="store_true", help="end every sequence with the end-of-sequence token"
+    )
 
 
 def _add_mask_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("chat template and masks")
-    group.add_argument("--chat-template", metavar="FILE", help="Jinja file that replaces the tokenizer's own template")
     group.add_argument(
-        "--chat-template-kwargs", type=_json_object, default={}, metavar="JSON", help="variables for the template"
+        "--chat-template", metavar="FILE", help="Jinja file that replaces the tokenizer's own template"
     )
     group.add_argument(
-        "--template-date", metavar="YYYY-MM-DD", help="the date for templates that ask for today's, which would change"
+        "--chat-template-kwargs",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="variables for the template",
+    )
+    group.add_argument(
+        "--template-date",
+        metavar="YYYY-MM-DD",
+        help="the date for templates that ask for today's, which would change",
     )
     group.add_argument(
         "--train-on",
@@ -113,7 +140,9 @@ def _add_mask_options(parser: argparse.ArgumentParser) -> None:
         help="what the assistant says, only its answer to the last user message, or everything (default: %(default)s)",
     )
     group.add_argument("--no-train-on-thinking", action="store_true", help="leave reasoning out of the loss")
-    group.add_argument("--no-train-on-tool-calls", action="store_true", help="leave tool calls out of the loss")
+    group.add_argument(
+        "--no-train-on-tool-calls", action="store_true", help="leave tool calls out of the loss"
+    )
     group.add_argument(
         "--allow-control-tokens",
         action="store_true",
@@ -132,7 +161,9 @@ def _json_object(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text}: expected a JSON object, such as {{"enable_thinking": false}}')
+        raise argparse.ArgumentTypeError(
+            f'{text}: expected a JSON object, such as {{"enable_thinking": false}}'
+        )
     return value
 
 
@@ -190,9 +221,13 @@ def _show(seen: Preview) -> None:
     for file in seen.files:
         print(f"input           {file.path}: {file.kind}, {file.num_bytes:,} bytes")
     tokens = int(seen.lengths.sum())
-    print(f"first rows      {seen.rows:,}: {len(seen.lengths):,} sequences, {tokens:,} tokens, {seen.trained_tokens:,} trained")
+    print(
+        f"first rows      {seen.rows:,}: {len(seen.lengths):,} sequences, {tokens:,} tokens, {seen.trained_tokens:,} trained"
+    )
     if len(seen.lengths):
-        print(f"lengths         {seen.lengths.min():,} to {seen.lengths.max():,}, {seen.overlong:,} longer than a pack")
+        print(
+            f"lengths         {seen.lengths.min():,} to {seen.lengths.max():,}, {seen.overlong:,} longer than a pack"
+        )
     for error in seen.bad_rows[:20]:
         print(f"bad row         {error}")
     if len(seen.first_ids):

@@ -41,7 +41,7 @@ class CorpusReport:
     rows: int = 0
     skipped: int = 0
     bad_rows: list[str] = field(default_factory=list)
-    notes: Counter[str] = field(default_factory=Counter)
+    notes: dict[str, int] = field(default_factory=dict)
     reused: bool = False
 
 
@@ -103,16 +103,25 @@ def build_corpus(
     )
     progress = Progress("tokenising", total_bytes(files), unit="B", log_interval=log_interval, items="rows")
     with writer, progress:
+        notes: Counter[str] = Counter()
         for piece in results:
             _add(writer, piece)
             _note(report, piece, encoder.options.on_bad_row, log)
+            notes.update(piece.notes)
             progress.update(piece.num_bytes, piece.rows)
         if not writer.num_packs:
-            raise FormatError(f"{files[0].path}: no usable row in the input ({report.rows} rows, {report.skipped} skipped)")
-        report.notes["first_token_masks_dropped"] += writer.dropped_first_tokens
+            raise FormatError(
+                f"{files[0].path}: no usable row in the input ({report.rows} rows, {report.skipped} skipped)"
+            )
+        notes["first_token_masks_dropped"] += writer.dropped_first_tokens
+        report.notes = {name: count for name, count in sorted(notes.items()) if count}
         writer.metadata = encoder.describe() | {
-            "sources": {"fingerprint": fingerprint.hexdigest(), "rows": report.rows, "skipped": report.skipped},
-            "notes": {name: count for name, count in sorted(report.notes.items()) if count},
+            "sources": {
+                "fingerprint": fingerprint.hexdigest(),
+                "rows": report.rows,
+                "skipped": report.skipped,
+            },
+            "notes": report.notes,
         }
     return report
 
@@ -128,10 +137,11 @@ def _add(writer: ShardWriter, piece: EncodedPiece) -> None:
 
 def _note(report: CorpusReport, piece: EncodedPiece, on_bad_row: str, log: Callable[[str], None]) -> None:
     report.rows += piece.rows
-    report.notes.update(piece.notes)
     for error in piece.bad_rows:
         if on_bad_row == "error":
-            raise SequenceError(error.source, error.position, f"{error.reason}; --on-bad-row skip goes on without it")
+            raise SequenceError(
+                error.source, error.position, f"{error.reason}; --on-bad-row skip goes on without it"
+            )
         report.skipped += 1
         if len(report.bad_rows) < _MAX_LISTED:
             report.bad_rows.append(str(error))
@@ -141,7 +151,9 @@ def _note(report: CorpusReport, piece: EncodedPiece, on_bad_row: str, log: Calla
             log("skipped more rows; the summary file lists them")
 
 
-def find_corpus(prefix: str, encoder: RowEncoder, files: Sequence[InputFile], *, overwrite: bool) -> Shard | None:
+def find_corpus(
+    prefix: str, encoder: RowEncoder, files: Sequence[InputFile], *, overwrite: bool
+) -> Shard | None:
     """The corpus an earlier run left at ``prefix``, if it is what this run would make.
 
     Raises:
@@ -167,4 +179,4 @@ def corpus_report(shard: Shard) -> CorpusReport:
     """What the header of a reused corpus remembers."""
     metadata: dict[str, Any] = shard.header.metadata
     sources = metadata["sources"]
-    return CorpusReport(sources["rows"], sources["skipped"], [], Counter(metadata["notes"]), reused=True)
+    return CorpusReport(sources["rows"], sources["skipped"], [], metadata["notes"], reused=True)

@@ -84,7 +84,9 @@ class RowEncoder:
         self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer)
         self.token_dtype = token_dtype_for_vocabulary(self.tokenizer.vocab_size)
         if options.append_eod and self.tokenizer.eos_id is None:
-            raise FormatError(f"{options.tokenizer}: --append-eod, but the tokenizer names no eos_token; leave it out")
+            raise FormatError(
+                f"{options.tokenizer}: --append-eod, but the tokenizer names no eos_token; leave it out"
+            )
         source = options.chat_template if options.chat_template is not None else self.tokenizer.chat_template
         self.template: ChatTemplate | None = None
         if source is not None:
@@ -164,7 +166,9 @@ class RowEncoder:
         encoded = iter(self.tokenizer.encode(rendered, span_by_span=self.options.span_by_span))
         for position, row in batch:
             try:
-                sequence = self.tokenizer.from_token_row(row) if isinstance(row, TokenizedRow) else next(encoded)
+                sequence = (
+                    self.tokenizer.from_token_row(row) if isinstance(row, TokenizedRow) else next(encoded)
+                )
                 if not len(sequence.input_ids):
                     raise ValueError("the row has no tokens; a sequence holds at least one")
             except ValueError as error:
@@ -180,7 +184,9 @@ class RowEncoder:
         notes: Counter[str] = Counter()
         for sequence in sequences:
             notes.update(sequence.notes)
-        ids = np.concatenate([np.empty(0, np.int32), *(s.input_ids for s in sequences)]).astype(self.token_dtype)
+        ids = np.concatenate([np.empty(0, np.int32), *(s.input_ids for s in sequences)]).astype(
+            self.token_dtype
+        )
         mask = np.concatenate([np.empty(0, np.float32), *(s.loss_mask for s in sequences)])
         if ((mask == 0) | (mask == 1)).all():
             mask = mask.astype(np.uint8)

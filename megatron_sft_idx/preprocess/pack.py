@@ -108,7 +108,9 @@ def pack_shard(
     """
     ranges = _ranges(source, options)
     if not len(ranges.starts):
-        raise FormatError(f"{source.prefix}: no sequence is left to pack ({ranges.overlong} were longer than the capacity)")
+        raise FormatError(
+            f"{source.prefix}: no sequence is left to pack ({ranges.overlong} were longer than the capacity)"
+        )
     plan = _plan(ranges.stops - ranges.starts, options)
     header = source.header
     kept = {key: header.metadata[key] for key in header.metadata if key not in ("packing", "format_writer")}
@@ -130,7 +132,9 @@ def pack_shard(
         overwrite=overwrite,
         metadata=kept | {"packing": packing},
     )
-    progress = Progress("packing", len(ranges.starts), unit="seq", log_interval=log_interval, items="sequences")
+    progress = Progress(
+        "packing", len(ranges.starts), unit="seq", log_interval=log_interval, items="sequences"
+    )
     with writer, progress:
         _gather(source, ranges, plan, writer, progress.update)
         written = writer.finalize()
@@ -190,9 +194,7 @@ def _ranges(source: Shard, options: PackOptions) -> _Ranges:
         return _Ranges(starts[~long], stops[~long], count, int(lengths[long].sum()))
     if options.overlong == "truncate":
         cut = np.where(long, starts + longest, stops)
-        return _Ranges(
-            starts, cut, count, int((stops - cut).sum()), _trained_before(source, cut[long])
-        )
+        return _Ranges(starts, cut, count, int((stops - cut).sum()), _trained_before(source, cut[long]))
     parts = -(-lengths // longest)
     first = np.repeat(np.cumsum(parts) - parts, parts)
     part = np.arange(len(first)) - first

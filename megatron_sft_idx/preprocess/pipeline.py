@@ -101,5 +101,3 @@ def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
     begin = time.monotonic()
     yield
     seconds[stage] = time.monotonic() - begin
-
-

@@ -55,9 +55,10 @@ class _Hashed:
     def __init__(self, file: OutputFile) -> None:
         self._file, self._hash = file, xxhash.xxh3_128()
 
-    def write(self, data: bytes | memoryview | NDArray[Any]) -> None:
-        self._file.write(data)
-        self._hash.update(data)
+    def write(self, data: bytes | NDArray[Any]) -> None:
+        view = data if isinstance(data, bytes) else data.data
+        self._file.write(view)
+        self._hash.update(view)
 
     def digest(self) -> bytes:
         return self._hash.digest()

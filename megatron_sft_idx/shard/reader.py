@@ -84,7 +84,7 @@ _Pair = Callable[[int], tuple[int, int]]
 def _pair(offsets: Array) -> _Pair:
     """``offsets[i], offsets[i + 1]`` as ints."""
     if isinstance(offsets, np.ndarray):
-        item = memoryview(offsets)  # gives Python ints, several times faster than numpy's items
+        item = offsets.data  # gives Python ints, several times faster than numpy's items
         return lambda i: (item[i], item[i + 1])
 
     def read(i: int) -> tuple[int, int]:
@@ -112,7 +112,9 @@ class Shard:
         FormatError: a rule of FORMAT.md is broken in the header or the sizes.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], *, backend: Backend = "mmap", copy: bool = False) -> None:
+    def __init__(
+        self, prefix: str | os.PathLike[str], *, backend: Backend = "mmap", copy: bool = False
+    ) -> None:
         self._paths = ShardPaths.of(prefix)
         self._backend: Backend = backend
         self._copy = copy
@@ -130,8 +132,12 @@ class Shard:
     def _open_files(self) -> _Files:
         paths, header = self._paths, read_header(self._paths.prefix)
         if missing := paths.missing():
-            raise _not_found(paths) if paths.seq_idx in missing else ShardNotFoundError(
-                paths.prefix, missing, "copy all five files, or rebuild what can be derived"
+            raise (
+                _not_found(paths)
+                if paths.seq_idx in missing
+                else ShardNotFoundError(
+                    paths.prefix, missing, "copy all five files, or rebuild what can be derived"
+                )
             )
         nbytes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
         # Megatron's index is not read here, only held to its size.
@@ -232,7 +238,9 @@ class Shard:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
-                raise ValueError(f"{self.prefix}: slice step {step}, slices of packs are contiguous: use step 1")
+                raise ValueError(
+                    f"{self.prefix}: slice step {step}, slices of packs are contiguous: use step 1"
+                )
             return [self[i] for i in range(start, stop)]
         files = self._files or self.files
         i = operator.index(index)
@@ -287,7 +295,13 @@ class Shard:
 
     def _corrupt(self, files: _Files, i: int) -> CorruptShardError:
         """What is wrong with the offsets of pack ``i``."""
-        rule, what, base, pair, most = "O2", "token", files.header.token_offsets_offset, files.token_pair(i), files.num_tokens
+        rule, what, base, pair, most = (
+            "O2",
+            "token",
+            files.header.token_offsets_offset,
+            files.token_pair(i),
+            files.num_tokens,
+        )
         if 0 <= pair[0] < pair[1] <= most:
             rule, what, base, pair = "O1", "sequence", files.header.nbytes, files.sequence_pair(i)
             most = files.num_sequences

@@ -47,7 +47,7 @@ class _DataFile:
         self.file = OutputFile(path, durable=durable)
         self._hash = xxhash.xxh3_128()
 
-    def write(self, data: memoryview | NDArray[Any]) -> None:
+    def write(self, data: memoryview) -> None:
         self.file.write(data)
         self._hash.update(data)
 
@@ -99,7 +99,9 @@ class ShardWriter:
         self._pad_id = _checked(pad_id, "pad_id", 0, MAX_CAPACITY) if pad_id is not None else None
         self.metadata: dict[str, Any] = dict(metadata or {})
         self._durable = durable
-        self._stage = _native.PackStage(tokens, masks, self._capacity or MAX_CAPACITY, self._multiple, _STAGE_TOKENS)
+        self._stage = _native.PackStage(
+            tokens, masks, self._capacity or MAX_CAPACITY, self._multiple, _STAGE_TOKENS
+        )
         # add_pack's own pack_lengths and pack_sequences.
         self._length, self._count = np.empty(1, np.int64), np.empty(1, np.int64)
         self._publication = Publication(self._paths, overwrite=overwrite, durable=durable)
@@ -180,7 +182,12 @@ class ShardWriter:
             self.abandon()
 
     def add_pack(
-        self, tokens: ArrayLike, loss_mask: ArrayLike, seq_starts: ArrayLike, *, mask_alignment: MaskAlignment = "label"
+        self,
+        tokens: ArrayLike,
+        loss_mask: ArrayLike,
+        seq_starts: ArrayLike,
+        *,
+        mask_alignment: MaskAlignment = "label",
     ) -> None:
         """Add one pack.
 
@@ -248,7 +255,9 @@ class ShardWriter:
             )
             first = last
 
-    def _array(self, convert: Callable[[ArrayLike], NDArray[Any]], values: ArrayLike, name: str) -> NDArray[Any]:
+    def _array(
+        self, convert: Callable[[ArrayLike], NDArray[Any]], values: ArrayLike, name: str
+    ) -> NDArray[Any]:
         try:
             return convert(values)
         except ValueError as error:
@@ -282,7 +291,9 @@ class ShardWriter:
         self._tokens.write(stage.tokens)
         self._loss.write(stage.mask)
         self._starts.write(stage.starts)
-        self._publication.journal.write(encode_block(PACK, np.frombuffer(stage.records, np.uint32).reshape(-1, 2)))
+        self._publication.journal.write(
+            encode_block(PACK, np.frombuffer(stage.records, np.uint32).reshape(-1, 2))
+        )
         stage.clear()
 
     def promote_mask_dtype(self) -> None:
@@ -295,7 +306,7 @@ class ShardWriter:
         widened = self._data_file(self._paths.loss, ".float32")
         for offset in range(0, old.file.nbytes, _STAGE_TOKENS):
             piece = os.pread(old.file.fileno(), _STAGE_TOKENS, offset)
-            widened.write(np.frombuffer(piece, np.uint8).astype(dtype))
+            widened.write(np.frombuffer(piece, np.uint8).astype(dtype).data)
         self._publication.replace(widened.file, old.file)
         self._publication.journal.write(encode_block(MASK, np.array([[self._mask_code, 0]], np.uint32)))
         self._loss = widened

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,6 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from megatron_sft_idx import SFTIndexedDataset
-from megatron_sft_idx.cli.main import main as command
 from megatron_sft_idx.report import mark_pack
 
 CHATS = "tools/demo/chats.jsonl"
@@ -79,9 +79,9 @@ def check_sequences(dataset: SFTIndexedDataset, tokenizer: Tokenizer) -> None:
 def main() -> None:
     os.chdir(Path(__file__).parents[2])
     print(f"Packing the chats of {CHATS} into rows of 1,024 tokens at {PREFIX}, then reading them back.\n")
-    print("$ megatron-sft-idx", *ARGUMENTS)
+    print("$ megatron-sft-idx", *ARGUMENTS, flush=True)
     Path(PREFIX).parent.mkdir(exist_ok=True)
-    status = command(ARGUMENTS)
+    status = subprocess.run([sys.executable, "-m", "megatron_sft_idx", *ARGUMENTS], check=False).returncode
     if status:
         sys.exit(status)
 
