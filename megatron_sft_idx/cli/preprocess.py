@@ -222,7 +222,8 @@ def _show(seen: Preview) -> None:
         print(f"input           {file.path}: {file.kind}, {file.num_bytes:,} bytes")
     tokens = int(seen.lengths.sum())
     print(
-        f"first rows      {seen.rows:,}: {len(seen.lengths):,} sequences, {tokens:,} tokens, {seen.trained_tokens:,} trained"
+        f"first rows      {seen.rows:,}: {len(seen.lengths):,} sequences,"
+        f" {tokens:,} tokens, {seen.trained_tokens:,} trained"
     )
     if len(seen.lengths):
         print(

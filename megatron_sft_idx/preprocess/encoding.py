@@ -59,7 +59,7 @@ class EncodedPiece:
         lengths: of the sequences, int64 [sequences].
         rows: rows seen, bad ones included.
         num_bytes: of the input file, for progress.
-        bad_rows: rows that could not be used, in order; with ``on_bad_row="error"`` the first one, and nothing after it.
+        bad_rows: rows that could not be used, in order; with ``on_bad_row="error"`` the first one.
         notes: counts by name.
     """
 

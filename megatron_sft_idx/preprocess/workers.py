@@ -120,8 +120,8 @@ class _Pool(Generic[Item, Result]):
             pending.attempts += 1
             if pending.attempts >= _MAX_ATTEMPTS:
                 raise SFTIndexError(
-                    f"{self._name_of(pending.item)}: worker processes died {pending.attempts} times while this was being"
-                    " worked on; they were killed (out of memory?) or crashed: try fewer --workers, and look at these rows"
+                    f"{self._name_of(pending.item)}: worker processes died {pending.attempts} times while working on"
+                    " this; they crashed or were killed (out of memory?): try fewer --workers, look at these rows"
                 )
             self._submit(pending)
 
