@@ -1,4 +1,5 @@
 // Lengths to packs.
+#include <cstring>
 #include <numeric>
 #include <utility>
 
@@ -9,6 +10,7 @@
 #include "packing/hand_out.h"
 #include "packing/histogram.h"
 #include "packing/lower_bound.h"
+#include "packing/random.h"
 
 namespace {
 
@@ -18,7 +20,9 @@ std::vector<T> to_vector(const Array<T>& array, const char* name) {
   return std::vector<T>(array.data(), array.data() + array.size());
 }
 
-std::size_t length_count(const Array<std::int64_t>& lengths, std::int64_t capacity, std::int64_t multiple) {
+std::size_t length_count(const Array<std::int64_t>& lengths, std::int64_t capacity, std::int64_t multiple,
+                         std::int64_t most = 1) {
+  if (most < 1) throw std::invalid_argument("the most sequences a pack must be at least 1");
   if (lengths.ndim() != 1) throw std::invalid_argument("lengths must be one-dimensional");
   if (multiple < 1) throw std::invalid_argument("the sequence multiple is at least 1");
   if (capacity < multiple) throw std::invalid_argument("the capacity is less than the sequence multiple");
@@ -61,6 +65,9 @@ sft_idx::packing::Patterns make_plan(const sft_idx::packing::Problem& problem, c
   throw std::invalid_argument("no planner named " + planner);
 }
 
+// Entries cross as an int32 array [n, 2].
+static_assert(sizeof(sft_idx::packing::Entry) == 2 * sizeof(std::int32_t));
+
 py::tuple packing_plan(const Array<std::int64_t>& sizes, const Array<std::int64_t>& counts, std::int64_t capacity,
                        std::int64_t most, const std::string& planner, std::uint64_t seed) {
   const auto problem = to_problem(sizes, counts, capacity, most);
@@ -70,11 +77,7 @@ py::tuple packing_plan(const Array<std::int64_t>& sizes, const Array<std::int64_
     plan = make_plan(problem, planner, seed);
   }
   Array<std::int32_t> entries({static_cast<py::ssize_t>(plan.entries.size()), py::ssize_t{2}});
-  auto* out = entries.mutable_data();
-  for (const auto& entry : plan.entries) {
-    *out++ = entry.size_class;
-    *out++ = entry.times;
-  }
+  if (entries.size() > 0) std::memcpy(entries.mutable_data(), plan.entries.data(), static_cast<std::size_t>(entries.nbytes()));
   return py::make_tuple(to_array(plan.offsets), entries, to_array(plan.packs));
 }
 
@@ -86,7 +89,8 @@ py::tuple packing_hand_out(const Array<std::int64_t>& lengths, std::int64_t mult
   sft_idx::packing::Patterns plan;
   plan.offsets = to_vector(pattern_offsets, "pattern_offsets");
   plan.packs = to_vector(packs, "packs");
-  for (py::ssize_t i = 0; i < entries.shape(0); ++i) plan.entries.push_back({entries.at(i, 0), entries.at(i, 1)});
+  plan.entries.resize(static_cast<std::size_t>(entries.shape(0)));
+  if (entries.size() > 0) std::memcpy(plan.entries.data(), entries.data(), static_cast<std::size_t>(entries.nbytes()));
   const auto class_sizes = to_vector(sizes, "sizes");
   plan.check(class_sizes.size());
   Array<std::int64_t> offsets(std::accumulate(plan.packs.begin(), plan.packs.end(), std::int64_t{0}) + 1);
@@ -103,7 +107,7 @@ py::tuple packing_hand_out(const Array<std::int64_t>& lengths, std::int64_t mult
 
 py::tuple packing_first_fit_shuffle(const Array<std::int64_t>& lengths, std::int64_t capacity, std::int64_t multiple,
                                     std::int64_t most, std::uint64_t seed) {
-  const auto count = length_count(lengths, capacity, multiple);
+  const auto count = length_count(lengths, capacity, multiple, most);
   Array<std::int64_t> sequences(lengths.size());
   const auto* in = lengths.data();
   auto* out = sequences.mutable_data();
@@ -117,7 +121,7 @@ py::tuple packing_first_fit_shuffle(const Array<std::int64_t>& lengths, std::int
 
 Array<std::int64_t> packing_sequential(const Array<std::int64_t>& lengths, std::int64_t capacity,
                                        std::int64_t multiple, std::int64_t most) {
-  const auto count = length_count(lengths, capacity, multiple);
+  const auto count = length_count(lengths, capacity, multiple, most);
   const auto* in = lengths.data();
   std::vector<std::int64_t> offsets;
   {
@@ -125,6 +129,16 @@ Array<std::int64_t> packing_sequential(const Array<std::int64_t>& lengths, std::
     offsets = sft_idx::packing::sequential(in, count, capacity, multiple, most);
   }
   return to_array(offsets);
+}
+
+Array<std::int64_t> packing_permutation(std::size_t count, std::uint64_t seed) {
+  Array<std::int64_t> out(static_cast<py::ssize_t>(count));
+  auto* values = out.mutable_data();
+  py::gil_scoped_release unlocked;
+  std::iota(values, values + count, 0);
+  sft_idx::packing::Random random(seed, sft_idx::packing::kOrder);
+  sft_idx::packing::shuffle(values, count, random);
+  return out;
 }
 
 }  // namespace
@@ -143,4 +157,5 @@ void bind_packing(py::module_& m) {
         "multiple"_a, "most"_a, "seed"_a, "First fit in shuffled order: CSR offsets and sequences.");
   m.def("packing_sequential", &packing_sequential, py::arg("lengths").noconvert(), "capacity"_a, "multiple"_a,
         "most"_a, "Next fit in the given order: CSR offsets.");
+  m.def("packing_permutation", &packing_permutation, "count"_a, "seed"_a, "A random order of [0, count).");
 }

@@ -9,8 +9,9 @@
 namespace sft_idx::packing {
 namespace {
 
-// A pattern found is used for this share of the packs that its scarcest class allows.
-constexpr std::int64_t kShare = 4;
+// A pattern found is used for all the packs that its scarcest class allows, or for half of them where classes are few
+// and using one up early narrows the choice.
+constexpr std::size_t kFewClasses = 1000;
 constexpr int kTries = 4;           // draws for each number of sequences
 constexpr std::int64_t kNear = 24;  // how much may be left free where nothing fits exactly, tried in order
 
@@ -122,8 +123,7 @@ class ExactFill {
 
   // How many more sequences give this pack the average size of those left.
   std::int64_t average_count() const {
-    const Wide sequences = tree_.total();
-    const Wide count = (2 * sequences * problem_.capacity + volume_) / (2 * volume_);  // rounded
+    const Wide count = static_cast<Wide>(tree_.total()) * problem_.capacity * 31 / 32 / volume_;
     return std::max<std::int64_t>(1, static_cast<std::int64_t>(std::min<Wide>(count, problem_.most)) - 1);
   }
 
@@ -136,7 +136,7 @@ class ExactFill {
       for (int i = 0; i < kTries; ++i) {
         if (try_exact(count)) return;
       }
-      for (const std::int64_t other : {count + 1, count - 1, count + 2}) {
+      for (const std::int64_t other : {count - 1, count + 1, count + 2}) {
         if (other >= fewest && try_exact(other)) return;
       }
     }
@@ -181,7 +181,7 @@ class ExactFill {
       const auto at = static_cast<std::size_t>(c);
       packs = std::min(packs, left_[at] / used_[at]);
     }
-    packs = std::max<std::int64_t>(1, packs / kShare);
+    if (problem_.classes() < kFewClasses) packs = (packs + 1) / 2;
     for (std::size_t i = 0; i < picked_.size();) {
       const std::int32_t c = picked_[i];
       const auto at = static_cast<std::size_t>(c);

@@ -1,7 +1,6 @@
 #include "packing/histogram.h"
 
 #include <algorithm>
-#include <array>
 #include <stdexcept>
 #include <string>
 
@@ -25,18 +24,18 @@ void append(Histogram& result, std::int64_t length, std::int64_t count, std::int
 }
 
 Histogram by_table(const std::int64_t* lengths, std::size_t count, std::int64_t capacity, std::int64_t multiple) {
-  // Four tables, because runs of equal lengths would each wait for the last increment of the same slot.
+  // Two tables, because a run of equal lengths would wait for its own last increment.
   const auto slots = static_cast<std::size_t>(capacity) + 1;
-  constexpr std::size_t kTables = 4;
-  std::array<std::vector<std::int64_t>, kTables> tables;
-  for (auto& table : tables) table.assign(slots, 0);
+  std::vector<std::int64_t> table(2 * slots, 0);
+  std::int64_t* const even = table.data();
+  std::int64_t* const odd = even + slots;
   for (std::size_t i = 0; i < count; ++i) {
     check_length(lengths[i], capacity, i);
-    ++tables[i % kTables][static_cast<std::size_t>(lengths[i])];
+    ++(i % 2 == 0 ? even : odd)[lengths[i]];
   }
   Histogram result;
   for (std::size_t length = 1; length < slots; ++length) {
-    const std::int64_t sum = tables[0][length] + tables[1][length] + tables[2][length] + tables[3][length];
+    const std::int64_t sum = even[length] + odd[length];
     if (sum > 0) append(result, static_cast<std::int64_t>(length), sum, multiple);
   }
   return result;
@@ -53,8 +52,7 @@ Histogram by_sorting(const std::int64_t* lengths, std::size_t count, std::int64_
 
 }  // namespace
 
-void check_length(std::int64_t length, std::int64_t capacity, std::size_t index) {
-  if (length >= 1 && length <= capacity) return;
+void refuse_length(std::int64_t length, std::int64_t capacity, std::size_t index) {
   throw std::invalid_argument("lengths[" + std::to_string(index) + "] is " + std::to_string(length) +
                               ", a pack holds 1 to " + std::to_string(capacity));
 }

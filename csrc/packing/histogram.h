@@ -16,8 +16,12 @@ struct Histogram {
 // Throws std::invalid_argument where a length, rounded up to the multiple, is not in [1, capacity].
 Histogram histogram(const std::int64_t* lengths, std::size_t count, std::int64_t capacity, std::int64_t multiple);
 
+[[noreturn]] void refuse_length(std::int64_t length, std::int64_t capacity, std::size_t index);
+
 // Throws std::invalid_argument unless 1 <= length <= capacity; the index is for the message.
-void check_length(std::int64_t length, std::int64_t capacity, std::size_t index);
+inline void check_length(std::int64_t length, std::int64_t capacity, std::size_t index) {
+  if (length < 1 || length > capacity) refuse_length(length, capacity, index);
+}
 
 // Finds the class of a length: a table where that costs less than the sequences themselves, else a binary search.
 class ClassOf {

@@ -33,12 +33,20 @@ class Random {
 };
 
 // What each stream of the caller's seed is for.
-enum Stream : std::uint64_t { kItems = 1, kPacks = 2, kPatterns = 3, kWindow = 4 };
+enum Stream : std::uint64_t { kItems = 1, kPacks = 2, kPatterns = 3, kOrder = 4 };
 
-// Fisher-Yates, from the end.
+// Fisher-Yates, from the end. Where 32 bits tell the values apart one number serves two of them: halves of a number
+// are as uniform as the whole, and the shuffle is what hand-out spends most of its time on.
 template <typename T>
 void shuffle(T* values, std::size_t count, Random& random) {
-  for (std::size_t i = count; i > 1; --i) std::swap(values[i - 1], values[random.below(i)]);
+  std::size_t i = count;
+  for (; i > 0xFFFFFFFF; --i) std::swap(values[i - 1], values[random.below(i)]);
+  for (; i > 2; i -= 2) {
+    const std::uint64_t bits = random.next();
+    std::swap(values[i - 1], values[(bits >> 32) * i >> 32]);
+    std::swap(values[i - 2], values[(bits & 0xFFFFFFFF) * (i - 1) >> 32]);
+  }
+  if (i == 2) std::swap(values[1], values[random.below(2)]);
 }
 
 }  // namespace sft_idx::packing
