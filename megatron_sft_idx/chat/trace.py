@@ -5,8 +5,8 @@ variable; if that very object is one of the conversation's messages (or is an in
 one), what the iteration writes is that message's. Nested loops over anything else (tool calls, content parts)
 stay with the message around them. ``{% generation %}`` blocks get a pair of marks too.
 
-Marks in the template's own flow are statements that write nothing: they note how many characters the render
-has yielded so far, so the text is the plain render's by construction. Inside macros, call, filter and ``set``
+Marks in the template's own flow are statements that write nothing: they note how much the render has yielded
+so far, so the text is the plain render's by construction. Inside macros, call, filter and ``set``
 blocks and recursive loops text is captured before it is yielded, and that count means nothing. There the marks
 write sentinels from Unicode's private use area, which are stripped afterwards; a template may measure, trim or
 compare what it captured, so what is left is required to equal a second, unmarked render.
@@ -19,12 +19,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
-from jinja2 import Template, TemplateSyntaxError, nodes
-from jinja2.visitor import NodeTransformer
+from jinja2 import Template, TemplateSyntaxError
 
-from megatron_sft_idx.chat.environment import GENERATION, TemplateEnvironment
+from megatron_sft_idx.chat.environment import TemplateEnvironment
+from megatron_sft_idx.chat.marks import Marker
 from megatron_sft_idx.errors import FormatError
 
 __all__ = ["Segment", "Traced", "TracedTemplate"]
@@ -39,8 +39,7 @@ _LEAVE, _BEGIN, _END = -1, -2, -3  # events; 0 and up enter that frame
 _SENTINELS = tuple(chr(base) for base in range(0xF0000, 0xF0040, 2))
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Characters ``[start, stop)`` written by one message in one iteration (``frame``) of a loop."""
 
     start: int
@@ -71,8 +70,8 @@ class _Tracker:
         self.reset((), "")
 
     def reset(self, messages: Iterable[object], sentinel: str) -> None:
-        self.position = 0
-        self.iterations = 0
+        self.chunks: list[str] = []
+        self.iterations = self.counted = self.measured = 0
         self.events: list[tuple[int, int]] = []
         self.frames: list[int] = []
         self.stack = [-1]  # the message each open loop iteration belongs to
@@ -83,17 +82,17 @@ class _Tracker:
     def enter(self, value: Any, *lists: Any) -> None:
         frame = self._push(value, lists)
         if frame >= 0:
-            self.events.append((self.position, frame))
+            self.events.append((len(self.chunks), frame))
 
     def leave(self, _value: Any) -> None:
         if self.stack.pop() != self.stack[-1]:
-            self.events.append((self.position, _LEAVE))
+            self.events.append((len(self.chunks), _LEAVE))
 
     def begin(self, _value: Any) -> None:
-        self.events.append((self.position, _BEGIN))
+        self.events.append((len(self.chunks), _BEGIN))
 
     def end(self, _value: Any) -> None:
-        self.events.append((self.position, _END))
+        self.events.append((len(self.chunks), _END))
 
     def enter_captured(self, value: Any, *lists: Any) -> str:
         frame = self._push(value, lists)
@@ -115,8 +114,8 @@ class _Tracker:
     def _push(self, value: Any, lists: Sequence[Any]) -> int:
         """Open an iteration; return its new frame, or -1 where it stays with the message around it."""
         self.iterations += 1
-        if self.iterations > MAX_ITERATIONS:
-            raise OverflowError(f"more than {MAX_ITERATIONS} loop iterations for one conversation")
+        if not self.iterations % 1024:
+            self._bound()
         message = self.places.get(id(value))
         if message is None:
             message = self._indexed(value, lists)
@@ -127,6 +126,15 @@ class _Tracker:
         self.stack.append(message)
         self.frames.append(message)
         return len(self.frames) - 1
+
+    def _bound(self) -> None:
+        """Stop a runaway template."""
+        self.measured += sum(map(len, self.chunks[self.counted :]))
+        self.counted = len(self.chunks)
+        if self.iterations > MAX_ITERATIONS:
+            raise OverflowError(f"more than {MAX_ITERATIONS} loop iterations for one conversation")
+        if self.measured > MAX_CHARACTERS:
+            raise OverflowError(f"more than {MAX_CHARACTERS} characters for one conversation")
 
     def _indexed(self, value: Any, lists: Sequence[Any]) -> int | None:
         if type(value) is int:
@@ -140,106 +148,6 @@ class _Tracker:
                 if id(item) in self.places:
                     return self.places[id(item)]
         return None
-
-
-class _Marker(NodeTransformer):
-    """Puts the marks into a syntax tree, or with ``marks=False`` only unwraps generation blocks."""
-
-    def __init__(self, environment: TemplateEnvironment, marks: bool) -> None:
-        self.environment = environment
-        self.marks = marks
-        self.captured = False
-        self.generations = 0
-        self._leaves: list[nodes.Stmt] = []
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - Jinja's interface
-        if not self.marks:
-            return self.generic_visit(node)
-        target = _loaded(node.target)
-        if target is None:
-            return self.generic_visit(node)
-        around = self.captured
-        node.else_ = [child for item in node.else_ for child in self._listed(item)]
-        self.captured = around or node.recursive
-        lists: list[nodes.Expr] = []
-        if isinstance(target, nodes.Name):
-            lists = [nodes.Name(name, "load") for name in _indexed_by(node, target.name)]
-        enter = self._mark("enter", target, lists, node.lineno)
-        leave = self._mark("leave", target, [], node.lineno)
-        self._leaves.append(leave)
-        body = [child for item in node.body for child in self._listed(item)]
-        self._leaves.pop()
-        node.body = [enter, *body, leave]
-        self.captured = around
-        return node
-
-    def visit_Break(self, node: nodes.Node) -> Any:  # noqa: N802
-        return [self._leaves[-1], node] if self.marks and self._leaves else node
-
-    visit_Continue = visit_Break  # noqa: N815
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:  # noqa: N802
-        function = node.call.node
-        if not (isinstance(function, nodes.ExtensionAttribute) and function.name == GENERATION):
-            return self._visit_captured(node)
-        # A call block's body is a scope of its own; so is this, and it writes into the template's flow.
-        self.generations += 1
-        body = [child for item in node.body for child in self._listed(item)]
-        if self.marks:
-            anything = nodes.Name("messages", "load")
-            begin = self._mark("begin", anything, [], node.lineno)
-            body = [begin, *body, self._mark("end", anything, [], node.lineno)]
-        return nodes.Scope(body).set_lineno(node.lineno).set_environment(self.environment)
-
-    def _visit_captured(self, node: nodes.Node) -> nodes.Node:
-        around, self.captured = self.captured, True
-        leaves = self._leaves
-        if isinstance(node, (nodes.Macro, nodes.CallBlock)):
-            self._leaves = []  # a function of its own: no break crosses out of it
-        self.generic_visit(node)
-        self.captured, self._leaves = around, leaves
-        return node
-
-    visit_Macro = visit_FilterBlock = visit_AssignBlock = _visit_captured  # noqa: N815
-
-    def _listed(self, node: nodes.Node) -> list[Any]:
-        visited = self.visit(node)
-        return visited if isinstance(visited, list) else [visited]
-
-    def _mark(self, name: str, value: nodes.Expr, lists: list[nodes.Expr], line: int) -> nodes.Stmt:
-        """A statement that calls the tracker: as a filter, which the sandbox calls without ceremony."""
-        suffix = "_captured" if self.captured else ""
-        call = nodes.Filter(value, f"trace {name}{suffix}", lists, [], None, None)
-        statement: nodes.Stmt = nodes.Output([call]) if self.captured else nodes.ExprStmt(call)
-        return statement.set_lineno(line).set_environment(self.environment)  # type: ignore[return-value]
-
-
-def _loaded(target: nodes.Node) -> nodes.Expr | None:
-    """An expression for the value of a loop's target."""
-    if isinstance(target, nodes.Name):
-        return nodes.Name(target.name, "load")
-    if isinstance(target, nodes.Tuple):
-        return nodes.Tuple([nodes.Name(name.name, "load") for name in target.find_all(nodes.Name)], "load")
-    return None
-
-
-def _indexed_by(loop: nodes.For, index: str) -> list[str]:
-    """Names that a loop's body subscripts with its own variable: ``messages`` in ``messages[i]``.
-
-    Names that the body itself assigns are left out, so that looking at them early changes no scoping.
-    """
-    stored = {name.name for name in loop.find_all(nodes.Name) if name.ctx != "load"}
-    found: dict[str, None] = {}
-    for item in loop.body:
-        for subscript in (
-            *item.find_all(nodes.Getitem),
-            *([item] if isinstance(item, nodes.Getitem) else []),
-        ):
-            holder, argument = subscript.node, subscript.arg
-            if isinstance(argument, nodes.Name) and argument.name == index and isinstance(holder, nodes.Name):
-                if holder.name not in stored:
-                    found[holder.name] = None
-    return list(found)
 
 
 class TracedTemplate:
@@ -267,6 +175,7 @@ class TracedTemplate:
         """Render without marks."""
         if self._plain is None:
             self._plain, _ = self._compile(marks=False)
+        self._tracker.reset((), "")
         return self._text(self._plain, variables)
 
     def render(self, messages: Sequence[object], variables: dict[str, Any]) -> Traced:
@@ -282,7 +191,7 @@ class TracedTemplate:
         tracker = self._tracker
         tracker.reset(messages, _SENTINELS[0])
         text = self._text(self._marked, variables)
-        events = tracker.events
+        events = self._events()
         if tracker.captured:
             text, events = self._without_sentinels(messages, variables)
         segments, generated = _segments(events, tracker.frames, len(text), self._name)
@@ -299,16 +208,17 @@ class TracedTemplate:
         return f"line {line}: " if line else ""
 
     def _text(self, template: Template, variables: dict[str, Any]) -> str:
-        tracker = self._tracker
-        position = 0
-        chunks: list[str] = []
+        chunks = self._tracker.chunks
+        append = chunks.append
         for chunk in template.root_render_func(template.new_context(variables)):
-            chunks.append(chunk)
-            position += len(chunk)
-            tracker.position = position
-            if position > MAX_CHARACTERS:
-                raise OverflowError(f"more than {MAX_CHARACTERS} characters for one conversation")
+            append(chunk)  # one at a time: marks note how many there are
         return "".join(chunks)
+
+    def _events(self) -> list[tuple[int, int]]:
+        """The events in the template's flow, by character."""
+        tracker = self._tracker
+        ends = [0, *accumulate(map(len, tracker.chunks))]
+        return [(ends[chunk], event) for chunk, event in tracker.events]
 
     def _without_sentinels(
         self, messages: Sequence[object], variables: dict[str, Any]
@@ -325,7 +235,7 @@ class TracedTemplate:
         marked = self._text(self._marked, variables)
         found = list(re.finditer(f"{sentinel}(-?[0-9]+){chr(ord(sentinel) + 1)}", marked))
         # At one place, a mark in the template's flow came before the text that starts there.
-        events = [(position, 0, event) for position, event in tracker.events]
+        events = [(position, 0, event) for position, event in self._events()]
         events += [(match.start(), 1, int(match[1])) for match in found]
         events.sort(key=lambda item: item[:2])
         starts = [match.start() for match in found]
@@ -345,7 +255,7 @@ class TracedTemplate:
     def _compile(self, marks: bool) -> tuple[Template, bool]:
         environment = self._environment
         try:
-            marker = _Marker(environment, marks)
+            marker = Marker(environment, marks)
             tree = marker.visit(environment.parse(self._source))
             code = environment.compile(tree, name=self._name, filename=self._name)
         except TemplateSyntaxError as error:

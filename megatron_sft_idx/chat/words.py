@@ -56,7 +56,8 @@ def pieces_of(message: Mapping[str, Any]) -> list[Piece]:
             _add(pieces, "content", content[inline.end() :], "content", inline.end())
         else:
             _add(pieces, "content", content, "content", 0)
-    for number, call in enumerate(message.get("tool_calls") or ()):
+    calls = message.get("tool_calls")
+    for number, call in enumerate(calls) if calls else ():
         if isinstance(call, Mapping):
             function = call.get("function")
             name = (function if isinstance(function, Mapping) else call).get("name")
