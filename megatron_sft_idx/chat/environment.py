@@ -141,7 +141,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 return self.undefined(obj=obj, name=argument)
         return super().getitem(obj, argument)
 
-    def call(  # type: ignore[override]
+    def call(
         __self,  # noqa: N805 - templates may pass any keyword
         __context: Context,
         __obj: Any,

@@ -1,7 +1,7 @@
 """A template's syntax tree, marked so that its render can be traced.
 
-Every iteration of every ``for`` loop that can write is put between an *enter* and a *leave* mark, and so is every
-``{% generation %}`` block. ``trace`` explains what the marks do.
+Every iteration of every ``for`` loop that can write is put between an *enter* and a *leave* mark, and so is
+every ``{% generation %}`` block. ``trace`` explains what the marks do.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Marker(NodeTransformer):
         self._leaves: list[nodes.Stmt] = []
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - Jinja's interface
+        """Put the body between marks."""
         if not self.marks:
             return self.generic_visit(node)
         target = _loaded(node.target)
@@ -56,11 +57,13 @@ class Marker(NodeTransformer):
         return node
 
     def visit_Break(self, node: nodes.Node) -> Any:  # noqa: N802
+        """Leave before jumping, for ``continue`` too."""
         return [self._leaves[-1], node] if self.marks and self._leaves else node
 
     visit_Continue = visit_Break  # noqa: N815
 
     def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:  # noqa: N802
+        """Turn a generation block into a plain scope between marks."""
         function = node.call.node
         if not (isinstance(function, nodes.ExtensionAttribute) and function.name == GENERATION):
             return self._visit_captured(node)
@@ -98,9 +101,12 @@ class Marker(NodeTransformer):
 
 def _matters(loop: nodes.For) -> bool:
     """Whether a loop can write anything, or run longer than its data is (its iterations are counted then)."""
-    if any(isinstance(item, _WRITERS) or item.find(_WRITERS) for item in loop.body):
-        return True
-    return loop.iter.find(nodes.Call) is not None or isinstance(loop.iter, nodes.Call)
+    writes = any(_holds(item, kind) for item in loop.body for kind in _WRITERS)
+    return writes or _holds(loop.iter, nodes.Call)
+
+
+def _holds(node: nodes.Node, kind: type[nodes.Node]) -> bool:
+    return isinstance(node, kind) or node.find(kind) is not None
 
 
 def _loaded(target: nodes.Node) -> nodes.Expr | None:
@@ -120,12 +126,9 @@ def _indexed_by(loop: nodes.For, index: str) -> list[str]:
     stored = {name.name for name in loop.find_all(nodes.Name) if name.ctx != "load"}
     found: dict[str, None] = {}
     for item in loop.body:
-        for subscript in (
-            *item.find_all(nodes.Getitem),
-            *([item] if isinstance(item, nodes.Getitem) else []),
-        ):
+        for subscript in item.find_all(nodes.Getitem):
             holder, argument = subscript.node, subscript.arg
-            if isinstance(argument, nodes.Name) and argument.name == index and isinstance(holder, nodes.Name):
-                if holder.name not in stored:
-                    found[holder.name] = None
+            by_index = isinstance(argument, nodes.Name) and argument.name == index
+            if by_index and isinstance(holder, nodes.Name) and holder.name not in stored:
+                found[holder.name] = None
     return list(found)

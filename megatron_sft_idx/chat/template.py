@@ -1,8 +1,8 @@
 """Conversations to text, with the characters that are trained on.
 
-``ChatTemplate`` puts the steps together: ``trace`` renders and says which message wrote what, ``probes`` learns the
-template's own scaffolding, ``spans`` decides what the model must learn, ``marking`` finds control tokens that the
-data spells.
+``ChatTemplate`` puts the steps together: ``trace`` renders and says which message wrote what, ``probes``
+learns the template's own scaffolding, ``spans`` decides what the model must learn, ``marking`` finds control
+tokens that the data spells.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jinja2.exceptions import SecurityError
 
 from megatron_sft_idx.chat.environment import RaisedByTemplate, TemplateEnvironment
 from megatron_sft_idx.chat.marking import ControlTokens, locate_pieces
-from megatron_sft_idx.chat.probes import Scaffold, argument_styles, learn_scaffold
-from megatron_sft_idx.chat.spans import MaskOptions, Ranges, SpanFinder, selected, unusable
+from megatron_sft_idx.chat.probes import Scaffold, Style, in_text_parts, learn_scaffold, learn_style
+from megatron_sft_idx.chat.spans import MaskOptions, Ranges, Rules, SpanFinder, selected, unusable
 from megatron_sft_idx.chat.trace import Traced, TracedTemplate
 from megatron_sft_idx.chat.types import Conversation, Rendered, Span
 from megatron_sft_idx.chat.words import REASONING_FIELDS
@@ -43,6 +43,7 @@ _PROBE_TOOL = {
         },
     },
 }
+_NO_SCAFFOLD = Scaffold((), (), "", "")
 _Result = TypeVar("_Result")
 
 
@@ -81,11 +82,12 @@ class ChatTemplate:
         self._controls = ControlTokens(control_tokens)
         self._refuse_reserved(self._kwargs, FormatError)
         self._template = TracedTemplate(source, TemplateEnvironment(self.options.template_date), name)
-        self._eos = self._special.get("eos_token") or ""
         ends = {*self._controls.texts, *(text for text in self._special.values() if isinstance(text, str))}
-        self._ends = tuple(sorted(ends - {""}, key=lambda text: (-len(text), text)))
+        ends -= {"", self._special.get("bos_token")} - {self._special.get("eos_token")}
+        longest_first = tuple(sorted(ends, key=lambda text: (-len(text), text)))
+        self._rules = Rules(name, self.options, longest_first, self._special.get("eos_token") or "")
         self._scaffolds: dict[str, Scaffold] = {}
-        self._styles: tuple[bool, bool] | None = None
+        self._style: Style | None = None
         self._lock = Lock()
 
     @property
@@ -141,9 +143,12 @@ class ChatTemplate:
     def _prepared(self, conversation: Conversation, notes: dict[str, int]) -> list[dict[str, Any]]:
         """The messages as templates expect them, each its own object.
 
-        Reasoning goes under every name that templates read it by, as in transformers, and tool-call arguments
-        into the form (JSON text or dict) that this template writes well.
+        Reasoning goes under every name that templates read it by, as in transformers; tool-call arguments (JSON
+        text or dict) and contents (string or text part) into the form that this template writes well.
         """
+        if self._style is None:
+            self._style = learn_style(self._prober(False, {}))
+        style = self._style
         messages: list[dict[str, Any]] = []
         seen: set[int] = set()
         for original in conversation.messages:
@@ -151,25 +156,24 @@ class ChatTemplate:
             reasoning = next((message[key] for key in REASONING_FIELDS if message.get(key) is not None), None)
             if reasoning is not None:
                 message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-            if message.get("tool_calls"):
-                message = self._with_fitting_arguments(message, notes)
+            if style.text_arguments != style.parsed_arguments and message.get("tool_calls"):
+                message = self._with_arguments(message, style.text_arguments, notes)
+            if style.in_parts:
+                message = in_text_parts(message)
             if id(message) in seen:
                 message = dict(message)
             seen.add(id(message))
             messages.append(message)
         return messages
 
-    def _with_fitting_arguments(self, message: dict[str, Any], notes: dict[str, int]) -> dict[str, Any]:
-        if self._styles is None:
-            self._styles = argument_styles(self._prober(False, {}))
-        text_fits, parsed_fits = self._styles
-        if text_fits and parsed_fits:
-            return message
+    def _with_arguments(
+        self, message: dict[str, Any], as_text: bool, notes: dict[str, int]
+    ) -> dict[str, Any]:
         calls = []
         for call in message["tool_calls"]:
             function = call.get("function") if isinstance(call, dict) else None
             holder = function if isinstance(function, dict) else call
-            fitting = _fitting(holder.get("arguments"), text_fits) if isinstance(holder, dict) else None
+            fitting = _fitting(holder.get("arguments"), as_text) if isinstance(holder, dict) else None
             if fitting is not None:
                 notes["tool_arguments_converted"] = notes.get("tool_arguments_converted", 0) + 1
                 holder = {**holder, "arguments": fitting}
@@ -201,15 +205,9 @@ class ChatTemplate:
         plain = options.train_on_thinking and options.train_on_tool_calls
         assistants = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
         untraced = everything and plain and all(weights[index] == 1 for index in assistants)
+        scaffold = _NO_SCAFFOLD if untraced else self._scaffold(conversation)
         finder = SpanFinder(
-            traced,
-            messages,
-            Scaffold((), (), "", "") if untraced else self._scaffold(conversation),
-            ends=self._ends,
-            eos=self._eos,
-            name=self.name,
-            options=options,
-            locate=_once(lambda: self._located(messages, variables, traced.text)),
+            self._rules, traced, messages, scaffold, lambda: self._located(messages, variables, traced.text)
         )
         if untraced:
             for index in assistants:
@@ -229,14 +227,16 @@ class ChatTemplate:
                 )
                 for index in chosen
             ]
-            spans = _weighted(found, weights, len(traced.text) if everything else 0)
+            spans = _weighted(found, weights)
+            if everything:
+                spans = _around(found, spans, len(traced.text))
         for what, count in finder.notes.items():
             notes[what] = notes.get(what, 0) + count
         return spans
 
     def _scaffold(self, conversation: Conversation) -> Scaffold:
         if self.has_generation_markers:
-            return Scaffold((), (), "", "")
+            return _NO_SCAFFOLD
         key = f"{bool(conversation.tools)}"
         if conversation.kwargs:
             key += json.dumps(conversation.kwargs, sort_keys=True, default=repr)
@@ -245,9 +245,8 @@ class ChatTemplate:
             if len(self._scaffolds) >= _MOST_SCAFFOLDS:
                 self._scaffolds.clear()
             render = self._prober(bool(conversation.tools), conversation.kwargs)
-            if self._styles is None:
-                self._styles = argument_styles(self._prober(False, {}))
-            arguments = {"zqkey": "zqvalue"} if self._styles[1] else '{"zqkey": "zqvalue"}'
+            assert self._style is not None  # known since the row's messages were prepared
+            arguments = {"zqkey": "zqvalue"} if self._style.parsed_arguments else '{"zqkey": "zqvalue"}'
             scaffold = self._scaffolds[key] = learn_scaffold(render, arguments)
         return scaffold
 
@@ -255,6 +254,8 @@ class ChatTemplate:
         """Renders made-up conversations with this template."""
 
         def render(messages: list[dict[str, Any]], add_generation_prompt: bool) -> Traced | None:
+            if self._style is not None and self._style.in_parts:
+                messages = [in_text_parts(message) for message in messages]
             probe = Conversation(messages, [], [_PROBE_TOOL] if tools else None, kwargs)
             variables = {
                 **self._variables(messages, probe),
@@ -321,23 +322,11 @@ def _rebuilt(source: str, keywords: dict[str, Any]) -> ChatTemplate:
     return ChatTemplate(source, **keywords)
 
 
-def _once(compute: Callable[[], _Result]) -> Callable[[], _Result]:
-    """Compute at the first call only."""
-    results: list[_Result] = []
-
-    def result() -> _Result:
-        if not results:
-            results.append(compute())
-        return results[0]
-
-    return result
-
-
-def _fitting(arguments: object, text_fits: bool) -> object:
+def _fitting(arguments: object, as_text: bool) -> object:
     """Arguments in the form a template writes well, or None where they are in it already."""
-    if text_fits and isinstance(arguments, dict):
+    if as_text and isinstance(arguments, dict):
         return json.dumps(arguments, ensure_ascii=False)
-    if not text_fits and isinstance(arguments, str):
+    if not as_text and isinstance(arguments, str):
         try:
             parsed = json.loads(arguments)
         except ValueError:
@@ -346,21 +335,27 @@ def _fitting(arguments: object, text_fits: bool) -> object:
     return None
 
 
-def _weighted(
-    found: Sequence[tuple[int, Ranges, Ranges]], weights: Sequence[float], everything: int
-) -> list[Span]:
-    """Spans with their messages' weights; around them the rest of a text of ``everything`` characters."""
+def _weighted(found: Sequence[tuple[int, Ranges, Ranges]], weights: Sequence[float]) -> list[Span]:
+    """Trained ranges with their messages' weights: ascending, none overlapping the one before it."""
     spans: list[Span] = []
     at = 0
-    for message, said, kept in sorted(found, key=lambda one: one[1][:1]):
-        for start, stop in kept:
-            if weights[message] != 0 and stop > max(start, at if not everything else 0):
-                spans.append(Span(max(start, spans[-1].stop if spans else 0), stop, weights[message]))
-        if everything:
-            for start, stop in said:
-                if start > at:
-                    spans.append(Span(at, start))
-                at = max(at, stop)
-    if everything > at:
-        spans.append(Span(at, everything))
-    return sorted((span for span in spans if span.start < span.stop), key=lambda span: span.start)
+    ranges = [(start, stop, message) for message, _, kept in found for start, stop in kept]
+    ranges.sort()
+    for start, stop, message in ranges:
+        # The end of a turn may stand in the next message's text.
+        if stop > (first := max(start, at)):
+            spans.append(Span(first, stop, weights[message]))
+            at = stop
+    return spans
+
+
+def _around(found: Sequence[tuple[int, Ranges, Ranges]], spans: list[Span], length: int) -> list[Span]:
+    """The spans, and the rest of a text of ``length`` characters but for what the options left out."""
+    rest: list[Span] = []
+    at = 0
+    for start, stop in sorted(one for _, said, _ in found for one in said):
+        rest.append(Span(at, start))
+        at = max(at, stop)
+    rest.append(Span(at, length))
+    spans = [span for span in (*spans, *rest) if span.start < span.stop and span.weight != 0]
+    return sorted(spans, key=lambda span: span.start)

@@ -1,22 +1,23 @@
 """Which message wrote which characters: a template's syntax tree, marked.
 
 Every iteration of every ``for`` loop is put between an *enter* and a *leave* mark. *Enter* is told the loop
-variable; if that very object is one of the conversation's messages (or is an index by which the loop body picks
-one), what the iteration writes is that message's. Nested loops over anything else (tool calls, content parts)
-stay with the message around them. ``{% generation %}`` blocks get a pair of marks too.
+variable; if that very object is one of the conversation's messages (or is an index by which the loop body
+picks one), what the iteration writes is that message's. Nested loops over anything else (tool calls, content
+parts) stay with the message around them. ``{% generation %}`` blocks get a pair of marks too.
 
 Marks in the template's own flow are statements that write nothing: they note how much the render has yielded
-so far, so the text is the plain render's by construction. Inside macros, call, filter and ``set``
-blocks and recursive loops text is captured before it is yielded, and that count means nothing. There the marks
-write sentinels from Unicode's private use area, which are stripped afterwards; a template may measure, trim or
-compare what it captured, so what is left is required to equal a second, unmarked render.
+so far, so the text is the plain render's by construction, and no second render is needed to see that it is.
+Inside macros, call, filter and ``set`` blocks and recursive loops text is captured before it is yielded, and
+that count means nothing. There the marks write sentinels from Unicode's private use area, which are stripped
+afterwards; a template may measure, trim or compare what it captured, so what is left is required to equal a
+second, unmarked render, character for character.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ MAX_CHARACTERS = 1 << 27
 MAX_ITERATIONS = 1 << 22
 """More loop iterations than this for one conversation is a runaway template."""
 
-_LEAVE, _BEGIN, _END = -1, -2, -3  # events; 0 and up enter that frame
+_LEAVE, _BEGIN, _END, _STOP = -1, -2, -3, -4  # events; 0 and up enter that frame
 _SENTINELS = tuple(chr(base) for base in range(0xF0000, 0xF0040, 2))
 
 
@@ -64,90 +65,116 @@ class Traced:
 
 
 class _Tracker:
-    """Notes marks while a template renders. One render at a time."""
+    """Notes marks while a template renders. One render at a time.
+
+    Marks are called in every loop iteration, so they are closures over the lists they fill.
+    """
 
     def __init__(self) -> None:
-        self.reset((), "")
+        self.chunks: list[str] = []
+        self.events: list[tuple[int, int]] = []  # (chunks yielded so far, event)
+        self.frames: list[int] = []  # the message of each frame
+        self._stack = [-1]  # the message each open loop iteration belongs to
+        self._places: dict[int, int] = {}  # identity of a message to its position
+        self._iterations = self._counted = self._measured = 0
+        self.sentinel = ""
+        self.captured = False
 
     def reset(self, messages: Iterable[object], sentinel: str) -> None:
-        self.chunks: list[str] = []
-        self.iterations = self.counted = self.measured = 0
-        self.events: list[tuple[int, int]] = []
-        self.frames: list[int] = []
-        self.stack = [-1]  # the message each open loop iteration belongs to
-        self.places = {id(message): index for index, message in enumerate(messages)}
+        self.chunks.clear()
+        self.events.clear()
+        self.frames.clear()
+        self._stack[:] = [-1]
+        self._places.clear()
+        for index, message in enumerate(messages):
+            self._places[id(message)] = index
+        self._iterations = self._counted = self._measured = 0
         self.sentinel = sentinel
         self.captured = False
 
-    def enter(self, value: Any, *lists: Any) -> None:
-        frame = self._push(value, lists)
-        if frame >= 0:
-            self.events.append((len(self.chunks), frame))
+    def marks(self) -> dict[str, Callable[..., Any]]:
+        """The filters that ``marks`` puts into templates, by name."""
+        chunks, events, frames, stack = self.chunks, self.events, self.frames, self._stack
+        place = self._places.get
 
-    def leave(self, _value: Any) -> None:
-        if self.stack.pop() != self.stack[-1]:
-            self.events.append((len(self.chunks), _LEAVE))
+        def push(value: Any, lists: Sequence[Any]) -> int:
+            message = place(id(value))
+            if message is None:
+                message = self._indexed(value, lists)
+            around = stack[-1]
+            if message is None or message == around:
+                stack.append(around)
+                return -1
+            stack.append(message)
+            frames.append(message)
+            return len(frames) - 1
 
-    def begin(self, _value: Any) -> None:
-        self.events.append((len(self.chunks), _BEGIN))
+        def enter(value: Any, *lists: Any) -> None:
+            message = place(id(value))
+            if message is not None and message != stack[-1]:  # `push`, inlined for plain loops over messages
+                events.append((len(chunks), len(frames)))
+                frames.append(message)
+                stack.append(message)
+            elif (frame := push(value, lists)) >= 0:
+                events.append((len(chunks), frame))
 
-    def end(self, _value: Any) -> None:
-        self.events.append((len(self.chunks), _END))
+        def leave(_value: Any) -> None:
+            if stack.pop() != stack[-1]:
+                events.append((len(chunks), _LEAVE))
 
-    def enter_captured(self, value: Any, *lists: Any) -> str:
-        frame = self._push(value, lists)
-        return self._written(frame) if frame >= 0 else ""
+        def begin(_value: Any) -> None:
+            events.append((len(chunks), _BEGIN))
 
-    def leave_captured(self, _value: Any) -> str:
-        return self._written(_LEAVE) if self.stack.pop() != self.stack[-1] else ""
+        def end(_value: Any) -> None:
+            events.append((len(chunks), _END))
 
-    def begin_captured(self, _value: Any) -> str:
-        return self._written(_BEGIN)
+        def enter_captured(value: Any, *lists: Any) -> str:
+            frame = push(value, lists)
+            return self._written(frame) if frame >= 0 else ""
 
-    def end_captured(self, _value: Any) -> str:
-        return self._written(_END)
+        def leave_captured(_value: Any) -> str:
+            return self._written(_LEAVE) if stack.pop() != stack[-1] else ""
+
+        def begin_captured(_value: Any) -> str:
+            return self._written(_BEGIN)
+
+        def end_captured(_value: Any) -> str:
+            return self._written(_END)
+
+        functions = (enter, leave, begin, end, enter_captured, leave_captured, begin_captured, end_captured)
+        return {f"trace {function.__name__}": function for function in functions}
 
     def _written(self, event: int) -> str:
         self.captured = True
         return f"{self.sentinel}{event}{chr(ord(self.sentinel) + 1)}"
 
-    def _push(self, value: Any, lists: Sequence[Any]) -> int:
-        """Open an iteration; return its new frame, or -1 where it stays with the message around it."""
-        self.iterations += 1
-        if not self.iterations % 1024:
-            self._bound()
-        message = self.places.get(id(value))
-        if message is None:
-            message = self._indexed(value, lists)
-        around = self.stack[-1]
-        if message is None or message == around:
-            self.stack.append(around)
-            return -1
-        self.stack.append(message)
-        self.frames.append(message)
-        return len(self.frames) - 1
-
-    def _bound(self) -> None:
-        """Stop a runaway template."""
-        self.measured += sum(map(len, self.chunks[self.counted :]))
-        self.counted = len(self.chunks)
-        if self.iterations > MAX_ITERATIONS:
-            raise OverflowError(f"more than {MAX_ITERATIONS} loop iterations for one conversation")
-        if self.measured > MAX_CHARACTERS:
-            raise OverflowError(f"more than {MAX_CHARACTERS} characters for one conversation")
-
     def _indexed(self, value: Any, lists: Sequence[Any]) -> int | None:
+        """The message that a loop variable stands for without being it: an index, or one of several values.
+
+        Everything but plain loops over the messages comes here, so here runaway templates are stopped.
+        """
+        self._iterations += 1
+        if not self._iterations % 1024:
+            self._bound()
         if type(value) is int:
             for candidate in lists:
                 if type(candidate) is list and 0 <= value < len(candidate):
-                    message = self.places.get(id(candidate[value]))
+                    message = self._places.get(id(candidate[value]))
                     if message is not None:
                         return message
         elif type(value) is tuple:
             for item in value:
-                if id(item) in self.places:
-                    return self.places[id(item)]
+                if id(item) in self._places:
+                    return self._places[id(item)]
         return None
+
+    def _bound(self) -> None:
+        self._measured += sum(map(len, self.chunks[self._counted :]))
+        self._counted = len(self.chunks)
+        if self._iterations > MAX_ITERATIONS:
+            raise OverflowError(f"more than {MAX_ITERATIONS} loop iterations for one conversation")
+        if self._measured > MAX_CHARACTERS:
+            raise OverflowError(f"more than {MAX_CHARACTERS} characters for one conversation")
 
 
 class TracedTemplate:
@@ -165,9 +192,7 @@ class TracedTemplate:
     def __init__(self, source: str, environment: TemplateEnvironment, name: str) -> None:
         self._environment, self._name, self._source = environment, name, source
         self._tracker = _Tracker()
-        for mark in ("enter", "leave", "begin", "end"):
-            for suffix in ("", "_captured"):
-                environment.filters[f"trace {mark}{suffix}"] = getattr(self._tracker, mark + suffix)
+        environment.filters.update(self._tracker.marks())
         self._marked, self.has_generation = self._compile(marks=True)
         self._plain: Template | None = None
 
@@ -246,9 +271,9 @@ class TracedTemplate:
             text = "".join(marked[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True))
         if text != plain:
             raise FormatError(
-                f"{self._name}: cannot tell which message wrote what, because the template inspects text that it "
-                "captured from a loop over the messages; put {% generation %} markers around what the assistant "
-                "says, or train on all tokens"
+                f"{self._name}: cannot tell which message wrote what, because the template inspects text "
+                "that it captured from a loop over the messages; put {% generation %} markers around what the "
+                "assistant says, or train on all tokens"
             )
         return text, [(at - removed[bisect_left(starts, at)], event) for at, _, event in events]
 
@@ -264,26 +289,18 @@ class TracedTemplate:
             raise FormatError(f"{self._name}: line {error.lineno}: {error.msg}") from None
         except RecursionError:
             raise FormatError(f"{self._name}: the chat template is nested too deeply") from None
-        return Template.from_code(environment, code, environment.make_globals(None)), marker.generations > 0
+        return Template.from_code(environment, code, dict(environment.globals)), marker.generations > 0
 
 
 def _segments(
     events: list[tuple[int, int]], frames: list[int], length: int, name: str
 ) -> tuple[list[Segment], list[tuple[int, int]]]:
+    """Turn marks into segments; text between marks belongs to the innermost open iteration."""
     segments: list[Segment] = []
     generated: list[tuple[int, int]] = []
     stack: list[int] = []
     depth = begun = at = 0
-
-    def write(stop: int) -> None:
-        if stop > at and stack:
-            last = segments[-1] if segments else None
-            frame = stack[-1]
-            if last is not None and last.stop == at and last.frame == frame:
-                segments[-1] = Segment(last.start, stop, frame, last.message)
-            else:
-                segments.append(Segment(at, stop, frame, frames[frame]))
-
+    events.append((length, _STOP))
     for position, event in events:
         if event == _BEGIN:
             begun = position if depth == 0 else begun
@@ -293,15 +310,17 @@ def _segments(
             if depth == 0 and position > begun:
                 generated.append((begun, position))
         else:
-            write(position)
+            if position > at and stack:
+                frame = stack[-1]
+                start = at
+                if segments and segments[-1].stop == at and segments[-1].frame == frame:
+                    start = segments.pop().start  # nothing was written by an iteration in between
+                segments.append(Segment(start, position, frame, frames[frame]))
             at = position
             if event >= 0:
                 stack.append(event)
-            elif stack:
+            elif event == _LEAVE and stack:
                 stack.pop()
-            else:
-                raise FormatError(f"{name}: the template cut marked text apart; tracing cannot follow it")
-    write(length)
-    if stack or depth:
-        raise FormatError(f"{name}: the template cut marked text apart; tracing cannot follow it")
+            elif event == _LEAVE or stack or depth:
+                raise FormatError(f"{name}: the template cut marked text apart: tracing cannot follow")
     return segments, generated
