@@ -104,7 +104,7 @@ class ControlTokens:
         return found
 
     def _may_hold(self, value: Any) -> bool:
-        """Whether the value's JSON text holds any control token: the quick look that settles nearly every row."""
+        """Whether the value's JSON text holds a control token: a quick look that settles nearly every row."""
         try:
             text = orjson.dumps(value)
         except (TypeError, ValueError):

@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_sft_idx.chat.prepare import Style, in_text_parts
 from megatron_sft_idx.chat.trace import Traced
 
-__all__ = ["Scaffold", "Style", "in_text_parts", "learn_scaffold", "learn_style", "shared_length"]
+__all__ = ["Scaffold", "learn_scaffold", "learn_style", "shared_length"]
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[dict[str, Any]], bool], Traced | None]
@@ -46,21 +47,6 @@ class Scaffold:
     headers: tuple[str, ...]
     inner_end: str
     late_end: str
-
-
-@dataclass(frozen=True, slots=True)
-class Style:
-    """The forms of input that a template writes well.
-
-    Attributes:
-        text_arguments: tool-call arguments as JSON text come out legible, not as JSON inside a JSON string.
-        parsed_arguments: tool-call arguments as a dict come out legible, not as a Python repr.
-        in_parts: contents must be lists of text parts; the template loses strings.
-    """
-
-    text_arguments: bool
-    parsed_arguments: bool
-    in_parts: bool
 
 
 def tool_call(arguments: object) -> dict[str, Any]:
@@ -181,14 +167,6 @@ def learn_style(render: Render) -> Style:
     if not (text_fits or parsed_fits):
         text_fits = parsed_fits = True
     return Style(text_fits, parsed_fits, in_parts)
-
-
-def in_text_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with its string content as a list of one text part."""
-    content = message.get("content")
-    return (
-        {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-    )
 
 
 def _rendered_call(render: Render, arguments: object, in_parts: bool) -> str | None:

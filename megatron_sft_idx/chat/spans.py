@@ -24,6 +24,7 @@ Ranges = list[tuple[int, int]]
 Located = Mapping[tuple[int, int], int]
 """Where pieces start in the text: (message, number of the piece in it) to character."""
 
+_NO_SCAFFOLD = Scaffold((), (), "", "")
 _CLOSING = re.compile(r"\s*(?:<[^<>\s]*>|\[/?[A-Z_]+\])\s*")
 _EMPTY_THINKING = re.compile(
     r"\s*(?:<(?:think|thinking|thought|reasoning)>\s*)?</(?:think|thinking|thought|reasoning)>\s*"
@@ -98,7 +99,7 @@ class SpanFinder:
         rules: what holds for every conversation.
         traced: the rendered conversation.
         messages: its messages, as the template saw them.
-        scaffold: what the template puts around assistant messages.
+        scaffold: what the template puts around assistant messages; only tracing needs it.
         locate: finds out where every piece starts, at the price of another render; None where that fails.
     """
 
@@ -107,11 +108,11 @@ class SpanFinder:
         rules: Rules,
         traced: Traced,
         messages: Sequence[Mapping[str, Any]],
-        scaffold: Scaffold,
-        locate: Callable[[], Located | None],
+        scaffold: Scaffold | None = None,
+        locate: Callable[[], Located | None] = lambda: None,
     ) -> None:
         self.notes: dict[str, int] = {}
-        self._rules, self._scaffold, self._locate = rules, scaffold, locate
+        self._rules, self._scaffold, self._locate = rules, scaffold or _NO_SCAFFOLD, locate
         self._trace, self._text, self._messages = traced, traced.text, messages
         self._located: Located | None = None
         self._searched = False
@@ -145,10 +146,11 @@ class SpanFinder:
         pieces = self._present(message, pieces_of(self._messages[message]), self._anywhere(message))
         return spans, self._without_cuts(message, pieces, spans) if spans else []
 
-    def require_words(self, message: int) -> None:
-        """Require a message's words somewhere in the text."""
-        whole = [Segment(0, len(self._text), 0, message)]
-        self._present(message, pieces_of(self._messages[message]), whole)
+    def require_words(self, messages: Sequence[int]) -> None:
+        """Require what assistant messages say somewhere in the text."""
+        for message in messages:
+            whole = [Segment(0, len(self._text), 0, message)]
+            self._present(message, pieces_of(self._messages[message]), whole)
 
     def blocks(self) -> dict[int, Ranges]:
         """The template's generation blocks by message.
@@ -192,8 +194,9 @@ class SpanFinder:
             return [one for one in own if self._text[one.start : one.stop].strip()]
         if any(piece.kind != "reasoning" and piece.text in self._text for piece in pieces):
             raise FormatError(
-                f"{self._rules.name}: the template writes assistant messages outside its loops over the messages, "
-                "so tracing cannot find them; put {% generation %} markers around them, or train on all tokens"
+                f"{self._rules.name}: the template writes assistant messages outside its loops over the "
+                "messages, so tracing cannot find them; put {% generation %} markers around them, or train on "
+                "all tokens"
             )
         if any(piece.kind != "reasoning" for piece in pieces):
             raise unusable(f"the chat template {self._rules.name} leaves out assistant message {message + 1}")

@@ -272,8 +272,8 @@ class TracedTemplate:
         if text != plain:
             raise FormatError(
                 f"{self._name}: cannot tell which message wrote what, because the template inspects text "
-                "that it captured from a loop over the messages; put {% generation %} markers around what the "
-                "assistant says, or train on all tokens"
+                "that it captured from a loop over the messages; put {% generation %} markers around what "
+                "the assistant says, or train on all tokens"
             )
         return text, [(at - removed[bisect_left(starts, at)], event) for at, _, event in events]
 
