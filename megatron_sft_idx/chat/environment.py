@@ -36,9 +36,7 @@ MAX_REPEATED = 1 << 24
 _MISSING = object()
 _PLAIN = frozenset({str, int, bool, float, list, dict, type(None)})
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-_LOOP_ATTRIBUTES = frozenset(
-    "index index0 revindex revindex0 first last length depth depth0 previtem nextitem".split()
-)
+_LOOP_ATTRIBUTES = frozenset({"index", "index0", "first", "last", "length", "previtem", "nextitem"})
 
 
 class RaisedByTemplate(TemplateError):  # noqa: N818 - not an error of ours: the template's own words
@@ -57,18 +55,25 @@ class _Generation(Extension):
 
 
 class _TemplateNamespace(Namespace):
-    """A namespace without underscore names, which could reach Python's internals."""
+    """A namespace without underscore names, which could reach Python's internals.
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N805 - leaves the name `self` to templates
-        self, *rest = args
-        values = dict(*rest, **kwargs)
-        for name in values:
-            _refuse_underscore(name)
-        Namespace.__init__(self, values)
+    Its names are plain attributes, unlike its parent's, because templates read them in every loop.
+    """
+
+    __getattribute__ = object.__getattribute__
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args  # leaves the name `self` to templates
+        for name, value in dict(*rest, **kwargs).items():
+            self[name] = value
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_underscore(name)
-        super().__setitem__(name, value)
+        if name[:1] == "_":
+            raise SecurityError(f"templates cannot store underscore names such as {name!r} on a namespace")
+        self.__dict__[name] = value
+
+    def __repr__(self) -> str:
+        return f"<Namespace {self.__dict__!r}>"
 
 
 class _TemplateDict:
@@ -119,8 +124,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             if attribute in _LOOP_ATTRIBUTES:
                 return getattr(obj, attribute)
         elif kind is _TemplateNamespace:
-            value = getattr(obj, attribute, _MISSING)
-            if type(value) in _PLAIN and attribute[:1] != "_":
+            value = obj.__dict__.get(attribute, _MISSING)
+            if type(value) in _PLAIN:
                 return value
         elif attribute in self._methods.get(kind, ()):
             return getattr(obj, attribute)
@@ -136,8 +141,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 return self.undefined(obj=obj, name=argument)
         return super().getitem(obj, argument)
 
-    def call(  # type: ignore[override]
-        __self,  # noqa: B902, N805 - templates may pass any keyword
+    def call(
+        __self,  # noqa: N805 - templates may pass any keyword
         __context: Context,
         __obj: Any,
         *args: Any,
@@ -161,20 +166,13 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 raise SecurityError(f"{left!r} ** {right!r} is too large for a chat template")
         else:
             for one, other in ((left, right), (right, left)):
-                if isinstance(one, (str, list, tuple)) and isinstance(other, int):
-                    if len(one) * other > MAX_REPEATED:
-                        raise SecurityError(
-                            f"repeating something {other} times is too much for a chat template"
-                        )
+                sequence = isinstance(one, (str, list, tuple)) and isinstance(other, int)
+                if sequence and len(one) * other > MAX_REPEATED:
+                    raise SecurityError(f"repeating something {other} times is too much for a chat template")
         return super().call_binop(context, operator, left, right)
 
     def __reduce__(self) -> Any:
         raise TypeError("a template's environment stays in its process; pickle the ChatTemplate")
-
-
-def _refuse_underscore(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"templates cannot store underscore names such as {name!r} on a namespace")
 
 
 def _refuse_random(*_args: Any) -> Any:

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from megatron_sft_idx.chat.words import REASONING_FIELDS, pieces_of
 
 __all__ = ["ControlTokens", "locate_pieces"]
@@ -50,7 +52,10 @@ def locate_pieces(
             for number, piece in reversed(pieces):  # from the back, so that offsets stay true
                 mark = f"{sentinel}{index}.{number}{close}"
                 value = copy[piece.field]
-                value = value[: piece.offset] + mark + value[piece.offset :]
+                if isinstance(value, list):
+                    value = [{**value[0], "text": _inserted(value[0]["text"], piece.offset, mark)}]
+                else:
+                    value = _inserted(value, piece.offset, mark)
                 for field in REASONING_FIELDS if piece.field in REASONING_FIELDS else (piece.field,):
                     if copy.get(field) is not None:
                         copy[field] = value
@@ -63,6 +68,10 @@ def locate_pieces(
         places.setdefault((int(match[1]), int(match[2])), match.start() - removed)
         removed += len(match[0])
     return places if pattern.sub("", marked) == text else None
+
+
+def _inserted(text: str, offset: int, mark: str) -> str:
+    return text[:offset] + mark + text[offset:]
 
 
 class ControlTokens:
@@ -81,12 +90,29 @@ class ControlTokens:
         untagged = [text for text in longest_first if not _THINKING_TAG.fullmatch(text)]
         self._assistant = re.compile("|".join(map(re.escape, untagged)) or "(?!)")
         self._firsts = tuple(sorted({text[0] for text in longest_first}))
+        self._firsts_utf8 = tuple(first.encode("utf-8", "surrogatepass") for first in self._firsts)
+        # JSON writes these tokens as they are.
+        self._plain_letters = not any(
+            re.search(r'["\\\x00-\x1f\ud800-\udfff]', text) for text in longest_first
+        )
 
     def among(self, value: Any) -> set[str]:
         """The control tokens spelt anywhere in a JSON-like value, keys included."""
         found: set[str] = set()
-        self._collect(value, found, self._pattern)
+        if not self._plain_letters or self._may_hold(value):
+            self._collect(value, found, self._pattern)
         return found
+
+    def _may_hold(self, value: Any) -> bool:
+        """Whether the value's JSON text holds a control token: a quick look that settles nearly every row."""
+        try:
+            text = orjson.dumps(value)
+        except (TypeError, ValueError):
+            return True
+        return (
+            any(first in text for first in self._firsts_utf8)
+            and self._pattern.search(text.decode()) is not None
+        )
 
     def _collect(self, value: Any, found: set[str], pattern: re.Pattern[str]) -> None:
         kind = type(value)
@@ -115,8 +141,9 @@ class ControlTokens:
             render: renders altered data; None where the template refuses it.
 
         Returns:
-            Ascending ``(start, stop)`` ranges, and the control tokens that the template itself reads in the data
-            (such as a ``</think>`` that it splits an answer at): those mean what the template makes of them.
+            Ascending ``(start, stop)`` ranges, and the control tokens that the template itself reads in the
+            data (such as a ``</think>`` that it splits an answer at): those mean what the template makes of
+            them.
         """
         tokens = self.among(data)
         ranges = self._ranges(data, tokens, text, render) if tokens else []

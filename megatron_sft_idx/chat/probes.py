@@ -1,21 +1,21 @@
 """What a template puts around an assistant's words, learnt by rendering small made-up conversations.
 
-A template does not say which of its text the trainer feeds to the model and which the model must write. Its own
+A template does not say which of its text is fed to the model and which the model must write. Its own
 generation prompt does: it is what a server feeds before the model starts to write. So the prompt is rendered,
 once for each set of template variables, and later taken off what each assistant message wrote.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_sft_idx.chat.prepare import Style, in_text_parts
 from megatron_sft_idx.chat.trace import Traced
 
-__all__ = ["Scaffold", "argument_styles", "learn_scaffold", "shared_length"]
+__all__ = ["Scaffold", "learn_scaffold", "learn_style", "shared_length"]
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[dict[str, Any]], bool], Traced | None]
@@ -35,7 +35,7 @@ class Scaffold:
     """The template's text around assistant messages.
 
     Attributes:
-        prompts: generation prompts, after a question and after a tool's result; none where the template has none.
+        prompts: generation prompts, after a question and after a tool's result; none where there is none.
         headers: what came before the words of made-up assistant messages, longest first: stands in where no
             prompt fits.
         inner_end: what follows the words inside the message's own iteration, stripped: its end of turn.
@@ -86,7 +86,7 @@ def learn_scaffold(render: Render, arguments: object) -> Scaffold:
                 headers[header] = None
                 inner_end = inner_end or end.strip()
                 after.append(traced.text[stop:])
-    late_end = "" if inner_end or len(after) < 2 else os.path.commonprefix(after).rstrip()
+    late_end = "" if inner_end or len(after) < 2 else _common_start(*after).rstrip()
     return Scaffold(tuple(prompts), tuple(sorted(headers, key=len, reverse=True)), inner_end, late_end)
 
 
@@ -96,7 +96,7 @@ def _prompt(render: Render, history: Sequence[Message]) -> str:
     asked, closed = render(messages, True), render(messages, False)
     if asked is None or closed is None:
         return ""
-    differs = len(os.path.commonprefix([asked.text, closed.text]))
+    differs = len(_common_start(asked.text, closed.text))
     written = asked.segments[-1].stop if asked.segments else 0
     return asked.text[min(differs, written) :]
 
@@ -104,6 +104,12 @@ def _prompt(render: Render, history: Sequence[Message]) -> str:
 def _region(traced: Traced, message: int) -> tuple[int, int] | None:
     own = [segment for segment in traced.segments if segment.message == message]
     return (own[0].start, own[-1].stop) if own else None
+
+
+def _common_start(*texts: str) -> str:
+    first, last = min(texts), max(texts)  # in sorted order, what these two share they all share
+    length = next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return first[:length]
 
 
 def shared_length(region: str, scaffold: Scaffold) -> int | None:
@@ -140,23 +146,34 @@ def _whole_pieces(prompt: str, region: str) -> int:
     return shared if prompt[:shared].strip() else 0
 
 
-def argument_styles(render: Render) -> tuple[bool, bool]:
-    """Whether the template writes tool-call arguments well from JSON text, and from a dict.
+def learn_style(render: Render) -> Style:
+    """Find out in which form the template takes contents and arguments.
 
-    Well means that the arguments are legible: no JSON inside a JSON string, no Python repr. Where neither
-    fares well, or the template refuses both, both count as fine and the row goes in as it is.
+    Where no form fares better than the one the data has, the data goes in as it is.
     """
-    text = _rendered_call(render, '{"zqkey": "zqvalue"}')
-    parsed = _rendered_call(render, {"zqkey": "zqvalue"})
+    in_parts = False
+    for history in ([_USER, _ASSISTANT], [_USER, _ASSISTANT, _USER]):
+        plain = render([dict(message) for message in history], False)
+        if plain is not None and _SAID in plain.text:
+            break
+        parts = render([in_text_parts(dict(message)) for message in history], False)
+        if parts is not None and _SAID in parts.text:
+            in_parts = True
+            break
+    text = _rendered_call(render, '{"zqkey": "zqvalue"}', in_parts)
+    parsed = _rendered_call(render, {"zqkey": "zqvalue"}, in_parts)
     text_fits = text is not None and "zqvalue" in text and '\\"zqkey' not in text
     parsed_fits = parsed is not None and "zqvalue" in parsed and "'zqkey'" not in parsed
-    return (text_fits, parsed_fits) if text_fits or parsed_fits else (True, True)
+    if not (text_fits or parsed_fits):
+        text_fits = parsed_fits = True
+    return Style(text_fits, parsed_fits, in_parts)
 
 
-def _rendered_call(render: Render, arguments: object) -> str | None:
+def _rendered_call(render: Render, arguments: object, in_parts: bool) -> str | None:
     closing = [_TOOL, _ASSISTANT]
     for history in ([_USER, tool_call(arguments), *closing], [_USER, tool_call(arguments)]):
-        traced = render([dict(message) for message in history], False)
+        messages = [in_text_parts(dict(message)) if in_parts else dict(message) for message in history]
+        traced = render(messages, False)
         if traced is not None:
             return traced.text
     return None

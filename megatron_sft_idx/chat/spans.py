@@ -1,8 +1,8 @@
 """Which characters of a traced text the model must learn.
 
 For each assistant message that is trained on: what it wrote, less what its generation prompt had written
-already, up to and including its end of turn. Whitespace after that is never generated, so never trained on. No
-character of the message's own words is ever taken for the prompt's, even where they read the same.
+already, up to and including its end of turn. Whitespace after that is never generated, so never trained on.
+No character of the message's own words is ever taken for the prompt's, even where they read the same.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 
 from megatron_sft_idx.chat.probes import Scaffold, shared_length
 from megatron_sft_idx.chat.trace import Segment, Traced
-from megatron_sft_idx.chat.types import Span
 from megatron_sft_idx.chat.words import Piece, pieces_of, squeezed
 from megatron_sft_idx.errors import FormatError, SequenceError
 
-__all__ = ["MaskOptions", "Ranges", "SpanFinder", "selected", "unusable"]
+__all__ = ["MaskOptions", "Ranges", "Rules", "SpanFinder", "selected", "unusable"]
 
 Ranges = list[tuple[int, int]]
 Located = Mapping[tuple[int, int], int]
 """Where pieces start in the text: (message, number of the piece in it) to character."""
 
+_NO_SCAFFOLD = Scaffold((), (), "", "")
 _CLOSING = re.compile(r"\s*(?:<[^<>\s]*>|\[/?[A-Z_]+\])\s*")
 _EMPTY_THINKING = re.compile(
     r"\s*(?:<(?:think|thinking|thought|reasoning)>\s*)?</(?:think|thinking|thought|reasoning)>\s*"
@@ -40,8 +40,8 @@ class MaskOptions:
         train_on: ``"assistant"``, every assistant message; ``"last-turn"``, the assistant messages after the
             last user message (tool results between them do not end a turn); ``"all"``, every character.
         train_on_thinking: False leaves out reasoning, with the tags around it.
-        train_on_tool_calls: False leaves out tool calls, from the end of the words before them to the start of
-            the words after them, or else to the end of the turn.
+        train_on_tool_calls: False leaves out tool calls, from the end of the words before them to the start
+            of the words after them, or else to the end of the turn.
         allow_control_tokens: True lets text of the data that spells a control token become that token.
         template_date: the day, ``YYYY-MM-DD``, that templates which ask for the date are told.
     """
@@ -75,39 +75,53 @@ def selected(messages: Sequence[Mapping[str, Any]], weights: Sequence[float], tr
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What decides spans in every conversation alike.
+
+    Attributes:
+        name: the template, for errors.
+        options: what is trained on.
+        ends: texts that end a turn when they follow it: control tokens.
+        eos: the tokenizer's end-of-sequence text, or "".
+    """
+
+    name: str
+    options: MaskOptions
+    ends: tuple[str, ...]
+    eos: str
+
+
 class SpanFinder:
     """Finds the trained spans of one traced conversation.
 
     Args:
+        rules: what holds for every conversation.
         traced: the rendered conversation.
         messages: its messages, as the template saw them.
-        scaffold: what the template puts around assistant messages.
-        ends: texts that end a turn: control tokens.
-        eos: the tokenizer's end-of-sequence text, or "".
-        name: the template, for errors.
-        options: what is trained on.
-        locate: finds out where every piece starts, at the price of another render; None where that failed.
+        scaffold: what the template puts around assistant messages; only tracing needs it.
+        locate: finds out where every piece starts, at the price of another render; None where that fails.
     """
 
     def __init__(
         self,
+        rules: Rules,
         traced: Traced,
         messages: Sequence[Mapping[str, Any]],
-        scaffold: Scaffold,
-        *,
-        ends: tuple[str, ...],
-        eos: str,
-        name: str,
-        options: MaskOptions,
-        locate: Callable[[], Located | None],
+        scaffold: Scaffold | None = None,
+        locate: Callable[[], Located | None] = lambda: None,
     ) -> None:
         self.notes: dict[str, int] = {}
+        self._rules, self._scaffold, self._locate = rules, scaffold or _NO_SCAFFOLD, locate
         self._trace, self._text, self._messages = traced, traced.text, messages
-        self._scaffold, self._ends, self._eos, self._name = scaffold, ends, eos, name
-        self._options, self._locate = options, locate
+        self._located: Located | None = None
+        self._searched = False
         self._written: dict[int, list[Segment]] = {}
         for segment in traced.segments:
-            self._written.setdefault(segment.message, []).append(segment)
+            if segment.message in self._written:
+                self._written[segment.message].append(segment)
+            else:
+                self._written[segment.message] = [segment]
 
     def traced(self, message: int) -> tuple[Ranges, Ranges]:
         """What one assistant message says, found by tracing: all of it, and what the options leave of it.
@@ -132,10 +146,11 @@ class SpanFinder:
         pieces = self._present(message, pieces_of(self._messages[message]), self._anywhere(message))
         return spans, self._without_cuts(message, pieces, spans) if spans else []
 
-    def require_words(self, message: int) -> None:
-        """Require a message's words somewhere in the text."""
-        whole = [Segment(0, len(self._text), 0, message)]
-        self._present(message, pieces_of(self._messages[message]), whole)
+    def require_words(self, messages: Sequence[int]) -> None:
+        """Require what assistant messages say somewhere in the text."""
+        for message in messages:
+            whole = [Segment(0, len(self._text), 0, message)]
+            self._present(message, pieces_of(self._messages[message]), whole)
 
     def blocks(self) -> dict[int, Ranges]:
         """The template's generation blocks by message.
@@ -152,7 +167,7 @@ class SpanFinder:
                 message = segments[at].message
             if message is None:
                 raise FormatError(
-                    f"{self._name}: a generation block stands outside every loop over the messages"
+                    f"{self._rules.name}: a generation block stands outside every loop over the messages"
                 )
             spans.setdefault(message, []).append((start, stop))
         return spans
@@ -162,8 +177,11 @@ class SpanFinder:
 
     def _segments(self, message: int, pieces: list[Piece]) -> list[Segment]:
         """What the message wrote in the one iteration that holds its words."""
+        written = self._written.get(message, ())
+        if len(written) == 1 and self._text[written[0].start : written[0].stop].strip():
+            return [*written]
         frames: dict[int, list[Segment]] = {}
-        for segment in self._written.get(message, ()):
+        for segment in written:
             frames.setdefault(segment.frame, []).append(segment)
         inked = [
             own for own in frames.values() if any(self._text[one.start : one.stop].strip() for one in own)
@@ -176,11 +194,12 @@ class SpanFinder:
             return [one for one in own if self._text[one.start : one.stop].strip()]
         if any(piece.kind != "reasoning" and piece.text in self._text for piece in pieces):
             raise FormatError(
-                f"{self._name}: the template writes assistant messages outside its loops over the messages, so what "
-                "they wrote cannot be traced; put {% generation %} markers around it, or train on all tokens"
+                f"{self._rules.name}: the template writes assistant messages outside its loops over the "
+                "messages, so tracing cannot find them; put {% generation %} markers around them, or train on "
+                "all tokens"
             )
         if any(piece.kind != "reasoning" for piece in pieces):
-            raise unusable(f"the chat template {self._name} leaves out assistant message {message + 1}")
+            raise unusable(f"the chat template {self._rules.name} leaves out assistant message {message + 1}")
         return []
 
     def _anywhere(self, message: int) -> list[Segment]:
@@ -209,7 +228,7 @@ class SpanFinder:
                 continue
             what = f"the call of {piece.text}" if piece.kind == "call" else f"the words {_short(piece.text)}"
             raise unusable(
-                f"the chat template {self._name} leaves out {what} of assistant message {message + 1}; "
+                f"the chat template {self._rules.name} leaves out {what} of assistant message {message + 1}; "
                 "use a template that keeps them, or give the message weight 0"
             )
         return present
@@ -242,7 +261,9 @@ class SpanFinder:
         )
         if not repeated:
             return at
-        located = self._locate()
+        if not self._searched:
+            self._searched, self._located = True, self._locate()
+        located = self._located
         if located is None:
             self._note("words_placed_by_search")
             return at
@@ -254,23 +275,23 @@ class SpanFinder:
         text = self._text
         said = text[last.start : last.stop].rstrip()
         stop = last.start + len(said)
-        if self._eos:
+        if self._rules.eos:
             spoken = max((said.rfind(piece.text) + len(piece.text) for piece in pieces), default=0)
-            closed = said.find(self._eos, max(spoken, 0))
+            closed = said.find(self._rules.eos, max(spoken, 0))
             if closed >= 0:
-                return last.start + closed + len(self._eos)
+                return last.start + closed + len(self._rules.eos)
         inner = self._scaffold.inner_end
-        if said.endswith(self._ends) or (inner and said.endswith(inner)):
+        if said.endswith(self._rules.ends) or (inner and said.endswith(inner)):
             return stop
         # Written after the message's own iteration: with the next message, or after the loop.
-        for end in (self._scaffold.late_end, self._eos, *self._ends):
+        for end in (self._scaffold.late_end, self._rules.eos, *self._rules.ends):
             if end and text.startswith(end, last.stop):
                 return last.stop + len(end)
         self._note("no_end_of_turn")
         return stop
 
     def _without_cuts(self, message: int, pieces: list[Piece], spans: Ranges) -> Ranges:
-        options = self._options
+        options = self._rules.options
         cuts: Ranges = []
         if not options.train_on_thinking:
             cuts += self._thinking(message, pieces, spans)

@@ -1,8 +1,8 @@
 """Conversations to text, with the characters that are trained on.
 
-``ChatTemplate`` puts the steps together: ``trace`` renders and says which message wrote what, ``probes`` learns the
-template's own scaffolding, ``spans`` decides what the model must learn, ``marking`` finds control tokens that the
-data spells.
+``ChatTemplate`` puts the steps together: ``trace`` renders and says which message wrote what, ``probes``
+learns the template's own scaffolding, ``spans`` decides what the model must learn, ``marking`` finds control
+tokens that the data spells.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jinja2.exceptions import SecurityError
 
 from megatron_sft_idx.chat.environment import RaisedByTemplate, TemplateEnvironment
 from megatron_sft_idx.chat.marking import ControlTokens, locate_pieces
-from megatron_sft_idx.chat.probes import Scaffold, argument_styles, learn_scaffold
-from megatron_sft_idx.chat.spans import MaskOptions, Ranges, SpanFinder, selected, unusable
+from megatron_sft_idx.chat.prepare import Style, in_text_parts, prepared
+from megatron_sft_idx.chat.probes import Scaffold, learn_scaffold, learn_style
+from megatron_sft_idx.chat.spans import MaskOptions, Ranges, Rules, SpanFinder, selected, unusable
 from megatron_sft_idx.chat.trace import Traced, TracedTemplate
 from megatron_sft_idx.chat.types import Conversation, Rendered, Span
-from megatron_sft_idx.chat.words import REASONING_FIELDS
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 __all__ = ["ChatTemplate", "MaskOptions"]
@@ -44,6 +44,15 @@ _PROBE_TOOL = {
     },
 }
 _Result = TypeVar("_Result")
+
+
+class _Row(NamedTuple):
+    """One conversation on its way."""
+
+    conversation: Conversation
+    messages: list[dict[str, Any]]  # as the template sees them
+    variables: dict[str, Any]
+    notes: dict[str, int]
 
 
 class ChatTemplate:
@@ -81,11 +90,14 @@ class ChatTemplate:
         self._controls = ControlTokens(control_tokens)
         self._refuse_reserved(self._kwargs, FormatError)
         self._template = TracedTemplate(source, TemplateEnvironment(self.options.template_date), name)
-        self._eos = self._special.get("eos_token") or ""
         ends = {*self._controls.texts, *(text for text in self._special.values() if isinstance(text, str))}
-        self._ends = tuple(sorted(ends - {""}, key=lambda text: (-len(text), text)))
+        ends -= {"", self._special.get("bos_token")} - {self._special.get("eos_token")}
+        longest_first = tuple(sorted(ends, key=lambda text: (-len(text), text)))
+        self._rules = Rules(name, self.options, longest_first, self._special.get("eos_token") or "")
+        wants_all = self.options.train_on_thinking and self.options.train_on_tool_calls
+        self._learns_everything = self.options.train_on == "all" and wants_all
         self._scaffolds: dict[str, Scaffold] = {}
-        self._styles: tuple[bool, bool] | None = None
+        self._style: Style | None = None
         self._lock = Lock()
 
     @property
@@ -127,55 +139,25 @@ class ChatTemplate:
             FormatError: the template cannot be used: it needs a date, runs away, or cannot be traced.
         """
         self._refuse_reserved(conversation.kwargs, unusable)
+        weights = conversation.weights
+        if len(weights) != len(conversation.messages):
+            raise unusable(f"{len(weights)} weights for {len(conversation.messages)} messages")
         with self._lock:
+            if self._style is None:
+                self._style = learn_style(self._prober(False, {}))
             notes: dict[str, int] = {}
-            messages = self._prepared(conversation, notes)
-            variables = self._variables(messages, conversation)
-            traced = self._guarded(lambda: self._template.render(messages, variables))
-            spans = self._spans(traced, messages, variables, conversation, notes)
-            literals: Ranges = []
-            if not self.options.allow_control_tokens:
-                literals = self._literals(traced.text, variables, conversation, notes)
-            return Rendered(traced.text, spans, literals, notes)
-
-    def _prepared(self, conversation: Conversation, notes: dict[str, int]) -> list[dict[str, Any]]:
-        """The messages as templates expect them, each its own object.
-
-        Reasoning goes under every name that templates read it by, as in transformers, and tool-call arguments
-        into the form (JSON text or dict) that this template writes well.
-        """
-        messages: list[dict[str, Any]] = []
-        seen: set[int] = set()
-        for original in conversation.messages:
-            message = original
-            reasoning = next((message[key] for key in REASONING_FIELDS if message.get(key) is not None), None)
-            if reasoning is not None:
-                message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-            if message.get("tool_calls"):
-                message = self._with_fitting_arguments(message, notes)
-            if id(message) in seen:
-                message = dict(message)
-            seen.add(id(message))
-            messages.append(message)
-        return messages
-
-    def _with_fitting_arguments(self, message: dict[str, Any], notes: dict[str, int]) -> dict[str, Any]:
-        if self._styles is None:
-            self._styles = argument_styles(self._prober(False, {}))
-        text_fits, parsed_fits = self._styles
-        if text_fits and parsed_fits:
-            return message
-        calls = []
-        for call in message["tool_calls"]:
-            function = call.get("function") if isinstance(call, dict) else None
-            holder = function if isinstance(function, dict) else call
-            fitting = _fitting(holder.get("arguments"), text_fits) if isinstance(holder, dict) else None
-            if fitting is not None:
-                notes["tool_arguments_converted"] = notes.get("tool_arguments_converted", 0) + 1
-                holder = {**holder, "arguments": fitting}
-                call = {**call, "function": holder} if isinstance(function, dict) else holder  # noqa: PLW2901
-            calls.append(call)
-        return {**message, "tool_calls": calls}
+            messages = prepared(conversation.messages, self._style, notes)
+            row = _Row(conversation, messages, self._variables(messages, conversation), notes)
+            speakers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+            if self._learns_everything and all(weights[index] == 1 for index in speakers):
+                text = self._guarded(self._template.plain, row.variables)
+                SpanFinder(self._rules, Traced(text, [], []), messages).require_words(speakers)
+                spans = [Span(0, len(text))] if text else []
+            else:
+                traced = self._guarded(self._template.render, messages, row.variables)
+                text, spans = traced.text, self._spans(traced, row, speakers)
+            literals = [] if self.options.allow_control_tokens else self._literals(text, row)
+            return Rendered(text, spans, literals, notes)
 
     def _variables(self, messages: list[dict[str, Any]], conversation: Conversation) -> dict[str, Any]:
         return {
@@ -188,55 +170,34 @@ class ChatTemplate:
             "add_generation_prompt": False,
         }
 
-    def _spans(
-        self,
-        traced: Traced,
-        messages: list[dict[str, Any]],
-        variables: dict[str, Any],
-        conversation: Conversation,
-        notes: dict[str, int],
-    ) -> list[Span]:
-        options, weights = self.options, conversation.weights
+    def _spans(self, traced: Traced, row: _Row, speakers: list[int]) -> list[Span]:
+        options, weights = self.options, row.conversation.weights
         everything = options.train_on == "all"
-        plain = options.train_on_thinking and options.train_on_tool_calls
-        assistants = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
-        untraced = everything and plain and all(weights[index] == 1 for index in assistants)
+        marked = self._template.has_generation
         finder = SpanFinder(
+            self._rules,
             traced,
-            messages,
-            Scaffold((), (), "", "") if untraced else self._scaffold(conversation),
-            ends=self._ends,
-            eos=self._eos,
-            name=self.name,
-            options=options,
-            locate=_once(lambda: self._located(messages, variables, traced.text)),
+            row.messages,
+            None if marked else self._scaffold(row.conversation),
+            lambda: self._located(row, traced.text),
         )
-        if untraced:
-            for index in assistants:
-                finder.require_words(index)
-            spans = [Span(0, len(traced.text))] if traced.text else []
+        chosen = speakers if everything else selected(row.messages, weights, options.train_on)
+        found: list[tuple[int, Ranges, Ranges]] = []
+        if marked:
+            blocks = finder.blocks()
+            for index in chosen:
+                found.append((index, *finder.marked(index, blocks.get(index, []))))
         else:
-            chosen = assistants if everything else selected(messages, weights, options.train_on)
-            blocks = finder.blocks() if self.has_generation_markers else None
-            found = [
-                (
-                    index,
-                    *(
-                        finder.traced(index)
-                        if blocks is None
-                        else finder.marked(index, blocks.get(index, []))
-                    ),
-                )
-                for index in chosen
-            ]
-            spans = _weighted(found, weights, len(traced.text) if everything else 0)
+            for index in chosen:
+                found.append((index, *finder.traced(index)))
+        spans = _weighted(found, weights)
+        if everything:
+            spans = _around(found, spans, len(traced.text))
         for what, count in finder.notes.items():
-            notes[what] = notes.get(what, 0) + count
+            row.notes[what] = row.notes.get(what, 0) + count
         return spans
 
     def _scaffold(self, conversation: Conversation) -> Scaffold:
-        if self.has_generation_markers:
-            return Scaffold((), (), "", "")
         key = f"{bool(conversation.tools)}"
         if conversation.kwargs:
             key += json.dumps(conversation.kwargs, sort_keys=True, default=repr)
@@ -245,9 +206,8 @@ class ChatTemplate:
             if len(self._scaffolds) >= _MOST_SCAFFOLDS:
                 self._scaffolds.clear()
             render = self._prober(bool(conversation.tools), conversation.kwargs)
-            if self._styles is None:
-                self._styles = argument_styles(self._prober(False, {}))
-            arguments = {"zqkey": "zqvalue"} if self._styles[1] else '{"zqkey": "zqvalue"}'
+            assert self._style is not None  # known since the row's messages were prepared
+            arguments = {"zqkey": "zqvalue"} if self._style.parsed_arguments else '{"zqkey": "zqvalue"}'
             scaffold = self._scaffolds[key] = learn_scaffold(render, arguments)
         return scaffold
 
@@ -255,6 +215,8 @@ class ChatTemplate:
         """Renders made-up conversations with this template."""
 
         def render(messages: list[dict[str, Any]], add_generation_prompt: bool) -> Traced | None:
+            if self._style is not None and self._style.in_parts:
+                messages = [in_text_parts(message) for message in messages]
             probe = Conversation(messages, [], [_PROBE_TOOL] if tools else None, kwargs)
             variables = {
                 **self._variables(messages, probe),
@@ -269,37 +231,32 @@ class ChatTemplate:
 
         return render
 
-    def _located(
-        self, messages: list[dict[str, Any]], variables: dict[str, Any], text: str
-    ) -> dict[tuple[int, int], int] | None:
+    def _located(self, row: _Row, text: str) -> dict[tuple[int, int], int] | None:
         def render(altered: list[dict[str, Any]]) -> str:
-            return self._template.plain({**variables, "messages": altered})
+            return self._template.plain({**row.variables, "messages": altered})
 
         try:
-            return locate_pieces(messages, text, render)
+            return locate_pieces(row.messages, text, render)
         except Exception:  # the template refuses marked words; it had no trouble with the plain ones
             return None
 
-    def _literals(
-        self, text: str, variables: dict[str, Any], conversation: Conversation, notes: dict[str, int]
-    ) -> Ranges:
-        data = {"messages": variables["messages"], "tools": conversation.tools, **conversation.kwargs}
-
+    def _literals(self, text: str, row: _Row) -> Ranges:
         def render(altered: Mapping[str, Any]) -> str | None:
             try:
-                return self._template.plain({**variables, **altered})
+                return self._template.plain({**row.variables, **altered})
             except Exception:  # the template refuses renamed tokens; it had no trouble with the plain ones
                 return None
 
+        data = {"messages": row.messages, "tools": row.conversation.tools, **row.conversation.kwargs}
         ranges, meant = self._controls.spelt(data, text, render)
         if meant:
-            notes["control_tokens_read_by_template"] = len(meant)
+            row.notes["control_tokens_read_by_template"] = len(meant)
         return ranges
 
-    def _guarded(self, step: Callable[[], _Result]) -> _Result:
+    def _guarded(self, step: Callable[..., _Result], *arguments: Any) -> _Result:
         """Run a render, turning what goes wrong into our errors."""
         try:
-            return step()
+            return step(*arguments)
         except (FormatError, SequenceError):
             raise
         except RaisedByTemplate as error:
@@ -321,46 +278,27 @@ def _rebuilt(source: str, keywords: dict[str, Any]) -> ChatTemplate:
     return ChatTemplate(source, **keywords)
 
 
-def _once(compute: Callable[[], _Result]) -> Callable[[], _Result]:
-    """Compute at the first call only."""
-    results: list[_Result] = []
-
-    def result() -> _Result:
-        if not results:
-            results.append(compute())
-        return results[0]
-
-    return result
-
-
-def _fitting(arguments: object, text_fits: bool) -> object:
-    """Arguments in the form a template writes well, or None where they are in it already."""
-    if text_fits and isinstance(arguments, dict):
-        return json.dumps(arguments, ensure_ascii=False)
-    if not text_fits and isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments)
-        except ValueError:
-            return None
-        return parsed if isinstance(parsed, dict) else None
-    return None
-
-
-def _weighted(
-    found: Sequence[tuple[int, Ranges, Ranges]], weights: Sequence[float], everything: int
-) -> list[Span]:
-    """Spans with their messages' weights; around them the rest of a text of ``everything`` characters."""
+def _weighted(found: Sequence[tuple[int, Ranges, Ranges]], weights: Sequence[float]) -> list[Span]:
+    """Trained ranges with their messages' weights: ascending, none overlapping the one before it."""
     spans: list[Span] = []
     at = 0
-    for message, said, kept in sorted(found, key=lambda one: one[1][:1]):
-        for start, stop in kept:
-            if weights[message] != 0 and stop > max(start, at if not everything else 0):
-                spans.append(Span(max(start, spans[-1].stop if spans else 0), stop, weights[message]))
-        if everything:
-            for start, stop in said:
-                if start > at:
-                    spans.append(Span(at, start))
-                at = max(at, stop)
-    if everything > at:
-        spans.append(Span(at, everything))
-    return sorted((span for span in spans if span.start < span.stop), key=lambda span: span.start)
+    ranges = [(start, stop, message) for message, _, kept in found for start, stop in kept]
+    ranges.sort()
+    for start, stop, message in ranges:
+        # The end of a turn may stand in the next message's text.
+        if stop > (first := max(start, at)):
+            spans.append(Span(first, stop, weights[message]))
+            at = stop
+    return spans
+
+
+def _around(found: Sequence[tuple[int, Ranges, Ranges]], spans: list[Span], length: int) -> list[Span]:
+    """The spans, and the rest of a text of ``length`` characters but for what the options left out."""
+    rest: list[Span] = []
+    at = 0
+    for start, stop in sorted(one for _, said, _ in found for one in said):
+        rest.append(Span(at, start))
+        at = max(at, stop)
+    rest.append(Span(at, length))
+    spans = [span for span in (*spans, *rest) if span.start < span.stop and span.weight != 0]
+    return sorted(spans, key=lambda span: span.start)

@@ -1,6 +1,6 @@
 """What an assistant message says: its reasoning, its answer and the functions it calls.
 
-The words are what must be found again in the rendered text. They are compared stripped, because templates trim.
+The words are what must be found again in the rendered text. They are compared stripped: templates trim.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Piece(NamedTuple):
 def pieces_of(message: Mapping[str, Any]) -> list[Piece]:
     """List what a message says, in the order in which templates write it.
 
-    Reasoning that is part of ``content`` (``<think>...</think>`` before the answer) is told apart from the answer,
-    as the templates of reasoning models do.
+    Reasoning that is part of ``content`` (``<think>...</think>`` before the answer) is told apart from the
+    answer, as the templates of reasoning models do.
     """
     pieces: list[Piece] = []
     for field in REASONING_FIELDS:
@@ -49,6 +49,8 @@ def pieces_of(message: Mapping[str, Any]) -> list[Piece]:
             _add(pieces, "reasoning", reasoning, field, 0)
             break
     content = message.get("content")
+    if type(content) is list and len(content) == 1:  # as `probes.in_text_parts` makes it
+        content = content[0].get("text")
     if type(content) is str:
         inline = _CLOSED.match(content) if "</" in content or "[/THINK]" in content else None
         if inline is not None and (inline[3] is None or inline[1] in (None, inline[3])):
@@ -56,7 +58,8 @@ def pieces_of(message: Mapping[str, Any]) -> list[Piece]:
             _add(pieces, "content", content[inline.end() :], "content", inline.end())
         else:
             _add(pieces, "content", content, "content", 0)
-    for number, call in enumerate(message.get("tool_calls") or ()):
+    calls = message.get("tool_calls")
+    for number, call in enumerate(calls) if calls else ():
         if isinstance(call, Mapping):
             function = call.get("function")
             name = (function if isinstance(function, Mapping) else call).get("name")
