@@ -193,12 +193,13 @@ class Tokenizer:
 
     def _encode_slowly(self, index: int, row: Rendered, whole_characters: bool) -> Encoded:
         """By the library's own offsets: any tokenizer, any text."""
+        position: Callable[[int], int] = int
         if row.literals:
             try:
                 shielded, encoding, ids = self._shield(False).encode(row.text, row.literals)
             except ValueError as error:
                 raise SequenceError("rendered", index, str(error)) from error
-            position: Callable[[int], int] = shielded.position
+            position = shielded.position
         else:
             encoding = self._tokenizer.encode(row.text, add_special_tokens=False)
             ids = np.array(encoding.ids, np.uint32)
