@@ -14,7 +14,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from megatron_sft_idx.chat.fast_engine import KNOWN_SPLITS
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-FAST = {"gpt2": "gpt2", "llama3": "llama3", "qwen2": "qwen2+nfc", "qwen3.5": "qwen3.5+nfc", "o200k": "o200k"}
+FAST = {
+    **{kind: kind for kind in ("gpt2", "llama3", "o200k", "tekken")},
+    **{kind: f"{kind}+nfc" for kind in ("qwen2", "qwen3.5")},
+}
 BYTE_LEVEL = [*FAST, "split-unknown", "prefix-space"]
 OTHERS = ["metaspace", "llama2", "unigram", "wordpiece"]
 KINDS = [*BYTE_LEVEL, *OTHERS]
