@@ -36,6 +36,8 @@ KNOWN_SPLITS = {
     "o200k": rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?"
     rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "tekken": rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
 
 PROOF = (
@@ -69,7 +71,7 @@ def known_class(spec: dict[str, Any]) -> str | None:
     if not plain_bpe or normalizer not in (None, {"type": "NFC"}):
         return None
     added = spec["added_tokens"]
-    if any(token.get("single_word") for token in added):
+    if any(token.get(flag) for token in added for flag in ("single_word", "lstrip", "rstrip")):
         return None
     if normalizer is not None and any(token.get("normalized") for token in added):
         return None

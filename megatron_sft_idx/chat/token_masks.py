@@ -107,6 +107,7 @@ def spelling_table(
 
 def weights_by_offsets(
     encoding: tokenizers.Encoding,
+    text: str,
     spans: Sequence[Span],
     *,
     whole_characters: bool,
@@ -116,16 +117,19 @@ def weights_by_offsets(
 
     Args:
         encoding: with offsets.
-        spans: in characters of a text.
+        text: the rendered text.
+        spans: in its characters.
         whole_characters: count all tokens of a span's last character, not only the first.
-        position: where a character of that text stands in the one that was encoded.
+        position: where a character of the text stands in the one that was encoded, if that is another.
 
     Raises:
-        ValueError: spans descend or overlap.
+        ValueError: spans descend, overlap or end past the text.
     """
-    edges = [edge for span in spans for edge in (span.start, span.stop)]
+    edges = [0, *(edge for span in spans for edge in (span.start, span.stop)), len(text)]
     if edges != sorted(edges):
-        raise ValueError(f"spans descend or overlap: {list(spans)!r:.200}")
+        raise ValueError(
+            f"spans descend, overlap or end past the text of {len(text)} characters: {spans!r:.200}"
+        )
     weights = np.zeros(len(encoding.ids), np.float32)
     straddling = 0
     for span in spans:

@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.engines import Engine, TokenizersEngine, build_tokenizer, middle_spec
 from megatron_sft_idx.chat.fast_engine import load_fast_engine
 from megatron_sft_idx.chat.shield import Shield
+from megatron_sft_idx.chat.span_pieces import Piece, cut_at_spans
 from megatron_sft_idx.chat.token_masks import spelling_table, weights_by_offsets
 from megatron_sft_idx.chat.tokenizer_files import AddedTokenSpec, TokenizerFiles, read_tokenizer_files
-from megatron_sft_idx.chat.types import Encoded, Rendered, Span, TokenizedRow
+from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 __all__ = ["Backend", "Tokenizer", "append_eod", "load_tokenizer"]
@@ -80,6 +81,8 @@ class Tokenizer:
         self._spec: dict[str, Any] = orjson.loads(self._tokenizer.to_str())
         self._spellings = spelling_table(self._tokenizer, self._spec.get("pre_tokenizer"))
         self._engine = self._choose_engine(backend, parallel)
+        self._added_texts = tuple(text for _, text, _ in after if text)
+        self._has_prefix = middle_spec(self._spec) != self._spec
         self._variants: dict[bool, tokenizers.Tokenizer] = {False: self._tokenizer}
         self._shields: dict[bool, Shield] = {}
 
@@ -122,7 +125,7 @@ class Tokenizer:
         """
         utf8 = [_utf8(i, row.text) for i, row in enumerate(rendered)]
         if span_by_span:
-            return [self._encode_pieces(i, row) for i, row in enumerate(rendered)]
+            return self._encode_pieces(rendered)
         result: dict[int, Encoded] = {}
         if self._spellings is not None:
             plain = [i for i, row in enumerate(rendered) if not row.literals]
@@ -193,50 +196,57 @@ class Tokenizer:
 
     def _encode_slowly(self, index: int, row: Rendered, whole_characters: bool) -> Encoded:
         """By the library's own offsets: any tokenizer, any text."""
+        position: Callable[[int], int] = int
         if row.literals:
             try:
                 shielded, encoding, ids = self._shield(False).encode(row.text, row.literals)
             except ValueError as error:
                 raise SequenceError("rendered", index, str(error)) from error
-            position: Callable[[int], int] = shielded.position
+            position = shielded.position
         else:
             encoding = self._tokenizer.encode(row.text, add_special_tokens=False)
             ids = np.array(encoding.ids, np.uint32)
         weights, straddling = weights_by_offsets(
-            encoding, row.spans, whole_characters=whole_characters, position=position
+            encoding, row.text, row.spans, whole_characters=whole_characters, position=position
         )
         return Encoded(ids.view(np.int32), weights, _notes(row, straddling))
 
-    def _encode_pieces(self, index: int, row: Rendered) -> Encoded:
+    def _encode_pieces(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         """Tokenises span by span: each piece of text is wholly trained on, or not at all."""
-        ids: list[NDArray[np.uint32]] = []
-        weights: list[NDArray[np.float32]] = []
-        for start, stop, weight in _pieces(len(row.text), row.spans):
-            middle = start > 0 and not row.text.endswith(self._added_texts, 0, start)
-            literals = [
-                (max(a, start) - start, min(b, stop) - start)
-                for a, b in row.literals
-                if a < stop and b > start
-            ]
-            try:
-                piece = self._piece_ids(row.text[start:stop], literals, middle)
-            except ValueError as error:
-                raise SequenceError("rendered", index, str(error)) from error
-            ids.append(piece)
-            weights.append(np.full(len(piece), weight, np.float32))
-        return Encoded(
-            np.concatenate([np.zeros(0, np.uint32), *ids]).view(np.int32),
-            np.concatenate([np.zeros(0, np.float32), *weights]),
-            _notes(row, 0),
-        )
+        pieces = [
+            piece for i, row in enumerate(rendered) for piece in cut_at_spans(i, row, self._added_texts)
+        ]
+        ids = self._piece_ids(pieces)
+        rows: list[list[int]] = [[] for _ in rendered]
+        for at, piece in enumerate(pieces):
+            rows[piece.row].append(at)
+        empty = np.zeros(0, np.uint32)
+        result = []
+        for row, members in zip(rendered, rows, strict=True):
+            weights = [np.full(len(ids[at]), pieces[at].weight, np.float32) for at in members]
+            flat = np.concatenate([empty, *(ids[at] for at in members)])
+            mask = np.concatenate([empty.astype(np.float32), *weights])
+            result.append(Encoded(flat.view(np.int32), mask, _notes(row, 0)))
+        return result
 
-    def _piece_ids(self, text: str, literals: list[tuple[int, int]], middle: bool) -> NDArray[np.uint32]:
-        """Ids of a piece; in the middle of a text no space is put in front, where the tokenizer does that."""
-        if literals:
-            return self._shield(middle).encode(text, literals)[2]
-        if self._spellings is not None:
-            return self._engine.ids([text], [text.encode()]).flat
-        return np.array(self._variant(middle).encode(text, add_special_tokens=False).ids, np.uint32)
+    def _piece_ids(self, pieces: Sequence[Piece]) -> list[NDArray[np.uint32]]:
+        """Ids by piece; in the middle of a text no space is put in front, where the tokenizer does that."""
+        result: dict[int, NDArray[np.uint32]] = {}
+        plain = [at for at, p in enumerate(pieces) if not p.literals and not (p.middle and self._has_prefix)]
+        texts = [pieces[at].text for at in plain]
+        for at, ids in zip(plain, self._engine.ids(texts, [t.encode() for t in texts]).rows(), strict=True):
+            result[at] = ids
+        for at, piece in enumerate(pieces):
+            middle = piece.middle and self._has_prefix
+            if piece.literals:
+                try:
+                    result[at] = self._shield(middle).encode(piece.text, piece.literals)[2]
+                except ValueError as error:
+                    raise SequenceError("rendered", piece.row, str(error)) from error
+            elif at not in result:
+                encoding = self._variant(middle).encode(piece.text, add_special_tokens=False)
+                result[at] = np.array(encoding.ids, np.uint32)
+        return [result[at] for at in range(len(pieces))]
 
     def _variant(self, middle: bool) -> tokenizers.Tokenizer:
         if middle not in self._variants:
@@ -247,10 +257,6 @@ class Tokenizer:
         if middle not in self._shields:
             self._shields[middle] = Shield(middle_spec(self._spec) if middle else self._spec)
         return self._shields[middle]
-
-    @property
-    def _added_texts(self) -> tuple[str, ...]:
-        return tuple(token["content"] for token in self._spec["added_tokens"])
 
 
 def append_eod(encoded: Encoded, eod_id: int) -> Encoded:
@@ -283,19 +289,6 @@ def _notes(row: Rendered, straddling: int) -> dict[str, int]:
     if row.literals:
         notes["literals"] = len(row.literals)
     return notes
-
-
-def _pieces(length: int, spans: Sequence[Span]) -> list[tuple[int, int, float]]:
-    """The text cut at the spans' edges: (start, stop, weight), empty pieces left out."""
-    pieces: list[tuple[int, int, float]] = []
-    done = 0
-    for span in spans:
-        if not done <= span.start <= span.stop <= length:
-            raise ValueError(f"span [{span.start}, {span.stop}) descends, overlaps or ends past the text")
-        pieces += [(done, span.start, 0.0), (span.start, span.stop, span.weight)]
-        done = span.stop
-    pieces.append((done, length, 0.0))
-    return [piece for piece in pieces if piece[0] < piece[1]]
 
 
 def _added_token(token: AddedTokenSpec) -> tokenizers.AddedToken:

@@ -205,7 +205,7 @@ def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     file = folder / "tokenizer_config.json"
     found = {name: settings[name] for name in NAMED_TOKENS if settings.get(name) is not None}
     for name, value in settings.items():
-        is_token = isinstance(value, str) or (isinstance(value, dict) and "content" in value)
+        is_token = isinstance(value, str) or (isinstance(value, dict) and value.get("__type") == "AddedToken")
         if name.endswith("_token") and name not in NAMED_TOKENS and is_token:
             found[name] = value
     for key in ("model_specific_special_tokens", "extra_special_tokens"):
