@@ -52,7 +52,9 @@ def preprocess(prefix: Path, *arguments: object, rows: Any = None, capacity: int
         given += ["--seq-length", capacity]
     if "--workers" not in arguments:
         given += ["--workers", 0]
-    return command("preprocess", *given, "--output-prefix", prefix)
+    if "--output-prefix" not in arguments:
+        given += ["--output-prefix", prefix]
+    return command("preprocess", *given)
 
 
 def write_rows(path: Path, rows: Any) -> Path:

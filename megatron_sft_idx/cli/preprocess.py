@@ -177,6 +177,7 @@ def _encoding_options(arguments: argparse.Namespace, parser: argparse.ArgumentPa
     return EncodingOptions(
         tokenizer=arguments.tokenizer_model,
         chat_template=template,
+        template_name=arguments.chat_template or "chat template",
         template_kwargs=arguments.chat_template_kwargs,
         masks=MaskOptions(
             train_on=arguments.train_on,

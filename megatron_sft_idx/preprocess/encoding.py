@@ -30,6 +30,7 @@ class EncodingOptions:
     Attributes:
         tokenizer: folder or ``tokenizer.json`` of the tokenizer.
         chat_template: template text that replaces the tokenizer's own.
+        template_name: what errors call it, such as its file.
         template_kwargs: extra variables for the template.
         masks: what is trained on.
         rows: how input rows are read.
@@ -41,6 +42,7 @@ class EncodingOptions:
 
     tokenizer: str
     chat_template: str | None = None
+    template_name: str = "chat template"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     masks: MaskOptions = field(default_factory=MaskOptions)
     rows: RowOptions = field(default_factory=RowOptions)
@@ -96,7 +98,7 @@ class RowEncoder:
                 control_tokens=self.tokenizer.control_tokens,
                 options=options.masks,
                 template_kwargs=dict(options.template_kwargs),
-                name=options.tokenizer if options.chat_template is None else "--chat-template",
+                name=options.tokenizer if options.chat_template is None else options.template_name,
             )
 
     def describe(self) -> dict[str, Any]:
