@@ -19,7 +19,7 @@ LAYERS = [
     {"shard", "verify", "rebuild", "merge"},
     {"dataset", "builder", "shards"},
     {"preprocess", "convert", "report", "streaming", "training"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FACES, VERBS, CLI = LEVEL["dataset"], LEVEL["preprocess"], LEVEL["cli"]

@@ -205,7 +205,10 @@ def test_bad_template(tmp_path, kind):
 USAGE = {
     "no verb": ((), "verb"),
     "unknown verb": (("prepare",), "prepare"),
-    "no input": (("preprocess", "--tokenizer-model", "t", "--seq-length", "8", "--output-prefix", "x"), "--input"),
+    "no input": (
+        ("preprocess", "--tokenizer-model", "t", "--seq-length", "8", "--output-prefix", "x"),
+        "--input",
+    ),
     "capacity zero": (("--seq-length", "0"), "--seq-length"),
     "capacity negative": (("--seq-length", "-5"), "--seq-length"),
     "capacity huge": (("--seq-length", str(2**31)), "--seq-length"),

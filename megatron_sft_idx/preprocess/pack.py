@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.layout import Header
 from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.shard import Shard, ShardWriter
@@ -112,31 +113,11 @@ def pack_shard(
             f"{source.prefix}: no sequence is left to pack ({ranges.overlong} were longer than the capacity)"
         )
     plan = _plan(ranges.stops - ranges.starts, options)
-    header = source.header
-    kept = {key: header.metadata[key] for key in header.metadata if key not in ("packing", "format_writer")}
-    packing: dict[str, Any] = asdict(options) | {
-        "source": source.shard_id.hex(),
-        "overlong_sequences": ranges.overlong,
-        "dropped_tokens": ranges.dropped_tokens,
-        "untrained_by_cut": ranges.untrained_by_cut,
-        "lower_bound": plan.lower_bound,
-        "chosen": plan.method,
-    }
-    writer = ShardWriter(
-        prefix,
-        token_dtype=header.token_dtype,
-        mask_dtype=header.mask_dtype,
-        capacity=options.capacity,
-        sequence_multiple=options.sequence_multiple,
-        pad_id=header.pad_id,
-        overwrite=overwrite,
-        metadata=kept | {"packing": packing},
-    )
-    progress = Progress(
-        "packing", len(ranges.starts), unit="seq", log_interval=log_interval, items="sequences"
-    )
-    with writer, progress:
-        _gather(source, ranges, plan, writer, progress.update)
+    with _writer(source.header, prefix, options, ranges, plan, overwrite=overwrite) as writer:
+        with Progress(
+            "packing", len(ranges.starts), unit="seq", log_interval=log_interval, items="sequences"
+        ) as progress:
+            _gather(source, ranges, plan, writer, progress.update)
         written = writer.finalize()
     return PackReport(
         sequences=written.num_sequences,
@@ -152,6 +133,30 @@ def pack_shard(
         overlong=ranges.overlong,
         dropped_tokens=ranges.dropped_tokens,
         untrained_by_cut=ranges.untrained_by_cut,
+    )
+
+
+def _writer(
+    source: Header, prefix: str, options: PackOptions, ranges: _Ranges, plan: PackPlan, *, overwrite: bool
+) -> ShardWriter:
+    """A writer whose metadata say where the sequences came from and how they were packed."""
+    packing: dict[str, Any] = asdict(options) | {
+        "source": source.shard_id.hex(),
+        "overlong_sequences": ranges.overlong,
+        "dropped_tokens": ranges.dropped_tokens,
+        "untrained_by_cut": ranges.untrained_by_cut,
+        "lower_bound": plan.lower_bound,
+        "chosen": plan.method,
+    }
+    return ShardWriter(
+        prefix,
+        token_dtype=source.token_dtype,
+        mask_dtype=source.mask_dtype,
+        capacity=options.capacity,
+        sequence_multiple=options.sequence_multiple,
+        pad_id=source.pad_id,
+        overwrite=overwrite,
+        metadata=source.metadata | {"packing": packing},
     )
 
 
