@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from itertools import groupby
+from pathlib import Path
 
 import numpy as np
 import pytest
-from chats import CHATS, GENERATION_TEMPLATE, TOKENIZER, command, files_of, preprocess, remains, sequences_of
+from chats import (
+    CHATS,
+    GENERATION_TEMPLATE,
+    ROOT,
+    TOKENIZER,
+    command,
+    files_of,
+    preprocess,
+    remains,
+    sequences_of,
+    write_rows,
+)
 from transformers import AutoTokenizer
 
 from megatron_sft_idx.shard import Shard
@@ -363,3 +379,44 @@ def test_progress_is_plain_lines_without_a_terminal(tmp_path, chats):
     assert all(" rows/s" in line and " left" in line for line in lines)
     assert "100.0%" in lines[-1]
     assert "\r" not in done.err
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_runs_leave_nothing(tmp_path, chats, sent, code):
+    source = write_rows(tmp_path / "rows.jsonl", chats * 80)
+    arguments = ["preprocess", "--input", source, "--tokenizer-model", TOKENIZER, "--seq-length", "1024"]
+    arguments += ["--output-prefix", tmp_path / "x", "--workers", "2", "--log-interval", "1000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_sft_idx", *map(str, arguments)],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        first = process.stderr.readline()
+        assert first.startswith("tokenising: "), first
+        assert (tmp_path / "x.unpacked.journal").exists()
+        os.killpg(process.pid, sent)
+        rest = process.stderr.read()
+    assert process.returncode == code, rest
+    assert "Traceback" not in rest
+    assert remains(tmp_path) == []
+
+
+def test_a_killed_worker_changes_no_byte(tmp_path, chats):
+    source = write_rows(tmp_path / "rows.jsonl", chats * 60)
+    arguments = ["preprocess", "--input", source, "--tokenizer-model", TOKENIZER, "--seq-length", "1024"]
+    assert command(*arguments, "--output-prefix", tmp_path / "calm", "--workers", 0).code == 0
+    arguments += ["--output-prefix", tmp_path / "shot", "--workers", "2", "--log-interval", "1000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_sft_idx", *map(str, arguments)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("tokenising: ")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        worker = next(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(int(worker), signal.SIGKILL)
+        rest = process.stderr.read()
+    assert process.returncode == 0, rest
+    assert files_of(tmp_path / "shot") == files_of(tmp_path / "calm")

@@ -1,14 +1,17 @@
 """``megatron-sft-idx <verb> ...``.
 
-Exit codes: 0 done, 1 bad data or a disk that says no, 2 wrong usage, 130 interrupted.
+Exit codes: 0 done, 1 bad data or a disk that says no, 2 wrong usage, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from megatron_sft_idx import __version__
 from megatron_sft_idx.cli import pack, preprocess
@@ -38,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     arguments = parser.parse_args(argv)
     try:
-        arguments.run(arguments, parser)
+        with _cleaning_up_when_terminated():
+            arguments.run(arguments, parser)
     except SFTIndexError as error:
         return _fail(str(error))
     except BrokenPipeError:
@@ -51,6 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+@contextmanager
+def _cleaning_up_when_terminated() -> Iterator[None]:
+    """Make SIGTERM, which schedulers send, leave through all the ``finally`` and ``with`` on the way."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _fail(message: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -145,6 +146,8 @@ class _Pending(Generic[Item, Result]):
 
 def _set_up(make_task: Callable[..., Callable[[Any], Any]], make_args: tuple[Any, ...]) -> None:
     global _task  # noqa: PLW0603 (the one way to keep something between the calls in a worker)
+    # Ctrl-C reaches the whole process group; the parent is the one to end the work, and to say so.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # One process is one thread of work; the libraries below would start one a processor.
     os.environ["RAYON_NUM_THREADS"] = "1"
