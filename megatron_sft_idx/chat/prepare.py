@@ -1,7 +1,7 @@
 """Messages in the form that a template writes well.
 
-Templates disagree about their input. Some write a dict of tool-call arguments as JSON, some paste text; some want
-contents as lists of parts. ``probes.learn_style`` finds out which; here messages are put into that form.
+Templates disagree about their input. Some write a dict of tool-call arguments as JSON, some paste text; some
+want contents as lists of parts. ``probes.learn_style`` finds out which; here messages are put into that form.
 """
 
 from __future__ import annotations

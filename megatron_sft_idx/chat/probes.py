@@ -38,14 +38,14 @@ class Scaffold:
         prompts: generation prompts, after a question and after a tool's result; none where there is none.
         headers: what came before the words of made-up assistant messages, longest first: stands in where no
             prompt fits.
-        inner_end: what follows the words inside the message's own iteration, stripped: its end of turn.
-        late_end: what always follows an assistant message, whatever comes next, where ``inner_end`` is empty:
-            the end of turn of templates that write it with the next message or after the loop.
+        inner_ends: what follows the words inside the message's own iteration, stripped: its end of turn.
+        late_end: what always follows an assistant message, whatever comes next, where there are no
+            ``inner_ends``: the end of turn of templates that write it with the next message or after the loop.
     """
 
     prompts: tuple[str, ...]
     headers: tuple[str, ...]
-    inner_end: str
+    inner_ends: tuple[str, ...]
     late_end: str
 
 
@@ -69,7 +69,7 @@ def learn_scaffold(render: Render, arguments: object) -> Scaffold:
         if prompt.strip():
             prompts[prompt] = None
     headers: dict[str, None] = {}
-    inner_end = ""
+    inner_ends: dict[str, None] = {}
     after: list[str] = []
     asking_again = [_USER, _ASSISTANT, _USER, _ASSISTANT]
     for history in ([_USER, _ASSISTANT], asking_again, [*tooled, _ASSISTANT]):
@@ -84,10 +84,12 @@ def learn_scaffold(render: Render, arguments: object) -> Scaffold:
             header, said, end = traced.text[start:stop].partition(_SAID)
             if said:
                 headers[header] = None
-                inner_end = inner_end or end.strip()
+                if end.strip():
+                    inner_ends[end.strip()] = None
                 after.append(traced.text[stop:])
-    late_end = "" if inner_end or len(after) < 2 else _common_start(*after).rstrip()
-    return Scaffold(tuple(prompts), tuple(sorted(headers, key=len, reverse=True)), inner_end, late_end)
+    late_end = "" if inner_ends or len(after) < 2 else _common_start(*after).rstrip()
+    longest_first = tuple(sorted(headers, key=len, reverse=True))
+    return Scaffold(tuple(prompts), longest_first, tuple(inner_ends), late_end)
 
 
 def _prompt(render: Render, history: Sequence[Message]) -> str:
@@ -146,34 +148,36 @@ def _whole_pieces(prompt: str, region: str) -> int:
     return shared if prompt[:shared].strip() else 0
 
 
-def learn_style(render: Render) -> Style:
+def learn_style(render: Callable[[list[dict[str, Any]]], str | None]) -> Style:
     """Find out in which form the template takes contents and arguments.
 
     Where no form fares better than the one the data has, the data goes in as it is.
+
+    Args:
+        render: the template; None where it refuses the messages.
     """
     in_parts = False
     for history in ([_USER, _ASSISTANT], [_USER, _ASSISTANT, _USER]):
-        plain = render([dict(message) for message in history], False)
-        if plain is not None and _SAID in plain.text:
+        if _SAID in (render([dict(message) for message in history]) or ""):
             break
-        parts = render([in_text_parts(dict(message)) for message in history], False)
-        if parts is not None and _SAID in parts.text:
+        if _SAID in (render([in_text_parts(dict(message)) for message in history]) or ""):
             in_parts = True
             break
     text = _rendered_call(render, '{"zqkey": "zqvalue"}', in_parts)
     parsed = _rendered_call(render, {"zqkey": "zqvalue"}, in_parts)
-    text_fits = text is not None and "zqvalue" in text and '\\"zqkey' not in text
-    parsed_fits = parsed is not None and "zqvalue" in parsed and "'zqkey'" not in parsed
+    text_fits = "zqvalue" in text and '\\"zqkey' not in text
+    parsed_fits = "zqvalue" in parsed and "'zqkey'" not in parsed
     if not (text_fits or parsed_fits):
         text_fits = parsed_fits = True
     return Style(text_fits, parsed_fits, in_parts)
 
 
-def _rendered_call(render: Render, arguments: object, in_parts: bool) -> str | None:
+def _rendered_call(
+    render: Callable[[list[dict[str, Any]]], str | None], arguments: object, in_parts: bool
+) -> str:
     closing = [_TOOL, _ASSISTANT]
     for history in ([_USER, tool_call(arguments), *closing], [_USER, tool_call(arguments)]):
-        messages = [in_text_parts(dict(message)) if in_parts else dict(message) for message in history]
-        traced = render(messages, False)
-        if traced is not None:
-            return traced.text
-    return None
+        text = render([in_text_parts(dict(message)) if in_parts else dict(message) for message in history])
+        if text is not None:
+            return text
+    return ""

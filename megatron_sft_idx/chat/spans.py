@@ -24,7 +24,7 @@ Ranges = list[tuple[int, int]]
 Located = Mapping[tuple[int, int], int]
 """Where pieces start in the text: (message, number of the piece in it) to character."""
 
-_NO_SCAFFOLD = Scaffold((), (), "", "")
+_NO_SCAFFOLD = Scaffold((), (), (), "")
 _CLOSING = re.compile(r"\s*(?:<[^<>\s]*>|\[/?[A-Z_]+\])\s*")
 _EMPTY_THINKING = re.compile(
     r"\s*(?:<(?:think|thinking|thought|reasoning)>\s*)?</(?:think|thinking|thought|reasoning)>\s*"
@@ -83,12 +83,14 @@ class Rules:
         name: the template, for errors.
         options: what is trained on.
         ends: texts that end a turn when they follow it: control tokens.
+        bos: the tokenizer's beginning-of-sequence text, or "".
         eos: the tokenizer's end-of-sequence text, or "".
     """
 
     name: str
     options: MaskOptions
     ends: tuple[str, ...]
+    bos: str
     eos: str
 
 
@@ -136,7 +138,7 @@ class SpanFinder:
             return [], []
         pieces = self._present(message, pieces, segments)
         start = self._start(message, pieces, segments[0])
-        stop = self._stop(pieces, segments[-1])
+        stop = self._stop(segments[-1])
         spans = [(max(start, one.start), one.stop) for one in segments[:-1] if one.stop > start]
         spans.append((max(start, segments[-1].start), stop))
         return spans, self._without_cuts(message, pieces, spans)
@@ -199,7 +201,9 @@ class SpanFinder:
                 "all tokens"
             )
         if any(piece.kind != "reasoning" for piece in pieces):
-            raise unusable(f"the chat template {self._rules.name} leaves out assistant message {message + 1}")
+            raise unusable(
+                f"the chat template {self._rules.name} leaves out message {message + 1}, the assistant's"
+            )
         return []
 
     def _anywhere(self, message: int) -> list[Segment]:
@@ -270,21 +274,24 @@ class SpanFinder:
         number = pieces_of(self._messages[message]).index(piece)
         return located.get((message, number), at)
 
-    def _stop(self, pieces: list[Piece], last: Segment) -> int:
+    def _stop(self, last: Segment) -> int:
         """The end of a message's turn."""
         text = self._text
         said = text[last.start : last.stop].rstrip()
         stop = last.start + len(said)
-        if self._rules.eos:
-            spoken = max((said.rfind(piece.text) + len(piece.text) for piece in pieces), default=0)
-            closed = said.find(self._rules.eos, max(spoken, 0))
-            if closed >= 0:
-                return last.start + closed + len(self._rules.eos)
-        inner = self._scaffold.inner_end
-        if said.endswith(self._rules.ends) or (inner and said.endswith(inner)):
+        closed = said.removesuffix(self._rules.bos).rstrip()
+        if closed != said and self._rules.eos and closed.endswith(self._rules.eos):
+            return last.start + len(closed)  # the next text's beginning, written early
+        scaffold = self._scaffold
+        if said.endswith(scaffold.inner_ends):
             return stop
         # Written after the message's own iteration: with the next message, or after the loop.
-        for end in (self._scaffold.late_end, self._rules.eos, *self._rules.ends):
+        late = scaffold.late_end
+        if late and text.startswith(late, last.stop):
+            return last.stop + len(late)
+        if said.endswith(self._rules.ends):
+            return stop
+        for end in (self._rules.eos, *self._rules.ends):
             if end and text.startswith(end, last.stop):
                 return last.stop + len(end)
         self._note("no_end_of_turn")

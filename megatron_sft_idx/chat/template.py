@@ -91,9 +91,10 @@ class ChatTemplate:
         self._refuse_reserved(self._kwargs, FormatError)
         self._template = TracedTemplate(source, TemplateEnvironment(self.options.template_date), name)
         ends = {*self._controls.texts, *(text for text in self._special.values() if isinstance(text, str))}
-        ends -= {"", self._special.get("bos_token")} - {self._special.get("eos_token")}
+        bos, eos = (self._special.get(key) or "" for key in ("bos_token", "eos_token"))
+        ends -= {"", bos} - {eos}
         longest_first = tuple(sorted(ends, key=lambda text: (-len(text), text)))
-        self._rules = Rules(name, self.options, longest_first, self._special.get("eos_token") or "")
+        self._rules = Rules(name, self.options, longest_first, bos if bos != eos else "", eos)
         wants_all = self.options.train_on_thinking and self.options.train_on_tool_calls
         self._learns_everything = self.options.train_on == "all" and wants_all
         self._scaffolds: dict[str, Scaffold] = {}
@@ -144,7 +145,7 @@ class ChatTemplate:
             raise unusable(f"{len(weights)} weights for {len(conversation.messages)} messages")
         with self._lock:
             if self._style is None:
-                self._style = learn_style(self._prober(False, {}))
+                self._style = learn_style(self._plain_probe)
             notes: dict[str, int] = {}
             messages = prepared(conversation.messages, self._style, notes)
             row = _Row(conversation, messages, self._variables(messages, conversation), notes)
@@ -230,6 +231,15 @@ class ChatTemplate:
                 return None
 
         return render
+
+    def _plain_probe(self, messages: list[dict[str, Any]]) -> str | None:
+        """Render a made-up conversation without tracing; None where the template refuses it."""
+        try:
+            return self._template.plain(self._variables(messages, Conversation(messages, [])))
+        except FormatError:
+            raise
+        except Exception:
+            return None
 
     def _located(self, row: _Row, text: str) -> dict[tuple[int, int], int] | None:
         def render(altered: list[dict[str, Any]]) -> str:
