@@ -211,6 +211,18 @@ def test_a_library_that_cannot_load_it_is_passed_over(monkeypatch: pytest.Monkey
     assert reason.startswith("gigatoken cannot load it: ")
 
 
+def test_the_encoder_is_renewed_before_it_remembers_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, exact = engines(zoo.spec_of("gpt2"))
+    rng = random.Random(2)
+    before = fast._encoder
+    texts = [zoo.random_text(rng, 20) for _ in range(10)]
+    assert differing(fast, exact, texts) == []
+    assert fast._encoder is before
+    monkeypatch.setattr(fast_engine, "RENEWAL_NBYTES", 100)
+    assert differing(fast, exact, texts) == []
+    assert fast._encoder is not before
+
+
 def test_no_texts_are_no_rows() -> None:
     fast, _ = engines(zoo.spec_of("gpt2"))
     assert fast.ids([], []).rows() == []
