@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import unicodedata
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -47,13 +46,16 @@ def in_context(character: str) -> str:
     return f"a{c}b {c}{c} x9{c}\n{c} \tit'{c} '{c}e {c}'l{c} A{c}B.{c}/{c}\r{c}Ab{c}12{c}3  {c}<|im_end|>"
 
 
-def characters(step: int) -> Iterator[str]:
+@lru_cache
+def characters(step: int) -> list[str]:
     """Every so many of the characters that this Python knows; of others, and of private planes, a few."""
+    found = []
     for code in range(0x110000):
         category = unicodedata.category(chr(code))
         rare = category == "Cn" or code >= 0xF0000
         if category != "Cs" and code % (1021 if rare else step) == 0:
-            yield chr(code)
+            found.append(chr(code))
+    return found
 
 
 @pytest.mark.parametrize("kind", zoo.FAST)

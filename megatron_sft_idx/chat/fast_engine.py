@@ -145,8 +145,7 @@ class FastEngine:
             return Ids.of([])
         self._seen_nbytes += sum(map(len, utf8))
         if self._seen_nbytes > RENEWAL_NBYTES:
-            self._encoder, self._seen_nbytes = None, 0
-            self._encoder = self._make()
+            self._encoder, self._seen_nbytes = self._make(), 0
         layout = self._encoder.encode_batch(utf8, parallel=self._parallel).layout
         offsets = np.asarray(layout.offsets.data, dtype=np.int64)
         return Ids(np.asarray(layout.content.data, dtype=np.uint32)[: offsets[-1]], offsets)
