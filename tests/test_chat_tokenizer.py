@@ -278,4 +278,5 @@ def test_token_texts_are_for_people() -> None:
     assert "".join(map(tokenizer.token_text, ids.tolist())) == "the fox<|im_end|>"
     smile = tokenizer.encode([Rendered("\U0001f92f", [])])[0].input_ids.tolist()
     assert tokenizer.token_text(smile[0]) == "\ufffd"
+    assert tokenizer.decode([-1, smile[0], 10**6]) == "\ufffd" * 3
     assert load("wordpiece").token_text(load("wordpiece").eos_id) == "<|im_end|>"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import unicodedata
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -47,13 +46,16 @@ def in_context(character: str) -> str:
     return f"a{c}b {c}{c} x9{c}\n{c} \tit'{c} '{c}e {c}'l{c} A{c}B.{c}/{c}\r{c}Ab{c}12{c}3  {c}<|im_end|>"
 
 
-def characters(step: int) -> Iterator[str]:
+@lru_cache
+def characters(step: int) -> list[str]:
     """Every so many of the characters that this Python knows; of others, and of private planes, a few."""
+    found = []
     for code in range(0x110000):
         category = unicodedata.category(chr(code))
         rare = category == "Cn" or code >= 0xF0000
         if category != "Cs" and code % (1021 if rare else step) == 0:
-            yield chr(code)
+            found.append(chr(code))
+    return found
 
 
 @pytest.mark.parametrize("kind", zoo.FAST)
@@ -209,6 +211,18 @@ def test_a_library_that_cannot_load_it_is_passed_over(monkeypatch: pytest.Monkey
     engine, reason = load_fast_engine(spec, build_tokenizer(spec), parallel=False)
     assert engine is None
     assert reason.startswith("gigatoken cannot load it: ")
+
+
+def test_the_encoder_is_renewed_before_it_remembers_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, exact = engines(zoo.spec_of("gpt2"))
+    rng = random.Random(2)
+    before = fast._encoder
+    texts = [zoo.random_text(rng, 20) for _ in range(10)]
+    assert differing(fast, exact, texts) == []
+    assert fast._encoder is before
+    monkeypatch.setattr(fast_engine, "RENEWAL_NBYTES", 100)
+    assert differing(fast, exact, texts) == []
+    assert fast._encoder is not before
 
 
 def test_no_texts_are_no_rows() -> None:

@@ -9,6 +9,7 @@ tables may disagree about goes to tokenizers.
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Callable
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -39,6 +40,9 @@ KNOWN_SPLITS = {
     "tekken": rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
+
+# A fresh encoder takes a tenth of a second, this much text several.
+RENEWAL_NBYTES = 64 << 20
 
 PROOF = (
     "Hello, world! It's 3.14159 or 12345678; we'll see. I'M SURE they'Ve   gone\n\n\n"
@@ -104,12 +108,20 @@ def _subset(wanted: dict[str, Any], found: dict[str, Any]) -> bool:
 
 
 class FastEngine:
-    """gigatoken where a text allows it, tokenizers for the rest."""
+    """gigatoken where a text allows it, tokenizers for the rest.
+
+    gigatoken remembers every word it has met, up to ten bytes a byte of text that never repeats itself, so
+    its encoder is made anew now and then: memory stays bounded however long the input.
+    """
 
     name = "gigatoken"
 
-    def __init__(self, encoder: Any, exact: TokenizersEngine, *, nfc: bool, parallel: bool) -> None:
-        self._encoder = encoder
+    def __init__(
+        self, make: Callable[[], Any], exact: TokenizersEngine, *, nfc: bool, parallel: bool
+    ) -> None:
+        self._make = make
+        self._encoder = make()
+        self._seen_nbytes = 0
         self._exact = exact
         self._nfc = nfc
         self._parallel = parallel
@@ -131,6 +143,9 @@ class FastEngine:
         """Gigatoken's own answer, whatever the text."""
         if not utf8:
             return Ids.of([])
+        self._seen_nbytes += sum(map(len, utf8))
+        if self._seen_nbytes > RENEWAL_NBYTES:
+            self._encoder, self._seen_nbytes = self._make(), 0
         layout = self._encoder.encode_batch(utf8, parallel=self._parallel).layout
         offsets = np.asarray(layout.offsets.data, dtype=np.int64)
         return Ids(np.asarray(layout.content.data, dtype=np.uint32)[: offsets[-1]], offsets)
@@ -164,9 +179,11 @@ def load_fast_engine(
     import gigatoken
 
     try:
-        encoder = gigatoken.Tokenizer.from_json(tokenizer.to_str())
         engine = FastEngine(
-            encoder, TokenizersEngine(tokenizer), nfc=spec.get("normalizer") is not None, parallel=parallel
+            lambda: gigatoken.Tokenizer.from_json(tokenizer.to_str()),
+            TokenizersEngine(tokenizer),
+            nfc=spec.get("normalizer") is not None,
+            parallel=parallel,
         )
         proven = _agrees(engine, tokenizer)
     except (KeyboardInterrupt, SystemExit):

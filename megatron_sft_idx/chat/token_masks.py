@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 
 import numpy as np
+import orjson
 import tokenizers
 from numpy.typing import NDArray
 
@@ -46,9 +47,11 @@ class TokenSpellings:
         self._offsets = _running_sum(map(len, table), len(table))
 
     def spell(self, ids: Sequence[int] | NDArray[np.integer]) -> bytes:
-        """The bytes that the tokens stand for, end to end."""
+        """The bytes that the tokens stand for, end to end; U+FFFD for ids that are none."""
+        known = range(len(self._offsets) - 1)
         return b"".join(
-            self._bytes[self._offsets[i] : self._offsets[i + 1]] for i in np.asarray(ids).tolist()
+            self._bytes[self._offsets[i] : self._offsets[i + 1]] if i in known else b"\xef\xbf\xbd"
+            for i in np.asarray(ids, np.int64).tolist()
         )
 
     def weights(
@@ -91,7 +94,7 @@ def spelling_table(
 
     No more is asked of it than to use that alphabet: whether tokens spell a text is checked text by text.
     """
-    if pre_tokenizer is None or '"ByteLevel"' not in repr(pre_tokenizer).replace("'", '"'):
+    if b'"type":"ByteLevel"' not in orjson.dumps(pre_tokenizer):
         return None
     alphabet = byte_alphabet()
     spellings: dict[int, bytes] = {}
