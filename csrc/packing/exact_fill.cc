@@ -121,7 +121,8 @@ class ExactFill {
     return c < 0 ? 1 : std::min(size(c), room_ - size(c));
   }
 
-  // How many more sequences give this pack the average size of those left.
+  // How many more sequences give this pack the average size of those left, or a little more: what is saved in small
+  // sequences fills the last packs, where without it (31 / 32) up to 1.5% is lost on triples that fill a pack exactly.
   std::int64_t average_count() const {
     const Wide count = static_cast<Wide>(tree_.total()) * problem_.capacity * 31 / 32 / volume_;
     return std::max<std::int64_t>(1, static_cast<std::int64_t>(std::min<Wide>(count, problem_.most)) - 1);

@@ -21,7 +21,7 @@ from .. import _native
 __all__ = ["plan_by_linear_program"]
 
 GRID: Final = 256
-_PIVOTS: Final = 1500  # seconds at most; the solution is valid after any of them
+_PIVOTS: Final = 3000  # seconds; the solution is valid after any of them
 _TOLERANCE: Final = 1e-7
 
 Patterns = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]

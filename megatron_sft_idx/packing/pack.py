@@ -44,7 +44,7 @@ _PLANNERS: Final = {
 }
 # Up to here auto tries first-fit-shuffle too; beyond, it costs more than all the rest and never won.
 _SHUFFLE_UP_TO: Final = 100_000
-# High effort goes on where the plan is further than this from the bound.
+# High effort goes on where the plan is further than this share, and than one pack, from the bound.
 _GAP: Final = 1e-4
 
 
@@ -71,7 +71,7 @@ def pack_sequences(
             are the classic ones, ``first-fit-shuffle`` is first fit in an order shuffled by seed, and
             ``sequential`` keeps the order of the sequences and of the packs, whatever the seed.
         effort: ``high`` also solves a linear program where ``auto`` stays away from the bound; it helps
-            most where packs hold few sequences, and takes seconds.
+            most where packs hold two to four sequences, and takes up to half a minute.
         max_sequences_per_pack: no pack holds more; None sets no limit.
         sequence_multiple: each sequence takes its length rounded up to this many positions.
         seed: 0 to 2**64 - 1.
@@ -103,7 +103,7 @@ def pack_sequences(
         planners = [planner for planner, name in _PLANNERS.items() if name == method]
         return job.hand_out(job.fewest(job.plans(planners)))
     best = job.fewest(job.plans(list(_PLANNERS)))
-    if effort == "high" and best.packs > job.bound * (1 + _GAP):
+    if effort == "high" and best.packs > job.bound * (1 + _GAP) + 1:
         patterns = plan_by_linear_program(job.sizes, job.counts, job.units, most, seed)
         best = min(best, _Patterns("linear-program", *patterns), key=lambda plan: plan.packs)
     return job.fewest_in_order(best) or job.hand_out(best)
