@@ -42,7 +42,8 @@ class _Index:
 
     @property
     def sequence_pointers(self) -> NDArray[np.int64]:
-        return self._shard.token_offsets[:-1] * self.dtype_size
+        pointers: NDArray[np.int64] = self._shard.token_offsets[:-1] * self.dtype_size
+        return pointers
 
     @property
     def document_indices(self) -> NDArray[np.int64]:

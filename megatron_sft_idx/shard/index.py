@@ -14,7 +14,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.layout import FileDigest, Header
 from megatron_sft_idx.layout.journal import PACK, read_blocks, read_head
 from megatron_sft_idx.layout.mmididx import pack_idx_header
-from megatron_sft_idx.storage import OutputFile
+from megatron_sft_idx.storage import OutputFile, as_bytes
 
 __all__ = ["write_idx", "write_seq_idx"]
 
@@ -57,7 +57,7 @@ class _Hashed:
 
     def write(self, data: bytes | memoryview | NDArray[Any]) -> None:
         self._file.write(data)
-        self._hash.update(data)
+        self._hash.update(as_bytes(data))
 
     def digest(self) -> bytes:
         return self._hash.digest()

@@ -88,7 +88,7 @@ _Pair = Callable[[int], tuple[int, int]]
 def _pair(offsets: Array) -> _Pair:
     """``offsets[i], offsets[i + 1]`` as ints."""
     if isinstance(offsets, np.ndarray):
-        item = memoryview(offsets)  # gives Python ints, several times faster than numpy's items
+        item = offsets.data  # gives Python ints, several times faster than numpy's items
         return lambda i: (item[i], item[i + 1])
 
     def read(i: int) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from megatron_sft_idx.shard.arrays import integer_array, mask_array, token_array
 from megatron_sft_idx.shard.index import write_idx, write_seq_idx
 from megatron_sft_idx.shard.publish import WIDENED, Publication
 from megatron_sft_idx.shard.reader import Shard
-from megatron_sft_idx.storage import OutputFile
+from megatron_sft_idx.storage import OutputFile, as_bytes
 
 __all__ = ["FORMAT_WRITER", "MaskAlignment", "ShardWriter"]
 
@@ -51,7 +51,7 @@ class _DataFile:
 
     def write(self, data: memoryview | NDArray[Any]) -> None:
         self.file.write(data)
-        self._hash.update(data)
+        self._hash.update(as_bytes(data))
 
     def digest(self) -> FileDigest:
         return FileDigest(self.file.nbytes, self._hash.digest())
