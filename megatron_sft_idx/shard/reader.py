@@ -55,10 +55,10 @@ def _read_raw_header(paths: ShardPaths) -> bytes:
 
 def _not_found(paths: ShardPaths) -> ShardNotFoundError:
     missing = paths.missing()
-    if len(missing) == len(paths.all):
-        remedy = "check the prefix: it is the path without .seq.idx"
-    elif paths.seq_idx in missing and os.path.exists(paths.journal):
+    if paths.seq_idx in missing and os.path.exists(paths.journal):
         remedy = "a build was interrupted here: run it again with overwrite, or recover it from its journal"
+    elif len(missing) == len(paths.all):
+        remedy = "check the prefix: it is the path without .seq.idx"
     elif missing == [paths.seq_idx] or paths.loss in missing:
         remedy = "the files beside them may be a stock Megatron dataset without loss masks, or a shard copied in part"
     else:
