@@ -33,12 +33,14 @@ void gather_sequences(const void* source, std::size_t source_count, std::size_t 
 
 void absolute_offsets(const std::int64_t* sequence_offsets, const std::int64_t* token_offsets, std::size_t packs,
                       const std::uint32_t* starts, std::size_t starts_count, std::int64_t* out) {
+  if (sequence_offsets[0] != 0 || token_offsets[0] != 0) throw std::invalid_argument("offsets begin with 0");
   for (std::size_t pack = 0; pack < packs; ++pack) {
+    // Both begin with 0 and every pack before this one ascended, so the differences cannot overflow.
     const std::int64_t begin = sequence_offsets[pack], end = sequence_offsets[pack + 1];
-    const std::int64_t length = token_offsets[pack + 1] - token_offsets[pack];
-    if (begin < 0 || end <= begin || end > static_cast<std::int64_t>(starts_count) || length <= 0) {
+    if (end <= begin || end > static_cast<std::int64_t>(starts_count) || token_offsets[pack + 1] <= token_offsets[pack]) {
       throw std::invalid_argument("offsets of pack " + std::to_string(pack) + " are not ascending within the shard");
     }
+    const std::int64_t length = token_offsets[pack + 1] - token_offsets[pack];
     for (std::int64_t s = begin; s < end; ++s) {
       if (starts[s] >= length || (s == begin ? starts[s] != 0 : starts[s] <= starts[s - 1])) {
         throw std::invalid_argument("sequence starts of pack " + std::to_string(pack) + " do not ascend within it");

@@ -41,7 +41,11 @@ PackStage::PackStage(TokenType tokens, MaskType mask, std::int64_t capacity, std
   if (tokens == TokenType::i64 || (mask != MaskType::u8 && mask != MaskType::f32)) {
     throw std::invalid_argument("staged as uint16 or int32 tokens, uint8 or float32 masks");
   }
-  if (capacity < 1 || sequence_multiple < 1) throw std::invalid_argument("capacity and multiple are 1 or more");
+  // The upper limit keeps sums of rounded-up lengths within 63 bits.
+  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
+  if (capacity < 1 || sequence_multiple < 1 || capacity > most || sequence_multiple > most) {
+    throw std::invalid_argument("capacity and multiple are 1 to " + std::to_string(most));
+  }
 }
 
 PackStage::Totals PackStage::check_shapes(const PackInput& input) const {
@@ -175,7 +179,7 @@ bool PackStage::add(const PackInput& input) {
   const std::size_t staged = tokens_.size() / token_size;
   if (staged != 0 && staged + input.tokens_count > room_) return false;
   Totals added = check_shapes(input);
-  const std::size_t starts = starts_.size();
+  const std::size_t starts = starts_.size(), records = records_.size();
   try {
     tokens_.resize((staged + input.tokens_count) * token_size);
     mask_.resize((staged + input.tokens_count) * mask_size);
@@ -192,17 +196,18 @@ bool PackStage::add(const PackInput& input) {
       copy_mask_to(input, static_cast<float*>(mask_out), added);
     }
     starts_.resize(starts + input.starts_count);
-    records_.reserve(records_.size() + 2 * input.packs);
+    records_.resize(records + 2 * input.packs);
   } catch (...) {
     tokens_.resize(staged * token_size);
     mask_.resize(staged * mask_size);
     starts_.resize(starts);
+    records_.resize(records);
     throw;
   }
   for (std::size_t i = 0; i < input.starts_count; ++i) starts_[starts + i] = static_cast<std::uint32_t>(input.starts[i]);
   for (std::size_t p = 0; p < input.packs; ++p) {
-    records_.push_back(static_cast<std::uint32_t>(input.lengths[p]));
-    records_.push_back(static_cast<std::uint32_t>(input.sequences[p]));
+    records_[records + 2 * p] = static_cast<std::uint32_t>(input.lengths[p]);
+    records_[records + 2 * p + 1] = static_cast<std::uint32_t>(input.sequences[p]);
   }
   totals_.packs += static_cast<std::int64_t>(input.packs);
   totals_.sequences += static_cast<std::int64_t>(input.starts_count);

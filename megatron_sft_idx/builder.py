@@ -12,7 +12,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from numpy.typing import ArrayLike
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout import Header
+from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.writer import MaskAlignment
 
@@ -58,6 +58,8 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
             raise FormatError(f"{path}: multimodal=True, but packed SFT shards hold text only; pass False")
         if not path.endswith(".bin") or path.endswith((".loss.bin", ".seq.bin")):
             raise FormatError(f"{path}: expected the path of the token file, PREFIX.bin")
+        if (prefix := ShardPaths.of(path).prefix) != path[: -len(".bin")] or ShardPaths.of(prefix).prefix != prefix:
+            raise FormatError(f"{path}: a prefix that itself ends like one of the five files; choose another name")
         self.dtype = dtype
         self.multimodal = False
         self.writer = ShardWriter(
@@ -126,8 +128,6 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
     def finalize(self, idx_path: str | None = None) -> Header:
         """Write the indexes and publish the shard; ``idx_path``, where given, must be ``PREFIX.idx``."""
         expected = self.writer.prefix + ".idx"
-        if idx_path is not None and os.fspath(idx_path) != expected:
-            raise FormatError(
-                f"{idx_path}: the five files share one prefix, so the index is {expected}; leave it out"
-            )
+        if idx_path is not None and os.path.abspath(idx_path) != os.path.abspath(expected):
+            raise FormatError(f"{idx_path}: the five files share one prefix, so the index is {expected}; leave it out")
         return self.writer.finalize()

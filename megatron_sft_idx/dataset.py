@@ -56,9 +56,7 @@ class _Index:
         self._documents = indices
 
     def __getitem__(self, idx: int) -> tuple[np.int64, np.int32, None]:
-        start, stop = (
-            self._shard.token_offsets[idx : idx + 2] if idx >= 0 else self._shard.token_offsets[idx - 1 :][:2]
-        )
+        start, stop = self._shard.token_range(idx)
         return np.int64(start * self.dtype_size), np.int32(stop - start), None
 
 
@@ -99,30 +97,44 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         *,
         copy: bool = False,
     ) -> None:
-        if multimodal:
-            raise FormatError(
-                f"{path_prefix}: multimodal=True, but packed SFT shards hold text only; pass False"
-            )
-        if object_storage_config or s3_config:
-            raise FormatError(
-                f"{path_prefix}: object storage is not read yet; copy the five files to a local folder"
-            )
-        self.initialize(path_prefix, Shard(path_prefix, backend="mmap" if mmap else "pread", copy=copy))
+        config = object_storage_config or s3_config
+        self.initialize(
+            path_prefix, multimodal, mmap, config, fast_cache_load, sequences_per_dataset, dtype_code, copy=copy
+        )
 
-    def initialize(self, path_prefix: str, shard: Shard) -> None:
-        """Set all state; the constructor and unpickling both come through here, as in the parent."""
-        self.path_prefix = path_prefix
+    def initialize(
+        self,
+        path_prefix: str,
+        multimodal: bool = False,
+        mmap: bool = True,
+        object_storage_config: Any = None,
+        fast_cache_load: bool = False,
+        sequences_per_dataset: tuple[int, int] | None = None,
+        dtype_code: int | None = None,
+        *,
+        copy: bool = False,
+    ) -> None:
+        """Open the shard; arguments as the constructor's."""
+        if multimodal:
+            raise FormatError(f"{path_prefix}: multimodal=True, but packed SFT shards hold text only; pass False")
+        if object_storage_config:
+            raise FormatError(f"{path_prefix}: object storage is not read yet; copy the five files to a local folder")
+        self._take(Shard(path_prefix, backend="mmap" if mmap else "pread", copy=copy))
+
+    def _take(self, shard: Shard) -> None:
+        """Set all state; the constructor and unpickling both come through here."""
+        self.path_prefix = shard.prefix
         self.multimodal = False
         self.mmap = shard.backend == "mmap"
         self.object_storage_config = None
         self.shard = shard
         self._index: _Index | None = None
 
-    def __getstate__(self) -> tuple[str, Shard]:
-        return self.path_prefix, self.shard
+    def __getstate__(self) -> tuple[Shard]:
+        return (self.shard,)
 
-    def __setstate__(self, state: tuple[str, Shard]) -> None:
-        self.initialize(*state)
+    def __setstate__(self, state: tuple[Shard]) -> None:
+        self._take(*state)
 
     def __del__(self) -> None:
         # The parent deletes a reader and an index; ours close with their last view.
@@ -154,9 +166,10 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         tokens = self.shard.get(idx, offset, length)
         return tokens.copy() if copy else tokens
 
-    def sequences(self, idx: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """``(input_ids, loss_mask)`` of each sequence of a pack, in order."""
-        return self.shard.sequences(idx)
+    def sequences(self, idx: int, *, copy: bool = False) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """``(input_ids, loss_mask)`` of each sequence of a pack, in order; ``copy`` for writable arrays."""
+        found = self.shard.sequences(idx)
+        return [(ids.copy(), mask.copy()) for ids, mask in found] if copy else found
 
     def get_document_indices(self) -> NDArray[np.int64]:
         """0, 1, ..., packs: each pack is a document."""

@@ -46,7 +46,7 @@ class ShardNotFoundError(SFTIndexError, FileNotFoundError):
         super().__init__(prefix, self.missing, remedy)
 
     def __str__(self) -> str:
-        return f"{self.prefix}: no shard here, missing {', '.join(self.missing)}; {self.remedy}"
+        return f"{self.prefix}: no shard here, missing {', '.join(self.missing)} (rule F1); {self.remedy}"
 
 
 class FormatError(SFTIndexError, ValueError):
@@ -69,7 +69,7 @@ class UnsupportedVersionError(FormatError):
     def __str__(self) -> str:
         versions = ", ".join(map(str, self.supported))
         return (
-            f"{self.path}: format version {self.found}, this package reads {versions}; "
+            f"{self.path}: format version {self.found}, this package reads {versions} (rule H2); "
             "upgrade megatron-sft-idx, or check that the file is not corrupt"
         )
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 
-__all__ = ["Array", "Backend", "OutputFile", "PreadArray", "check_size", "open_array", "sync_folder"]
+__all__ = ["Array", "Backend", "OutputFile", "PreadArray", "as_bytes", "check_size", "open_array", "sync_folder"]
 
 Backend = Literal["mmap", "pread"]
 
@@ -51,7 +51,7 @@ class PreadArray:
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
         start, stop, _ = index.indices(self._count)
         out = np.empty(max(stop - start, 0), self._dtype)
-        view = out.data.cast("B") if len(out) else memoryview(b"")
+        view = as_bytes(out)
         offset = self._offset + start * self._dtype.itemsize
         done = 0
         while done < len(view):
@@ -71,6 +71,13 @@ class PreadArray:
         # A constructor that failed has no descriptor to close.
         if (fd := self.__dict__.pop("_fd", None)) is not None:
             os.close(fd)
+
+
+def as_bytes(data: bytes | memoryview | NDArray[Any]) -> memoryview:
+    """The bytes of a buffer, which is one-dimensional and contiguous; it may be empty, which ``cast`` refuses."""
+    if isinstance(data, np.ndarray):
+        return data.view(np.uint8).data
+    return memoryview(data)
 
 
 def check_size(path: str, found: int, expected: int) -> None:
@@ -134,7 +141,7 @@ class OutputFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append all of ``data``."""
-        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        view = as_bytes(data)
         try:
             while view:
                 written = os.write(self._fd, view)

@@ -6,10 +6,19 @@
 
 namespace {
 
+// What a kernel may read through a typed pointer. pybind11 has checked the dtype of an Array; items that are not
+// aligned, as in a buffer read from an odd byte on, would be undefined behaviour.
+void require_vector(const py::array& array, const char* name) {
+  constexpr int wanted = py::array::c_style | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
+  if (array.ndim() != 1 || (array.flags() & wanted) != wanted) {
+    throw std::invalid_argument(std::string(name) + " must be one-dimensional, contiguous and aligned");
+  }
+}
+
 // ---- index arrays ----
 
 Array<std::int64_t> offsets_from_lengths(const Array<std::int64_t>& lengths, std::int64_t scale, std::int64_t start) {
-  if (lengths.ndim() != 1) throw std::invalid_argument("lengths must be one-dimensional");
+  require_vector(lengths, "lengths");
   Array<std::int64_t> out(lengths.size() + 1);
   const auto* in = lengths.data();
   auto* result = out.mutable_data();
@@ -40,23 +49,21 @@ MaskType mask_type_of(const py::dtype& dtype) {
   throw py::type_error("masks are uint8, int64, float32 or float64");
 }
 
-const void* contiguous(const py::array& array, const char* name) {
-  if (array.ndim() != 1 || !(array.flags() & py::array::c_style)) {
-    throw std::invalid_argument(std::string(name) + " must be one-dimensional and contiguous");
-  }
-  return array.data();
-}
-
 bool stage_add(PackStage& stage, const py::array& tokens, const py::array& mask, const Array<std::int64_t>& starts,
                const Array<std::int64_t>& lengths, const Array<std::int64_t>& sequences, bool token_aligned) {
+  require_vector(tokens, "tokens");
+  require_vector(mask, "mask");
+  require_vector(starts, "starts");
+  require_vector(lengths, "lengths");
+  require_vector(sequences, "sequences");
   if (lengths.size() != sequences.size()) throw std::invalid_argument("one length and one sequence count a pack");
   if (mask.size() != tokens.size()) {
     throw std::invalid_argument(std::to_string(mask.size()) + " loss mask values for " +
                                 std::to_string(tokens.size()) + " tokens; there is one a token");
   }
-  const sft_idx::PackInput input{contiguous(tokens, "tokens"),
+  const sft_idx::PackInput input{tokens.data(),
                                  token_type_of(tokens.dtype()),
-                                 contiguous(mask, "mask"),
+                                 mask.data(),
                                  mask_type_of(mask.dtype()),
                                  static_cast<std::size_t>(tokens.size()),
                                  starts.data(),
@@ -82,8 +89,8 @@ void bind_stage(py::module_& m) {
              return PackStage(token_type_of(tokens), mask_type_of(mask), capacity, multiple, room);
            }),
            "token_dtype"_a, "mask_dtype"_a, "capacity"_a, "sequence_multiple"_a, "room"_a)
-      .def("add", &stage_add, "tokens"_a, "mask"_a, py::arg("starts").noconvert(), py::arg("lengths").noconvert(),
-           py::arg("sequences").noconvert(), "token_aligned"_a)
+      .def("add", &stage_add, py::arg("tokens").noconvert(), py::arg("mask").noconvert(),
+           py::arg("starts").noconvert(), py::arg("lengths").noconvert(), py::arg("sequences").noconvert(), "token_aligned"_a)
       .def("promote_mask", &PackStage::promote_mask)
       .def("clear", &PackStage::clear)
       .def_property_readonly("tokens", [](const PackStage& s) { return staged(s.tokens()); })
@@ -106,6 +113,11 @@ void bind_stage(py::module_& m) {
 template <typename T>
 void gather_sequences(const Array<T>& source, const Array<std::int64_t>& starts, const Array<std::int64_t>& stops,
                       const Array<std::int64_t>& order, Array<T> out) {
+  require_vector(source, "source");
+  require_vector(starts, "starts");
+  require_vector(stops, "stops");
+  require_vector(order, "order");
+  require_vector(out, "out");
   if (starts.size() != stops.size()) throw std::invalid_argument("one start and one stop a sequence");
   const void* from = source.data();
   void* to = out.mutable_data();
@@ -125,6 +137,9 @@ void bind_gather(py::module_& m) {
 
 Array<std::int64_t> absolute_offsets(const Array<std::int64_t>& sequence_offsets,
                                      const Array<std::int64_t>& token_offsets, const Array<std::uint32_t>& starts) {
+  require_vector(sequence_offsets, "sequence_offsets");
+  require_vector(token_offsets, "token_offsets");
+  require_vector(starts, "starts");
   if (sequence_offsets.size() < 1 || sequence_offsets.size() != token_offsets.size()) {
     throw std::invalid_argument("sequence_offsets and token_offsets hold packs + 1 values each");
   }

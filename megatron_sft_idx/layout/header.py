@@ -241,8 +241,13 @@ def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
 
 
 def header_nbytes(metadata: Mapping[str, Any]) -> int:
-    """Size of the header that holds this JSON block."""
-    return align(HEADER_FIXED_NBYTES + len(encode_metadata(metadata)) + CHECKSUM_NBYTES)
+    """Size of the header that holds this JSON block. FormatError where it is larger than readers accept."""
+    size = align(HEADER_FIXED_NBYTES + len(encode_metadata(metadata)) + CHECKSUM_NBYTES)
+    if size > MAX_HEADER_NBYTES:
+        raise FormatError(
+            f"metadata: the header would have {size} bytes, at most {MAX_HEADER_NBYTES} (rule H3); store less in it"
+        )
+    return size
 
 
 def peek_nbytes(raw: bytes, path: str) -> int:
@@ -291,6 +296,8 @@ def _checked(values: dict[str, Any], raw: bytes, path: str) -> Header:
     require(
         "json_nbytes", "H7", align(end + CHECKSUM_NBYTES) == len(raw), f"a block that fills {len(raw)} bytes"
     )
+    if any(raw[end:-CHECKSUM_NBYTES]):
+        raise CorruptShardError(path, end, "H5", f"bytes between JSON block and checksum, expected zeros; {_LOST}")
     plain = {name: values[name] for name in Header.__dataclass_fields__ if name in values}
     plain |= {
         "token_dtype": TOKEN_DTYPES[values["token_dtype"]],

@@ -7,7 +7,7 @@
     block   4 bytes  b"PACK", uint32 n, uint64 xxh3_64 of the records, n records: uint32 length in tokens,
             uint32 sequences
     block   4 bytes  b"MASK", uint32 n = 1, uint64 xxh3_64, uint32 dtype code the loss file has from its first byte on,
-            uint32 zero
+            uint32 zero; while X.loss.bin.tmp.float32 exists, it is that file, about to take the other's name
     block   4 bytes  b"DONE", uint32 n = 0, uint64 xxh3_64 of nothing: all files are complete and synced, and only
             renames are left
 
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import CorruptShardError
 from megatron_sft_idx.layout.values import align
 
-__all__ = ["DONE", "MASK", "PACK", "Block", "encode_block", "encode_head", "read_blocks", "read_head"]
+__all__ = ["DONE", "MASK", "MAX_RECORDS", "PACK", "Block", "encode_block", "encode_head", "read_blocks", "read_head"]
 
 _MAGIC = b"SFTJRNL1"
 _HEAD = struct.Struct("<8sII")
@@ -38,7 +38,7 @@ _RECORD_NBYTES = 8
 _CHECKSUM = struct.Struct("<Q")
 PACK, MASK, DONE = b"PACK", b"MASK", b"DONE"
 _MAX_HEAD_NBYTES = 16 << 20
-_MAX_RECORDS = 1 << 24
+MAX_RECORDS = 1 << 24  # in one block
 
 
 class Block(NamedTuple):
@@ -87,7 +87,7 @@ def read_blocks(stream: BinaryIO) -> Iterator[Block]:
     """Complete blocks in order; ends without an error at the first torn one, as a kill leaves it."""
     while len(head := stream.read(_BLOCK.size)) == _BLOCK.size:
         kind, count, checksum = _BLOCK.unpack(head)
-        if kind not in (PACK, MASK, DONE) or count > _MAX_RECORDS:
+        if kind not in (PACK, MASK, DONE) or count > MAX_RECORDS:
             return
         raw = stream.read(count * _RECORD_NBYTES)
         if len(raw) != count * _RECORD_NBYTES or xxhash.xxh3_64_intdigest(raw) != checksum:

@@ -40,7 +40,7 @@ def mask_array(values: ArrayLike) -> NDArray[Any]:
 
 def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: str, what: str) -> NDArray[Any]:
     array = np.asarray(values)
-    if array.dtype in dtypes and array.ndim == 1 and array.flags.c_contiguous:
+    if array.dtype in dtypes and array.ndim == 1 and array.flags.c_contiguous and array.flags.aligned:
         return array
     if array.ndim != 1:
         raise ValueError(f"has shape {array.shape}; expected one dimension")
@@ -50,4 +50,4 @@ def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: st
         raise ValueError(f"has dtype {array.dtype}; expected {what}")
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"holds {array.max()}, far outside any id, position or mask")
-    return np.ascontiguousarray(array, dtype=dtypes[-1])
+    return np.require(array, dtypes[-1], ("C", "ALIGNED"))

@@ -14,7 +14,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.layout import FileDigest, Header
 from megatron_sft_idx.layout.journal import PACK, read_blocks, read_head
 from megatron_sft_idx.layout.mmididx import pack_idx_header
-from megatron_sft_idx.storage import OutputFile
+from megatron_sft_idx.storage import OutputFile, as_bytes
 
 __all__ = ["write_idx", "write_seq_idx"]
 
@@ -55,10 +55,9 @@ class _Hashed:
     def __init__(self, file: OutputFile) -> None:
         self._file, self._hash = file, xxhash.xxh3_128()
 
-    def write(self, data: bytes | NDArray[Any]) -> None:
-        view = data if isinstance(data, bytes) else data.data
-        self._file.write(view)
-        self._hash.update(view)
+    def write(self, data: bytes | memoryview | NDArray[Any]) -> None:
+        self._file.write(data)
+        self._hash.update(as_bytes(data))
 
     def digest(self) -> bytes:
         return self._hash.digest()

@@ -38,23 +38,27 @@ def read_header(prefix: str | os.PathLike[str]) -> Header:
         CorruptShardError, UnsupportedVersionError: see ``Header.decode``.
     """
     paths = ShardPaths.of(prefix)
+    return Header.decode(_read_raw_header(paths), paths.seq_idx)
+
+
+def _read_raw_header(paths: ShardPaths) -> bytes:
     try:
         with open(paths.seq_idx, "rb", buffering=0) as file:
             raw = file.read(HEADER_FIXED_NBYTES)
             size = peek_nbytes(raw, paths.seq_idx)
             while len(raw) < size and (more := file.read(size - len(raw))):
                 raw += more
-    except (FileNotFoundError, NotADirectoryError):
+            return raw
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         raise _not_found(paths) from None
-    return Header.decode(raw, paths.seq_idx)
 
 
 def _not_found(paths: ShardPaths) -> ShardNotFoundError:
     missing = paths.missing()
-    if len(missing) == len(paths.all):
-        remedy = "check the prefix: it is the path without .seq.idx"
-    elif paths.seq_idx in missing and os.path.exists(paths.journal):
+    if paths.seq_idx in missing and os.path.exists(paths.journal):
         remedy = "a build was interrupted here: run it again with overwrite, or recover it from its journal"
+    elif len(missing) == len(paths.all):
+        remedy = "check the prefix: it is the path without .seq.idx"
     elif missing == [paths.seq_idx] or paths.loss in missing:
         remedy = "the files beside them may be a stock Megatron dataset without loss masks, or a shard copied in part"
     else:
@@ -130,7 +134,9 @@ class Shard:
         self._files = None
 
     def _open_files(self) -> _Files:
-        paths, header = self._paths, read_header(self._paths.prefix)
+        paths = self._paths
+        raw = _read_raw_header(paths)
+        header = Header.decode(raw, paths.seq_idx)
         if missing := paths.missing():
             raise (
                 _not_found(paths)
@@ -147,7 +153,7 @@ class Shard:
             return open_array(path, dtype, count, nbytes=nbytes[path], backend=self._backend)
 
         sequence_offsets, token_offsets = self._open_offsets(header)
-        return _Files(
+        files = _Files(
             header,
             header.num_packs,
             header.num_sequences,
@@ -160,6 +166,11 @@ class Shard:
             _pair(sequence_offsets),
             _pair(token_offsets),
         )
+        # Whoever replaces a shard removes its .seq.idx first (rule W3). Where it is still the same one, every file
+        # opened in between belongs to it; sizes alone would not tell, a shuffled shard has the same.
+        if _read_raw_header(paths) != raw:
+            raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")
+        return files
 
     def _open_offsets(self, header: Header) -> tuple[Array, Array]:
         path, int64, count = self._paths.seq_idx, np.dtype("<i8"), header.num_packs + 1
@@ -268,11 +279,10 @@ class Shard:
             IndexError: no such pack, or the range reaches outside it.
         """
         files = self.files
-        i = self._normalise(files, operator.index(index))
-        start, stop = files.token_pair(i)
-        if not 0 <= start < stop <= files.num_tokens:
-            raise self._corrupt(files, i)
-        end = stop if length is None else start + offset + length
+        start, stop = self.token_range(index)
+        # As Python ints: Megatron hands in int32 offsets, and a shard may hold more than 2^31 tokens.
+        offset = operator.index(offset)
+        end = stop if length is None else start + offset + operator.index(length)
         if offset < 0 or not start + offset <= end <= stop:
             raise IndexError(
                 f"{self.prefix}: offset {offset}, length {length} reach outside pack {index}, which has {stop - start} tokens"
@@ -280,12 +290,38 @@ class Shard:
         tokens = files.tokens[start + offset : end]
         return tokens.copy() if self._copy else tokens
 
+    def token_range(self, index: int | np.integer[Any]) -> tuple[int, int]:
+        """Where a pack begins and ends among all tokens. IndexError, CorruptShardError as in ``__getitem__``."""
+        files = self.files
+        i = self._normalise(files, operator.index(index))
+        start, stop = files.token_pair(i)
+        if not 0 <= start < stop <= files.num_tokens:
+            raise self._corrupt(files, i)
+        return start, stop
+
     def sequences(self, index: int | np.integer[Any]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
         """``(input_ids, loss_mask)`` of each sequence of a pack, in order; the mask label-aligned."""
         pack = self[operator.index(index)]
         bounds = pack["seq_boundaries"].tolist()
         ids, mask = pack["input_ids"], pack["loss_mask"]
         return [(ids[a:b], mask[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+    def check_ends(self) -> None:
+        """CorruptShardError unless the offsets cover the files from end to end; two values of each are read."""
+        header = self.header
+        for rule, what, offsets, total, base in (
+            ("O1", "sequence", self.files.sequence_offsets, header.num_sequences, header.nbytes),
+            ("O2", "token", self.files.token_offsets, header.num_tokens, header.token_offsets_offset),
+        ):
+            first, last = int(offsets[:1][0]), int(offsets[header.num_packs :][0])
+            if (first, last) != (0, total):
+                raise CorruptShardError(
+                    self._paths.seq_idx,
+                    base,
+                    rule,
+                    f"{what} offsets go from {first} to {last}, expected 0 to {total};"
+                    " restore the file, or rebuild the index from the data",
+                )
 
     def _normalise(self, files: _Files, index: int) -> int:
         i = index + files.num_packs if index < 0 else index

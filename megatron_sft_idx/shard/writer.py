@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -22,13 +23,14 @@ from megatron_sft_idx.layout import (
     mask_dtype_of,
     token_dtype_of,
 )
-from megatron_sft_idx.layout.journal import DONE, MASK, PACK, encode_block, encode_head
+from megatron_sft_idx.layout.header import header_nbytes
+from megatron_sft_idx.layout.journal import DONE, MASK, MAX_RECORDS, PACK, encode_block, encode_head
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.arrays import integer_array, mask_array, token_array
 from megatron_sft_idx.shard.index import write_idx, write_seq_idx
-from megatron_sft_idx.shard.publish import Publication
+from megatron_sft_idx.shard.publish import WIDENED, Publication
 from megatron_sft_idx.shard.reader import Shard
-from megatron_sft_idx.storage import OutputFile
+from megatron_sft_idx.storage import OutputFile, as_bytes
 
 __all__ = ["FORMAT_WRITER", "MaskAlignment", "ShardWriter"]
 
@@ -49,7 +51,7 @@ class _DataFile:
 
     def write(self, data: memoryview) -> None:
         self.file.write(data)
-        self._hash.update(data)
+        self._hash.update(as_bytes(data))
 
     def digest(self) -> FileDigest:
         return FileDigest(self.file.nbytes, self._hash.digest())
@@ -98,6 +100,7 @@ class ShardWriter:
         self._multiple = _checked(sequence_multiple, "sequence_multiple", 1, MAX_CAPACITY)
         self._pad_id = _checked(pad_id, "pad_id", 0, MAX_CAPACITY) if pad_id is not None else None
         self.metadata: dict[str, Any] = dict(metadata or {})
+        header_nbytes(self.metadata)  # refuses what cannot be stored now, not after hours of writing
         self._durable = durable
         self._stage = _native.PackStage(
             tokens, masks, self._capacity or MAX_CAPACITY, self._multiple, _STAGE_TOKENS
@@ -240,8 +243,10 @@ class ShardWriter:
 
         Raises:
             SequenceError: a pack does not fit this writer's capacity or dtypes; the packs before it were added.
+            CorruptShardError: the other shard's offsets do not cover its files (rules O1, O2).
         """
         files, tokens, sequences = shard.files, shard.token_offsets, shard.sequence_offsets
+        shard.check_ends()
         first = 0
         while first < len(shard):
             last = int(np.searchsorted(tokens, tokens[first] + _STAGE_TOKENS, side="right")) - 1
@@ -260,7 +265,7 @@ class ShardWriter:
     ) -> NDArray[Any]:
         try:
             return convert(values)
-        except ValueError as error:
+        except (ValueError, TypeError, RuntimeError) as error:  # the latter two come from tensors without numpy form
             raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {name} {error}") from None
 
     def _add(
@@ -272,11 +277,13 @@ class ShardWriter:
         sequences: NDArray[np.int64],
         mask_alignment: MaskAlignment,
     ) -> None:
-        if self._publication.closed:
-            raise FormatError(f"{self.prefix}: this writer is finished; open another one to write more packs")
+        self._require_open()
         if mask_alignment not in ("label", "token"):
             raise FormatError(f"{self.prefix}: mask_alignment {mask_alignment!r}, choose 'label' or 'token'")
         mask = self._array(mask_array, loss_mask, "loss_mask")
+        if mask.size != ids.size:
+            reason = f"{mask.size} loss mask values for {ids.size} tokens; there is one a token"
+            raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {reason}")
         try:
             while not self._stage.add(ids, mask, starts, lengths, sequences, mask_alignment == "token"):
                 self.flush()
@@ -288,29 +295,45 @@ class ShardWriter:
         stage = self._stage
         if not len(stage.records):
             return
-        self._tokens.write(stage.tokens)
-        self._loss.write(stage.mask)
-        self._starts.write(stage.starts)
-        self._publication.journal.write(
-            encode_block(PACK, np.frombuffer(stage.records, np.uint32).reshape(-1, 2))
-        )
-        stage.clear()
+        self._publication.require_owner()
+        with self._all_or_nothing():
+            self._tokens.write(stage.tokens)
+            self._loss.write(stage.mask)
+            self._starts.write(stage.starts)
+            records = np.frombuffer(stage.records, np.uint32).reshape(-1, 2)
+            for start in range(0, len(records), MAX_RECORDS):
+                block = encode_block(PACK, records[start : start + MAX_RECORDS])
+                self._publication.journal.write(block)
+            stage.clear()
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Abandon the build where a write fails halfway: the files no longer go together."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
 
     def promote_mask_dtype(self) -> None:
         """Go on with float32 masks: what was written as uint8 is rewritten, in bounded memory."""
         if self.mask_dtype == np.float32:
             return
+        self._require_open()
+        self._publication.require_owner()
         self.flush()
         old = self._loss
-        self._mask_code, dtype = mask_dtype_of(np.float32)
-        widened = self._data_file(self._paths.loss, ".float32")
-        for offset in range(0, old.file.nbytes, _STAGE_TOKENS):
-            piece = os.pread(old.file.fileno(), _STAGE_TOKENS, offset)
-            widened.write(np.frombuffer(piece, np.uint8).astype(dtype).data)
-        self._publication.replace(widened.file, old.file)
-        self._publication.journal.write(encode_block(MASK, np.array([[self._mask_code, 0]], np.uint32)))
-        self._loss = widened
-        self._stage.promote_mask()
+        with self._all_or_nothing():
+            code, dtype = mask_dtype_of(np.float32)
+            widened = self._data_file(self._paths.loss, WIDENED)
+            for offset in range(0, old.file.nbytes, _STAGE_TOKENS):
+                piece = os.pread(old.file.fileno(), _STAGE_TOKENS, offset)
+                widened.write(np.frombuffer(piece, np.uint8).astype(dtype))
+            # In this order a kill in between can be told: the journal says float32 and the widened file is there.
+            self._publication.journal.write(encode_block(MASK, np.array([[code, 0]], np.uint32)))
+            self._publication.replace(widened.file, old.file)
+            self._loss, self._mask_code = widened, code
+            self._stage.promote_mask()
 
     def finalize(self) -> Header:
         """Write the indexes and publish the shard.
@@ -321,17 +344,20 @@ class ShardWriter:
         Raises:
             FormatError: another shard appeared at the prefix in the meantime, or the metadata is not JSON.
         """
-        if self._publication.closed:
-            raise FormatError(f"{self.prefix}: this writer is finished already")
-        try:
+        self._require_open()
+        self._publication.require_owner()
+        with self._all_or_nothing():
             self.flush()
             header = self._write_indexes()
             self._publication.journal.write(encode_block(DONE, np.empty((0, 2), np.uint32)))
             self._publication.publish()
-        except BaseException:
-            self.abandon()
-            raise
         return header
+
+    def _require_open(self) -> None:
+        if self._publication.closed:
+            raise FormatError(
+                f"{self.prefix}: this writer is finished or was abandoned; open another one to write more packs"
+            )
 
     def _write_indexes(self) -> Header:
         paths, journal = self._paths, self._publication.journal.path

@@ -1,0 +1,31 @@
+"""Writes the golden shards of tests/golden/v1. Their bytes never change while format version 1 is written.
+
+    python tests/golden/make.py tests/golden/v1
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from megatron_sft_idx.shard import ShardWriter
+
+
+def make(folder: Path) -> list[str]:
+    """Write both shards into ``folder`` and return their prefixes."""
+    flags, weights = str(folder / "flags"), str(folder / "weights")
+    with ShardWriter(flags, token_dtype=np.uint16, capacity=16, sequence_multiple=2, pad_id=0,
+                     metadata={"tokenizer": "demo", "é": [1, 2.5, None, True]}) as writer:
+        writer.add_pack([11, 12, 13, 14, 15], [0, 1, 0, 1, 0], [0, 3])
+        writer.add_pack([65535, 0, 1, 2, 3, 4, 5], [0, 1, 1, 0, 0, 0, 0], [0, 1, 4], mask_alignment="token")
+        writer.add_pack([9], [0], [0])
+        writer.add_pack(np.arange(100, 116), np.r_[np.ones(15, bool), False], [0])
+    with ShardWriter(weights, token_dtype=np.int32, mask_dtype=np.float32) as writer:
+        writer.add_pack([2**31 - 1, 0, 70000], [0.5, 1.25, 0.0], [0])
+        writer.add_pack(range(300), [0.0, *[1.0] * 298, 0.0], [0, 1])
+        writer.add_pack([1, 2, 3, 4], [0, 0, 0, 0], [0, 1, 2, 3])
+    return [flags, weights]
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

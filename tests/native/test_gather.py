@@ -1,0 +1,145 @@
+"""Gathering sequences and their positions in a shard, against plain Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_sft_idx._native import absolute_offsets, gather_sequences
+
+DTYPES = ("u2", "i4", "u1", "f4")
+
+
+def longs(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def slow_gather(source: list[Any], starts: list[int], stops: list[int], order: list[int]) -> list[Any]:
+    return [item for sequence in order for item in source[starts[sequence] : stops[sequence]]]
+
+
+@settings(deadline=None)
+@given(st.data(), st.sampled_from(DTYPES))
+def test_gathered_is_what_the_slow_one_gathers(data: st.DataObject, dtype: str) -> None:
+    source = data.draw(st.lists(st.integers(0, 255), max_size=30))
+    place = st.tuples(st.integers(0, len(source)), st.integers(0, len(source))).map(sorted)
+    ranges = data.draw(st.lists(place, max_size=8))
+    order = data.draw(st.lists(st.integers(0, len(ranges) - 1), max_size=12)) if ranges else []
+    starts, stops = [a for a, _ in ranges], [b for _, b in ranges]
+    expected = slow_gather(source, starts, stops, order)
+    out = np.full(len(expected), 77, dtype)
+    gather_sequences(np.array(source, dtype), longs(*starts), longs(*stops), longs(*order), out)
+    assert out.tolist() == expected
+
+
+LOW, HIGH = -(2**63), 2**63 - 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("starts", "stops", "order", "room", "word"),
+    [
+        ([0], [3], [1], 3, r"order\[0\] is 1, there are 1 sequences"),
+        ([0], [3], [0, -1], 3, r"order\[1\] is -1"),
+        ([0], [3], [HIGH], 3, r"order\[0\]"),
+        ([], [], [0], 0, "there are 0 sequences"),
+        ([-1], [3], [0], 4, "sequence 0 lies outside the source"),
+        ([LOW], [HIGH], [0], 4, "sequence 0 lies outside the source"),
+        ([2], [1], [0], 0, "sequence 0 lies outside the source"),
+        ([0], [6], [0], 6, "sequence 0 lies outside the source"),
+        ([HIGH], [HIGH], [0], 0, "sequence 0 lies outside the source"),
+        ([0], [5], [0, 0], 9, "do not fit the output"),
+        ([0], [5], [0], 6, "do not fill the output"),
+        ([0, 1], [5], [0], 5, "one start and one stop a sequence"),
+    ],
+)
+def test_ranges_outside_are_refused(
+    dtype: str, starts: list[int], stops: list[int], order: list[int], room: int, word: str
+) -> None:
+    with pytest.raises(ValueError, match=word):
+        gather_sequences(
+            np.arange(5).astype(dtype), longs(*starts), longs(*stops), longs(*order), np.zeros(room, dtype)
+        )
+
+
+def test_arrays_are_not_converted_and_read_only_ones_not_written() -> None:
+    good = [np.arange(5, dtype="u2"), longs(0), longs(5), longs(0), np.zeros(5, "u2")]
+    gather_sequences(*good)
+    for place, array in enumerate(good):
+        for other in (
+            array.tolist(),
+            array.astype("f8"),
+            np.repeat(array, 2)[::2],
+            array.astype(array.dtype.str.replace("<", ">")),
+        ):
+            if isinstance(other, np.ndarray) and other.dtype == array.dtype and other.flags.c_contiguous:
+                continue
+            with pytest.raises((TypeError, ValueError)):
+                gather_sequences(*good[:place], other, *good[place + 1 :])
+    frozen = np.zeros(5, "u2")
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match="not writeable"):
+        gather_sequences(*good[:4], frozen)
+    assert not frozen.any()
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_unaligned_and_folded_arrays_are_refused(place: int) -> None:
+    arrays = [np.arange(4, dtype="i4"), longs(0, 2), longs(2, 4), longs(1, 0), np.zeros(4, "i4")]
+    good = arrays[place]
+    raw = bytearray(b"\0" + good.tobytes())
+    for bad in (np.frombuffer(raw, good.dtype, offset=1), good.reshape(2, -1)):
+        with pytest.raises(ValueError, match="one-dimensional, contiguous and aligned"):
+            gather_sequences(*arrays[:place], bad, *arrays[place + 1 :])
+
+
+def slow_absolute(packs: list[list[int]]) -> list[int]:
+    """Positions of all sequences of packs given as sequence lengths, and the token count."""
+    out = [0]
+    for length in (length for pack in packs for length in pack):
+        out.append(out[-1] + length)
+    return out
+
+
+def csr(packs: list[list[int]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    sequences = np.cumsum([0, *map(len, packs)], dtype=np.int64)
+    tokens = np.cumsum([0, *map(sum, packs)], dtype=np.int64)
+    starts = [start for pack in packs for start in np.cumsum([0, *pack[:-1]]).tolist()]
+    return sequences, tokens, np.array(starts, np.uint32)
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), max_size=8))
+def test_absolute_offsets_are_running_sums(packs: list[list[int]]) -> None:
+    assert absolute_offsets(*csr(packs)).tolist() == slow_absolute(packs)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "starts", "word"),
+    [
+        ([], [], [], "packs \\+ 1 values"),
+        ([0, 1], [0], [0], "packs \\+ 1 values"),
+        ([0, 1], [0, 5], [0, 1], "starts do not match"),
+        ([1, 2], [0, 5], [0, 0], "begin with 0"),
+        ([0, 1], [1, 5], [0], "begin with 0"),
+        ([0, 1], [LOW, HIGH], [0], "begin with 0"),
+        ([0, 0], [0, 5], [], "pack 0 are not ascending"),
+        ([0, 3, 2], [0, 5, 6], [0, 0], "pack 0 are not ascending"),
+        ([0, HIGH, 2], [0, 5, 6], [0, 0], "pack 0 are not ascending"),
+        ([0, LOW, 2], [0, 5, 6], [0, 0], "pack 0 are not ascending"),
+        ([0, 1, 2], [0, 5, 5], [0, 0], "pack 1 are not ascending"),
+        ([0, 1, 2], [0, 5, LOW], [0, 0], "pack 1 are not ascending"),
+        ([0, 1], [0, 5], [1], "starts of pack 0 do not ascend"),
+        ([0, 2], [0, 5], [0, 0], "starts of pack 0 do not ascend"),
+        ([0, 2], [0, 5], [0, 5], "starts of pack 0 do not ascend"),
+        ([0, 2], [0, 5], [0, 2**32 - 1], "starts of pack 0 do not ascend"),
+    ],
+)
+def test_offsets_that_disagree_are_refused(
+    sequences: list[int], tokens: list[int], starts: list[int], word: str
+) -> None:
+    with pytest.raises(ValueError, match=word):
+        absolute_offsets(longs(*sequences), longs(*tokens), np.array(starts, np.uint32))
