@@ -105,9 +105,7 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
         self._refuse("end_document", "every pack is a document of its own and ends with add_pack")
 
     def _refuse(self, method: str, reason: str) -> NoReturn:
-        raise FormatError(
-            f"{self.writer.prefix}: {method} is not for packed SFT data: {reason}; use add_pack"
-        )
+        raise FormatError(f"{self.writer.prefix}: {method} is not for packed SFT data: {reason}; use add_pack")
 
     def add_index(self, path_prefix: str) -> None:
         """Append all packs of another shard.

@@ -130,18 +130,14 @@ def size_complaints(source: str, name: str) -> list[str]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
-                complaints.append(
-                    f"{name}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}"
-                )
+                complaints.append(f"{name}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}")
     return complaints
 
 
 def private_path_complaints(text: str, name: str) -> list[str]:
     """Absolute paths that exist on somebody's machine only."""
     return [
-        f"{name}:{number}: {line.strip()}"
-        for number, line in enumerate(text.splitlines(), 1)
-        if PRIVATE.search(line)
+        f"{name}:{number}: {line.strip()}" for number, line in enumerate(text.splitlines(), 1) if PRIVATE.search(line)
     ]
 
 

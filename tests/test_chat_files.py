@@ -21,13 +21,9 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.samp
     ['"', "\\", '\\"],[', "\r\n", "\x00", "\u2028", "é" * 40]
 )
 MESSAGES = st.lists(st.fixed_dictionaries({"role": TEXTS, "content": TEXTS}), min_size=1, max_size=3)
-ROWS = st.lists(
-    st.fixed_dictionaries({"messages": MESSAGES, "n": st.integers(-(2**63), 2**63 - 1)}), max_size=12
-)
+ROWS = st.lists(st.fixed_dictionaries({"messages": MESSAGES, "n": st.integers(-(2**63), 2**63 - 1)}), max_size=12)
 CONTAINERS = ["jsonl", "jsonl.gz", "jsonl.zst", "json", "json.gz", "json.zst", "parquet", "arrow", "saved"]
-SCHEMA = pa.schema(
-    {"messages": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})), "n": pa.int64()}
-)
+SCHEMA = pa.schema({"messages": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})), "n": pa.int64()})
 
 
 def compress(data, suffix, split):
@@ -142,9 +138,7 @@ def test_the_same_pieces_compressed_or_not(tmp_path):
 
 def test_json_lines_as_people_write_them(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(
-        b'\xef\xbb\xbf\n{"a": 1}\r\n\r\n  \t\n {"a": "\\u0000\\ud83d\\ude00"} \n{"a": 1, "a": 2}'
-    )
+    path.write_bytes(b'\xef\xbb\xbf\n{"a": 1}\r\n\r\n  \t\n {"a": "\\u0000\\ud83d\\ude00"} \n{"a": 1, "a": 2}')
     for piece_nbytes in (1, 1000):
         assert [(at, row) for _, at, row in read_all(str(path), piece_nbytes)] == [
             (2, {"a": 1}),
@@ -242,10 +236,7 @@ def test_globs_folders_and_order(tmp_path):
     assert [file.path for file in expand_inputs(tmp_path / "a.jsonl")] == [str(tmp_path / "a.jsonl")]
 
 
-@given(
-    st.binary(max_size=60)
-    | st.lists(st.sampled_from([b"[", b"]", b"{", b"}", b'"', b",", b"1"])).map(b"".join)
-)
+@given(st.binary(max_size=60) | st.lists(st.sampled_from([b"[", b"]", b"{", b"}", b'"', b",", b"1"])).map(b"".join))
 @settings(max_examples=300, deadline=None)
 def test_any_bytes_give_rows_or_named_errors(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("fuzz")

@@ -145,9 +145,7 @@ def test_a_row_without_end_stops_before_it_fills_the_memory(tmp_path, name, row)
     path.write_bytes(b'[{"a": 1}, ' + row if name == "a.json" else b'{"a": 1}\n' + row)
     if row.endswith(b'x"') and name == "a.json":
         path.write_bytes(path.read_bytes() + b"]")
-    with pytest.raises(
-        FormatError, match=r"row 2 is longer than 4000 bytes; expected one JSON object a line"
-    ):
+    with pytest.raises(FormatError, match=r"row 2 is longer than 4000 bytes; expected one JSON object a line"):
         list(iter_pieces(expand_inputs([path]), piece_nbytes=100, max_row_nbytes=4000))
 
 

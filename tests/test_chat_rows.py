@@ -83,12 +83,7 @@ GOOD = {
         bot(tool_calls=[{"name": "f", "arguments": '{"x": 100000000000000000000001}'}]),
         [
             USER,
-            CALLS
-            | {
-                "tool_calls": [
-                    {"type": "function", "function": {"name": "f", "arguments": {"x": 10**23 + 1}}}
-                ]
-            },
+            CALLS | {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 10**23 + 1}}}]},
         ],
     ),
     "old-call": (
@@ -293,9 +288,7 @@ KEYS = st.sampled_from(
     "thinking reasoning_content id loss".split()
 )
 WORDS = st.sampled_from(["user", "assistant", "tool", "human", "gpt", "function_call", "text", "{}", "[]"])
-NEAR = st.recursive(
-    JSON | WORDS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=5)
-)
+NEAR = st.recursive(JSON | WORDS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS, inner, max_size=5))
 
 
 @given(JSON | st.dictionaries(COLUMNS, NEAR, max_size=4))
@@ -308,9 +301,7 @@ def test_any_row_is_read_or_refused_with_a_reason(row):
     else:
         if isinstance(got, Conversation):
             assert len(got.messages) == len(got.weights)
-            assert all(
-                isinstance(message["content"], str) or message.get("tool_calls") for message in got.messages
-            )
+            assert all(isinstance(message["content"], str) or message.get("tool_calls") for message in got.messages)
         else:
             assert got.input_ids.shape == got.loss_mask.shape
             assert np.isfinite(got.loss_mask).all()

@@ -48,8 +48,7 @@ def twin(kind: str, row: Rendered, whole: bool) -> tuple[list[int], list[float],
     straddling = 0
     for span in row.spans:
         holders = {
-            c: [t for t, (a, b) in enumerate(encoding.offsets) if a <= c < b]
-            for c in range(span.start, span.stop)
+            c: [t for t, (a, b) in enumerate(encoding.offsets) if a <= c < b] for c in range(span.start, span.stop)
         }
         held = [c for c in holders if holders[c]]
         if not held:
@@ -229,9 +228,7 @@ def test_bad_spans_are_refused(kind: str) -> None:
 
 
 def test_half_a_surrogate_pair_is_refused_by_name() -> None:
-    with pytest.raises(
-        SequenceError, match=r"rendered:1: character 2 is '\\ud83d', half of a surrogate pair"
-    ):
+    with pytest.raises(SequenceError, match=r"rendered:1: character 2 is '\\ud83d', half of a surrogate pair"):
         load("gpt2").encode([Rendered("fine", []), Rendered("ab\ud83d", [])])
 
 
@@ -251,9 +248,7 @@ def test_token_rows_are_checked() -> None:
 
 def test_the_end_of_document_is_trained_when_the_token_before_it_is() -> None:
     def encoded(weights: list[float]) -> Encoded:
-        return Encoded(
-            np.arange(len(weights), dtype=np.int32), np.array(weights, np.float32), {"straddling": 1}
-        )
+        return Encoded(np.arange(len(weights), dtype=np.int32), np.array(weights, np.float32), {"straddling": 1})
 
     for weights in ([0.0, 1.0], [1.0, 0.0], [0.5], []):
         longer = append_eod(encoded(weights), 7)

@@ -135,9 +135,7 @@ def test_broken_tokenizers_are_refused_in_a_sentence(tmp_path: Path, name: str) 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "gpt2"])
 def test_hub_names_are_not_downloaded(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        FormatError, match=f"{name}: not a local folder; .*download its tokenizer first: hf download"
-    ):
+    with pytest.raises(FormatError, match=f"{name}: not a local folder; .*download its tokenizer first: hf download"):
         load_tokenizer(name)
 
 
@@ -196,9 +194,7 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     assert load_tokenizer(folder / "tokenizer.json").fingerprint == whole.fingerprint
     spec = json.loads((folder / "tokenizer.json").read_text())
     shuffled = tmp_path / "other.json"
-    shuffled.write_text(
-        json.dumps(dict(reversed(spec.items())), indent=3, ensure_ascii=False), encoding="utf-8"
-    )
+    shuffled.write_text(json.dumps(dict(reversed(spec.items())), indent=3, ensure_ascii=False), encoding="utf-8")
     assert load_tokenizer(shuffled).fingerprint == whole.fingerprint
     with_template = zoo.write_folder(tmp_path / "b", "gpt2", {"chat_template": "x", "eos_token": "</s>"})
     assert load_tokenizer(with_template).fingerprint == whole.fingerprint
@@ -245,9 +241,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "added_tokens_decoder": {"1": flags("<s>"), "5000": flags("<|later|>", special=False)}
     },
     "a listed token has other flags": {"added_tokens_decoder": {"4": flags("<|im_end|>", rstrip=True)}},
-    "a named token is listed as ordinary": {
-        "added_tokens_decoder": {"4": flags("<|im_end|>", special=False)}
-    },
+    "a named token is listed as ordinary": {"added_tokens_decoder": {"4": flags("<|im_end|>", special=False)}},
     "extra tokens": {"additional_special_tokens": ["<|a|>", "<think>"]},
     "extra named tokens": {"extra_special_tokens": {"tool_token": "<|tool|>"}},
     "no eos": {"eos_token": None},
@@ -278,12 +272,9 @@ def compare_with_transformers(folder: Path) -> None:
     assert (ours.eos_id, ours.pad_id) == (theirs.eos_token_id, theirs.pad_token_id)
     added = theirs.added_tokens_decoder
     assert ours.control_tokens == [str(token) for _, token in sorted(added.items()) if token.special]
-    text = "".join(
-        f"a {token} b\n{token}" for token in [*added.values(), "<|new|>", "<|x|>", "<|y|>", "<think>"]
-    )
+    text = "".join(f"a {token} b\n{token}" for token in [*added.values(), "<|new|>", "<|x|>", "<|y|>", "<think>"])
     assert (
-        ours.encode([Rendered(text, [])])[0].input_ids.tolist()
-        == theirs(text, add_special_tokens=False)["input_ids"]
+        ours.encode([Rendered(text, [])])[0].input_ids.tolist() == theirs(text, add_special_tokens=False)["input_ids"]
     )
 
 

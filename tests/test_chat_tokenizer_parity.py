@@ -50,9 +50,7 @@ def chats(seed: int, count: int) -> list[list[dict[str, str]]]:
     return result
 
 
-def both(
-    folder: Path, kind: str, template: str, conversations: list[Any], backend: str
-) -> tuple[Any, Any, Any]:
+def both(folder: Path, kind: str, template: str, conversations: list[Any], backend: str) -> tuple[Any, Any, Any]:
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     out = theirs.apply_chat_template(
         conversations,
@@ -70,9 +68,7 @@ def both(
         return_assistant_tokens_mask=True,
         **ours.special_tokens,
     )
-    rows = [
-        Rendered(text, [Span(*span) for span in spans]) for text, spans in zip(rendered, ranges, strict=True)
-    ]
+    rows = [Rendered(text, [Span(*span) for span in spans]) for text, spans in zip(rendered, ranges, strict=True)]
     return out, rows, ours.encode(rows)
 
 
@@ -145,9 +141,7 @@ def test_where_their_lookup_fails_ours_stays_inside_the_span(
     encoded = tokenizer.encode([Rendered(text, [Span(*span)])])[0]
     trained = tokenizer.decode(encoded.input_ids[encoded.loss_mask > 0])
     assert trained == ours
-    template = (
-        text[: span[0]] + "{% generation %}" + text[slice(*span)] + "{% endgeneration %}" + text[span[1] :]
-    )
+    template = text[: span[0]] + "{% generation %}" + text[slice(*span)] + "{% endgeneration %}" + text[span[1] :]
     out = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path).apply_chat_template(
         [{"role": "user", "content": "x"}],
         chat_template=template,

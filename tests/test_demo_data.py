@@ -32,9 +32,7 @@ def tokenizer() -> Any:
 
 
 def test_chats_are_what_the_generator_makes(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, DEMO / "make_chats.py", tmp_path / "chats.jsonl"], check=True, cwd=tmp_path
-    )
+    subprocess.run([sys.executable, DEMO / "make_chats.py", tmp_path / "chats.jsonl"], check=True, cwd=tmp_path)
     assert (tmp_path / "chats.jsonl").read_bytes() == (DEMO / "chats.jsonl").read_bytes()
 
 
@@ -69,15 +67,11 @@ def test_both_templates_render_the_same_text(chats: list[dict[str, Any]], tokeni
     for chat in chats:
         messages = [flattened(message) for message in chat["messages"]]
         plain = tokenizer.apply_chat_template(messages, chat.get("tools"), tokenize=False)
-        assert plain == tokenizer.apply_chat_template(
-            messages, chat.get("tools"), chat_template=marked, tokenize=False
-        )
+        assert plain == tokenizer.apply_chat_template(messages, chat.get("tools"), chat_template=marked, tokenize=False)
         assert plain.count("<|im_start|>assistant\n") == sum(m["role"] == "assistant" for m in messages)
 
 
-def test_every_chat_survives_the_tokenizer_and_fits_the_demo(
-    chats: list[dict[str, Any]], tokenizer: Any
-) -> None:
+def test_every_chat_survives_the_tokenizer_and_fits_the_demo(chats: list[dict[str, Any]], tokenizer: Any) -> None:
     for chat in chats:
         messages = [flattened(message) for message in chat["messages"]]
         text = tokenizer.apply_chat_template(messages, chat.get("tools"), tokenize=False)
@@ -86,9 +80,7 @@ def test_every_chat_survives_the_tokenizer_and_fits_the_demo(
         assert len(ids) <= 1024
 
 
-def test_generation_markers_hold_what_the_assistant_writes(
-    chats: list[dict[str, Any]], tokenizer: Any
-) -> None:
+def test_generation_markers_hold_what_the_assistant_writes(chats: list[dict[str, Any]], tokenizer: Any) -> None:
     marked = (DEMO / "chat_template_generation.jinja").read_text(encoding="utf-8")
     for chat in chats:
         messages = [flattened(message) for message in chat["messages"]]

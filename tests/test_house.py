@@ -35,9 +35,7 @@ def tracked_files() -> list[Path]:
 def test_imports_point_down() -> None:
     found = list(modules(ROOT))
     assert len(found) > 3
-    complaints = [
-        c for module, is_package, source in found for c in import_complaints(source, module, is_package)
-    ]
+    complaints = [c for module, is_package, source in found for c in import_complaints(source, module, is_package)]
     assert not complaints, "\n".join(complaints)
 
 
@@ -92,9 +90,7 @@ def test_the_walker_lets_a_good_import_pass(module: str, source: str) -> None:
 def test_importing_the_light_layers_imports_nothing_heavy() -> None:
     light = [module for module, _, _ in modules(ROOT) if is_light(module) and not module.endswith("__main__")]
     program = f"import sys, {', '.join(light)}\nprint(*sorted(set(sys.modules) & {HEAVY!r}))"
-    run = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout.split() == []
 
@@ -135,8 +131,6 @@ def test_no_file_names_a_private_path() -> None:
 
 def test_private_paths_are_seen() -> None:
     # In pieces, so that this file passes its own check.
-    assert private_path_complaints("x\nopen('/tm" + "p/a.bin')\n", "a.py") == [
-        "a.py:2: open('/tm" + "p/a.bin')"
-    ]
+    assert private_path_complaints("x\nopen('/tm" + "p/a.bin')\n", "a.py") == ["a.py:2: open('/tm" + "p/a.bin')"]
     assert private_path_complaints("see /wor" + "k/shared", "a.md")
     assert not private_path_complaints("https://example.org/wor" + "k/a and ./tm" + "p/x", "a.md")

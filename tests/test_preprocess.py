@@ -74,9 +74,7 @@ def wanted_answers(chat):
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             body = json.dumps(arguments, ensure_ascii=False)
             text += "\n" if text else ""
-            text += (
-                f'<tool_call>\n{{"name": "{call["function"]["name"]}", "arguments": {body}}}\n</tool_call>'
-            )
+            text += f'<tool_call>\n{{"name": "{call["function"]["name"]}", "arguments": {body}}}\n</tool_call>'
         answers.append(thinking + text + "<|im_end|>")
     return answers
 
@@ -112,9 +110,7 @@ def test_generation_markers_give_what_transformers_gives(tmp_path, tokenizer, ch
 
 def test_traced_and_marked_template_agree(tmp_path):
     assert preprocess(tmp_path / "traced", "--packing", "none").code == 0
-    assert (
-        preprocess(tmp_path / "marked", "--packing", "none", "--chat-template", GENERATION_TEMPLATE).code == 0
-    )
+    assert preprocess(tmp_path / "marked", "--packing", "none", "--chat-template", GENERATION_TEMPLATE).code == 0
     traced, marked = files_of(tmp_path / "traced"), files_of(tmp_path / "marked")
     assert all(traced[suffix] == marked[suffix] for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx"))
 
@@ -123,9 +119,7 @@ def test_same_bytes_for_any_number_of_workers(tmp_path, chats):
     many = chats * 25  # several pieces of a megabyte
     for workers in (0, 1, 3):
         assert preprocess(tmp_path / f"w{workers}" / "x", "--workers", workers, rows=many).code == 0
-    assert (
-        files_of(tmp_path / "w0" / "x") == files_of(tmp_path / "w1" / "x") == files_of(tmp_path / "w3" / "x")
-    )
+    assert files_of(tmp_path / "w0" / "x") == files_of(tmp_path / "w1" / "x") == files_of(tmp_path / "w3" / "x")
 
 
 def test_packing_moves_whole_sequences_and_changes_no_token(tmp_path):
@@ -258,9 +252,7 @@ def test_overlong_is_an_error_that_keeps_the_corpus_for_the_next_run(tmp_path):
     assert failed.code == 1
     assert "1 of 2 sequences are longer than 256 tokens, the longest has" in failed.err
     assert "--overlong drop, truncate or split" in failed.err
-    assert remains(tmp_path) == sorted(
-        f"x.unpacked{s}" for s in (".bin", ".idx", ".loss.bin", ".seq.bin", ".seq.idx")
-    )
+    assert remains(tmp_path) == sorted(f"x.unpacked{s}" for s in (".bin", ".idx", ".loss.bin", ".seq.bin", ".seq.idx"))
     again = preprocess(tmp_path / "x", "--overlong", "split", rows=LONG, capacity=256)
     assert again.code == 0, again
     assert "corpus reused" in again.out
@@ -275,10 +267,7 @@ def test_a_corpus_of_other_input_is_not_reused(tmp_path):
     other = preprocess(tmp_path / "x", "--overlong", "drop", "--append-eod", rows=LONG, capacity=256)
     assert other.code == 1
     assert "made with another options" in other.err
-    assert (
-        preprocess(tmp_path / "x", "--overlong", "drop", "--overwrite", rows=LONG[::-1], capacity=256).code
-        == 0
-    )
+    assert preprocess(tmp_path / "x", "--overlong", "drop", "--overwrite", rows=LONG[::-1], capacity=256).code == 0
 
 
 @pytest.mark.parametrize("multiple", [1, 16])
@@ -318,9 +307,7 @@ def test_overlong_drop_truncate_split(tmp_path, multiple):
 def test_pack_repacks_packs_without_tokens_lost(tmp_path):
     assert preprocess(tmp_path / "x", "--keep-corpus").code == 0
     for source in ("x", "x.unpacked"):
-        done = command(
-            "pack", tmp_path / source, "--seq-length", 2048, "--output-prefix", tmp_path / f"{source}-2k"
-        )
+        done = command("pack", tmp_path / source, "--seq-length", 2048, "--output-prefix", tmp_path / f"{source}-2k")
         assert done.code == 0, done
         assert "rows" not in done.out
     whole = sorted((ids.tobytes(), mask.tobytes()) for ids, mask in sequences_of(tmp_path / "x.unpacked"))
@@ -328,10 +315,7 @@ def test_pack_repacks_packs_without_tokens_lost(tmp_path):
         assert sorted((a.tobytes(), m.tobytes()) for a, m in sequences_of(tmp_path / prefix)) == whole
     assert len(Shard(tmp_path / "x-2k")) < len(Shard(tmp_path / "x"))
     # The corpus packed now is the shard that preprocess made then.
-    assert (
-        command("pack", tmp_path / "x.unpacked", "--seq-length", 1024, "--output-prefix", tmp_path / "y").code
-        == 0
-    )
+    assert command("pack", tmp_path / "x.unpacked", "--seq-length", 1024, "--output-prefix", tmp_path / "y").code == 0
     assert files_of(tmp_path / "x") == files_of(tmp_path / "y")
 
 

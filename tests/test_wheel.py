@@ -24,17 +24,11 @@ def test_the_wheel_is_complete_and_imports_alone(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         archive.extractall(tmp_path / "installed")
-    committed = {
-        str(path.relative_to(source)) for path in (source / "megatron_sft_idx").rglob("*") if path.is_file()
-    }
-    compiled = {
-        name for name in names if name.startswith("megatron_sft_idx/_native.") and name.endswith(".so")
-    }
+    committed = {str(path.relative_to(source)) for path in (source / "megatron_sft_idx").rglob("*") if path.is_file()}
+    compiled = {name for name in names if name.startswith("megatron_sft_idx/_native.") and name.endswith(".so")}
     assert len(compiled) == 1
     assert names - compiled == committed
 
     program = "import megatron_sft_idx._native as native; print(native.__file__)"
-    run = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path / "installed", capture_output=True, check=True
-    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "installed", capture_output=True, check=True)
     assert run.stdout.decode().strip() == str(tmp_path / "installed" / min(compiled))

@@ -31,9 +31,7 @@ class Square:
 
 
 def squares(folder: Path, numbers, *, deadly: int = -1, deaths: int = 0, workers: int = 2) -> list[int]:
-    made = map_in_order(
-        Square, (str(folder), deadly, deaths), numbers, workers=workers, name_of="number {}".format
-    )
+    made = map_in_order(Square, (str(folder), deadly, deaths), numbers, workers=workers, name_of="number {}".format)
     return list(made)
 
 
@@ -98,9 +96,7 @@ def test_workers_end_with_a_killed_parent(tmp_path):
         "    for _ in results: pass\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    with subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment
-    ) as parent:
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "0\n"
         workers = children_of(parent.pid)

@@ -74,9 +74,7 @@ def random_text(rng: random.Random, words: int) -> str:
     """Words of many scripts, odd white space, code points from anywhere."""
     parts = []
     for _ in range(words):
-        parts.append(
-            rng.choice(WORDS) if rng.random() < 0.9 else chr(rng.choice([rng.randrange(1, 0x3000), 0x1F600]))
-        )
+        parts.append(rng.choice(WORDS) if rng.random() < 0.9 else chr(rng.choice([rng.randrange(1, 0x3000), 0x1F600])))
         parts.append(rng.choice(SPACES))
     return "".join(parts)
 
@@ -159,9 +157,7 @@ def _parts(kind: str) -> tuple[Tokenizer, Any]:
         ]
     )
     alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
-    return tokenizer, trainers.BpeTrainer(
-        limit_alphabet=80, **{**common, "special_tokens": [*SPECIAL, *alphabet]}
-    )
+    return tokenizer, trainers.BpeTrainer(limit_alphabet=80, **{**common, "special_tokens": [*SPECIAL, *alphabet]})
 
 
 def strip_byte_specials(spec: dict[str, Any]) -> dict[str, Any]:

@@ -69,9 +69,7 @@ def _zstd_blocks(path: str, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
     try:
         import zstandard
     except ImportError:
-        raise SFTIndexError(
-            f"{path}: reading .zst needs zstandard: pip install 'megatron-sft-idx[zstd]'"
-        ) from None
+        raise SFTIndexError(f"{path}: reading .zst needs zstandard: pip install 'megatron-sft-idx[zstd]'") from None
     # stream_reader() takes a file that ends inside a frame for a complete one; a decompressobj says.
     frame = None
     try:

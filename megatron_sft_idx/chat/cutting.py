@@ -75,9 +75,7 @@ def _mark_elements(blocks: Blocks, path: str) -> _Marked:
                 raise FormatError(f"{path}: expected a JSON array, it starts with {block[:20]!r}")
             depth, block = int(bool(block)), block[1:]
         if depth:
-            ends, depth, in_string, escaped = scan_json_array(
-                np.frombuffer(block, np.uint8), depth, in_string, escaped
-            )
+            ends, depth, in_string, escaped = scan_json_array(np.frombuffer(block, np.uint8), depth, in_string, escaped)
             if depth == 0:
                 close = int(ends[-1])
                 position = _require_blank(block[close + 1 :], blocks, path, at)

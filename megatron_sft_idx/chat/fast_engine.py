@@ -28,10 +28,8 @@ LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 # Split patterns of the byte-level tokenizers in use, by the family that brought them.
 KNOWN_SPLITS = {
-    "llama3": CONTRACTIONS
-    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "qwen2": CONTRACTIONS
-    + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "llama3": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen2": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "qwen3.5": CONTRACTIONS
     + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "o200k": rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?"
@@ -116,9 +114,7 @@ class FastEngine:
 
     name = "gigatoken"
 
-    def __init__(
-        self, make: Callable[[], Any], exact: TokenizersEngine, *, nfc: bool, parallel: bool
-    ) -> None:
+    def __init__(self, make: Callable[[], Any], exact: TokenizersEngine, *, nfc: bool, parallel: bool) -> None:
         self._make = make
         self._encoder = make()
         self._seen_nbytes = 0

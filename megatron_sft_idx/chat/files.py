@@ -77,9 +77,7 @@ def expand_inputs(patterns: Sequence[str | os.PathLike[str]]) -> list[InputFile]
         for path in _paths_of(pattern):
             real = os.path.realpath(path)
             if other := found_by.get(real):
-                raise FormatError(
-                    f"{path}: named twice, by {other!r} and {pattern!r}; its rows would be used twice"
-                )
+                raise FormatError(f"{path}: named twice, by {other!r} and {pattern!r}; its rows would be used twice")
             found_by[real] = pattern
             files.append(_recognise(path))
     return files

@@ -147,9 +147,7 @@ def _content_of(message: dict[str, Any], what: str, *, may_be_null: bool) -> str
 
 
 def _reasoning_of(message: dict[str, Any], what: str) -> dict[str, str]:
-    found = {
-        key: text_of(message[key], f"{what}.{key}") for key in _REASONING_KEYS if message.get(key) is not None
-    }
+    found = {key: text_of(message[key], f"{what}.{key}") for key in _REASONING_KEYS if message.get(key) is not None}
     if len(set(filter(None, found.values()))) > 1:
         raise RowError(f"{what} has {' and '.join(found)} that differ; keep one")
     return found | {"reasoning_content": max(found.values(), key=len)} if found else {}

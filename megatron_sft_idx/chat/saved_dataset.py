@@ -15,9 +15,7 @@ from megatron_sft_idx.errors import FormatError
 
 __all__ = ["KNOWN_FILES", "files_of_folder", "is_saved_dataset"]
 
-KNOWN_FILES = (
-    ".json, .jsonl (each also .gz or .zst), .parquet, .arrow, or a folder made by datasets' save_to_disk"
-)
+KNOWN_FILES = ".json, .jsonl (each also .gz or .zst), .parquet, .arrow, or a folder made by datasets' save_to_disk"
 
 _STATE = "state.json"
 _INFO = "dataset_info.json"
@@ -53,18 +51,14 @@ def files_of_folder(folder: str) -> list[str]:
         )
     missing = [name for name in names if not (path / name).is_file()]
     if missing or not names:
-        raise FormatError(
-            f"{folder}: this saved dataset lacks its data: {', '.join(missing) or 'no .arrow files'}"
-        )
+        raise FormatError(f"{folder}: this saved dataset lacks its data: {', '.join(missing) or 'no .arrow files'}")
     return [os.path.join(folder, name) for name in names]
 
 
 def _listed(path: Path) -> list[str]:
     state = _read(path)
     if state.get("_indices_data_files"):
-        raise FormatError(
-            f"{path}: the dataset is a selection of rows; call flatten_indices() and save it again"
-        )
+        raise FormatError(f"{path}: the dataset is a selection of rows; call flatten_indices() and save it again")
     try:
         return [str(entry["filename"]) for entry in state["_data_files"]]
     except (KeyError, TypeError):

@@ -65,9 +65,7 @@ class Shield:
         unknown = self._ids.get(str(spec["model"].get("unk_token")))
         self._added = np.array([i for i in self._ids.values() if i != unknown], np.uint32)
         self._spec = {**spec, "added_tokens": [{**token, "special": True} for token in added]}
-        self._flags = {
-            token["content"]: {flag: token[flag] for flag in ("lstrip", "rstrip")} for token in added
-        }
+        self._flags = {token["content"]: {flag: token[flag] for flag in ("lstrip", "rstrip")} for token in added}
         self._variants: dict[str, tuple[tokenizers.Tokenizer, NDArray[np.uint32]]] = {}
         self._check(build_tokenizer(spec))
 
@@ -87,9 +85,7 @@ class Shield:
         encoding = tokenizer.encode(shielded.text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint32)
         if np.isin(ids, self._added).any():
-            raise ValueError(
-                "control tokens in the data cannot be kept as text: this tokenizer always knows them"
-            )
+            raise ValueError("control tokens in the data cannot be kept as text: this tokenizer always knows them")
         return shielded, encoding, translation[ids]
 
     def _replace(self, text: str, literals: Sequence[tuple[int, int]], mark: str) -> Shielded:
@@ -132,9 +128,7 @@ class Shield:
         for content in self._ids:
             text = f"word {content} word\n{content}{content}word {content} \n"
             if tokenizer.encode(text, add_special_tokens=False).ids != self.encode(text, [])[2].tolist():
-                raise ValueError(
-                    f"control tokens in the data cannot be kept as text: {content!r} behaves oddly"
-                )
+                raise ValueError(f"control tokens in the data cannot be kept as text: {content!r} behaves oddly")
 
 
 def _pattern(token: dict[str, Any]) -> str:

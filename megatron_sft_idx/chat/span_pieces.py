@@ -38,9 +38,7 @@ def cut_at_spans(index: int, row: Rendered, added_tokens: tuple[str, ...]) -> li
     done = 0
     for span in row.spans:
         if not done <= span.start <= span.stop <= len(row.text):
-            raise ValueError(
-                f"row {index}: span [{span.start}, {span.stop}) descends, overlaps or ends past the text"
-            )
+            raise ValueError(f"row {index}: span [{span.start}, {span.stop}) descends, overlaps or ends past the text")
         cuts += [(done, span.start, 0.0), (span.start, span.stop, span.weight)]
         done = span.stop
     cuts.append((done, len(row.text), 0.0))
@@ -48,9 +46,7 @@ def cut_at_spans(index: int, row: Rendered, added_tokens: tuple[str, ...]) -> li
     for start, stop, weight in cuts:
         if start == stop:
             continue
-        inside = [
-            (max(a, start) - start, min(b, stop) - start) for a, b in row.literals if a < stop and b > start
-        ]
+        inside = [(max(a, start) - start, min(b, stop) - start) for a, b in row.literals if a < stop and b > start]
         middle = start > 0 and not row.text.endswith(added_tokens, 0, start)
         pieces.append(Piece(index, row.text[start:stop], weight, inside, middle))
     return pieces

@@ -87,9 +87,7 @@ def _running_sum(lengths: map[int], count: int) -> NDArray[np.int64]:
     return np.fromiter(accumulate(lengths, initial=0), np.int64, count + 1)
 
 
-def spelling_table(
-    tokenizer: tokenizers.Tokenizer, pre_tokenizer: dict[str, object] | None
-) -> TokenSpellings | None:
+def spelling_table(tokenizer: tokenizers.Tokenizer, pre_tokenizer: dict[str, object] | None) -> TokenSpellings | None:
     """The table for a byte-level tokenizer, None for others.
 
     No more is asked of it than to use that alphabet: whether tokens spell a text is checked text by text.
@@ -130,9 +128,7 @@ def weights_by_offsets(
     """
     edges = [0, *(edge for span in spans for edge in (span.start, span.stop)), len(text)]
     if edges != sorted(edges):
-        raise ValueError(
-            f"spans descend, overlap or end past the text of {len(text)} characters: {spans!r:.200}"
-        )
+        raise ValueError(f"spans descend, overlap or end past the text of {len(text)} characters: {spans!r:.200}")
     weights = np.zeros(len(encoding.ids), np.float32)
     straddling = 0
     for span in spans:

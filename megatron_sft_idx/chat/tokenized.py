@@ -41,9 +41,7 @@ def read_tokenized(row: dict[str, Any], alignment: MaskAlignment) -> TokenizedRo
     return TokenizedRow(ids, read(row[column], ids, column, alignment))
 
 
-def _mask_of_numbers(
-    values: Any, ids: NDArray[np.int64], column: str, alignment: MaskAlignment
-) -> NDArray[np.float32]:
+def _mask_of_numbers(values: Any, ids: NDArray[np.int64], column: str, alignment: MaskAlignment) -> NDArray[np.float32]:
     mask = _numbers(values, column)
     _require_length(mask, ids, column)
     with np.errstate(over="ignore"):
@@ -55,15 +53,11 @@ def _mask_of_numbers(
     if alignment == "token":
         return mask
     if mask[-1]:
-        raise RowError(
-            f"{column} is set at the last position, where no next token is predicted; token-aligned?"
-        )
+        raise RowError(f"{column} is set at the last position, where no next token is predicted; token-aligned?")
     return np.concatenate([np.zeros(1, np.float32), mask[:-1]])
 
 
-def _mask_of_labels(
-    values: Any, ids: NDArray[np.int64], column: str, alignment: MaskAlignment
-) -> NDArray[np.float32]:
+def _mask_of_labels(values: Any, ids: NDArray[np.int64], column: str, alignment: MaskAlignment) -> NDArray[np.float32]:
     given = _integers(values, column)
     _require_length(given, ids, column)
     labels = given

@@ -155,9 +155,7 @@ class Tokenizer:
         """
         ids = np.asarray(row.input_ids)
         if ids.shape != row.loss_mask.shape or ids.ndim != 1:
-            raise ValueError(
-                f"input_ids of shape {ids.shape} beside a loss mask of shape {row.loss_mask.shape}"
-            )
+            raise ValueError(f"input_ids of shape {ids.shape} beside a loss mask of shape {row.loss_mask.shape}")
         outside = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
         if outside.size:
             at = int(outside[0])
@@ -213,9 +211,7 @@ class Tokenizer:
 
     def _encode_pieces(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         """Tokenises span by span: each piece of text is wholly trained on, or not at all."""
-        pieces = [
-            piece for i, row in enumerate(rendered) for piece in cut_at_spans(i, row, self._added_texts)
-        ]
+        pieces = [piece for i, row in enumerate(rendered) for piece in cut_at_spans(i, row, self._added_texts)]
         ids = self._piece_ids(pieces)
         rows: list[list[int]] = [[] for _ in rendered]
         for at, piece in enumerate(pieces):
@@ -303,8 +299,6 @@ def _added_tokens(tokenizer: tokenizers.Tokenizer) -> list[tuple[int, str, dict[
 
 def _fingerprint(spec: dict[str, Any], added: list[tuple[int, str, dict[str, bool]]]) -> str:
     """Of the parts of tokenizer.json that decide ids, whatever their order or white space in the file."""
-    decisive = {
-        key: spec.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens", "decoder")
-    }
+    decisive = {key: spec.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens", "decoder")}
     content = orjson.dumps([decisive, added], option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
     return xxhash.xxh3_128_hexdigest(content)

@@ -68,9 +68,7 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
             f"{path}: not a local folder; if it is a model on the Hugging Face hub, download its tokenizer "
             f"first: hf download {path} --include '*token*' 'chat_template*' --local-dir DIR, then give DIR"
         )
-    raise FormatError(
-        f"{path}: no such file or folder; expected a tokenizer.json or the folder that holds one"
-    )
+    raise FormatError(f"{path}: no such file or folder; expected a tokenizer.json or the folder that holds one")
 
 
 def _read_folder(folder: Path) -> TokenizerFiles:
@@ -104,9 +102,7 @@ def _read_bytes(file: Path) -> bytes:
     except OSError as error:
         raise FormatError(f"{file}: cannot be read: {error.strerror}") from error
     if data.startswith(b"version https://git-lfs"):
-        raise FormatError(
-            f"{file}: a Git LFS pointer, not the file itself; run git lfs pull in its repository"
-        )
+        raise FormatError(f"{file}: a Git LFS pointer, not the file itself; run git lfs pull in its repository")
     return data
 
 
@@ -189,12 +185,8 @@ def _merged_settings(
     names = {_token_text(file, name, settings[name]) for name in NAMED_TOKENS if settings.get(name)}
     for content, index in _read_object(folder / "added_tokens.json").items():
         if not isinstance(index, int):
-            raise FormatError(
-                f"{folder / 'added_tokens.json'}: {content!r} must have a whole number, not {index!r}"
-            )
-        decoder[index] = AddedTokenSpec(
-            content, {"special": content in names, "normalized": content not in names}
-        )
+            raise FormatError(f"{folder / 'added_tokens.json'}: {content!r} must have a whole number, not {index!r}")
+        decoder[index] = AddedTokenSpec(content, {"special": content in names, "normalized": content not in names})
     for token in spec["added_tokens"]:
         decoder[token["id"]] = _token_spec(folder / "tokenizer.json", "added_tokens", token)
     return settings, [decoder[key] for key in sorted(decoder)]
@@ -253,9 +245,7 @@ def _read_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         value = {entry.get("name"): entry.get("template") for entry in value}
     elif isinstance(value, str):
         value = {"default": value}
-    if not isinstance(value, dict) or not all(
-        isinstance(part, str) for pair in value.items() for part in pair
-    ):
+    if not isinstance(value, dict) or not all(isinstance(part, str) for pair in value.items() for part in pair):
         raise FormatError(f"{file}: chat_template must be a string or a list of {{name, template}} objects")
     return dict(value)
 

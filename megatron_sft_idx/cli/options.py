@@ -70,12 +70,8 @@ def add_packing_options(parser: argparse.ArgumentParser) -> None:
         help="count each sequence as its length rounded up to M, so that padding for context parallelism"
         " (2 x its size, x tensor parallel size under sequence parallelism) fits (default: %(default)s)",
     )
-    group.add_argument(
-        "--max-sequences-per-pack", type=positive, metavar="N", help="at most N (default: no limit)"
-    )
-    group.add_argument(
-        "--seed", type=natural, default=0, metavar="N", help="of every shuffle (default: %(default)s)"
-    )
+    group.add_argument("--max-sequences-per-pack", type=positive, metavar="N", help="at most N (default: no limit)")
+    group.add_argument("--seed", type=natural, default=0, metavar="N", help="of every shuffle (default: %(default)s)")
 
 
 def packing_options(arguments: argparse.Namespace) -> PackOptions:

@@ -67,17 +67,13 @@ def add_parser(verbs: Verbs) -> None:
         action="store_true",
         help="keep the tokenised corpus, an unpacked shard, at PREFIX.unpacked",
     )
-    group.add_argument(
-        "--dry-run", action="store_true", help="encode the first rows, show them, write nothing"
-    )
+    group.add_argument("--dry-run", action="store_true", help="encode the first rows, show them, write nothing")
     parser.set_defaults(run=_run)
 
 
 def _add_input_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input")
-    group.add_argument(
-        "--input", nargs="+", required=True, metavar="PATH", help="files, globs, save_to_disk folders"
-    )
+    group.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, globs, save_to_disk folders")
     group.add_argument(
         "--tokenizer-model",
         required=True,
@@ -111,16 +107,12 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         default="error",
         help="stop at a row that cannot be used, or count and list it (default: %(default)s)",
     )
-    group.add_argument(
-        "--append-eod", action="store_true", help="end every sequence with the end-of-sequence token"
-    )
+    group.add_argument("--append-eod", action="store_true", help="end every sequence with the end-of-sequence token")
 
 
 def _add_mask_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("chat template and masks")
-    group.add_argument(
-        "--chat-template", metavar="FILE", help="Jinja file that replaces the tokenizer's own template"
-    )
+    group.add_argument("--chat-template", metavar="FILE", help="Jinja file that replaces the tokenizer's own template")
     group.add_argument(
         "--chat-template-kwargs",
         type=_json_object,
@@ -140,9 +132,7 @@ def _add_mask_options(parser: argparse.ArgumentParser) -> None:
         help="what the assistant says, only its answer to the last user message, or everything (default: %(default)s)",
     )
     group.add_argument("--no-train-on-thinking", action="store_true", help="leave reasoning out of the loss")
-    group.add_argument(
-        "--no-train-on-tool-calls", action="store_true", help="leave tool calls out of the loss"
-    )
+    group.add_argument("--no-train-on-tool-calls", action="store_true", help="leave tool calls out of the loss")
     group.add_argument(
         "--allow-control-tokens",
         action="store_true",
@@ -161,9 +151,7 @@ def _json_object(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(
-            f'{text}: expected a JSON object, such as {{"enable_thinking": false}}'
-        )
+        raise argparse.ArgumentTypeError(f'{text}: expected a JSON object, such as {{"enable_thinking": false}}')
     return value
 
 
@@ -227,9 +215,7 @@ def _show(seen: Preview) -> None:
         f" {tokens:,} tokens, {seen.trained_tokens:,} trained"
     )
     if len(seen.lengths):
-        print(
-            f"lengths         {seen.lengths.min():,} to {seen.lengths.max():,}, {seen.overlong:,} longer than a pack"
-        )
+        print(f"lengths         {seen.lengths.min():,} to {seen.lengths.max():,}, {seen.overlong:,} longer than a pack")
     for error in seen.bad_rows[:20]:
         print(f"bad row         {error}")
     if len(seen.first_ids):

@@ -39,9 +39,7 @@ class ShardPaths:
                 path = path[: -len(suffix)]
                 break
         if not path or path.endswith("/"):
-            raise FormatError(
-                f"{os.fspath(prefix)!r}: not a prefix; name a shard inside a folder, such as data/train"
-            )
+            raise FormatError(f"{os.fspath(prefix)!r}: not a prefix; name a shard inside a folder, such as data/train")
         return cls(path)
 
     @property

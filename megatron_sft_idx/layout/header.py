@@ -286,16 +286,12 @@ def _checked(values: dict[str, Any], raw: bytes, path: str) -> Header:
         if not ok:
             found = values[name]
             shown = found.hex() if isinstance(found, bytes) else found
-            raise CorruptShardError(
-                path, _OFFSETS[name], rule, f"{name} {shown}, expected {expected}; {_LOST}"
-            )
+            raise CorruptShardError(path, _OFFSETS[name], rule, f"{name} {shown}, expected {expected}; {_LOST}")
 
     _check_codes(values, require)
     _check_counts(values, require)
     end = HEADER_FIXED_NBYTES + values["json_nbytes"]
-    require(
-        "json_nbytes", "H7", align(end + CHECKSUM_NBYTES) == len(raw), f"a block that fills {len(raw)} bytes"
-    )
+    require("json_nbytes", "H7", align(end + CHECKSUM_NBYTES) == len(raw), f"a block that fills {len(raw)} bytes")
     if any(raw[end:-CHECKSUM_NBYTES]):
         raise CorruptShardError(path, end, "H5", f"bytes between JSON block and checksum, expected zeros; {_LOST}")
     plain = {name: values[name] for name in Header.__dataclass_fields__ if name in values}
@@ -311,9 +307,7 @@ def _checked(values: dict[str, Any], raw: bytes, path: str) -> Header:
     sizes = zip(_DIGESTS, DATA_SUFFIXES, header.digests, header.derived_nbytes(), strict=True)
     for name, suffix, said, derived in sizes:
         require(f"{name}_nbytes", "F2", said.nbytes == derived, f"{derived} by the counts for {suffix}")
-    require(
-        "shard_id", "H8", values["shard_id"] == header.shard_id, f"{header.shard_id.hex()} by the checksums"
-    )
+    require("shard_id", "H8", values["shard_id"] == header.shard_id, f"{header.shard_id.hex()} by the checksums")
     return header
 
 
@@ -345,9 +339,7 @@ def _check_counts(values: dict[str, Any], require: _Require) -> None:
     require("num_masked_packs", "H6", values["num_masked_packs"] <= packs, f"at most num_packs {packs}")
     require("sequence_multiple", "H6", 1 <= values["sequence_multiple"] <= MAX_CAPACITY, "1 or more")
     require("capacity", "H6", values["capacity"] <= MAX_CAPACITY, f"at most {MAX_CAPACITY}")
-    require(
-        "longest_pack", "H6", longest <= values["capacity"] and (longest > 0) == (packs > 0), "1 to capacity"
-    )
+    require("longest_pack", "H6", longest <= values["capacity"] and (longest > 0) == (packs > 0), "1 to capacity")
     require("most_sequences", "H6", most <= longest and (most > 0) == (packs > 0), "1 to longest_pack")
 
 
@@ -358,8 +350,6 @@ def _decode_metadata(block: bytes, path: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         canonical = False
     if not canonical:
-        raise CorruptShardError(
-            path, HEADER_FIXED_NBYTES, "H7", f"JSON block is not a canonical object; {_LOST}"
-        )
+        raise CorruptShardError(path, HEADER_FIXED_NBYTES, "H7", f"JSON block is not a canonical object; {_LOST}")
     assert isinstance(metadata, dict)
     return metadata

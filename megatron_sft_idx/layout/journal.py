@@ -78,9 +78,7 @@ def read_head(stream: BinaryIO, path: str) -> dict[str, Any]:
                 options = json.loads(raw[_HEAD.size : _HEAD.size + size])
                 assert isinstance(options, dict)
                 return options
-    raise CorruptShardError(
-        path, 0, "J1", "the journal's head is torn or changed; the build left nothing to recover"
-    )
+    raise CorruptShardError(path, 0, "J1", "the journal's head is torn or changed; the build left nothing to recover")
 
 
 def read_blocks(stream: BinaryIO) -> Iterator[Block]:

@@ -62,9 +62,7 @@ def mask_dtype_of(dtype: Any) -> tuple[int, np.dtype[Any]]:
     return _lookup(dtype, MASK_DTYPES, "mask dtype", "uint8 (0/1) or float32 (weights)")
 
 
-def _lookup(
-    dtype: Any, table: dict[int, np.dtype[Any]], what: str, allowed: str
-) -> tuple[int, np.dtype[Any]]:
+def _lookup(dtype: Any, table: dict[int, np.dtype[Any]], what: str, allowed: str) -> tuple[int, np.dtype[Any]]:
     wanted = np.dtype(dtype)
     for code, candidate in table.items():
         if candidate == wanted:

@@ -98,9 +98,7 @@ def build_corpus(
     fingerprint = _Fingerprint()
     pieces = fingerprint.watch(iter_pieces(files, piece_nbytes=_PIECE_NBYTES))
     results = map_in_order(_make_task, (encoder.options,), pieces, workers=workers, name_of=_name_of)
-    writer = ShardWriter(
-        prefix, token_dtype=encoder.token_dtype, pad_id=encoder.tokenizer.pad_id, overwrite=overwrite
-    )
+    writer = ShardWriter(prefix, token_dtype=encoder.token_dtype, pad_id=encoder.tokenizer.pad_id, overwrite=overwrite)
     progress = Progress("tokenising", total_bytes(files), unit="B", log_interval=log_interval, items="rows")
     with writer, progress:
         notes: Counter[str] = Counter()
@@ -130,18 +128,14 @@ def _add(writer: ShardWriter, piece: EncodedPiece) -> None:
     if piece.loss_mask.dtype == np.float32:
         writer.promote_mask_dtype()
     ones = np.ones(len(piece.lengths), np.int64)
-    writer.add_packs(
-        piece.input_ids, piece.loss_mask, np.zeros_like(ones), piece.lengths, ones, mask_alignment="token"
-    )
+    writer.add_packs(piece.input_ids, piece.loss_mask, np.zeros_like(ones), piece.lengths, ones, mask_alignment="token")
 
 
 def _note(report: CorpusReport, piece: EncodedPiece, on_bad_row: str, log: Callable[[str], None]) -> None:
     report.rows += piece.rows
     for error in piece.bad_rows:
         if on_bad_row == "error":
-            raise SequenceError(
-                error.source, error.position, f"{error.reason}; --on-bad-row skip goes on without it"
-            )
+            raise SequenceError(error.source, error.position, f"{error.reason}; --on-bad-row skip goes on without it")
         report.skipped += 1
         if len(report.bad_rows) < _MAX_LISTED:
             report.bad_rows.append(str(error))
@@ -151,9 +145,7 @@ def _note(report: CorpusReport, piece: EncodedPiece, on_bad_row: str, log: Calla
             log("skipped more rows; the summary file lists them")
 
 
-def find_corpus(
-    prefix: str, encoder: RowEncoder, files: Sequence[InputFile], *, overwrite: bool
-) -> Shard | None:
+def find_corpus(prefix: str, encoder: RowEncoder, files: Sequence[InputFile], *, overwrite: bool) -> Shard | None:
     """The corpus an earlier run left at ``prefix``, if it is what this run would make.
 
     Raises:

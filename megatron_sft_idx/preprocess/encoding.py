@@ -20,7 +20,7 @@ from megatron_sft_idx.layout import token_dtype_for_vocabulary
 
 __all__ = ["EncodedPiece", "EncodingOptions", "RowEncoder"]
 
-_BATCH_ROWS = 256
+_BATCH_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,7 @@ class RowEncoder:
         self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer)
         self.token_dtype = token_dtype_for_vocabulary(self.tokenizer.vocab_size)
         if options.append_eod and self.tokenizer.eos_id is None:
-            raise FormatError(
-                f"{options.tokenizer}: --append-eod, but the tokenizer names no eos_token; leave it out"
-            )
+            raise FormatError(f"{options.tokenizer}: --append-eod, but the tokenizer names no eos_token; leave it out")
         source = options.chat_template if options.chat_template is not None else self.tokenizer.chat_template
         self.template: ChatTemplate | None = None
         if source is not None:
@@ -165,12 +163,15 @@ class RowEncoder:
     ) -> None:
         """Tokenise all rendered rows of the batch in one call; then take them in the order of the rows."""
         rendered = [row for _, row in batch if isinstance(row, Rendered)]
-        encoded = iter(self.tokenizer.encode(rendered, span_by_span=self.options.span_by_span))
+        # Markers are taken as they stand, as transformers takes them; a traced span ends with its last character.
+        whole_characters = self.template is not None and not self.template.has_generation_markers
+        made = self.tokenizer.encode(
+            rendered, span_by_span=self.options.span_by_span, whole_characters=whole_characters
+        )
+        encoded = iter(made)
         for position, row in batch:
             try:
-                sequence = (
-                    self.tokenizer.from_token_row(row) if isinstance(row, TokenizedRow) else next(encoded)
-                )
+                sequence = self.tokenizer.from_token_row(row) if isinstance(row, TokenizedRow) else next(encoded)
                 if not len(sequence.input_ids):
                     raise ValueError("the row has no tokens; a sequence holds at least one")
             except ValueError as error:
@@ -186,9 +187,7 @@ class RowEncoder:
         notes: Counter[str] = Counter()
         for sequence in sequences:
             notes.update(sequence.notes)
-        ids = np.concatenate([np.empty(0, np.int32), *(s.input_ids for s in sequences)]).astype(
-            self.token_dtype
-        )
+        ids = np.concatenate([np.empty(0, np.int32), *(s.input_ids for s in sequences)]).astype(self.token_dtype)
         mask = np.concatenate([np.empty(0, np.float32), *(s.loss_mask for s in sequences)])
         if ((mask == 0) | (mask == 1)).all():
             mask = mask.astype(np.uint8)

@@ -61,9 +61,7 @@ def preview(options: PreprocessOptions) -> Preview:
     check_free(ShardPaths.of(options.prefix), overwrite=options.overwrite)
     pieces = [encoder.encode(piece) for piece in islice(iter_pieces(files, piece_nbytes=_SAMPLE_NBYTES), 1)]
     lengths = np.concatenate([np.empty(0, np.int64), *(piece.lengths for piece in pieces)])
-    longest = (
-        options.packing.capacity // options.packing.sequence_multiple * options.packing.sequence_multiple
-    )
+    longest = options.packing.capacity // options.packing.sequence_multiple * options.packing.sequence_multiple
     first = int(lengths[0]) if len(lengths) else 0
     mask = pieces[0].loss_mask if pieces else np.empty(0, np.uint8)
     return Preview(

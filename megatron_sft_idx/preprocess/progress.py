@@ -30,9 +30,7 @@ class Progress:
         self._begin = time.monotonic()
         self._bar: Any = None
         if log_interval and sys.stderr.isatty():
-            self._bar = tqdm(
-                total=total, unit=unit, unit_scale=True, unit_divisor=1024, desc=what, smoothing=0.1
-            )
+            self._bar = tqdm(total=total, unit=unit, unit_scale=True, unit_divisor=1024, desc=what, smoothing=0.1)
 
     def __enter__(self) -> Progress:
         return self

@@ -44,9 +44,7 @@ class Summary:
 
     def write(self, path: str) -> None:
         """Write ``to_dict`` as JSON."""
-        Path(path).write_text(
-            json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def lines(self) -> list[str]:
         """The summary as a person reads it."""
@@ -73,9 +71,7 @@ class Summary:
             lines.append(f"warning         {packing.masked_packs:,} packs have no token to train on")
         for name, count in (corpus.notes if corpus else {}).items():
             lines.append(f"note            {count:,} {_NOTES.get(name, name.replace('_', ' '))}")
-        lines.append(
-            "seconds         " + ", ".join(f"{stage} {taken:.1f}" for stage, taken in self.seconds.items())
-        )
+        lines.append("seconds         " + ", ".join(f"{stage} {taken:.1f}" for stage, taken in self.seconds.items()))
         return lines
 
 

@@ -68,9 +68,7 @@ def mark_pack(
     return "\n".join(lines)
 
 
-def _marked_runs(
-    ids: NDArray[np.integer], weights: NDArray[np.float32], decode: Decode, color: bool
-) -> Iterator[str]:
+def _marked_runs(ids: NDArray[np.integer], weights: NDArray[np.float32], decode: Decode, color: bool) -> Iterator[str]:
     position = 0
     for weight, run in groupby(weights.tolist()):
         length = sum(1 for _ in run)

@@ -84,9 +84,7 @@ class Publication:
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except IsADirectoryError:
-                raise FormatError(
-                    f"{path}: a folder is where the journal of the build would be; remove it"
-                ) from None
+                raise FormatError(f"{path}: a folder is where the journal of the build would be; remove it") from None
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

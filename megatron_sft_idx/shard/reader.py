@@ -116,9 +116,7 @@ class Shard:
         FormatError: a rule of FORMAT.md is broken in the header or the sizes.
     """
 
-    def __init__(
-        self, prefix: str | os.PathLike[str], *, backend: Backend = "mmap", copy: bool = False
-    ) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], *, backend: Backend = "mmap", copy: bool = False) -> None:
         self._paths = ShardPaths.of(prefix)
         self._backend: Backend = backend
         self._copy = copy
@@ -141,9 +139,7 @@ class Shard:
             raise (
                 _not_found(paths)
                 if paths.seq_idx in missing
-                else ShardNotFoundError(
-                    paths.prefix, missing, "copy all five files, or rebuild what can be derived"
-                )
+                else ShardNotFoundError(paths.prefix, missing, "copy all five files, or rebuild what can be derived")
             )
         nbytes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
         # Megatron's index is not read here, only held to its size.
@@ -249,9 +245,7 @@ class Shard:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step != 1:
-                raise ValueError(
-                    f"{self.prefix}: slice step {step}, slices of packs are contiguous: use step 1"
-                )
+                raise ValueError(f"{self.prefix}: slice step {step}, slices of packs are contiguous: use step 1")
             return [self[i] for i in range(start, stop)]
         files = self._files or self.files
         i = operator.index(index)

@@ -102,9 +102,7 @@ class ShardWriter:
         self.metadata: dict[str, Any] = dict(metadata or {})
         header_nbytes(self.metadata)  # refuses what cannot be stored now, not after hours of writing
         self._durable = durable
-        self._stage = _native.PackStage(
-            tokens, masks, self._capacity or MAX_CAPACITY, self._multiple, _STAGE_TOKENS
-        )
+        self._stage = _native.PackStage(tokens, masks, self._capacity or MAX_CAPACITY, self._multiple, _STAGE_TOKENS)
         # add_pack's own pack_lengths and pack_sequences.
         self._length, self._count = np.empty(1, np.int64), np.empty(1, np.int64)
         self._publication = Publication(self._paths, overwrite=overwrite, durable=durable)
@@ -260,9 +258,7 @@ class ShardWriter:
             )
             first = last
 
-    def _array(
-        self, convert: Callable[[ArrayLike], NDArray[Any]], values: ArrayLike, name: str
-    ) -> NDArray[Any]:
+    def _array(self, convert: Callable[[ArrayLike], NDArray[Any]], values: ArrayLike, name: str) -> NDArray[Any]:
         try:
             return convert(values)
         except (ValueError, TypeError, RuntimeError) as error:  # the latter two come from tensors without numpy form

@@ -59,9 +59,7 @@ def test_elements_of_real_arrays(values, block_sizes, indent):
 
 
 @given(
-    st.lists(st.sampled_from([b'"', b"\\", b"[", b"]", b"{", b"}", b",", b"a", b"\xff", b"\0"])).map(
-        b"".join
-    ),
+    st.lists(st.sampled_from([b'"', b"\\", b"[", b"]", b"{", b"}", b",", b"a", b"\xff", b"\0"])).map(b"".join),
     st.lists(st.integers(0, 3)),
 )
 def test_any_bytes_as_the_twin(data, block_sizes):

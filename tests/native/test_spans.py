@@ -49,9 +49,7 @@ def twin(ids, text, spans, whole):
     owner = [token for token, i in enumerate(ids) for _ in TOKENS[i]]
     starts = []
     for character in text.decode():
-        starts.append(
-            (starts[-1][1] if starts else 0, (starts[-1][1] if starts else 0) + len(character.encode()))
-        )
+        starts.append((starts[-1][1] if starts else 0, (starts[-1][1] if starts else 0) + len(character.encode())))
     weights = [0.0] * len(ids)
     straddling = 0
     for start, stop, weight in spans:

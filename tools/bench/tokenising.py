@@ -86,11 +86,7 @@ def read_chats(path: Path) -> list[list[dict[str, str]]]:
     """Chats with ``messages`` or ShareGPT ``conversations``; what is not text in them is written as JSON."""
     names = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
     text = path.read_text(encoding="utf-8")
-    rows = (
-        json.loads(text)
-        if text.lstrip().startswith("[")
-        else [json.loads(line) for line in text.splitlines()]
-    )
+    rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
     chats = []
     for row in rows:
         chat = []
@@ -191,9 +187,7 @@ def rendering_only(chats: list[Any]) -> list[Rendered]:
     texts, ranges = render(
         conversations=chats, chat_template=TEMPLATE, return_assistant_tokens_mask=True, eos_token="<|im_end|>"
     )
-    return [
-        Rendered(text, [Span(*span) for span in spans]) for text, spans in zip(texts, ranges, strict=True)
-    ]
+    return [Rendered(text, [Span(*span) for span in spans]) for text, spans in zip(texts, ranges, strict=True)]
 
 
 # Name: what makes it, whether chats come rendered, whether it may use all cores.

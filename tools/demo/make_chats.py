@@ -67,9 +67,7 @@ def schema(name: str, description: str, **parameters: str) -> Message:
 
 
 WEATHER = schema("get_weather", "The weather in a city now.", city="string")
-CONVERT = schema(
-    "convert", "Convert an amount between units.", amount="number", source="string", target="string"
-)
+CONVERT = schema("convert", "Convert an amount between units.", amount="number", source="string", target="string")
 ORDER = schema("find_order", "Look up an order by its number.", number="string")
 REFUND = schema("refund", "Pay an order back.", number="string", cents="integer")
 
@@ -79,9 +77,7 @@ def arithmetic(r: Random) -> Chat:
     a, b, c = r.randint(12, 99), r.randint(12, 99), r.randint(3, 60)
     tens, ones = b // 10 * 10, b % 10
     parts = f"{a} × {b} = {a} × {tens} + {a} × {ones} = {a * tens} + {a * ones} = {a * b}."
-    ask = r.choice(
-        ["What is {} times {}?", "Can you work out {} × {}?", "{} * {} = ?", "Multiply {} by {}, please."]
-    )
+    ask = r.choice(["What is {} times {}?", "Can you work out {} × {}?", "{} * {} = ?", "Multiply {} by {}, please."])
     more = r.choice(["And if I add {}?", "Now take away {}.", "Now halve that and add {}."])
     if "add" in more and "halve" not in more:
         answer = f"{a * b} + {c} = {a * b + c}."
@@ -104,9 +100,7 @@ def word_problem(r: Random) -> Chat:
     thing = r.choice(["apples", "stamps", "notebooks", "tram tickets", "croissants", "light bulbs"])
     name = r.choice(["Noor", "Björn", "Amélie", "Tomás", "Yuki", "Zsófia", "Kwame"])
     total, change = count * cents / 100, (paid - count * cents) / 100
-    question = (
-        f"{name} buys {count} {thing} at €{cents / 100:.2f} each, paying €{paid // 100}. How much change?"
-    )
+    question = f"{name} buys {count} {thing} at €{cents / 100:.2f} each, paying €{paid // 100}. How much change?"
     cost = f"Cost: {count} × {cents / 100:.2f} = {total:.2f}."
     thinking = f"{cost}\nChange: {paid / 100:.2f} − {total:.2f} = {change:.2f}."
     answer = f"{name} gets €{change:.2f} back: the {thing} cost €{total:.2f} in all."
@@ -121,9 +115,7 @@ def weather(r: Random) -> Chat:
     found = [(city, r.choice(SKIES), r.randint(-12, 38)) for city in cities]
     plan = f"get_weather takes one city a call, so that makes {len(cities)}."
     messages.append(
-        calls(
-            *(call(i, "get_weather", city=city) for i, city in zip(ids, cities, strict=True)), thinking=plan
-        )
+        calls(*(call(i, "get_weather", city=city) for i, city in zip(ids, cities, strict=True)), thinking=plan)
     )
     messages += [result(i, sky=sky, celsius=t) for i, (_, sky, t) in zip(ids, found, strict=True)]
     lines = [f"{city}: {sky} {ICONS[sky]}, {t} °C" for city, sky, t in found]
@@ -144,9 +136,7 @@ def conversion(r: Random) -> Chat:
     source, target, factor = r.choice(UNITS)
     amount = r.choice([2, 3, 5, 7.5, 10, 12, 26.2, 40, 100, 250])
     value = f"{amount * factor:.2f}".rstrip("0").rstrip(".")
-    question = user(
-        r.choice(["How many {t} are {a} {s}?", "{a} {s} in {t}?"]).format(a=amount, s=source, t=target)
-    )
+    question = user(r.choice(["How many {t} are {a} {s}?", "{a} {s} in {t}?"]).format(a=amount, s=source, t=target))
     sign = "=" if float(value) == amount * factor else "≈"
     answer = f"{amount:g} {source} {sign} {value} {target}."
     if r.random() < 0.5:
@@ -192,11 +182,7 @@ def element(r: Random) -> Chat:
         {"type": "text", "text": "Symbol and atomic number?"},
     ]
     answer: list[Message] = [{"type": "text", "text": f"{symbol}, number {number}."}]
-    first = (
-        assistant(f"{symbol}, number {number}.")
-        if r.random() < 0.5
-        else {"role": "assistant", "content": answer}
-    )
+    first = assistant(f"{symbol}, number {number}.") if r.random() < 0.5 else {"role": "assistant", "content": answer}
     messages = [user(parts), first]
     if r.random() < 0.5:
         messages += [
@@ -249,9 +235,7 @@ def refund(r: Random) -> Chat:
             thinking=f"The order exists and cost {cents} cents. It arrived broken, so all of it goes back.",
         ),
         result("call_3", ok=True),
-        assistant(
-            f"Done: €{cents / 100:.2f} for the {item} is on its way back to you. Sorry for the trouble!"
-        ),
+        assistant(f"Done: €{cents / 100:.2f} for the {item} is on its way back to you. Sorry for the trouble!"),
     ]
     system = "You work for a small shop. Look an order up before you pay it back."
     return {"messages": [{"role": "system", "content": system}, *messages], "tools": [ORDER, REFUND]}

@@ -69,9 +69,7 @@ def check_sequences(dataset: SFTIndexedDataset, tokenizer: Tokenizer) -> None:
             complete &= all(answer in words for answer in wanted)
             turns_match &= learned.count(closing) == len(wanted)
             no_prompts &= opening not in learned
-    check(
-        f"{texts.total()} sequences decode to the {len(chats)} chats", texts == Counter(t for t, _ in chats)
-    )
+    check(f"{texts.total()} sequences decode to the {len(chats)} chats", texts == Counter(t for t, _ in chats))
     check("every answer to be learned is trained on, with the end of its turn", complete and turns_match)
     check("nobody else's turn is", no_prompts)
 

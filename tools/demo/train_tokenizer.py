@@ -71,9 +71,7 @@ def main(arguments: list[str]) -> None:
         "pad_token": "<|endoftext|>",
         "model_max_length": 4096,
         "clean_up_tokenization_spaces": False,
-        "chat_template": without_markers(
-            (HERE / "chat_template_generation.jinja").read_text(encoding="utf-8")
-        ),
+        "chat_template": without_markers((HERE / "chat_template_generation.jinja").read_text(encoding="utf-8")),
     }
     (folder / "tokenizer.json").write_bytes(tokenizer.to_str(pretty=True).encode())
     text = json.dumps(config, ensure_ascii=False, indent=2) + "\n"
