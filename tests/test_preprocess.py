@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -404,3 +405,24 @@ def test_a_killed_worker_changes_no_byte(tmp_path, chats):
         rest = process.stderr.read()
     assert process.returncode == 0, rest
     assert files_of(tmp_path / "shot") == files_of(tmp_path / "calm")
+
+
+def test_rows_with_tools_get_the_template_for_tools(tmp_path, tokenizer):
+    shutil.copytree(TOKENIZER, tmp_path / "tok")
+    config = json.loads((tmp_path / "tok/tokenizer_config.json").read_text())
+    body = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    config["chat_template"] = [
+        {"name": "default", "template": body},
+        {"name": "tool_use", "template": "TOOLS" + body},
+    ]
+    (tmp_path / "tok/tokenizer_config.json").write_text(json.dumps(config))
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    rows = [row, {**row, "tools": tools}]
+    done = preprocess(tmp_path / "x", "--tokenizer-model", tmp_path / "tok", "--packing", "none", rows=rows)
+    assert done.code == 0, done
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "tok", local_files_only=True)
+    for given, (ids, _) in zip(rows, sequences_of(tmp_path / "x"), strict=True):
+        assert tokenizer.decode(ids) == theirs.apply_chat_template(
+            given["messages"], given.get("tools"), tokenize=False
+        )

@@ -87,24 +87,35 @@ class RowEncoder:
         self.token_dtype = token_dtype_for_vocabulary(self.tokenizer.vocab_size)
         if options.append_eod and self.tokenizer.eos_id is None:
             raise FormatError(f"{options.tokenizer}: --append-eod, but the tokenizer names no eos_token; leave it out")
-        source = options.chat_template if options.chat_template is not None else self.tokenizer.chat_template
-        self.template: ChatTemplate | None = None
-        if source is not None:
-            self.template = ChatTemplate(
-                source,
-                special_tokens=self.tokenizer.special_tokens,
-                control_tokens=self.tokenizer.control_tokens,
-                options=options.masks,
-                template_kwargs=dict(options.template_kwargs),
-                name=options.tokenizer if options.chat_template is None else options.template_name,
-            )
+        named = self.tokenizer.chat_templates
+        if options.chat_template is not None:
+            named = {"default": options.chat_template}
+        self.template = self._template(named.get("default", self.tokenizer.chat_template))
+        # Some tokenizers bring a template of its own for rows with tools; transformers takes it the same way.
+        self.tools_template = self._template(named["tool_use"]) if "tool_use" in named else self.template
+
+    def _template(self, source: str | None) -> ChatTemplate | None:
+        if source is None:
+            return None
+        options = self.options
+        return ChatTemplate(
+            source,
+            special_tokens=self.tokenizer.special_tokens,
+            control_tokens=self.tokenizer.control_tokens,
+            options=options.masks,
+            template_kwargs=dict(options.template_kwargs),
+            name=options.tokenizer if options.chat_template is None else options.template_name,
+        )
 
     def describe(self) -> dict[str, Any]:
         """All that decides which tokens and masks a row becomes, for the shard's header."""
         masks, rows = self.options.masks, self.options.rows
         return {
             "tokenizer": {"fingerprint": self.tokenizer.fingerprint, "vocab_size": self.tokenizer.vocab_size},
-            "chat_template": {"fingerprint": self.template.fingerprint if self.template else None},
+            "chat_template": {
+                "fingerprint": self.template.fingerprint if self.template else None,
+                "tools_fingerprint": self.tools_template.fingerprint if self.tools_template else None,
+            },
             "options": {
                 "allow_control_tokens": masks.allow_control_tokens,
                 "append_eod": self.options.append_eod,
@@ -148,11 +159,12 @@ class RowEncoder:
         source = to_sequence_source(data, self.options.rows)
         if isinstance(source, TokenizedRow):
             return source
-        if self.template is None:
+        template = self.tools_template if source.tools else self.template
+        if template is None:
             raise FormatError(
                 f"{self.options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"
             )
-        return self.template.render(source)
+        return template.render(source)
 
     def _encode_batch(
         self,
