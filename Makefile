@@ -10,7 +10,7 @@ NATIVE_SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h')
 SANITIZED := build/sanitize/lib
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build lint format test test-slow sanitize demo clean
+.PHONY: help venv build lint format test test-slow sanitize bench demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,10 @@ sanitize: $(VENV)/built  ## the native kernels' tests under the address and unde
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	$(BIN)/pytest -v --capture=sys tests/native
+
+bench: $(VENV)/built  ## packing, tokenising, writing and reading beside other packages: tools/bench/results
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[bench]'
+	@for bench in packing tokenising shard; do $(BIN)/python tools/bench/$$bench.py || exit 1; done
 
 # megatron-core warns four times that it falls back to its own code, which is what the demo wants.
 demo: $(VENV)/built  ## bundled chats become a packed shard in demo-out, are read back and shown
