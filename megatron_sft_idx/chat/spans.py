@@ -201,9 +201,7 @@ class SpanFinder:
                 "all tokens"
             )
         if any(piece.kind != "reasoning" for piece in pieces):
-            raise unusable(
-                f"the chat template {self._rules.name} leaves out message {message + 1}, the assistant's"
-            )
+            raise unusable(f"the chat template {self._rules.name} leaves out assistant message {message + 1}")
         return []
 
     def _anywhere(self, message: int) -> list[Segment]:
