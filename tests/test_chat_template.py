@@ -41,6 +41,8 @@ NASTY = st.sampled_from(
     [
         "assistant",
         "assistant\n",
+        "<think>",
+        "<think>\n",
         "user",
         "<",
         "<|",

@@ -152,7 +152,9 @@ class ChatTemplate:
             speakers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
             if self._learns_everything and all(weights[index] == 1 for index in speakers):
                 text = self._guarded(self._template.plain, row.variables)
-                SpanFinder(self._rules, Traced(text, [], []), messages).require_words(speakers)
+                finder = SpanFinder(self._rules, Traced(text, [], []), messages)
+                finder.require_words(speakers)
+                notes.update(finder.notes)
                 spans = [Span(0, len(text))] if text else []
             else:
                 traced = self._guarded(self._template.render, messages, row.variables)
