@@ -1,1 +1,1 @@
-"""Chats to tokens and masks: rows, templates, spans, token ids."""
+"""Chats to token ids with masks: files, rows, templates and tokenizers."""
