@@ -229,9 +229,7 @@ def _channels_said(message: Message, last: bool) -> str:
             arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
             text += f"{header} to={call['function']['name']}<|message|>{arguments}<|call|>"
     else:
-        text += f"{header}<|channel|>final<|message|>{content(message)}" + (
-            "<|return|>" if last else "<|end|>"
-        )
+        text += f"{header}<|channel|>final<|message|>{content(message)}" + ("<|return|>" if last else "<|end|>")
     return text.removeprefix(header)
 
 

@@ -66,9 +66,7 @@ def test_all_with_weights_leaves_the_rest_at_one() -> None:
 
 
 def test_weights_go_with_their_messages() -> None:
-    conversation = talk(
-        user("u"), said("a"), user("v"), said("b"), user("w"), said("c"), weights=[1, 0.25, 1, 0, 1, 2]
-    )
+    conversation = talk(user("u"), said("a"), user("v"), said("b"), user("w"), said("c"), weights=[1, 0.25, 1, 0, 1, 2])
     for source in (CHATML, STYLES["marked"].source):
         rendered = make(source).render(conversation)
         assert [span.weight for span in rendered.spans] == [0.25, 2]
@@ -84,9 +82,7 @@ def test_thinking_left_out_with_its_tags(name: str, expected: list[str]) -> None
     assert learnt(STYLES[name].source, conversation, train_on_thinking=False) == expected
 
 
-EMPTY_THINKING = CHATML.replace(
-    "m.content", "('<think>\n\n</think>\n\n' if m.role == 'assistant' else '') + m.content"
-)
+EMPTY_THINKING = CHATML.replace("m.content", "('<think>\n\n</think>\n\n' if m.role == 'assistant' else '') + m.content")
 
 
 def test_empty_thinking_tags_are_thinking_too() -> None:
@@ -123,9 +119,7 @@ def test_tool_calls_left_out() -> None:
 
 
 def test_calls_before_the_answer_leave_the_answer() -> None:
-    source = (
-        "{% for m in messages %}[{{ m.role }}]{% for c in m.tool_calls or [] %}<call {{ c.function.name }}>"
-    )
+    source = "{% for m in messages %}[{{ m.role }}]{% for c in m.tool_calls or [] %}<call {{ c.function.name }}>"
     source += "{% endfor %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     conversation = talk(user("u"), said("so it is", tool_calls=[call("look", {})]))
     assert learnt(source, conversation) == ["<call look>so it is;"]
@@ -145,9 +139,7 @@ def test_reasoning_that_the_template_drops_is_counted() -> None:
 
 
 def test_a_prompt_with_thinking_on_or_off_comes_from_the_row() -> None:
-    source = CHATML.replace(
-        "{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n' + (lead or '') }}"
-    )
+    source = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n' + (lead or '') }}")
     conversation = talk(user("u"), said("<think>\n\n</think>\n\na"))
     assert learnt(source, conversation) == ["<think>\n\n</think>\n\na<|im_end|>"]
     led = talk(user("u"), said("<think>\n\n</think>\n\na"), kwargs={"lead": "<think>\n\n</think>\n\n"})
@@ -255,9 +247,7 @@ def test_control_tokens_that_the_template_reads_mean_what_it_makes_of_them() -> 
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(
-        st.lists(st.sampled_from([*CONTROLS, "a", " ", "Zq", "Zq0x", "<", "|", "é"]), max_size=5).map(
-            "".join
-        ),
+        st.lists(st.sampled_from([*CONTROLS, "a", " ", "Zq", "Zq0x", "<", "|", "é"]), max_size=5).map("".join),
         min_size=2,
         max_size=4,
     )
@@ -304,9 +294,7 @@ def test_arguments_take_the_form_that_the_template_writes_well() -> None:
 
 
 def test_arguments_that_are_not_json_are_left_alone() -> None:
-    rendered = make(STYLES["tools"].source).render(
-        talk(user("u"), said("", tool_calls=[call("f", "not json")]))
-    )
+    rendered = make(STYLES["tools"].source).render(talk(user("u"), said("", tool_calls=[call("f", "not json")])))
     assert '"arguments": "not json"' in rendered.text
 
 
@@ -334,8 +322,4 @@ def test_threads_may_share_a_template() -> None:
 
 def test_the_date_is_the_one_given() -> None:
     source = CHATML + "{{ strftime_now('%d %b %Y') }}"
-    assert (
-        make(source, template_date="2025-01-31")
-        .render(talk(user("u"), said("a")))
-        .text.endswith("31 Jan 2025")
-    )
+    assert make(source, template_date="2025-01-31").render(talk(user("u"), said("a"))).text.endswith("31 Jan 2025")

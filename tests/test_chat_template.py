@@ -115,9 +115,7 @@ def test_any_conversation_is_learnt_exactly(name: str) -> None:
     @given(conversations(style))
     def check(messages: list[dict[str, Any]]) -> None:
         rendered = template.render(Conversation(messages, [1.0] * len(messages)))
-        stock = [
-            dict(m, thinking=m["reasoning_content"]) if "reasoning_content" in m else m for m in messages
-        ]
+        stock = [dict(m, thinking=m["reasoning_content"]) if "reasoning_content" in m else m for m in messages]
         assert rendered.text == stock_text(style, stock, None)
         last = len(messages) - 1
         speakers = [(i, m) for i, m in enumerate(messages) if m["role"] == "assistant"]

@@ -176,9 +176,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _refuse_random(*_args: Any) -> Any:
-    raise SecurityError(
-        "the random filter would make other text from the same row; take it out of the template"
-    )
+    raise SecurityError("the random filter would make other text from the same row; take it out of the template")
 
 
 def _raise_exception(message: Any) -> None:
@@ -199,9 +197,7 @@ def _to_json(
         raise TypeError(f"tojson: {value._undefined_message}")
     if not ensure_ascii and indent is None and separators is None and not sort_keys:
         return _encode_json(value)  # the same text without building an encoder each time
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _clock(template_date: str | None) -> Callable[[str], str]:

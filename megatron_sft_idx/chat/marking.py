@@ -46,9 +46,7 @@ def locate_pieces(
     for index, message in enumerate(messages):
         copy = dict(message)
         if message.get("role") == "assistant":
-            pieces = [
-                (number, piece) for number, piece in enumerate(pieces_of(message)) if piece.kind != "call"
-            ]
+            pieces = [(number, piece) for number, piece in enumerate(pieces_of(message)) if piece.kind != "call"]
             for number, piece in reversed(pieces):  # from the back, so that offsets stay true
                 mark = f"{sentinel}{index}.{number}{close}"
                 value = copy[piece.field]
@@ -92,9 +90,7 @@ class ControlTokens:
         self._firsts = tuple(sorted({text[0] for text in longest_first}))
         self._firsts_utf8 = tuple(first.encode("utf-8", "surrogatepass") for first in self._firsts)
         # JSON writes these tokens as they are.
-        self._plain_letters = not any(
-            re.search(r'["\\\x00-\x1f\ud800-\udfff]', text) for text in longest_first
-        )
+        self._plain_letters = not any(re.search(r'["\\\x00-\x1f\ud800-\udfff]', text) for text in longest_first)
 
     def among(self, value: Any) -> set[str]:
         """The control tokens spelt anywhere in a JSON-like value, keys included."""
@@ -109,10 +105,7 @@ class ControlTokens:
             text = orjson.dumps(value)
         except (TypeError, ValueError):
             return True
-        return (
-            any(first in text for first in self._firsts_utf8)
-            and self._pattern.search(text.decode()) is not None
-        )
+        return any(first in text for first in self._firsts_utf8) and self._pattern.search(text.decode()) is not None
 
     def _collect(self, value: Any, found: set[str], pattern: re.Pattern[str]) -> None:
         kind = type(value)

@@ -64,9 +64,7 @@ def prepared(messages: Sequence[dict[str, Any]], style: Style, notes: dict[str, 
 def in_text_parts(message: dict[str, Any]) -> dict[str, Any]:
     """The message with its string content as a list of one text part."""
     content = message.get("content")
-    return (
-        {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-    )
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _with_arguments(message: dict[str, Any], as_text: bool, notes: dict[str, int]) -> dict[str, Any]:

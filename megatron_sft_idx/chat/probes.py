@@ -173,9 +173,7 @@ def learn_style(render: Callable[[list[dict[str, Any]]], str | None]) -> Style:
     return Style(text_fits, parsed_fits, in_parts)
 
 
-def _rendered_call(
-    render: Callable[[list[dict[str, Any]]], str | None], arguments: object, in_parts: bool
-) -> str:
+def _rendered_call(render: Callable[[list[dict[str, Any]]], str | None], arguments: object, in_parts: bool) -> str:
     closing = [_TOOL, _ASSISTANT]
     for history in ([_USER, tool_call(arguments), *closing], [_USER, tool_call(arguments)]):
         text = render([in_text_parts(dict(message)) if in_parts else dict(message) for message in history])

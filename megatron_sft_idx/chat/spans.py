@@ -168,9 +168,7 @@ class SpanFinder:
             if at < len(segments) and segments[at].start <= start:
                 message = segments[at].message
             if message is None:
-                raise FormatError(
-                    f"{self._rules.name}: a generation block stands outside every loop over the messages"
-                )
+                raise FormatError(f"{self._rules.name}: a generation block stands outside every loop over the messages")
             spans.setdefault(message, []).append((start, stop))
         return spans
 
@@ -185,9 +183,7 @@ class SpanFinder:
         frames: dict[int, list[Segment]] = {}
         for segment in written:
             frames.setdefault(segment.frame, []).append(segment)
-        inked = [
-            own for own in frames.values() if any(self._text[one.start : one.stop].strip() for one in own)
-        ]
+        inked = [own for own in frames.values() if any(self._text[one.start : one.stop].strip() for one in own)]
         if len(inked) > 1:
             inked.sort(key=lambda own: sum(self._find(piece.text, own) >= 0 for piece in pieces))
         if inked:
@@ -257,9 +253,7 @@ class SpanFinder:
         if at < 0:
             return None
         repeated = any(
-            self._text.find(piece.text, max(one.start, at + 1), one.stop) >= 0
-            for one in segments
-            if one.stop > at
+            self._text.find(piece.text, max(one.start, at + 1), one.stop) >= 0 for one in segments if one.stop > at
         )
         if not repeated:
             return at
@@ -303,9 +297,7 @@ class SpanFinder:
         if not options.train_on_tool_calls and any(piece.kind == "call" for piece in pieces):
             cuts += self._calls(message, pieces, spans)
         for low, high in cuts:
-            spans = [
-                part for start, stop in spans for part in ((start, min(stop, low)), (max(start, high), stop))
-            ]
+            spans = [part for start, stop in spans for part in ((start, min(stop, low)), (max(start, high), stop))]
             spans = [(start, stop) for start, stop in spans if start < stop]
         return spans
 

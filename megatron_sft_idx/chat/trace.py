@@ -255,9 +255,7 @@ class TracedTemplate:
         plain = self.plain(variables)
         sentinel = next((one for one in _SENTINELS if one not in plain), None)
         if sentinel is None:
-            raise FormatError(
-                f"{self._name}: the conversation holds every private character that tracing uses"
-            )
+            raise FormatError(f"{self._name}: the conversation holds every private character that tracing uses")
         tracker = self._tracker
         tracker.reset(messages, sentinel)
         marked = self._text(self._marked, variables)
