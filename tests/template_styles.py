@@ -1,8 +1,10 @@
 """Chat templates in the styles of the field, written for these tests, each with an obvious oracle.
 
-The oracle of a style says what the model must learn of each assistant message, from the message alone and whether
-it is the conversation's last. It is written by reading the template, not by running anything.
+The oracle of a style says what the model must learn of each assistant message, from the message alone and
+whether it is the conversation's last. It is written by reading the template, not by running anything.
 """
+
+# ruff: noqa: E501 - templates and lists of tokens, as long as they are
 
 from __future__ import annotations
 
@@ -10,6 +12,11 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
+from megatron_sft_idx.chat.types import Conversation, Rendered
 
 Message = Mapping[str, Any]
 
@@ -243,3 +250,80 @@ STYLES = {
     "next tag": Style(NEXT_TAG, lambda m, last: content(m).rstrip() if last else content(m) + "<|user|>"),
     "parts": Style(PARTS, lambda m, last: content(m) + "<|im_end|>"),
 }
+
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+CONTROLS = [
+    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot|>", "<|head|>", "<|/head|>", "<|User|>", "<|Assistant|>",
+    "<|user|>", "<|assistant|>", "<|end|>", "<|start|>", "<|return|>", "<|call|>", "<|message|>", "<|channel|>",
+]  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
+
+
+def make(source: str, **options: Any) -> ChatTemplate:
+    return ChatTemplate(
+        source,
+        special_tokens=SPECIAL,
+        control_tokens=CONTROLS,
+        options=MaskOptions(**options),
+        name="t.jinja",
+    )
+
+
+def trained(rendered: Rendered) -> list[str]:
+    return [rendered.text[span.start : span.stop] for span in rendered.spans]
+
+
+def stock_text(style: Style, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    if style is STYLES["parts"]:
+        messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    return str(render_jinja_template([messages], tools=tools, chat_template=style.source, **SPECIAL)[0][0])
+
+
+def turns(style: Style, count: int) -> list[dict[str, Any]]:
+    """A conversation of unique words that uses all the style takes."""
+    messages = [{"role": "system", "content": "sys0 rules0"}] if style.system else []
+    for turn in range(1, count + 1):
+        messages.append({"role": "user", "content": f"ask{turn} why{turn}?"})
+        if style.calls:
+            call = {
+                "type": "function",
+                "function": {"name": f"func{turn}", "arguments": {f"key{turn}": turn}},
+            }
+            calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+            messages += [
+                calls,
+                {"role": "tool", "content": f"out{turn}"},
+                {"role": "tool", "content": f"more{turn}"},
+            ]
+        answer = {"role": "assistant", "content": f"answer{turn} is{turn}.\n  indented{turn}"}
+        if style.thinks:
+            answer["reasoning_content"] = f"because{turn} of{turn}"
+        messages.append(answer)
+    return messages
+
+
+def talk(*messages: dict[str, Any], weights: list[float] | None = None, **more: Any) -> Conversation:
+    return Conversation(list(messages), weights or [1.0] * len(messages), **more)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def call(name: str, arguments: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def learnt(source: str, conversation: Conversation, **options: Any) -> list[str]:
+    return trained(make(source, **options).render(conversation))
+
+
+# Two that tracing cannot follow.
+ACCUMULATES = """{% set ns = namespace(out='') %}{% for m in messages %}{% set ns.out = ns.out + m.role + m.content %}
+{%- endfor %}{{ ns.out }}"""
+MEASURES = """{% set out %}{% for m in messages %}{{ m.role + m.content }}{% endfor %}{% endset %}{{ out }}{{ out | length }}"""

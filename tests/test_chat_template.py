@@ -9,61 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from template_styles import STYLES, Style
-from transformers.utils.chat_template_utils import render_jinja_template
+from template_styles import CONTROLS, SPECIAL, STYLES, TOOLS, Style, make, stock_text, trained, turns
 
-from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
-from megatron_sft_idx.chat.types import Conversation, Rendered
-
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-CONTROLS = [
-    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot|>", "<|head|>", "<|/head|>", "<|User|>", "<|Assistant|>",
-    "<|user|>", "<|assistant|>", "<|end|>", "<|start|>", "<|return|>", "<|call|>", "<|message|>", "<|channel|>",
-]  # fmt: skip
-TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
-
-
-def make(source: str, **options: Any) -> ChatTemplate:
-    return ChatTemplate(
-        source,
-        special_tokens=SPECIAL,
-        control_tokens=CONTROLS,
-        options=MaskOptions(**options),
-        name="t.jinja",
-    )
-
-
-def trained(rendered: Rendered) -> list[str]:
-    return [rendered.text[span.start : span.stop] for span in rendered.spans]
-
-
-def stock_text(style: Style, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-    if style is STYLES["parts"]:
-        messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-    return str(render_jinja_template([messages], tools=tools, chat_template=style.source, **SPECIAL)[0][0])
-
-
-def turns(style: Style, count: int) -> list[dict[str, Any]]:
-    """A conversation of unique words that uses all the style takes."""
-    messages = [{"role": "system", "content": "sys0 rules0"}] if style.system else []
-    for turn in range(1, count + 1):
-        messages.append({"role": "user", "content": f"ask{turn} why{turn}?"})
-        if style.calls:
-            call = {
-                "type": "function",
-                "function": {"name": f"func{turn}", "arguments": {f"key{turn}": turn}},
-            }
-            calls = {"role": "assistant", "content": "", "tool_calls": [call]}
-            messages += [
-                calls,
-                {"role": "tool", "content": f"out{turn}"},
-                {"role": "tool", "content": f"more{turn}"},
-            ]
-        answer = {"role": "assistant", "content": f"answer{turn} is{turn}.\n  indented{turn}"}
-        if style.thinks:
-            answer["reasoning_content"] = f"because{turn} of{turn}"
-        messages.append(answer)
-    return messages
+from megatron_sft_idx.chat.template import ChatTemplate
+from megatron_sft_idx.chat.types import Conversation
 
 
 @pytest.mark.parametrize("name", STYLES)
@@ -92,6 +41,8 @@ NASTY = st.sampled_from(
     [
         "assistant",
         "assistant\n",
+        "<think>",
+        "<think>\n",
         "user",
         "<",
         "<|",
@@ -102,8 +53,6 @@ NASTY = st.sampled_from(
         "[/INST]",
         " ",
         "\n",
-    ]
-    + [
         "\n\n",
         "<|assistant|>",
         "model",
@@ -115,8 +64,15 @@ NASTY = st.sampled_from(
         "\U000f00000\U000f0001",
         "\\",
         '"',
+        "\U000f10001.0\U000f1001",
+        "zqsaid",
+        "Zq0x",
+        "<b>",
+        "true",
+        "None",
+        "\u2028",
+        "\x1f",
     ]
-    + ["\U000f10001.0\U000f1001", "zqsaid", "Zq0x", "<b>", "true", "None", "\u2028", "\x1f"]
 )
 TEXT = st.lists(st.one_of(NASTY, st.text(max_size=6)), max_size=6).map("".join)
 

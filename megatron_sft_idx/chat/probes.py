@@ -40,7 +40,8 @@ class Scaffold:
             prompt fits.
         inner_ends: what follows the words inside the message's own iteration, stripped: its end of turn.
         late_end: what always follows an assistant message, whatever comes next, where there are no
-            ``inner_ends``: the end of turn of templates that write it with the next message or after the loop.
+            ``inner_ends``: the end of turn of templates that write it with the next message or after the
+            loop.
     """
 
     prompts: tuple[str, ...]

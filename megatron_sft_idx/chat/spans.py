@@ -193,11 +193,11 @@ class SpanFinder:
         if any(piece.kind != "reasoning" and piece.text in self._text for piece in pieces):
             raise FormatError(
                 f"{self._rules.name}: the template writes assistant messages outside its loops over the "
-                "messages, so tracing cannot find them; put {% generation %} markers around them, or train on "
-                "all tokens"
+                "messages, so tracing cannot find them; put {% generation %} markers around them, or train "
+                "on all tokens"
             )
         if any(piece.kind != "reasoning" for piece in pieces):
-            raise unusable(f"the chat template {self._rules.name} leaves out message {message + 1}, the assistant's")
+            raise unusable(f"the chat template {self._rules.name} leaves out assistant message {message + 1}")
         return []
 
     def _anywhere(self, message: int) -> list[Segment]:

@@ -152,7 +152,9 @@ class ChatTemplate:
             speakers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
             if self._learns_everything and all(weights[index] == 1 for index in speakers):
                 text = self._guarded(self._template.plain, row.variables)
-                SpanFinder(self._rules, Traced(text, [], []), messages).require_words(speakers)
+                finder = SpanFinder(self._rules, Traced(text, [], []), messages)
+                finder.require_words(speakers)
+                notes.update(finder.notes)
                 spans = [Span(0, len(text))] if text else []
             else:
                 traced = self._guarded(self._template.render, messages, row.variables)
@@ -223,21 +225,23 @@ class ChatTemplate:
                 **self._variables(messages, probe),
                 "add_generation_prompt": add_generation_prompt,
             }
-            try:
-                return self._template.render(messages, variables)
-            except FormatError:
-                raise
-            except Exception:  # an odd conversation, to this template; others may do
-                return None
+            return self._tried(self._template.render, messages, variables)
 
         return render
 
     def _plain_probe(self, messages: list[dict[str, Any]]) -> str | None:
         """Render a made-up conversation without tracing; None where the template refuses it."""
+        return self._tried(self._template.plain, self._variables(messages, Conversation(messages, [])))
+
+    def _tried(self, step: Callable[..., _Result], *arguments: Any) -> _Result | None:
+        """Run a render of a made-up conversation; None where the template finds it odd. Others may do."""
         try:
-            return self._template.plain(self._variables(messages, Conversation(messages, [])))
+            return step(*arguments)
         except FormatError:
             raise
+        except OverflowError as error:
+            where = self._template.line_of(error)
+            raise FormatError(f"{self.name}: {where}a template may not do this: {error}") from None
         except Exception:
             return None
 

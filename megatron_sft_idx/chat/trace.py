@@ -141,8 +141,11 @@ class _Tracker:
         def end_captured(_value: Any) -> str:
             return self._written(_END)
 
+        def tick(_value: Any) -> None:
+            self._indexed(None, ())
+
         functions = (enter, leave, begin, end, enter_captured, leave_captured, begin_captured, end_captured)
-        return {f"trace {function.__name__}": function for function in functions}
+        return {f"trace {function.__name__}": function for function in (*functions, tick)}
 
     def _written(self, event: int) -> str:
         self.captured = True

@@ -1,0 +1,110 @@
+"""Rows and templates that cannot be used, each with its message; and the sandbox that templates run in."""
+
+# ruff: noqa: E501 - tables of failures, one a line
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from template_styles import ACCUMULATES, CHATML, MEASURES, SPECIAL, STYLES, call, make, said, talk, user
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
+from megatron_sft_idx.chat.types import Conversation
+from megatron_sft_idx.errors import FormatError, SequenceError
+
+PAIR = talk(user("question"), said("words of mine"))
+
+BAD_ROWS: dict[str, tuple[str, Conversation, str]] = {
+    "raises": (STYLES["renamed"].source, talk(said("a")), "refuses it: turns must alternate"),
+    "words dropped": ("{% for m in messages %}{{ m.role }}{% endfor %}", PAIR, "leaves out the words 'words of mine' of assistant message 2"),
+    "message dropped": ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", PAIR, "leaves out assistant message 2"),
+    "marked words dropped": ("{% for m in messages %}{% generation %}x{% endgeneration %}{% endfor %}", PAIR, "leaves out the words"),
+    "all, words dropped": ("{{ messages[0].content }}", PAIR, "leaves out the words"),
+    "calls dropped": (CHATML, talk(user("u"), said("a", tool_calls=[call("look_up", {})])), "leaves out the call of look_up"),
+    "undefined": ("a\n{{ nothing.at.all }}", PAIR, "line 2: 'nothing' is undefined"),
+    "wrong type": ("\n\n{{ 'a' + 1 }}", PAIR, "line 3: can only concatenate str"),
+    "content missing": (CHATML, talk(user("u"), {"role": "assistant"}), "fails on it"),
+    "runs into itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", PAIR, "maximum recursion depth"),
+    "reserved variable": (CHATML, talk(user("u"), said("a"), kwargs={"messages": []}), "messages cannot be given"),
+    "weights": (CHATML, Conversation([user("u"), said("a")], [1.0]), "1 weights for 2 messages"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_bad_row_is_named(name: str) -> None:
+    source, conversation, reason = BAD_ROWS[name]
+    template = make(source, train_on="all") if name.startswith("all") else make(source)
+    with pytest.raises(SequenceError) as caught:
+        template.render(conversation)
+    assert reason in caught.value.reason
+    assert name in ("reserved variable", "weights") or "t.jinja" in caught.value.reason
+
+
+UNUSABLE: dict[str, tuple[Callable[[], object], str]] = {
+    "syntax": (lambda: make("a\n{% if x %}"), "t.jinja: line 2: Unexpected end of template"),
+    "unknown filter": (lambda: make("{{ x | nope }}"), "t.jinja: line 1: No filter named 'nope'"),
+    "stray break": (lambda: make("\n{% break %}"), "t.jinja: line"),
+    "too deep": (lambda: make("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"), "t.jinja: the chat template is nested too deeply"),
+    "train on": (lambda: MaskOptions(train_on="answers"), "'answers' is none of assistant, last-turn, all"),
+    "date": (lambda: make(CHATML, template_date="31.1.2025"), "'31.1.2025' is not a date like 2025-01-31"),
+    "reserved": (lambda: ChatTemplate(CHATML, template_kwargs={"tools": []}), "tools cannot be given"),
+    "no date": (lambda: make("{{ strftime_now('%Y') }}").render(PAIR), "give the date it should see with --template-date"),
+    "accumulates": (lambda: make(ACCUMULATES).render(PAIR), "t.jinja: the template writes assistant messages outside its loops"),
+    "measures": (lambda: make(MEASURES).render(PAIR), "t.jinja: cannot tell which message wrote what"),
+    "marker outside": (lambda: make("{% generation %}x{% endgeneration %}" + CHATML).render(PAIR), "outside every loop"),
+    "endless": (lambda: make("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}").render(PAIR), "loop iterations"),
+    "endless text": (lambda: make("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}").render(PAIR), "characters for one conversation"),
+    "long range": (lambda: make("{% for a in range(10 ** 9) %}{% endfor %}").render(PAIR), "line 1: a template may not do this: Range too big"),
+    "long string": (lambda: make("{{ 'x' * 10 ** 9 }}").render(PAIR), "repeating something 1000000000 times"),
+    "great number": (lambda: make("{{ 9 ** 9 ** 9 }}").render(PAIR), "too large for a chat template"),
+    "internals": (lambda: make("{{ messages.__class__.__mro__ }}").render(PAIR), "unsafe"),
+    "changes data": (lambda: make("{{ messages.append(1) }}").render(PAIR), "unsafe"),
+    "format": (lambda: make("{{ '{0.__class__.__mro__}'.format(1) }}").render(PAIR), "unsafe"),
+    "underscores": (lambda: make("{% set n = namespace() %}{% set n._x = 1 %}").render(PAIR), "underscore names"),
+    "chance": (lambda: make("{{ messages | random }}").render(PAIR), "random"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_an_unusable_template_is_named(name: str) -> None:
+    attempt, message = UNUSABLE[name]
+    with pytest.raises(FormatError) as caught:
+        attempt()
+    assert message in str(caught.value)
+
+
+def test_templates_cannot_see_the_marks() -> None:
+    for name in ("trace enter", "trace_enter", "enter"):
+        with pytest.raises(FormatError):
+            make("{{ 1 | " + name + " }}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ {'a': 1}.items() | list }}{{ {'items': 1}.items is callable }}{{ {'a': 1}.get('b', 2) }}",
+        "{{ {'a': {'b': 1}}.a.b }}{{ {'a': 1}['b'] is defined }}{{ {'a': 1}.b is defined }}{{ {'get': 1}['get'] }}",
+        "{% for a in [1, 2] %}{{ loop.index }}{{ loop.revindex }}{{ loop.previtem }}{{ loop.cycle('x', 'y') }}{% endfor %}",
+        "{% set n = namespace(a=1, items=2) %}{% set n.b = [n.a] %}{{ n.a }}{{ n.items }}{{ n.b }}{{ n.c is defined }}{{ n }}",
+        "{{ ' a,b '.strip().split(',') }}{{ 'a%sb' | format(1) }}{{ '{} {a}'.format(1, a=2) }}{{ 'x'.join(['a', 'b']) }}",
+        "{{ dict(a=1) | tojson }}{{ {'é': '<&>'} | tojson }}{{ {'b': 1, 'a': [1.0, none]} | tojson(indent=2) }}",
+        "{{ {'a': 'é'} | tojson(ensure_ascii=true, sort_keys=true, separators=(',', ':')) }}{{ 'ab' * 3 }}{{ 2 ** 10 }}",
+        "{% macro m(x, y=2) %}{{ x }}{{ y }}{{ caller() }}{% endmacro %}{% call m(1) %}in{% endcall %}",
+        "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% else %}none{% endfor %}{% for x in [] %}{% else %}none{% endfor %}",
+        "{% for x in [[1, [2]], 3] recursive %}{{ loop(x) if x is iterable else x }}{% endfor %}",
+        "{% for m in messages %}{% set x %} {{ m.content }} {% endset %}{{ x | trim | upper }}{{ x | length }}{% endfor %}",
+        "{% filter upper %}{% for m in messages %}{{ m.role }}{% if loop.first %}{% continue %}{% endif %}!{% endfor %}{% endfilter %}",
+    ],
+)
+def test_the_sandbox_answers_as_transformers_does(source: str) -> None:
+    messages = [user("question"), said("words")]
+    stock = render_jinja_template([messages], chat_template=source, **SPECIAL)[0][0]
+    silent = make(source, train_on="all")
+    assert (
+        silent.render(talk(user("question"))).text
+        == render_jinja_template([messages[:1]], chat_template=source, **SPECIAL)[0][0]
+    )
+    assert silent._template.plain({**SPECIAL, "messages": messages}) == stock
+    assert silent._template.render(messages, {**SPECIAL, "messages": messages}).text == stock

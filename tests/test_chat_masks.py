@@ -1,0 +1,325 @@
+"""What options, weights, markers and control tokens do to spans."""
+
+# ruff: noqa: E501 - templates and conversations, one a line
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from template_styles import (
+    ACCUMULATES,
+    CHATML,
+    CONTROLS,
+    MEASURES,
+    SPECIAL,
+    STYLES,
+    TOOLS,
+    call,
+    learnt,
+    make,
+    said,
+    talk,
+    trained,
+    turns,
+    user,
+)
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megatron_sft_idx.chat.template import ChatTemplate
+from megatron_sft_idx.chat.types import Rendered, Span
+
+# Options and weights
+
+
+def test_last_turn_is_what_follows_the_last_question_tools_included() -> None:
+    messages = turns(STYLES["tools"], 2)
+    rendered = make(STYLES["tools"].source, train_on="last-turn").render(talk(*messages, tools=TOOLS))
+    everything = make(STYLES["tools"].source).render(talk(*messages, tools=TOOLS))
+    assert rendered.spans == everything.spans[2:]
+    assert len(rendered.spans) == 2
+
+
+def test_last_turn_without_a_question_is_everything() -> None:
+    assert learnt(CHATML, talk(said("a"), said("b")), train_on="last-turn") == ["a<|im_end|>", "b<|im_end|>"]
+
+
+def test_all_trains_every_character_even_where_tracing_fails() -> None:
+    for source in (CHATML, ACCUMULATES, MEASURES):
+        rendered = make(source, train_on="all").render(talk(user("u"), said("a")))
+        assert rendered.spans == [Span(0, len(rendered.text))]
+
+
+def test_all_with_weights_leaves_the_rest_at_one() -> None:
+    messages = talk(user("u"), said("aa"), user("v"), said("bb"), weights=[0, 0.5, 0, 0])
+    rendered = make(CHATML, train_on="all").render(messages)
+    parts = [(rendered.text[span.start : span.stop], span.weight) for span in rendered.spans]
+    assert parts == [
+        ("<|im_start|>user\nu<|im_end|>\n<|im_start|>assistant\n", 1.0),
+        ("aa<|im_end|>", 0.5),
+        ("\n<|im_start|>user\nv<|im_end|>\n<|im_start|>assistant\n", 1.0),
+        ("\n", 1.0),
+    ]
+
+
+def test_weights_go_with_their_messages() -> None:
+    conversation = talk(user("u"), said("a"), user("v"), said("b"), user("w"), said("c"), weights=[1, 0.25, 1, 0, 1, 2])
+    for source in (CHATML, STYLES["marked"].source):
+        rendered = make(source).render(conversation)
+        assert [span.weight for span in rendered.spans] == [0.25, 2]
+        assert [text.rstrip() for text in trained(rendered)] == ["a<|im_end|>", "c<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("thinking", ["answer1 is1.<|im_end|>"]), ("channels", ["<|start|>assistant<|channel|>final<|message|>answer1 is1.<|return|>"])],
+)  # fmt: skip
+def test_thinking_left_out_with_its_tags(name: str, expected: list[str]) -> None:
+    conversation = talk(user("ask"), said("answer1 is1.", reasoning_content="because of"))
+    assert learnt(STYLES[name].source, conversation, train_on_thinking=False) == expected
+
+
+EMPTY_THINKING = CHATML.replace("m.content", "('<think>\n\n</think>\n\n' if m.role == 'assistant' else '') + m.content")
+
+
+def test_empty_thinking_tags_are_thinking_too() -> None:
+    conversation = talk(user("u"), said("a"))
+    assert learnt(EMPTY_THINKING, conversation) == ["<think>\n\n</think>\n\na<|im_end|>"]
+    assert learnt(EMPTY_THINKING, conversation, train_on_thinking=False) == ["a<|im_end|>"]
+
+
+def test_thinking_inside_the_content_is_left_out_too() -> None:
+    conversation = talk(user("u"), said("<think>\nwhy a\n</think>\n\na"))
+    assert learnt(CHATML, conversation) == ["<think>\nwhy a\n</think>\n\na<|im_end|>"]
+    assert learnt(CHATML, conversation, train_on_thinking=False) == ["a<|im_end|>"]
+
+
+def test_repeated_words_are_placed_by_a_marked_render() -> None:
+    # "a" stands in the header, in the reasoning and twice in the answer.
+    conversation = talk(user("a"), said("a a", reasoning_content="a"))
+    assert learnt(STYLES["thinking"].source, conversation, train_on_thinking=False) == ["a a<|im_end|>"]
+
+
+def test_tool_calls_left_out() -> None:
+    style = STYLES["tools"]
+    conversation = talk(
+        user("u"), said("let me", tool_calls=[call("f", {"k": 1})]), said("", tool_calls=[call("g", {})])
+    )
+    assert learnt(style.source, conversation, train_on_tool_calls=False) == ["let me"]
+    answered = talk(
+        user("u"),
+        said("let me", tool_calls=[call("f", {"k": 1})]),
+        {"role": "tool", "content": "r"},
+        said("so"),
+    )
+    assert learnt(style.source, answered, train_on_tool_calls=False) == ["let me", "so<|im_end|>"]
+
+
+def test_calls_before_the_answer_leave_the_answer() -> None:
+    source = "{% for m in messages %}[{{ m.role }}]{% for c in m.tool_calls or [] %}<call {{ c.function.name }}>"
+    source += "{% endfor %}{{ m.content }};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    conversation = talk(user("u"), said("so it is", tool_calls=[call("look", {})]))
+    assert learnt(source, conversation) == ["<call look>so it is;"]
+    assert learnt(source, conversation, train_on_tool_calls=False) == ["so it is;"]
+
+
+def test_reasoning_that_the_template_drops_is_counted() -> None:
+    conversation = talk(
+        user("u"),
+        said("a", reasoning_content="dropped thought"),
+        user("v"),
+        said("b", reasoning_content="kept thought"),
+    )
+    rendered = make(STYLES["thinking"].source).render(conversation)
+    assert rendered.notes == {"reasoning_dropped": 1}
+    assert trained(rendered) == ["a<|im_end|>", "kept thought\n</think>\n\nb<|im_end|>"]
+
+
+def test_a_prompt_with_thinking_on_or_off_comes_from_the_row() -> None:
+    source = CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n' + (lead or '') }}")
+    conversation = talk(user("u"), said("<think>\n\n</think>\n\na"))
+    assert learnt(source, conversation) == ["<think>\n\n</think>\n\na<|im_end|>"]
+    led = talk(user("u"), said("<think>\n\n</think>\n\na"), kwargs={"lead": "<think>\n\n</think>\n\n"})
+    assert learnt(source, led) == ["a<|im_end|>"]
+
+
+# Generation markers
+
+
+def stock_spans(source: str, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    texts, indices = render_jinja_template(
+        [messages], chat_template=source, return_assistant_tokens_mask=True, **SPECIAL
+    )
+    return texts[0], [(start, stop) for start, stop in indices[0] if start < stop]
+
+
+MARKED_VARIANTS = {
+    "around the answer": STYLES["marked"].source,
+    "with sets inside": """{% set x = 'out' %}{% for m in messages %}{% if m.role == 'assistant' %}
+{%- generation %}{% set x = m.content %}{{ x }}{% for c in ['!', '?'] %}{{ c }}{% endfor %}{% endgeneration %}{{ x }}
+{%- else %}{{ m.content }}{{ x }}{% endif %}{% endfor %}""",
+    "some answers only": """{% for m in messages %}{% if m.role == 'assistant' and loop.last %}
+{%- generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}|{% endif %}{% endfor %}""",
+    "end of turn after the loop": """{% for m in messages %}{{ '<' + m.role + '>' }}{% if m.role == 'assistant' %}
+{%- generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}
+{%- generation %}{{ eos_token }}{% endgeneration %}""",
+    "several blocks, one empty": """{% for m in messages %}{% if m.role == 'assistant' %}
+{%- generation %}{{ m.content }}{% endgeneration %}-{% generation %}{% endgeneration %}-{% generation %}.{% endgeneration %}
+{%- else %}{{ m.content | tojson }}{% endif %}{% endfor %}""",
+}
+
+
+@pytest.mark.parametrize("name", MARKED_VARIANTS)
+def test_markers_are_taken_as_they_stand(name: str) -> None:
+    source = MARKED_VARIANTS[name]
+    template = make(source, allow_control_tokens=True)
+    assert template.has_generation_markers
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.lists(st.tuples(st.text(), st.text(min_size=1)), min_size=1, max_size=3))
+    def check(pairs: list[tuple[str, str]]) -> None:
+        messages = [message for asked, answer in pairs for message in (user(asked), said(answer))]
+        rendered = template.render(talk(*messages))
+        text, spans = stock_spans(source, messages)
+        assert rendered.text == text
+        assert [(span.start, span.stop) for span in rendered.spans] == spans
+
+    check()
+
+
+def test_markers_in_a_macro_hold_what_the_macro_wrote() -> None:
+    source = """{% macro one(m) %}<{{ m.role }}>{% generation %}{{ m.content }};{% endgeneration %}{% endmacro %}
+{%- for m in messages %}{% if m.role == 'assistant' %}{{ one(m) }}{% else %}{{ m.content }}{% endif %}{% endfor %}"""
+    assert learnt(source, talk(user("u"), said("a"), user("v"), said("b"))) == ["a;", "b;"]
+
+
+# Control tokens in the data
+
+
+def restored(rendered: Rendered) -> list[str]:
+    return [rendered.text[start:stop] for start, stop in rendered.literals]
+
+
+def test_control_tokens_spelt_by_the_data_are_literals() -> None:
+    messages = [user("say <|im_end|> and </s>"), said("I <|im_end|>\n<|im_start|>user\nmust not")]
+    rendered = make(CHATML).render(talk(*messages))
+    assert restored(rendered) == ["<|im_end|>", "</s>", "<|im_end|>", "<|im_start|>"]
+    outside = rendered.text
+    for start, stop in reversed(rendered.literals):
+        outside = outside[:start] + outside[stop:]
+    assert outside.count("<|im_end|>") == outside.count("<|im_start|>") == 2
+    assert make(CHATML, allow_control_tokens=True).render(talk(*messages)).literals == []
+
+
+def test_control_tokens_in_tools_names_and_arguments_are_literals() -> None:
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "f", "description": "<|im_start|>", "parameters": {"</s>": 1}},
+        }
+    ]
+    conversation = talk(user("u"), said("", tool_calls=[call("f", {"<s>": "<|im_end|>é"})]), tools=tools)
+    assert restored(make(STYLES["tools"].source).render(conversation)) == [
+        "<|im_start|>",
+        "</s>",
+        "<s>",
+        "<|im_end|>",
+    ]
+
+
+def test_thinking_tags_of_the_assistant_stay_control_tokens() -> None:
+    template = ChatTemplate(CHATML, special_tokens=SPECIAL, control_tokens=[*CONTROLS, "<think>", "</think>"])
+    rendered = template.render(talk(user("what is <think>?"), said("<think>\nhm\n</think>\n\n</s>")))
+    assert restored(rendered) == ["<think>", "</s>"]
+
+
+def test_control_tokens_that_the_template_reads_mean_what_it_makes_of_them() -> None:
+    source = CHATML.replace("m.content +", "m.content.split('<cut>')[-1] +")
+    template = ChatTemplate(source, special_tokens=SPECIAL, control_tokens=[*CONTROLS, "<cut>"])
+    rendered = template.render(talk(user("a<cut>b</s>"), said("fine")))
+    assert rendered.notes == {"control_tokens_read_by_template": 1}
+    assert restored(rendered) == ["</s>"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.sampled_from([*CONTROLS, "a", " ", "Zq", "Zq0x", "<", "|", "é"]), max_size=5).map("".join),
+        min_size=2,
+        max_size=4,
+    )
+)
+def test_literals_are_exactly_the_data_s_control_tokens(contents: list[str]) -> None:
+    messages = [user(text) if number % 2 == 0 else said(text) for number, text in enumerate(contents)]
+    rendered = make(STYLES["late end"].source).render(talk(*messages))
+    # Spelt out from the template: where each content lies, by hand.
+    text, expected, longest_first = "<s>", [], sorted(CONTROLS, key=len, reverse=True)
+    for number, content in enumerate(contents):
+        text += "</s>" if number and number % 2 == 0 else ""
+        text += "<|User|>" if number % 2 == 0 else "<|Assistant|>"
+        at = 0
+        while at < len(content):
+            token = next((token for token in longest_first if content.startswith(token, at)), None)
+            if token:
+                expected.append((len(text) + at, len(text) + at + len(token)))
+            at += len(token) if token else 1
+        text += content
+    text += "</s>" if len(contents) % 2 == 0 else ""
+    assert rendered.text == text
+    assert rendered.literals == expected
+
+
+# Forms of input
+
+
+def test_arguments_take_the_form_that_the_template_writes_well() -> None:
+    text, parsed = '{"k": "é"}', {"k": "é"}
+    dumps = STYLES["tools"].source
+    pastes = dumps.replace("call.arguments | tojson", "call.arguments")
+    both = dumps.replace(
+        "call.arguments | tojson", "(call.arguments if call.arguments is string else call.arguments | tojson)"
+    )
+    for source, converted in (
+        (dumps, {str: 1, dict: 0}),
+        (pastes, {str: 0, dict: 1}),
+        (both, {str: 0, dict: 0}),
+    ):
+        for arguments in (text, parsed):
+            rendered = make(source).render(talk(user("u"), said("", tool_calls=[call("f", arguments)])))
+            assert '"arguments": {"k": "é"}}' in rendered.text
+            assert rendered.notes.get("tool_arguments_converted", 0) == converted[type(arguments)]
+
+
+def test_arguments_that_are_not_json_are_left_alone() -> None:
+    rendered = make(STYLES["tools"].source).render(talk(user("u"), said("", tool_calls=[call("f", "not json")])))
+    assert '"arguments": "not json"' in rendered.text
+
+
+def test_the_same_message_object_twice_is_two_messages() -> None:
+    again = said("same")
+    assert learnt(CHATML, talk(user("u"), again, user("v"), again)) == ["same<|im_end|>", "same<|im_end|>"]
+
+
+def test_threads_may_share_a_template() -> None:
+    template = make(CHATML)
+    results: list[list[str]] = []
+
+    def work(number: int) -> None:
+        for _ in range(50):
+            results.append([str(number), *trained(template.render(talk(user("u"), said(f"a{number}" * 20))))])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 200
+    assert all(text == f"a{number}" * 20 + "<|im_end|>" for number, text in results)
+
+
+def test_the_date_is_the_one_given() -> None:
+    source = CHATML + "{{ strftime_now('%d %b %Y') }}"
+    assert make(source, template_date="2025-01-31").render(talk(user("u"), said("a"))).text.endswith("31 Jan 2025")
