@@ -103,8 +103,6 @@ class ShardWriter:
         header_nbytes(self.metadata)  # refuses what cannot be stored now, not after hours of writing
         self._durable = durable
         self._stage = _native.PackStage(tokens, masks, self._capacity or MAX_CAPACITY, self._multiple, _STAGE_TOKENS)
-        # add_pack's own pack_lengths and pack_sequences.
-        self._length, self._count = np.empty(1, np.int64), np.empty(1, np.int64)
         self._publication = Publication(self._paths, overwrite=overwrite, durable=durable)
         try:
             self._open()
@@ -199,10 +197,20 @@ class ShardWriter:
         Raises:
             SequenceError: a rule of FORMAT.md is broken; nothing of the pack is kept.
         """
+        self._require_ready(mask_alignment)
+        if type(tokens) is type(loss_mask) is type(seq_starts) is np.ndarray:
+            # Arrays in a form that the stage takes go straight there. It keeps nothing of what it refuses, so what
+            # is in another form, breaks a rule or has to wait for a flush goes the whole way below.
+            try:
+                added = self._stage.add_one(tokens, loss_mask, seq_starts, mask_alignment == "token")
+            except (TypeError, ValueError):
+                added = False
+            if added:
+                return
         starts = self._array(integer_array, seq_starts, "seq_starts")
         ids = self._array(token_array, tokens, "tokens")
-        self._length[0], self._count[0] = ids.size, starts.size
-        self._add(ids, loss_mask, starts, self._length, self._count, mask_alignment)
+        lengths, sequences = np.array([ids.size]), np.array([starts.size])
+        self._add(ids, loss_mask, starts, lengths, sequences, mask_alignment)
 
     def add_packs(
         self,
@@ -227,6 +235,7 @@ class ShardWriter:
         Raises:
             SequenceError: a rule of FORMAT.md is broken in one of the packs; none of them is kept.
         """
+        self._require_ready(mask_alignment)
         starts = self._array(integer_array, seq_starts, "seq_starts")
         ids = self._array(token_array, tokens, "tokens")
         self._add(ids, loss_mask, starts, pack_lengths, pack_sequences, mask_alignment)
@@ -268,9 +277,6 @@ class ShardWriter:
         sequences: NDArray[np.int64],
         mask_alignment: MaskAlignment,
     ) -> None:
-        self._require_open()
-        if mask_alignment not in ("label", "token"):
-            raise FormatError(f"{self.prefix}: mask_alignment {mask_alignment!r}, choose 'label' or 'token'")
         mask = self._array(mask_array, loss_mask, "loss_mask")
         if mask.size != ids.size:
             reason = f"{mask.size} loss mask values for {ids.size} tokens; there is one a token"
@@ -343,6 +349,11 @@ class ShardWriter:
             self._publication.journal.write(encode_block(DONE, np.empty((0, 2), np.uint32)))
             self._publication.publish()
         return header
+
+    def _require_ready(self, mask_alignment: str) -> None:
+        self._require_open()
+        if mask_alignment not in ("label", "token"):
+            raise FormatError(f"{self.prefix}: mask_alignment {mask_alignment!r}, choose 'label' or 'token'")
 
     def _require_open(self) -> None:
         if self._publication.closed:

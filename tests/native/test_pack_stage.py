@@ -36,7 +36,7 @@ def add(stage: Any, tokens: Any, mask: Any, starts: Any, *, token_aligned: bool 
     ids = tokens if isinstance(tokens, np.ndarray) else np.array(tokens, np.int64)
     values = mask if isinstance(mask, np.ndarray) else np.array(mask, np.float64)
     begins = np.array(starts, np.int64)
-    return stage.add(ids, values, begins, longs(len(ids)), longs(len(begins)), token_aligned)
+    return stage.add_one(ids, values, begins, token_aligned)
 
 
 def content(stage: Any) -> tuple[Any, ...]:
@@ -240,9 +240,9 @@ def test_other_token_dtypes_are_not_converted(dtype: str) -> None:
         add(stage_of(), np.ones(2, dtype), [0, 0], [0])
 
 
-@pytest.mark.parametrize("dtype", ["i1", "u2", "i4", ">f4", "f2", "?", "O"])
+@pytest.mark.parametrize("dtype", ["i1", "u2", "i4", ">f4", "f2", "c8", "O"])
 def test_other_mask_dtypes_are_not_converted(dtype: str) -> None:
-    with pytest.raises(TypeError, match="masks are uint8, int64, float32 or float64"):
+    with pytest.raises(TypeError, match="masks are bool, uint8, int64, float32 or float64"):
         add(stage_of(), [1, 2], np.zeros(2, dtype), [0])
 
 
@@ -267,6 +267,33 @@ def test_only_aligned_contiguous_vectors_are_read(place: int, bad: Any) -> None:
     arrays[place] = bad(arrays[place])
     with pytest.raises((ValueError, TypeError)):
         stage_of().add(*arrays, False)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_one_pack_alone_takes_the_same_arrays(place: int) -> None:
+    good: list[Any] = [np.ones(2, I64), np.zeros(2, I64), longs(0, 1)]
+    assert stage_of().add_one(*good, False)
+    array = good[place]
+    for bad in (
+        array.tolist(),
+        array.astype("i2"),
+        array.reshape(1, -1),
+        np.repeat(array, 2)[::2],
+        unaligned(array),
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            stage_of().add_one(*good[:place], bad, *good[place + 1 :], False)
+
+
+@pytest.mark.parametrize("count", [0, 1, 254, 255, 256, 510, 511, 70_000])
+@pytest.mark.parametrize("mask_in", MASK_INPUTS)
+@pytest.mark.parametrize("mask_out", [U8, F32])
+def test_trained_positions_are_counted_at_any_length(count: int, mask_in: Any, mask_out: Any) -> None:
+    stage = stage_of(mask=mask_out, capacity=80_000)
+    mask = np.ones(count + 1, mask_in)
+    mask[-1] = 0
+    stage.add_one(np.zeros(count + 1, U16), mask, longs(0), False)
+    assert stage.num_trained_tokens == count
 
 
 def test_what_does_not_fit_the_room_waits_for_a_flush() -> None:
