@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from pack_stage_twin import BrokenRuleError, Twin
 
 from megatron_sft_idx._native import PackStage
 
-U8, F32, I64, F64, U16, I32 = (np.dtype(t) for t in "u1 f4 i8 f8 u2 i4".split())
+U8, F32, I64, F64, U16, I32 = (np.dtype(t) for t in ("u1", "f4", "i8", "f8", "u2", "i4"))
 TOKEN_INPUTS, MASK_INPUTS = (U16, I32, I64), (U8, I64, F32, F64)
 COUNTS = (
     *("num_packs", "num_sequences", "num_tokens", "num_trained_tokens", "num_masked_packs"),
@@ -61,7 +62,7 @@ def inputs(draw: st.DrawFn) -> tuple[list[int], list[Any], list[int]]:
     if draw(st.integers(0, 3)) == 0:
         starts[draw(st.integers(0, len(starts) - 1))] += draw(st.integers(-2, 2))
     if draw(st.booleans()):
-        for a, b in zip(starts, [*starts[1:], size]):
+        for a, b in pairwise([*starts, size]):
             if 0 <= a < b <= size:
                 mask[b - 1] = 0
     return tokens, mask, starts
