@@ -18,6 +18,7 @@ native = Pybind11Extension(
     "megatron_sft_idx._native",
     sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.cc")),
     include_dirs=["csrc"],
+    depends=sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.h")),
     cxx_std=17,
     extra_compile_args=["-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", *flags],
     extra_link_args=flags[:1] if sanitize else [],

@@ -1,4 +1,4 @@
-"""Types of the native kernels; csrc/bindings.cc is the source."""
+"""Types of the native kernels; csrc/bindings/ is the source."""
 
 from typing import Any
 
@@ -6,9 +6,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 def offsets_from_lengths(lengths: NDArray[np.int64], scale: int = 1, start: int = 0) -> NDArray[np.int64]: ...
+
 class PackStage:
     def __init__(
-        self, token_dtype: np.dtype[Any], mask_dtype: np.dtype[Any], capacity: int, sequence_multiple: int, room: int
+        self,
+        token_dtype: np.dtype[Any],
+        mask_dtype: np.dtype[Any],
+        capacity: int,
+        sequence_multiple: int,
+        room: int,
     ) -> None: ...
     def add(
         self,
@@ -48,3 +54,49 @@ def gather_sequences(
 def absolute_offsets(
     sequence_offsets: NDArray[np.int64], token_offsets: NDArray[np.int64], starts: NDArray[np.uint32]
 ) -> NDArray[np.int64]: ...
+
+# ---- JSON arrays ----
+def scan_json_array(
+    block: NDArray[np.uint8], depth: int, in_string: bool, escaped: bool
+) -> tuple[NDArray[np.int64], int, bool, bool]: ...
+
+# ---- spans ----
+
+def weigh_tokens(
+    ids: NDArray[np.uint32],
+    id_offsets: NDArray[np.int64],
+    text: bytes,
+    text_offsets: NDArray[np.int64],
+    token_bytes: bytes,
+    token_offsets: NDArray[np.int64],
+    span_edges: NDArray[np.int64],
+    span_weights: NDArray[np.float32],
+    span_offsets: NDArray[np.int64],
+    whole_characters: bool,
+) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.uint8]]: ...
+
+# ---- packing ----
+
+_Patterns = tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]]
+
+def packing_histogram(
+    lengths: NDArray[np.int64], capacity: int, multiple: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], int]: ...
+def packing_lower_bound(sizes: NDArray[np.int64], counts: NDArray[np.int64], capacity: int, most: int) -> int: ...
+def packing_plan(
+    sizes: NDArray[np.int64], counts: NDArray[np.int64], capacity: int, most: int, planner: str, seed: int
+) -> _Patterns: ...
+def packing_hand_out(
+    lengths: NDArray[np.int64],
+    multiple: int,
+    sizes: NDArray[np.int64],
+    pattern_offsets: NDArray[np.int64],
+    entries: NDArray[np.int32],
+    packs: NDArray[np.int64],
+    seed: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+def packing_first_fit_shuffle(
+    lengths: NDArray[np.int64], capacity: int, multiple: int, most: int, seed: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+def packing_sequential(lengths: NDArray[np.int64], capacity: int, multiple: int, most: int) -> NDArray[np.int64]: ...
+def packing_permutation(count: int, seed: int) -> NDArray[np.int64]: ...

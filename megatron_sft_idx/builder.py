@@ -82,7 +82,12 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
         self.writer.__exit__(kind, error, trace)
 
     def add_pack(
-        self, tokens: ArrayLike, loss_mask: ArrayLike, seq_starts: ArrayLike, *, mask_alignment: MaskAlignment = "label"
+        self,
+        tokens: ArrayLike,
+        loss_mask: ArrayLike,
+        seq_starts: ArrayLike,
+        *,
+        mask_alignment: MaskAlignment = "label",
     ) -> None:
         """Add one pack; see ``ShardWriter.add_pack``."""
         self.writer.add_pack(tokens, loss_mask, seq_starts, mask_alignment=mask_alignment)

@@ -159,9 +159,7 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         """One pack, or a list of packs for a slice of step 1; negative indices count from the end."""
         return self.shard[idx]
 
-    def get(
-        self, idx: int, offset: int = 0, length: int | None = None, *, copy: bool = False
-    ) -> NDArray[Any]:
+    def get(self, idx: int, offset: int = 0, length: int | None = None, *, copy: bool = False) -> NDArray[Any]:
         """Tokens ``[offset, offset + length)`` of a pack, as the parent gives them; ``copy`` for a writable array."""
         tokens = self.shard.get(idx, offset, length)
         return tokens.copy() if copy else tokens
@@ -191,4 +189,3 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
 
 
 MMapIndexedDataset = SFTIndexedDataset
-

@@ -58,7 +58,10 @@ class PreadArray:
             got = os.preadv(self._fd, [view[done:]], offset + done)
             if not got:
                 raise CorruptShardError(
-                    self._path, offset + done, "F2", "the file ends here since it was opened; it was cut short: restore it"
+                    self._path,
+                    offset + done,
+                    "F2",
+                    "the file ends here since it was opened; it was cut short: restore it",
                 )
             done += got
         out.flags.writeable = False
@@ -136,7 +139,7 @@ class OutputFile:
         self._durable = durable
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
 
-    def write(self, data: bytes | memoryview | NDArray[Any]) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Append all of ``data``."""
         view = as_bytes(data)
         try:

@@ -50,9 +50,7 @@ def sample_of(lengths: Sequence[int], mask: Any, tokens: Any) -> Sample:
 
 
 @st.composite
-def samples(
-    draw: st.DrawFn, *, token_dtype: Any = np.uint16, weights: bool = False, least: int = 0
-) -> list[Sample]:
+def samples(draw: st.DrawFn, *, token_dtype: Any = np.uint16, weights: bool = False, least: int = 0) -> list[Sample]:
     largest = np.iinfo(token_dtype).max
     ids = st.integers(0, 300) | st.sampled_from([0, largest - 1, largest])
     masks = st.floats(0, 1e6, width=32) if weights else st.integers(0, 1)
@@ -95,9 +93,7 @@ def five_files(prefix: str | os.PathLike[str]) -> dict[str, bytes]:
 def demo_samples(count: int = 7) -> list[Sample]:
     """A few packs of one to four sequences, deterministic."""
     return [
-        sample_of(
-            [1 + (i + j) % 5 for j in range(1 + i % 4)], lambda p, i=i: (p + i) % 2, lambda p, i=i: 10 * i + p
-        )
+        sample_of([1 + (i + j) % 5 for j in range(1 + i % 4)], lambda p, i=i: (p + i) % 2, lambda p, i=i: 10 * i + p)
         for i in range(count)
     ]
 

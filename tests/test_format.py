@@ -45,10 +45,7 @@ def plain_reader() -> Callable[[str], tuple[list[dict[str, Any]], dict[str, Any]
 
 def test_the_field_table_is_the_code() -> None:
     rows = re.findall(r"^\| (\d+) \| ([^|]+) \| `(\w+)` \|", SPECIFICATION, re.MULTILINE)
-    table = [
-        (name, int(offset), TYPES.get(kind) or f"{kind.removesuffix(' bytes')}s")
-        for offset, kind, name in rows
-    ]
+    table = [(name, int(offset), TYPES.get(kind) or f"{kind.removesuffix(' bytes')}s") for offset, kind, name in rows]
     assert table == [tuple(field) for field in FIELDS]
     assert sum(struct.calcsize("<" + field.format) for field in FIELDS) == HEADER_FIXED_NBYTES
 
@@ -76,9 +73,7 @@ def test_the_plain_reader_is_thirty_lines() -> None:
 @pytest.mark.parametrize("token_dtype", [np.uint16, np.int32])
 @pytest.mark.parametrize("mask_dtype", [np.uint8, np.float32])
 @pytest.mark.parametrize("count", [0, 1, 30])
-def test_the_plain_reader_reads_what_ours_does(
-    tmp_path: Path, token_dtype: Any, mask_dtype: Any, count: int
-) -> None:
+def test_the_plain_reader_reads_what_ours_does(tmp_path: Path, token_dtype: Any, mask_dtype: Any, count: int) -> None:
     prefix, samples = str(tmp_path / "x"), demo_samples(count)
     metadata = {"source": "ü" * (count + 1)}
     write_samples(prefix, samples, token_dtype=token_dtype, mask_dtype=mask_dtype, metadata=metadata)

@@ -80,9 +80,7 @@ print(json.dumps([module for module in sys.modules if "sft_idx" in module]))
     assert found == [*([name, [pack.tokens for pack in PACKS]] for name in names), []]
 
 
-def test_what_gpt_dataset_asks_is_answered_as_stock_does(
-    ours: SFTIndexedDataset, stock: IndexedDataset
-) -> None:
+def test_what_gpt_dataset_asks_is_answered_as_stock_does(ours: SFTIndexedDataset, stock: IndexedDataset) -> None:
     for name in ("sequence_lengths", "document_indices"):
         np.testing.assert_array_equal(getattr(ours, name), getattr(stock, name), strict=True)
         np.testing.assert_array_equal(getattr(ours.index, name), getattr(stock.index, name), strict=True)
@@ -239,9 +237,7 @@ def tokens_of(packs: Any) -> list[tuple[list[int], list[int], list[int]]]:
 def test_data_loader_workers_read_the_same(tmp_path: Path, method: str) -> None:
     write_samples(tmp_path / "x", PACKS)
     ours = SFTIndexedDataset(str(tmp_path / "x"))
-    loader = DataLoader(
-        ours, batch_size=4, num_workers=2, multiprocessing_context=method, collate_fn=tokens_of
-    )
+    loader = DataLoader(ours, batch_size=4, num_workers=2, multiprocessing_context=method, collate_fn=tokens_of)
     found = [pack for batch in loader for pack in batch]
     assert found == tokens_of(ours)
     assert [tuple(pack) for pack in found] == [(p.tokens, p.label_mask, p.bounds) for p in PACKS]
@@ -294,9 +290,7 @@ def test_token_masks_are_shifted_once_and_what_is_dropped_is_counted(tmp_path: P
         with pytest.raises(SequenceError, match='mask_alignment="token"'):
             builder.add_pack(pack.tokens, pack.mask, pack.starts)
     assert builder.writer.dropped_first_tokens == 2
-    assert (
-        SFTIndexedDataset(str(tmp_path / "x"))[0]["loss_mask"].tolist() == pack.label_mask == [1, 0, 0, 1, 0]
-    )
+    assert SFTIndexedDataset(str(tmp_path / "x"))[0]["loss_mask"].tolist() == pack.label_mask == [1, 0, 0, 1, 0]
 
 
 def test_stock_methods_without_masks_are_refused_in_a_sentence(tmp_path: Path) -> None:
@@ -369,9 +363,7 @@ def test_other_shards_must_fit(tmp_path: Path) -> None:
             builder.add_index(str(tmp_path / "weights"))
 
 
-@pytest.mark.parametrize(
-    "form", [lambda path: path, Path, lambda path: path.parent / "." / "y" / ".." / path.name]
-)
+@pytest.mark.parametrize("form", [lambda path: path, Path, lambda path: path.parent / "." / "y" / ".." / path.name])
 def test_finalize_takes_the_index_path_it_would_use(tmp_path: Path, form: Any) -> None:
     builder = SFTIndexedDatasetBuilder(str(tmp_path / "x.bin"))
     with pytest.raises(FormatError, match="share one prefix"):

@@ -116,9 +116,7 @@ def test_other_indices_are_type_errors(shard: Shard, index: Any) -> None:
             ask(index)
 
 
-@pytest.mark.parametrize(
-    ("offset", "length"), [(-1, None), (99, None), (0, 99), (0, -1), (2, 2**63), (-1, 1), (1, -1)]
-)
+@pytest.mark.parametrize(("offset", "length"), [(-1, None), (99, None), (0, 99), (0, -1), (2, 2**63), (-1, 1), (1, -1)])
 def test_a_range_outside_the_pack_is_an_index_error(shard: Shard, offset: int, length: Any) -> None:
     with pytest.raises(IndexError, match="reach outside pack 3"):
         shard.get(3, offset, length)

@@ -349,9 +349,7 @@ def resident() -> int:
 # ---- the journal ----
 
 
-def test_the_journal_knows_what_is_written_while_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_journal_knows_what_is_written_while_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "_STAGE_TOKENS", 16)
     packs = demo_samples(40)
     journal = tmp_path / "x.journal"
@@ -494,9 +492,7 @@ def publish_and_die(prefix: Path, last: int) -> int:
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_killed_at_any_step_of_publication_a_whole_shard_opens_or_none(
-    tmp_path: Path, replaces: bool
-) -> None:
+def test_killed_at_any_step_of_publication_a_whole_shard_opens_or_none(tmp_path: Path, replaces: bool) -> None:
     old, new = demo_samples(3), demo_samples(5)
     states = []
     for step in range(100):
@@ -554,9 +550,7 @@ def test_publication_that_fails_halfway_keeps_what_is_left(
 @pytest.mark.parametrize(
     "failing", [".bin.tmp", ".loss.bin.tmp", ".seq.bin.tmp", ".journal", ".idx.tmp", ".seq.idx.tmp"]
 )
-def test_a_write_that_fails_ends_the_build(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
+def test_a_write_that_fails_ends_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     write = OutputFile.write
     full = False
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -226,11 +226,18 @@ def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
     """Canonical JSON: keys sorted, no spaces, UTF-8. FormatError where a value has no JSON form."""
     try:
         text = json.dumps(
-            metadata, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False, check_circular=True
+            metadata,
+            sort_keys=True,
+            separators=(",", ":"),
+            ensure_ascii=False,
+            allow_nan=False,
+            check_circular=True,
         )
         return text.encode()
     except (TypeError, ValueError) as error:
-        raise FormatError(f"metadata: {error}; it is stored as JSON: use strings, finite numbers, lists, dicts") from error
+        raise FormatError(
+            f"metadata: {error}; it is stored as JSON: use strings, finite numbers, lists, dicts"
+        ) from error
 
 
 def header_nbytes(metadata: Mapping[str, Any]) -> int:
@@ -247,11 +254,17 @@ def peek_nbytes(raw: bytes, path: str) -> int:
     """Header size said by the first 256 bytes, once magic and version are known to be right."""
     if raw[: len(MAGIC)] != MAGIC:
         raise CorruptShardError(
-            path, 0, "H1", f"magic {raw[:8]!r}, expected {MAGIC!r}; this is not the .seq.idx of a packed SFT shard"
+            path,
+            0,
+            "H1",
+            f"magic {raw[:8]!r}, expected {MAGIC!r}; this is not the .seq.idx of a packed SFT shard",
         )
     if len(raw) < HEADER_FIXED_NBYTES:
         raise CorruptShardError(
-            path, len(raw), "H3", f"file ends after {len(raw)} bytes, a header has at least {HEADER_FIXED_NBYTES}; {_LOST}"
+            path,
+            len(raw),
+            "H3",
+            f"file ends after {len(raw)} bytes, a header has at least {HEADER_FIXED_NBYTES}; {_LOST}",
         )
     version, size = struct.unpack_from("<II", raw, _OFFSETS["version"])
     if version != FORMAT_VERSION:
@@ -267,31 +280,18 @@ def peek_nbytes(raw: bytes, path: str) -> int:
 
 
 def _checked(values: dict[str, Any], raw: bytes, path: str) -> Header:
+    """The header of these fields, once they keep rules H5 to H8 and F2."""
+
     def require(name: str, rule: str, ok: bool, expected: str) -> None:
         if not ok:
             found = values[name]
             shown = found.hex() if isinstance(found, bytes) else found
             raise CorruptShardError(path, _OFFSETS[name], rule, f"{name} {shown}, expected {expected}; {_LOST}")
 
-    require("token_dtype", "H5", values["token_dtype"] in TOKEN_DTYPES, "4 (int32) or 8 (uint16)")
-    require("mask_dtype", "H5", values["mask_dtype"] in MASK_DTYPES, "1 (uint8) or 7 (float32)")
-    require("mask_alignment", "H5", values["mask_alignment"] == LABEL_ALIGNED, "1 (label)")
-    require("flags", "H5", values["flags"] in (0, FLAG_REBUILT), "0 or 1 (rebuilt)")
-    require("reserved", "H5", values["reserved"] == bytes(RESERVED_NBYTES), "zeros")
-    require("pad_id", "H5", -1 <= values["pad_id"] <= MAX_CAPACITY, "an id, or -1 where unknown")
-    packs, sequences, tokens = values["num_packs"], values["num_sequences"], values["num_tokens"]
-    require("num_packs", "H6", packs <= sequences, f"at most num_sequences {sequences}")
-    require("num_sequences", "H6", sequences <= tokens, f"at most num_tokens {tokens}")
-    require("num_tokens", "H6", tokens < MAX_COUNT and (packs > 0) == (tokens > 0), f"below {MAX_COUNT}, 0 only with 0 packs")
-    require("num_trained_tokens", "H6", values["num_trained_tokens"] <= tokens - sequences, "at most tokens - sequences")
-    require("num_masked_packs", "H6", values["num_masked_packs"] <= packs, f"at most num_packs {packs}")
-    require("sequence_multiple", "H6", 1 <= values["sequence_multiple"] <= MAX_CAPACITY, "1 or more")
-    require("capacity", "H6", values["capacity"] <= MAX_CAPACITY, f"at most {MAX_CAPACITY}")
-    longest, most = values["longest_pack"], values["most_sequences"]
-    require("longest_pack", "H6", longest <= values["capacity"] and (longest > 0) == (packs > 0), "1 to capacity")
-    require("most_sequences", "H6", most <= longest and (most > 0) == (packs > 0), "1 to longest_pack")
+    _check_codes(values, require)
+    _check_counts(values, require)
     end = HEADER_FIXED_NBYTES + values["json_nbytes"]
-    require("json_nbytes", "H7", align(end + CHECKSUM_NBYTES) == len(raw), f"a block that fills {len(raw)} header bytes")
+    require("json_nbytes", "H7", align(end + CHECKSUM_NBYTES) == len(raw), f"a block that fills {len(raw)} bytes")
     if any(raw[end:-CHECKSUM_NBYTES]):
         raise CorruptShardError(path, end, "H5", f"bytes between JSON block and checksum, expected zeros; {_LOST}")
     plain = {name: values[name] for name in Header.__dataclass_fields__ if name in values}
@@ -299,19 +299,48 @@ def _checked(values: dict[str, Any], raw: bytes, path: str) -> Header:
         "token_dtype": TOKEN_DTYPES[values["token_dtype"]],
         "mask_dtype": MASK_DTYPES[values["mask_dtype"]],
         "pad_id": None if values["pad_id"] < 0 else values["pad_id"],
+        "digests": tuple(FileDigest(values[f"{n}_nbytes"], values[f"{n}_checksum"]) for n in _DIGESTS),
+        "metadata": _decode_metadata(raw[HEADER_FIXED_NBYTES:end], path),
+        "rebuilt": values["flags"] == FLAG_REBUILT,
     }
-    header = Header(
-        **plain,
-        digests=tuple(FileDigest(values[f"{n}_nbytes"], values[f"{n}_checksum"]) for n in _DIGESTS),  # type: ignore[arg-type]
-        metadata=_decode_metadata(raw[HEADER_FIXED_NBYTES:end], path),
-        rebuilt=values["flags"] == FLAG_REBUILT,
-    )
-    for name, suffix, said, derived in zip(
-        _DIGESTS, DATA_SUFFIXES, header.digests, header.derived_nbytes(), strict=True
-    ):
+    header = Header(**plain)
+    sizes = zip(_DIGESTS, DATA_SUFFIXES, header.digests, header.derived_nbytes(), strict=True)
+    for name, suffix, said, derived in sizes:
         require(f"{name}_nbytes", "F2", said.nbytes == derived, f"{derived} by the counts for {suffix}")
     require("shard_id", "H8", values["shard_id"] == header.shard_id, f"{header.shard_id.hex()} by the checksums")
     return header
+
+
+_Require = Callable[[str, str, bool, str], None]
+
+
+def _check_codes(values: dict[str, Any], require: _Require) -> None:
+    require("token_dtype", "H5", values["token_dtype"] in TOKEN_DTYPES, "4 (int32) or 8 (uint16)")
+    require("mask_dtype", "H5", values["mask_dtype"] in MASK_DTYPES, "1 (uint8) or 7 (float32)")
+    require("mask_alignment", "H5", values["mask_alignment"] == LABEL_ALIGNED, "1 (label)")
+    require("flags", "H5", values["flags"] in (0, FLAG_REBUILT), "0 or 1 (rebuilt)")
+    require("reserved", "H5", values["reserved"] == bytes(RESERVED_NBYTES), "zeros")
+    require("pad_id", "H5", -1 <= values["pad_id"] <= MAX_CAPACITY, "an id, or -1 where unknown")
+
+
+def _check_counts(values: dict[str, Any], require: _Require) -> None:
+    packs, sequences, tokens = values["num_packs"], values["num_sequences"], values["num_tokens"]
+    longest, most = values["longest_pack"], values["most_sequences"]
+    require("num_packs", "H6", packs <= sequences, f"at most num_sequences {sequences}")
+    require("num_sequences", "H6", sequences <= tokens, f"at most num_tokens {tokens}")
+    few = tokens < MAX_COUNT and (packs > 0) == (tokens > 0)
+    require("num_tokens", "H6", few, f"below {MAX_COUNT}, and 0 only with 0 packs")
+    require(
+        "num_trained_tokens",
+        "H6",
+        values["num_trained_tokens"] <= tokens - sequences,
+        "at most tokens - sequences",
+    )
+    require("num_masked_packs", "H6", values["num_masked_packs"] <= packs, f"at most num_packs {packs}")
+    require("sequence_multiple", "H6", 1 <= values["sequence_multiple"] <= MAX_CAPACITY, "1 or more")
+    require("capacity", "H6", values["capacity"] <= MAX_CAPACITY, f"at most {MAX_CAPACITY}")
+    require("longest_pack", "H6", longest <= values["capacity"] and (longest > 0) == (packs > 0), "1 to capacity")
+    require("most_sequences", "H6", most <= longest and (most > 0) == (packs > 0), "1 to longest_pack")
 
 
 def _decode_metadata(block: bytes, path: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Megatron's own index, ``X.idx`` (MMIDIDX version 1): one sequence, one document, one pack.
+r"""Megatron's own index, ``X.idx`` (MMIDIDX version 1): one sequence, one document, one pack.
 
 ::
 
-    byte 0   9 bytes   b"MMIDIDX\\0\\0"
+    byte 0   9 bytes   b"MMIDIDX\0\0"
     byte 9   uint64    version, 1
     byte 17  uint8     dtype code of X.bin
     byte 18  uint64    number of sequences: packs

@@ -1,6 +1,7 @@
 """One shard, read and written: numpy and the native kernels only, no torch, no megatron."""
 
-from megatron_sft_idx.shard.reader import Pack, Shard
+from megatron_sft_idx.shard.publish import check_free, remove_shard
+from megatron_sft_idx.shard.reader import Pack, Shard, read_header
 from megatron_sft_idx.shard.writer import ShardWriter
 
-__all__ = ["Pack", "Shard", "ShardWriter"]
+__all__ = ["Pack", "Shard", "ShardWriter", "check_free", "read_header", "remove_shard"]

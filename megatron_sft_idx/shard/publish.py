@@ -16,10 +16,25 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.storage import OutputFile, sync_folder
 
-__all__ = ["WIDENED", "Publication"]
+__all__ = ["WIDENED", "Publication", "check_free", "remove_shard"]
 
 # Added to the temporary name of a loss file that is being rewritten with wider masks.
 WIDENED = ".float32"
+
+
+def check_free(paths: ShardPaths, *, overwrite: bool) -> None:
+    """FormatError where any of the five files exists and may not be replaced."""
+    if not overwrite and (present := paths.present()):
+        raise FormatError(
+            f"{paths.prefix}: {', '.join(present)} exist already; choose another prefix, or pass overwrite (--overwrite)"
+        )
+
+
+def remove_shard(paths: ShardPaths) -> None:
+    """Remove the five files, ``.seq.idx`` first: what is left of a removal that was killed is no shard."""
+    for path in reversed(paths.all):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 class Publication:
@@ -39,16 +54,10 @@ class Publication:
         self._files: list[OutputFile] = []
         self._process = os.getpid()
         self.closed = True
-        self._refuse_what_is_there()
+        check_free(paths, overwrite=overwrite)
         paths.folder.mkdir(parents=True, exist_ok=True)
         self.journal = self._claim()
         self.closed = False
-
-    def _refuse_what_is_there(self) -> None:
-        if not self._overwrite and (present := self._paths.present()):
-            raise FormatError(
-                f"{self._paths.prefix}: {', '.join(present)} exist already; choose another prefix, or pass overwrite"
-            )
 
     def _claim(self) -> OutputFile:
         """The journal, locked: a living writer holds the lock, a killed one left only the file."""
@@ -75,9 +84,7 @@ class Publication:
             try:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except IsADirectoryError:
-                raise FormatError(
-                    f"{path}: a folder is where the journal of the build would be; remove it"
-                ) from None
+                raise FormatError(f"{path}: a folder is where the journal of the build would be; remove it") from None
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -126,7 +133,7 @@ class Publication:
         for file in (*self._files, self.journal):
             file.sync()
         paths = self._paths
-        self._refuse_what_is_there()
+        check_free(paths, overwrite=self._overwrite)
         try:
             if self._overwrite:
                 with contextlib.suppress(FileNotFoundError):

@@ -136,8 +136,10 @@ class Shard:
         raw = _read_raw_header(paths)
         header = Header.decode(raw, paths.seq_idx)
         if missing := paths.missing():
-            raise _not_found(paths) if paths.seq_idx in missing else ShardNotFoundError(
-                paths.prefix, missing, "copy all five files, or rebuild what can be derived"
+            raise (
+                _not_found(paths)
+                if paths.seq_idx in missing
+                else ShardNotFoundError(paths.prefix, missing, "copy all five files, or rebuild what can be derived")
             )
         nbytes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
         # Megatron's index is not read here, only held to its size.
@@ -323,7 +325,13 @@ class Shard:
 
     def _corrupt(self, files: _Files, i: int) -> CorruptShardError:
         """What is wrong with the offsets of pack ``i``."""
-        rule, what, base, pair, most = "O2", "token", files.header.token_offsets_offset, files.token_pair(i), files.num_tokens
+        rule, what, base, pair, most = (
+            "O2",
+            "token",
+            files.header.token_offsets_offset,
+            files.token_pair(i),
+            files.num_tokens,
+        )
         if 0 <= pair[0] < pair[1] <= most:
             rule, what, base, pair = "O1", "sequence", files.header.nbytes, files.sequence_pair(i)
             most = files.num_sequences

@@ -49,7 +49,7 @@ class _DataFile:
         self.file = OutputFile(path, durable=durable)
         self._hash = xxhash.xxh3_128()
 
-    def write(self, data: memoryview | NDArray[Any]) -> None:
+    def write(self, data: memoryview) -> None:
         self.file.write(data)
         self._hash.update(as_bytes(data))
 
@@ -181,7 +181,12 @@ class ShardWriter:
             self.abandon()
 
     def add_pack(
-        self, tokens: ArrayLike, loss_mask: ArrayLike, seq_starts: ArrayLike, *, mask_alignment: MaskAlignment = "label"
+        self,
+        tokens: ArrayLike,
+        loss_mask: ArrayLike,
+        seq_starts: ArrayLike,
+        *,
+        mask_alignment: MaskAlignment = "label",
     ) -> None:
         """Add one pack.
 

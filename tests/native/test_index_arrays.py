@@ -49,9 +49,7 @@ def test_offsets_that_cannot_be_are_refused(lengths: list[int], word: str) -> No
         offsets_from_lengths(np.array(lengths, np.int64), 4)
 
 
-@pytest.mark.parametrize(
-    "lengths", [np.zeros(3, np.int32), [1, 2], np.zeros(6, np.int64)[::2], np.zeros(3, ">i8")]
-)
+@pytest.mark.parametrize("lengths", [np.zeros(3, np.int32), [1, 2], np.zeros(6, np.int64)[::2], np.zeros(3, ">i8")])
 def test_other_arrays_are_not_converted(lengths: Any) -> None:
     with pytest.raises(TypeError):
         offsets_from_lengths(lengths)

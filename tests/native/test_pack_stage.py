@@ -22,9 +22,7 @@ COUNTS = (
 )
 
 
-def stage_of(
-    token: Any = U16, mask: Any = U8, capacity: int = 64, multiple: int = 1, room: int = 1 << 16
-) -> Any:
+def stage_of(token: Any = U16, mask: Any = U8, capacity: int = 64, multiple: int = 1, room: int = 1 << 16) -> Any:
     return PackStage(np.dtype(token), np.dtype(mask), capacity, multiple, room)
 
 
@@ -50,11 +48,7 @@ def inputs(draw: st.DrawFn) -> tuple[list[int], list[Any], list[int]]:
     """Mostly good packs; sometimes one thing is off."""
     lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
     size = sum(lengths)
-    ids = (
-        st.integers(0, 9) | st.sampled_from([65535, 65536, 2**31 - 1])
-        if draw(st.booleans())
-        else st.integers(0, 9)
-    )
+    ids = st.integers(0, 9) | st.sampled_from([65535, 65536, 2**31 - 1]) if draw(st.booleans()) else st.integers(0, 9)
     tokens = draw(st.lists(ids, min_size=size, max_size=size))
     values = st.sampled_from([0, 1, 2]) if draw(st.integers(0, 3)) == 0 else st.sampled_from([0, 1])
     mask = draw(st.lists(values, min_size=size, max_size=size))
@@ -202,9 +196,7 @@ def test_what_does_not_fit_is_refused(
 
 def test_rounding_up_is_checked_against_the_capacity() -> None:
     stage = stage_of(capacity=8, multiple=4)
-    with pytest.raises(
-        ValueError, match=r"16 positions with each sequence rounded up to a multiple of 4.*rule P5"
-    ):
+    with pytest.raises(ValueError, match=r"16 positions with each sequence rounded up to a multiple of 4.*rule P5"):
         add(stage, [1] * 7, [0] * 7, [0, 1, 2])
     add(stage, [1] * 7, [0] * 7, [0, 4])
     assert (stage.longest_pack, stage.longest_padded_pack) == (7, 8)

@@ -279,26 +279,20 @@ def opening(folder: Path, rounds: int, largest: int) -> Iterator[str]:
         for stock in (True, False):
             opened, read, grown = in_own_process(opening_of, stock, warm, prefix, rounds)
             name = "stock" if stock else "ours"
-            rows.append(
-                (f"{count:,}", name, f"{opened * 1e3:.3f}", f"{read * 1e3:.3f}", f"{grown / MIB:.2f}")
-            )
+            rows.append((f"{count:,}", name, f"{opened * 1e3:.3f}", f"{read * 1e3:.3f}", f"{grown / MIB:.2f}"))
     yield from table(("packs", "reader", "open ms", "open and read one ms", "private MiB"), rows)
 
 
 def machine() -> str:
     with open("/proc/cpuinfo") as file:
-        model = next(
-            (line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown CPU"
-        )
+        model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown CPU")
     return f"{model}, {os.cpu_count()} cores"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5, help="runs of which the median is taken")
-    parser.add_argument(
-        "--largest", type=int, default=10**7, help="packs in the largest shard that is opened"
-    )
+    parser.add_argument("--largest", type=int, default=10**7, help="packs in the largest shard that is opened")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,24 +1,10 @@
-// The one file that knows Python: each function checks shapes, releases the GIL and calls a kernel.
-// std::invalid_argument becomes ValueError. Array arguments are never converted: a wrong dtype is a TypeError.
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
-#include <cstdint>
-#include <string>
-#include <vector>
-
+// Index arrays, packs on their way to disk, gathering.
+#include "bindings/common.h"
 #include "gather.h"
 #include "index_arrays.h"
 #include "pack_stage.h"
 
-namespace py = pybind11;
-using namespace py::literals;
-
 namespace {
-
-template <typename T>
-using Array = py::array_t<T, py::array::c_style>;
 
 // What a kernel may read through a typed pointer. pybind11 has checked the dtype of an Array; items that are not
 // aligned, as in a buffer read from an odd byte on, would be undefined behaviour.
@@ -191,8 +177,7 @@ Array<std::int64_t> absolute_offsets(const Array<std::int64_t>& sequence_offsets
 
 }  // namespace
 
-PYBIND11_MODULE(_native, m) {
-  m.doc() = "Kernels of megatron_sft_idx: arrays in, arrays out, GIL released.";
+void bind_shard(py::module_& m) {
   m.def("offsets_from_lengths", &offsets_from_lengths, py::arg("lengths").noconvert(), "scale"_a = 1, "start"_a = 0,
         "Running sums of int64 lengths, times scale, from start: int64 [n + 1].");
   bind_stage(m);

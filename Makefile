@@ -1,0 +1,67 @@
+# Everything a fresh machine needs is Python 3.10 to 3.12, a C++17 compiler and make.
+# The targets make .venv themselves, once; it is renewed when one of the files it was made from changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Twice quiet: no progress and no warnings, errors only.
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+NATIVE_SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h')
+SANITIZED := build/sanitize/lib
+
+.DEFAULT_GOAL := help
+.PHONY: help venv build lint format test test-slow sanitize demo clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(VENV)/installed  ## the package and everything its tests need, in .venv
+
+build: $(VENV)/built  ## venv, with the native extension built from the sources as they are now
+
+lint: $(VENV)/built  ## ruff and mypy
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy --no-error-summary
+
+format: $(VENV)/built  ## let ruff rewrite the sources
+	@$(BIN)/ruff check --quiet --fix .
+	@$(BIN)/ruff format .
+
+test: $(VENV)/built  ## the test suite; what it skips it names at the end
+	@$(BIN)/python -m pytest
+
+test-slow: $(VENV)/built  ## the longer checks that test leaves out
+	@$(BIN)/python -m pytest -m slow
+
+# pytest is called as a script, not as a module, so that the working folder with its plain build of the
+# extension stays off sys.path; tests/native then checks that what it imported is the sanitized one.
+# Capturing Python's output only lets the sanitizer's report reach the terminal. Leaks are not looked for: the interpreter keeps memory until it ends. libstdc++ is loaded up front because
+# the sanitizer must find the C++ throw that it wraps.
+sanitize: $(VENV)/built  ## the native kernels' tests under the address and undefined-behaviour sanitizers
+	@SFT_IDX_SANITIZE=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python setup.py --quiet build --build-base build/sanitize --build-lib $(SANITIZED)
+	@SFT_IDX_NATIVE_FOLDER=$(SANITIZED) PYTHONPATH=$(SANITIZED) PYTHONMALLOC=malloc \
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	$(BIN)/pytest -v --capture=sys tests/native
+
+# megatron-core warns four times that it falls back to its own code, which is what the demo wants.
+demo: $(VENV)/built  ## bundled chats become a packed shard in demo-out, are read back and shown
+	@$(BIN)/python -W 'ignore:Transformer Engine and Apex' tools/demo/run.py
+
+clean:  ## remove everything the targets made, .venv included
+	rm -rf $(VENV) build dist demo-out *.egg-info megatron_sft_idx/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/installed: pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 12) or sys.exit( \
+	"$(PYTHON) is Python %d.%d; 3.10 to 3.12 is needed: make PYTHON=python3.11 ..." % v)'
+	@echo "setting up $(VENV), which takes a few minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install --constraint constraints.txt setuptools pybind11
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test]'
+	@touch $@
+
+$(VENV)/built: $(VENV)/installed $(NATIVE_SOURCES)
+	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@

@@ -1,0 +1,1 @@
+"""Chats to token ids with masks: files, rows, templates and tokenizers."""

@@ -1,0 +1,86 @@
+"""Bytes of an input file, decompressed, in blocks: one pass, memory bounded whatever the file's size."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from typing import BinaryIO, Literal
+
+from megatron_sft_idx.errors import FormatError, SFTIndexError
+
+__all__ = ["Compression", "compression_of", "read_blocks"]
+
+Compression = Literal["", "gzip", "zstd"]
+
+_BLOCK_NBYTES = 1 << 20
+# Compressed bytes fed at once; what one feed expands to is held in memory, so it is kept small.
+_ZSTD_FEED_NBYTES = 1 << 15
+_UTF8_BOM = b"\xef\xbb\xbf"
+
+
+def compression_of(head: bytes) -> Compression:
+    """How a file that starts with these bytes is compressed; names lie, magic numbers do not."""
+    if head.startswith(b"\x1f\x8b"):
+        return "gzip"
+    # A zstd file may start with a skippable frame, as pzstd writes them.
+    if head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F):
+        return "zstd"
+    return ""
+
+
+def read_blocks(path: str, compression: Compression) -> Iterator[tuple[bytes, int]]:
+    """Yields non-empty blocks and the bytes read so far of the file as it is on disk.
+
+    A UTF-8 byte order mark at the start is taken off. Gzip members and zstd frames one after another are read
+    as one stream.
+
+    Raises:
+        FormatError: the file cannot be read, or its compressed data is broken or ends early.
+    """
+    head, position = b"", 0
+    blocks = _raw_blocks(path, compression)
+    for block, at in blocks:
+        position = at
+        head += block
+        if len(head) >= len(_UTF8_BOM):
+            break
+    if head := head.removeprefix(_UTF8_BOM):
+        yield head, position
+    yield from blocks
+
+
+def _raw_blocks(path: str, compression: Compression) -> Iterator[tuple[bytes, int]]:
+    try:
+        with open(path, "rb") as file:
+            if compression == "zstd":
+                yield from _zstd_blocks(path, file)
+                return
+            source = gzip.GzipFile(fileobj=file) if compression == "gzip" else file
+            while block := source.read(_BLOCK_NBYTES):
+                yield block, file.tell()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise FormatError(f"{path}: broken gzip data: {error}; make or download the file again") from None
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _zstd_blocks(path: str, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    try:
+        import zstandard
+    except ImportError:
+        raise SFTIndexError(f"{path}: reading .zst needs zstandard: pip install 'megatron-sft-idx[zstd]'") from None
+    # stream_reader() takes a file that ends inside a frame for a complete one; a decompressobj says.
+    frame = None
+    try:
+        while data := file.read(_ZSTD_FEED_NBYTES):
+            while data:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                if block := frame.decompress(data):
+                    yield block, file.tell()
+                data = frame.unused_data if frame.eof else b""
+                frame = None if frame.eof else frame
+    except zstandard.ZstdError as error:
+        raise FormatError(f"{path}: broken zstd data: {error}; make or download the file again") from None
+    if frame is not None:
+        raise FormatError(f"{path}: broken zstd data: ends inside a frame; make or download the file again")

@@ -1,0 +1,204 @@
+"""gigatoken, for the tokenizers where its ids are known to be those of the tokenizers library.
+
+Three gates, so that ids never depend on whether it is installed: the tokenizer's structure must be one that
+was compared over every Unicode character (``KNOWN_SPLITS`` and the rules beside it; the test suite repeats
+the comparison), the loaded pair must agree on a sample, and a text whose characters the libraries' Unicode
+tables may disagree about goes to tokenizers.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from megatron_sft_idx.chat.engines import Ids, TokenizersEngine
+
+__all__ = ["KNOWN_SPLITS", "FastEngine", "is_installed", "known_class", "load_fast_engine"]
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+# Split patterns of the byte-level tokenizers in use, by the family that brought them.
+KNOWN_SPLITS = {
+    "llama3": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen2": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen3.5": CONTRACTIONS
+    + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "o200k": rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "tekken": rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+# A fresh encoder takes a tenth of a second, this much text several.
+RENEWAL_NBYTES = 64 << 20
+
+PROOF = (
+    "Hello, world! It's 3.14159 or 12345678; we'll see. I'M SURE they'Ve   gone\n\n\n"
+    "  def f(x):\r\n\treturn x**2  \n"
+    "naïve café Ünïcödé — “quotes” … Привет, мир! 你好，世界。こんにちは 한국어 مرحبا بالعالم שָׁלוֹם हिन्दी ไทย "
+    "e\u0301 \u00a0\u3000\u200b\u2028 😀👨‍👩‍👧🏽 🇫🇷 x²½ Ⅻ ſ's 'ſ \u0000\u0001\x1c\x85end "
+    "<|im_ start|> </ think> "
+)
+
+
+def is_installed() -> bool:
+    """Whether gigatoken can be imported."""
+    return find_spec("gigatoken") is not None
+
+
+def known_class(spec: dict[str, Any]) -> str | None:
+    """The name of the tokenizer's class where gigatoken was found identical on it, otherwise None."""
+    model = spec["model"]
+    plain_bpe = model.get("type") == "BPE" and not any(
+        model.get(option)
+        for option in (
+            "dropout",
+            "unk_token",
+            "continuing_subword_prefix",
+            "end_of_word_suffix",
+            "byte_fallback",
+        )
+    )
+    normalizer = spec.get("normalizer")
+    if not plain_bpe or normalizer not in (None, {"type": "NFC"}):
+        return None
+    added = spec["added_tokens"]
+    if any(token.get(flag) for token in added for flag in ("single_word", "lstrip", "rstrip")):
+        return None
+    if normalizer is not None and any(token.get("normalized") for token in added):
+        return None
+    if len({bool(token.get("normalized")) for token in added}) > 1:
+        return None
+    split = _split_name(spec.get("pre_tokenizer"))
+    if split is None:
+        return None
+    return split + ("+nfc" if normalizer else "")
+
+
+def _split_name(step: dict[str, Any] | None) -> str | None:
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False}
+    if step is None:
+        return None
+    if _subset(byte_level, step) and step.get("use_regex", True):
+        return "gpt2"
+    parts = step.get("pretokenizers") if step.get("type") == "Sequence" else None
+    if not parts or len(parts) != 2 or not _subset({**byte_level, "use_regex": False}, parts[1]):
+        return None
+    for name, pattern in KNOWN_SPLITS.items():
+        wanted = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        if _subset(wanted, parts[0]):
+            return name
+    return None
+
+
+def _subset(wanted: dict[str, Any], found: dict[str, Any]) -> bool:
+    return all(found.get(key) == value for key, value in wanted.items())
+
+
+class FastEngine:
+    """gigatoken where a text allows it, tokenizers for the rest.
+
+    gigatoken remembers every word it has met, up to ten bytes a byte of text that never repeats itself, so
+    its encoder is made anew now and then: memory stays bounded however long the input.
+    """
+
+    name = "gigatoken"
+
+    def __init__(self, make: Callable[[], Any], exact: TokenizersEngine, *, nfc: bool, parallel: bool) -> None:
+        self._make = make
+        self._encoder = make()
+        self._seen_nbytes = 0
+        self._exact = exact
+        self._nfc = nfc
+        self._parallel = parallel
+
+    def ids(self, texts: list[str], utf8: list[bytes]) -> Ids:
+        """See ``Engine.ids``."""
+        doubtful = [i for i, text in enumerate(texts) if not text.isascii() and not self._is_settled(text)]
+        ids = self.raw_ids(utf8)
+        if not doubtful:
+            return ids
+        rows = ids.rows()
+        exact = self._exact.ids([texts[i] for i in doubtful], [])
+        for i, row in zip(doubtful, exact.rows(), strict=True):
+            rows[i] = row
+        offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+        return Ids(np.concatenate(rows), offsets)
+
+    def raw_ids(self, utf8: list[bytes]) -> Ids:
+        """Gigatoken's own answer, whatever the text."""
+        if not utf8:
+            return Ids.of([])
+        self._seen_nbytes += sum(map(len, utf8))
+        if self._seen_nbytes > RENEWAL_NBYTES:
+            self._encoder, self._seen_nbytes = self._make(), 0
+        layout = self._encoder.encode_batch(utf8, parallel=self._parallel).layout
+        offsets = np.asarray(layout.offsets.data, dtype=np.int64)
+        return Ids(np.asarray(layout.content.data, dtype=np.uint32)[: offsets[-1]], offsets)
+
+    def _is_settled(self, text: str) -> bool:
+        """Whether all Unicode tables in play say the same about the text.
+
+        Characters are never reclassified once assigned (Unicode's stability policy, as far as it matters
+        here), but libraries learn new ones at different times; what Python knows, both know.
+        """
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        if _unassigned()[codes].any():
+            return False
+        return not self._nfc or unicodedata.is_normalized("NFC", text)
+
+
+@lru_cache(maxsize=1)
+def _unassigned() -> NDArray[np.bool_]:
+    """By code point: whether this Python's Unicode tables know no such character."""
+    return np.fromiter((unicodedata.category(chr(c)) == "Cn" for c in range(0x110000)), np.bool_, 0x110000)
+
+
+def load_fast_engine(
+    spec: dict[str, Any], tokenizer: tokenizers.Tokenizer, *, parallel: bool
+) -> tuple[FastEngine | None, str]:
+    """Gigatoken for this tokenizer, or None and the reason why not."""
+    if not is_installed():
+        return None, "gigatoken is not installed: pip install 'megatron-sft-idx[fast]'"
+    if known_class(spec) is None:
+        return None, "gigatoken is not known to be identical for this kind of tokenizer"
+    import gigatoken
+
+    try:
+        engine = FastEngine(
+            lambda: gigatoken.Tokenizer.from_json(tokenizer.to_str()),
+            TokenizersEngine(tokenizer),
+            nfc=spec.get("normalizer") is not None,
+            parallel=parallel,
+        )
+        proven = _agrees(engine, tokenizer)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic in Rust is a BaseException; whatever it was, tokenizers will do
+        return None, f"gigatoken cannot load it: {error}"
+    if not proven:
+        return None, "gigatoken's ids differ from those of tokenizers on a sample"
+    return engine, ""
+
+
+def _agrees(engine: FastEngine, tokenizer: tokenizers.Tokenizer) -> bool:
+    """Compares the two libraries on every added token and on characters from all over Unicode."""
+    letters = [chr(c) for c in range(0x21, 0x30000, 61) if unicodedata.category(chr(c)) not in ("Cn", "Cs")]
+    texts = [PROOF, PROOF.upper(), "".join(f"a{c}b {c}{c} 9{c}\n{c} \t" for c in letters)]
+    for token in tokenizer.get_added_tokens_decoder().values():
+        text = token.content
+        texts.append(f"a{text}b {text} \n {text}{text}\n\n{text}1 {text[:-1]} {text[1:]}")
+    texts = [unicodedata.normalize("NFC", text) for text in texts]
+    expected = TokenizersEngine(tokenizer).ids(texts, [])
+    found = engine.raw_ids([text.encode() for text in texts])
+    return np.array_equal(expected.offsets, found.offsets) and np.array_equal(expected.flat, found.flat)

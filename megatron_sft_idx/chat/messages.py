@@ -1,0 +1,169 @@
+"""OpenAI-style messages, checked and brought into the one form that chat templates are handed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_sft_idx.chat.row_checks import (
+    RowError,
+    is_filled,
+    kind_of,
+    name_of,
+    parse_embedded,
+    read_flag,
+    read_weight,
+    require_string,
+)
+
+__all__ = ["MEDIA_COLUMNS", "make_tool_call", "read_message", "text_of"]
+
+MEDIA_COLUMNS = ("images", "image", "image_url", "audios", "audio", "input_audio", "videos", "video")
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+# Read here and not handed on; the rest of a message is kept for the template.
+_CONSUMED = ("role", "content", "tool_calls", "function_call", "weight", "train", "loss")
+
+
+def read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
+    """Checks one message and returns it normalised, with its loss weight.
+
+    Text parts become one string; arguments of tool calls become objects (as templates expect them) and an old
+    ``function_call`` one of the tool calls; the role ``function`` becomes ``tool``; reasoning is found under
+    ``reasoning_content`` whatever the row calls it, and under its own name too. Null keys are left out,
+    except a null ``content`` beside tool calls, which templates ask for.
+
+    Args:
+        message: the message as the row has it; not changed.
+        what: how error messages call it, such as ``messages[3]``.
+    """
+    if not isinstance(message, dict):
+        raise RowError(f"{what} is {kind_of(message)}, expected an object with role and content")
+    role = message.get("role")
+    if role not in _ROLES:
+        raise RowError(f"{what} has the role {name_of(role)}; known are {', '.join(_ROLES)}")
+    _refuse_media(message, what)
+    out: dict[str, Any] = {"role": "tool" if role == "function" else role}
+    calls = _tool_calls_of(message, what)
+    if calls and role != "assistant":
+        raise RowError(f"{what} has tool calls and the role {role!r}; only the assistant makes them")
+    out["content"] = _content_of(message, what, may_be_null=bool(calls))
+    out |= {key: value for key, value in message.items() if key not in _CONSUMED and value is not None}
+    if role == "assistant":
+        out |= _reasoning_of(message, what)
+    if calls:
+        out["tool_calls"] = calls
+    if "name" in out:
+        require_string(out["name"], f"{what}.name")
+    return out, _weight_of(message, what)
+
+
+def text_of(content: Any, what: str) -> str:
+    """A string, or the texts of a list of parts end to end; other kinds of parts are refused by name.
+
+    Templates differ in what they make of a list: many render nothing, and the words are lost.
+    """
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise RowError(f"{what} is {kind_of(content)}, expected a string or a list of text parts")
+    texts = []
+    for i, part in enumerate(content):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        if not isinstance(part, dict):
+            raise RowError(f"{what}[{i}] is {kind_of(part)}, expected a text part")
+        kind = part.get("type")
+        if kind not in _TEXT_PARTS:
+            raise RowError(f"{what}[{i}] is of type {name_of(kind)}; only text can be trained on here")
+        texts.append(require_string(part.get("text"), f"{what}[{i}].text"))
+    return "".join(texts)
+
+
+def make_tool_call(call: Any, what: str) -> dict[str, Any]:
+    """One tool call as ``{"type": "function", "function": {"name", "arguments"}, ...}``.
+
+    Accepts that, or the function alone. Arguments given as a JSON string are parsed; none are an empty
+    object.
+    """
+    if not isinstance(call, dict):
+        raise RowError(f"{what} is {kind_of(call)}, expected an object with name and arguments")
+    if (kind := call.get("type")) not in (None, "function"):
+        raise RowError(f"{what} is of type {name_of(kind)}, expected 'function'")
+    if call.get("function") is None:
+        outer = {key: call[key] for key in ("id",) if call.get(key) is not None}
+        function = {key: value for key, value in call.items() if key not in ("id", "type", "function")}
+    else:
+        outer = {key: value for key, value in call.items() if value is not None}
+        function = call["function"]
+    if not isinstance(function, dict):
+        raise RowError(f"{what}.function is {kind_of(function)}, expected an object")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise RowError(f"{what} has no function name; expected name and arguments")
+    # Llama's own calls say parameters; templates know arguments only.
+    key = "parameters" if function.get("arguments") is None and "parameters" in function else "arguments"
+    arguments = _arguments_of(function.get(key), f"{what} ({name}).{key}")
+    rest = {other: value for other, value in function.items() if other != key}
+    return outer | {"type": "function", "function": rest | {"arguments": arguments}}
+
+
+def _arguments_of(arguments: Any, what: str) -> dict[str, Any]:
+    if isinstance(arguments, str):
+        arguments = parse_embedded(arguments, what) if arguments.strip() else None
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, dict):
+        raise RowError(f"{what} is {kind_of(arguments)}, expected an object, or a JSON string of one")
+    return arguments
+
+
+def _tool_calls_of(message: dict[str, Any], what: str) -> list[dict[str, Any]]:
+    calls, old = message.get("tool_calls"), message.get("function_call")
+    if is_filled(calls) and is_filled(old):
+        raise RowError(f"{what} has both tool_calls and function_call; keep one")
+    if is_filled(old):
+        return [make_tool_call(old, f"{what}.function_call")]
+    if not is_filled(calls):
+        return []
+    if isinstance(calls, str):
+        calls = parse_embedded(calls, f"{what}.tool_calls")
+    if not isinstance(calls, list):
+        raise RowError(f"{what}.tool_calls is {kind_of(calls)}, expected a list")
+    return [make_tool_call(call, f"{what}.tool_calls[{i}]") for i, call in enumerate(calls)]
+
+
+def _content_of(message: dict[str, Any], what: str, *, may_be_null: bool) -> str | None:
+    content = message.get("content")
+    if content is not None:
+        return text_of(content, f"{what}.content")
+    if may_be_null:
+        return None
+    if message["role"] == "assistant":
+        raise RowError(f"{what} (assistant) has neither content nor tool calls")
+    raise RowError(f"{what} ({message['role']}) has no content")
+
+
+def _reasoning_of(message: dict[str, Any], what: str) -> dict[str, str]:
+    found = {key: text_of(message[key], f"{what}.{key}") for key in _REASONING_KEYS if message.get(key) is not None}
+    if len(set(filter(None, found.values()))) > 1:
+        raise RowError(f"{what} has {' and '.join(found)} that differ; keep one")
+    return found | {"reasoning_content": max(found.values(), key=len)} if found else {}
+
+
+def _weight_of(message: dict[str, Any], what: str) -> float:
+    weight = 1.0
+    if message.get("weight") is not None:
+        weight = read_weight(message["weight"], f"{what}.weight")
+    for key in ("train", "loss"):
+        if message.get(key) is not None and not read_flag(message[key], f"{what}.{key}"):
+            weight = 0.0
+    return weight
+
+
+def _refuse_media(message: dict[str, Any], what: str) -> None:
+    for key in MEDIA_COLUMNS:
+        if is_filled(message.get(key)):
+            raise RowError(f"{what} has {key}; only text can be trained on here")

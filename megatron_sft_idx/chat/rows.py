@@ -1,0 +1,241 @@
+"""One raw row to a conversation, or to ids with a mask.
+
+What a row is shows in its columns; null columns count as absent and unknown ones are ignored. Where columns
+of several kinds stand side by side, the first of these counts:
+
+1. ``tokenized``: ``input_ids`` beside ``loss_mask``, ``labels``, ``assistant_masks`` or ``completion_mask``.
+2. ``messages``: ``messages``, ``conversations`` or ``conversation``, a list of turns, each with ``role`` and
+   ``content`` (OpenAI) or ``from`` and ``value`` (ShareGPT), whatever the column is called.
+3. Preference pairs (``chosen``, ``rejected``) are refused.
+4. ``prompt-completion``: ``prompt`` and ``completion``, two strings or (as TRL has it) two lists of
+   messages, of which only the completion's are trained on.
+5. ``alpaca``: the first of ``instruction``, ``prompt``, ``query``, ``question``; joined by a newline (as
+   LLaMA-Factory does) to the first of ``input``, ``context`` if that says something; answered by the first of
+   ``output``, ``response``, ``completion``, ``answer``. Earlier turns may stand in ``history`` as pairs.
+
+Beside any but the first: ``tools`` (or the old ``functions``), ``system`` or ``system_prompt``, and
+``chat_template_kwargs``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_sft_idx.chat.messages import MEDIA_COLUMNS, read_message
+from megatron_sft_idx.chat.row_checks import RowError, is_filled, kind_of, parse_embedded, require_string
+from megatron_sft_idx.chat.sharegpt import message_of_turn
+from megatron_sft_idx.chat.tokenized import MASK_COLUMNS, MaskAlignment, read_tokenized
+from megatron_sft_idx.chat.types import Conversation, TokenizedRow
+
+__all__ = ["RowError", "RowKind", "RowOptions", "to_sequence_source"]
+
+RowKind = Literal["auto", "messages", "alpaca", "prompt-completion", "tokenized"]
+
+_TURNS = ("messages", "conversations", "conversation")
+_PROMPTS = ("instruction", "prompt", "query", "question")
+_INPUTS = ("input", "context")
+_ANSWERS = ("output", "response", "completion", "answer")
+_SYSTEMS = ("system", "system_prompt")
+# Set by whoever renders; a row that sets them would change what a conversation is.
+_RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
+
+
+@dataclass(frozen=True, slots=True)
+class RowOptions:
+    """How rows are read.
+
+    Attributes:
+        kind: reads every row as this kind instead of looking at its columns.
+        messages_key: the column that holds the turns of every row; None looks at the row's columns.
+        mask_alignment: of the masks and labels of tokenised rows: at the token that is trained on, or
+            (label) at the position that predicts it.
+        require_assistant: whether a conversation in which the assistant says nothing is refused.
+    """
+
+    kind: RowKind = "auto"
+    messages_key: str | None = None
+    mask_alignment: MaskAlignment = "token"
+    require_assistant: bool = True
+
+
+_DEFAULT = RowOptions()
+
+
+def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversation | TokenizedRow:
+    """Reads one row; ``data`` is not changed, but the result may share parts of it.
+
+    Raises:
+        RowError: with the reason alone, for every row that cannot be used.
+    """
+    if not isinstance(data, dict):
+        raise RowError(f"the row is {kind_of(data)}, expected an object")
+    for column in MEDIA_COLUMNS:
+        if is_filled(data.get(column)):
+            raise RowError(f"the row has {column}; only text can be trained on here")
+    kind = _kind_by_columns(data, options) if options.kind == "auto" else options.kind
+    if kind == "tokenized":
+        return read_tokenized(data, options.mask_alignment)
+    if kind == "messages":
+        messages, weights = _read_turns(data, options)
+    elif kind == "prompt-completion":
+        messages, weights = _read_prompt_completion(data)
+    else:
+        messages, weights = _read_alpaca(data)
+    _put_system_first(data, messages, weights)
+    if options.require_assistant and not any(map(_says_something, messages)):
+        raise RowError("the assistant says nothing in this row, so there is nothing to learn")
+    return Conversation(messages, weights, _tools_of(data), _kwargs_of(data))
+
+
+def _kind_by_columns(data: dict[str, Any], options: RowOptions) -> RowKind:
+    has = {column for column, value in data.items() if value is not None}
+    if "input_ids" in has and has.intersection(MASK_COLUMNS):
+        return "tokenized"
+    if options.messages_key or has.intersection(_TURNS):
+        return "messages"
+    if {"chosen", "rejected"} <= has:
+        raise RowError(
+            "a preference pair (chosen, rejected), but supervised fine-tuning takes one answer; "
+            "keep chosen alone, as messages"
+        )
+    if {"prompt", "completion"} <= has:
+        return "prompt-completion"
+    if has.intersection(_PROMPTS) and has.intersection(_ANSWERS):
+        return "alpaca"
+    if "input_ids" in has:
+        return "tokenized"  # which says that its mask is missing
+    columns = ", ".join(sorted(map(str, has))[:12]) or "none"
+    raise RowError(
+        "no columns that make a chat: expected messages or conversations, a prompt with an answer, "
+        f"or input_ids with a mask; found {columns}"
+    )
+
+
+def _read_turns(data: dict[str, Any], options: RowOptions) -> tuple[list[dict[str, Any]], list[float]]:
+    keys = [options.messages_key] if options.messages_key else list(_TURNS)
+    column = next((key for key in keys if data.get(key) is not None), None)
+    if column is None:
+        raise RowError(f"the row has no {' or '.join(keys)}")
+    return _read_list(data[column], column)
+
+
+def _read_list(turns: Any, column: str) -> tuple[list[dict[str, Any]], list[float]]:
+    if isinstance(turns, str):
+        turns = parse_embedded(turns, column)
+    if not isinstance(turns, list):
+        raise RowError(f"{column} is {kind_of(turns)}, expected a list of messages")
+    if not turns:
+        raise RowError(f"{column} is empty")
+    first = turns[0]
+    is_sharegpt = isinstance(first, dict) and "from" in first and "role" not in first
+    read = []
+    for i, turn in enumerate(turns):
+        what = f"{column}[{i}]"
+        read.append(read_message(message_of_turn(turn, what) if is_sharegpt else turn, what))
+    return [message for message, _ in read], [weight for _, weight in read]
+
+
+def _read_prompt_completion(data: dict[str, Any]) -> tuple[list[dict[str, Any]], list[float]]:
+    prompt, completion = data.get("prompt"), data.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not prompt:
+            raise RowError("prompt is empty")
+        return _exchange([(prompt, completion)])
+    if not (isinstance(prompt, list) and isinstance(completion, list)):
+        raise RowError(
+            f"prompt is {kind_of(prompt)} and completion is {kind_of(completion)}, "
+            "expected two strings or two lists of messages"
+        )
+    before, _ = _read_list(prompt, "prompt")
+    after, weights = _read_list(completion, "completion")
+    if not any(map(_says_something, after)):
+        raise RowError("the assistant says nothing in the completion, so there is nothing to learn")
+    return before + after, [0.0] * len(before) + weights
+
+
+def _read_alpaca(data: dict[str, Any]) -> tuple[list[dict[str, Any]], list[float]]:
+    def text(columns: tuple[str, ...], what: str) -> str:
+        column = next((name for name in columns if data.get(name) is not None), None)
+        if column is None:
+            raise RowError(f"the row has no {what}: none of {', '.join(columns)}")
+        return require_string(data[column], column)
+
+    prompt, answer = text(_PROMPTS, "prompt"), text(_ANSWERS, "answer")
+    more = text(_INPUTS, "input") if any(data.get(name) is not None for name in _INPUTS) else ""
+    asked = "\n".join(part for part in (prompt, more) if part)
+    if not asked:
+        raise RowError("the prompt is empty")
+    pairs = []
+    history = data.get("history") or []
+    if not isinstance(history, (list, tuple)):
+        raise RowError(f"history is {kind_of(history)}, expected a list of [prompt, answer] pairs")
+    for i, pair in enumerate(history):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(s, str) for s in pair):
+            raise RowError(f"history[{i}] is not a pair of strings, expected [prompt, answer]")
+        pairs.append((pair[0], pair[1]))
+    return _exchange([*pairs, (asked, answer)])
+
+
+def _exchange(pairs: list[tuple[str, str]]) -> tuple[list[dict[str, Any]], list[float]]:
+    messages = [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+    if not pairs[-1][1]:
+        raise RowError("the answer is empty, so there is nothing to learn")
+    return messages, [1.0] * len(messages)
+
+
+def _says_something(message: dict[str, Any]) -> bool:
+    said = ("content", "tool_calls", "reasoning_content")
+    return message["role"] == "assistant" and any(is_filled(message.get(key)) for key in said)
+
+
+def _put_system_first(data: dict[str, Any], messages: list[dict[str, Any]], weights: list[float]) -> None:
+    column = next((name for name in _SYSTEMS if is_filled(data.get(name))), None)
+    if column is None:
+        return
+    system = require_string(data[column], column)
+    if messages[0]["role"] not in ("system", "developer"):
+        messages.insert(0, {"role": "system", "content": system})
+        weights.insert(0, 1.0)
+    elif messages[0]["content"] != system:
+        raise RowError(f"{column} and the first message are two system prompts that differ; keep one")
+
+
+def _tools_of(data: dict[str, Any]) -> list[dict[str, Any]] | None:
+    column = next((name for name in ("tools", "functions") if is_filled(data.get(name))), None)
+    if column is None:
+        return None
+    tools = data[column]
+    if isinstance(tools, str):
+        if not tools.strip():
+            return None
+        tools = parse_embedded(tools, column)
+    if tools is None:
+        return None
+    if not isinstance(tools, list):
+        raise RowError(f"{column} is {kind_of(tools)}, expected a list of tool schemas")
+    read = []
+    for i, given in enumerate(tools):
+        tool = parse_embedded(given, f"{column}[{i}]") if isinstance(given, str) else given
+        if not isinstance(tool, dict):
+            raise RowError(f"{column}[{i}] is {kind_of(tool)}, expected an object")
+        read.append({"type": "function", "function": tool} if column == "functions" else tool)
+    return read or None
+
+
+def _kwargs_of(data: dict[str, Any]) -> dict[str, Any]:
+    kwargs = data.get("chat_template_kwargs")
+    if isinstance(kwargs, str) and kwargs:
+        kwargs = parse_embedded(kwargs, "chat_template_kwargs")
+    if not is_filled(kwargs):
+        return {}
+    if not isinstance(kwargs, dict):
+        raise RowError(f"chat_template_kwargs is {kind_of(kwargs)}, expected an object")
+    for name in _RESERVED_KWARGS:
+        if name in kwargs:
+            raise RowError(f"chat_template_kwargs sets {name}, which is not a row's to set")
+    return dict(kwargs)

@@ -1,0 +1,158 @@
+"""Character spans to token weights.
+
+Both ways here agree with transformers' ``return_assistant_tokens_mask``: a span begins with the token that
+holds its first character and ends with the first token that holds its last one. They differ from it only
+where its own look-up fails. There it trains to the end of the text (a span that ends in the text's first
+token, or on a character that no token covers), or drops the rest of the row's spans (a span that begins on
+such a character); here a span never trains a token that does not overlap it, and never loses one to another
+span.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
+
+import numpy as np
+import orjson
+import tokenizers
+from numpy.typing import NDArray
+
+from megatron_sft_idx import _native
+from megatron_sft_idx.chat.engines import Ids
+from megatron_sft_idx.chat.types import Span
+
+__all__ = ["TokenSpellings", "byte_alphabet", "spelling_table", "weights_by_offsets"]
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable stand-ins that byte-level tokenizers use for the 256 bytes, as GPT-2 chose them."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    rest = (byte for byte in range(256) if byte not in set(printable))
+    alphabet.update({chr(256 + i): byte for i, byte in enumerate(rest)})
+    return alphabet
+
+
+class TokenSpellings:
+    """What bytes each token of a byte-level tokenizer stands for, and the masks that follow from that.
+
+    Args:
+        spellings: bytes by id; ids without any spell nothing.
+    """
+
+    def __init__(self, spellings: dict[int, bytes]) -> None:
+        table = [spellings.get(i, b"") for i in range(max(spellings, default=-1) + 1)]
+        self._bytes = b"".join(table)
+        self._offsets = _running_sum(map(len, table), len(table))
+
+    def spell(self, ids: Sequence[int] | NDArray[np.integer]) -> bytes:
+        """The bytes that the tokens stand for, end to end; U+FFFD for ids that are none."""
+        known = range(len(self._offsets) - 1)
+        return b"".join(
+            self._bytes[self._offsets[i] : self._offsets[i + 1]] if i in known else b"\xef\xbf\xbd"
+            for i in np.asarray(ids, np.int64).tolist()
+        )
+
+    def weights(
+        self, ids: Ids, utf8: list[bytes], spans: list[list[Span]], *, whole_characters: bool
+    ) -> tuple[NDArray[np.float32], list[int], list[bool]]:
+        """Weights of all tokens end to end; by text, how many spans straddle and whether the weights hold.
+
+        They hold where the tokens spell the text byte for byte, which is checked, never assumed.
+
+        Raises:
+            ValueError: spans descend, overlap or end past their text.
+        """
+        count = sum(map(len, spans))
+        edges = np.fromiter(
+            chain.from_iterable((span.start, span.stop) for row in spans for span in row), np.int64, 2 * count
+        )
+        weights, straddling, spelled = _native.weigh_tokens(
+            ids.flat,
+            ids.offsets,
+            b"".join(utf8),
+            _running_sum(map(len, utf8), len(utf8)),
+            self._bytes,
+            self._offsets,
+            edges.reshape(count, 2),
+            np.fromiter((span.weight for row in spans for span in row), np.float32, count),
+            _running_sum(map(len, spans), len(spans)),
+            whole_characters,
+        )
+        return weights, straddling.tolist(), spelled.astype(bool).tolist()
+
+
+def _running_sum(lengths: map[int], count: int) -> NDArray[np.int64]:
+    return np.fromiter(accumulate(lengths, initial=0), np.int64, count + 1)
+
+
+def spelling_table(tokenizer: tokenizers.Tokenizer, pre_tokenizer: dict[str, object] | None) -> TokenSpellings | None:
+    """The table for a byte-level tokenizer, None for others.
+
+    No more is asked of it than to use that alphabet: whether tokens spell a text is checked text by text.
+    """
+    if b'"type":"ByteLevel"' not in orjson.dumps(pre_tokenizer):
+        return None
+    alphabet = byte_alphabet()
+    spellings: dict[int, bytes] = {}
+    for text, index in tokenizer.get_vocab(with_added_tokens=False).items():
+        try:
+            spellings[index] = bytes([alphabet[c] for c in text])
+        except KeyError:  # not of the alphabet, so never produced from bytes: spells nothing
+            continue
+    for index, token in tokenizer.get_added_tokens_decoder().items():
+        spellings[index] = token.content.encode()
+    return TokenSpellings(spellings)
+
+
+def weights_by_offsets(
+    encoding: tokenizers.Encoding,
+    text: str,
+    spans: Sequence[Span],
+    *,
+    whole_characters: bool,
+    position: Callable[[int], int] = int,
+) -> tuple[NDArray[np.float32], int]:
+    """Weights of an encoding's tokens by its own offsets, and how many spans straddle.
+
+    Args:
+        encoding: with offsets.
+        text: the rendered text.
+        spans: in its characters.
+        whole_characters: count all tokens of a span's last character, not only the first.
+        position: where a character of the text stands in the one that was encoded, if that is another.
+
+    Raises:
+        ValueError: spans descend, overlap or end past the text.
+    """
+    edges = [0, *(edge for span in spans for edge in (span.start, span.stop)), len(text)]
+    if edges != sorted(edges):
+        raise ValueError(f"spans descend, overlap or end past the text of {len(text)} characters: {spans!r:.200}")
+    weights = np.zeros(len(encoding.ids), np.float32)
+    straddling = 0
+    for span in spans:
+        first = _first_token(encoding, map(position, range(span.start, span.stop)))
+        last = _first_token(encoding, map(position, range(span.stop - 1, span.start - 1, -1)))
+        if first is None or last is None:
+            continue
+        stop = position(span.stop - 1) + 1
+        while whole_characters and last + 1 < len(weights) and _begin(encoding, last + 1) < stop:
+            last += 1
+        weights[first : last + 1] = np.maximum(weights[first : last + 1], np.float32(span.weight))
+        straddling += bool(span.weight) and _begin(encoding, first) < position(span.start)
+    return weights, straddling
+
+
+def _first_token(encoding: tokenizers.Encoding, characters: map[int]) -> int | None:
+    """The token that holds the first of the characters that any token holds."""
+    for character in characters:
+        token = encoding.char_to_token(character)
+        if token is not None:
+            return int(token)
+    return None
+
+
+def _begin(encoding: tokenizers.Encoding, token: int) -> int:
+    characters = encoding.token_to_chars(token)
+    return int(characters[0]) if characters is not None else 0

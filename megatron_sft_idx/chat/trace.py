@@ -1,0 +1,324 @@
+"""Which message wrote which characters: a template's syntax tree, marked.
+
+Every iteration of every ``for`` loop is put between an *enter* and a *leave* mark. *Enter* is told the loop
+variable; if that very object is one of the conversation's messages (or is an index by which the loop body
+picks one), what the iteration writes is that message's. Nested loops over anything else (tool calls, content
+parts) stay with the message around them. ``{% generation %}`` blocks get a pair of marks too.
+
+Marks in the template's own flow are statements that write nothing: they note how much the render has yielded
+so far, so the text is the plain render's by construction, and no second render is needed to see that it is.
+Inside macros, call, filter and ``set`` blocks and recursive loops text is captured before it is yielded, and
+that count means nothing. There the marks write sentinels from Unicode's private use area, which are stripped
+afterwards; a template may measure, trim or compare what it captured, so what is left is required to equal a
+second, unmarked render, character for character.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from jinja2 import Template, TemplateSyntaxError
+
+from megatron_sft_idx.chat.environment import TemplateEnvironment
+from megatron_sft_idx.chat.marks import Marker
+from megatron_sft_idx.errors import FormatError
+
+__all__ = ["Segment", "Traced", "TracedTemplate"]
+
+MAX_CHARACTERS = 1 << 27
+"""More text than this from one conversation is a runaway template."""
+
+MAX_ITERATIONS = 1 << 22
+"""More loop iterations than this for one conversation is a runaway template."""
+
+_LEAVE, _BEGIN, _END, _STOP = -1, -2, -3, -4  # events; 0 and up enter that frame
+_SENTINELS = tuple(chr(base) for base in range(0xF0000, 0xF0040, 2))
+
+
+class Segment(NamedTuple):
+    """Characters ``[start, stop)`` written by one message in one iteration (``frame``) of a loop."""
+
+    start: int
+    stop: int
+    frame: int
+    message: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A rendered text with its origins.
+
+    Attributes:
+        text: exactly what the unmarked template renders.
+        segments: what the messages wrote, in the order of the text, not overlapping.
+        generated: ``(start, stop)`` of the template's ``{% generation %}`` blocks, ascending, disjoint.
+    """
+
+    text: str
+    segments: list[Segment]
+    generated: list[tuple[int, int]]
+
+
+class _Tracker:
+    """Notes marks while a template renders. One render at a time.
+
+    Marks are called in every loop iteration, so they are closures over the lists they fill.
+    """
+
+    def __init__(self) -> None:
+        self.chunks: list[str] = []
+        self.events: list[tuple[int, int]] = []  # (chunks yielded so far, event)
+        self.frames: list[int] = []  # the message of each frame
+        self._stack = [-1]  # the message each open loop iteration belongs to
+        self._places: dict[int, int] = {}  # identity of a message to its position
+        self._iterations = self._counted = self._measured = 0
+        self.sentinel = ""
+        self.captured = False
+
+    def reset(self, messages: Iterable[object], sentinel: str) -> None:
+        self.chunks.clear()
+        self.events.clear()
+        self.frames.clear()
+        self._stack[:] = [-1]
+        self._places.clear()
+        for index, message in enumerate(messages):
+            self._places[id(message)] = index
+        self._iterations = self._counted = self._measured = 0
+        self.sentinel = sentinel
+        self.captured = False
+
+    def marks(self) -> dict[str, Callable[..., Any]]:
+        """The filters that ``marks`` puts into templates, by name."""
+        chunks, events, frames, stack = self.chunks, self.events, self.frames, self._stack
+        place = self._places.get
+
+        def push(value: Any, lists: Sequence[Any]) -> int:
+            message = place(id(value))
+            if message is None:
+                message = self._indexed(value, lists)
+            around = stack[-1]
+            if message is None or message == around:
+                stack.append(around)
+                return -1
+            stack.append(message)
+            frames.append(message)
+            return len(frames) - 1
+
+        def enter(value: Any, *lists: Any) -> None:
+            message = place(id(value))
+            if message is not None and message != stack[-1]:  # `push`, inlined for plain loops over messages
+                events.append((len(chunks), len(frames)))
+                frames.append(message)
+                stack.append(message)
+            elif (frame := push(value, lists)) >= 0:
+                events.append((len(chunks), frame))
+
+        def leave(_value: Any) -> None:
+            if stack.pop() != stack[-1]:
+                events.append((len(chunks), _LEAVE))
+
+        def begin(_value: Any) -> None:
+            events.append((len(chunks), _BEGIN))
+
+        def end(_value: Any) -> None:
+            events.append((len(chunks), _END))
+
+        def enter_captured(value: Any, *lists: Any) -> str:
+            frame = push(value, lists)
+            return self._written(frame) if frame >= 0 else ""
+
+        def leave_captured(_value: Any) -> str:
+            return self._written(_LEAVE) if stack.pop() != stack[-1] else ""
+
+        def begin_captured(_value: Any) -> str:
+            return self._written(_BEGIN)
+
+        def end_captured(_value: Any) -> str:
+            return self._written(_END)
+
+        functions = (enter, leave, begin, end, enter_captured, leave_captured, begin_captured, end_captured)
+        return {f"trace {function.__name__}": function for function in functions}
+
+    def _written(self, event: int) -> str:
+        self.captured = True
+        return f"{self.sentinel}{event}{chr(ord(self.sentinel) + 1)}"
+
+    def _indexed(self, value: Any, lists: Sequence[Any]) -> int | None:
+        """The message that a loop variable stands for without being it: an index, or one of several values.
+
+        Everything but plain loops over the messages comes here, so here runaway templates are stopped.
+        """
+        self._iterations += 1
+        if not self._iterations % 1024:
+            self._bound()
+        if type(value) is int:
+            for candidate in lists:
+                if type(candidate) is list and 0 <= value < len(candidate):
+                    message = self._places.get(id(candidate[value]))
+                    if message is not None:
+                        return message
+        elif type(value) is tuple:
+            for item in value:
+                if id(item) in self._places:
+                    return self._places[id(item)]
+        return None
+
+    def _bound(self) -> None:
+        self._measured += sum(map(len, self.chunks[self._counted :]))
+        self._counted = len(self.chunks)
+        if self._iterations > MAX_ITERATIONS:
+            raise OverflowError(f"more than {MAX_ITERATIONS} loop iterations for one conversation")
+        if self._measured > MAX_CHARACTERS:
+            raise OverflowError(f"more than {MAX_CHARACTERS} characters for one conversation")
+
+
+class TracedTemplate:
+    """A compiled template that tells which message wrote what.
+
+    Args:
+        source: the template's text.
+        environment: its own environment; marks are registered there.
+        name: what to call the template in errors.
+
+    Raises:
+        FormatError: the template does not compile.
+    """
+
+    def __init__(self, source: str, environment: TemplateEnvironment, name: str) -> None:
+        self._environment, self._name, self._source = environment, name, source
+        self._tracker = _Tracker()
+        environment.filters.update(self._tracker.marks())
+        self._marked, self.has_generation = self._compile(marks=True)
+        self._plain: Template | None = None
+
+    def plain(self, variables: dict[str, Any]) -> str:
+        """Render without marks."""
+        if self._plain is None:
+            self._plain, _ = self._compile(marks=False)
+        self._tracker.reset((), "")
+        return self._text(self._plain, variables)
+
+    def render(self, messages: Sequence[object], variables: dict[str, Any]) -> Traced:
+        """Render with marks.
+
+        Args:
+            messages: the conversation's messages, each a different object, as ``variables`` holds them.
+            variables: all template variables.
+
+        Raises:
+            FormatError: marks inside captured text changed what the template does.
+        """
+        tracker = self._tracker
+        tracker.reset(messages, _SENTINELS[0])
+        text = self._text(self._marked, variables)
+        events = self._events()
+        if tracker.captured:
+            text, events = self._without_sentinels(messages, variables)
+        segments, generated = _segments(events, tracker.frames, len(text), self._name)
+        return Traced(text, segments, generated)
+
+    def line_of(self, error: BaseException) -> str:
+        """``"line N: "`` for an error that came out of the template, else nothing."""
+        line = None
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == self._name:
+                line = self._marked.get_corresponding_lineno(trace.tb_lineno)
+            trace = trace.tb_next
+        return f"line {line}: " if line else ""
+
+    def _text(self, template: Template, variables: dict[str, Any]) -> str:
+        chunks = self._tracker.chunks
+        append = chunks.append
+        for chunk in template.root_render_func(template.new_context(variables)):
+            append(chunk)  # one at a time: marks note how many there are
+        return "".join(chunks)
+
+    def _events(self) -> list[tuple[int, int]]:
+        """The events in the template's flow, by character."""
+        tracker = self._tracker
+        ends = [0, *accumulate(map(len, tracker.chunks))]
+        return [(ends[chunk], event) for chunk, event in tracker.events]
+
+    def _without_sentinels(
+        self, messages: Sequence[object], variables: dict[str, Any]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Render with sentinels that this text does not hold; strip them, keeping where they were."""
+        plain = self.plain(variables)
+        sentinel = next((one for one in _SENTINELS if one not in plain), None)
+        if sentinel is None:
+            raise FormatError(f"{self._name}: the conversation holds every private character that tracing uses")
+        tracker = self._tracker
+        tracker.reset(messages, sentinel)
+        marked = self._text(self._marked, variables)
+        found = list(re.finditer(f"{sentinel}(-?[0-9]+){chr(ord(sentinel) + 1)}", marked))
+        # At one place, a mark in the template's flow came before the text that starts there.
+        events = [(position, 0, event) for position, event in self._events()]
+        events += [(match.start(), 1, int(match[1])) for match in found]
+        events.sort(key=lambda item: item[:2])
+        starts = [match.start() for match in found]
+        removed = [0, *accumulate(len(match[0]) for match in found)]
+        text = marked
+        if found:
+            edges = [0, *(edge for match in found for edge in match.span()), len(marked)]
+            text = "".join(marked[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True))
+        if text != plain:
+            raise FormatError(
+                f"{self._name}: cannot tell which message wrote what, because the template inspects text "
+                "that it captured from a loop over the messages; put {% generation %} markers around what "
+                "the assistant says, or train on all tokens"
+            )
+        return text, [(at - removed[bisect_left(starts, at)], event) for at, _, event in events]
+
+    def _compile(self, marks: bool) -> tuple[Template, bool]:
+        environment = self._environment
+        try:
+            marker = Marker(environment, marks)
+            tree = marker.visit(environment.parse(self._source))
+            code = environment.compile(tree, name=self._name, filename=self._name)
+        except TemplateSyntaxError as error:
+            raise FormatError(f"{self._name}: line {error.lineno}: {error.message}") from None
+        except SyntaxError as error:
+            raise FormatError(f"{self._name}: line {error.lineno}: {error.msg}") from None
+        except RecursionError:
+            raise FormatError(f"{self._name}: the chat template is nested too deeply") from None
+        return Template.from_code(environment, code, dict(environment.globals)), marker.generations > 0
+
+
+def _segments(
+    events: list[tuple[int, int]], frames: list[int], length: int, name: str
+) -> tuple[list[Segment], list[tuple[int, int]]]:
+    """Turn marks into segments; text between marks belongs to the innermost open iteration."""
+    segments: list[Segment] = []
+    generated: list[tuple[int, int]] = []
+    stack: list[int] = []
+    depth = begun = at = 0
+    events.append((length, _STOP))
+    for position, event in events:
+        if event == _BEGIN:
+            begun = position if depth == 0 else begun
+            depth += 1
+        elif event == _END:
+            depth -= 1
+            if depth == 0 and position > begun:
+                generated.append((begun, position))
+        else:
+            if position > at and stack:
+                frame = stack[-1]
+                start = at
+                if segments and segments[-1].stop == at and segments[-1].frame == frame:
+                    start = segments.pop().start  # nothing was written by an iteration in between
+                segments.append(Segment(start, position, frame, frames[frame]))
+            at = position
+            if event >= 0:
+                stack.append(event)
+            elif event == _LEAVE and stack:
+                stack.pop()
+            elif event == _LEAVE or stack or depth:
+                raise FormatError(f"{name}: the template cut marked text apart: tracing cannot follow")
+    return segments, generated

@@ -1,0 +1,1 @@
+"""One console command, ``megatron-sft-idx <verb>``: parses, calls, prints."""

@@ -1,0 +1,107 @@
+"""Options that several verbs share, and the values they take."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron_sft_idx.packing import METHODS
+from megatron_sft_idx.preprocess import PackOptions
+
+__all__ = ["Verbs", "add_output_options", "add_packing_options", "natural", "packing_options", "positive"]
+
+Verbs = Any  # argparse names the type of add_subparsers() only privately
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more."""
+    return _whole(text, 1)
+
+
+def natural(text: str) -> int:
+    """A whole number of 0 or more."""
+    return _whole(text, 0)
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from {least} to {2**31 - 1}")
+    return value
+
+
+def add_packing_options(parser: argparse.ArgumentParser) -> None:
+    """How sequences become packs."""
+    group = parser.add_argument_group("packing")
+    group.add_argument(
+        "--seq-length",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="capacity: most token positions a pack may hold",
+    )
+    group.add_argument(
+        "--packing",
+        choices=(*METHODS, "none"),
+        default="auto",
+        help="method; auto takes the fewest packs of several, sequential keeps the order, none puts one sequence in a"
+        " pack (default: %(default)s)",
+    )
+    group.add_argument(
+        "--packing-effort",
+        choices=("normal", "high"),
+        default="normal",
+        help="high spends seconds more where packs of few sequences leave gaps (default: %(default)s)",
+    )
+    group.add_argument(
+        "--overlong",
+        choices=("error", "drop", "truncate", "split"),
+        default="error",
+        help="what becomes of sequences longer than --seq-length; what is lost is counted (default: %(default)s)",
+    )
+    group.add_argument(
+        "--sequence-multiple",
+        type=positive,
+        default=1,
+        metavar="M",
+        help="count each sequence as its length rounded up to M, so that padding for context parallelism"
+        " (2 x its size, x tensor parallel size under sequence parallelism) fits (default: %(default)s)",
+    )
+    group.add_argument("--max-sequences-per-pack", type=positive, metavar="N", help="at most N (default: no limit)")
+    group.add_argument("--seed", type=natural, default=0, metavar="N", help="of every shuffle (default: %(default)s)")
+
+
+def packing_options(arguments: argparse.Namespace) -> PackOptions:
+    """The parsed packing options."""
+    return PackOptions(
+        capacity=arguments.seq_length,
+        method=arguments.packing,
+        effort=arguments.packing_effort,
+        overlong=arguments.overlong,
+        sequence_multiple=arguments.sequence_multiple,
+        max_sequences_per_pack=arguments.max_sequences_per_pack,
+        seed=arguments.seed,
+    )
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Where the shard goes and what is said on the way."""
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="path that the five files share; --data-path takes it",
+    )
+    group.add_argument("--overwrite", action="store_true", help="replace what is at the prefix")
+    group.add_argument("--summary", metavar="FILE", help="write counts and seconds as JSON")
+    group.add_argument(
+        "--log-interval",
+        type=natural,
+        default=10_000,
+        metavar="N",
+        help="without a terminal, a line of progress every N rows; 0 for none (default: %(default)s)",
+    )

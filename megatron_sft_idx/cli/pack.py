@@ -1,0 +1,53 @@
+"""``megatron-sft-idx pack``: an unpacked shard, or packs of another capacity, to a packed shard."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from megatron_sft_idx.cli.options import Verbs, add_output_options, add_packing_options, packing_options
+from megatron_sft_idx.preprocess import Summary, pack_shard
+from megatron_sft_idx.shard import Shard
+
+__all__ = ["add_parser"]
+
+_EXAMPLES = """\
+examples:
+  pack a tokenised corpus (preprocess --keep-corpus) for another capacity, without tokenising again:
+    megatron-sft-idx pack data/train.unpacked --seq-length 32768 --output-prefix data/train-32k
+
+  the same for context parallel size 4:
+    megatron-sft-idx pack data/train.unpacked --seq-length 32768 --sequence-multiple 8 --output-prefix data/train-cp4
+"""
+
+
+def add_parser(verbs: Verbs) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "pack",
+        help="a tokenised corpus, or packs of another capacity, to a packed shard",
+        description="Pack the sequences of a shard anew. No text is needed and nothing is tokenised.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="SOURCE", help="prefix of the shard whose sequences are packed")
+    add_packing_options(parser)
+    add_output_options(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
+    options = packing_options(arguments)
+    begin = time.monotonic()
+    report = pack_shard(
+        Shard(arguments.source),
+        arguments.output_prefix,
+        options,
+        overwrite=arguments.overwrite,
+        log_interval=arguments.log_interval,
+    )
+    seconds = {"packing": time.monotonic() - begin}
+    summary = Summary(arguments.output_prefix, options.capacity, None, report, seconds)
+    print("\n".join([f"wrote {arguments.output_prefix}", *summary.lines()]))
+    if arguments.summary:
+        summary.write(arguments.summary)

@@ -1,0 +1,225 @@
+"""``megatron-sft-idx preprocess``: chats to a packed shard."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_sft_idx.chat.rows import RowOptions
+from megatron_sft_idx.chat.template import MaskOptions
+from megatron_sft_idx.cli.options import (
+    Verbs,
+    add_output_options,
+    add_packing_options,
+    natural,
+    packing_options,
+)
+from megatron_sft_idx.preprocess import EncodingOptions, PreprocessOptions, Preview, preprocess, preview
+from megatron_sft_idx.preprocess.workers import available_cpus
+from megatron_sft_idx.report import mark_pack
+
+__all__ = ["add_parser"]
+
+_EXAMPLES = """\
+examples:
+  chats to a packed shard, masks by the tokenizer's own chat template:
+    megatron-sft-idx preprocess --input chats.jsonl --tokenizer-model ./Qwen3-8B \\
+        --seq-length 4096 --output-prefix data/train
+
+  several files, long chats cut in pieces, the tokenised corpus kept for other capacities:
+    megatron-sft-idx preprocess --input 'raw/*.jsonl.zst' more.parquet --tokenizer-model ./tok \\
+        --seq-length 8192 --overlong split --keep-corpus --output-prefix data/train
+
+  look before you leap:
+    megatron-sft-idx preprocess ... --dry-run
+
+rows: OpenAI messages, ShareGPT conversations, instruction/input/output columns, prompt/completion, or already tokenised
+input_ids with loss_mask or labels. files: .json, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, save_to_disk folders, globs.
+"""
+
+
+def add_parser(verbs: Verbs) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "preprocess",
+        help="chats to a packed shard",
+        description="Tokenise chats, mark the tokens to train on by the chat template, pack, and write a shard.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_input_options(parser)
+    _add_mask_options(parser)
+    add_packing_options(parser)
+    add_output_options(parser)
+    group = parser.add_argument_group("running")
+    group.add_argument(
+        "--workers",
+        type=natural,
+        default=available_cpus(),
+        metavar="N",
+        help="tokenising processes, 0 for none but this one; changes no byte of the output (default: %(default)s)",
+    )
+    group.add_argument(
+        "--keep-corpus",
+        action="store_true",
+        help="keep the tokenised corpus, an unpacked shard, at PREFIX.unpacked",
+    )
+    group.add_argument("--dry-run", action="store_true", help="encode the first rows, show them, write nothing")
+    parser.set_defaults(run=_run)
+
+
+def _add_input_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("input")
+    group.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, globs, save_to_disk folders")
+    group.add_argument(
+        "--tokenizer-model",
+        required=True,
+        metavar="PATH",
+        help="local folder of the tokenizer, or its tokenizer.json",
+    )
+    group.add_argument(
+        "--tokenizer-type",
+        choices=("HuggingFaceTokenizer",),
+        default="HuggingFaceTokenizer",
+        help="as Megatron names it (default: %(default)s)",
+    )
+    group.add_argument(
+        "--row-kind",
+        choices=("auto", "messages", "alpaca", "prompt-completion", "tokenized"),
+        default="auto",
+        help="how rows are read (default: by their columns)",
+    )
+    group.add_argument(
+        "--messages-key", metavar="NAME", help="column that holds the turns (default: by its usual names)"
+    )
+    group.add_argument(
+        "--mask-alignment",
+        choices=("token", "label"),
+        default="token",
+        help="of masks in tokenised rows: at the trained token itself, or at the one before it (default: %(default)s)",
+    )
+    group.add_argument(
+        "--on-bad-row",
+        choices=("error", "skip"),
+        default="error",
+        help="stop at a row that cannot be used, or count and list it (default: %(default)s)",
+    )
+    group.add_argument("--append-eod", action="store_true", help="end every sequence with the end-of-sequence token")
+
+
+def _add_mask_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("chat template and masks")
+    group.add_argument("--chat-template", metavar="FILE", help="Jinja file that replaces the tokenizer's own template")
+    group.add_argument(
+        "--chat-template-kwargs",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="variables for the template",
+    )
+    group.add_argument(
+        "--template-date",
+        metavar="YYYY-MM-DD",
+        help="the date for templates that ask for today's, which would change",
+    )
+    group.add_argument(
+        "--train-on",
+        choices=("assistant", "last-turn", "all"),
+        default="assistant",
+        help="what the assistant says, only its answer to the last user message, or everything (default: %(default)s)",
+    )
+    group.add_argument("--no-train-on-thinking", action="store_true", help="leave reasoning out of the loss")
+    group.add_argument("--no-train-on-tool-calls", action="store_true", help="leave tool calls out of the loss")
+    group.add_argument(
+        "--allow-control-tokens",
+        action="store_true",
+        help="let text in the data that spells a control token, such as <|im_end|>, become that token",
+    )
+    group.add_argument(
+        "--span-by-span",
+        action="store_true",
+        help="tokenise trained spans by themselves, so that no token straddles their edges (changes token ids)",
+    )
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text}: expected a JSON object, such as {{"enable_thinking": false}}')
+    return value
+
+
+def _encoding_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> EncodingOptions:
+    template = None
+    if arguments.chat_template is not None:
+        try:
+            template = Path(arguments.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            parser.error(f"--chat-template {arguments.chat_template}: {error}")
+    return EncodingOptions(
+        tokenizer=arguments.tokenizer_model,
+        chat_template=template,
+        template_name=arguments.chat_template or "chat template",
+        template_kwargs=arguments.chat_template_kwargs,
+        masks=MaskOptions(
+            train_on=arguments.train_on,
+            train_on_thinking=not arguments.no_train_on_thinking,
+            train_on_tool_calls=not arguments.no_train_on_tool_calls,
+            allow_control_tokens=arguments.allow_control_tokens,
+            template_date=arguments.template_date,
+        ),
+        rows=RowOptions(
+            kind=arguments.row_kind,
+            messages_key=arguments.messages_key,
+            mask_alignment=arguments.mask_alignment,
+            require_assistant=arguments.train_on != "all",
+        ),
+        append_eod=arguments.append_eod,
+        span_by_span=arguments.span_by_span,
+        on_bad_row=arguments.on_bad_row,
+    )
+
+
+def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    options = PreprocessOptions(
+        inputs=arguments.input,
+        prefix=arguments.output_prefix,
+        encoding=_encoding_options(arguments, parser),
+        packing=packing_options(arguments),
+        workers=arguments.workers,
+        overwrite=arguments.overwrite,
+        keep_corpus=arguments.keep_corpus,
+        log_interval=arguments.log_interval,
+    )
+    if arguments.dry_run:
+        _show(preview(options))
+        return
+    summary = preprocess(options, log=lambda line: print(line, file=sys.stderr, flush=True))
+    print("\n".join([f"wrote {options.prefix}", *summary.lines()]))
+    if arguments.summary:
+        summary.write(arguments.summary)
+
+
+def _show(seen: Preview) -> None:
+    for file in seen.files:
+        print(f"input           {file.path}: {file.kind}, {file.num_bytes:,} bytes")
+    tokens = int(seen.lengths.sum())
+    print(
+        f"first rows      {seen.rows:,}: {len(seen.lengths):,} sequences,"
+        f" {tokens:,} tokens, {seen.trained_tokens:,} trained"
+    )
+    if len(seen.lengths):
+        print(f"lengths         {seen.lengths.min():,} to {seen.lengths.max():,}, {seen.overlong:,} longer than a pack")
+    for error in seen.bad_rows[:20]:
+        print(f"bad row         {error}")
+    if len(seen.first_ids):
+        print("the first sequence, trained tokens marked:\n")
+        boundaries = [0, len(seen.first_ids)]
+        print(mark_pack(seen.first_ids, seen.first_mask, boundaries, seen.decode, color=sys.stdout.isatty()))
+    print("\nnothing was written")

@@ -1,0 +1,213 @@
+"""``pack_sequences``: choose a planner, run it on the histogram of lengths, hand the sequences out.
+
+::
+
+    lengths -> histogram -> patterns (several planners, the one with fewest packs) -> hand-out -> PackPlan
+
+Planners see distinct sizes with counts and return patterns, so their cost does not follow the number of
+sequences. ``first-fit-shuffle`` and ``sequential`` are about an order and go sequence by sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .. import _native
+from .arguments import LARGEST_CAPACITY, as_integer, as_lengths, misfit
+from .linear_program import plan_by_linear_program
+from .order import reorder
+from .plan import PackPlan
+
+__all__ = ["METHODS", "pack_sequences"]
+
+METHODS: Final = (
+    "auto",
+    "best-fit",
+    "exact-fill",
+    "first-fit-shuffle",
+    "first-fit-decreasing",
+    "sequential",
+)
+EFFORTS: Final = ("normal", "high")
+
+# In the order in which ties are decided: exact fill by average mixes lengths best.
+_PLANNERS: Final = {
+    "exact-fill-average": "exact-fill",
+    "exact-fill-fewest": "exact-fill",
+    "best-fit": "best-fit",
+    "first-fit-decreasing": "first-fit-decreasing",
+}
+# Up to here auto tries first-fit-shuffle too; beyond, it costs more than all the rest and never won.
+_SHUFFLE_UP_TO: Final = 100_000
+# High effort goes on where the plan is further than this share, and than one pack, from the bound.
+_GAP: Final = 1e-4
+
+
+def pack_sequences(
+    lengths: ArrayLike,
+    capacity: int,
+    *,
+    method: str = "auto",
+    effort: str = "normal",
+    max_sequences_per_pack: int | None = None,
+    sequence_multiple: int = 1,
+    seed: int = 0,
+) -> PackPlan:
+    """Assigns every sequence to a pack, with as few packs as can be found.
+
+    The same arguments give the same plan on any machine, ``effort="high"`` excepted. Sequences of equal
+    length are interchangeable: which of them goes where is shuffled by seed, as is the order of the packs.
+
+    Args:
+        lengths: tokens of each sequence: any integer array, or a list of integers.
+        capacity: token positions a pack may hold, at most 2**31 - 1.
+        method: ``auto`` takes the plan with the fewest packs of all the others. ``exact-fill`` fills each
+            pack to the last position around its largest sequence. ``best-fit`` and ``first-fit-decreasing``
+            are the classic ones, ``first-fit-shuffle`` is first fit in an order shuffled by seed, and
+            ``sequential`` keeps the order of the sequences and of the packs, whatever the seed.
+        effort: ``high`` also solves a linear program where ``auto`` stays away from the bound; it helps
+            most where packs hold two to four sequences, and takes up to half a minute.
+        max_sequences_per_pack: no pack holds more; None sets no limit.
+        sequence_multiple: each sequence takes its length rounded up to this many positions.
+        seed: 0 to 2**64 - 1.
+
+    Raises:
+        SequenceError: (a ValueError) a length that is zero or does not fit a pack.
+        ValueError: an option that is not one of its choices or out of range.
+        TypeError: lengths or options that are not integers.
+    """
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}, choose one of {', '.join(METHODS)}")
+    if effort not in EFFORTS:
+        raise ValueError(f"effort is {effort!r}, choose one of {', '.join(EFFORTS)}")
+    if effort == "high" and method != "auto":
+        raise ValueError(f"effort='high' goes with method='auto', not {method!r}")
+    capacity = as_integer("capacity", capacity, 1, LARGEST_CAPACITY)
+    multiple = as_integer("sequence_multiple", sequence_multiple, 1, capacity)
+    most = LARGEST_CAPACITY
+    if max_sequences_per_pack is not None:
+        most = min(most, as_integer("max_sequences_per_pack", max_sequences_per_pack, 1, 2**63 - 1))
+    seed = as_integer("seed", seed, 0, 2**64 - 1)
+    job = _Job.start(as_lengths(lengths), capacity, multiple, most, seed)
+    if len(job.lengths) == 0:
+        empty = np.zeros(0, np.int64)
+        return PackPlan(np.zeros(1, np.int64), empty, capacity, 0.0, 0, 0, 0, method)
+    if method in ("first-fit-shuffle", "sequential"):
+        return job.in_order(method)
+    if method != "auto":
+        planners = [planner for planner, name in _PLANNERS.items() if name == method]
+        return job.hand_out(job.fewest(job.plans(planners)))
+    best = job.fewest(job.plans(list(_PLANNERS)))
+    if effort == "high" and best.packs > job.bound * (1 + _GAP) + 1:
+        patterns = plan_by_linear_program(job.sizes, job.counts, job.units, most, seed)
+        best = min(best, _Patterns("linear-program", *patterns), key=lambda plan: plan.packs)
+    return job.fewest_in_order(best) or job.hand_out(best)
+
+
+@dataclass(frozen=True, slots=True)
+class _Patterns:
+    """A plan before hand-out: ``used[p]`` packs hold the entries ``[offsets[p], offsets[p + 1])``."""
+
+    method: str
+    offsets: NDArray[np.int64]
+    entries: NDArray[np.int32]
+    used: NDArray[np.int64]
+
+    @property
+    def packs(self) -> int:
+        return int(self.used.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One call: the lengths, their size classes (in units of the multiple), and the bound."""
+
+    lengths: NDArray[np.int64]
+    capacity: int
+    multiple: int
+    most: int
+    seed: int
+    sizes: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    tokens: int
+    bound: int
+
+    @classmethod
+    def start(cls, lengths: NDArray[np.int64], capacity: int, multiple: int, most: int, seed: int) -> _Job:
+        try:
+            sizes, counts, tokens = _native.packing_histogram(lengths, capacity, multiple)
+        except ValueError:
+            raise misfit(lengths, capacity, multiple) from None
+        bound = _native.packing_lower_bound(sizes, counts, capacity // multiple, most)
+        return cls(lengths, capacity, multiple, most, seed, sizes, counts, tokens, bound)
+
+    @property
+    def units(self) -> int:
+        return self.capacity // self.multiple
+
+    def plans(self, planners: Sequence[str]) -> Iterator[_Patterns]:
+        for planner in planners:
+            patterns = _native.packing_plan(self.sizes, self.counts, self.units, self.most, planner, self.seed)
+            yield _Patterns(_PLANNERS[planner], *patterns)
+
+    def fewest(self, plans: Iterator[_Patterns]) -> _Patterns:
+        """The plan with the fewest packs, the earlier of two; the bound ends the search."""
+        best = next(plans)
+        while best.packs > self.bound and (other := next(plans, None)) is not None:
+            best = min(best, other, key=lambda plan: plan.packs)
+        return best
+
+    def fewest_in_order(self, best: _Patterns) -> PackPlan | None:
+        """A method that goes in order, where that has fewer packs: lengths may come in a perfect order."""
+        if best.packs == self.bound:
+            return None
+        methods = ["sequential"]
+        if len(self.lengths) <= _SHUFFLE_UP_TO:
+            methods.append("first-fit-shuffle")
+        plan = min((self.in_order(method) for method in methods), key=lambda plan: plan.num_packs)
+        if plan.num_packs >= best.packs:
+            return None
+        if plan.method != "sequential":
+            return plan
+        return reorder(plan, _native.packing_permutation(plan.num_packs, self.seed))
+
+    def in_order(self, method: str) -> PackPlan:
+        limits = (self.capacity, self.multiple, self.most)
+        if method == "sequential":
+            sequences = np.arange(len(self.lengths), dtype=np.int64)
+            offsets = _native.packing_sequential(self.lengths, *limits)
+        else:
+            offsets, sequences = _native.packing_first_fit_shuffle(self.lengths, *limits, self.seed)
+        return self._plan(offsets, sequences, self._longest(offsets, sequences), np.diff(offsets), method)
+
+    def hand_out(self, plan: _Patterns) -> PackPlan:
+        offsets, sequences = _native.packing_hand_out(
+            self.lengths, self.multiple, self.sizes, plan.offsets, plan.entries, plan.used, self.seed
+        )
+        sequence_counts = np.add.reduceat(plan.entries[:, 1], plan.offsets[:-1], dtype=np.int64)
+        if self.multiple == 1:  # then the patterns know, and nothing as long as the lengths is touched
+            tokens = self.sizes[plan.entries[:, 0]] * plan.entries[:, 1]
+            longest = int(np.add.reduceat(tokens, plan.offsets[:-1]).max())
+        else:
+            longest = self._longest(offsets, sequences)
+        return self._plan(offsets, sequences, longest, sequence_counts, plan.method)
+
+    def _longest(self, offsets: NDArray[np.int64], sequences: NDArray[np.int64]) -> int:
+        return int(np.add.reduceat(self.lengths[sequences], offsets[:-1]).max())
+
+    def _plan(
+        self,
+        offsets: NDArray[np.int64],
+        sequences: NDArray[np.int64],
+        longest: int,
+        sequence_counts: NDArray[np.int64],
+        method: str,
+    ) -> PackPlan:
+        fill = self.tokens / ((len(offsets) - 1) * self.capacity)
+        most = int(sequence_counts.max())
+        return PackPlan(offsets, sequences, self.capacity, fill, self.bound, longest, most, method)

@@ -1,0 +1,79 @@
+"""What a run did, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_sft_idx.preprocess.corpus import CorpusReport
+from megatron_sft_idx.preprocess.pack import PackReport
+
+__all__ = ["Summary"]
+
+_NOTES = {
+    "first_token_masks_dropped": "masks on a sequence's first token dropped: nothing predicts it",
+    "literals": "control tokens in the data kept as text",
+    "reasoning_dropped": "messages whose reasoning the chat template leaves out",
+    "straddling": "trained tokens that begin before their span",
+}
+
+
+@dataclass(slots=True)
+class Summary:
+    """Counts of one run, and seconds by stage.
+
+    Attributes:
+        prefix: of the packed shard.
+        capacity: of its packs.
+        corpus: what became of the input; None where only packing ran.
+        packing: what became of the sequences.
+        seconds: by stage.
+    """
+
+    prefix: str
+    capacity: int
+    corpus: CorpusReport | None
+    packing: PackReport
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts as plain values."""
+        return asdict(self)
+
+    def write(self, path: str) -> None:
+        """Write ``to_dict`` as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def lines(self) -> list[str]:
+        """The summary as a person reads it."""
+        packing, lines = self.packing, []
+        if (corpus := self.corpus) is not None:
+            reused = " (corpus reused: same input and options)" if corpus.reused else ""
+            lines.append(f"rows            {corpus.rows:,}{reused}")
+            if corpus.skipped:
+                lines.append(f"  skipped       {corpus.skipped:,}")
+        lines += [
+            f"sequences       {packing.sequences:,}",
+            f"packs           {packing.packs:,} (no packing has fewer than {packing.lower_bound:,}; {packing.method})",
+            f"tokens          {packing.tokens:,}",
+            f"trained tokens  {packing.trained_tokens:,} ({_percent(packing.trained_tokens, packing.tokens)})",
+            f"fill            {100 * packing.fill:.3f}% of {self.capacity:,} positions a pack",
+            f"a pack has      up to {packing.longest:,} tokens, {packing.most_sequences:,} sequences",
+        ]
+        if packing.overlong:
+            lines.append(
+                f"overlong        {packing.overlong:,} sequences: {packing.dropped_tokens:,} tokens dropped,"
+                f" {packing.untrained_by_cut:,} labels lost to cuts"
+            )
+        if packing.masked_packs:
+            lines.append(f"warning         {packing.masked_packs:,} packs have no token to train on")
+        for name, count in (corpus.notes if corpus else {}).items():
+            lines.append(f"note            {count:,} {_NOTES.get(name, name.replace('_', ' '))}")
+        lines.append("seconds         " + ", ".join(f"{stage} {taken:.1f}" for stage, taken in self.seconds.items()))
+        return lines
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "0%"

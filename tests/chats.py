@@ -1,0 +1,79 @@
+"""What several test modules need: bundled chats, a call of the command line, a shard as sequences."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_sft_idx.cli.main import main
+from megatron_sft_idx.shard import Shard
+
+ROOT = Path(__file__).parents[1]
+CHATS = ROOT / "tools/demo/chats.jsonl"
+TOKENIZER = ROOT / "tools/demo/tokenizer"
+GENERATION_TEMPLATE = ROOT / "tools/demo/chat_template_generation.jinja"
+SUFFIXES = (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")
+
+
+class Outcome(NamedTuple):
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+def command(*arguments: object) -> Outcome:
+    """Run ``megatron-sft-idx`` in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as leaving:  # argparse
+            code = int(leaving.code or 0)
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def preprocess(prefix: Path, *arguments: object, rows: Any = None, capacity: int = 1024) -> Outcome:
+    """Run ``preprocess`` in this process; ``rows``, where given, are written beside the prefix and are the input."""
+    source = CHATS
+    if rows is not None:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        source = write_rows(prefix.parent / "rows.jsonl", rows)
+    given = [*(() if "--input" in arguments else ("--input", source)), *arguments]
+    if "--tokenizer-model" not in arguments:
+        given += ["--tokenizer-model", TOKENIZER]
+    if "--seq-length" not in arguments:
+        given += ["--seq-length", capacity]
+    if "--workers" not in arguments:
+        given += ["--workers", 0]
+    if "--output-prefix" not in arguments:
+        given += ["--output-prefix", prefix]
+    return command("preprocess", *given)
+
+
+def write_rows(path: Path, rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def files_of(prefix: Path) -> dict[str, bytes]:
+    """The bytes of a shard, by suffix."""
+    return {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in SUFFIXES}
+
+
+def sequences_of(prefix: Path) -> list[tuple[np.ndarray, np.ndarray]]:
+    """All sequences of a shard with their masks moved to the tokens they train."""
+    shard = Shard(prefix)
+    pairs = (pair for i in range(len(shard)) for pair in shard.sequences(i))
+    return [(ids, np.concatenate([mask[:1] * 0, mask[:-1]])) for ids, mask in pairs]
+
+
+def remains(folder: Path) -> list[str]:
+    """Names in a folder, but for the input that the test itself put there."""
+    return sorted(path.name for path in folder.iterdir() if path.name != "rows.jsonl")

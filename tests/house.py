@@ -1,0 +1,149 @@
+"""The rules of the house, as functions from sources to complaints; test_house.py runs them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "megatron_sft_idx"
+MAX_MODULE_LINES, MAX_FUNCTION_LINES = 400, 60
+
+# From the ground up; a module imports from its own layer and those before it.
+LAYERS = [
+    {"_native"},
+    {"layout", "errors"},
+    {"chat", "packing", "storage"},
+    {"shard", "verify", "rebuild", "merge"},
+    {"dataset", "builder", "shards"},
+    {"preprocess", "convert", "report", "streaming", "training"},
+    {"cli", "__main__"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+FACES, VERBS, CLI = LEVEL["dataset"], LEVEL["preprocess"], LEVEL["cli"]
+# The package's __init__ offers names of every layer, lazily; nothing inside imports them from there.
+ROOT = len(LAYERS)
+
+MEGATRON = {"torch", "megatron"}
+LIGHT_VERBS = {"preprocess", "convert", "report"}
+# Imported where used, never when a module of ours is imported.
+HEAVY = MEGATRON | {"transformers", "datasets", "ray", "pyarrow", "boto3", "gigatoken", "zstandard"}
+
+TOP_LEVEL = {
+    *("setup.py", "megatron_sft_idx", "csrc", "tests", "tools", "README.md"),
+    *("pyproject.toml", "Makefile", "constraints.txt", "CHANGELOG.md", "LICENSE"),
+}
+# Written so that this file does not hold what it looks for.
+PRIVATE = re.compile(r"(?<![\w.\-/])/(?:wor[k]|tm[p]|hom[e]|roo[t])/[\w.]")
+
+
+def is_light(module: str) -> bool:
+    """Whether importing this module of the package must not import torch or Megatron."""
+    top = [*module.split("."), ""][1]
+    return not top or LEVEL[top] < FACES or LEVEL[top] >= CLI or top in LIGHT_VERBS
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name.
+
+    Attributes:
+        module: the name in full; its last part may be a function or class rather than a module.
+        base: what is a module for certain: the part before ``import`` in ``from base import name``.
+        line: where.
+        at_import: whether it happens as the importer is imported.
+    """
+
+    module: str
+    base: str
+    line: int
+    at_import: bool
+
+
+def imports(source: str, module: str, is_package: bool) -> Iterator[Import]:
+    """Every import of a module, inside functions and under ``if`` too, relative ones made absolute.
+
+    ``from a import b`` counts as ``a.b``, which may be a module or a name in one. What only type checkers
+    read, under ``if TYPE_CHECKING``, is an edge all the same but does not happen at import.
+    """
+
+    def visit(node: ast.AST, at_import: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, alias.name, node.lineno, at_import) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                parents = parts[: len(parts) - node.level + is_package]
+                base = ".".join([*parents, *([base] if base else [])])
+            yield from (Import(f"{base}.{alias.name}", base, node.lineno, at_import) for alias in node.names)
+        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        inner = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, at_import and not typing_only and not inner)
+
+    yield from visit(ast.parse(source), True)
+
+
+def import_complaints(source: str, module: str, is_package: bool = False) -> list[str]:
+    """What a module of the package imports that its layer may not; ``module`` is its full dotted name."""
+    own = module.split(".")[1:2]
+    if not own:
+        level, top = ROOT, ""
+    elif (top := own[0]) in LEVEL:
+        level = LEVEL[top]
+    else:
+        return [f"{module}: not in a layer; place {top} in LAYERS"]
+    complaints = []
+    for edge in imports(source, module, is_package):
+        where = f"{module}:{edge.line}: imports {edge.module}"
+        root = edge.module.split(".")[0]
+        if root == PACKAGE:
+            complaints += [f"{where}, {why}" for why in _inner_edge(top, level, edge)]
+        elif root in MEGATRON and level < FACES:
+            complaints.append(f"{where}, which only {', '.join(sorted(LAYERS[FACES]))} and above may")
+        elif root in HEAVY and edge.at_import and (is_light(module) or root not in MEGATRON):
+            complaints.append(f"{where} at import; import it where it is used")
+    return complaints
+
+
+def _inner_edge(top: str, level: int, edge: Import) -> Iterator[str]:
+    name = [*edge.module.split("."), ""][1]
+    if name == "__version__" or level == ROOT:
+        return
+    if name not in LEVEL:
+        yield "a name of the package's __init__; import it from its module"
+    elif LEVEL[name] > level:
+        yield f"which is above {top}"
+    elif level == VERBS == LEVEL[name] and name != top and edge.base.count(".") > 1:
+        yield f"the inside of {name}; verbs use each other's public names only"
+
+
+def size_complaints(source: str, name: str) -> list[str]:
+    """A Python file or a function in it that is too long to read at once."""
+    complaints = []
+    if (lines := source.count("\n")) > MAX_MODULE_LINES:
+        complaints.append(f"{name}: {lines} lines, at most {MAX_MODULE_LINES}")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                complaints.append(f"{name}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}")
+    return complaints
+
+
+def private_path_complaints(text: str, name: str) -> list[str]:
+    """Absolute paths that exist on somebody's machine only."""
+    return [
+        f"{name}:{number}: {line.strip()}" for number, line in enumerate(text.splitlines(), 1) if PRIVATE.search(line)
+    ]
+
+
+def modules(root: Path) -> Iterator[tuple[str, bool, str]]:
+    """Dotted name, whether it is a package, and source of every Python module of the package."""
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        parts = list(path.relative_to(root).with_suffix("").parts)
+        is_package = parts[-1] == "__init__"
+        yield ".".join(parts[:-1] if is_package else parts), is_package, path.read_text(encoding="utf-8")

@@ -1,0 +1,18 @@
+"""The build under test is the one that was meant: the checkout's own, or the sanitized one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron_sft_idx import _native
+
+ROOT = Path(__file__).parent.parent.parent
+# Set by `make sanitize`, to the folder that the sanitized build is in.
+FOLDER = os.environ.get("SFT_IDX_NATIVE_FOLDER")
+
+
+def test_the_build_under_test_is_the_one_that_was_meant() -> None:
+    path = Path(_native.__file__).resolve()
+    assert path.parent == (ROOT / (FOLDER or "") / "megatron_sft_idx").resolve()
+    assert (b"__asan_init" in path.read_bytes()) == bool(FOLDER)

@@ -1,0 +1,262 @@
+"""Input files to rows: every container gives the same rows, at the same positions, however it is cut."""
+
+import gzip
+import json
+import math
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_sft_idx.chat.files import expand_inputs, total_bytes
+from megatron_sft_idx.chat.pieces import iter_pieces
+from megatron_sft_idx.errors import FormatError, SequenceError
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(
+    ['"', "\\", '\\"],[', "\r\n", "\x00", "\u2028", "é" * 40]
+)
+MESSAGES = st.lists(st.fixed_dictionaries({"role": TEXTS, "content": TEXTS}), min_size=1, max_size=3)
+ROWS = st.lists(st.fixed_dictionaries({"messages": MESSAGES, "n": st.integers(-(2**63), 2**63 - 1)}), max_size=12)
+CONTAINERS = ["jsonl", "jsonl.gz", "jsonl.zst", "json", "json.gz", "json.zst", "parquet", "arrow", "saved"]
+SCHEMA = pa.schema({"messages": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})), "n": pa.int64()})
+
+
+def compress(data, suffix, split):
+    """As one member or frame, or as two end to end."""
+    parts = [data[:split], data[split:]]
+    if suffix == "gz":
+        return b"".join(map(gzip.compress, parts))
+    if suffix == "zst":
+        return b"".join(map(zstandard.ZstdCompressor().compress, parts))
+    return data
+
+
+def write_rows(folder, container, rows, *, indent=None, split=0, newline=True):
+    """Writes the rows and returns what to name as input."""
+    path = folder / f"rows.{container}"
+    kind, _, compression = container.partition(".")
+    if kind == "jsonl":
+        data = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode() + b"\n" * newline
+        path.write_bytes(compress(data, compression, split))
+    elif kind == "json":
+        path.write_bytes(compress(json.dumps(rows, indent=indent).encode(), compression, split))
+    else:
+        table = pa.Table.from_pylist(rows, schema=SCHEMA)
+        if kind == "parquet":
+            pq.write_table(table, path, row_group_size=max(1, split))
+        elif kind == "arrow":
+            with pa.ipc.new_file(path, SCHEMA) as writer:
+                writer.write_table(table, max_chunksize=max(1, split))
+        else:
+            path = folder / "saved"
+            save_to_disk(path, [table.slice(0, split), table.slice(split)])
+    return str(path)
+
+
+def save_to_disk(folder, tables):
+    """What Hugging Face datasets writes: Arrow streams, and a list of them."""
+    folder.mkdir()
+    names = [f"data-{i:05d}-of-{len(tables):05d}.arrow" for i in range(len(tables))]
+    for name, table in zip(names, tables, strict=True):
+        with pa.ipc.new_stream(folder / name, table.schema) as writer:
+            writer.write_table(table)
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+
+
+def read_all(given_input, piece_nbytes=8 << 20):
+    """Every (file name, position, row), through pickles as workers get them."""
+    return [
+        (piece.path, position, row)
+        for piece in iter_pieces(expand_inputs([given_input]), piece_nbytes=piece_nbytes)
+        for position, row in pickle.loads(pickle.dumps(piece)).rows()
+    ]
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=ROWS,
+    style=st.fixed_dictionaries(
+        {"indent": st.sampled_from([None, 0, 3]), "split": st.integers(0, 12), "newline": st.booleans()}
+    ),
+    piece_nbytes=st.sampled_from([1, 10, 100, 1 << 20]),
+)
+def test_rows_come_back(tmp_path_factory, container, rows, style, piece_nbytes):
+    got = read_all(write_rows(tmp_path_factory.mktemp("in"), container, rows, **style), piece_nbytes)
+    assert [row for _, _, row in got] == rows
+    by_file: dict[str, list[int]] = {}
+    for path, position, _ in got:
+        by_file.setdefault(path, []).append(position)
+    assert all(positions == list(range(1, len(positions) + 1)) for positions in by_file.values())
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_pieces_are_small_and_add_up(tmp_path, container):
+    rows = [{"messages": [{"role": "user", "content": "x" * (i % 50)}], "n": i} for i in range(1000)]
+    files = expand_inputs([write_rows(tmp_path, container, rows, split=300)])
+    pieces = list(iter_pieces(files, piece_nbytes=4096))
+    assert 10 < len(pieces) < 100
+    overhead = 1500 if container in ("parquet", "arrow", "saved") else 0
+    assert max(len(piece.payload) for piece in pieces) <= 4096 + overhead
+    assert all(piece.num_bytes >= 0 for piece in pieces)
+    assert 0.5 * total_bytes(files) < sum(piece.num_bytes for piece in pieces) <= total_bytes(files)
+    again = list(iter_pieces(files, piece_nbytes=4096))
+    assert [piece.fingerprint() for piece in pieces] == [piece.fingerprint() for piece in again]
+    assert len({piece.fingerprint() for piece in pieces}) == len(pieces)
+
+
+@given(st.binary(max_size=200), st.integers(1, 50), st.lists(st.integers(1, 9)))
+def test_cuts_do_not_depend_on_how_the_bytes_arrive(data, piece_nbytes, sizes):
+    from megatron_sft_idx.chat.cutting import cut_lines
+
+    def runs(blocks):
+        cut = cut_lines(iter(blocks), path="x", piece_nbytes=piece_nbytes, max_row_nbytes=1000)
+        return [(run.payload, run.ends.tolist()) for run in cut]
+
+    edges = [*np.cumsum(sizes), len(data)]
+    blocks = [(data[a:b], 0) for a, b in zip([0, *edges], edges, strict=False) if a < b]
+    assert runs(blocks) == runs([(data, 0)] if data else [])
+    payloads = [payload for payload, _ in runs(blocks)]
+    assert b"\n".join(payloads) == data.removesuffix(b"\n")
+    assert all(len(p) <= piece_nbytes or b"\n" not in p for p in payloads)
+
+
+def test_the_same_pieces_compressed_or_not(tmp_path):
+    rows = [{"n": i, "text": "y" * (i % 70)} for i in range(500)]
+    prints = []
+    for container in ("jsonl", "jsonl.gz", "jsonl.zst"):
+        files = expand_inputs([write_rows(tmp_path, container, rows, split=1234)])
+        prints.append([(p.first, p.fingerprint()) for p in iter_pieces(files, piece_nbytes=1000)])
+    assert prints[0] == prints[1] == prints[2]
+
+
+def test_json_lines_as_people_write_them(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf\n{"a": 1}\r\n\r\n  \t\n {"a": "\\u0000\\ud83d\\ude00"} \n{"a": 1, "a": 2}')
+    for piece_nbytes in (1, 1000):
+        assert [(at, row) for _, at, row in read_all(str(path), piece_nbytes)] == [
+            (2, {"a": 1}),
+            (5, {"a": "\0😀"}),
+            (6, {"a": 2}),
+        ]
+
+
+def test_integers_stay_exact(tmp_path):
+    numbers = [2**53 + 1, 2**63, 2**64, -(2**63) - 1, 10**30]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(f'{{"a": {n}, "b": "{"1" * 30}", "c": 0.5}}' for n in numbers))
+    assert [row["a"] for _, _, row in read_all(str(path))] == numbers
+    path.write_text('{"a": 1.0000000000000000000001, "b": 12345678901234567890123.0}')
+    [(_, _, row)] = read_all(str(path))
+    assert row == {"a": 1.0, "b": 1.2345678901234568e22}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rows"),
+    [
+        ("a.json", b"[]", []),
+        ("a.json", b" \xef", None),
+        ("a.json", b"\xef\xbb\xbf [ ]\n", []),
+        ("a.json", b'{"a": 1}\n{"a": 2}\n', [{"a": 1}, {"a": 2}]),
+        ("a.json", b'{"a": 1}', [{"a": 1}]),
+        ("a.jsonl", b'[{"a": 1},\n {"a": 2}]', [{"a": 1}, {"a": 2}]),
+        ("a.jsonl", b'[\n {"a": 1}\n]', [{"a": 1}]),
+        ("a", b'{"a": 1}', [{"a": 1}]),
+        ("a.jsonl", b"", []),
+        ("a.jsonl", b"\n\n", []),
+        ("a.json", gzip.compress(b'[{"a": 1}]'), [{"a": 1}]),
+        ("a.jsonl", b"\x50\x2a\x4d\x18\x02\x00\x00\x00hi" + zstandard.compress(b'{"a": 1}'), [{"a": 1}]),
+    ],
+)
+def test_content_decides_the_kind(tmp_path, name, content, rows):
+    path = tmp_path / name
+    path.write_bytes(content)
+    if rows is None:
+        with pytest.raises(FormatError, match="starts like no known file"):
+            read_all(str(path))
+    else:
+        assert [row for _, _, row in read_all(str(path))] == rows
+
+
+def test_arrays_of_anything_are_split_as_the_parser_does(tmp_path):
+    values = [1, -2.5, "a,]b", None, True, [], {}, [[[{"x": "}"}]]], "\\", "é"]
+    path = tmp_path / "a.json"
+    for indent in (None, 2):
+        path.write_text(json.dumps(values, indent=indent))
+        for piece_nbytes in (1, 7, 1000):
+            assert [row for _, _, row in read_all(str(path), piece_nbytes)] == values
+
+
+def test_nulls_of_columns_are_absent_keys(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "calls": [{"x": 1}]}]},
+        {"tools": "[]"},
+    ]
+    pq.write_table(pa.Table.from_pylist([rows[0] | {"tools": None}, rows[1]]), tmp_path / "a.parquet")
+    assert [row for _, _, row in read_all(str(tmp_path / "a.parquet"))] == rows
+
+
+def test_a_row_of_columns_that_cannot_be_read_is_one_error(tmp_path):
+    bad = pa.array([b"good", b"\xff", b"fine"]).view(pa.string())
+    pq.write_table(pa.table({"prompt": bad}), tmp_path / "a.parquet")
+    rows = read_all(str(tmp_path / "a.parquet"))
+    assert [rows[0][2], rows[2][2]] == [{"prompt": "good"}, {"prompt": "fine"}]
+    assert str(rows[1][2]).startswith(f"{tmp_path / 'a.parquet'}:2: cannot be read: 'utf-8' codec")
+
+
+def test_globs_folders_and_order(tmp_path):
+    for name in ("b.jsonl", "a.jsonl", "sub/c.jsonl", "x[1].jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"a": 1}')
+    save_to_disk(tmp_path / "sub" / "ds", [pa.table({"n": [1]}), pa.table({"n": [2]})])
+    (tmp_path / "sub" / "old").mkdir()
+    with pa.ipc.new_stream(tmp_path / "sub" / "old" / "cache.arrow", pa.schema({"n": pa.int64()})):
+        pass
+    (tmp_path / "sub" / "old" / "dataset_info.json").write_text("{}")
+
+    def names(*patterns):
+        files = expand_inputs([f"{tmp_path}/{pattern}" for pattern in patterns])
+        return [file.path.removeprefix(f"{tmp_path}/") for file in files]
+
+    arrows = [f"sub/ds/data-0000{i}-of-00002.arrow" for i in (0, 1)]
+    assert names("*.jsonl") == ["a.jsonl", "b.jsonl", "x[1].jsonl"]
+    assert names("b.jsonl", "a.jsonl") == ["b.jsonl", "a.jsonl"]
+    assert names("x[1].jsonl") == ["x[1].jsonl"]
+    assert names("sub/ds") == arrows
+    (tmp_path / "sub" / "dataset_dict.json").write_text('{"splits": ["ds", "old"]}')
+    assert names("sub/ds", "sub/old") == [*arrows, "sub/old/cache.arrow"]
+    (tmp_path / "sub" / "dataset_dict.json").unlink()
+    assert names("**") == ["a.jsonl", "b.jsonl", "sub/c.jsonl", *arrows, "sub/old/cache.arrow", "x[1].jsonl"]
+    assert [file.path for file in expand_inputs(tmp_path / "a.jsonl")] == [str(tmp_path / "a.jsonl")]
+
+
+@given(st.binary(max_size=60) | st.lists(st.sampled_from([b"[", b"]", b"{", b"}", b'"', b",", b"1"])).map(b"".join))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_give_rows_or_named_errors(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("fuzz")
+    for name, content in {
+        "a.jsonl": data,
+        "a.json": b"[" + data,
+        "a": data,
+        "b.gz": b"\x1f\x8b" + data,
+        "b.zst": b"\x28\xb5\x2f\xfd" + data,
+        "c.gz": gzip.compress(data),
+    }.items():
+        (folder / name).write_bytes(content)
+        try:
+            rows = read_all(str(folder / name), 7)
+        except FormatError as error:
+            named = str(error).startswith(str(folder / name))
+        else:
+            named = True
+            for path, position, row in rows:
+                assert path == str(folder / name)
+                assert not isinstance(row, SequenceError) or row.position == position
+                assert not isinstance(row, float) or math.isfinite(row)
+        assert named

@@ -1,0 +1,180 @@
+"""Rows that cannot be used, each with its reason."""
+
+import pytest
+
+from megatron_sft_idx.chat.rows import RowError, RowOptions, to_sequence_source
+
+USER = {"role": "user", "content": "Q"}
+BOT = {"role": "assistant", "content": "A"}
+CHAT = [USER, BOT]
+
+
+def says(**keys):
+    return {"messages": [USER, {"role": "assistant", **keys}]}
+
+
+def calls(*tool_calls):
+    return says(tool_calls=list(tool_calls))
+
+
+def turns(*pairs, **columns):
+    return {"conversations": [{"from": a, "value": b} for a, b in pairs], **columns}
+
+
+def ids(**columns):
+    return {"input_ids": [5, 6, 7], **columns}
+
+
+BAD = [
+    ([1], "the row is a list, expected an object"),
+    (None, "the row is null, expected an object"),
+    ("text", "the row is a string"),
+    ({}, "no columns that make a chat: .* found none"),
+    ({"text": "a book", "url": "x", "n": None}, "no columns that make a chat: .* found text, url"),
+    ({"instruction": "Q"}, "no columns that make a chat: .* found instruction"),
+    ({"prompt": "Q", "chosen": "A", "rejected": "B"}, "a preference pair .* keep chosen alone"),
+    ({"messages": CHAT, "images": ["a.png"]}, "the row has images; only text"),
+    ({"instruction": "Q", "output": "A", "audio": {"path": "a.wav"}}, "the row has audio"),
+    ({"messages": CHAT, "videos": "a.mp4"}, "the row has videos"),
+    # messages
+    ({"messages": []}, "messages is empty"),
+    ({"messages": {"role": "user"}}, "messages is an object, expected a list"),
+    ({"messages": "hello"}, "messages is a string that is not valid JSON"),
+    ({"messages": '{"role": "user"}'}, "messages is an object, expected a list"),
+    ({"messages": ["hello"]}, r"messages\[0\] is a string, expected an object with role and content"),
+    (
+        {"messages": [USER, {"role": "robot", "content": "A"}]},
+        r"messages\[1\] has the role 'robot'; known are sys",
+    ),
+    ({"messages": [USER, {"content": "A"}]}, r"messages\[1\] has the role None"),
+    ({"messages": [{"role": ["user"], "content": "Q"}]}, r"has the role \['user'\]"),
+    ({"messages": [{"role": "x" * 99, "content": "Q"}]}, r"has the role 'x{36}\.\.\.;"),
+    ({"messages": [{"role": "user"}, BOT]}, r"messages\[0\] \(user\) has no content"),
+    ({"messages": [{"role": "user", "content": None}, BOT]}, r"messages\[0\] \(user\) has no content"),
+    (says(content=None), r"messages\[1\] \(assistant\) has neither content nor tool calls"),
+    (says(content=3), r"messages\[1\].content is a number, expected a string or a list of text parts"),
+    (says(content={"text": "A"}), r"messages\[1\].content is an object"),
+    (
+        says(content=[{"type": "image_url", "image_url": {}}]),
+        r"content\[0\] is of type 'image_url'; only text",
+    ),
+    (says(content=[{"type": "input_audio"}]), "is of type 'input_audio'"),
+    (says(content=[{"type": "text"}]), r"content\[0\].text is null, expected a string"),
+    (says(content=[{"text": "A"}]), r"content\[0\] is of type None"),
+    (says(content=[3]), r"content\[0\] is a number, expected a text part"),
+    (says(content="A", images=["a.png"]), r"messages\[1\] has images"),
+    (says(content="A", name=3), r"messages\[1\].name is a number"),
+    (says(content="A", weight=-1), r"messages\[1\].weight is -1, expected a finite number >= 0"),
+    (says(content="A", weight=float("nan")), "weight is nan"),
+    (says(content="A", weight=1e300), "weight is 1e"),
+    (says(content="A", weight=10**400), "weight is 1000"),
+    (says(content="A", weight="1"), "weight is '1'"),
+    (says(content="A", train="no"), r"messages\[1\].train is 'no', expected true or false"),
+    (says(content="A", loss=0.5), r"messages\[1\].loss is 0.5"),
+    (says(content="A", thinking="T", reasoning="U"), "has reasoning and thinking that differ; keep one"),
+    (says(content="A", reasoning_content=3), "reasoning_content is a number"),
+    ({"messages": [USER]}, "the assistant says nothing in this row"),
+    (says(content=""), "the assistant says nothing in this row"),
+    ({"messages": CHAT, "system": ["S"]}, "system is a list, expected a string"),
+    (
+        {"messages": [{"role": "system", "content": "A"}, *CHAT], "system": "B"},
+        "two system prompts that differ",
+    ),
+    # tool calls
+    (says(tool_calls={"name": "f"}), r"tool_calls is an object, expected a list"),
+    (says(tool_calls="f(x)"), r"tool_calls is a string that is not valid JSON"),
+    (calls("f"), r"tool_calls\[0\] is a string, expected an object with name and arguments"),
+    (calls({"type": "code", "code": "1"}), r"tool_calls\[0\] is of type 'code', expected 'function'"),
+    (calls({"function": "f"}), r"tool_calls\[0\].function is a string"),
+    (calls({"function": {"arguments": "{}"}}), r"tool_calls\[0\] has no function name"),
+    (calls({"name": "", "arguments": {}}), "has no function name"),
+    (calls({"name": "f", "arguments": "{x: 1}"}), r"\(f\).arguments is a string that is not valid JSON"),
+    (calls({"name": "f", "arguments": "[1]"}), r"\(f\).arguments is a list, expected an object"),
+    (calls({"name": "f", "arguments": 7}), r"\(f\).arguments is a number"),
+    ({"messages": [USER | {"tool_calls": [{"name": "f"}]}, BOT]}, "has tool calls and the role 'user'"),
+    (says(tool_calls=[{"name": "f"}], function_call={"name": "f"}), "both tool_calls and function_call"),
+    (says(function_call={"arguments": "{}"}), r"messages\[1\].function_call has no function name"),
+    # tools and template variables
+    ({"messages": CHAT, "tools": "search(x)"}, "tools is a string that is not valid JSON"),
+    ({"messages": CHAT, "tools": {"name": "f"}}, "tools is an object, expected a list of tool schemas"),
+    ({"messages": CHAT, "tools": [3]}, r"tools\[0\] is a number, expected an object"),
+    ({"messages": CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs is a list"),
+    ({"messages": CHAT, "chat_template_kwargs": {"tools": 1}}, "sets tools, which is not a row's to set"),
+    # ShareGPT
+    (turns(("human", "Q"), ("alien", "A")), r"conversations\[1\] is from 'alien'; known are system"),
+    (turns(("human", "Q"), (["gpt"], "A")), r"is from \['gpt'\]"),
+    (turns(("human", "Q"), ("gpt", None)), r"conversations\[1\] \(gpt\) has no value"),
+    (turns(("human", "Q"), ("gpt", 3)), r"conversations\[1\].value is a number"),
+    ({"conversations": [{"from": "human", "value": "Q"}, BOT]}, r"conversations\[1\] is from None"),
+    ({"conversations": [{"from": "human", "value": "Q"}, "A"]}, "is a string, expected an object with from"),
+    (
+        turns(("human", "Q"), ("function_call", "f(1)")),
+        r"\(function_call\) is a string that is not valid JSON",
+    ),
+    (turns(("human", "Q"), ("function_call", "[]")), r"\(function_call\) holds no call"),
+    (turns(("human", "Q"), ("function_call", "{}")), r"\(function_call\) has no function name"),
+    (turns(("human", "Q"), ("function_call", "3")), r"\(function_call\) is a number, expected an object"),
+    (turns(("human", "Q")), "the assistant says nothing"),
+    # Alpaca, prompt and completion
+    ({"instruction": 3, "output": "A"}, "instruction is a number, expected a string"),
+    ({"instruction": "Q", "output": ["A"]}, "output is a list, expected a string"),
+    ({"instruction": "Q", "input": {"a": 1}, "output": "A"}, "input is an object, expected a string"),
+    ({"instruction": "", "input": "", "output": "A"}, "the prompt is empty"),
+    ({"instruction": "Q", "output": ""}, "the answer is empty"),
+    ({"instruction": "Q", "output": "A", "history": "Q"}, "history is a string, expected a list of"),
+    ({"instruction": "Q", "output": "A", "history": [["Q"]]}, r"history\[0\] is not a pair of strings"),
+    ({"instruction": "Q", "output": "A", "history": [["Q", None]]}, r"history\[0\] is not a pair of strings"),
+    ({"prompt": "", "completion": "A"}, "prompt is empty"),
+    ({"prompt": "Q", "completion": ""}, "the answer is empty"),
+    ({"prompt": [USER], "completion": "A"}, "prompt is a list and completion is a string, expected two"),
+    ({"prompt": [USER, BOT], "completion": [USER]}, "the assistant says nothing in the completion"),
+    ({"prompt": [USER], "completion": []}, "completion is empty"),
+    # tokenised
+    (ids(), "input_ids without any of loss_mask, labels"),
+    ({"input_ids": [], "loss_mask": []}, "input_ids is empty"),
+    ({"input_ids": "abc", "loss_mask": [1]}, "input_ids is a string, expected a flat list"),
+    ({"input_ids": [[1, 2]], "loss_mask": [1]}, "input_ids is 2-dimensional"),
+    ({"input_ids": [[1], [2, 3]], "loss_mask": [1]}, "input_ids is not a flat list of numbers"),
+    ({"input_ids": [1, 2.5], "loss_mask": [1, 1]}, "input_ids is not a flat list of integers"),
+    ({"input_ids": [1, "2"], "loss_mask": [1, 1]}, "input_ids is not a flat list of numbers"),
+    ({"input_ids": [1, None], "loss_mask": [1, 1]}, "input_ids is not a flat list of numbers"),
+    ({"input_ids": [1, -2], "loss_mask": [1, 1]}, "input_ids holds -2, no token's id"),
+    ({"input_ids": [1, 2**31], "loss_mask": [1, 1]}, "input_ids holds 2147483648, no token's id"),
+    (
+        {"input_ids": [1 + 2**63, 2**63], "loss_mask": [1, 1]},
+        "input_ids holds 9223372036854775809, no token's id",
+    ),
+    ({"input_ids": [1, 2**70], "loss_mask": [1, 1]}, "input_ids is not a flat list of numbers"),
+    (ids(loss_mask=[1, 1]), "loss_mask has 2 entries for 3 input_ids"),
+    (ids(loss_mask=[1, float("nan"), 0]), r"loss_mask\[1\] is nan, expected a finite number >= 0"),
+    (ids(loss_mask=[1, 0, -1]), r"loss_mask\[2\] is -1"),
+    (ids(loss_mask=[1, 0, 1e200]), r"loss_mask\[2\] is inf"),
+    (ids(loss_mask=[1, 0, "1"]), "loss_mask is not a flat list of numbers"),
+    (ids(loss_mask=1), "loss_mask is a number, expected a flat list"),
+    (ids(labels=[-100, 6]), "labels has 2 entries"),
+    (ids(labels=[-100, 6.5, 7]), "labels is not a flat list of integers"),
+    (ids(labels=[-100, 9, 7]), "labels: 9 stands for the token 6 at 1; expected that id or -100$"),
+    (ids(labels=[6, 7, -100]), "they look shifted by one: hand them in as label-aligned"),
+    (ids(labels=[5, 6, 7], attention_mask=[1, 1, 0]), "attention_mask has zeros: the row is padded"),
+]
+
+
+@pytest.mark.parametrize(("row", "reason"), BAD, ids=range(len(BAD)))
+def test_bad_row(row, reason):
+    before = repr(row)
+    with pytest.raises(RowError, match=reason):
+        to_sequence_source(row)
+    assert repr(row) == before
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (ids(loss_mask=[0, 1, 1]), "loss_mask is set at the last position, .* token-aligned?"),
+        (ids(labels=[-100, 6, 7]), "labels end with 7, expected -100: no token follows; token-aligned?"),
+        (ids(labels=[6, 9, -100]), "labels: 9 stands for the token 7 at 2"),
+    ],
+)
+def test_bad_row_with_label_aligned_masks(row, reason):
+    with pytest.raises(RowError, match=reason):
+        to_sequence_source(row, RowOptions(mask_alignment="label"))

@@ -1,0 +1,195 @@
+"""Templates in the styles of the field: text as transformers renders it, spans as the template means them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from template_styles import STYLES, Style
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
+from megatron_sft_idx.chat.types import Conversation, Rendered
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+CONTROLS = [
+    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot|>", "<|head|>", "<|/head|>", "<|User|>", "<|Assistant|>",
+    "<|user|>", "<|assistant|>", "<|end|>", "<|start|>", "<|return|>", "<|call|>", "<|message|>", "<|channel|>",
+]  # fmt: skip
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
+
+
+def make(source: str, **options: Any) -> ChatTemplate:
+    return ChatTemplate(
+        source,
+        special_tokens=SPECIAL,
+        control_tokens=CONTROLS,
+        options=MaskOptions(**options),
+        name="t.jinja",
+    )
+
+
+def trained(rendered: Rendered) -> list[str]:
+    return [rendered.text[span.start : span.stop] for span in rendered.spans]
+
+
+def stock_text(style: Style, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    if style is STYLES["parts"]:
+        messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    return str(render_jinja_template([messages], tools=tools, chat_template=style.source, **SPECIAL)[0][0])
+
+
+def turns(style: Style, count: int) -> list[dict[str, Any]]:
+    """A conversation of unique words that uses all the style takes."""
+    messages = [{"role": "system", "content": "sys0 rules0"}] if style.system else []
+    for turn in range(1, count + 1):
+        messages.append({"role": "user", "content": f"ask{turn} why{turn}?"})
+        if style.calls:
+            call = {
+                "type": "function",
+                "function": {"name": f"func{turn}", "arguments": {f"key{turn}": turn}},
+            }
+            calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+            messages += [
+                calls,
+                {"role": "tool", "content": f"out{turn}"},
+                {"role": "tool", "content": f"more{turn}"},
+            ]
+        answer = {"role": "assistant", "content": f"answer{turn} is{turn}.\n  indented{turn}"}
+        if style.thinks:
+            answer["reasoning_content"] = f"because{turn} of{turn}"
+        messages.append(answer)
+    return messages
+
+
+@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("count", [1, 3])
+def test_each_style_is_learnt_exactly(name: str, count: int) -> None:
+    style = STYLES[name]
+    messages = turns(style, count)
+    tools = TOOLS if style.calls else None
+    before = copy.deepcopy(messages)
+    rendered = make(style.source).render(Conversation(messages, [1.0] * len(messages), tools))
+    assert messages == before
+    assert rendered.literals == []
+    stock = [dict(m, thinking=m["reasoning_content"]) if "reasoning_content" in m else m for m in messages]
+    assert rendered.text == stock_text(style, stock, tools)
+    expected = [
+        style.said(message, index == len(messages) - 1)
+        for index, message in enumerate(messages)
+        if message["role"] == "assistant"
+    ]
+    assert trained(rendered) == expected
+    assert all(span.weight == 1.0 for span in rendered.spans)
+
+
+# Fragments that look like template text, like prompts, like the marks tracing uses, or that templates trim.
+NASTY = st.sampled_from(
+    [
+        "assistant",
+        "assistant\n",
+        "user",
+        "<",
+        "<|",
+        "<|im_start|>",
+        "<|im_end|>",
+        "</s>",
+        "<s>",
+        "[/INST]",
+        " ",
+        "\n",
+    ]
+    + [
+        "\n\n",
+        "<|assistant|>",
+        "model",
+        "a",
+        "é",
+        "🦜",
+        "{{ x }}",
+        "\U000f0000",
+        "\U000f00000\U000f0001",
+        "\\",
+        '"',
+    ]
+    + ["\U000f10001.0\U000f1001", "zqsaid", "Zq0x", "<b>", "true", "None", "\u2028", "\x1f"]
+)
+TEXT = st.lists(st.one_of(NASTY, st.text(max_size=6)), max_size=6).map("".join)
+
+
+def answers(style: Style) -> st.SearchStrategy[str]:
+    texts = TEXT.filter(lambda text: not style.thinks or "</think" not in text)
+    # Where nothing but the data's own text would end the turn, blank answers leave nothing to tell apart.
+    return texts.filter(lambda text: text.strip() != "").map(lambda text: text + "." if style.trims else text)
+
+
+@st.composite
+def conversations(draw: st.DrawFn, style: Style) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if style.system and draw(st.booleans()):
+        messages.append({"role": "system", "content": draw(TEXT)})
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append({"role": "user", "content": draw(TEXT)})
+        if style.calls and draw(st.booleans()):
+            call = {
+                "function": {
+                    "name": draw(st.sampled_from(["f", "assistant"])),
+                    "arguments": {"k": draw(TEXT)},
+                }
+            }
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            messages.append({"role": "tool", "content": draw(TEXT)})
+        answer = {"role": "assistant", "content": draw(answers(style))}
+        if style.thinks and draw(st.booleans()):
+            answer["reasoning_content"] = "so " + draw(answers(style)) + " so"
+        messages.append(answer)
+    return messages
+
+
+@pytest.mark.parametrize("name", [name for name in STYLES if name not in ("brackets", "next tag")])
+def test_any_conversation_is_learnt_exactly(name: str) -> None:
+    style = STYLES[name]
+    template = make(style.source, allow_control_tokens=True)
+
+    @settings(max_examples=60, deadline=None)
+    @given(conversations(style))
+    def check(messages: list[dict[str, Any]]) -> None:
+        rendered = template.render(Conversation(messages, [1.0] * len(messages)))
+        stock = [dict(m, thinking=m["reasoning_content"]) if "reasoning_content" in m else m for m in messages]
+        assert rendered.text == stock_text(style, stock, None)
+        last = len(messages) - 1
+        speakers = [(i, m) for i, m in enumerate(messages) if m["role"] == "assistant"]
+        assert trained(rendered) == [style.said(message, index == last) for index, message in speakers]
+
+    check()
+
+
+def test_pickled_template_is_the_same() -> None:
+    template = make(STYLES["chatml"].source, train_on="last-turn")
+    twin = pickle.loads(pickle.dumps(template))
+    messages = turns(STYLES["chatml"], 2)
+    conversation = Conversation(messages, [1.0] * len(messages))
+    assert twin.fingerprint == template.fingerprint
+    assert twin.render(conversation) == template.render(conversation)
+
+
+def test_fingerprint_changes_with_whatever_changes_text_or_spans() -> None:
+    source = STYLES["chatml"].source
+    others = [
+        make(source + " "),
+        make(source, train_on="all"),
+        make(source, train_on_thinking=False),
+        make(source, train_on_tool_calls=False),
+        make(source, allow_control_tokens=True),
+        make(source, template_date="2025-01-31"),
+        ChatTemplate(source, special_tokens=SPECIAL, control_tokens=CONTROLS[1:]),
+        ChatTemplate(source, special_tokens={"bos_token": "<s>"}, control_tokens=CONTROLS),
+        ChatTemplate(source, special_tokens=SPECIAL, control_tokens=CONTROLS, template_kwargs={"a": 1}),
+    ]
+    prints = [template.fingerprint for template in (make(source), *others)]
+    assert len(set(prints)) == len(prints)
+    assert make(source).fingerprint == make(source).fingerprint

@@ -1,0 +1,277 @@
+"""``Tokenizer.encode``: masks against an obvious twin, control tokens in the data, span by span."""
+
+from __future__ import annotations
+
+import pickle
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import pytest
+import tokenizer_zoo as zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Library
+
+from megatron_sft_idx.chat.engines import build_tokenizer
+from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenizer
+from megatron_sft_idx.chat.types import Encoded, Rendered, Span, TokenizedRow
+from megatron_sft_idx.errors import SequenceError
+
+CONTROL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]
+
+
+@lru_cache
+def load(kind: str, backend: str = "auto") -> Tokenizer:
+    return load_tokenizer(zoo.write_folder(Path(mkdtemp()), kind), backend=backend)
+
+
+@lru_cache
+def library(kind: str) -> Library:
+    return build_tokenizer(zoo.spec_of(kind))
+
+
+@st.composite
+def rendered(draw: st.DrawFn) -> Rendered:
+    text = draw(st.lists(st.one_of(zoo.texts(), st.sampled_from(CONTROL)), max_size=8).map("".join))
+    edges = sorted(draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    edges = edges[: len(edges) // 2 * 2]
+    weights = st.sampled_from([1.0, 0.5, 0.0])
+    return Rendered(text, [Span(a, b, draw(weights)) for a, b in zip(edges[::2], edges[1::2], strict=True)])
+
+
+def twin(kind: str, row: Rendered, whole: bool) -> tuple[list[int], list[float], int]:
+    """By looking at every token's offsets for every span."""
+    encoding = library(kind).encode(row.text, add_special_tokens=False)
+    weights = [0.0] * len(encoding.ids)
+    straddling = 0
+    for span in row.spans:
+        holders = {
+            c: [t for t, (a, b) in enumerate(encoding.offsets) if a <= c < b] for c in range(span.start, span.stop)
+        }
+        held = [c for c in holders if holders[c]]
+        if not held:
+            continue
+        last = max(held)
+        end = holders[last][-1] if whole else holders[last][0]
+        for token in range(holders[min(held)][0], end + 1):
+            weights[token] = max(weights[token], span.weight)
+        straddling += bool(span.weight) and encoding.offsets[holders[min(held)][0]][0] < span.start
+    return encoding.ids, weights, straddling
+
+
+def check_against_twin(kind: str, rows: list[Rendered], encoded: list[Encoded], whole: bool) -> None:
+    for row, found in zip(rows, encoded, strict=True):
+        ids, weights, straddling = twin(kind, row, whole)
+        assert found.input_ids.tolist() == ids
+        assert found.loss_mask.tolist() == weights
+        assert found.notes == ({"straddling": straddling} if straddling else {})
+        assert (found.input_ids.dtype, found.loss_mask.dtype) == (np.int32, np.float32)
+
+
+@pytest.mark.parametrize("backend", ["auto", "tokenizers"])
+@pytest.mark.parametrize("kind", zoo.KINDS)
+@given(rows=st.lists(rendered(), max_size=3), whole=st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_masks_equal_the_twin(kind: str, backend: str, rows: list[Rendered], whole: bool) -> None:
+    encoded = load(kind, backend).encode(rows, whole_characters=whole)
+    check_against_twin(kind, rows, encoded, whole)
+
+
+@pytest.mark.parametrize("kind", zoo.FAST)
+@given(text=zoo.texts())
+@settings(deadline=None, max_examples=60)
+def test_byte_level_ids_decode_to_the_text(kind: str, text: str) -> None:
+    tokenizer = load(kind)
+    decoded = tokenizer.decode(tokenizer.encode([Rendered(text, [])])[0].input_ids)
+    assert decoded == (library(kind).normalizer.normalize_str(text) if "+nfc" in zoo.FAST[kind] else text)
+
+
+@st.composite
+def chat_with_literals(draw: st.DrawFn) -> tuple[Rendered, int]:
+    """A text of template parts and data, where control tokens in the data are marked as literals."""
+    parts: list[str] = []
+    literals = []
+    kept = 0
+    for part in draw(st.lists(st.one_of(zoo.texts(), st.sampled_from([*CONTROL, "<think>"])), max_size=8)):
+        parts.append(part)
+        if part in CONTROL or part == "<think>":
+            at = sum(map(len, parts[:-1]))
+            if draw(st.booleans()):
+                literals.append((at, at + len(part)))
+            else:
+                kept += 1
+    text = "".join(parts)
+    edges = sorted(draw(st.lists(st.integers(0, len(text)), min_size=2, max_size=2)))
+    return Rendered(text, [Span(*edges)], literals), kept
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "split-unknown", "metaspace", "llama2"])
+@given(case=chat_with_literals())
+@settings(deadline=None, max_examples=60)
+def test_literals_never_become_control_tokens(kind: str, case: tuple[Rendered, int]) -> None:
+    row, kept = case
+    tokenizer = load(kind)
+    encoded = tokenizer.encode([row])[0]
+    added = [library(kind).token_to_id(text) for text in [*CONTROL, "<think>"]]
+    assert np.isin(encoded.input_ids, added).sum() == kept
+    assert encoded.notes.get("literals", 0) == len(row.literals)
+    plain = Rendered(row.text, row.spans)
+    if kind in ("gpt2", "llama3", "split-unknown"):
+        assert tokenizer.decode(encoded.input_ids) == row.text
+    if not row.literals:
+        assert encoded.input_ids.tolist() == library(kind).encode(row.text, add_special_tokens=False).ids
+    else:
+        assert len(encoded.input_ids) > len(tokenizer.encode([plain])[0].input_ids)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "metaspace", "llama2"])
+@given(row=rendered())
+@settings(deadline=None, max_examples=60)
+def test_shielding_nothing_changes_nothing(kind: str, row: Rendered) -> None:
+    tokenizer = load(kind)
+    ids = tokenizer._shield(False).encode(row.text, [])[2]
+    assert ids.tolist() == tokenizer.encode([row])[0].input_ids.tolist()
+
+
+def test_masks_of_rows_with_literals_follow_the_true_text() -> None:
+    user = "<|im_start|>user\nsay <|im_end|> twice: <|im_end|> 😀<|im_end|>\n"
+    text = user + "<|im_start|>assistant\nno<|im_end|>\n"
+    quotes = [(21, 31), (39, 49)]
+    answer = Span(text.index("no<"), len(text) - 1)
+    for kind in ("gpt2", "qwen2", "metaspace", "llama2"):
+        tokenizer = load(kind)
+        encoded = tokenizer.encode([Rendered(text, [Span(17, 49), answer], quotes)])[0]
+        parts = np.flatnonzero(np.diff(np.concatenate([[0], encoded.loss_mask > 0, [0]]).astype(int)))
+        trained = [tokenizer.decode(encoded.input_ids[a:b]).strip() for a, b in parts.reshape(-1, 2)]
+        assert [part.replace(" ", "") for part in trained] == [
+            "say<|im_end|>twice:<|im_end|>",
+            "no<|im_end|>",
+        ]
+        assert encoded.notes["literals"] == 2
+
+
+def test_a_tokenizer_that_knows_its_control_tokens_as_words_says_so() -> None:
+    with pytest.raises(SequenceError, match="rendered:1: control tokens in the data cannot be kept as text"):
+        load("unigram").encode([Rendered("fine", []), Rendered("a </s> b", [], [(2, 6)])])
+
+
+@pytest.mark.parametrize("kind", zoo.BYTE_LEVEL)
+@given(row=rendered())
+@settings(deadline=None, max_examples=40)
+def test_span_by_span_leaves_no_token_across_an_edge(kind: str, row: Rendered) -> None:
+    encoded = load(kind).encode([row], span_by_span=True)[0]
+    ids: list[int] = []
+    weights: list[float] = []
+    edges = [(0, 0.0), *((e, w) for s in row.spans for e, w in ((s.start, s.weight), (s.stop, 0.0)))]
+    for (start, weight), (stop, _) in zip(edges, [*edges[1:], (len(row.text), 0.0)], strict=True):
+        spec = zoo.spec_of(kind)
+        middle = start > 0 and not row.text[:start].endswith((*CONTROL, "<unk>", "<think>", "</think>"))
+        if kind == "prefix-space" and middle:
+            spec["pre_tokenizer"]["add_prefix_space"] = False
+        tokenizer = library(kind) if spec == zoo.spec_of(kind) else build_tokenizer(spec)
+        piece = tokenizer.encode(row.text[start:stop], add_special_tokens=False).ids
+        ids += piece
+        weights += [weight] * len(piece)
+    assert encoded.input_ids.tolist() == ids
+    assert encoded.loss_mask.tolist() == weights
+    assert "straddling" not in encoded.notes
+
+
+def test_span_by_span_keeps_spaces_as_they_are() -> None:
+    text = "<s>user: hello<|im_end|> assistant: the fox jumps<|im_end|>"
+    start = text.index(" the")
+    for kind in zoo.KINDS:
+        if kind == "wordpiece":  # has no spaces to keep
+            continue
+        tokenizer = load(kind)
+        pieces = tokenizer.encode([Rendered(text, [Span(start + 3, len(text))])], span_by_span=True)[0]
+        whole = tokenizer.encode([Rendered(text, [])])[0]
+        assert tokenizer.decode(pieces.input_ids) == tokenizer.decode(whole.input_ids), kind
+
+
+def test_span_by_span_takes_literals_too() -> None:
+    row = Rendered("<s>a<|im_end|>b<|im_end|>", [Span(4, 15), Span(15, 25, 0.5)], [(4, 14)])
+    encoded = load("gpt2").encode([row], span_by_span=True)[0]
+    assert load("gpt2").decode(encoded.input_ids) == row.text
+    assert encoded.input_ids.tolist().count(load("gpt2").eos_id) == 1
+    assert encoded.loss_mask[-1] == 0.5
+    assert encoded.notes == {"literals": 1}
+
+
+def test_a_straddling_token_is_trained_and_counted() -> None:
+    tokenizer = load("gpt2")
+    row = Rendered("ask: the fox", [Span(5, 8)], notes={"dropped reasoning": 2})
+    encoded = tokenizer.encode([row])[0]
+    assert tokenizer.decode(encoded.input_ids[encoded.loss_mask > 0]) == " the"
+    assert encoded.notes == {"dropped reasoning": 2, "straddling": 1}
+    assert row.notes == {"dropped reasoning": 2}
+
+
+def test_empty_texts_and_batches() -> None:
+    for kind in zoo.KINDS:
+        tokenizer = load(kind)
+        assert tokenizer.encode([]) == []
+        for span_by_span in (False, True):
+            encoded = tokenizer.encode([Rendered("", [Span(0, 0)])], span_by_span=span_by_span)[0]
+            assert encoded.input_ids.shape == encoded.loss_mask.shape == (0,)
+            assert (encoded.input_ids.dtype, encoded.loss_mask.dtype) == (np.int32, np.float32)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "metaspace"])
+def test_bad_spans_are_refused(kind: str) -> None:
+    for spans in ([Span(2, 1)], [Span(0, 2), Span(1, 3)], [Span(2, 9)]):
+        for span_by_span in (False, True):
+            with pytest.raises(ValueError, match="span"):
+                load(kind).encode([Rendered("abc", spans)], span_by_span=span_by_span)
+
+
+def test_half_a_surrogate_pair_is_refused_by_name() -> None:
+    with pytest.raises(SequenceError, match=r"rendered:1: character 2 is '\\ud83d', half of a surrogate pair"):
+        load("gpt2").encode([Rendered("fine", []), Rendered("ab\ud83d", [])])
+
+
+def test_token_rows_are_checked() -> None:
+    tokenizer = load("gpt2")
+    row = TokenizedRow(np.array([0, tokenizer.vocab_size - 1]), np.array([0, 1], np.float32))
+    encoded = tokenizer.from_token_row(row)
+    assert encoded.input_ids.tolist() == [0, tokenizer.vocab_size - 1]
+    assert (encoded.input_ids.dtype, encoded.loss_mask.dtype) == (np.int32, np.float32)
+    for bad in (-1, tokenizer.vocab_size, 2**40):
+        wrong = TokenizedRow(np.array([0, bad]), np.zeros(2, np.float32))
+        with pytest.raises(ValueError, match=rf"input_ids\[1\] is {bad}, outside the tokenizer's vocabulary"):
+            tokenizer.from_token_row(wrong)
+    with pytest.raises(ValueError, match=r"input_ids of shape \(1,\) beside a loss mask of shape \(2,\)"):
+        tokenizer.from_token_row(TokenizedRow(np.array([0]), np.zeros(2, np.float32)))
+
+
+def test_the_end_of_document_is_trained_when_the_token_before_it_is() -> None:
+    def encoded(weights: list[float]) -> Encoded:
+        return Encoded(np.arange(len(weights), dtype=np.int32), np.array(weights, np.float32), {"straddling": 1})
+
+    for weights in ([0.0, 1.0], [1.0, 0.0], [0.5], []):
+        longer = append_eod(encoded(weights), 7)
+        assert longer.input_ids.tolist() == [*range(len(weights)), 7]
+        assert longer.loss_mask.tolist() == [*weights, weights[-1] if weights else 0.0]
+        assert (longer.input_ids.dtype, longer.loss_mask.dtype) == (np.int32, np.float32)
+        assert longer.notes == {"straddling": 1}
+
+
+def test_a_pickled_tokenizer_is_small_and_the_same() -> None:
+    tokenizer = load("qwen2")
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert len(pickle.dumps(tokenizer)) < 400
+    assert (again.fingerprint, again.backend) == (tokenizer.fingerprint, tokenizer.backend)
+    row = Rendered("привет 😀<|im_end|>", [Span(0, 4)])
+    assert again.encode([row])[0].input_ids.tolist() == tokenizer.encode([row])[0].input_ids.tolist()
+
+
+def test_token_texts_are_for_people() -> None:
+    tokenizer = load("gpt2")
+    ids = tokenizer.encode([Rendered("the fox<|im_end|>", [])])[0].input_ids
+    assert "".join(map(tokenizer.token_text, ids.tolist())) == "the fox<|im_end|>"
+    smile = tokenizer.encode([Rendered("\U0001f92f", [])])[0].input_ids.tolist()
+    assert tokenizer.token_text(smile[0]) == "\ufffd"
+    assert tokenizer.decode([-1, smile[0], 10**6]) == "\ufffd" * 3
+    assert load("wordpiece").token_text(load("wordpiece").eos_id) == "<|im_end|>"

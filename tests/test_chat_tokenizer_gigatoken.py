@@ -1,0 +1,231 @@
+"""gigatoken is used for the tokenizer classes compared here, and for no others."""
+
+from __future__ import annotations
+
+import json
+import random
+import unicodedata
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizer_zoo as zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_sft_idx.chat import fast_engine
+from megatron_sft_idx.chat.engines import Ids, TokenizersEngine, build_tokenizer
+from megatron_sft_idx.chat.fast_engine import FastEngine, known_class, load_fast_engine
+
+pytest.importorskip("gigatoken")
+
+
+def engines(spec: dict[str, Any]) -> tuple[FastEngine, TokenizersEngine]:
+    tokenizer = build_tokenizer(spec)
+    fast, reason = load_fast_engine(spec, tokenizer, parallel=False)
+    assert fast is not None, reason
+    return fast, TokenizersEngine(tokenizer)
+
+
+@lru_cache
+def engines_of(kind: str) -> tuple[FastEngine, TokenizersEngine]:
+    return engines(zoo.spec_of(kind))
+
+
+def differing(fast: FastEngine, exact: TokenizersEngine, texts: list[str]) -> list[str]:
+    """The texts whose ids differ."""
+    ours = fast.ids(texts, [text.encode() for text in texts]).rows()
+    theirs = exact.ids(texts, []).rows()
+    return [text for text, a, b in zip(texts, ours, theirs, strict=True) if not np.array_equal(a, b)]
+
+
+def in_context(character: str) -> str:
+    """A character where it could matter to a split: beside letters, digits, spaces, apostrophes, itself."""
+    c = character
+    return f"a{c}b {c}{c} x9{c}\n{c} \tit'{c} '{c}e {c}'l{c} A{c}B.{c}/{c}\r{c}Ab{c}12{c}3  {c}<|im_end|>"
+
+
+@lru_cache
+def characters(step: int) -> list[str]:
+    """Every so many of the characters that this Python knows; of others, and of private planes, a few."""
+    found = []
+    for code in range(0x110000):
+        category = unicodedata.category(chr(code))
+        rare = category == "Cn" or code >= 0xF0000
+        if category != "Cs" and code % (1021 if rare else step) == 0:
+            found.append(chr(code))
+    return found
+
+
+@pytest.mark.parametrize("kind", zoo.FAST)
+@pytest.mark.parametrize("step", [61, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_character_of_unicode_is_tokenised_the_same(kind: str, step: int) -> None:
+    """The proof behind ``known_class``; one character in 61 here, all of them among the slow tests."""
+    spec = zoo.spec_of(kind)
+    assert known_class(spec) == zoo.FAST[kind]
+    fast, exact = engines(spec)
+    assert differing(fast, exact, [in_context(c) for c in characters(step)]) == []
+
+
+@pytest.mark.parametrize("kind", zoo.FAST)
+def test_the_normalizer_makes_no_difference_to_that(kind: str) -> None:
+    spec = zoo.spec_of(kind)
+    spec["normalizer"] = None if spec["normalizer"] else {"type": "NFC"}
+    assert known_class(spec) == (kind if spec["normalizer"] is None else f"{kind}+nfc")
+    fast, exact = engines(spec)
+    rng = random.Random(3)
+    texts = [in_context(c) for c in characters(211)] + [zoo.random_text(rng, 40) for _ in range(100)]
+    assert differing(fast, exact, texts) == []
+
+
+@pytest.mark.parametrize("kind", zoo.FAST)
+def test_new_characters_go_to_the_library_that_defines_the_ids(kind: str) -> None:
+    """U+11DE0 became a digit in Unicode 17, which one library knows and the other does not."""
+    fast, exact = engines(zoo.spec_of(kind))
+    assert differing(fast, exact, [in_context("\U00011de0"), "plain", "é", in_context("\U00016ff4")]) == []
+    assert unicodedata.category("\U00011de0") == "Cn", "pick a character this Python does not know"
+
+
+def variant(kind: str, **flags: bool) -> dict[str, Any]:
+    """A tokenizer whose ordinary added tokens have these flags, with some that overlap each other."""
+    spec = zoo.spec_of(kind)
+    last = max(token["id"] for token in spec["added_tokens"])
+    for i, text in enumerate(["<think>\n", "<|im", "the fox", "\n\n", "é好"]):
+        plain = {
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": False,
+        }
+        spec["added_tokens"].append({"id": last + 1 + i, "content": text, **plain})
+    for token in spec["added_tokens"]:
+        token.update(flags)
+    return spec
+
+
+VARIANTS = {
+    "overlapping": {},
+    "all special": {"special": True},
+    "all ordinary": {"special": False},
+    "all normalized": {"normalized": True},
+}
+
+
+@pytest.mark.parametrize("flags", VARIANTS)
+@pytest.mark.parametrize("kind", zoo.FAST)
+def test_added_tokens_of_every_kind_are_found_the_same(kind: str, flags: str) -> None:
+    spec = variant(kind, **VARIANTS[flags])
+    if spec["normalizer"] is not None and flags == "all normalized":
+        assert known_class(spec) is None
+        return
+    fast, exact = engines(spec)
+    rng = random.Random(11)
+    added = [token["content"] for token in spec["added_tokens"]]
+    texts = []
+    for _ in range(400):
+        parts = [rng.choice([rng.choice(added), zoo.random_text(rng, 2), " ", "\n"]) for _ in range(12)]
+        texts.append("".join(parts))
+    assert differing(fast, exact, texts) == []
+
+
+@pytest.mark.parametrize("kind", zoo.FAST)
+@given(texts=st.lists(zoo.texts(), max_size=4))
+@settings(deadline=None, max_examples=100)
+def test_any_text_is_tokenised_the_same(kind: str, texts: list[str]) -> None:
+    assert differing(*engines_of(kind), texts) == []
+
+
+UNKNOWN: dict[str, dict[str, Any]] = {
+    "another normalizer": {"normalizer": {"type": "NFKC"}},
+    "another split": {"pre_tokenizer": {"type": "Whitespace"}},
+    "a space in front": {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "use_regex": True}},
+    "no split": {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}},
+    "no pre-tokenizer": {"pre_tokenizer": None},
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_changed_steps_make_a_class_unknown(name: str) -> None:
+    assert known_class({**zoo.spec_of("gpt2"), **UNKNOWN[name]}) is None
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"byte_fallback": True},
+        {"continuing_subword_prefix": "##"},
+        {"end_of_word_suffix": "</w>"},
+        {"unk_token": "<unk>"},
+    ],
+)
+def test_model_options_make_a_class_unknown(option: dict[str, Any]) -> None:
+    spec = zoo.spec_of("gpt2")
+    spec["model"].update(option)
+    assert known_class(spec) is None
+
+
+def test_flags_of_added_tokens_make_a_class_unknown() -> None:
+    for changes in ({"single_word": True}, {"lstrip": True}, {"rstrip": True}, {"normalized": True}):
+        spec = zoo.spec_of("qwen2")
+        spec["added_tokens"][-1].update(changes)
+        assert known_class(spec) is None
+    mixed = zoo.spec_of("gpt2")
+    mixed["added_tokens"][-1]["normalized"] = True
+    assert known_class(mixed) is None
+
+
+@pytest.mark.parametrize("kind", ["split-unknown", "prefix-space", *zoo.OTHERS])
+def test_other_tokenizers_are_not_known(kind: str) -> None:
+    assert known_class(zoo.spec_of(kind)) is None
+
+
+class Wrong:
+    """Stands where gigatoken's encoder would, and gets one id wrong."""
+
+    def __init__(self, right: Any) -> None:
+        self.right = right
+
+    def encode_batch(self, texts: list[bytes], *, parallel: bool) -> Any:
+        found = self.right.encode_batch(texts, parallel=parallel)
+        found.layout.content.data[5] += 1
+        return found
+
+
+def test_a_wrong_answer_on_the_sample_sends_everything_to_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gigatoken
+
+    spec = zoo.spec_of("gpt2")
+    right = gigatoken.Tokenizer.from_json(json.dumps(spec))
+    monkeypatch.setattr(gigatoken.Tokenizer, "from_json", lambda data: Wrong(right))
+    assert load_fast_engine(spec, build_tokenizer(spec), parallel=False) == (
+        None,
+        "gigatoken's ids differ from those of tokenizers on a sample",
+    )
+
+
+def test_a_library_that_cannot_load_it_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_engine, "known_class", lambda spec: "gpt2")
+    spec = zoo.spec_of("split-unknown")
+    engine, reason = load_fast_engine(spec, build_tokenizer(spec), parallel=False)
+    assert engine is None
+    assert reason.startswith("gigatoken cannot load it: ")
+
+
+def test_the_encoder_is_renewed_before_it_remembers_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast, exact = engines(zoo.spec_of("gpt2"))
+    rng = random.Random(2)
+    before = fast._encoder
+    texts = [zoo.random_text(rng, 20) for _ in range(10)]
+    assert differing(fast, exact, texts) == []
+    assert fast._encoder is before
+    monkeypatch.setattr(fast_engine, "RENEWAL_NBYTES", 100)
+    assert differing(fast, exact, texts) == []
+    assert fast._encoder is not before
+
+
+def test_no_texts_are_no_rows() -> None:
+    fast, _ = engines(zoo.spec_of("gpt2"))
+    assert fast.ids([], []).rows() == []
+    assert Ids.of([[], [1], []]).offsets.tolist() == [0, 0, 1, 1]

@@ -1,0 +1,260 @@
+"""Input that cannot be used, through the command line: each kind has its clear error, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from chats import TOKENIZER, Outcome, command, preprocess
+
+ASK = {"role": "user", "content": "What is it?"}
+ANSWER = {"role": "assistant", "content": "A test."}
+GOOD = {"messages": [ASK, ANSWER]}
+
+
+def chat(*messages):
+    return {"messages": list(messages)}
+
+
+def call(arguments, name="f"):
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+
+
+# name: (row, what the error says). The row is line 2 of its file.
+ROWS = {
+    "not an object": ([1, 2], "expected an object"),
+    "a string": ("hello", "expected an object"),
+    "no known columns": ({"text": "hello"}, "no columns that make a chat"),
+    "no messages": (chat(), "messages"),
+    "messages not a list": ({"messages": "hi"}, "messages"),
+    "message not an object": ({"messages": ["hi"]}, "messages[0] is a string"),
+    "unknown role": (chat(ASK, {"role": "robot", "content": "x"}), "robot"),
+    "no role": (chat({"content": "x"}), "role"),
+    "number as content": (chat(ASK, {"role": "assistant", "content": 5}), "content"),
+    "null content": (chat(ASK, {"role": "assistant", "content": None}), "content"),
+    "assistant never speaks": (chat(ASK), "the assistant says nothing"),
+    "image part": (chat({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, ANSWER), "image"),
+    "audio column": ({**GOOD, "audios": ["a.wav"]}, "audios"),
+    "image column": ({**GOOD, "images": ["a.png"]}, "images"),
+    "arguments not JSON": (chat(ASK, call("{oops")), "arguments"),
+    "arguments a list": (chat(ASK, call("[1]")), "arguments"),
+    "tool call without a name": (chat(ASK, call({}, name="")), "name"),
+    "tools not JSON": ({**GOOD, "tools": "[{"}, "tools"),
+    "negative weight": (chat(ASK, {**ANSWER, "weight": -1}), "weight"),
+    "weight a string": (chat(ASK, {**ANSWER, "weight": "high"}), "weight"),
+    "train not a flag": (chat(ASK, {**ANSWER, "train": "maybe"}), "train"),
+    "preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference pair"),
+    "sharegpt without value": ({"conversations": [{"from": "human"}, {"from": "gpt", "value": "x"}]}, "value"),
+    "sharegpt unknown sender": ({"conversations": [{"from": "alien", "value": "x"}]}, "alien"),
+    "alpaca without answer": ({"instruction": "do", "output": ""}, "the answer is empty"),
+    "mask too short": ({"input_ids": [1, 2, 3], "loss_mask": [0, 1]}, "loss_mask"),
+    "mask missing": ({"input_ids": [1, 2, 3]}, "mask"),
+    "mask negative": ({"input_ids": [1, 2], "loss_mask": [0, -1]}, "loss_mask"),
+    "shifted labels": ({"input_ids": [1, 2, 3], "labels": [2, 3, -100]}, "labels"),
+    "ids not integers": ({"input_ids": [1.5, 2], "loss_mask": [0, 1]}, "input_ids"),
+    "id beyond the vocabulary": ({"input_ids": [1, 999_999], "loss_mask": [0, 1]}, "999999"),
+    "negative id": ({"input_ids": [1, -2], "loss_mask": [0, 1]}, "-2"),
+    "no tokens": ({"input_ids": [], "loss_mask": []}, "input_ids"),
+    "lone surrogate": (chat(ASK, {"role": "assistant", "content": "\ud800"}), "surrogate"),
+}  # fmt: skip
+
+
+def clean_failure(done: Outcome, *says: str, code: int = 1) -> None:
+    assert done.code == code, done
+    assert "Traceback" not in done.err
+    for words in says:
+        assert words in done.err, done.err
+
+
+def nothing_made(folder: Path) -> None:
+    left = [path.name for path in folder.rglob("*") if path.name.startswith("x.")]
+    assert left == []
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("workers", [0])
+def test_bad_row(tmp_path, kind, workers):
+    row, says = ROWS[kind]
+    lines = [json.dumps(GOOD), json.dumps(row), json.dumps(GOOD)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    done = preprocess(tmp_path / "x", "--input", tmp_path / "in.jsonl", "--workers", workers)
+    clean_failure(done, f"{tmp_path / 'in.jsonl'}:2: ", says)
+    nothing_made(tmp_path)
+    skipped = preprocess(tmp_path / "x", "--input", tmp_path / "in.jsonl", "--on-bad-row", "skip")
+    assert skipped.code == 0, skipped
+    assert "skipped       1" in skipped.out
+
+
+def test_first_bad_row_is_the_one_named_whatever_the_workers(tmp_path):
+    rows = [json.dumps(GOOD)] * 9000
+    rows[4000], rows[8000] = '{"messages": []}', "{"
+    (tmp_path / "in.jsonl").write_text("\n".join(rows))
+    for workers in (0, 2):
+        done = preprocess(tmp_path / "x", "--input", tmp_path / "in.jsonl", "--workers", workers)
+        clean_failure(done, f"{tmp_path / 'in.jsonl'}:4001: ")
+        nothing_made(tmp_path)
+
+
+def damaged_gzip(path: Path) -> None:
+    path.write_bytes(gzip.compress(json.dumps(GOOD).encode() * 1000)[:-30])
+
+
+# name: (file name, how it is made, what the error says)
+FILES = {
+    "missing": ("in.jsonl", lambda path: None, "no such file"),
+    "glob without match": ("none-*.jsonl", lambda path: None, "no file matches"),
+    "folder": ("in.jsonl", lambda path: path.mkdir(), "folder"),
+    "empty": ("in.jsonl", lambda path: path.write_bytes(b""), "no usable row"),
+    "empty array": ("in.json", lambda path: path.write_bytes(b"[]"), "no usable row"),
+    "line not JSON": ("in.jsonl", lambda path: path.write_bytes(b'{"messages": [}\n'), "in.jsonl:1: "),
+    "not UTF-8": ("in.jsonl", lambda path: path.write_bytes(b'{"prompt": "\xff", "completion": "x"}\n'), "in.jsonl:1: "),
+    "UTF-16": ("in.jsonl", lambda path: path.write_text(json.dumps(GOOD), "utf-16"), "UTF-16"),
+    "binary": ("in.jsonl", lambda path: path.write_bytes(bytes(range(256)) * 9), "in.jsonl"),
+    "array cut short": ("in.json", lambda path: path.write_bytes(b"[" + json.dumps(GOOD).encode() + b","), "in.json"),
+    "gzip cut short": ("in.jsonl.gz", damaged_gzip, "in.jsonl.gz"),
+    "parquet cut short": ("in.parquet", lambda path: path.write_bytes(b"PAR1" + bytes(100)), "in.parquet"),
+    "zip archive": ("in.zip", lambda path: path.write_bytes(b"PK\x03\x04" + bytes(100)), "zip"),
+    "unknown text": ("in.csv", lambda path: path.write_text("prompt,completion\na,b\n"), "in.csv"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_bad_file(tmp_path, kind):
+    name, make, says = FILES[kind]
+    make(tmp_path / name)
+    clean_failure(preprocess(tmp_path / "x", "--input", tmp_path / name), says)
+    nothing_made(tmp_path)
+
+
+def test_same_file_twice(tmp_path):
+    (tmp_path / "in.jsonl").write_text(json.dumps(GOOD))
+    done = preprocess(tmp_path / "x", "--input", tmp_path / "in.jsonl", tmp_path / "*.jsonl")
+    clean_failure(done, "named twice")
+
+
+def edit_tokenizer(folder: Path, change) -> None:
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    change(spec)
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+
+
+def edit_config(folder: Path, **changes) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# name: (how a good tokenizer folder is spoilt, what the error says)
+TOKENIZERS = {
+    "missing": (shutil.rmtree, "tokenizer"),
+    "empty folder": (lambda f: [path.unlink() for path in f.iterdir()], "tokenizer.json"),
+    "not JSON": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json"),
+    "another JSON": (lambda f: (f / "tokenizer.json").write_text("[1]"), "tokenizer.json"),
+    "no model": (lambda f: edit_tokenizer(f, lambda spec: spec.pop("model")), "tokenizer.json"),
+    "broken merges": (lambda f: edit_tokenizer(f, lambda spec: spec["model"].update(merges=["a b c d"])), "tok: the tokenizers library"),
+    "config not JSON": (lambda f: (f / "tokenizer_config.json").write_text("nope"), "tokenizer_config.json"),
+    "no template": (lambda f: edit_config(f, chat_template=None), "--chat-template"),
+    "slow only": (lambda f: ((f / "tokenizer.json").unlink(), (f / "vocab.json").write_text("{}")), "tokenizer.json"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_bad_tokenizer(tmp_path, kind):
+    spoil, says = TOKENIZERS[kind]
+    shutil.copytree(TOKENIZER, tmp_path / "tok")
+    spoil(tmp_path / "tok")
+    clean_failure(preprocess(tmp_path / "x", "--tokenizer-model", tmp_path / "tok", rows=[GOOD]), says)
+    nothing_made(tmp_path)
+
+
+def test_tokenizer_named_as_on_a_hub(tmp_path):
+    done = preprocess(tmp_path / "x", "--tokenizer-model", "Qwen/Qwen3-8B", rows=[GOOD])
+    clean_failure(done, "Qwen/Qwen3-8B")
+
+
+# name: (template, options, what the error says)
+TEMPLATES = {
+    "syntax": ("{% for m in messages %}{{ m.content }}", (), "line 1"),
+    "unknown filter": ("{% for m in messages %}{{ m.content | nope }}{% endfor %}", (), "nope"),
+    "raises": ("{{ raise_exception('no system message') }}", (), "no system message"),
+    "drops the answer": ("{% for m in messages %}{{ m.role }}\n{% endfor %}", (), "leaves out the words 'A test.'"),
+    "writes nothing": ("", (), "rows.jsonl:1: "),
+    "asks for the date": (
+        "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.role + ':' + m.content }}\n{% endfor %}", (), "--template-date",
+    ),
+    "date not a date": ("{{ strftime_now('%Y') }}", ("--template-date", "tomorrow"), "tomorrow"),
+    "reaches into Python": ("{{ messages.__class__.__mro__ }}", (), "t.jinja: line 1: a template may not do this"),
+    "loops for ever": ("{% for i in range(10 ** 12) %}x{% endfor %}", (), "Range too big"),
+    "joins all messages": ("{{ messages | map(attribute='content') | join(' ') }}", (), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_bad_template(tmp_path, kind):
+    text, options, says = TEMPLATES[kind]
+    (tmp_path / "t.jinja").write_text(text)
+    done = preprocess(tmp_path / "x", "--chat-template", tmp_path / "t.jinja", *options, rows=[GOOD])
+    clean_failure(done, says)
+    nothing_made(tmp_path)
+
+
+# arguments that are wrong by themselves: exit code 2
+USAGE = {
+    "no verb": ((), "verb"),
+    "unknown verb": (("prepare",), "prepare"),
+    "no input": (
+        ("preprocess", "--tokenizer-model", "t", "--seq-length", "8", "--output-prefix", "x"),
+        "--input",
+    ),
+    "capacity zero": (("--seq-length", "0"), "--seq-length"),
+    "capacity negative": (("--seq-length", "-5"), "--seq-length"),
+    "capacity huge": (("--seq-length", str(2**31)), "--seq-length"),
+    "capacity a word": (("--seq-length", "4k"), "4k"),
+    "workers negative": (("--workers", "-1"), "--workers"),
+    "multiple zero": (("--sequence-multiple", "0"), "--sequence-multiple"),
+    "unknown packing": (("--packing", "magic"), "magic"),
+    "unknown overlong": (("--overlong", "ignore"), "ignore"),
+    "unknown train-on": (("--train-on", "user"), "user"),
+    "kwargs not JSON": (("--chat-template-kwargs", "{x"), "--chat-template-kwargs"),
+    "kwargs not an object": (("--chat-template-kwargs", "[1]"), "JSON object"),
+    "template missing": (("--chat-template", "missing.jinja"), "missing.jinja"),
+    "unknown option": (("--quick",), "--quick"),
+}
+
+
+@pytest.mark.parametrize("kind", USAGE)
+def test_wrong_usage(tmp_path, kind):
+    arguments, says = USAGE[kind]
+    done = command(*arguments) if "preprocess" in arguments or not "".join(arguments).startswith("--") else preprocess(
+        tmp_path / "x", *arguments, rows=[GOOD]
+    )  # fmt: skip
+    clean_failure(done, says, code=2)
+    nothing_made(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--seq-length", 7, "--sequence-multiple", 8), "--sequence-multiple 8"),
+        (("--output-prefix", "folder/"), "not a prefix"),
+        (("--chat-template-kwargs", '{"messages": []}'), "messages"),
+        (("--append-eod", "--tokenizer-model", "no-eos"), "--append-eod"),
+    ],
+)
+def test_options_that_cannot_be(tmp_path, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(TOKENIZER, tmp_path / "no-eos")
+    edit_config(tmp_path / "no-eos", eos_token=None)
+    arguments = [*arguments, *(() if "--output-prefix" in arguments else ("--output-prefix", "x"))]
+    clean_failure(preprocess(tmp_path / "x", *arguments, rows=[GOOD]), says)
+    assert not (tmp_path / "x.seq.idx").exists()
+
+
+def test_help_teaches():
+    for verb in ("preprocess", "pack"):
+        done = command(verb, "--help")
+        assert done.code == 0
+        assert "examples:" in done.out

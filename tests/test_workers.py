@@ -1,0 +1,108 @@
+"""Worker processes: results in order, killed ones replaced, errors passed on, nothing left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_sft_idx.errors import SequenceError, SFTIndexError
+from megatron_sft_idx.preprocess.workers import map_in_order
+
+
+class Square:
+    """Squares numbers; dies at ``deadly`` until it has died ``deaths`` times, which files in ``folder`` count."""
+
+    def __init__(self, folder: str, deadly: int, deaths: int) -> None:
+        self.folder, self.deadly, self.deaths = Path(folder), deadly, deaths
+
+    def __call__(self, number: int) -> int:
+        if number == self.deadly and len(list(self.folder.iterdir())) < self.deaths:
+            (self.folder / str(os.getpid())).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == 1000:
+            raise SequenceError("numbers", number, "too large")
+        return number * number
+
+
+def squares(folder: Path, numbers, *, deadly: int = -1, deaths: int = 0, workers: int = 2) -> list[int]:
+    made = map_in_order(Square, (str(folder), deadly, deaths), numbers, workers=workers, name_of="number {}".format)
+    return list(made)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_results_come_in_order(tmp_path, workers):
+    assert squares(tmp_path, range(40), workers=workers) == [n * n for n in range(40)]
+
+
+def test_work_of_killed_workers_is_done_again(tmp_path):
+    assert squares(tmp_path, range(20), deadly=7, deaths=2) == [n * n for n in range(20)]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_item_that_keeps_killing_its_worker_is_named(tmp_path):
+    with pytest.raises(SFTIndexError, match=r"number \d+: worker processes died 3 times"):
+        squares(tmp_path, range(20), deadly=7, deaths=99)
+
+
+def test_errors_come_at_their_turn_and_whole(tmp_path):
+    numbers = map_in_order(Square, (str(tmp_path), -1, 0), [1, 2, 1000, 3], workers=2, name_of=str)
+    assert [next(numbers), next(numbers)] == [1, 4]
+    with pytest.raises(SequenceError) as caught:
+        next(numbers)
+    assert (caught.value.source, caught.value.position, caught.value.reason) == ("numbers", 1000, "too large")
+
+
+def test_only_a_few_items_are_taken_ahead(tmp_path):
+    taken = []
+
+    def watched():
+        for number in range(1000):
+            taken.append(number)
+            yield number
+
+    results = map_in_order(Square, (str(tmp_path), -1, 0), watched(), workers=2, name_of=str)
+    assert next(results) == 0
+    assert len(taken) <= 6
+    results.close()
+
+
+def children_of(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_workers_end_with_a_killed_parent(tmp_path):
+    """The parent gets no chance to clean up; its workers must not wait for it for ever."""
+    script = tmp_path / "parent.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_workers import Square\n"
+        "from megatron_sft_idx.preprocess.workers import map_in_order\n"
+        "if __name__ == '__main__':\n"
+        f"    results = map_in_order(Square, ({str(tmp_path)!r}, -1, 0), iter(range(10**6)), workers=2, name_of=str)\n"
+        "    print(next(results), flush=True)\n"
+        "    for _ in results: pass\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "0\n"
+        workers = children_of(parent.pid)
+        assert len(workers) >= 2
+        parent.kill()
+    deadline = time.monotonic() + 30
+    while any(map(is_running, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, workers))

@@ -1,0 +1,300 @@
+"""Chats to ids and masks, beside transformers: ``python tools/bench/tokenising.py``.
+
+Every contestant runs in a process of its own, warms up on some chats and is timed on others; rounds take
+turns, and the table holds medians. All of them must give the same ids and masks, which is checked. Chats and
+tokenizer are made on the spot from a seed unless ``--chats`` and ``--tokenizer`` name real ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import pickle
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron_sft_idx.chat.tokenizer import load_tokenizer
+from megatron_sft_idx.chat.types import Conversation, Rendered, Span
+
+RESULT = Path(__file__).parent / "results" / "tokenising.md"
+BATCH = 100
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+WORDS = {
+    "en": "the of and to in is that it for you with on as are this be or have from can how what please show",
+    "de": "der die und in den von zu das mit sich des auf für ist im dem nicht ein eine als auch über größer",
+    "ru": "и в не на я что он с как это все она так его но да ты к у же вы за бы по только мне было вот",
+    "zh": "的 一 是 不 了 人 我 在 有 他 这 中 大 来 上 国 和 说 们 为 你 时间 问题 可以 我们 学习 数据",
+    "ar": "في من على أن إلى هذا التي ما كان لا مع هو عن قد كل هذه بعد ذلك أو بين غير حتى إذا كما",
+    "code": "def return for in range( len( self. import if else: None True x = [ ] { } i += 1 print( \n \t",
+}
+SYLLABLES = "ba|de|ki|lo|mu|ra|se|ti|no|va|zen|tor|mil|pre|con|ing|ation|er|al|ist|un|gra|fel|dor"
+
+
+# ---- the chats ----
+
+
+def make_chats(count: int, seed: int) -> list[list[dict[str, str]]]:
+    """Chats in several languages and code; a third of the words are rare, drawn from 30,000 made-up ones."""
+    rng = random.Random(seed)
+    rare = ["".join(rng.choices(SYLLABLES.split("|"), k=rng.randrange(2, 5))) for _ in range(30_000)]
+    common = {name: words.split(" ") for name, words in WORDS.items()}
+
+    def text(words: int) -> str:
+        pool = common[rng.choices(list(common), [8, 2, 1, 2, 1, 3])[0]]
+        parts = [rng.choice(rare) if rng.random() < 0.3 else rng.choice(pool) for _ in range(words)]
+        for at in range(rng.randrange(3, 9), words, 11):
+            parts[at] = str(rng.randrange(10**4)) + rng.choice([".", ",\n", ":", "!", " 😀"])
+        return " ".join(parts)
+
+    def sized(words: int) -> str:
+        return "\n\n".join(text(min(words, 60)) for _ in range(1 + words // 60))
+
+    chats = []
+    for _ in range(count):
+        chat = [{"role": "system", "content": sized(30)}] if rng.random() < 0.3 else []
+        for _ in range(rng.randrange(1, 5)):
+            chat.append({"role": "user", "content": sized(rng.randrange(5, 60))})
+            chat.append({"role": "assistant", "content": sized(rng.randrange(10, 250))})
+        chats.append(chat)
+    return chats
+
+
+def read_chats(path: Path) -> list[list[dict[str, str]]]:
+    """Chats with ``messages`` or ShareGPT ``conversations``; what is not text in them is written as JSON."""
+    names = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+    text = path.read_text(encoding="utf-8")
+    rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
+    chats = []
+    for row in rows:
+        chat = []
+        for turn in row.get("messages") or row.get("traj") or row.get("conversations"):
+            role = turn.get("role") or turn["from"]
+            content = turn.get("content") or turn.get("value") or turn.get("tool_calls") or ""
+            content = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            chat.append({"role": names.get(role, role), "content": content})
+        chats.append(chat)
+    return chats
+
+
+def train_tokenizer(folder: Path, chats: list[list[dict[str, str]]]) -> None:
+    """A byte-level BPE of 16,000 tokens, split as Qwen's."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=16_000,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([turn["content"] for chat in chats for turn in chat], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+# ---- the contestants: each gives, for chats, rows of (ids, mask) ----
+
+Rows = list[tuple[Any, Any]]
+Contestant = Callable[[list[Any]], Rows]
+
+
+def in_batches(chats: list[Any], work: Callable[[list[Any]], Rows]) -> Rows:
+    return [row for at in range(0, len(chats), BATCH) for row in work(chats[at : at + BATCH])]
+
+
+def transformers_masks(folder: str) -> Contestant:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+
+    def work(chats: list[Any]) -> Rows:
+        out = tokenizer.apply_chat_template(
+            chats, chat_template=TEMPLATE, return_assistant_tokens_mask=True, return_dict=True
+        )
+        return list(zip(out["input_ids"], out["assistant_masks"], strict=True))
+
+    return lambda chats: in_batches(chats, work)
+
+
+def ours(folder: str, backend: Any) -> Contestant:
+    tokenizer = load_tokenizer(folder, backend=backend)
+    template = importlib.import_module("megatron_sft_idx.chat.template").ChatTemplate(
+        TEMPLATE, special_tokens=tokenizer.special_tokens, control_tokens=tokenizer.control_tokens
+    )
+
+    def work(chats: list[Any]) -> Rows:
+        rendered = [template.render(Conversation(chat, [1.0] * len(chat))) for chat in chats]
+        return [(row.input_ids, row.loss_mask) for row in tokenizer.encode(rendered)]
+
+    return lambda chats: in_batches(chats, work)
+
+
+def ours_rendered(folder: str, backend: Any) -> Contestant:
+    tokenizer = load_tokenizer(folder, backend=backend)
+    return lambda rows: in_batches(rows, lambda b: [(e.input_ids, e.loss_mask) for e in tokenizer.encode(b)])
+
+
+def library_only(folder: str) -> Contestant:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+
+    def work(rows: list[Any]) -> Rows:
+        found = tokenizer.encode_batch([row.text for row in rows], add_special_tokens=False)
+        return [(encoding.ids, None) for encoding in found]
+
+    return lambda rows: in_batches(rows, work)
+
+
+def rendering_only(chats: list[Any]) -> list[Rendered]:
+    """As transformers renders, all chats at once."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    render: Any = render_jinja_template
+    texts, ranges = render(
+        conversations=chats, chat_template=TEMPLATE, return_assistant_tokens_mask=True, eos_token="<|im_end|>"
+    )
+    return [Rendered(text, [Span(*span) for span in spans]) for text, spans in zip(texts, ranges, strict=True)]
+
+
+# Name: what makes it, whether chats come rendered, whether it may use all cores.
+CONTESTANTS: dict[str, tuple[Callable[[str], Contestant], bool, bool]] = {
+    "transformers `apply_chat_template`, all cores": (transformers_masks, False, True),
+    "transformers `apply_chat_template`, one thread": (transformers_masks, False, False),
+    "ours, gigatoken": (lambda folder: ours(folder, "gigatoken"), False, False),
+    "ours, tokenizers": (lambda folder: ours(folder, "tokenizers"), False, False),
+    "ours without rendering, gigatoken": (lambda folder: ours_rendered(folder, "gigatoken"), True, False),
+    "ours without rendering, tokenizers": (lambda folder: ours_rendered(folder, "tokenizers"), True, False),
+    "`tokenizers.encode_batch` alone, one thread, no masks": (library_only, True, False),
+}
+RIVALS = list(CONTESTANTS)[:2]
+
+
+def run_worker(name: str, folder: str, data: str) -> None:
+    """Times one contestant and prints what it found."""
+    make, rendered, _ = CONTESTANTS[name]
+    warm, timed = pickle.loads(Path(data).read_bytes())
+    contestant = make(folder)
+    if rendered:
+        warm, timed = rendering_only(warm), rendering_only(timed)
+    contestant(warm)
+    begin = time.perf_counter()
+    rows = contestant(timed)
+    seconds = time.perf_counter() - begin
+    ids, masks = xxhash.xxh3_128(), xxhash.xxh3_128()
+    for row_ids, mask in rows:
+        ids.update(np.asarray(row_ids, np.int32).tobytes())
+        if mask is not None:
+            masks.update(np.asarray(mask, np.uint8).tobytes())
+    tokens = sum(len(row_ids) for row_ids, _ in rows)
+    no_masks = rows[0][1] is None
+    print(json.dumps([seconds, tokens, ids.hexdigest(), None if no_masks else masks.hexdigest()]))
+
+
+def run_contestant(name: str, folder: str, data: str) -> list[Any]:
+    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    environment["TOKENIZERS_PARALLELISM"] = "true" if CONTESTANTS[name][2] else "false"
+    command = [sys.executable, __file__, "--worker", name, folder, data]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# ---- the table ----
+
+
+def table(times: dict[str, list[float]], tokens: int, about: str) -> str:
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    best = min(medians[name] for name in RIVALS)
+    lines = [
+        "# Tokenising and masking chats, beside transformers",
+        "",
+        f"{about} `python tools/bench/tokenising.py`; {os.cpu_count()} cores, one process each, batches of",
+        f"{BATCH} chats, medians of fresh processes warmed up on other chats. Ids and masks are identical.",
+        "",
+        "| way | seconds | tokens/s | times the faster transformers run |",
+        "|---|---|---|---|",
+    ]
+    for name, seconds in medians.items():
+        lines.append(f"| {name} | {seconds:.3f} | {tokens / seconds / 1e3:,.0f} k | {best / seconds:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--chats", type=Path, help="JSON or JSON lines of real chats")
+    parser.add_argument("--tokenizer", type=Path, help="a real tokenizer's folder")
+    parser.add_argument("--count", type=int, default=3000, help="chats to make")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        run_worker(*options.worker)
+        return
+    chats = read_chats(options.chats) if options.chats else make_chats(options.count, seed=0)
+    random.Random(0).shuffle(chats)
+    names = [name for name in CONTESTANTS if has_template() or not name.startswith("ours, ")]
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = str(options.tokenizer or folder)
+        if not options.tokenizer:
+            train_tokenizer(Path(folder), chats[: len(chats) // 3])
+        data = Path(folder) / "chats.pickle"
+        data.write_bytes(pickle.dumps((chats[: len(chats) // 5], chats[len(chats) // 5 :])))
+        times: dict[str, list[float]] = {name: [] for name in names}
+        tokens, seen_ids, seen_masks = 0, set(), set()
+        for _ in range(options.rounds):
+            for name in names:
+                seconds, tokens, ids, masks = run_contestant(name, tokenizer, str(data))
+                times[name].append(seconds)
+                seen_ids.add(ids)
+                seen_masks.add(masks)
+    if len(seen_ids) != 1 or len(seen_masks - {None}) != 1:
+        raise SystemExit("ids or masks differ between contestants; no table written")
+    source = options.chats.name if options.chats else "generated"
+    about = f"{len(chats) - len(chats) // 5:,} chats ({source}), {tokens:,} tokens."
+    text = table(times, tokens, about)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(text, encoding="utf-8")
+    print(text)
+
+
+def has_template() -> bool:
+    return importlib.util.find_spec("megatron_sft_idx.chat.template") is not None
+
+
+if __name__ == "__main__":
+    main()
