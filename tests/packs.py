@@ -104,3 +104,12 @@ def opens(prefix: str | os.PathLike[str]) -> bool:
         return False
     list(Shard(prefix))
     return True
+
+
+def folder_of(path: Path) -> list[str]:
+    """Names of what is in a folder."""
+    return sorted(entry.name for entry in path.iterdir())
+
+
+# What is in a folder that holds the shard "x" and nothing else.
+WHOLE = sorted("x" + suffix for suffix in SUFFIXES)

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
-import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
@@ -17,7 +16,6 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import (
     MASK_DTYPES,
     TOKEN_DTYPES,
-    FileDigest,
     Header,
     ShardPaths,
     mask_dtype_of,
@@ -27,10 +25,10 @@ from megatron_sft_idx.layout.header import header_nbytes
 from megatron_sft_idx.layout.journal import DONE, MASK, MAX_RECORDS, PACK, encode_block, encode_head
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.arrays import integer_array, mask_array, token_array
-from megatron_sft_idx.shard.index import write_idx, write_seq_idx
+from megatron_sft_idx.shard.index import HashedFile, write_idx, write_seq_idx
 from megatron_sft_idx.shard.publish import WIDENED, Publication
 from megatron_sft_idx.shard.reader import Shard
-from megatron_sft_idx.storage import OutputFile, as_bytes
+from megatron_sft_idx.storage import OutputFile
 
 __all__ = ["FORMAT_WRITER", "MaskAlignment", "ShardWriter"]
 
@@ -40,21 +38,6 @@ MaskAlignment = Literal["label", "token"]
 FORMAT_WRITER = 1
 # Small enough to stay in the processor's cache between the check, the write and the checksum.
 _STAGE_TOKENS = 1 << 16
-
-
-class _DataFile:
-    """A data file on its way: written and checksummed in large pieces."""
-
-    def __init__(self, path: str, *, durable: bool) -> None:
-        self.file = OutputFile(path, durable=durable)
-        self._hash = xxhash.xxh3_128()
-
-    def write(self, data: memoryview) -> None:
-        self.file.write(data)
-        self._hash.update(as_bytes(data))
-
-    def digest(self) -> FileDigest:
-        return FileDigest(self.file.nbytes, self._hash.digest())
 
 
 class ShardWriter:
@@ -124,8 +107,8 @@ class ShardWriter:
         }
         self._publication.journal.write(encode_head(options))
 
-    def _data_file(self, path: str, suffix: str = "") -> _DataFile:
-        data = _DataFile(self._paths.temporary(path) + suffix, durable=self._durable)
+    def _data_file(self, path: str, suffix: str = "") -> HashedFile:
+        data = HashedFile(OutputFile(self._paths.temporary(path) + suffix, durable=self._durable))
         self._publication.own(data.file)
         return data
 
