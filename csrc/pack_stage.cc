@@ -33,6 +33,36 @@ bool mask_value_ok(In value) {
   }
 }
 
+template <typename Out, typename In>
+bool mask_ok(const In* mask, std::size_t count) {
+  if constexpr (std::is_same_v<Out, std::uint8_t> && std::is_integral_v<In>) {
+    std::make_unsigned_t<In> bits = 0;  // as for ids
+    for (std::size_t i = 0; i < count; ++i) {
+      bits = static_cast<std::make_unsigned_t<In>>(bits | static_cast<std::make_unsigned_t<In>>(mask[i]));
+    }
+    return bits <= 1;
+  } else {
+    bool all_ok = true;
+    for (std::size_t i = 0; i < count; ++i) all_ok &= mask_value_ok<Out>(mask[i]);
+    return all_ok;
+  }
+}
+
+template <typename T>
+std::int64_t count_nonzero(const T* values, std::int64_t count) {
+  // In runs that a counter as narrow as the values can hold, so that compilers keep it in a vector's lanes.
+  using Counter = std::conditional_t<sizeof(T) == 1, std::uint8_t, std::uint32_t>;
+  constexpr std::int64_t run = std::numeric_limits<std::uint8_t>::max();
+  std::int64_t total = 0;
+  for (std::int64_t start = 0; start < count; start += run) {
+    Counter nonzero = 0;
+    const std::int64_t stop = std::min(start + run, count);
+    for (std::int64_t i = start; i < stop; ++i) nonzero = static_cast<Counter>(nonzero + (values[i] != T{0}));
+    total += nonzero;
+  }
+  return total;
+}
+
 }  // namespace
 
 PackStage::PackStage(TokenType tokens, MaskType mask, std::int64_t capacity, std::int64_t sequence_multiple,
@@ -98,16 +128,19 @@ void PackStage::fail_at_token(const PackInput& input, std::size_t token, const s
 
 template <typename In, typename Out>
 void PackStage::copy_tokens(const PackInput& input, Out* out) const {
+  // All ids are within 0 and 2^k - 1 exactly when the or of their bits is: one fast instruction an id.
+  using Bits = std::make_unsigned_t<In>;
   constexpr auto largest = static_cast<std::int64_t>(std::numeric_limits<Out>::max());
   const auto ok = [](In id) {
     return (static_cast<std::int64_t>(id) >= 0) & (static_cast<std::int64_t>(id) <= largest);
   };
   const auto* tokens = static_cast<const In*>(input.tokens);
-  bool all_ok = true;
+  Bits bits = 0;
   for (std::size_t i = 0; i < input.tokens_count; ++i) {
-    all_ok &= ok(tokens[i]);
+    bits = static_cast<Bits>(bits | static_cast<Bits>(tokens[i]));
     out[i] = static_cast<Out>(tokens[i]);
   }
+  const bool all_ok = static_cast<std::uint64_t>(bits) <= static_cast<std::uint64_t>(largest);
   for (std::size_t i = 0; !all_ok; ++i) {
     if (ok(tokens[i])) continue;
     fail_at_token(input, i, "has id " + std::to_string(tokens[i]) + ", the token dtype holds 0 to " +
@@ -118,8 +151,7 @@ void PackStage::copy_tokens(const PackInput& input, Out* out) const {
 template <typename In, typename Out>
 void PackStage::copy_mask(const PackInput& input, Out* out, Totals& added) const {
   const auto* mask = static_cast<const In*>(input.mask);
-  bool all_ok = true;
-  for (std::size_t i = 0; i < input.tokens_count; ++i) all_ok &= mask_value_ok<Out>(mask[i]);
+  const bool all_ok = mask_ok<Out>(mask, input.tokens_count);
   for (std::size_t i = 0; !all_ok; ++i) {
     if (mask_value_ok<Out>(mask[i])) continue;
     std::ostringstream what;
@@ -145,8 +177,7 @@ void PackStage::copy_mask(const PackInput& input, Out* out, Totals& added) const
              " hand token-aligned masks in with mask_alignment=\"token\"");
       }
     }
-    std::int64_t trained = 0;
-    for (std::int64_t j = 0; j < length; ++j) trained += out[j] != Out{0};
+    const std::int64_t trained = count_nonzero(out, length);
     added.trained_tokens += trained;
     added.masked_packs += trained == 0;
     mask += length;

@@ -87,7 +87,8 @@ def check_size(path: str, found: int, expected: int) -> None:
             path,
             min(found, expected),
             "F2",
-            f"file has {found} bytes, expected {expected}; it was cut short, changed, or is of another shard: restore it",
+            f"file has {found} bytes, expected {expected}; "
+            "it was cut short, changed, or is of another shard: restore it",
         )
 
 
@@ -141,7 +142,7 @@ class OutputFile:
 
     def write(self, data: bytes | memoryview) -> None:
         """Append all of ``data``."""
-        view = as_bytes(data)
+        view = memoryview(data)
         try:
             while view:
                 written = os.write(self._fd, view)

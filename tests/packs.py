@@ -1,10 +1,11 @@
-"""Packs for tests: made at random, written, and compared; and the slow way from token- to label-aligned masks."""
+"""Packs for tests: made at random, written, compared; and the slow way from token- to label-aligned masks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ class Sample:
     def label_mask(self) -> list[float]:
         """Shifted left by one inside every sequence, 0 at its end."""
         out: list[float] = []
-        for a, b in zip(self.bounds, self.bounds[1:]):
+        for a, b in pairwise(self.bounds):
             out += [*self.mask[a + 1 : b], 0]
         return out
 
     def padded(self, multiple: int) -> int:
-        return sum(-(-(b - a) // multiple) * multiple for a, b in zip(self.bounds, self.bounds[1:]))
+        return sum(-(-(b - a) // multiple) * multiple for a, b in pairwise(self.bounds))
 
 
 def sample_of(lengths: Sequence[int], mask: Any, tokens: Any) -> Sample:
@@ -103,3 +104,12 @@ def opens(prefix: str | os.PathLike[str]) -> bool:
         return False
     list(Shard(prefix))
     return True
+
+
+def folder_of(path: Path) -> list[str]:
+    """Names of what is in a folder."""
+    return sorted(entry.name for entry in path.iterdir())
+
+
+# What is in a folder that holds the shard "x" and nothing else.
+WHOLE = sorted("x" + suffix for suffix in SUFFIXES)

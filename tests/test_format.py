@@ -52,6 +52,7 @@ def test_the_field_table_is_the_code() -> None:
 
 def test_the_tiny_shard_has_the_bytes_of_the_hexdump(tmp_path: Path) -> None:
     dumped: dict[str, bytearray] = {}
+    data = bytearray()
     for line in block("hexdump").splitlines():
         if re.match(r"[0-9a-f]{8}  ", line):
             assert int(line[:8], 16) == len(data)
@@ -237,7 +238,7 @@ def test_the_forge_itself_breaks_nothing(tmp_path: Path, whole: dict[str, bytes]
     prefix = put(tmp_path, {**whole, ".seq.idx": forge(whole[".seq.idx"], flags=1, pad_id=5)})
     assert Shard(prefix).header.rebuilt
     assert Shard(prefix).header.pad_id == 5
-    assert list(Shard(prefix))[0]["input_ids"].tolist() == demo_samples()[0].tokens
+    assert next(iter(Shard(prefix)))["input_ids"].tolist() == demo_samples()[0].tokens
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -338,7 +339,7 @@ def test_weights_are_finite_and_not_negative(tmp_path: Path, weight: float) -> N
 
 def test_every_rule_is_broken_somewhere() -> None:
     rules = set(re.findall(r"^- \*\*(\w\d)\*\* ", SPECIFICATION, re.MULTILINE))
-    # These are about all bytes of a shard or the order of writing, which no message of a reader or writer speaks of.
+    # About all bytes of a shard or the order of writing: no message of a reader or writer names these.
     silent = {"F3", "I1", "W1", "W2", "W3", "W4"}
     broken = {"F1"} | {rule for rule, *_ in HEADERS} | {rule for rule, *_ in PACKS}
     assert broken | silent == rules

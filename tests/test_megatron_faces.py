@@ -145,8 +145,9 @@ def test_stock_methods_keep_their_parameters() -> None:
 def test_the_builders_own_parameters() -> None:
     assert str(inspect.signature(SFTIndexedDatasetBuilder.__init__)) == (
         "(self, bin_path: 'str', dtype: 'Any' = <class 'numpy.int32'>, multimodal: 'bool' = False, *,"
-        " capacity: 'int | None' = None, mask_dtype: 'Any' = <class 'numpy.uint8'>, sequence_multiple: 'int' = 1,"
-        " pad_id: 'int | None' = None, overwrite: 'bool' = False, metadata: 'Mapping[str, Any] | None' = None) -> 'None'"
+        " capacity: 'int | None' = None, mask_dtype: 'Any' = <class 'numpy.uint8'>,"
+        " sequence_multiple: 'int' = 1, pad_id: 'int | None' = None, overwrite: 'bool' = False,"
+        " metadata: 'Mapping[str, Any] | None' = None) -> 'None'"
     )
 
 

@@ -10,6 +10,7 @@ import shutil
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_parts_are_parts_of_the_whole(
         assert shard.get(index, offset, length).tolist() == expected
         label, bounds = packs[index].label_mask, packs[index].bounds
         assert [(ids.tolist(), mask.tolist()) for ids, mask in shard.sequences(index)] == [
-            (tokens[a:b], label[a:b]) for a, b in zip(bounds, bounds[1:])
+            (tokens[a:b], label[a:b]) for a, b in pairwise(bounds)
         ]
 
 
@@ -220,7 +221,7 @@ def test_a_file_cut_short_under_pread_is_an_error(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", PACKS)
     shard = Shard(tmp_path / "x", backend="pread")
     os.truncate(tmp_path / "x.bin", 8)
-    with pytest.raises(CorruptShardError, match="cut short.*F2"):
+    with pytest.raises(CorruptShardError, match=r"cut short.*F2"):
         shard[-1]
 
 
@@ -378,8 +379,8 @@ def test_forks_share_an_open_shard(prefix: str, backend: Any, lazy: bool) -> Non
 
 def test_a_shard_gives_its_descriptors_and_maps_back(prefix: str) -> None:
     def held() -> tuple[int, int]:
-        maps = Path("/proc/self/maps").read_text().count(os.path.dirname(prefix))
-        return len(os.listdir("/proc/self/fd")), maps
+        maps = Path("/proc/self/maps").read_text().count(str(Path(prefix).parent))
+        return len(list(Path("/proc/self/fd").iterdir())), maps
 
     before = held()
     for backend in BACKENDS:

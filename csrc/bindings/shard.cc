@@ -34,29 +34,32 @@ using sft_idx::MaskType;
 using sft_idx::PackStage;
 using sft_idx::TokenType;
 
+// Called for every pack, so without the Python calls that comparing dtypes would be.
+bool is_native(const py::dtype& dtype, char kind, py::ssize_t nbytes) {
+  return dtype.kind() == kind && dtype.itemsize() == nbytes && (nbytes == 1 || dtype.byteorder() == '=');
+}
+
 TokenType token_type_of(const py::dtype& dtype) {
-  if (dtype.equal(py::dtype::of<std::uint16_t>())) return TokenType::u16;
-  if (dtype.equal(py::dtype::of<std::int32_t>())) return TokenType::i32;
-  if (dtype.equal(py::dtype::of<std::int64_t>())) return TokenType::i64;
+  if (is_native(dtype, 'u', 2)) return TokenType::u16;
+  if (is_native(dtype, 'i', 4)) return TokenType::i32;
+  if (is_native(dtype, 'i', 8)) return TokenType::i64;
   throw py::type_error("tokens are uint16, int32 or int64");
 }
 
 MaskType mask_type_of(const py::dtype& dtype) {
-  if (dtype.equal(py::dtype::of<std::uint8_t>())) return MaskType::u8;
-  if (dtype.equal(py::dtype::of<std::int64_t>())) return MaskType::i64;
-  if (dtype.equal(py::dtype::of<float>())) return MaskType::f32;
-  if (dtype.equal(py::dtype::of<double>())) return MaskType::f64;
-  throw py::type_error("masks are uint8, int64, float32 or float64");
+  if (is_native(dtype, 'u', 1) || is_native(dtype, 'b', 1)) return MaskType::u8;
+  if (is_native(dtype, 'i', 8)) return MaskType::i64;
+  if (is_native(dtype, 'f', 4)) return MaskType::f32;
+  if (is_native(dtype, 'f', 8)) return MaskType::f64;
+  throw py::type_error("masks are bool, uint8, int64, float32 or float64");
 }
 
-bool stage_add(PackStage& stage, const py::array& tokens, const py::array& mask, const Array<std::int64_t>& starts,
-               const Array<std::int64_t>& lengths, const Array<std::int64_t>& sequences, bool token_aligned) {
+bool stage_arrays(PackStage& stage, const py::array& tokens, const py::array& mask, const py::array& starts,
+                  const std::int64_t* lengths, const std::int64_t* sequences, std::size_t packs, bool token_aligned) {
   require_vector(tokens, "tokens");
   require_vector(mask, "mask");
   require_vector(starts, "starts");
-  require_vector(lengths, "lengths");
-  require_vector(sequences, "sequences");
-  if (lengths.size() != sequences.size()) throw std::invalid_argument("one length and one sequence count a pack");
+  if (!is_native(starts.dtype(), 'i', 8)) throw py::type_error("starts are int64");
   if (mask.size() != tokens.size()) {
     throw std::invalid_argument(std::to_string(mask.size()) + " loss mask values for " +
                                 std::to_string(tokens.size()) + " tokens; there is one a token");
@@ -66,14 +69,29 @@ bool stage_add(PackStage& stage, const py::array& tokens, const py::array& mask,
                                  mask.data(),
                                  mask_type_of(mask.dtype()),
                                  static_cast<std::size_t>(tokens.size()),
-                                 starts.data(),
+                                 static_cast<const std::int64_t*>(starts.data()),
                                  static_cast<std::size_t>(starts.size()),
-                                 lengths.data(),
-                                 sequences.data(),
-                                 static_cast<std::size_t>(lengths.size()),
+                                 lengths,
+                                 sequences,
+                                 packs,
                                  token_aligned};
   py::gil_scoped_release unlocked;
   return stage.add(input);
+}
+
+bool stage_add_one(PackStage& stage, const py::array& tokens, const py::array& mask, const py::array& starts,
+                   bool token_aligned) {
+  const std::int64_t length = tokens.size(), sequences = starts.size();
+  return stage_arrays(stage, tokens, mask, starts, &length, &sequences, 1, token_aligned);
+}
+
+bool stage_add(PackStage& stage, const py::array& tokens, const py::array& mask, const py::array& starts,
+               const Array<std::int64_t>& lengths, const Array<std::int64_t>& sequences, bool token_aligned) {
+  require_vector(lengths, "lengths");
+  require_vector(sequences, "sequences");
+  if (lengths.size() != sequences.size()) throw std::invalid_argument("one length and one sequence count a pack");
+  return stage_arrays(stage, tokens, mask, starts, lengths.data(), sequences.data(),
+                      static_cast<std::size_t>(lengths.size()), token_aligned);
 }
 
 // A view of staged bytes; it is good until the stage is added to or cleared.
@@ -91,6 +109,8 @@ void bind_stage(py::module_& m) {
            "token_dtype"_a, "mask_dtype"_a, "capacity"_a, "sequence_multiple"_a, "room"_a)
       .def("add", &stage_add, py::arg("tokens").noconvert(), py::arg("mask").noconvert(),
            py::arg("starts").noconvert(), py::arg("lengths").noconvert(), py::arg("sequences").noconvert(), "token_aligned"_a)
+      .def("add_one", &stage_add_one, py::arg("tokens").noconvert(), py::arg("mask").noconvert(),
+           py::arg("starts").noconvert(), "token_aligned"_a, "add() for one pack, which is all of the arrays.")
       .def("promote_mask", &PackStage::promote_mask)
       .def("clear", &PackStage::clear)
       .def_property_readonly("tokens", [](const PackStage& s) { return staged(s.tokens()); })

@@ -14,7 +14,7 @@ __all__ = ["integer_array", "mask_array", "token_array"]
 
 _TOKENS = tuple(map(np.dtype, (np.uint16, np.int32, np.int64)))
 _POSITIONS = (np.dtype(np.int64),)
-_FLAGS = tuple(map(np.dtype, (np.uint8, np.int64)))
+_FLAGS = tuple(map(np.dtype, (np.bool_, np.uint8, np.int64)))
 _WEIGHTS = tuple(map(np.dtype, (np.float32, np.float64)))
 
 
@@ -29,13 +29,11 @@ def integer_array(values: ArrayLike) -> NDArray[np.int64]:
 
 
 def mask_array(values: ArrayLike) -> NDArray[Any]:
-    """A mask as uint8, int64, float32 or float64; bool counts as uint8."""
+    """A mask as bool, uint8, int64, float32 or float64."""
     array = np.asarray(values)
     if array.dtype.kind == "f":
         return _native_form(array, _WEIGHTS, "f", "numbers")
-    if array.dtype.kind == "b":
-        array = array.view(np.uint8)
-    return _native_form(array, _FLAGS, "iu", "numbers or booleans")
+    return _native_form(array, _FLAGS, "iub", "numbers or booleans")
 
 
 def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: str, what: str) -> NDArray[Any]:

@@ -16,7 +16,7 @@ from megatron_sft_idx.layout.journal import PACK, read_blocks, read_head
 from megatron_sft_idx.layout.mmididx import pack_idx_header
 from megatron_sft_idx.storage import OutputFile, as_bytes
 
-__all__ = ["write_idx", "write_seq_idx"]
+__all__ = ["HashedFile", "write_idx", "write_seq_idx"]
 
 _LENGTH, _SEQUENCES = 0, 1
 _CHUNK_PACKS = 1 << 16
@@ -49,23 +49,30 @@ def _offsets(journal: str, column: int, scale: int = 1) -> Iterator[NDArray[np.i
     yield np.array([total])
 
 
-class _Hashed:
-    """Writes to a file and hashes what it writes."""
+class HashedFile:
+    """Writes to a file and hashes what it writes, in large pieces."""
 
     def __init__(self, file: OutputFile) -> None:
-        self._file, self._hash = file, xxhash.xxh3_128()
+        self.file, self._hash = file, xxhash.xxh3_128()
 
     def write(self, data: bytes | memoryview | NDArray[Any]) -> None:
-        self._file.write(data)
-        self._hash.update(as_bytes(data))
+        """Append all of ``data``."""
+        raw = as_bytes(data)
+        self.file.write(raw)
+        self._hash.update(raw)
 
-    def digest(self) -> bytes:
+    def checksum(self) -> bytes:
+        """Of what was written here."""
         return self._hash.digest()
+
+    def digest(self) -> FileDigest:
+        """Of the file, where all of it was written here."""
+        return FileDigest(self.file.nbytes, self.checksum())
 
 
 def write_idx(file: OutputFile, journal: str, dtype_code: int, itemsize: int, num_packs: int) -> FileDigest:
     """Write Megatron's ``.idx``; ``itemsize`` of a token in bytes."""
-    out = _Hashed(file)
+    out = HashedFile(file)
     out.write(pack_idx_header(dtype_code, num_packs))
     for lengths in _column(journal, _LENGTH):
         out.write(lengths.astype("<i4"))
@@ -75,19 +82,19 @@ def write_idx(file: OutputFile, journal: str, dtype_code: int, itemsize: int, nu
         left -= len(pointers[:left])
     for start in range(0, num_packs + 1, _CHUNK_PACKS):
         out.write(np.arange(start, min(start + _CHUNK_PACKS, num_packs + 1), dtype="<i8"))
-    return FileDigest(file.nbytes, out.digest())
+    return out.digest()
 
 
 def write_seq_idx(file: OutputFile, journal: str, header: Header) -> Header:
     """Write ``.seq.idx``: arrays first, then the header with their checksum; returns the header as written."""
     file.write(bytes(header.nbytes))
-    out = _Hashed(file)
+    out = HashedFile(file)
     for offsets in _offsets(journal, _SEQUENCES):
         out.write(offsets)
     out.write(bytes(header.token_offsets_offset - file.nbytes))
     for offsets in _offsets(journal, _LENGTH):
         out.write(offsets)
-    header = dataclasses.replace(header, arrays_checksum=out.digest())
+    header = dataclasses.replace(header, arrays_checksum=out.checksum())
     file.write_at(header.encode(), 0)
     assert file.nbytes == header.seq_idx_nbytes
     return header

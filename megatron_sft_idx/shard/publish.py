@@ -26,7 +26,8 @@ def check_free(paths: ShardPaths, *, overwrite: bool) -> None:
     """FormatError where any of the five files exists and may not be replaced."""
     if not overwrite and (present := paths.present()):
         raise FormatError(
-            f"{paths.prefix}: {', '.join(present)} exist already; choose another prefix, or pass overwrite (--overwrite)"
+            f"{paths.prefix}: {', '.join(present)} exist already;"
+            " choose another prefix, or pass overwrite (--overwrite)"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple, TypedDict, overload
 
 import numpy as np
@@ -279,7 +280,8 @@ class Shard:
         end = stop if length is None else start + offset + operator.index(length)
         if offset < 0 or not start + offset <= end <= stop:
             raise IndexError(
-                f"{self.prefix}: offset {offset}, length {length} reach outside pack {index}, which has {stop - start} tokens"
+                f"{self.prefix}: offset {offset}, length {length} reach outside pack {index},"
+                f" which has {stop - start} tokens"
             )
         tokens = files.tokens[start + offset : end]
         return tokens.copy() if self._copy else tokens
@@ -298,7 +300,7 @@ class Shard:
         pack = self[operator.index(index)]
         bounds = pack["seq_boundaries"].tolist()
         ids, mask = pack["input_ids"], pack["loss_mask"]
-        return [(ids[a:b], mask[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [(ids[a:b], mask[a:b]) for a, b in pairwise(bounds)]
 
     def check_ends(self) -> None:
         """CorruptShardError unless the offsets cover the files from end to end; two values of each are read."""

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
-import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
@@ -17,7 +16,6 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import (
     MASK_DTYPES,
     TOKEN_DTYPES,
-    FileDigest,
     Header,
     ShardPaths,
     mask_dtype_of,
@@ -27,10 +25,10 @@ from megatron_sft_idx.layout.header import header_nbytes
 from megatron_sft_idx.layout.journal import DONE, MASK, MAX_RECORDS, PACK, encode_block, encode_head
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.arrays import integer_array, mask_array, token_array
-from megatron_sft_idx.shard.index import write_idx, write_seq_idx
+from megatron_sft_idx.shard.index import HashedFile, write_idx, write_seq_idx
 from megatron_sft_idx.shard.publish import WIDENED, Publication
 from megatron_sft_idx.shard.reader import Shard
-from megatron_sft_idx.storage import OutputFile, as_bytes
+from megatron_sft_idx.storage import OutputFile
 
 __all__ = ["FORMAT_WRITER", "MaskAlignment", "ShardWriter"]
 
@@ -40,21 +38,6 @@ MaskAlignment = Literal["label", "token"]
 FORMAT_WRITER = 1
 # Small enough to stay in the processor's cache between the check, the write and the checksum.
 _STAGE_TOKENS = 1 << 16
-
-
-class _DataFile:
-    """A data file on its way: written and checksummed in large pieces."""
-
-    def __init__(self, path: str, *, durable: bool) -> None:
-        self.file = OutputFile(path, durable=durable)
-        self._hash = xxhash.xxh3_128()
-
-    def write(self, data: memoryview) -> None:
-        self.file.write(data)
-        self._hash.update(as_bytes(data))
-
-    def digest(self) -> FileDigest:
-        return FileDigest(self.file.nbytes, self._hash.digest())
 
 
 class ShardWriter:
@@ -103,8 +86,6 @@ class ShardWriter:
         header_nbytes(self.metadata)  # refuses what cannot be stored now, not after hours of writing
         self._durable = durable
         self._stage = _native.PackStage(tokens, masks, self._capacity or MAX_CAPACITY, self._multiple, _STAGE_TOKENS)
-        # add_pack's own pack_lengths and pack_sequences.
-        self._length, self._count = np.empty(1, np.int64), np.empty(1, np.int64)
         self._publication = Publication(self._paths, overwrite=overwrite, durable=durable)
         try:
             self._open()
@@ -126,8 +107,8 @@ class ShardWriter:
         }
         self._publication.journal.write(encode_head(options))
 
-    def _data_file(self, path: str, suffix: str = "") -> _DataFile:
-        data = _DataFile(self._paths.temporary(path) + suffix, durable=self._durable)
+    def _data_file(self, path: str, suffix: str = "") -> HashedFile:
+        data = HashedFile(OutputFile(self._paths.temporary(path) + suffix, durable=self._durable))
         self._publication.own(data.file)
         return data
 
@@ -204,10 +185,20 @@ class ShardWriter:
         Raises:
             SequenceError: a rule of FORMAT.md is broken; nothing of the pack is kept.
         """
+        self._require_ready(mask_alignment)
+        if type(tokens) is type(loss_mask) is type(seq_starts) is np.ndarray:
+            # Arrays in a form that the stage takes go straight there. It keeps nothing of what it refuses, so what
+            # is in another form, breaks a rule or has to wait for a flush goes the whole way below.
+            try:
+                added = self._stage.add_one(tokens, loss_mask, seq_starts, mask_alignment == "token")
+            except (TypeError, ValueError):
+                added = False
+            if added:
+                return
         starts = self._array(integer_array, seq_starts, "seq_starts")
         ids = self._array(token_array, tokens, "tokens")
-        self._length[0], self._count[0] = ids.size, starts.size
-        self._add(ids, loss_mask, starts, self._length, self._count, mask_alignment)
+        lengths, sequences = np.array([ids.size]), np.array([starts.size])
+        self._add(ids, loss_mask, starts, lengths, sequences, mask_alignment)
 
     def add_packs(
         self,
@@ -232,6 +223,7 @@ class ShardWriter:
         Raises:
             SequenceError: a rule of FORMAT.md is broken in one of the packs; none of them is kept.
         """
+        self._require_ready(mask_alignment)
         starts = self._array(integer_array, seq_starts, "seq_starts")
         ids = self._array(token_array, tokens, "tokens")
         self._add(ids, loss_mask, starts, pack_lengths, pack_sequences, mask_alignment)
@@ -273,9 +265,6 @@ class ShardWriter:
         sequences: NDArray[np.int64],
         mask_alignment: MaskAlignment,
     ) -> None:
-        self._require_open()
-        if mask_alignment not in ("label", "token"):
-            raise FormatError(f"{self.prefix}: mask_alignment {mask_alignment!r}, choose 'label' or 'token'")
         mask = self._array(mask_array, loss_mask, "loss_mask")
         if mask.size != ids.size:
             reason = f"{mask.size} loss mask values for {ids.size} tokens; there is one a token"
@@ -348,6 +337,11 @@ class ShardWriter:
             self._publication.journal.write(encode_block(DONE, np.empty((0, 2), np.uint32)))
             self._publication.publish()
         return header
+
+    def _require_ready(self, mask_alignment: str) -> None:
+        self._require_open()
+        if mask_alignment not in ("label", "token"):
+            raise FormatError(f"{self.prefix}: mask_alignment {mask_alignment!r}, choose 'label' or 'token'")
 
     def _require_open(self) -> None:
         if self._publication.closed:

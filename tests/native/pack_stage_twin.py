@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 
@@ -26,7 +27,7 @@ class Twin:
         bounds = [*starts, len(tokens)]
         label: list[Any] = []
         dropped = 0
-        for a, b in zip(bounds, bounds[1:]):
+        for a, b in pairwise(bounds):
             if token_aligned:
                 dropped += mask[a] != 0
                 label += [*mask[a + 1 : b], 0]
@@ -43,14 +44,14 @@ class Twin:
         self.longest_padded = max(self.longest_padded, self._padded(bounds))
 
     def _padded(self, bounds: list[int]) -> int:
-        return sum(math.ceil((b - a) / self.multiple) * self.multiple for a, b in zip(bounds, bounds[1:]))
+        return sum(math.ceil((b - a) / self.multiple) * self.multiple for a, b in pairwise(bounds))
 
     def _check(self, tokens: list[int], mask: list[Any], starts: list[int]) -> None:
         if not 0 < len(tokens) <= self.capacity:
             raise BrokenRuleError("P1")
         if not starts or starts[0] != 0:
             raise BrokenRuleError("P2")
-        if any(a >= b for a, b in zip(starts, starts[1:])):
+        if any(a >= b for a, b in pairwise(starts)):
             raise BrokenRuleError("P3 P4")
         if starts[-1] >= len(tokens):
             raise BrokenRuleError("P3 P4")

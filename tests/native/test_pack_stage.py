@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from pack_stage_twin import BrokenRuleError, Twin
 
 from megatron_sft_idx._native import PackStage
 
-U8, F32, I64, F64, U16, I32 = (np.dtype(t) for t in "u1 f4 i8 f8 u2 i4".split())
+U8, F32, I64, F64, U16, I32 = (np.dtype(t) for t in ("u1", "f4", "i8", "f8", "u2", "i4"))
 TOKEN_INPUTS, MASK_INPUTS = (U16, I32, I64), (U8, I64, F32, F64)
 COUNTS = (
     *("num_packs", "num_sequences", "num_tokens", "num_trained_tokens", "num_masked_packs"),
@@ -34,7 +35,7 @@ def add(stage: Any, tokens: Any, mask: Any, starts: Any, *, token_aligned: bool 
     ids = tokens if isinstance(tokens, np.ndarray) else np.array(tokens, np.int64)
     values = mask if isinstance(mask, np.ndarray) else np.array(mask, np.float64)
     begins = np.array(starts, np.int64)
-    return stage.add(ids, values, begins, longs(len(ids)), longs(len(begins)), token_aligned)
+    return stage.add_one(ids, values, begins, token_aligned)
 
 
 def content(stage: Any) -> tuple[Any, ...]:
@@ -55,7 +56,7 @@ def inputs(draw: st.DrawFn) -> tuple[list[int], list[Any], list[int]]:
     if draw(st.integers(0, 3)) == 0:
         starts[draw(st.integers(0, len(starts) - 1))] += draw(st.integers(-2, 2))
     if draw(st.booleans()):
-        for a, b in zip(starts, [*starts[1:], size]):
+        for a, b in pairwise([*starts, size]):
             if 0 <= a < b <= size:
                 mask[b - 1] = 0
     return tokens, mask, starts
@@ -232,9 +233,9 @@ def test_other_token_dtypes_are_not_converted(dtype: str) -> None:
         add(stage_of(), np.ones(2, dtype), [0, 0], [0])
 
 
-@pytest.mark.parametrize("dtype", ["i1", "u2", "i4", ">f4", "f2", "?", "O"])
+@pytest.mark.parametrize("dtype", ["i1", "u2", "i4", ">f4", "f2", "c8", "O"])
 def test_other_mask_dtypes_are_not_converted(dtype: str) -> None:
-    with pytest.raises(TypeError, match="masks are uint8, int64, float32 or float64"):
+    with pytest.raises(TypeError, match="masks are bool, uint8, int64, float32 or float64"):
         add(stage_of(), [1, 2], np.zeros(2, dtype), [0])
 
 
@@ -259,6 +260,33 @@ def test_only_aligned_contiguous_vectors_are_read(place: int, bad: Any) -> None:
     arrays[place] = bad(arrays[place])
     with pytest.raises((ValueError, TypeError)):
         stage_of().add(*arrays, False)
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_one_pack_alone_takes_the_same_arrays(place: int) -> None:
+    good: list[Any] = [np.ones(2, I64), np.zeros(2, I64), longs(0, 1)]
+    assert stage_of().add_one(*good, False)
+    array = good[place]
+    for bad in (
+        array.tolist(),
+        array.astype("i2"),
+        array.reshape(1, -1),
+        np.repeat(array, 2)[::2],
+        unaligned(array),
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            stage_of().add_one(*good[:place], bad, *good[place + 1 :], False)
+
+
+@pytest.mark.parametrize("count", [0, 1, 254, 255, 256, 510, 511, 70_000])
+@pytest.mark.parametrize("mask_in", MASK_INPUTS)
+@pytest.mark.parametrize("mask_out", [U8, F32])
+def test_trained_positions_are_counted_at_any_length(count: int, mask_in: Any, mask_out: Any) -> None:
+    stage = stage_of(mask=mask_out, capacity=80_000)
+    mask = np.ones(count + 1, mask_in)
+    mask[-1] = 0
+    stage.add_one(np.zeros(count + 1, U16), mask, longs(0), False)
+    assert stage.num_trained_tokens == count
 
 
 def test_what_does_not_fit_the_room_waits_for_a_flush() -> None:

@@ -1,0 +1,282 @@
+"""The journal of a build, and what is left of one that was killed, failed or forked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packs import WHOLE, assert_holds, demo_samples, folder_of, opens, write_samples
+
+from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
+from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.layout.journal import DONE, MASK, PACK, read_blocks, read_head
+from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard import writer as writer_module
+
+ROOT = Path(__file__).parent.parent
+
+
+# ---- the journal ----
+
+
+def test_the_journal_knows_what_is_written_while_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "_STAGE_TOKENS", 16)
+    packs = demo_samples(40)
+    journal = tmp_path / "x.journal"
+    seen = 0
+    with ShardWriter(tmp_path / "x", capacity=99, pad_id=3, metadata={"a": 1}, durable=False) as writer:
+        for added, pack in enumerate(packs):
+            writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
+            with open(journal, "rb") as stream:
+                options = read_head(stream, str(journal))
+                records = [record for block in read_blocks(stream) for record in block.records.tolist()]
+                assert stream.read() == b""
+            assert options == {
+                "token_dtype": 4,
+                "mask_dtype": 1,
+                "capacity": 99,
+                "sequence_multiple": 1,
+                "pad_id": 3,
+                "metadata": {"a": 1},
+            }
+            assert records == [[len(p.tokens), len(p.starts)] for p in packs[: len(records)]]
+            assert added - 8 < len(records) <= added
+            tokens = sum(length for length, _ in records)
+            assert (tmp_path / "x.bin.tmp").stat().st_size == 4 * tokens
+            assert (tmp_path / "x.loss.bin.tmp").stat().st_size == tokens
+            seen = len(records)
+        assert seen > 20
+        writer.promote_mask_dtype()
+        with open(journal, "rb") as stream:
+            read_head(stream, str(journal))
+            kinds = [block.kind for block in read_blocks(stream)]
+        assert kinds == [PACK] * (len(kinds) - 1) + [MASK]
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut=st.integers(0, 10**6), flip=st.booleans())
+def test_a_torn_journal_gives_a_prefix_of_its_blocks(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, flip: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("torn")
+    with ShardWriter(folder / "x", durable=False) as writer:
+        for pack in demo_samples(9):
+            writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
+            writer.flush()
+        raw = bytearray((folder / "x.journal").read_bytes())
+        writer.abandon()
+    with_whole = folder / "whole"
+    with_whole.write_bytes(raw)
+    cut %= len(raw)
+    if flip:
+        raw[cut] ^= 1
+    torn = folder / "torn"
+    torn.write_bytes(raw if flip else raw[:cut])
+    with open(with_whole, "rb") as stream:
+        read_head(stream, "whole")
+        body = stream.tell()
+        expected = [block.records.tolist() for block in read_blocks(stream)]
+    with open(torn, "rb") as stream:
+        if cut < body:
+            with pytest.raises(CorruptShardError, match="J1"):
+                read_head(stream, "torn")
+            return
+        read_head(stream, "torn")
+        found = [block.records.tolist() for block in read_blocks(stream)]
+    assert len(found) < len(expected)
+    assert found == expected[: len(found)]
+
+
+# ---- killed ----
+
+
+def run(program: str, *arguments: str, expected: int = 0) -> str:
+    """A fresh process; returns what it wrote to stderr."""
+    source = "import sys; sys.path[:0] = ['.', 'tests']\n" + textwrap.dedent(program)
+    done = subprocess.run(
+        [sys.executable, "-c", source, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == expected, done.stderr
+    return done.stderr
+
+
+def test_a_build_killed_halfway_leaves_a_journal_and_no_shard(tmp_path: Path) -> None:
+    run(
+        """
+        import os, signal
+        from packs import demo_samples
+        from megatron_sft_idx.shard import ShardWriter
+        writer = ShardWriter(sys.argv[1])
+        for pack in demo_samples(30):
+            writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
+            if writer.num_packs == 20:
+                writer.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        str(tmp_path / "x"),
+        expected=-signal.SIGKILL,
+    )
+    assert folder_of(tmp_path) == ["x.bin.tmp", "x.journal", "x.loss.bin.tmp", "x.seq.bin.tmp"]
+    with pytest.raises(ShardNotFoundError, match="interrupted here"):
+        Shard(tmp_path / "x")
+    with open(tmp_path / "x.journal", "rb") as stream:
+        read_head(stream, "x.journal")
+        records = [record for block in read_blocks(stream) for record in block.records.tolist()]
+    packs = demo_samples(20)
+    assert records == [[len(pack.tokens), len(pack.starts)] for pack in packs]
+    ids = [token for pack in packs for token in pack.tokens]
+    assert np.fromfile(tmp_path / "x.bin.tmp", "<i4").tolist() == ids
+    with pytest.raises(FormatError, match="interrupted; pass overwrite"):
+        ShardWriter(tmp_path / "x")
+    write_samples(tmp_path / "x", packs, overwrite=True)
+    assert folder_of(tmp_path) == WHOLE
+    assert_holds(Shard(tmp_path / "x"), packs)
+
+
+def publish_and_die(prefix: Path, last: int) -> int:
+    """Build in a fork that kills itself at step ``last`` of what changes the folder; its wait status."""
+    if (child := os.fork()) == 0:
+        steps = 0
+
+        def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+            def step(*arguments: Any) -> Any:
+                nonlocal steps
+                if steps == last:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                steps += 1
+                return call(*arguments)
+
+            return step
+
+        os.rename, os.unlink, os.fsync = map(counted, (os.rename, os.unlink, os.fsync))  # type: ignore[assignment]
+        try:
+            write_samples(prefix, demo_samples(5), overwrite=True, durable=True)
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_killed_at_any_step_of_publication_a_whole_shard_opens_or_none(tmp_path: Path, replaces: bool) -> None:
+    old, new = demo_samples(3), demo_samples(5)
+    states = []
+    for step in range(100):
+        folder = tmp_path / str(step)
+        if replaces:
+            write_samples(folder / "x", old)
+        if publish_and_die(folder / "x", step) != signal.SIGKILL:
+            assert folder_of(folder) == WHOLE
+            break
+        if opens(folder / "x"):
+            shard = Shard(folder / "x")
+            states.append("old" if len(shard) == len(old) else "new")
+            assert_holds(shard, old if len(shard) == len(old) else new)
+        else:
+            states.append("none")
+            assert (folder / "x.journal").exists()
+            with open(folder / "x.journal", "rb") as stream:
+                read_head(stream, "x.journal")
+                kinds = [block.kind for block in read_blocks(stream)]
+            # Once a file has its final name, or the old shard is gone, the journal says that all are complete.
+            if replaces or (folder / "x.bin").exists():
+                assert kinds[-1] == DONE
+            for suffix in SUFFIXES:
+                assert (folder / f"x{suffix}").exists() or (folder / f"x{suffix}.tmp").exists()
+    # Six files synced, the old .seq.idx unlinked, five renames, the folder synced once or twice, the journal unlinked.
+    assert len(states) == 14 + replaces
+    order = ["old", "none", "new"] if replaces else ["none", "new"]
+    assert states == sorted(states, key=order.index)
+    assert set(states) == set(order)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("replaces", [False, True])
+def test_publication_that_fails_halfway_keeps_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool, error: BaseException
+) -> None:
+    if replaces:
+        write_samples(tmp_path / "x", demo_samples(3))
+    rename = os.rename
+
+    def failing(source: str, target: str) -> None:
+        if target.endswith("x.seq.bin"):
+            raise error
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(type(error)):
+        write_samples(tmp_path / "x", demo_samples(5), overwrite=replaces)
+    assert not opens(tmp_path / "x")
+    assert (tmp_path / "x.journal").exists()
+    for suffix in (".seq.bin", ".idx", ".seq.idx"):
+        assert (tmp_path / f"x{suffix}.tmp").exists()
+
+
+# ---- forks, and the end of a process ----
+
+
+def test_a_fork_neither_writes_nor_removes(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "x", durable=False)
+    writer.add_pack([1, 2], [1, 0], [0])
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            for act in (writer.flush, writer.finalize, writer.promote_mask_dtype):
+                with pytest.raises(FormatError, match="a fork of it"):
+                    act()
+            writer.abandon()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(FormatError, match="another writer"):
+        ShardWriter(tmp_path / "x", overwrite=True)
+    writer.add_pack([3, 4], [1, 0], [0])
+    writer.finalize()
+    assert [pack["input_ids"].tolist() for pack in Shard(tmp_path / "x")] == [[1, 2], [3, 4]]
+
+
+def test_a_writer_left_behind_removes_its_files_silently(tmp_path: Path) -> None:
+    program = """
+    from megatron_sft_idx.shard import ShardWriter
+    writer = ShardWriter(sys.argv[1])
+    writer.add_pack([1], [0], [0])
+    writer.flush()
+    """
+    assert run(program, str(tmp_path / "x")) == ""
+    assert folder_of(tmp_path) == []
+
+
+def test_a_constructor_that_fails_says_nothing_more_when_collected(tmp_path: Path) -> None:
+    program = """
+    import gc
+    from megatron_sft_idx.errors import FormatError
+    from megatron_sft_idx.shard import Shard, ShardWriter
+    for make in (
+        lambda: ShardWriter(sys.argv[1], capacity=0), lambda: ShardWriter(sys.argv[1], token_dtype="i8"),
+        lambda: ShardWriter(sys.argv[2] + "/x"), lambda: Shard(sys.argv[1]), lambda: Shard(sys.argv[1], backend="s3"),
+    ):
+        try:
+            make()
+        except (FormatError, OSError):
+            gc.collect()
+        else:
+            raise SystemExit(1)
+    """
+    (tmp_path / "file").write_bytes(b"")
+    assert run(program, str(tmp_path / "x"), str(tmp_path / "file")) == ""

@@ -1,0 +1,172 @@
+"""Publication: all at once or not at all, over nothing unasked, one writer a prefix."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packs import WHOLE, demo_samples, five_files, folder_of, write_samples
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.storage import OutputFile
+
+
+@pytest.mark.parametrize(
+    "failing", [".bin.tmp", ".loss.bin.tmp", ".seq.bin.tmp", ".journal", ".idx.tmp", ".seq.idx.tmp"]
+)
+def test_a_write_that_fails_ends_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    write = OutputFile.write
+    full = False
+
+    def limited(self: OutputFile, data: Any) -> None:
+        if full and self.path.endswith("x" + failing):
+            raise OSError(28, "No space left on device", self.path)
+        write(self, data)
+
+    monkeypatch.setattr(OutputFile, "write", limited)
+    writer = ShardWriter(tmp_path / "x", durable=False)
+    writer.add_pack([1, 2], [1, 0], [0])
+    full = True
+    with pytest.raises(OSError, match="No space left"):
+        writer.finalize()
+    with pytest.raises(FormatError, match="abandoned"):
+        writer.add_pack([1, 2], [1, 0], [0])
+    with pytest.raises(FormatError, match="abandoned"):
+        writer.finalize()
+    assert folder_of(tmp_path) == []
+
+
+def test_a_flush_that_fails_is_not_written_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = ShardWriter(tmp_path / "x", durable=False)
+    writer.add_pack([1, 2], [1, 0], [0])
+    write = OutputFile.write
+    monkeypatch.setattr(OutputFile, "write", lambda self, data: self.path.endswith(".bin.tmp") or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        writer.flush()
+    monkeypatch.setattr(OutputFile, "write", write)
+    with pytest.raises(FormatError, match="abandoned"):
+        writer.finalize()
+    assert folder_of(tmp_path) == []
+
+
+def test_an_exception_inside_publishes_nothing_and_keeps_the_old(tmp_path: Path) -> None:
+    old = demo_samples(3)
+    write_samples(tmp_path / "x", old)
+    before = five_files(tmp_path / "x")
+    stopped = RuntimeError("stopped inside")
+    with pytest.raises(RuntimeError, match="stopped inside"), ShardWriter(tmp_path / "x", overwrite=True) as writer:  # noqa: PT012
+        writer.add_pack([1], [0], [0])
+        writer.flush()
+        raise stopped
+    assert five_files(tmp_path / "x") == before
+    assert folder_of(tmp_path) == WHOLE
+
+
+def test_a_clean_exit_after_finalize_or_abandon_does_nothing(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "x", durable=False) as writer:
+        writer.finalize()
+    with ShardWriter(tmp_path / "y", durable=False) as writer:
+        writer.abandon()
+        writer.abandon()
+    assert folder_of(tmp_path) == WHOLE
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_nothing_is_overwritten_unasked(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"x{suffix}").write_bytes(b"precious")
+    with pytest.raises(FormatError, match=f"x{suffix} exist"):
+        ShardWriter(tmp_path / "x")
+    assert (tmp_path / f"x{suffix}").read_bytes() == b"precious"
+    assert folder_of(tmp_path) == [f"x{suffix}"]
+
+
+def test_a_shard_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "x", durable=False)
+    (tmp_path / "x.idx").write_bytes(b"precious")
+    with pytest.raises(FormatError, match=r"x\.idx exist"):
+        writer.finalize()
+    assert folder_of(tmp_path) == ["x.idx"]
+    assert (tmp_path / "x.idx").read_bytes() == b"precious"
+
+
+def test_one_writer_a_prefix(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "x", durable=False) as writer:
+        for overwrite in (False, True):
+            with pytest.raises(FormatError, match="another writer is at work"):
+                ShardWriter(tmp_path / "x", overwrite=overwrite)
+        writer.add_pack([1], [0], [0])
+    assert len(Shard(tmp_path / "x")) == 1
+
+
+def test_of_many_writers_one_wins(tmp_path: Path) -> None:
+    winners: list[int] = []
+    barrier = threading.Barrier(8)
+
+    def build(number: int) -> None:
+        barrier.wait()
+        for _ in range(10):
+            try:
+                with ShardWriter(tmp_path / "x", durable=False, overwrite=True) as writer:
+                    for _ in range(number + 1):
+                        writer.add_pack([number] * 3, [0] * 3, [0])
+                winners.append(number)
+            except FormatError as error:
+                assert "another writer" in str(error)  # noqa: PT017
+
+    threads = [threading.Thread(target=build, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert winners
+    shard = Shard(tmp_path / "x")
+    assert len(shard) == shard[0]["input_ids"][0] + 1
+    assert folder_of(tmp_path) == WHOLE
+
+
+def test_a_lock_on_a_removed_journal_is_not_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ShardWriter(tmp_path / "x", durable=False)
+    opened = os.open
+    second: list[ShardWriter] = []
+
+    def open_then_finish(path: Any, *arguments: Any) -> int:
+        fd = opened(path, *arguments)
+        if str(path).endswith(".journal") and first.num_packs == 0:
+            first.add_pack([1], [0], [0])
+            first.finalize()
+        return fd
+
+    monkeypatch.setattr(os, "open", open_then_finish)
+    second.append(ShardWriter(tmp_path / "x", durable=False, overwrite=True))
+    with pytest.raises(FormatError, match="another writer"):
+        ShardWriter(tmp_path / "x", overwrite=True)
+    second.pop().abandon()
+    assert len(Shard(tmp_path / "x")) == 1
+
+
+def test_remains_of_a_killed_build_go_with_the_next(tmp_path: Path) -> None:
+    for suffix in (*SUFFIXES, ".loss.bin.tmp.float32"):
+        (tmp_path / f"x{suffix.removesuffix('.tmp.float32')}.tmp").write_bytes(b"old")
+    (tmp_path / "x.loss.bin.tmp.float32").write_bytes(b"old")
+    (tmp_path / "x.journal").write_bytes(b"torn")
+    ShardWriter(tmp_path / "x", overwrite=True, durable=False).abandon()
+    assert folder_of(tmp_path) == []
+
+
+def test_a_folder_named_like_the_journal_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.journal").mkdir()
+    with pytest.raises(FormatError, match="a folder is where the journal"):
+        ShardWriter(tmp_path / "x")
+
+
+def test_a_missing_folder_is_made_and_a_file_in_its_place_is_not(tmp_path: Path) -> None:
+    write_samples(tmp_path / "a" / "b" / "x", [])
+    assert Shard(tmp_path / "a" / "b" / "x").header.num_packs == 0
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OSError):
+        ShardWriter(tmp_path / "file" / "x")
