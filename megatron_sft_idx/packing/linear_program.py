@@ -83,9 +83,7 @@ def _solve(
     return columns, np.maximum(amounts, 0.0)
 
 
-def _best_pattern(
-    present: NDArray[np.int64], prices: NDArray[np.float64], grid: int, most: int
-) -> NDArray[np.int64]:
+def _best_pattern(present: NDArray[np.int64], prices: NDArray[np.float64], grid: int, most: int) -> NDArray[np.int64]:
     """The pattern of highest price: a knapsack, one more sequence a round until no more fit or none pays."""
     value = np.append(np.zeros(grid + 1), -np.inf)
     choices = []
@@ -167,9 +165,7 @@ class _Taken:
         return np.array(self._offsets, np.int64), entries, np.array(self._used, np.int64)
 
 
-def _plan_rest(
-    sizes: NDArray[np.int64], counts: NDArray[np.int64], capacity: int, most: int, seed: int
-) -> Patterns:
+def _plan_rest(sizes: NDArray[np.int64], counts: NDArray[np.int64], capacity: int, most: int, seed: int) -> Patterns:
     planners = ("exact-fill-average", "exact-fill-fewest", "best-fit", "first-fit-decreasing")
     plans = [_native.packing_plan(sizes, counts, capacity, most, planner, seed) for planner in planners]
     return min(plans, key=lambda plan: int(plan[2].sum()))

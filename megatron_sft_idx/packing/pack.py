@@ -152,9 +152,7 @@ class _Job:
 
     def plans(self, planners: Sequence[str]) -> Iterator[_Patterns]:
         for planner in planners:
-            patterns = _native.packing_plan(
-                self.sizes, self.counts, self.units, self.most, planner, self.seed
-            )
+            patterns = _native.packing_plan(self.sizes, self.counts, self.units, self.most, planner, self.seed)
             yield _Patterns(_PLANNERS[planner], *patterns)
 
     def fewest(self, plans: Iterator[_Patterns]) -> _Patterns:

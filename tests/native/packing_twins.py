@@ -69,9 +69,7 @@ def lower_bound(sizes, counts, capacity, most):
     def phi(eps):
         steps = floor(1 / eps)
         return lambda x: (
-            1 - Fraction(floor((1 - x) / eps), steps)
-            if x > Fraction(1, 2)
-            else Fraction(int(x >= eps), steps)
+            1 - Fraction(floor((1 - x) / eps), steps) if x > Fraction(1, 2) else Fraction(int(x >= eps), steps)
         )
 
     def packs(f):
@@ -215,9 +213,7 @@ class _Pattern:
 
     def fill_nearly(self, average):
         before = list(self.picked)
-        while self.seats > 0 and (
-            fitting := [s for s in self.left if s <= self.room and self.available(s) > 0]
-        ):
+        while self.seats > 0 and (fitting := [s for s in self.left if s <= self.room and self.available(s) > 0]):
             self.picked.append(max(fitting))
         greedy, spare = self.picked, self.room
         for count in (average, 2):

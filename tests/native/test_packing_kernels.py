@@ -51,8 +51,7 @@ def classes(lengths, capacity, multiple):
 def plan_of(sizes, counts, units, most, *, planner, seed=0):
     offsets, entries, packs = _native.packing_plan(sizes, counts, units, most, planner, seed)
     contents = [
-        [(int(sizes[c]), int(times)) for c, times in entries[offsets[p] : offsets[p + 1]]]
-        for p in range(len(packs))
+        [(int(sizes[c]), int(times)) for c, times in entries[offsets[p] : offsets[p + 1]]] for p in range(len(packs))
     ]
     return list(zip(packs.tolist(), contents, strict=True))
 
@@ -97,9 +96,7 @@ def test_fit_decreasing_is_item_by_item(lengths, capacity, multiple, most, plann
     sizes, counts, units = classes(lengths, capacity, multiple)
     plan = plan_of(sizes, counts, units, most, planner=planner)
     packs = [
-        tuple(size for size, times in content for _ in range(times))
-        for used, content in plan
-        for _ in range(used)
+        tuple(size for size, times in content for _ in range(times)) for used, content in plan for _ in range(used)
     ]
     expected = twin.fit_decreasing(sizes.tolist(), counts.tolist(), units, most, best)
     if best:  # packs of equal free space may swap what comes next

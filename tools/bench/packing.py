@@ -183,9 +183,7 @@ def shape_rows(count: int) -> Iterator[str]:
     for name, lengths, capacity in shapes(count, np.random.default_rng(count)):
         bound = pack_sequences(lengths, capacity, method="sequential").lower_bound
         runs: list[tuple[str, float, Csr]] = []
-        packers = [
-            (f"**{method}**", ours(method), 1 if method == "first-fit-shuffle" else 5) for method in METHODS
-        ]
+        packers = [(f"**{method}**", ours(method), 1 if method == "first-fit-shuffle" else 5) for method in METHODS]
         packers += [(peer, run, times) for peer, (run, limit, times) in PEERS.items() if count <= limit]
         for packer, run, repeats in packers:
             seconds, csr = run(lengths, capacity)
