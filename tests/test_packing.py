@@ -3,6 +3,7 @@
 import hashlib
 import subprocess
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ EACH_METHOD = pytest.mark.parametrize("method", METHODS)
 
 
 def packs_of(plan):
-    return [plan.sequences[a:b].tolist() for a, b in zip(plan.offsets[:-1], plan.offsets[1:], strict=True)]
+    return [plan.sequences[a:b].tolist() for a, b in pairwise(plan.offsets)]
 
 
 def check(plan, lengths, capacity, *, most=None, multiple=1):
@@ -326,7 +327,7 @@ def test_groups_hold_neighbours_in_cost(costs, size, seed):
     assert sorted(order.tolist()) == list(range(len(costs)))
     runs = np.array(costs, np.int64)[order[: len(costs) // size * size]].reshape(-1, size)
     ranges = sorted((run.min(), run.max()) for run in runs)
-    assert all(before[1] <= after[0] for before, after in zip(ranges[:-1], ranges[1:], strict=True))
+    assert all(before[1] <= after[0] for before, after in pairwise(ranges))
 
 
 def test_groups_even_out_attention():

@@ -77,7 +77,8 @@ py::tuple packing_plan(const Array<std::int64_t>& sizes, const Array<std::int64_
     plan = make_plan(problem, planner, seed);
   }
   Array<std::int32_t> entries({static_cast<py::ssize_t>(plan.entries.size()), py::ssize_t{2}});
-  if (entries.size() > 0) std::memcpy(entries.mutable_data(), plan.entries.data(), static_cast<std::size_t>(entries.nbytes()));
+  const auto bytes = static_cast<std::size_t>(entries.nbytes());
+  if (bytes > 0) std::memcpy(entries.mutable_data(), plan.entries.data(), bytes);
   return py::make_tuple(to_array(plan.offsets), entries, to_array(plan.packs));
 }
 
@@ -90,7 +91,8 @@ py::tuple packing_hand_out(const Array<std::int64_t>& lengths, std::int64_t mult
   plan.offsets = to_vector(pattern_offsets, "pattern_offsets");
   plan.packs = to_vector(packs, "packs");
   plan.entries.resize(static_cast<std::size_t>(entries.shape(0)));
-  if (entries.size() > 0) std::memcpy(plan.entries.data(), entries.data(), static_cast<std::size_t>(entries.nbytes()));
+  const auto bytes = static_cast<std::size_t>(entries.nbytes());
+  if (bytes > 0) std::memcpy(plan.entries.data(), entries.data(), bytes);
   const auto class_sizes = to_vector(sizes, "sizes");
   plan.check(class_sizes.size());
   Array<std::int64_t> offsets(std::accumulate(plan.packs.begin(), plan.packs.end(), std::int64_t{0}) + 1);

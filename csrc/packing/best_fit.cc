@@ -1,5 +1,7 @@
 #include "packing/best_fit.h"
 
+#include <algorithm>
+
 #include "packing/free_space.h"
 #include "packing/pack_groups.h"
 

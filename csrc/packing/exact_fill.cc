@@ -1,6 +1,8 @@
 #include "packing/exact_fill.h"
 
 #include <algorithm>
+#include <functional>
+#include <utility>
 
 #include "packing/fenwick.h"
 #include "packing/random.h"

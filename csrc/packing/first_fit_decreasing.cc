@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <utility>
+
 #include "packing/best_fit.h"
 #include "packing/pack_groups.h"
 

@@ -65,12 +65,13 @@ class FreeTree {
 // Sorts sequences by their pack, packs renumbered by `place`; inside a pack the order of `order` stays.
 std::vector<std::int64_t> group(const std::vector<std::int64_t>& order, const std::vector<std::int64_t>& pack_of,
                                 const std::vector<std::int64_t>& place, std::int64_t* sequences) {
+  auto placed = [&](std::int64_t pack) { return static_cast<std::size_t>(place[static_cast<std::size_t>(pack)]); };
   std::vector<std::int64_t> offsets(place.size() + 1, 0);
-  for (const std::int64_t pack : pack_of) ++offsets[static_cast<std::size_t>(place[static_cast<std::size_t>(pack)]) + 1];
+  for (const std::int64_t pack : pack_of) ++offsets[placed(pack) + 1];
   std::partial_sum(offsets.begin(), offsets.end(), offsets.begin());
   std::vector<std::int64_t> cursor(offsets.begin(), offsets.end() - 1);
   for (std::size_t i = 0; i < order.size(); ++i) {
-    sequences[cursor[static_cast<std::size_t>(place[static_cast<std::size_t>(pack_of[i])])]++] = order[i];
+    sequences[cursor[placed(pack_of[i])]++] = order[i];
   }
   return offsets;
 }

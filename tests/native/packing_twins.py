@@ -73,7 +73,7 @@ def lower_bound(sizes, counts, capacity, most):
         )
 
     def packs(f):
-        values = ((f(Fraction(size, capacity)), count) for size, count in zip(sizes, counts))
+        values = ((f(Fraction(size, capacity)), count) for size, count in zip(sizes, counts, strict=True))
         return ceil(sum(value * count for value, count in values))
 
     functions = [identity, *(u(k) for k in range(1, 21))]
@@ -92,7 +92,7 @@ def fit_decreasing(sizes, counts, capacity, most, best):
     Among packs of equal free space best fit may choose any: without a cap the choice changes no pack count.
     """
     free, held = [], []
-    for size, count in sorted(zip(sizes, counts), reverse=True):
+    for size, count in sorted(zip(sizes, counts, strict=True), reverse=True):
         for _ in range(count):
             fitting = [p for p in range(len(free)) if free[p] >= size and len(held[p]) < most]
             if fitting:
@@ -106,9 +106,9 @@ def fit_decreasing(sizes, counts, capacity, most, best):
     return held
 
 
-def exact_fill(sizes, counts, capacity, most, average, seed):
+def exact_fill(sizes, counts, capacity, most, *, average, seed):
     """Patterns in the order in which they are found: (packs, sizes descending)."""
-    left = dict(zip(sizes, counts))
+    left = dict(zip(sizes, counts, strict=True))
     random = Random(seed, PATTERNS)
     few_classes = len(sizes) < 1000
     plan = []

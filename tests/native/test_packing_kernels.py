@@ -1,6 +1,7 @@
 """Packing kernels against their plain Python twins."""
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import packing_twins as twin
@@ -47,7 +48,7 @@ def classes(lengths, capacity, multiple):
     return sizes, counts, capacity // multiple
 
 
-def plan_of(sizes, counts, units, most, planner, seed=0):
+def plan_of(sizes, counts, units, most, *, planner, seed=0):
     offsets, entries, packs = _native.packing_plan(sizes, counts, units, most, planner, seed)
     contents = [
         [(int(sizes[c]), int(times)) for c, times in entries[offsets[p] : offsets[p + 1]]] for p in range(len(packs))
@@ -56,7 +57,7 @@ def plan_of(sizes, counts, units, most, planner, seed=0):
 
 
 def as_packs(offsets, sequences):
-    return [sequences[a:b].tolist() for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [sequences[a:b].tolist() for a, b in pairwise(offsets)]
 
 
 @CASES
@@ -77,7 +78,7 @@ def test_lower_bound(lengths, capacity, multiple, most):
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_plans_are_valid(lengths, capacity, multiple, most, planner):
     sizes, counts, units = classes(lengths, capacity, multiple)
-    plan = plan_of(sizes, counts, units, most, planner)
+    plan = plan_of(sizes, counts, units, most, planner=planner)
     used = Counter()
     for packs, content in plan:
         assert sum(size * times for size, times in content) <= units
@@ -89,10 +90,11 @@ def test_plans_are_valid(lengths, capacity, multiple, most, planner):
 
 
 @CASES
-@pytest.mark.parametrize(("planner", "best"), [("best-fit", True), ("first-fit-decreasing", False)])
-def test_fit_decreasing_is_item_by_item(lengths, capacity, multiple, most, planner, best):
+@pytest.mark.parametrize("planner", ["best-fit", "first-fit-decreasing"])
+def test_fit_decreasing_is_item_by_item(lengths, capacity, multiple, most, planner):
+    best = planner == "best-fit"
     sizes, counts, units = classes(lengths, capacity, multiple)
-    plan = plan_of(sizes, counts, units, most, planner)
+    plan = plan_of(sizes, counts, units, most, planner=planner)
     packs = [
         tuple(size for size, times in content for _ in range(times)) for used, content in plan for _ in range(used)
     ]
@@ -105,16 +107,17 @@ def test_fit_decreasing_is_item_by_item(lengths, capacity, multiple, most, plann
 
 
 @SMALL_CASES
-@pytest.mark.parametrize("seed", [0, 2**64 - 1])
-@pytest.mark.parametrize(("planner", "average"), [("exact-fill-average", True), ("exact-fill-fewest", False)])
-def test_exact_fill_is_its_twin(lengths, capacity, multiple, most, seed, planner, average):
+@pytest.mark.parametrize("planner", ["exact-fill-average", "exact-fill-fewest"])
+def test_exact_fill_is_its_twin(lengths, capacity, multiple, most, planner):
     sizes, counts, units = classes(lengths, capacity, multiple)
-    expected = twin.exact_fill(sizes.tolist(), counts.tolist(), units, most, average, seed)
-    found = [
-        (packs, [size for size, times in content for _ in range(times)])
-        for packs, content in plan_of(sizes, counts, units, most, planner, seed)
-    ]
-    assert found == expected
+    for seed in (0, 2**64 - 1):
+        average = planner == "exact-fill-average"
+        expected = twin.exact_fill(sizes.tolist(), counts.tolist(), units, most, average=average, seed=seed)
+        found = [
+            (packs, [size for size, times in content for _ in range(times)])
+            for packs, content in plan_of(sizes, counts, units, most, planner=planner, seed=seed)
+        ]
+        assert found == expected
 
 
 @CASES
@@ -122,7 +125,7 @@ def test_hand_out(lengths, capacity, multiple, most):
     sizes, counts, units = classes(lengths, capacity, multiple)
     patterns = _native.packing_plan(sizes, counts, units, most, "best-fit", 0)
     packs = as_packs(*_native.packing_hand_out(lengths, multiple, sizes, *patterns, 7))
-    plan = plan_of(sizes, counts, units, most, "best-fit")
+    plan = plan_of(sizes, counts, units, most, planner="best-fit")
     assert packs == twin.hand_out(lengths.tolist(), multiple, plan, 7)
 
 
