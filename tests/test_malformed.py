@@ -155,7 +155,8 @@ TOKENIZERS = {
     "another JSON": (lambda f: (f / "tokenizer.json").write_text("[1]"), "tokenizer.json"),
     "no model": (lambda f: edit_tokenizer(f, lambda spec: spec.pop("model")), "tokenizer.json"),
     "broken merges": (
-        lambda f: edit_tokenizer(f, lambda spec: spec["model"].update(merges=["a b c d"])), "tok: the tokenizers library",
+        lambda f: edit_tokenizer(f, lambda spec: spec["model"].update(merges=["a b c d"])),
+        "tok: the tokenizers library",
     ),
     "config not JSON": (lambda f: (f / "tokenizer_config.json").write_text("nope"), "tokenizer_config.json"),
     "no template": (lambda f: edit_config(f, chat_template=None), "--chat-template"),

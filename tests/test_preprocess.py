@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 from itertools import groupby
-from pathlib import Path
 
 import numpy as np
 import pytest
 from chats import (
     CHATS,
     GENERATION_TEMPLATE,
-    ROOT,
     TOKENIZER,
-    command,
     files_of,
     preprocess,
-    remains,
     sequences_of,
-    write_rows,
 )
 from transformers import AutoTokenizer
 
@@ -240,171 +231,6 @@ def test_control_tokens_in_the_data_stay_text(tmp_path, tokenizer):
     (as_text, _), (as_token, _) = sequences_of(tmp_path / "text") + sequences_of(tmp_path / "token")
     assert tokenizer.decode(as_text) == tokenizer.decode(as_token)
     assert ((as_text == end).sum(), (as_token == end).sum()) == (2, 4)
-
-
-LONG = [
-    {"prompt": "Count.", "completion": " ".join(map(str, range(400)))},
-    {"prompt": "Hi", "completion": "Hello"},
-]
-
-
-def test_overlong_is_an_error_that_keeps_the_corpus_for_the_next_run(tmp_path):
-    failed = preprocess(tmp_path / "x", rows=LONG, capacity=256)
-    assert failed.code == 1
-    assert "1 of 2 sequences are longer than 256 tokens, the longest has" in failed.err
-    assert "--overlong drop, truncate or split" in failed.err
-    assert remains(tmp_path) == sorted(f"x.unpacked{s}" for s in (".bin", ".idx", ".loss.bin", ".seq.bin", ".seq.idx"))
-    again = preprocess(tmp_path / "x", "--overlong", "split", rows=LONG, capacity=256)
-    assert again.code == 0, again
-    assert "corpus reused" in again.out
-    assert not list(tmp_path.glob("x.unpacked*"))
-
-
-def test_a_corpus_of_other_input_is_not_reused(tmp_path):
-    assert preprocess(tmp_path / "x", rows=LONG, capacity=256).code == 1
-    other = preprocess(tmp_path / "x", "--overlong", "drop", rows=LONG[::-1], capacity=256)
-    assert other.code == 1
-    assert "made with another input" in other.err
-    other = preprocess(tmp_path / "x", "--overlong", "drop", "--append-eod", rows=LONG, capacity=256)
-    assert other.code == 1
-    assert "made with another options" in other.err
-    assert preprocess(tmp_path / "x", "--overlong", "drop", "--overwrite", rows=LONG[::-1], capacity=256).code == 0
-
-
-@pytest.mark.parametrize("multiple", [1, 16])
-def test_overlong_drop_truncate_split(tmp_path, multiple):
-    assert preprocess(tmp_path / "whole", "--packing", "none", rows=LONG, capacity=4096).code == 0
-    (long, long_mask), (short, short_mask) = sequences_of(tmp_path / "whole")
-
-    def run(overlong):
-        done = preprocess(
-            tmp_path / overlong, "--overlong", overlong, "--packing", "sequential", "--sequence-multiple", multiple,
-            "--summary", tmp_path / "s.json", rows=LONG, capacity=250,
-        )  # fmt: skip
-        assert done.code == 0, done
-        return sequences_of(tmp_path / overlong), json.loads((tmp_path / "s.json").read_text())["packing"]
-
-    limit = 250 // multiple * multiple
-    dropped, counts = run("drop")
-    assert [ids.tolist() for ids, _ in dropped] == [short.tolist()]
-    assert (counts["overlong"], counts["dropped_tokens"]) == (1, len(long))
-
-    truncated, counts = run("truncate")
-    assert [ids.tolist() for ids, _ in truncated] == [long[:limit].tolist(), short.tolist()]
-    assert truncated[0][1].tolist() == long_mask[:limit].tolist()
-    assert (counts["overlong"], counts["dropped_tokens"]) == (1, len(long) - limit)
-    assert counts["untrained_by_cut"] == int(long_mask[limit] != 0)
-
-    split, counts = run("split")
-    assert np.concatenate([ids for ids, _ in split]).tolist() == [*long.tolist(), *short.tolist()]
-    cuts = range(limit, len(long), limit)
-    expected = long_mask.copy()
-    expected[list(cuts)] = 0  # nothing in the same sequence predicts the first token after a cut
-    assert np.concatenate([mask for _, mask in split]).tolist() == [*expected.tolist(), *short_mask.tolist()]
-    assert (counts["overlong"], counts["dropped_tokens"]) == (1, 0)
-    assert counts["untrained_by_cut"] == sum(int(long_mask[cut] != 0) for cut in cuts)
-
-
-def test_pack_repacks_packs_without_tokens_lost(tmp_path):
-    assert preprocess(tmp_path / "x", "--keep-corpus").code == 0
-    for source in ("x", "x.unpacked"):
-        done = command("pack", tmp_path / source, "--seq-length", 2048, "--output-prefix", tmp_path / f"{source}-2k")
-        assert done.code == 0, done
-        assert "rows" not in done.out
-    whole = sorted((ids.tobytes(), mask.tobytes()) for ids, mask in sequences_of(tmp_path / "x.unpacked"))
-    for prefix in ("x", "x-2k", "x.unpacked-2k"):
-        assert sorted((a.tobytes(), m.tobytes()) for a, m in sequences_of(tmp_path / prefix)) == whole
-    assert len(Shard(tmp_path / "x-2k")) < len(Shard(tmp_path / "x"))
-    # The corpus packed now is the shard that preprocess made then.
-    assert command("pack", tmp_path / "x.unpacked", "--seq-length", 1024, "--output-prefix", tmp_path / "y").code == 0
-    assert files_of(tmp_path / "x") == files_of(tmp_path / "y")
-
-
-def test_refuses_to_overwrite(tmp_path):
-    assert preprocess(tmp_path / "x").code == 0
-    before = files_of(tmp_path / "x")
-    refused = preprocess(tmp_path / "x", "--seed", 5)
-    assert refused.code == 1
-    assert "exist already" in refused.err
-    assert files_of(tmp_path / "x") == before
-    assert preprocess(tmp_path / "x", "--seed", 5, "--overwrite").code == 0
-    assert files_of(tmp_path / "x") != before
-
-
-def test_dry_run_shows_and_writes_nothing(tmp_path):
-    done = preprocess(tmp_path / "new" / "x", "--dry-run")
-    assert done.code == 0, done
-    assert "[[" in done.out
-    assert "nothing was written" in done.out
-    assert not (tmp_path / "new").exists()
-
-
-def test_bad_rows_can_be_skipped_and_are_listed(tmp_path, chats):
-    rows = [
-        chats[0],
-        {"messages": []},
-        chats[1],
-        {"text": "?"},
-        {"input_ids": [1, 10**6], "loss_mask": [1, 1]},
-    ]
-    done = preprocess(tmp_path / "x", "--on-bad-row", "skip", "--summary", tmp_path / "s.json", rows=rows)
-    assert done.code == 0, done
-    listed = json.loads((tmp_path / "s.json").read_text())["corpus"]["bad_rows"]
-    assert [line.split(":")[1] for line in listed] == ["2", "4", "5"]
-    assert [line.split("rows.jsonl:")[1][0] for line in done.err.splitlines()] == ["2", "4", "5"]
-    assert len(sequences_of(tmp_path / "x")) == 2
-    assert Shard(tmp_path / "x").header.metadata["sources"]["skipped"] == 3
-
-
-def test_progress_is_plain_lines_without_a_terminal(tmp_path, chats):
-    done = preprocess(tmp_path / "x", "--log-interval", 1000, rows=chats * 25)
-    assert done.code == 0
-    lines = [line for line in done.err.splitlines() if line.startswith("tokenising: ")]
-    assert len(lines) >= 3
-    assert all(" rows/s" in line and " left" in line for line in lines)
-    assert "100.0%" in lines[-1]
-    assert "\r" not in done.err
-
-
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_runs_leave_nothing(tmp_path, chats, sent, code):
-    source = write_rows(tmp_path / "rows.jsonl", chats * 80)
-    arguments = ["preprocess", "--input", source, "--tokenizer-model", TOKENIZER, "--seq-length", "1024"]
-    arguments += ["--output-prefix", tmp_path / "x", "--workers", "2", "--log-interval", "1000"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "megatron_sft_idx", *map(str, arguments)],
-        cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    ) as process:  # fmt: skip
-        assert process.stderr is not None
-        first = process.stderr.readline()
-        assert first.startswith("tokenising: "), first
-        assert (tmp_path / "x.unpacked.journal").exists()
-        os.killpg(process.pid, sent)
-        rest = process.stderr.read()
-    assert process.returncode == code, rest
-    assert "Traceback" not in rest
-    assert remains(tmp_path) == []
-
-
-def test_a_killed_worker_changes_no_byte(tmp_path, chats):
-    source = write_rows(tmp_path / "rows.jsonl", chats * 60)
-    arguments = ["preprocess", "--input", source, "--tokenizer-model", TOKENIZER, "--seq-length", "1024"]
-    assert command(*arguments, "--output-prefix", tmp_path / "calm", "--workers", 0).code == 0
-    arguments += ["--output-prefix", tmp_path / "shot", "--workers", "2", "--log-interval", "1000"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "megatron_sft_idx", *map(str, arguments)],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stderr is not None
-        assert process.stderr.readline().startswith("tokenising: ")
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        worker = next(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
-        os.kill(int(worker), signal.SIGKILL)
-        rest = process.stderr.read()
-    assert process.returncode == 0, rest
-    assert files_of(tmp_path / "shot") == files_of(tmp_path / "calm")
 
 
 def test_rows_with_tools_get_the_template_for_tools(tmp_path, tokenizer):

@@ -1,0 +1,88 @@
+"""Overlong sequences, the corpus between two runs, and packing anew."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from chats import command, files_of, preprocess, remains, sequences_of
+
+from megatron_sft_idx.shard import Shard
+
+LONG = [
+    {"prompt": "Count.", "completion": " ".join(map(str, range(400)))},
+    {"prompt": "Hi", "completion": "Hello"},
+]
+
+
+def test_overlong_is_an_error_that_keeps_the_corpus_for_the_next_run(tmp_path):
+    failed = preprocess(tmp_path / "x", rows=LONG, capacity=256)
+    assert failed.code == 1
+    assert "1 of 2 sequences are longer than 256 tokens, the longest has" in failed.err
+    assert "--overlong drop, truncate or split" in failed.err
+    assert remains(tmp_path) == sorted(f"x.unpacked{s}" for s in (".bin", ".idx", ".loss.bin", ".seq.bin", ".seq.idx"))
+    again = preprocess(tmp_path / "x", "--overlong", "split", rows=LONG, capacity=256)
+    assert again.code == 0, again
+    assert "corpus reused" in again.out
+    assert not list(tmp_path.glob("x.unpacked*"))
+
+
+def test_a_corpus_of_other_input_is_not_reused(tmp_path):
+    assert preprocess(tmp_path / "x", rows=LONG, capacity=256).code == 1
+    other = preprocess(tmp_path / "x", "--overlong", "drop", rows=LONG[::-1], capacity=256)
+    assert other.code == 1
+    assert "made with another input" in other.err
+    other = preprocess(tmp_path / "x", "--overlong", "drop", "--append-eod", rows=LONG, capacity=256)
+    assert other.code == 1
+    assert "made with another options" in other.err
+    assert preprocess(tmp_path / "x", "--overlong", "drop", "--overwrite", rows=LONG[::-1], capacity=256).code == 0
+
+
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_overlong_drop_truncate_split(tmp_path, multiple):
+    assert preprocess(tmp_path / "whole", "--packing", "none", rows=LONG, capacity=4096).code == 0
+    (long, long_mask), (short, short_mask) = sequences_of(tmp_path / "whole")
+
+    def run(overlong):
+        done = preprocess(
+            tmp_path / overlong, "--overlong", overlong, "--packing", "sequential", "--sequence-multiple", multiple,
+            "--summary", tmp_path / "s.json", rows=LONG, capacity=250,
+        )  # fmt: skip
+        assert done.code == 0, done
+        return sequences_of(tmp_path / overlong), json.loads((tmp_path / "s.json").read_text())["packing"]
+
+    limit = 250 // multiple * multiple
+    dropped, counts = run("drop")
+    assert [ids.tolist() for ids, _ in dropped] == [short.tolist()]
+    assert (counts["overlong"], counts["dropped_tokens"]) == (1, len(long))
+
+    truncated, counts = run("truncate")
+    assert [ids.tolist() for ids, _ in truncated] == [long[:limit].tolist(), short.tolist()]
+    assert truncated[0][1].tolist() == long_mask[:limit].tolist()
+    assert (counts["overlong"], counts["dropped_tokens"]) == (1, len(long) - limit)
+    assert counts["untrained_by_cut"] == int(long_mask[limit] != 0)
+
+    split, counts = run("split")
+    assert np.concatenate([ids for ids, _ in split]).tolist() == [*long.tolist(), *short.tolist()]
+    cuts = range(limit, len(long), limit)
+    expected = long_mask.copy()
+    expected[list(cuts)] = 0  # nothing in the same sequence predicts the first token after a cut
+    assert np.concatenate([mask for _, mask in split]).tolist() == [*expected.tolist(), *short_mask.tolist()]
+    assert (counts["overlong"], counts["dropped_tokens"]) == (1, 0)
+    assert counts["untrained_by_cut"] == sum(int(long_mask[cut] != 0) for cut in cuts)
+
+
+def test_pack_repacks_packs_without_tokens_lost(tmp_path):
+    assert preprocess(tmp_path / "x", "--keep-corpus").code == 0
+    for source in ("x", "x.unpacked"):
+        done = command("pack", tmp_path / source, "--seq-length", 2048, "--output-prefix", tmp_path / f"{source}-2k")
+        assert done.code == 0, done
+        assert "rows" not in done.out
+    whole = sorted((ids.tobytes(), mask.tobytes()) for ids, mask in sequences_of(tmp_path / "x.unpacked"))
+    for prefix in ("x", "x-2k", "x.unpacked-2k"):
+        assert sorted((a.tobytes(), m.tobytes()) for a, m in sequences_of(tmp_path / prefix)) == whole
+    assert len(Shard(tmp_path / "x-2k")) < len(Shard(tmp_path / "x"))
+    # The corpus packed now is the shard that preprocess made then.
+    assert command("pack", tmp_path / "x.unpacked", "--seq-length", 1024, "--output-prefix", tmp_path / "y").code == 0
+    assert files_of(tmp_path / "x") == files_of(tmp_path / "y")

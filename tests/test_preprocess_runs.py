@@ -1,0 +1,107 @@
+"""How runs go: what is refused, shown and listed, and what interrupts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from chats import CHATS, ROOT, TOKENIZER, command, files_of, preprocess, remains, sequences_of, write_rows
+
+from megatron_sft_idx.shard import Shard
+
+
+@pytest.fixture(scope="module")
+def chats():
+    return [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
+
+
+def test_refuses_to_overwrite(tmp_path):
+    assert preprocess(tmp_path / "x").code == 0
+    before = files_of(tmp_path / "x")
+    refused = preprocess(tmp_path / "x", "--seed", 5)
+    assert refused.code == 1
+    assert "exist already" in refused.err
+    assert files_of(tmp_path / "x") == before
+    assert preprocess(tmp_path / "x", "--seed", 5, "--overwrite").code == 0
+    assert files_of(tmp_path / "x") != before
+
+
+def test_dry_run_shows_and_writes_nothing(tmp_path):
+    done = preprocess(tmp_path / "new" / "x", "--dry-run")
+    assert done.code == 0, done
+    assert "[[" in done.out
+    assert "nothing was written" in done.out
+    assert not (tmp_path / "new").exists()
+
+
+def test_bad_rows_can_be_skipped_and_are_listed(tmp_path, chats):
+    rows = [
+        chats[0],
+        {"messages": []},
+        chats[1],
+        {"text": "?"},
+        {"input_ids": [1, 10**6], "loss_mask": [1, 1]},
+    ]
+    done = preprocess(tmp_path / "x", "--on-bad-row", "skip", "--summary", tmp_path / "s.json", rows=rows)
+    assert done.code == 0, done
+    listed = json.loads((tmp_path / "s.json").read_text())["corpus"]["bad_rows"]
+    assert [line.split(":")[1] for line in listed] == ["2", "4", "5"]
+    assert [line.split("rows.jsonl:")[1][0] for line in done.err.splitlines()] == ["2", "4", "5"]
+    assert len(sequences_of(tmp_path / "x")) == 2
+    assert Shard(tmp_path / "x").header.metadata["sources"]["skipped"] == 3
+
+
+def test_progress_is_plain_lines_without_a_terminal(tmp_path, chats):
+    done = preprocess(tmp_path / "x", "--log-interval", 1000, rows=chats * 25)
+    assert done.code == 0
+    lines = [line for line in done.err.splitlines() if line.startswith("tokenising: ")]
+    assert len(lines) >= 3
+    assert all(" rows/s" in line and " left" in line for line in lines)
+    assert "100.0%" in lines[-1]
+    assert "\r" not in done.err
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_runs_leave_nothing(tmp_path, chats, sent, code):
+    source = write_rows(tmp_path / "rows.jsonl", chats * 80)
+    arguments = ["preprocess", "--input", source, "--tokenizer-model", TOKENIZER, "--seq-length", "1024"]
+    arguments += ["--output-prefix", tmp_path / "x", "--workers", "2", "--log-interval", "1000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_sft_idx", *map(str, arguments)],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        first = process.stderr.readline()
+        assert first.startswith("tokenising: "), first
+        assert (tmp_path / "x.unpacked.journal").exists()
+        os.killpg(process.pid, sent)
+        rest = process.stderr.read()
+    assert process.returncode == code, rest
+    assert "Traceback" not in rest
+    assert remains(tmp_path) == []
+
+
+def test_a_killed_worker_changes_no_byte(tmp_path, chats):
+    source = write_rows(tmp_path / "rows.jsonl", chats * 60)
+    arguments = ["preprocess", "--input", source, "--tokenizer-model", TOKENIZER, "--seq-length", "1024"]
+    assert command(*arguments, "--output-prefix", tmp_path / "calm", "--workers", 0).code == 0
+    arguments += ["--output-prefix", tmp_path / "shot", "--workers", "2", "--log-interval", "1000"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_sft_idx", *map(str, arguments)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("tokenising: ")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        worker = next(pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        os.kill(int(worker), signal.SIGKILL)
+        rest = process.stderr.read()
+    assert process.returncode == 0, rest
+    assert files_of(tmp_path / "shot") == files_of(tmp_path / "calm")
