@@ -69,7 +69,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 for prefix in sys.argv[1:]:
     dataset = IndexedDataset(prefix)
     print(json.dumps([dataset.index.dtype.__name__, [dataset[i].tolist() for i in range(len(dataset))]]))
-print(json.dumps([module for module in sys.modules if "sft_idx" in module]))
+print(json.dumps([module for module in sys.modules if module.startswith("megatron_sft_idx")]))
 """
     names = [np.dtype(dtype).name for dtype in DTYPES]
     for name in names:

@@ -40,7 +40,7 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
-        elif kind is None and self._interval and self._logged:
+        elif kind is None and self._interval and self._logged < self._count and self._logged:
             self._log()
 
     def update(self, units: int, items: int) -> None:
