@@ -122,6 +122,12 @@ WRITERS: list[tuple[str, Callable[[str, Input, int], None]]] = [
 ]
 
 
+def nbytes(writer: str, length: int, sequences: int) -> int:
+    """Bytes that a pack takes in all files: tokens and index, and ours masks, starts and offsets too."""
+    stock = 4 * length + 20
+    return stock if writer.startswith("stock") else stock + length + 4 * sequences + 16
+
+
 def writing(folder: Path, rounds: int) -> Iterator[str]:
     yield "## Writing"
     yield ""
@@ -143,6 +149,7 @@ def writing(folder: Path, rounds: int) -> Iterator[str]:
                     name,
                     f"{length * count / t.cpu / 1e6:.0f}",
                     f"{length * count / t.wall / 1e6:.0f}",
+                    f"{nbytes(name, length, sequences) * count / t.cpu / 1e6:.0f}",
                     f"{t.cpu / count * 1e6:.2f}",
                     f"{base.cpu / t.cpu:.2f}",
                     f"{base.wall / t.wall:.2f}",
@@ -154,6 +161,7 @@ def writing(folder: Path, rounds: int) -> Iterator[str]:
             "writer",
             "M tokens/cpu s",
             "M tokens/s",
+            "MB/cpu s",
             "cpu us a pack",
             "rate by cpu, `add_document` = 1",
             "by clock",
