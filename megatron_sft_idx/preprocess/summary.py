@@ -13,10 +13,14 @@ from megatron_sft_idx.preprocess.pack import PackReport
 __all__ = ["Summary"]
 
 _NOTES = {
+    "control_tokens_read_by_template": "control tokens in the data that the chat template itself reads, left to it",
     "first_token_masks_dropped": "masks on a sequence's first token dropped: nothing predicts it",
     "literals": "control tokens in the data kept as text",
+    "no_end_of_turn": "answers without an end-of-turn token: the chat template writes none",
     "reasoning_dropped": "messages whose reasoning the chat template leaves out",
-    "straddling": "trained tokens that begin before their span",
+    "straddling": "trained tokens that begin before their span (--span-by-span avoids them)",
+    "tool_arguments_converted": "tool calls whose arguments became text or an object, as the chat template expects",
+    "words_placed_by_search": "answers whose words were found by search in what the chat template made of them",
 }
 
 
