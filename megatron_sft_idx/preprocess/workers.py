@@ -1,15 +1,19 @@
-"""Worker processes that may die: results come in order, lost work is done again, nothing hangs."""
+"""Worker processes that may die: results come in order, lost work is done again, nothing hangs.
+
+Each worker has a pipe of its own and at most one item, and gets the next when it has answered. So a send never waits
+for a reader that is gone, and when a worker dies it is known which item it had. (``ProcessPoolExecutor`` shares one
+queue between its workers; before Python 3.12 it can hang for ever when one of them is killed while the queue is full.)
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar
 
 from megatron_sft_idx.errors import SFTIndexError
@@ -20,7 +24,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _MAX_ATTEMPTS = 3
-_task: Callable[[Any], Any] | None = None
+# spawn: forking a process with threads (tokenizers, progress) can deadlock the child.
+_PROCESSES = multiprocessing.get_context("spawn")
 
 
 def available_cpus() -> int:
@@ -38,8 +43,8 @@ def map_in_order(
 ) -> Iterator[Result]:
     """``make_task(*make_args)(item)`` for every item, in order, computed by worker processes.
 
-    Each worker makes its task once. Only a few items a worker are in flight, so memory is bounded by them. When a
-    worker is killed, all are replaced and what was in flight is done again.
+    Each worker makes its task once. Only a few items a worker are held at a time, so memory is bounded by them. A
+    worker that dies is replaced, and its item done again.
 
     Args:
         make_task: a function of a module, called in each worker.
@@ -49,7 +54,7 @@ def map_in_order(
         name_of: names an item in the error about it.
 
     Raises:
-        SFTIndexError: workers died three times while one item was in flight; names it.
+        SFTIndexError: three workers died over one item; names it.
         Exception: whatever the task raises, when its item's turn comes.
     """
     if workers == 0:
@@ -62,6 +67,37 @@ def map_in_order(
         pool.stop()
 
 
+class _Job(Generic[Item, Result]):
+    """An item on its way, then its outcome."""
+
+    def __init__(self, item: Item) -> None:
+        self.item = item
+        self.deaths = 0
+        self.done = False
+        self.error: BaseException | None = None
+        self.result: Result
+
+    def finish(self, error: BaseException | None, result: Result) -> None:
+        self.done, self.error, self.result = True, error, result
+
+
+class _Worker(Generic[Item, Result]):
+    """One process, this end of its pipe, and the job it has."""
+
+    def __init__(self, make_task: Callable[..., Callable[[Item], Result]], make_args: tuple[Any, ...]) -> None:
+        self.pipe, other_end = _PROCESSES.Pipe()
+        self.process = _PROCESSES.Process(target=_work, args=(other_end, make_task, make_args), daemon=True)
+        self.process.start()
+        # Ours was the second copy of that end: with it closed, the pipe ends when the worker does.
+        other_end.close()
+        self.job: _Job[Item, Result] | None = None
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
 class _Pool(Generic[Item, Result]):
     def __init__(
         self,
@@ -71,98 +107,106 @@ class _Pool(Generic[Item, Result]):
         name_of: Callable[[Item], str],
     ) -> None:
         self._make = make_task, make_args
-        self._workers = workers
         self._name_of = name_of
-        self._pending: deque[_Pending[Item, Result]] = deque()
-        self._executor = self._start()
-
-    def _start(self) -> ProcessPoolExecutor:
-        # spawn: forking a process with threads (tokenizers, progress) can deadlock the child.
-        return ProcessPoolExecutor(
-            self._workers, multiprocessing.get_context("spawn"), initializer=_set_up, initargs=self._make
-        )
+        self._workers: list[_Worker[Item, Result]] = []
+        self._most_held = 2 * workers + 1
+        # Jobs in the order of their items, the finished ones too; and those whose worker died.
+        self._held: deque[_Job[Item, Result]] = deque()
+        self._again: deque[_Job[Item, Result]] = deque()
+        for _ in range(workers):
+            self._workers.append(_Worker(*self._make))
 
     def run(self, items: Iterator[Item]) -> Iterator[Result]:
-        exhausted = False
         while True:
-            while not exhausted and len(self._pending) < 2 * self._workers + 1:
-                try:
-                    pending = _Pending[Item, Result](next(items))
-                except StopIteration:
-                    exhausted = True
-                else:
-                    self._pending.append(pending)
-                    self._submit(pending)
-            if not self._pending:
+            self._hand_out(items)
+            if not self._held:
                 return
+            if self._held[0].done:
+                job = self._held.popleft()
+                if job.error is not None:
+                    raise job.error
+                yield job.result
+            else:
+                self._receive()
+
+    def _hand_out(self, items: Iterator[Item]) -> None:
+        """Give every idle worker a job, as long as there are items and not too many are held."""
+        for worker in list(self._workers):
+            if worker.job is not None:
+                continue
+            if self._again:
+                job = self._again.popleft()
+            elif len(self._held) < self._most_held and (new := next(items, _NO_MORE)) is not _NO_MORE:
+                job = _Job[Item, Result](new)  # type: ignore[arg-type]
+                self._held.append(job)
+            else:
+                return
+            worker.job = job
             try:
-                result = self._pending[0].future.result()
-            except BrokenProcessPool:
-                self._recover()
-                continue
-            self._pending.popleft()
-            yield result
+                worker.pipe.send(job.item)
+            except OSError:
+                self._replace(worker)
 
-    def _submit(self, pending: _Pending[Item, Result]) -> None:
-        try:
-            pending.future = self._executor.submit(_run, pending.item)
-        except BrokenProcessPool as error:
-            # Found broken when handing out work: the same as finding it when waiting for the result.
-            pending.future = Future()
-            pending.future.set_exception(error)
+    def _receive(self) -> None:
+        """Wait until a worker answers or dies; take what has come."""
+        busy = {worker.pipe: worker for worker in self._workers if worker.job is not None}
+        for pipe in wait(list(busy)):
+            worker = busy[pipe]  # type: ignore[index]
+            assert worker.job is not None
+            try:
+                worker.job.finish(*worker.pipe.recv())
+                worker.job = None
+            except (EOFError, OSError):
+                self._replace(worker)
 
-    def _recover(self) -> None:
-        self.stop()
-        self._executor = self._start()
-        for pending in self._pending:
-            future = pending.future
-            if future.done() and not future.cancelled() and future.exception() is None:
-                continue
-            pending.attempts += 1
-            if pending.attempts >= _MAX_ATTEMPTS:
-                raise SFTIndexError(
-                    f"{self._name_of(pending.item)}: worker processes died {pending.attempts} times while working on"
-                    " this; they crashed or were killed (out of memory?): try fewer --workers, look at these rows"
-                )
-            self._submit(pending)
+    def _replace(self, worker: _Worker[Item, Result]) -> None:
+        """A new process in the place of one that died; its job is to be done again."""
+        worker.stop()
+        job = worker.job
+        assert job is not None
+        job.deaths += 1
+        if job.deaths >= _MAX_ATTEMPTS:
+            raise SFTIndexError(
+                f"{self._name_of(job.item)}: worker processes died {job.deaths} times while working on this; they"
+                " crashed or were killed (out of memory?): try fewer --workers, look at these rows"
+            )
+        self._again.append(job)
+        self._workers[self._workers.index(worker)] = _Worker(*self._make)
 
     def stop(self) -> None:
         # Work that nobody will ask for is not worth waiting for.
-        processes = list((getattr(self._executor, "_processes", None) or {}).values())
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.join()
+        for worker in self._workers:
+            worker.stop()
 
 
-class _Pending(Generic[Item, Result]):
-    future: Future[Result]
-
-    def __init__(self, item: Item) -> None:
-        self.item = item
-        self.attempts = 0
+_NO_MORE = object()
 
 
-def _set_up(make_task: Callable[..., Callable[[Any], Any]], make_args: tuple[Any, ...]) -> None:
-    global _task  # noqa: PLW0603 (the one way to keep something between the calls in a worker)
+def _work(
+    pipe: Connection[Any, Any], make_task: Callable[..., Callable[[Any], Any]], make_args: tuple[Any, ...]
+) -> None:
+    """What a worker does until its pipe ends, which it also does when the parent is killed."""
     # Ctrl-C reaches the whole process group; the parent is the one to end the work, and to say so.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     # One process is one thread of work; the libraries below would start one a processor.
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _task = make_task(*make_args)
-
-
-def _end_with_parent() -> None:
-    """Workers wait on a queue that they hold open themselves: without this they outlive a killed parent."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _run(item: Any) -> Any:
-    assert _task is not None
-    return _task(item)
+    task: Callable[[Any], Any] | None = None
+    while True:
+        try:
+            item = pipe.recv()
+        except EOFError:
+            return
+        answer: tuple[BaseException | None, Any]
+        try:
+            task = task or make_task(*make_args)
+            answer = (None, task(item))
+        except (SFTIndexError, OSError) as error:
+            answer = (error, None)
+        except Exception:
+            # A bug: what the parent raises must show where.
+            answer = (RuntimeError(f"in a worker process:\n{traceback.format_exc()}"), None)
+        try:
+            pipe.send(answer)
+        except OSError:
+            return
