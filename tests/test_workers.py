@@ -27,6 +27,8 @@ class Square:
             os.kill(os.getpid(), signal.SIGKILL)
         if number == 1000:
             raise SequenceError("numbers", number, "too large")
+        if number == 2000:
+            raise ZeroDivisionError("a bug of the task")
         return number * number
 
 
@@ -56,6 +58,14 @@ def test_errors_come_at_their_turn_and_whole(tmp_path):
     with pytest.raises(SequenceError) as caught:
         next(numbers)
     assert (caught.value.source, caught.value.position, caught.value.reason) == ("numbers", 1000, "too large")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bugs_show_where_they_are(tmp_path, workers):
+    with pytest.raises((RuntimeError, ZeroDivisionError), match="a bug of the task") as caught:
+        squares(tmp_path, [1, 2000], workers=workers)
+    if workers:
+        assert "test_workers.py" in str(caught.value)
 
 
 def test_only_a_few_items_are_taken_ahead(tmp_path):
