@@ -1,0 +1,1 @@
+"""Training on shards: where packs lie, the order of an epoch, samples for Megatron's builder, the sampler."""
