@@ -227,7 +227,8 @@ class ShardSet:
         if not -len(self) <= i < len(self):
             raise IndexError(f"{self.prefixes[0]}: pack {i}, the {len(self.prefixes)} shards have {len(self)}")
         shards, local = self.locate(np.array([i % len(self)]))
-        return self.shard(int(shards[0]))[local[0]]
+        pack: Pack = self.shard(int(shards[0]))[int(local[0])]
+        return pack
 
     def __iter__(self) -> Iterator[Pack]:
         return (self[i] for i in range(len(self)))
