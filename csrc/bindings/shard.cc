@@ -6,15 +6,6 @@
 
 namespace {
 
-// What a kernel may read through a typed pointer. pybind11 has checked the dtype of an Array; items that are not
-// aligned, as in a buffer read from an odd byte on, would be undefined behaviour.
-void require_vector(const py::array& array, const char* name) {
-  constexpr int wanted = py::array::c_style | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
-  if (array.ndim() != 1 || (array.flags() & wanted) != wanted) {
-    throw std::invalid_argument(std::string(name) + " must be one-dimensional, contiguous and aligned");
-  }
-}
-
 // ---- index arrays ----
 
 Array<std::int64_t> offsets_from_lengths(const Array<std::int64_t>& lengths, std::int64_t scale, std::int64_t start) {

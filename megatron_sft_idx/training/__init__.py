@@ -1,1 +1,1 @@
-"""Training on shards: where packs lie, the order of an epoch, samples for Megatron's builder, the sampler."""
+"""Training on packs: sources of packs, batches, loaders, and Megatron's dataset face."""
