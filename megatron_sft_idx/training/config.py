@@ -52,6 +52,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
     reset_attention_mask: bool | None = False
     eod_mask_loss: bool | None = False
     create_attention_mask: bool = False
+    path_to_cache: str | None = None
     index_only_packing: bool = False
     packing_method: str = "auto"
     max_sequences_per_pack: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -28,9 +29,7 @@ _CHUNK = 1 << 20
 def _range(what: str, source: ShardSet, total: int, first: int, last: int | None) -> tuple[int, int]:
     end = total if last is None else last
     if not 0 <= first < end <= total:
-        raise FormatError(
-            f"{source.prefixes[0]}: {what} {first} to {end} of {total}; a range of at least one is needed"
-        )
+        raise FormatError(f"{source.prefixes[0]}: {what} {first} to {end} of {total}; take at least one")
     return first, end
 
 
@@ -39,7 +38,7 @@ def _pieces(bounds: NDArray[np.int64], first: int, last: int) -> list[tuple[int,
     edges = bounds.tolist()
     cut = (
         (number, max(first, begin) - begin, min(last, end) - begin)
-        for number, (begin, end) in enumerate(zip(edges, edges[1:], strict=False))
+        for number, (begin, end) in enumerate(itertools.pairwise(edges))
     )
     return [piece for piece in cut if piece[1] < piece[2]]
 
@@ -49,7 +48,7 @@ def _pad_id(shards: ShardSet) -> int | None:
 
 
 def _fingerprint(shards: ShardSet, **options: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps([shards.fingerprint, options], sort_keys=True))
+    return xxhash.xxh3_128_hexdigest(json.dumps([shards.fingerprint, options], sort_keys=True).encode())
 
 
 def _whole(shards: ShardSet, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
