@@ -6,6 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 def offsets_from_lengths(lengths: NDArray[np.int64], scale: int = 1, start: int = 0) -> NDArray[np.int64]: ...
+def pack_segments(
+    sequence_offsets: NDArray[np.int64],
+    token_offsets: NDArray[np.int64],
+    starts: NDArray[np.uint32],
+    num_tokens: int,
+    packs: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...
 
 class PackStage:
     def __init__(
