@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.order import EpochOrder
-from megatron_sft_idx.training.sources import PlannedPacks, StoredPacks
+from megatron_sft_idx.training.sources import PlannedPacks, StoredPacks, reopen
 
 __all__ = ["PackedRows"]
 
@@ -52,7 +52,7 @@ class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __reduce__(self) -> tuple[Any, ...]:
         order, shape = self.order, (self.sequence_multiple, self.width, self.pad_id)
         # The order's pack count and fingerprint are the source's.
-        return _rows, (self.source, order.seed, order.split, self.num_samples, self.seq_length, *shape)
+        return _rows, (self.source.state(), order.seed, order.split, self.num_samples, self.seq_length, *shape)
 
     @cached_property
     def assembler(self) -> BatchAssembler:
@@ -102,7 +102,7 @@ class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def _rows(
-    source: StoredPacks | PlannedPacks,
+    source_state: tuple[Any, ...],
     seed: int,
     split: str,
     num_samples: int,
@@ -111,6 +111,7 @@ def _rows(
     width: int | None,
     pad_id: int | None,
 ) -> PackedRows:
+    source = reopen(*source_state)
     order = EpochOrder(source.num_packs, seed, split, source.fingerprint)
     return PackedRows(
         source, order, num_samples, seq_length, sequence_multiple=sequence_multiple, width=width, pad_id=pad_id

@@ -21,7 +21,7 @@ from megatron_sft_idx.shards import ShardSet
 from megatron_sft_idx.training.plan_cache import PlacedPlan, load_or_make
 from megatron_sft_idx.training.segments import Segments
 
-__all__ = ["PlanOptions", "PlannedPacks", "StoredPacks", "require_fit"]
+__all__ = ["PlanOptions", "PlannedPacks", "StoredPacks", "reopen", "require_fit"]
 
 _CHUNK = 1 << 20
 
@@ -77,7 +77,11 @@ class StoredPacks:
         self.fingerprint = _fingerprint(shards, packs=[self.first, self.last])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.shards, self.first, self.last)
+        return reopen, self.state()
+
+    def state(self) -> tuple[Any, ...]:
+        """What ``reopen`` makes this source of, in another process; plain values, so that it pickles small."""
+        return self.shards.__getstate__(), self.first, self.last
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; see ``PackSource``.
@@ -189,7 +193,11 @@ class PlannedPacks:
         self.pad_id = _pad_id(shards)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _planned, (self.shards, tuple(asdict(self.options).values()), self.cache, self.first, self.last)
+        return reopen, self.state()
+
+    def state(self) -> tuple[Any, ...]:
+        """What ``reopen`` makes this source of, in another process; plain values, so that it pickles small."""
+        return self.shards.__getstate__(), self.first, self.last, self.cache, *asdict(self.options).values()
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; see ``PackSource``."""
@@ -276,8 +284,12 @@ def _require_fit(shards: ShardSet, lengths: NDArray[np.int64], options: PlanOpti
         )
 
 
-def _planned(shards: ShardSet, options: tuple[Any, ...], cache: str | None, first: int, last: int) -> PlannedPacks:
-    return PlannedPacks(shards, PlanOptions(*options), cache=cache, first=first, last=last)
+def reopen(shards: Any, first: int, last: int, cache: str | None = None, *options: Any) -> StoredPacks | PlannedPacks:
+    """The source that said this of itself: stored packs, or planned ones where there are options."""
+    opened = ShardSet.reopen(shards)
+    if not options:
+        return StoredPacks(opened, first, last)
+    return PlannedPacks(opened, PlanOptions(*options), cache=cache, first=first, last=last)
 
 
 def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
