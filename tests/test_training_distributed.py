@@ -1,4 +1,4 @@
-"""Two processes with torch.distributed build one data set together, or fail together."""
+"""Two processes with torch.distributed build their data sets together, or fail together."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 from blends import CAPACITY, build, config_of, keys_of, packs_of, write_packs
 from packs import write_samples
 
-from megatron_sft_idx.training.sampler import PackedBatchSampler
-
+# Each process does all jobs, since starting one takes seconds.
 PROGRAM = """
 import json, sys
 import torch
@@ -22,38 +21,44 @@ from datetime import timedelta
 from blends import build, config_of, keys_of
 from megatron_sft_idx.training.sampler import PackedBatchSampler
 
-job = json.loads(sys.argv[1])
-torch.distributed.init_process_group(
-    "gloo", init_method=job["meet"], rank=job["rank"], world_size=2, timeout=timedelta(seconds=60)
-)
-try:
-    datasets = build(config_of(job["blend"], job["split"], **job["options"]), job["sizes"])
-except ValueError as error:
-    print(json.dumps({"error": str(error)}))
-    sys.exit()
-train = datasets[0]
-mine = PackedBatchSampler(
-    train, consumed_samples=job["consumed"], micro_batch_size=2, data_parallel_rank=job["rank"], data_parallel_size=2
-)
-samples = [sample for batch in mine for sample in batch]
-print(json.dumps({"samples": samples, "keys": keys_of(train, samples), "sizes": [d and len(d) for d in datasets]}))
+meet, rank, jobs = json.loads(sys.argv[1])
+torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+found = {}
+for name, job in jobs.items():
+    try:
+        datasets = build(config_of(job["blend"], job["split"], **job["options"]), job["sizes"])
+    except ValueError as error:
+        found[name] = {"error": str(error)}
+        continue
+    mine = PackedBatchSampler(
+        datasets[0],
+        consumed_samples=job["consumed"],
+        micro_batch_size=2,
+        data_parallel_rank=rank,
+        data_parallel_size=2,
+    )
+    samples = [sample for batch in mine for sample in batch]
+    keys = keys_of(datasets[0], samples)
+    found[name] = {"samples": samples, "keys": keys, "sizes": [dataset and len(dataset) for dataset in datasets]}
+print(json.dumps(found))
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
 """
 
 
-def run(folder: Path, **job: Any) -> list[dict[str, Any]]:
-    """What each of two ranks printed."""
-    meet = folder / "meet"
-    meet.unlink(missing_ok=True)
-    processes = []
-    for rank in range(2):
-        whole = {"meet": f"file://{meet}", "rank": rank, "consumed": 0, "split": None, "options": {}, **job}
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(whole)]
-        processes.append(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+def run(folder: Path, jobs: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each of two ranks found, by job."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps([f"file://{folder}/meet", rank, jobs])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
+        for rank in range(2)
+    ]
     found = []
     for process in processes:
         out, err = process.communicate(timeout=120)
@@ -62,40 +67,57 @@ def run(folder: Path, **job: Any) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_cached_blend_is_the_same_on_two_ranks_and_resumes_on_one(tmp_path: Path) -> None:
-    paths = [write_packs(tmp_path / "a", 30, 0), write_packs(tmp_path / "b", 50, 1)]
-    cache = str(tmp_path / "cache")
-    job = {"blend": (paths, [0.7, 0.3]), "split": "90,10,0", "sizes": [60, 8, 0]}
-    options = {"path_to_cache": cache, "num_dataset_builder_threads": 2}
-    ranks = run(tmp_path, **job, options=options)
-    assert [rank["sizes"] for rank in ranks] == [[60, 8, None]] * 2
-    assert len(list((tmp_path / "cache").glob("*-BlendedDataset-train-dataset_index.npy"))) == 1
-    found = {s: tuple(key) for rank in ranks for s, key in zip(rank["samples"], rank["keys"], strict=True)}
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    write_packs(folder / "a", 30, 0)
+    write_packs(folder / "b", 50, 1)
+    write_samples(folder / "corpus", packs_of(80), capacity=CAPACITY)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    a, b, corpus = (str(folder / name) for name in ("a", "b", "corpus"))
+    cached = {"path_to_cache": str(folder / "cache"), "num_dataset_builder_threads": 2}
+    blend = {"blend": ([a, b], [0.7, 0.3]), "split": "90,10,0", "sizes": [60, 8, 0], "options": cached, "consumed": 0}
+    single = {"blend": ([corpus], None), "split": "1,0,0", "sizes": [64, 0, 0], "consumed": 0}
+    jobs = {
+        "blend": blend,
+        "resumed": {**blend, "consumed": 24},
+        "planned": {**single, "options": {**cached, "index_only_packing": True}},
+        "too long": {**single, "options": {"sequence_length": 8}},
+        "too long to pack": {**single, "options": {"sequence_length": 8, "index_only_packing": True}},
+        "after": {**single, "options": {}},
+    }
+    return run(folder, jobs)
+
+
+def of_all(ranks: list[dict[str, Any]], job: str) -> dict[int, tuple[int, ...]]:
+    """Key of each sample that any rank read."""
+    pairs = [pair for rank in ranks for pair in zip(rank[job]["samples"], rank[job]["keys"], strict=True)]
+    assert len(dict(pairs)) == len(pairs)
+    return {sample: tuple(key) for sample, key in pairs}
+
+
+def test_a_cached_blend_is_the_same_on_two_ranks_as_on_one(folder: Path, ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["blend"]["sizes"] == ranks[1]["blend"]["sizes"]
+    assert len(list((folder / "cache").glob("*-BlendedDataset-train-dataset_index.npy"))) == 1
+    found = of_all(ranks, "blend")
+    paths = [str(folder / "a"), str(folder / "b")]
     alone = build(config_of((paths, [0.7, 0.3]), "90,10,0"), (60, 8, 0))[0]
-    assert [found[i] for i in range(60)] == keys_of(alone)
-    again = run(tmp_path, **job, options=options, consumed=24)
-    rest = {s: tuple(key) for rank in again for s, key in zip(rank["samples"], rank["keys"], strict=True)}
-    assert rest == {i: found[i] for i in range(24, 60)}
+    assert found == dict(enumerate(keys_of(alone)))
+    assert of_all(ranks, "resumed") == {i: key for i, key in found.items() if i >= 24}
 
 
-def test_two_ranks_share_one_packing_plan(tmp_path: Path) -> None:
-    write_samples(tmp_path / "a", packs_of(80), capacity=CAPACITY)
-    cache = tmp_path / "cache"
-    options = {"index_only_packing": True, "path_to_cache": str(cache)}
-    ranks = run(tmp_path, blend=([str(tmp_path / "a")], None), split="1,0,0", sizes=[64, 0, 0], options=options)
-    assert len(list(cache.glob("sft-plan-*.bin"))) == 1
-    found = {s: tuple(key) for rank in ranks for s, key in zip(rank["samples"], rank["keys"], strict=True)}
-    alone = build(config_of(str(tmp_path / "a"), index_only_packing=True), (64, 0, 0))[0]
-    assert [found[i] for i in range(64)] == keys_of(alone)
-    assert PackedBatchSampler(
-        alone, consumed_samples=0, micro_batch_size=2, data_parallel_rank=0, data_parallel_size=1
-    ).total_samples == len(found)
+def test_two_ranks_share_one_packing_plan(folder: Path, ranks: list[dict[str, Any]]) -> None:
+    assert len(list((folder / "cache").glob("sft-plan-*.bin"))) == 1
+    alone = build(config_of(str(folder / "corpus"), index_only_packing=True), (64, 0, 0))[0]
+    assert of_all(ranks, "planned") == dict(enumerate(keys_of(alone)))
 
 
-@pytest.mark.parametrize("index_only", [False, True])
-def test_an_error_reaches_every_rank(tmp_path: Path, index_only: bool) -> None:
-    prefix = write_packs(tmp_path / "a", 30)
-    options = {"sequence_length": 8, "index_only_packing": index_only}
-    ranks = run(tmp_path, blend=([prefix], None), split="1,0,0", sizes=[8, 0, 0], options=options)
-    assert all("8" in rank["error"] for rank in ranks)
-    assert ranks[0] == ranks[1]
+@pytest.mark.parametrize("job", ["too long", "too long to pack"])
+def test_an_error_reaches_every_rank_and_nobody_waits(ranks: list[dict[str, Any]], job: str) -> None:
+    assert "8" in ranks[0][job]["error"]
+    assert ranks[0][job] == ranks[1][job]
+    assert len(of_all(ranks, "after")) == 64
