@@ -79,14 +79,16 @@ def test_four_ranks_cover_each_epoch_exactly(tmp_path: Path, micro: int, balance
     prefix = write_packs(tmp_path / "a", count)
     dataset = build(config_of(prefix), (3 * count + ranks * micro, 0, 0))[0]
     options = {"balance_attention": balance, "global_batch_size": ranks * micro}
-    loaders = [
-        DataLoader(dataset, batch_sampler=sampler(dataset, rank, ranks, micro, **options), collate_fn=list)
-        for rank in range(ranks)
-    ]
-    keys = [key_of(row) for batches in zip(*loaders, strict=True) for batch in batches for row in batch]
-    assert len(keys) >= 3 * count
+    keys = {}
+    for rank in range(ranks):
+        mine = sampler(dataset, rank, ranks, micro, **options)
+        samples = [sample for batch in mine for sample in batch]
+        rows = [row for batch in DataLoader(dataset, batch_sampler=mine, collate_fn=list) for row in batch]
+        assert not keys.keys() & set(samples)
+        keys |= dict(zip(samples, map(key_of, rows), strict=True))
     for epoch in range(3):
-        assert sorted(keys[epoch * count : (epoch + 1) * count]) == sorted(pack_keys(count))
+        found = [keys[sample] for sample in range(epoch * count, (epoch + 1) * count)]
+        assert sorted(found) == sorted(pack_keys(count))
 
 
 def test_evaluation_fills_up_with_masked_rows(tmp_path: Path) -> None:

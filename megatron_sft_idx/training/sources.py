@@ -87,41 +87,19 @@ class StoredPacks:
         """Where the sequences of these packs lie; see ``PackSource``.
 
         Raises:
-            CorruptShardError, ValueError: a pack's index entries break a rule of the format.
+            FormatError: a pack's index entries break a rule of the format.
         """
         shards, local = self.shards.locate(packs + self.first)
-        if len(self.shards.prefixes) == 1 or (shards == shards[:1]).all():
-            number = int(shards[0]) if len(shards) else 0
-            offsets, starts, lengths = self._of_one(number, local)
-            return Segments(offsets, np.full(len(starts), number, np.int32), starts, lengths)
-        # One shard after the other, then every pack's sequences to its place.
-        order = np.argsort(shards, kind="stable")
-        used, firsts = np.unique(shards[order], return_index=True)
-        parts = [
-            self._of_one(int(number), local[chosen])
-            for number, chosen in zip(used, np.split(order, firsts[1:]), strict=True)
-        ]
-        counts = np.concatenate([np.diff(part[0]) for part in parts])
-        numbers = np.repeat(shards[order], counts).astype(np.int32)
-        begins = np.cumsum(counts) - counts
-        place = np.argsort(order)
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[place])])
-        taken = np.arange(offsets[-1]) + np.repeat(begins[place] - offsets[:-1], counts[place])
-        starts, lengths = (np.concatenate([part[i] for part in parts])[taken] for i in (1, 2))
-        return Segments(offsets, numbers[taken], starts, lengths)
-
-    def _of_one(
-        self, number: int, local: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        shard = self.shards.shard(number)
-        files = shard.files
-        sequences, tokens, starts = files.sequence_offsets[:], files.token_offsets[:], files.starts[:]
+        used = set(shards.tolist())
+        indexes: list[Any] = [None] * (max(used, default=-1) + 1)
+        for number in used:
+            files = self.shards.shard(number).files
+            indexes[number] = files.sequence_offsets[:], files.token_offsets[:], files.starts[:], files.num_tokens
         try:
-            return _native.pack_segments(sequences, tokens, starts, files.num_tokens, np.ascontiguousarray(local))
+            return Segments(*_native.pack_segments(indexes, shards, local))
         except ValueError as error:
-            raise FormatError(
-                f"{shard.prefix}: {error}; restore the file, or rebuild the index from the data"
-            ) from None
+            where = ", ".join(self.shards.prefixes[number] for number in sorted(used))
+            raise FormatError(f"{where}: {error}; restore the file, or rebuild the index from the data") from None
 
     def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Tokens and label-aligned loss mask of one shard, whole."""
