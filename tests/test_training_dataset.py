@@ -69,6 +69,11 @@ def test_negative_and_missing_indices_are_masked_rows(prefix: str) -> None:
     for outside in (100, -101):
         with pytest.raises(IndexError):
             dataset[outside]
+        with pytest.raises(IndexError):
+            dataset.rows.batch([0, outside])
+    batch = dataset.rows.batch([99, -1, 5])
+    for at, index in enumerate((99, -1, 5)):
+        assert all(torch.equal(batch[key][at], value) for key, value in dataset[index].items())
 
 
 @pytest.mark.parametrize("options", [{"sequence_multiple": 4}, {"context_parallel_size": 2}])

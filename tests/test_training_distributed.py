@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blends import CAPACITY, build, config_of, keys_of, packs_of, write_packs
+from blends import CAPACITY, build, config_of, digest_of, packs_of, write_packs
 from packs import write_samples
 
 # Each process does all jobs, since starting one takes seconds.
@@ -18,7 +18,7 @@ PROGRAM = """
 import json, sys
 import torch
 from datetime import timedelta
-from blends import build, config_of, keys_of
+from blends import build, config_of, digest_of
 from megatron_sft_idx.training.sampler import PackedBatchSampler
 
 meet, rank, jobs = json.loads(sys.argv[1])
@@ -38,8 +38,8 @@ for name, job in jobs.items():
         data_parallel_size=2,
     )
     samples = [sample for batch in mine for sample in batch]
-    keys = keys_of(datasets[0], samples)
-    found[name] = {"samples": samples, "keys": keys, "sizes": [dataset and len(dataset) for dataset in datasets]}
+    rows = [digest_of(datasets[0][sample]) for sample in samples]
+    found[name] = {"samples": samples, "rows": rows, "sizes": [dataset and len(dataset) for dataset in datasets]}
 print(json.dumps(found))
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
@@ -93,11 +93,15 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     return run(folder, jobs)
 
 
-def of_all(ranks: list[dict[str, Any]], job: str) -> dict[int, tuple[int, ...]]:
-    """Key of each sample that any rank read."""
-    pairs = [pair for rank in ranks for pair in zip(rank[job]["samples"], rank[job]["keys"], strict=True)]
+def of_all(ranks: list[dict[str, Any]], job: str) -> dict[int, str]:
+    """Digest of each sample's row, whichever rank read it."""
+    pairs = [pair for rank in ranks for pair in zip(rank[job]["samples"], rank[job]["rows"], strict=True)]
     assert len(dict(pairs)) == len(pairs)
-    return {sample: tuple(key) for sample, key in pairs}
+    return dict(pairs)
+
+
+def rows_of(dataset: Any) -> dict[int, str]:
+    return {i: digest_of(dataset[i]) for i in range(len(dataset))}
 
 
 def test_a_cached_blend_is_the_same_on_two_ranks_as_on_one(folder: Path, ranks: list[dict[str, Any]]) -> None:
@@ -106,14 +110,14 @@ def test_a_cached_blend_is_the_same_on_two_ranks_as_on_one(folder: Path, ranks: 
     found = of_all(ranks, "blend")
     paths = [str(folder / "a"), str(folder / "b")]
     alone = build(config_of((paths, [0.7, 0.3]), "90,10,0"), (60, 8, 0))[0]
-    assert found == dict(enumerate(keys_of(alone)))
-    assert of_all(ranks, "resumed") == {i: key for i, key in found.items() if i >= 24}
+    assert found == rows_of(alone)
+    assert of_all(ranks, "resumed") == {i: row for i, row in found.items() if i >= 24}
 
 
 def test_two_ranks_share_one_packing_plan(folder: Path, ranks: list[dict[str, Any]]) -> None:
     assert len(list((folder / "cache").glob("sft-plan-*.bin"))) == 1
     alone = build(config_of(str(folder / "corpus"), index_only_packing=True), (64, 0, 0))[0]
-    assert of_all(ranks, "planned") == dict(enumerate(keys_of(alone)))
+    assert of_all(ranks, "planned") == rows_of(alone)
 
 
 @pytest.mark.parametrize("job", ["too long", "too long to pack"])

@@ -81,8 +81,13 @@ class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return costs
 
     def batch(self, samples: Sequence[int] | NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Several samples, stacked."""
-        return self.assembler.assemble(self.packs(np.asarray(samples, np.int64)))
+        """Several samples, stacked; negative ones with their loss masked, as in ``__getitem__``."""
+        wanted = np.asarray(samples, np.int64)
+        masked = wanted < 0
+        batch = self.assembler.assemble(self.packs(np.where(masked, wanted + self.num_samples, wanted)))
+        if masked.any():
+            batch["loss_mask"][torch.from_numpy(masked)] = 0
+        return batch
 
     def __len__(self) -> int:
         return self.num_samples
