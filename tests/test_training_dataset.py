@@ -141,6 +141,9 @@ def test_weighted_blend(tmp_path: Path) -> None:
     first = [key_of(row) for row in (blend[i] for i in range(120)) if row["dataset_id"] == 0]
     assert Counter(first) == dict.fromkeys(pack_keys(30), 3)
     assert len({row["cu_seqlens"].shape for row in (blend[i] for i in range(120))}) == 1
+    again = pickle.loads(pickle.dumps(blend))  # what a worker process of a DataLoader gets
+    assert keys_of(again) == keys_of(blend)
+    assert all(isinstance(part, PackedRows) for part in again.datasets)
 
 
 def test_unweighted_blend_is_one_epoch_of_all(tmp_path: Path) -> None:
