@@ -227,16 +227,17 @@ def warm(stores: list[Store], prefix: Path, packs: int, rounds: int) -> Iterator
     yield (
         f"Milliseconds a batch, medians of {rounds} rounds. First two columns: a trainer that does nothing but ask for"
         f" the next batch. Third: how long `next` keeps a trainer waiting whose steps take {STEP_SECONDS * 1e3:.0f} ms,"
-        " with the thread or two worker processes ahead of it. Last two: each side's best setting (workers 0 or 2) in"
-        " units of ours in reused buffers, and its third column in units of our thread's."
+        " with the thread or two worker processes ahead of it. Last two: workers 0 in units of `assemble` into reused"
+        " buffers, and the best of all three in units of how long `next` of our thread blocks."
     )
     yield ""
     rows = []
     for name, (zero, two, wait) in zip(names, figures, strict=True):
-        best = min(x for x in (zero, two) if x is not None)
+        best = min(x for x in (zero, two, wait) if x is not None)
         shown = [f"{x:.3f}" if x is not None else "" for x in (zero, two, wait)]
-        rows.append((name, *shown, f"{best / base:.2f}", f"{wait / waits:.1f}" if wait is not None else ""))
-    yield from table(("way", "workers 0", "workers 2", "blocked in `next`", "best / ours", "blocked / ours"), rows)
+        rows.append((name, *shown, f"{(zero or 0.0) / base:.2f}", f"{best / waits:.1f}"))
+    header = ("way", "workers 0", "workers 2", "blocked in `next`", "workers 0 / `assemble`", "best / thread blocked")
+    yield from table(header, rows)
 
 
 # ---- from disk ----
