@@ -275,6 +275,8 @@ print([name for name in sys.modules if name.startswith("megatron.")])
         ({"blend": (["P", "other"], None), "sequence_length": 64}, "other: capacity is 40, in .*a 32"),
         ({"blend": (["P", "foreign"], None)}, "foreign: tokenizer is strange, in .*a theirs"),
         ({"blend": (["nowhere"], None)}, "nowhere: no shard here"),
+        ({"index_only_packing": True, "packing_method": "magic"}, "index-only packing: method is 'magic'"),
+        ({"index_only_packing": True, "random_seed": -1}, "index-only packing: seed is -1"),
         ({"index_only_packing": True, "sequence_length": 8}, r"a: \d+ of \d+ sequences are longer than 8 tokens"),
     ],
 )
