@@ -6,15 +6,6 @@
 
 namespace {
 
-// What a kernel may read through a typed pointer. pybind11 has checked the dtype of an Array; items that are not
-// aligned, as in a buffer read from an odd byte on, would be undefined behaviour.
-void require_vector(const py::array& array, const char* name) {
-  constexpr int wanted = py::array::c_style | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
-  if (array.ndim() != 1 || (array.flags() & wanted) != wanted) {
-    throw std::invalid_argument(std::string(name) + " must be one-dimensional, contiguous and aligned");
-  }
-}
-
 // ---- index arrays ----
 
 Array<std::int64_t> offsets_from_lengths(const Array<std::int64_t>& lengths, std::int64_t scale, std::int64_t start) {
@@ -26,6 +17,44 @@ Array<std::int64_t> offsets_from_lengths(const Array<std::int64_t>& lengths, std
   py::gil_scoped_release unlocked;
   sft_idx::offsets_from_lengths(in, count, scale, start, result);
   return out;
+}
+
+sft_idx::PackIndex pack_index_of(const py::tuple& parts) {
+  if (parts.size() != 4) throw std::invalid_argument("an index is sequence offsets, token offsets, starts, tokens");
+  const auto sequences = parts[0].cast<Array<std::int64_t>>(), tokens = parts[1].cast<Array<std::int64_t>>();
+  const auto starts = parts[2].cast<Array<std::uint32_t>>();
+  require_vector(sequences, "sequence_offsets");
+  require_vector(tokens, "token_offsets");
+  require_vector(starts, "starts");
+  // A cast of anything but these very arrays would be a copy, which does not live as long as its pointer here.
+  if (!sequences.is(parts[0]) || !tokens.is(parts[1]) || !starts.is(parts[2])) {
+    throw py::type_error("offsets are int64 and starts are uint32");
+  }
+  if (sequences.size() < 1 || sequences.size() != tokens.size()) {
+    throw std::invalid_argument("sequence_offsets and token_offsets hold packs + 1 values each");
+  }
+  return {sequences.data(), tokens.data(), static_cast<std::size_t>(sequences.size() - 1),
+          starts.data(),    static_cast<std::size_t>(starts.size()), parts[3].cast<std::int64_t>()};
+}
+
+py::tuple pack_segments(const py::list& indexes, const Array<std::int64_t>& shards, const Array<std::int64_t>& packs) {
+  require_vector(shards, "shards");
+  require_vector(packs, "packs");
+  if (shards.size() != packs.size()) throw std::invalid_argument("one shard a pack");
+  std::vector<sft_idx::PackIndex> known(indexes.size());
+  for (std::size_t i = 0; i < known.size(); ++i) {
+    const py::object parts = indexes[i];
+    if (!parts.is_none()) known[i] = pack_index_of(parts.cast<py::tuple>());
+  }
+  const auto *numbers = shards.data(), *wanted = packs.data();
+  const auto count = static_cast<std::size_t>(packs.size());
+  sft_idx::PackSegments found;
+  {
+    py::gil_scoped_release unlocked;
+    found = sft_idx::pack_segments(known, numbers, wanted, count);
+  }
+  return py::make_tuple(to_array(found.offsets), to_array(found.shards), to_array(found.starts),
+                        to_array(found.lengths));
 }
 
 // ---- packs on their way to disk ----
@@ -180,6 +209,8 @@ Array<std::int64_t> absolute_offsets(const Array<std::int64_t>& sequence_offsets
 void bind_shard(py::module_& m) {
   m.def("offsets_from_lengths", &offsets_from_lengths, py::arg("lengths").noconvert(), "scale"_a = 1, "start"_a = 0,
         "Running sums of int64 lengths, times scale, from start: int64 [n + 1].");
+  m.def("pack_segments", &pack_segments, "indexes"_a, py::arg("shards").noconvert(), py::arg("packs").noconvert(),
+        "The sequences of some packs of some shards: CSR offsets int64, shards int32, first tokens and lengths int64.");
   bind_stage(m);
   bind_gather<std::uint16_t>(m);
   bind_gather<std::int32_t>(m);
