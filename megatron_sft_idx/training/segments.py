@@ -1,0 +1,56 @@
+"""Packs as lists of sequences that lie somewhere in shards: what batches are assembled from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["PackSource", "Segments"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The sequences of some packs, in order.
+
+    Attributes:
+        offsets: int64 [packs + 1], CSR: pack i holds segments offsets[i] to offsets[i + 1].
+        shards: int32 [segments], which shard each sequence lies in.
+        starts: int64 [segments], its first token in that shard's token file.
+        lengths: int64 [segments], its tokens.
+    """
+
+    offsets: NDArray[np.int64]
+    shards: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
+class PackSource(Protocol):
+    """Rows to train on: packs as stored, or planned at start-up over tokenised sequences.
+
+    Attributes:
+        num_packs: rows.
+        capacity: most token positions a row may hold.
+        sequence_multiple: each sequence rounded up to this still fits the capacity.
+        most_sequences: sequences in the row that has most.
+        pad_id: the tokenizer's padding id, None where unknown.
+        fingerprint: hex; equal content and options, equal fingerprint.
+    """
+
+    num_packs: int
+    capacity: int
+    sequence_multiple: int
+    most_sequences: int
+    pad_id: int | None
+    fingerprint: str
+
+    def segments(self, packs: NDArray[np.int64]) -> Segments:
+        """Where the sequences of these packs lie."""
+        ...
+
+    def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Tokens and label-aligned loss mask of one shard, whole, as arrays over its maps (or copies where not mapped)."""
+        ...

@@ -1,0 +1,131 @@
+"""Packed rows give each token the loss and the gradient that its sequence gives it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from training_twin import Pair, batch_of, pretrain_script, random_sequences
+
+from megatron_sft_idx.training.attention import block_mask, model_inputs
+from megatron_sft_idx.training.cpu import connect, megatron_device, seed_everything
+
+VOCABULARY, LENGTH, WIDTH = 256, 96, 8
+TOLERANCE = 5e-6
+ROWS = [[17, 1, 40, 23], [96], [5, 5, 5, 60], [2, 31]]
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    """The training script, in a process group of this process alone and with one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with megatron_device():
+        connect()
+        parallel_state.initialize_model_parallel()
+        yield pretrain_script()
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+def model_of(script: ModuleType, attention: str) -> GPTModel:
+    """The same weights for every way to attend."""
+    seed_everything(1)
+    options = ["--data-path", "-", "--seq-length", LENGTH, "--vocab-size", VOCABULARY, "--attention", attention]
+    args = script.parse_arguments([str(option) for option in [*options, "--init-method-std", 0.2]])
+    return script.build_model(args).module
+
+
+def learn(model: GPTModel, inputs: dict[str, Any], loss_mask: torch.Tensor) -> torch.Tensor:
+    """Per-token losses; gradients of the trained tokens' sum are added to the model's."""
+    losses = model(**inputs)
+    (losses * loss_mask).sum().backward()
+    return losses.detach()
+
+
+def gradients(model: GPTModel) -> torch.Tensor:
+    # Megatron's wrapper sums gradients here.
+    return torch.cat([parameter.main_grad.flatten() for parameter in model.parameters()]).clone()
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[list[Pair]]:
+    rng = np.random.default_rng(0)
+    return [random_sequences(rng, lengths, VOCABULARY) for lengths in ROWS]
+
+
+@pytest.fixture(scope="module")
+def alone(script: ModuleType, rows: list[list[Pair]]) -> tuple[list[list[torch.Tensor]], torch.Tensor]:
+    """Losses of each row's sequences, and the gradient, with nothing but one sequence in the model at a time."""
+    model = model_of(script, "mask")
+    losses = []
+    for row in rows:
+        losses.append([])
+        for ids, mask in row:
+            batch = batch_of([[(ids, mask)]], len(ids), 2)
+            ahead = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1)[None, None]
+            inputs = {"input_ids": batch["tokens"], "position_ids": batch["position_ids"], "labels": batch["labels"]}
+            losses[-1].append(learn(model, {**inputs, "attention_mask": ahead}, batch["loss_mask"])[0])
+    return losses, gradients(model)
+
+
+def differences(
+    script: ModuleType, attention: str, batch: dict[str, torch.Tensor], alone: Any
+) -> tuple[float, float]:
+    """Largest relative difference of a loss and of the gradient, against each sequence alone."""
+    expected, expected_gradient = alone
+    model = model_of(script, attention)
+    inputs, loss_mask = model_inputs(batch, attention)
+    losses = learn(model, inputs, loss_mask)
+    if attention == "unpacked":
+        # One sequence a row, in order; tail padding is a row too.
+        found = iter(losses)
+    else:
+        found = (
+            losses.reshape(batch["tokens"].shape)[i, a:b]
+            for i, bounds in enumerate(true_bounds())
+            for a, b in zip(bounds, bounds[1:])
+        )
+    loss = 0.0
+    for i, row in enumerate(expected):
+        for wanted in row:
+            got = next(found)[: len(wanted)]
+            loss = max(loss, float(((got - wanted).abs() / wanted.abs()).max()))
+        if attention == "unpacked" and sum(ROWS[i]) < LENGTH:
+            next(found)
+    gradient = float((gradients(model) - expected_gradient).abs().max() / expected_gradient.abs().max())
+    return loss, gradient
+
+
+def true_bounds() -> list[list[int]]:
+    return [np.cumsum([0, *lengths]).tolist() for lengths in ROWS]
+
+
+@pytest.mark.parametrize("attention", ["thd", "mask", "unpacked"])
+def test_packed_trains_like_each_sequence_alone(
+    script: ModuleType, rows: list[list[Pair]], alone: Any, attention: str
+) -> None:
+    loss, gradient = differences(script, attention, batch_of(rows, LENGTH, WIDTH), alone)
+    print(f"{attention}: loss {loss:.1e}, gradient {gradient:.1e}")
+    assert loss < TOLERANCE
+    assert gradient < TOLERANCE
+
+
+@pytest.mark.parametrize("attention", ["thd", "mask"])
+def test_forgotten_boundaries_fail_the_same_check(
+    script: ModuleType, rows: list[list[Pair]], alone: Any, attention: str
+) -> None:
+    batch = batch_of(rows, LENGTH, WIDTH)
+    batch["cu_seqlens"] = torch.tensor([[0] + [LENGTH] * (WIDTH - 1)] * len(rows), dtype=torch.int32)
+    batch["max_seqlen"] = torch.full((len(rows),), LENGTH, dtype=torch.int32)
+    loss, gradient = differences(script, attention, batch, alone)
+    print(f"forgotten, {attention}: loss {loss:.1e}, gradient {gradient:.1e}")
+    assert loss > 1000 * TOLERANCE
+    assert gradient > 1000 * TOLERANCE

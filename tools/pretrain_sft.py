@@ -1,0 +1,167 @@
+"""Train a GPT model on packed SFT data with megatron.core alone: one file to read, and to start from.
+
+On a GPU or on none, in one process or under ``torchrun`` (data parallel)::
+
+    python tools/pretrain_sft.py --data-path data/chats --seq-length 4096 --vocab-size 32000 --train-iters 1000
+    torchrun --nproc-per-node 8 tools/pretrain_sft.py --data-path 0.7 data/chats 0.3 data/code --attention te --bf16 ...
+
+Options are named as in Megatron-LM and mean the same. A checkpoint can be continued by another number of processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from megatron_sft_idx.training.attention import ATTENTION, Batch, layer_spec, model_inputs
+from megatron_sft_idx.training.cpu import connect, current_device, megatron_device, seed_everything
+
+# Called with every batch that this process trains on, before it does.
+Observer = Callable[[Batch], None]
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument("--data-path", nargs="+", required=True, help="one prefix, folder or glob; or weights and prefixes")
+    data.add_argument("--split", default="1,0,0", help="parts for training, validation and test, such as 98,1,1")
+    data.add_argument("--data-cache-path", help="folder for indices that are built once")
+    data.add_argument("--seq-length", type=int, required=True, help="positions of a training row")
+    data.add_argument("--repack", action="store_true", help="plan packs for --seq-length at start-up; rewrites nothing")
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--num-layers", type=int, default=2)
+    model.add_argument("--hidden-size", type=int, default=64)
+    model.add_argument("--num-attention-heads", type=int, default=4)
+    model.add_argument("--vocab-size", type=int, required=True)
+    model.add_argument("--init-method-std", type=float, default=0.02)
+    model.add_argument("--bf16", action="store_true", help="train in bfloat16; te needs it")
+    model.add_argument(
+        "--attention",
+        choices=ATTENTION,
+        default="thd",
+        help="thd: segment by segment, anywhere; mask: a block-diagonal mask; unpacked: each sequence in a row of its own;"
+        " te: Transformer Engine's THD kernels, which need a GPU and --bf16, and which no test without a GPU has run",
+    )
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--micro-batch-size", type=int, default=1)
+    training.add_argument("--global-batch-size", type=int, default=4)
+    training.add_argument("--train-iters", type=int, default=50)
+    training.add_argument("--eval-iters", type=int, default=0, help="validation steps after training")
+    training.add_argument("--lr", type=float, default=1e-3)
+    training.add_argument("--clip-grad", type=float, default=1.0)
+    training.add_argument("--weight-decay", type=float, default=0.01)
+    training.add_argument("--seed", type=int, default=1234)
+    training.add_argument("--save", type=Path, help="folder for checkpoints")
+    training.add_argument("--save-interval", type=int, default=0, help="steps between checkpoints; always one at the end")
+    training.add_argument("--load", type=Path, help="folder of checkpoints; its latest is continued")
+    training.add_argument("--log-interval", type=int, default=1)
+    training.add_argument("--log", type=Path, help="write each step's loss and gradient norm here as JSON lines")
+    return parser.parse_args(argv)
+
+
+def build_model(args: argparse.Namespace) -> torch.nn.Module:
+    """A GPT model wrapped for data parallel training."""
+    config = TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        init_method_std=args.init_method_std,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # Fused kernels are CUDA's.
+        masked_softmax_fusion=torch.cuda.is_available(),
+        gradient_accumulation_fusion=False,
+        bf16=args.bf16,
+        pipeline_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        # Every trained token counts the same, in whichever pack, micro-batch and rank it lies.
+        calculate_per_token_loss=True,
+    )
+    model = GPTModel(
+        config,
+        layer_spec(args.attention),
+        args.vocab_size,
+        args.seq_length,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+    ).to(current_device())
+    inner = Float16Module(config, model) if args.bf16 else model
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), inner)
+    config.no_sync_func = wrapped.no_sync
+    config.finalize_model_grads_func = finalize_model_grads
+    return wrapped
+
+
+def build_optimizer(args: argparse.Namespace, model: torch.nn.Module) -> MegatronOptimizer:
+    config = OptimizerConfig(
+        optimizer="adam", lr=args.lr, weight_decay=args.weight_decay, clip_grad=args.clip_grad, bf16=args.bf16
+    )
+    return get_megatron_optimizer(config, [model])
+
+
+def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The summed loss, the number of trained tokens, and both to report."""
+    loss = (losses.float() * loss_mask).sum()
+    trained = (loss_mask != 0).sum().int()
+    return loss, trained, {"lm loss": torch.stack([loss.detach(), trained])}
+
+
+def forward_step(
+    args: argparse.Namespace, observe: Observer | None, batches: Iterator[Batch], model: torch.nn.Module
+) -> tuple[Tensor, Any]:
+    """One micro-batch through the model, as ``forward_backward_func`` wants it."""
+    batch = next(batches)
+    if observe:
+        observe(batch)
+    batch = {key: value.to(current_device(), non_blocking=True) for key, value in batch.items()}
+    inputs, loss_mask = model_inputs(batch, args.attention)
+    return model(**inputs), partial(loss_function, loss_mask)
+
+
+def run_step(
+    args: argparse.Namespace,
+    model: torch.nn.Module,
+    batches: Iterator[Batch],
+    *,
+    forward_only: bool = False,
+    observe: Observer | None = None,
+) -> float:
+    """All micro-batches of a global batch, forward and, in training, backward; the mean loss of its trained tokens."""
+    micro_batches = args.global_batch_size // (args.micro_batch_size * parallel_state.get_data_parallel_world_size())
+    reports = get_forward_backward_func()(
+        forward_step_func=partial(forward_step, args, observe),
+        data_iterator=batches,
+        model=[model],
+        num_microbatches=micro_batches,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=forward_only,
+    )
+    total = torch.stack([report["lm loss"] for report in reports]).double().sum(0)
+    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    loss, trained = total.tolist()
+    return loss / max(trained, 1)
