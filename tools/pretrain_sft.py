@@ -165,3 +165,84 @@ def run_step(
     torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
     loss, trained = total.tolist()
     return loss / max(trained, 1)
+
+
+def checkpoint_state(model: torch.nn.Module, optimizer: MegatronOptimizer, *, loading: bool = False) -> dict[str, Any]:
+    """What a checkpoint holds, as shards that any number of processes can write and read."""
+    weights = model.module.sharded_state_dict()
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading)}
+
+
+def save_checkpoint(folder: Path, step: int, model: torch.nn.Module, optimizer: MegatronOptimizer) -> None:
+    """Write ``folder/iter_N``; it counts once the file that names the latest one is replaced."""
+    target, first = folder / f"iter_{step:07d}", torch.distributed.get_rank() == 0
+    if first:
+        target.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save({**checkpoint_state(model, optimizer), "step": step}, str(target))
+    if first:
+        fresh = folder / "latest.tmp"
+        fresh.write_text(str(step), encoding="utf-8")
+        fresh.replace(folder / "latest_checkpointed_iteration.txt")
+
+
+def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: MegatronOptimizer) -> int:
+    """Take the latest checkpoint of a folder; the number of steps behind it."""
+    latest = int((folder / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
+    wanted = {**checkpoint_state(model, optimizer, loading=True), "step": latest}
+    found = dist_checkpointing.load(wanted, str(folder / f"iter_{latest:07d}"))
+    model.module.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    return int(found["step"])
+
+
+class Log:
+    """One line a step, from the first process: to the terminal, and as JSON where asked for."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.speaks = torch.distributed.get_rank() == 0
+        self.interval, self.path, self.begin = args.log_interval, args.log, time.perf_counter()
+
+    def __call__(self, step: int, **values: float) -> None:
+        if not self.speaks:
+            return
+        if self.path:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        if step % self.interval == 0:
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+            print(f"step {step:>6}  {shown}  {time.perf_counter() - self.begin:.1f} s", flush=True)
+
+
+def train(
+    args: argparse.Namespace,
+    model: torch.nn.Module,
+    optimizer: MegatronOptimizer,
+    batches: Iterator[Batch],
+    *,
+    step: int = 0,
+    observe: Observer | None = None,
+) -> list[float]:
+    """Train from ``step`` to the last one; the loss of every step.
+
+    Args:
+        args: as ``parse_arguments`` gives them.
+        model: as ``build_model`` makes it.
+        optimizer: of the model.
+        batches: micro-batches of this process.
+        step: steps already taken.
+        observe: is shown every micro-batch before it is used.
+    """
+    log, losses = Log(args), []
+    model.train()
+    for now in range(step + 1, args.train_iters + 1):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = run_step(args, model, batches, observe=observe)
+        _, norm, _ = optimizer.step()
+        losses.append(loss)
+        log(now, loss=loss, grad_norm=float(norm))
+        due = now == args.train_iters or (args.save_interval and now % args.save_interval == 0)
+        if args.save and due:
+            save_checkpoint(args.save, now, model, optimizer)
+    return losses

@@ -30,13 +30,19 @@ def megatron_device() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    original = torch.cuda.current_device
-    setattr(torch.cuda, "current_device", lambda: "cpu")  # noqa: B010
+    originals = {name: getattr(torch.cuda, name) for name in _WITHOUT_CUDA}
     try:
+        for name, substitute in _WITHOUT_CUDA.items():
+            setattr(torch.cuda, name, substitute)
         with _CudaMeansCpu():
             yield
     finally:
-        setattr(torch.cuda, "current_device", original)  # noqa: B010
+        for name, original in originals.items():
+            setattr(torch.cuda, name, original)
+
+
+# What Megatron calls by itself; the second before it writes a checkpoint.
+_WITHOUT_CUDA: dict[str, Callable[..., Any]] = {"current_device": lambda: "cpu", "synchronize": lambda *_: None}
 
 
 class _CudaMeansCpu(TorchFunctionMode):
