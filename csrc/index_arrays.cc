@@ -22,4 +22,35 @@ void offsets_from_lengths(const std::int64_t* lengths, std::size_t count, std::i
   }
 }
 
+PackSegments pack_segments(const PackIndex& index, const std::int64_t* wanted, std::size_t count) {
+  PackSegments out;
+  out.offsets.reserve(count + 1);
+  out.offsets.push_back(0);
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::int64_t pack = wanted[i];
+    const auto refuse = [pack](const char* why) {
+      throw std::invalid_argument("pack " + std::to_string(pack) + ": " + why);
+    };
+    if (pack < 0 || static_cast<std::size_t>(pack) >= index.packs) refuse("no such pack in the shard");
+    const std::int64_t first = index.sequence_offsets[pack], last = index.sequence_offsets[pack + 1];
+    const std::int64_t begin = index.token_offsets[pack], end = index.token_offsets[pack + 1];
+    if (first < 0 || first >= last || static_cast<std::size_t>(last) > index.sequences) {
+      refuse("sequence offsets are not ascending or point outside the shard (rule O1)");
+    }
+    if (begin < 0 || begin >= end || end > index.tokens) {
+      refuse("token offsets are not ascending or point outside the shard (rule O2)");
+    }
+    if (index.starts[first] != 0) refuse("the first sequence does not start at 0 (rule P2)");
+    for (std::int64_t s = first; s < last; ++s) {
+      const std::int64_t start = begin + index.starts[s];
+      const std::int64_t stop = s + 1 < last ? begin + index.starts[s + 1] : end;
+      if (start >= stop || stop > end) refuse("sequence starts are not ascending inside the pack (rule P3)");
+      out.starts.push_back(start);
+      out.lengths.push_back(stop - start);
+    }
+    out.offsets.push_back(static_cast<std::int64_t>(out.starts.size()));
+  }
+  return out;
+}
+
 }  // namespace sft_idx

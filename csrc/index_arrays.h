@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace sft_idx {
 
@@ -11,5 +12,23 @@ namespace sft_idx {
 // One chunk's last value is the next chunk's start, so an index of any size is built in pieces.
 void offsets_from_lengths(const std::int64_t* lengths, std::size_t count, std::int64_t scale, std::int64_t start,
                           std::int64_t* out);
+
+// The index of one shard, as its files hold it: nothing in it is known to be right.
+struct PackIndex {
+  const std::int64_t* sequence_offsets;  // [packs + 1]
+  const std::int64_t* token_offsets;     // [packs + 1]
+  std::size_t packs;
+  const std::uint32_t* starts;  // [sequences], inside their pack
+  std::size_t sequences;
+  std::int64_t tokens;
+};
+
+// The sequences of the wanted packs, end to end: offsets[i] to offsets[i + 1] are those of wanted[i].
+struct PackSegments {
+  std::vector<std::int64_t> offsets, starts, lengths;
+};
+
+// Throws std::invalid_argument where a pack is not there or its sequences would lie outside it or the shard.
+PackSegments pack_segments(const PackIndex& index, const std::int64_t* wanted, std::size_t count);
 
 }  // namespace sft_idx

@@ -6,6 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 def offsets_from_lengths(lengths: NDArray[np.int64], scale: int = 1, start: int = 0) -> NDArray[np.int64]: ...
+def pack_segments(
+    sequence_offsets: NDArray[np.int64],
+    token_offsets: NDArray[np.int64],
+    starts: NDArray[np.uint32],
+    num_tokens: int,
+    packs: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...
 
 class PackStage:
     def __init__(
@@ -97,3 +104,40 @@ def packing_first_fit_shuffle(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
 def packing_sequential(lengths: NDArray[np.int64], capacity: int, multiple: int, most: int) -> NDArray[np.int64]: ...
 def packing_permutation(count: int, seed: int) -> NDArray[np.int64]: ...
+
+# ---- micro-batches ----
+
+_Shards = list[tuple[NDArray[Any], NDArray[Any]] | None]
+
+def assemble_wide(
+    shards: _Shards,
+    offsets: NDArray[np.int64],
+    segment_shards: NDArray[np.int32],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    multiple: int,
+    pad_id: int,
+    tokens: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    position_ids: NDArray[np.int64],
+    loss_mask: NDArray[np.float32],
+    cu_seqlens: NDArray[np.int32],
+    cu_seqlens_padded: NDArray[np.int32] | None,
+    max_seqlen: NDArray[np.int32],
+) -> None: ...
+def assemble_narrow(
+    shards: _Shards,
+    offsets: NDArray[np.int64],
+    segment_shards: NDArray[np.int32],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    multiple: int,
+    pad_id: int,
+    tokens: NDArray[np.int32],
+    loss_mask: NDArray[Any],
+    cu_seqlens: NDArray[np.int32],
+    cu_seqlens_padded: NDArray[np.int32] | None,
+    max_seqlen: NDArray[np.int32],
+) -> None: ...
+def will_need(array: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> int: ...
+def read_at_random(array: NDArray[Any], random: bool) -> bool: ...

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -26,6 +27,20 @@ Array<T> to_array(const std::vector<T>& values) {
   return out;
 }
 
+// What a kernel may read through a typed pointer. pybind11 has checked the dtype of an Array; items that are not
+// aligned, as in a buffer read from an odd byte on, would be undefined behaviour.
+inline bool is_plain(const py::array& array, py::ssize_t dimensions) {
+  constexpr int wanted = py::array::c_style | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
+  return array.ndim() == dimensions && (array.flags() & wanted) == wanted;
+}
+
+inline void require_vector(const py::array& array, const char* name) {
+  if (!is_plain(array, 1)) {
+    throw std::invalid_argument(std::string(name) + " must be one-dimensional, contiguous and aligned");
+  }
+}
+
 void bind_shard(py::module_& m);
 void bind_chat(py::module_& m);
 void bind_packing(py::module_& m);
+void bind_training(py::module_& m);

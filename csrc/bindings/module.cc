@@ -5,4 +5,5 @@ PYBIND11_MODULE(_native, m) {
   bind_shard(m);
   bind_chat(m);
   bind_packing(m);
+  bind_training(m);
 }

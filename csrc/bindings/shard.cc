@@ -6,15 +6,6 @@
 
 namespace {
 
-// What a kernel may read through a typed pointer. pybind11 has checked the dtype of an Array; items that are not
-// aligned, as in a buffer read from an odd byte on, would be undefined behaviour.
-void require_vector(const py::array& array, const char* name) {
-  constexpr int wanted = py::array::c_style | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
-  if (array.ndim() != 1 || (array.flags() & wanted) != wanted) {
-    throw std::invalid_argument(std::string(name) + " must be one-dimensional, contiguous and aligned");
-  }
-}
-
 // ---- index arrays ----
 
 Array<std::int64_t> offsets_from_lengths(const Array<std::int64_t>& lengths, std::int64_t scale, std::int64_t start) {
@@ -26,6 +17,32 @@ Array<std::int64_t> offsets_from_lengths(const Array<std::int64_t>& lengths, std
   py::gil_scoped_release unlocked;
   sft_idx::offsets_from_lengths(in, count, scale, start, result);
   return out;
+}
+
+py::tuple pack_segments(const Array<std::int64_t>& sequence_offsets, const Array<std::int64_t>& token_offsets,
+                        const Array<std::uint32_t>& starts, std::int64_t num_tokens,
+                        const Array<std::int64_t>& packs) {
+  require_vector(sequence_offsets, "sequence_offsets");
+  require_vector(token_offsets, "token_offsets");
+  require_vector(starts, "starts");
+  require_vector(packs, "packs");
+  if (sequence_offsets.size() < 1 || sequence_offsets.size() != token_offsets.size()) {
+    throw std::invalid_argument("sequence_offsets and token_offsets hold packs + 1 values each");
+  }
+  const sft_idx::PackIndex index{sequence_offsets.data(),
+                                 token_offsets.data(),
+                                 static_cast<std::size_t>(sequence_offsets.size() - 1),
+                                 starts.data(),
+                                 static_cast<std::size_t>(starts.size()),
+                                 num_tokens};
+  const auto* wanted = packs.data();
+  const auto count = static_cast<std::size_t>(packs.size());
+  sft_idx::PackSegments found;
+  {
+    py::gil_scoped_release unlocked;
+    found = sft_idx::pack_segments(index, wanted, count);
+  }
+  return py::make_tuple(to_array(found.offsets), to_array(found.starts), to_array(found.lengths));
 }
 
 // ---- packs on their way to disk ----
@@ -160,6 +177,9 @@ Array<std::int64_t> absolute_offsets(const Array<std::int64_t>& sequence_offsets
 void bind_shard(py::module_& m) {
   m.def("offsets_from_lengths", &offsets_from_lengths, py::arg("lengths").noconvert(), "scale"_a = 1, "start"_a = 0,
         "Running sums of int64 lengths, times scale, from start: int64 [n + 1].");
+  m.def("pack_segments", &pack_segments, py::arg("sequence_offsets").noconvert(), py::arg("token_offsets").noconvert(),
+        py::arg("starts").noconvert(), "num_tokens"_a, py::arg("packs").noconvert(),
+        "The sequences of some packs of a shard: CSR offsets, first tokens, lengths; all int64.");
   bind_stage(m);
   bind_gather<std::uint16_t>(m);
   bind_gather<std::int32_t>(m);

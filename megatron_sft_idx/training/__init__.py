@@ -1,0 +1,1 @@
+"""Training on packs: sources of packs, batches, loaders, and Megatron's dataset face."""

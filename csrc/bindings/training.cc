@@ -1,0 +1,176 @@
+// Micro-batches, and advice to the kernel about what they will read.
+#include "batch.h"
+#include "bindings/common.h"
+#include "page_advice.h"
+
+namespace {
+
+using Ints = Array<std::int32_t>;
+using Longs = Array<std::int64_t>;
+
+// ---- what is read ----
+
+bool has_dtype(const py::array& array, char kind, py::ssize_t itemsize) {
+  const py::dtype dtype = array.dtype();
+  return dtype.kind() == kind && dtype.itemsize() == itemsize && dtype.byteorder() != '>';
+}
+
+sft_idx::ShardView view_of(const py::array& tokens, const py::array& loss) {
+  require_vector(tokens, "tokens");
+  require_vector(loss, "loss masks");
+  if (tokens.size() != loss.size()) {
+    throw std::invalid_argument(std::to_string(loss.size()) + " loss mask values for " + std::to_string(tokens.size()) +
+                                " tokens; there is one a token");
+  }
+  const bool u16 = has_dtype(tokens, 'u', 2), u8 = has_dtype(loss, 'u', 1);
+  if (!u16 && !has_dtype(tokens, 'i', 4)) throw py::type_error("tokens are uint16 or int32");
+  if (!u8 && !has_dtype(loss, 'f', 4)) throw py::type_error("loss masks are uint8 or float32");
+  return {tokens.data(), loss.data(), tokens.size(), u16 ? sft_idx::IdType::u16 : sft_idx::IdType::i32,
+          u8 ? sft_idx::LossType::u8 : sft_idx::LossType::f32};
+}
+
+// The shards a batch is made from. Holds their arrays, as another thread may change the list meanwhile.
+struct Shards {
+  std::vector<py::array> arrays;
+  std::vector<sft_idx::ShardView> views;
+
+  explicit Shards(const py::list& shards) {
+    for (const py::handle item : shards) {
+      if (item.is_none()) {
+        views.emplace_back();
+        continue;
+      }
+      const auto pair = py::cast<py::tuple>(item);
+      if (pair.size() != 2 || !py::isinstance<py::array>(pair[0]) || !py::isinstance<py::array>(pair[1])) {
+        throw py::type_error("a shard is a pair of arrays, tokens and loss masks, or None");
+      }
+      arrays.push_back(py::reinterpret_borrow<py::array>(pair[0]));
+      arrays.push_back(py::reinterpret_borrow<py::array>(pair[1]));
+      views.push_back(view_of(arrays[arrays.size() - 2], arrays.back()));
+    }
+  }
+};
+
+sft_idx::SegmentTable table_of(const Longs& offsets, const Ints& shards, const Longs& starts, const Longs& lengths) {
+  require_vector(offsets, "offsets");
+  require_vector(shards, "shards");
+  require_vector(starts, "starts");
+  require_vector(lengths, "lengths");
+  if (offsets.size() < 1 || shards.size() != starts.size() || starts.size() != lengths.size()) {
+    throw std::invalid_argument("segments: rows + 1 offsets, and a shard, start and length each");
+  }
+  return {offsets.data(), static_cast<std::size_t>(offsets.size() - 1), shards.data(), starts.data(), lengths.data(),
+          static_cast<std::size_t>(starts.size())};
+}
+
+// ---- what is written ----
+
+void require_matrix(const py::array& array, std::size_t rows, py::ssize_t columns, const char* name) {
+  if (!is_plain(array, 2) || array.shape(0) != static_cast<py::ssize_t>(rows) || array.shape(1) != columns) {
+    throw std::invalid_argument(std::string(name) + " must be contiguous, aligned, and of shape [" +
+                                std::to_string(rows) + ", " + std::to_string(columns) + "]");
+  }
+}
+
+py::ssize_t columns_of(const py::array& array, const char* name) {
+  if (array.ndim() != 2) throw std::invalid_argument(std::string(name) + " must be two-dimensional");
+  return array.shape(1);
+}
+
+struct Boundaries {
+  sft_idx::BoundariesOut out;
+  std::int64_t width;
+};
+
+Boundaries boundaries_of(std::size_t rows, std::int64_t multiple, Ints& cu_seqlens, std::optional<Ints>& padded,
+                         Ints& max_seqlen) {
+  const py::ssize_t width = columns_of(cu_seqlens, "cu_seqlens");
+  require_matrix(cu_seqlens, rows, width, "cu_seqlens");
+  require_vector(max_seqlen, "max_seqlen");
+  if (static_cast<std::size_t>(max_seqlen.size()) != rows) throw std::invalid_argument("one max_seqlen a row");
+  if (padded.has_value() != (multiple > 1)) {
+    throw std::invalid_argument("cu_seqlens_padded go with a sequence multiple above 1, and with no other");
+  }
+  if (padded) require_matrix(*padded, rows, width, "cu_seqlens_padded");
+  return {{cu_seqlens.mutable_data(), padded ? padded->mutable_data() : nullptr, max_seqlen.mutable_data()}, width};
+}
+
+void assemble_wide(const py::list& shards, const Longs& offsets, const Ints& segment_shards, const Longs& starts,
+                   const Longs& lengths, std::int64_t multiple, std::int32_t pad_id, Longs tokens, Longs labels,
+                   Longs position_ids, Array<float> loss_mask, Ints cu_seqlens, std::optional<Ints> cu_seqlens_padded,
+                   Ints max_seqlen) {
+  const Shards from(shards);
+  const auto table = table_of(offsets, segment_shards, starts, lengths);
+  const py::ssize_t seq_length = columns_of(tokens, "tokens");
+  require_matrix(tokens, table.rows, seq_length, "tokens");
+  require_matrix(labels, table.rows, seq_length, "labels");
+  require_matrix(position_ids, table.rows, seq_length, "position_ids");
+  require_matrix(loss_mask, table.rows, seq_length, "loss_mask");
+  const auto boundaries = boundaries_of(table.rows, multiple, cu_seqlens, cu_seqlens_padded, max_seqlen);
+  const sft_idx::BatchShape shape{seq_length, boundaries.width, multiple, pad_id};
+  const sft_idx::WideOut out{tokens.mutable_data(), labels.mutable_data(), position_ids.mutable_data(),
+                             loss_mask.mutable_data()};
+  py::gil_scoped_release unlocked;
+  sft_idx::assemble_wide(from.views, table, shape, boundaries.out, out);
+}
+
+void assemble_narrow(const py::list& shards, const Longs& offsets, const Ints& segment_shards, const Longs& starts,
+                     const Longs& lengths, std::int64_t multiple, std::int32_t pad_id, Ints tokens,
+                     py::array loss_mask, Ints cu_seqlens, std::optional<Ints> cu_seqlens_padded, Ints max_seqlen) {
+  const Shards from(shards);
+  const auto table = table_of(offsets, segment_shards, starts, lengths);
+  const py::ssize_t seq_length = columns_of(tokens, "tokens");
+  require_matrix(tokens, table.rows, seq_length, "tokens");
+  require_matrix(loss_mask, table.rows, seq_length, "loss_mask");
+  const bool u8 = has_dtype(loss_mask, 'u', 1);
+  if (!u8 && !has_dtype(loss_mask, 'f', 4)) throw py::type_error("loss masks are uint8 or float32");
+  const auto boundaries = boundaries_of(table.rows, multiple, cu_seqlens, cu_seqlens_padded, max_seqlen);
+  const sft_idx::BatchShape shape{seq_length, boundaries.width, multiple, pad_id};
+  const sft_idx::NarrowOut out{tokens.mutable_data(), loss_mask.mutable_data(),
+                               u8 ? sft_idx::LossType::u8 : sft_idx::LossType::f32};
+  py::gil_scoped_release unlocked;
+  sft_idx::assemble_narrow(from.views, table, shape, boundaries.out, out);
+}
+
+// ---- advice ----
+
+std::int64_t will_need(const py::array& array, const Longs& starts, const Longs& stops) {
+  require_vector(array, "array");
+  require_vector(starts, "starts");
+  require_vector(stops, "stops");
+  if (starts.size() != stops.size()) throw std::invalid_argument("one start and one stop a range");
+  const void* data = array.data();
+  const auto count = static_cast<std::size_t>(array.size()), ranges = static_cast<std::size_t>(starts.size());
+  const auto item_nbytes = static_cast<std::size_t>(array.itemsize());
+  const auto *begin = starts.data(), *end = stops.data();
+  py::gil_scoped_release unlocked;
+  return sft_idx::advise_will_need(data, count, item_nbytes, begin, end, ranges);
+}
+
+bool read_at_random(const py::array& array, bool random) {
+  require_vector(array, "array");
+  const void* data = array.data();
+  const auto nbytes = static_cast<std::size_t>(array.nbytes());
+  py::gil_scoped_release unlocked;
+  return sft_idx::advise_random(data, nbytes, random);
+}
+
+}  // namespace
+
+void bind_training(py::module_& m) {
+  m.def("assemble_wide", &assemble_wide, "shards"_a, py::arg("offsets").noconvert(),
+        py::arg("segment_shards").noconvert(), py::arg("starts").noconvert(), py::arg("lengths").noconvert(),
+        "multiple"_a, "pad_id"_a, py::arg("tokens").noconvert(), py::arg("labels").noconvert(),
+        py::arg("position_ids").noconvert(), py::arg("loss_mask").noconvert(), py::arg("cu_seqlens").noconvert(),
+        py::arg("cu_seqlens_padded").noconvert(), py::arg("max_seqlen").noconvert(),
+        "Assemble a micro-batch in the widths that Megatron takes.");
+  m.def("assemble_narrow", &assemble_narrow, "shards"_a, py::arg("offsets").noconvert(),
+        py::arg("segment_shards").noconvert(), py::arg("starts").noconvert(), py::arg("lengths").noconvert(),
+        "multiple"_a, "pad_id"_a, py::arg("tokens").noconvert(), py::arg("loss_mask").noconvert(),
+        py::arg("cu_seqlens").noconvert(), py::arg("cu_seqlens_padded").noconvert(), py::arg("max_seqlen").noconvert(),
+        "Assemble a micro-batch of int32 ids and masks alone; the rest follows from them.");
+  m.def("will_need", &will_need, py::arg("array").noconvert(), py::arg("starts").noconvert(),
+        py::arg("stops").noconvert(), "Ask the kernel to read items [start, stop) of an array over a map in advance.");
+  m.def("read_at_random", &read_at_random, py::arg("array").noconvert(), "random"_a,
+        "Turn the kernel's read-ahead off, or on again, for an array over a map.");
+}

@@ -1,0 +1,65 @@
+#include "page_advice.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace sft_idx {
+namespace {
+
+std::uintptr_t page_nbytes() {
+  static const auto size = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  return size;
+}
+
+// Addresses of whole pages.
+struct Pages {
+  std::uintptr_t begin, end;
+};
+
+Pages pages_of(std::uintptr_t begin, std::uintptr_t end) {
+  const std::uintptr_t page = page_nbytes();
+  return {begin / page * page, (end + page - 1) / page * page};
+}
+
+bool advise(Pages pages, int advice) {
+  return pages.begin < pages.end &&
+         madvise(reinterpret_cast<void*>(pages.begin), pages.end - pages.begin, advice) == 0;
+}
+
+}  // namespace
+
+std::int64_t advise_will_need(const void* data, std::size_t count, std::size_t item_nbytes, const std::int64_t* starts,
+                              const std::int64_t* stops, std::size_t ranges) {
+  for (std::size_t i = 0; i < ranges; ++i) {
+    if (starts[i] < 0 || stops[i] < starts[i] || stops[i] > static_cast<std::int64_t>(count)) {
+      throw std::invalid_argument("range " + std::to_string(i) + " lies outside the array");
+    }
+  }
+  const auto base = reinterpret_cast<std::uintptr_t>(data);
+  std::int64_t accepted = 0;
+  Pages open{0, 0};
+  for (std::size_t i = 0; i < ranges; ++i) {
+    if (starts[i] == stops[i]) continue;
+    const Pages next = pages_of(base + static_cast<std::uintptr_t>(starts[i]) * item_nbytes,
+                                base + static_cast<std::uintptr_t>(stops[i]) * item_nbytes);
+    if (next.begin >= open.begin && next.begin <= open.end) {
+      open.end = std::max(open.end, next.end);
+      continue;
+    }
+    accepted += advise(open, MADV_WILLNEED) ? 1 : 0;
+    open = next;
+  }
+  return accepted + (advise(open, MADV_WILLNEED) ? 1 : 0);
+}
+
+bool advise_random(const void* data, std::size_t nbytes, bool random) {
+  if (nbytes == 0) return false;
+  const auto base = reinterpret_cast<std::uintptr_t>(data);
+  return advise(pages_of(base, base + nbytes), random ? MADV_RANDOM : MADV_NORMAL);
+}
+
+}  // namespace sft_idx

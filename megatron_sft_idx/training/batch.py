@@ -1,0 +1,199 @@
+"""``BatchAssembler``: packs, wherever their sequences lie, as the tensors that Megatron trains on.
+
+A row of S = ``seq_length`` positions holds the sequences of one pack end to end, then padding. Labels are the tokens
+shifted left inside each sequence; at a sequence's last position and on padding the label is the pad id and the loss 0.
+The padding at the end is a segment of its own: it has its entry in ``cu_seqlens``, its positions count from 0, no
+sequence attends to it, and ``max_seqlen`` covers it.
+
+With ``sequence_multiple`` m > 1, for context parallelism, each sequence is padded to a multiple of m as it is read,
+and there are two kinds of boundaries, which Transformer Engine takes side by side (``cu_seqlens_q`` and
+``cu_seqlens_q_padded``):
+
+- ``cu_seqlens_padded``: where each sequence begins in the row, the tail included, then S to the end;
+- ``cu_seqlens``: running sums of the sequences' own lengths. Sequence k has ``cu_seqlens[k + 1] - cu_seqlens[k]``
+  tokens from position ``cu_seqlens_padded[k]`` on. The tail has length 0 and so has every entry after it, so the last
+  value is the number of tokens, not S: an S there would be a sequence that lies behind the row's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron_sft_idx import _native
+from megatron_sft_idx.training.layout import Batch, BatchLayout, Form, Tensors
+from megatron_sft_idx.training.segments import PackSource, Segments
+
+__all__ = ["Batch", "BatchAssembler", "widen"]
+
+
+class BatchAssembler:
+    """Assembles micro-batches from a source of packs, in C++ and without holding the interpreter's lock.
+
+    It holds no buffers and pickles with its source, so worker processes get one for the price of the source.
+
+    Args:
+        source: where the sequences of each pack lie.
+        seq_length: positions of a row; a multiple of ``sequence_multiple``.
+        sequence_multiple: each sequence is padded to a multiple of this: 2 x context parallel size, times tensor
+            parallel size under sequence parallelism.
+        width: of ``cu_seqlens``, one value for all that trains together; None for the source's own,
+            ``most_sequences + 2``.
+        pad_id: a valid token id; None for the source's, or 0 where it knows none.
+        form: ``wide``, or one of the narrow ones (see ``BatchLayout``).
+        random_access: switch the kernel's read-ahead off for the maps that are read. Good only together with
+            ``will_need`` a few batches ahead: by itself it makes cold reads several times slower.
+
+    Raises:
+        ValueError: arguments that do not go together, or a source whose rows need not fit.
+    """
+
+    def __init__(
+        self,
+        source: PackSource,
+        seq_length: int,
+        *,
+        sequence_multiple: int = 1,
+        width: int | None = None,
+        pad_id: int | None = None,
+        form: Form = "wide",
+        random_access: bool = False,
+    ) -> None:
+        if seq_length % sequence_multiple:
+            raise ValueError(
+                f"sequence length {seq_length} is not a multiple of {sequence_multiple}, to which sequences are padded"
+            )
+        if source.capacity > seq_length:
+            raise ValueError(f"packs of up to {source.capacity} tokens do not fit a sequence length of {seq_length}")
+        worst = source.capacity + source.most_sequences * (sequence_multiple - 1)
+        if source.sequence_multiple % sequence_multiple and worst > seq_length:
+            raise ValueError(
+                f"packs made for sequences padded to {source.sequence_multiple} need not fit {seq_length} positions"
+                f" when sequences are padded to {sequence_multiple}: pack again with a sequence multiple of"
+                f" {sequence_multiple}"
+            )
+        self.source = source
+        self.seq_length = seq_length
+        self.sequence_multiple = sequence_multiple
+        self.width = source.most_sequences + 2 if width is None else width
+        self.pad_id = (source.pad_id or 0) if pad_id is None else pad_id
+        self.form: Form = form
+        self.random_access = random_access
+        # Address of each shard's tokens that were advised on: shards may close and be mapped again elsewhere.
+        self._advised: dict[int, int] = {}
+
+    def layout(self, rows: int) -> BatchLayout:
+        """What a batch of so many packs consists of."""
+        return BatchLayout(rows, self.seq_length, self.width, self.sequence_multiple > 1, self.form)
+
+    def plan(self, packs: NDArray[np.int64] | Sequence[int]) -> Segments:
+        """Where the sequences of these packs lie: what ``fill`` and ``will_need`` work on."""
+        return self.source.segments(np.asarray(packs, np.int64))
+
+    def fill(self, segments: Segments, out: Batch) -> Tensors:
+        """Write a batch into ``out``, which may have more rows; the tensors are views of it.
+
+        Raises:
+            ValueError: a row that does not fit, or one whose sequences do not lie within their shard.
+        """
+        out = out.head(len(segments.offsets) - 1)
+        if out.layout != self.layout(out.layout.rows):
+            raise ValueError(f"buffers of {out.layout}, this assembler fills {self.layout(out.layout.rows)}")
+        arrays = out.arrays
+        where = (
+            self._shards(segments),
+            segments.offsets,
+            segments.shards,
+            segments.starts,
+            segments.lengths,
+            self.sequence_multiple,
+            self.pad_id,
+        )
+        boundaries = arrays["cu_seqlens"], arrays.get("cu_seqlens_padded"), arrays["max_seqlen"]
+        tokens, loss_mask = arrays["tokens"], arrays["loss_mask"]
+        if self.form == "wide":
+            _native.assemble_wide(*where, tokens, arrays["labels"], arrays["position_ids"], loss_mask, *boundaries)
+        else:
+            _native.assemble_narrow(*where, tokens, loss_mask, *boundaries)
+        return dict(out.tensors)
+
+    def assemble(self, packs: NDArray[np.int64] | Sequence[int], out: Batch | None = None) -> Tensors:
+        """The tensors of a batch, one row a pack, into ``out`` or fresh memory.
+
+        Returns:
+            tokens, labels, position_ids int64 [B, S], loss_mask float32 [B, S], cu_seqlens int32 [B, W], max_seqlen
+            int32 [B], and with a sequence multiple above 1 cu_seqlens_padded int32 [B, W].
+        """
+        segments = self.plan(packs)
+        return self.fill(segments, Batch(self.layout(len(segments.offsets) - 1)) if out is None else out)
+
+    def sample(self, pack: int, masked: bool = False) -> Tensors:
+        """One row without the batch dimension; ``masked`` zeroes its loss, for rows that only fill up a batch."""
+        batch = self.assemble([pack])
+        if masked:
+            batch["loss_mask"].zero_()
+        return {name: tensor[0] for name, tensor in batch.items()}
+
+    def will_need(self, segments: Segments) -> None:
+        """Ask the kernel to read these sequences from disk in the background; returns at once."""
+        stops = segments.starts + segments.lengths
+        for shard, arrays in enumerate(self._shards(segments)):
+            if arrays is not None:
+                of_shard = segments.shards == shard
+                for array in arrays:
+                    _native.will_need(array, segments.starts[of_shard], stops[of_shard])
+
+    def _shards(self, segments: Segments) -> list[tuple[NDArray[Any], NDArray[Any]] | None]:
+        """The arrays of the shards that are read, at their number; None at every other."""
+        used = set(segments.shards.tolist())
+        if not used:
+            return []
+        if min(used) < 0:
+            raise ValueError(f"a sequence is said to lie in shard {min(used)}")
+        arrays: list[tuple[NDArray[Any], NDArray[Any]] | None] = [None] * (max(used) + 1)
+        for shard in used:
+            arrays[shard] = pair = self.source.arrays(shard)
+            if self.random_access:
+                self._advise(shard, pair)
+        return arrays
+
+    def _advise(self, shard: int, arrays: tuple[NDArray[Any], NDArray[Any]]) -> None:
+        address = arrays[0].ctypes.data
+        if self._advised.get(shard) != address:
+            for array in arrays:
+                _native.read_at_random(array, True)
+            self._advised[shard] = address
+
+
+def widen(batch: Tensors, pad_id: int, device: torch.device | str | None = None) -> Tensors:
+    """Make of a narrow batch what the wide form holds, bit for bit, on the device where that is cheap.
+
+    A narrow batch is 5 bytes a position to copy, a wide one 28.
+
+    Args:
+        batch: what an assembler of a narrow form gave, or its copy on the device.
+        pad_id: the assembler's.
+        device: where to; None for where the batch is.
+    """
+    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} if device else dict(batch)
+    tokens = batch["tokens"].long()
+    places = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device).expand(tokens.shape).contiguous()
+    logical = batch["cu_seqlens"]
+    physical = batch.get("cu_seqlens_padded", logical)
+    segment = torch.searchsorted(physical[:, 1:].contiguous(), places, right=True)
+    positions = places - physical.gather(1, segment)
+    last = positions >= logical.diff(dim=1).gather(1, segment) - 1
+    labels = torch.full_like(tokens, pad_id)
+    labels[:, :-1] = tokens[:, 1:]
+    labels.masked_fill_(last, pad_id)
+    wide = {
+        "tokens": tokens,
+        "labels": labels,
+        "position_ids": positions.long(),
+        "loss_mask": batch["loss_mask"].float(),
+    }
+    return {**wide, **{name: tensor for name, tensor in batch.items() if name not in wide}}

@@ -1,0 +1,231 @@
+"""``PackedSFTDatasetConfig``: what Megatron's dataset builder is told, checked on every rank before any rank waits.
+
+Megatron lets rank 0 build first while the others wait at a barrier. An error on rank 0 alone would leave them waiting
+until the process group times out, so everything that headers can tell is checked when the configuration is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.utils import Split
+from megatron.core.utils import log_single_rank
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.shards import ShardSet, tokenizer_of
+from megatron_sft_idx.training.sources import PlanOptions, require_fit
+
+__all__ = ["PackedSFTDatasetConfig"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
+    """Configuration of ``PackedSFTDataset``.
+
+    Of the parent's fields, ``random_seed``, ``sequence_length``, ``blend`` or ``blend_per_split``, ``split``,
+    ``path_to_cache`` and ``num_dataset_builder_threads`` mean what they mean there; a path of a blend may be one shard,
+    a folder or a glob of shards. The tokenizer may be None. What has to do with stock documents (resetting positions
+    and masks, EOD) is not looked at: rows carry their sequence boundaries.
+
+    Attributes:
+        index_only_packing: pack the sequences of the shards for ``sequence_length`` when training starts, instead of
+            taking packs as they are stored. Splits then go by sequence, not by pack.
+        packing_method: of ``pack_sequences``, for index-only packing.
+        max_sequences_per_pack: for index-only packing; None for no limit.
+        sequence_multiple: pad each sequence to a multiple of this inside its row. None takes what the parallelism
+            needs: 2 x ``context_parallel_size`` where that is above 1, times ``sequence_parallel_size`` where set.
+        pad_id: fills up rows; None takes the shards', then the tokenizer's, then 0.
+        tokenizer_fingerprint: of the tokenizer the model is trained with; shards that were made with another one are
+            refused.
+        global_batch_size: for the log line that says how many steps an epoch has.
+    """
+
+    reset_position_ids: bool | None = False
+    reset_attention_mask: bool | None = False
+    eod_mask_loss: bool | None = False
+    create_attention_mask: bool = False
+    path_to_cache: str | None = None
+    index_only_packing: bool = False
+    packing_method: str = "auto"
+    max_sequences_per_pack: int | None = None
+    sequence_multiple: int | None = None
+    pad_id: int | None = None
+    tokenizer_fingerprint: str | None = None
+    global_batch_size: int | None = None
+    plan_cache: str | None = field(init=False, default=None)
+    _most_sequences: int = field(init=False, default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        """Fill in what is derived, and check everything that needs no more than headers.
+
+        Raises:
+            FormatError: options or shards that cannot be trained on; the message says which and what to do.
+            ShardNotFoundError: a path without a shard.
+            SequenceError: index-only packing of sequences longer than a row.
+        """
+        if self.blend is None and not any(self.blend_per_split or ()):
+            raise FormatError("neither blend nor blend_per_split is given; name the shards to train on (--data-path)")
+        if not self.mmap_bin_files:
+            raise FormatError("mmap_bin_files=False, but batches are gathered from memory maps; leave it at True")
+        self._check_weights()
+        # Not GPTDatasetConfig's, which insists on a tokenizer.
+        BlendedMegatronDatasetConfig.__post_init__(self)
+        self._derive_multiple()
+        self._choose_caches()
+        checked: dict[str, ShardSet] = {}
+        for path, split, ends in self._parts():
+            if path not in checked:
+                checked[path] = self.open_shards(path)
+                self._check_shards(path, checked[path])
+            self._check_split(path, split, ends, checked[path])
+        self._check_capacities(checked)
+
+    def _blends(self) -> Iterator[tuple[Split | None, tuple[list[str], list[float] | None]]]:
+        if self.blend is not None:
+            yield None, self.blend
+        for split, blend in zip(Split, self.blend_per_split or (), strict=False):
+            if blend is not None:
+                yield split, blend
+
+    def _check_weights(self) -> None:
+        for _, (paths, weights) in self._blends():
+            if not paths:
+                raise FormatError("a blend without any path; name at least one shard, or leave the blend out")
+            if weights is None:
+                continue
+            if len(weights) != len(paths):
+                raise FormatError(f"{len(weights)} weights for {len(paths)} paths in a blend; give one weight a path")
+            for path, weight in zip(paths, weights, strict=True):
+                if not (math.isfinite(weight) and weight > 0):
+                    raise FormatError(f"{path}: blend weight {weight}, weights are above zero; leave the path out")
+
+    def _derive_multiple(self) -> None:
+        if self.sequence_multiple is None:
+            context = self.context_parallel_size or 1
+            self.sequence_multiple = (2 * context if context > 1 else 1) * max(self.sequence_parallel_size, 1)
+        multiple = self.sequence_multiple
+        if multiple < 1 or self.sequence_length % multiple:
+            raise FormatError(
+                f"sequence_length {self.sequence_length} is no multiple of the sequence multiple {multiple}, so rows"
+                " cannot be divided among context-parallel ranks; round it up"
+            )
+
+    def _choose_caches(self) -> None:
+        """Keep the cache for plans, and away from Megatron's blends where they cannot use it.
+
+        On a cache miss megatron-core 0.16 asks for the rank to find out who writes the blend's index, and fails where
+        torch.distributed is not initialised. Such an index is quickly made, so one process makes it anew every time.
+        """
+        self.plan_cache = self.path_to_cache
+        needed = self.fast_cache_load or self.defer_npy_index_mmap
+        if self.path_to_cache and not torch.distributed.is_initialized() and not needed:
+            log_single_rank(
+                logger,
+                logging.INFO,
+                "torch.distributed is not initialised: packing plans are cached in %s, blend indices are not",
+                self.path_to_cache,
+            )
+            self.path_to_cache = None
+
+    def _parts(self) -> Iterator[tuple[str, Split, tuple[float, float]]]:
+        """Each path with each split that draws from it and the share of the path that is the split's."""
+        for split, (paths, _) in self._blends():
+            for path in paths:
+                if split is not None:
+                    yield path, split, (0.0, 1.0)
+                    continue
+                for each, ends in zip(Split, self.split_matrix, strict=True):
+                    if ends is not None:
+                        yield path, each, ends
+
+    def open_shards(self, path: str) -> ShardSet:
+        """The shards of one path of a blend."""
+        return ShardSet.open(path, same_capacity=not self.index_only_packing)
+
+    @property
+    def plan_options(self) -> PlanOptions:
+        """How index-only packing packs."""
+        return PlanOptions(
+            self.sequence_length,
+            self.sequence_multiple or 1,
+            self.packing_method,
+            self.max_sequences_per_pack,
+            self.random_seed,
+        )
+
+    def _check_shards(self, path: str, shards: ShardSet) -> None:
+        self._check_tokenizer(shards)
+        if masked := shards.total("num_masked_packs"):
+            what = "packs of" if len(shards) != shards.num_sequences else "sequences of"
+            log_single_rank(
+                logger, logging.WARNING, "%s: %d of %d %s train no token at all", path, masked, len(shards), what
+            )
+        if self.index_only_packing:
+            require_fit(shards, self.plan_options)
+            return
+        for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
+            if header.capacity > self.sequence_length:
+                raise FormatError(
+                    f"{prefix}: packs of up to {header.capacity} tokens, sequence_length is {self.sequence_length};"
+                    " raise it, pack the shard again, or set index_only_packing"
+                )
+            if header.sequence_multiple % (self.sequence_multiple or 1):
+                raise FormatError(
+                    f"{prefix}: packed for sequence multiple {header.sequence_multiple}, this job pads sequences to"
+                    f" multiples of {self.sequence_multiple}; pack it with --sequence-multiple"
+                    f" {self.sequence_multiple}, or set index_only_packing"
+                )
+        self.allow_sequences(max(header.most_sequences for header in shards.headers))
+
+    def _check_tokenizer(self, shards: ShardSet) -> None:
+        if self.tokenizer_fingerprint is None:
+            return
+        for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
+            found = tokenizer_of(header)
+            if found is not None and found != self.tokenizer_fingerprint:
+                raise FormatError(
+                    f"{prefix}: tokenized with {found}, the tokenizer of this job is {self.tokenizer_fingerprint};"
+                    " take the tokenizer the shard was made with, or tokenize again"
+                )
+
+    def _check_split(self, path: str, split: Split, ends: tuple[float, float], shards: ShardSet) -> None:
+        what = "sequences" if self.index_only_packing else "packs"
+        count = shards.num_sequences if self.index_only_packing else len(shards)
+        # As Megatron's builder rounds.
+        if round(ends[0] * float(count)) >= round(ends[1] * float(count)):
+            raise FormatError(
+                f"{path}: the {split.name} split is empty, {ends[0]:.4g} to {ends[1]:.4g} of {count} {what}; give it"
+                " more of --split, or none at all"
+            )
+
+    def _check_capacities(self, checked: dict[str, ShardSet]) -> None:
+        if self.index_only_packing:
+            return
+        capacities = {path: shards.headers[0].capacity for path, shards in checked.items()}
+        first = next(iter(capacities))
+        for path, capacity in capacities.items():
+            if capacity != capacities[first]:
+                raise FormatError(
+                    f"{path}: capacity is {capacity}, in {first} {capacities[first]}; pack them again for one"
+                    " --seq-length, or set index_only_packing"
+                )
+
+    def allow_sequences(self, most: int) -> None:
+        """Make room in ``cu_seqlens`` for rows of this many sequences."""
+        self._most_sequences = max(self._most_sequences, most)
+
+    @property
+    def cu_seqlens_width(self) -> int:
+        """Length of ``cu_seqlens``, one for all data sets of this configuration, so that their rows stack.
+
+        Known from the headers for stored packs; with index-only packing, once all data sets are built.
+        """
+        return self._most_sequences + 2

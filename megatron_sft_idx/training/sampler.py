@@ -1,0 +1,133 @@
+"""Which samples a data-parallel rank reads, and when.
+
+Samples come in the order of the data set, which shuffles each epoch by itself: global batch k is samples k * B to
+(k + 1) * B, whatever the number of ranks. So a run that stops after any number of samples goes on with the same global
+batches on another number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.training.balance import deal
+
+__all__ = ["PADDING", "PackedBatchSampler", "attention_costs"]
+
+# A negative index is a row with a loss mask of zeros.
+PADDING = -1
+
+
+def attention_costs(dataset: Any, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The sum of squared sequence lengths of each sample of a packed data set, or of a blend of them.
+
+    Args:
+        dataset: a ``PackedSFTDataset``, its ``rows``, or Megatron's ``BlendedDataset`` of these.
+        samples: [samples].
+    """
+    if hasattr(dataset, "attention_costs"):
+        costs: NDArray[np.int64] = dataset.attention_costs(samples)
+        return costs
+    if dataset.dataset_index is None and len(samples):
+        dataset[int(samples[0])]  # with defer_npy_index_mmap a blend opens its index when first read
+    out = np.empty(len(samples), np.int64)
+    members, inner = dataset.dataset_index[samples], dataset.dataset_sample_index[samples]
+    for member in np.unique(members):
+        here = members == member
+        out[here] = attention_costs(dataset.datasets[member], inner[here].astype(np.int64))
+    return out
+
+
+class PackedBatchSampler:
+    """Lists of sample numbers, one a micro-batch, of one data-parallel rank; a ``batch_sampler`` for a DataLoader.
+
+    The arguments are those of Megatron's ``MegatronPretrainingSampler``, but for the data set in place of its length.
+
+    Args:
+        dataset: what is sampled.
+        consumed_samples: samples of all ranks before this run.
+        micro_batch_size: packs a rank takes at a time.
+        data_parallel_rank: of this process.
+        data_parallel_size: ranks that read different packs.
+        global_batch_size: packs a step takes; needed to balance, and without that only checked.
+        balance_attention: deal the packs of each global batch so that ranks have equal attention to do. The packs of a
+            batch stay the same, so training does too; which rank and micro-batch a pack is in differs.
+        drop_last: leave out what does not fill a micro-batch of every rank (a global batch when balancing). False
+            fills it up with rows whose loss is masked, for evaluation: every pack comes once. Not for blends, which
+            know no such rows.
+
+    Raises:
+        ValueError: numbers that do not go together.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        *,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        global_batch_size: int | None = None,
+        balance_attention: bool = False,
+        drop_last: bool = True,
+    ) -> None:
+        self.dataset, self.total_samples, self.consumed_samples = dataset, len(dataset), consumed_samples
+        self.micro_batch_size, self.drop_last = micro_batch_size, drop_last
+        self.rank, self.ranks = data_parallel_rank, data_parallel_size
+        self.balance_attention = balance_attention
+        if micro_batch_size < 1 or not 0 <= data_parallel_rank < data_parallel_size:
+            raise ValueError(
+                f"micro-batch size {micro_batch_size}, rank {data_parallel_rank} of {data_parallel_size}; sizes are at"
+                " least 1 and ranks count from 0"
+            )
+        if not 0 <= consumed_samples < self.total_samples:
+            raise ValueError(
+                f"{consumed_samples} of {self.total_samples} samples are consumed, nothing is left; build the data set"
+                " with a larger number of samples"
+            )
+        self._window = micro_batch_size * data_parallel_size
+        if global_batch_size is not None and (global_batch_size < 1 or global_batch_size % self._window):
+            raise ValueError(
+                f"global batch size {global_batch_size} is no multiple of micro-batch size {micro_batch_size} x"
+                f" {data_parallel_size} data-parallel ranks"
+            )
+        if balance_attention:
+            if global_batch_size is None:
+                raise ValueError("balance_attention deals out global batches: give global_batch_size")
+            if consumed_samples % global_batch_size:
+                raise ValueError(
+                    f"{consumed_samples} consumed samples end inside a global batch of {global_batch_size}; with"
+                    " balance_attention go on from the end of one"
+                )
+            self._window = global_batch_size
+        if not drop_last and hasattr(dataset, "dataset_index"):
+            raise ValueError("drop_last=False fills up with masked rows, which a blend has not; sample its parts")
+
+    def __len__(self) -> int:
+        """Micro-batches from ``consumed_samples`` to the end."""
+        left = self.total_samples - self.consumed_samples
+        windows = left // self._window if self.drop_last else -(-left // self._window)
+        return windows * (self._window // (self.micro_batch_size * self.ranks))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in range(self.consumed_samples, self.total_samples, self._window):
+            count = min(self._window, self.total_samples - first)
+            if count < self._window and self.drop_last:
+                return
+            samples = np.full(self._window, PADDING, np.int64)
+            samples[:count] = np.arange(first, first + count)
+            yield from self._share(samples).tolist()
+
+    def _share(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """This rank's micro-batches of a window, [micro-batches, packs]."""
+        if not self.balance_attention:
+            return samples.reshape(-1, self.ranks, self.micro_batch_size)[:, self.rank]
+        costs = np.zeros(len(samples), np.int64)
+        real = samples >= 0
+        costs[real] = attention_costs(self.dataset, samples[real])
+        micro_batches = len(samples) // (self.ranks * self.micro_batch_size)
+        return samples[deal(costs, self.ranks, micro_batches)[self.rank]]

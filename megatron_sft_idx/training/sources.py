@@ -1,0 +1,284 @@
+"""Where the rows to train on come from: packs as they are stored, or packed when training starts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megatron_sft_idx import _native
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.packing import pack_sequences
+from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.training.plan_cache import PlacedPlan, load_or_make
+from megatron_sft_idx.training.segments import Segments
+
+__all__ = ["PlanOptions", "PlannedPacks", "StoredPacks", "require_fit"]
+
+_CHUNK = 1 << 20
+
+
+def _range(what: str, source: ShardSet, total: int, first: int, last: int | None) -> tuple[int, int]:
+    end = total if last is None else last
+    if not 0 <= first < end <= total:
+        raise FormatError(f"{source.prefixes[0]}: {what} {first} to {end} of {total}; take at least one")
+    return first, end
+
+
+def _pieces(bounds: NDArray[np.int64], first: int, last: int) -> list[tuple[int, int, int]]:
+    """Shards that a range touches: number, where the range begins inside it, and where it ends there."""
+    edges = bounds.tolist()
+    cut = (
+        (number, max(first, begin) - begin, min(last, end) - begin)
+        for number, (begin, end) in enumerate(itertools.pairwise(edges))
+    )
+    return [piece for piece in cut if piece[1] < piece[2]]
+
+
+def _pad_id(shards: ShardSet) -> int | None:
+    return next((header.pad_id for header in shards.headers if header.pad_id is not None), None)
+
+
+def _fingerprint(shards: ShardSet, **options: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps([shards.fingerprint, options], sort_keys=True).encode())
+
+
+def _whole(shards: ShardSet, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    files = shards.shard(shard).files
+    return files.tokens[:], files.loss[:]
+
+
+class StoredPacks:
+    """Packs as they lie in shards: a ``PackSource``.
+
+    Args:
+        shards: whose packs.
+        first: the first pack of the range that is used.
+        last: where the range ends; None is the end of the last shard.
+    """
+
+    def __init__(self, shards: ShardSet, first: int = 0, last: int | None = None) -> None:
+        self.shards = shards
+        self.first, self.last = _range("packs", shards, len(shards), first, last)
+        headers = shards.headers
+        self.num_packs = self.last - self.first
+        self.capacity = max(header.capacity for header in headers)
+        self.sequence_multiple = math.gcd(*(header.sequence_multiple for header in headers))
+        self.most_sequences = max(header.most_sequences for header in headers)
+        self.pad_id = _pad_id(shards)
+        self.fingerprint = _fingerprint(shards, packs=[self.first, self.last])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.shards, self.first, self.last)
+
+    def segments(self, packs: NDArray[np.int64]) -> Segments:
+        """Where the sequences of these packs lie; see ``PackSource``.
+
+        Raises:
+            CorruptShardError, ValueError: a pack's index entries break a rule of the format.
+        """
+        shards, local = self.shards.locate(packs + self.first)
+        if len(self.shards.prefixes) == 1 or (shards == shards[:1]).all():
+            number = int(shards[0]) if len(shards) else 0
+            offsets, starts, lengths = self._of_one(number, local)
+            return Segments(offsets, np.full(len(starts), number, np.int32), starts, lengths)
+        # One shard after the other, then every pack's sequences to its place.
+        order = np.argsort(shards, kind="stable")
+        used, firsts = np.unique(shards[order], return_index=True)
+        parts = [
+            self._of_one(int(number), local[chosen])
+            for number, chosen in zip(used, np.split(order, firsts[1:]), strict=True)
+        ]
+        counts = np.concatenate([np.diff(part[0]) for part in parts])
+        numbers = np.repeat(shards[order], counts).astype(np.int32)
+        begins = np.cumsum(counts) - counts
+        place = np.argsort(order)
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[place])])
+        taken = np.arange(offsets[-1]) + np.repeat(begins[place] - offsets[:-1], counts[place])
+        starts, lengths = (np.concatenate([part[i] for part in parts])[taken] for i in (1, 2))
+        return Segments(offsets, numbers[taken], starts, lengths)
+
+    def _of_one(
+        self, number: int, local: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        shard = self.shards.shard(number)
+        files = shard.files
+        sequences, tokens, starts = files.sequence_offsets[:], files.token_offsets[:], files.starts[:]
+        try:
+            return _native.pack_segments(sequences, tokens, starts, files.num_tokens, np.ascontiguousarray(local))
+        except ValueError as error:
+            raise FormatError(
+                f"{shard.prefix}: {error}; restore the file, or rebuild the index from the data"
+            ) from None
+
+    def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Tokens and label-aligned loss mask of one shard, whole."""
+        return _whole(self.shards, shard)
+
+    def num_tokens(self) -> int:
+        """Tokens of all packs; reads two offsets a shard."""
+        pieces = _pieces(self.shards.packs_before, self.first, self.last)
+        offsets = ((self.shards.shard(number).files.token_offsets, begin, end) for number, begin, end in pieces)
+        return sum(int(array[end : end + 1][0]) - int(array[begin : begin + 1][0]) for array, begin, end in offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """How sequences are packed when training starts; as in ``pack_sequences``.
+
+    Attributes:
+        capacity: most token positions a pack may hold.
+        sequence_multiple: count each sequence as its length rounded up to this.
+        method: of ``pack_sequences``.
+        max_sequences_per_pack: at most so many; None for no limit.
+        seed: of every shuffle.
+    """
+
+    capacity: int
+    sequence_multiple: int = 1
+    method: str = "auto"
+    max_sequences_per_pack: int | None = None
+    seed: int = 0
+
+
+class PlannedPacks:
+    """Index-only packing: the sequences of shards, packed when training starts. A ``PackSource``.
+
+    The shards may be a tokenised corpus (one sequence a pack) or packs of another capacity; no token is copied or
+    rewritten. The plan says which sequences share a row. With a cache folder one process makes it and everyone maps
+    it; without one, every process that needs it makes its own, the same one.
+
+    Args:
+        shards: whose sequences.
+        options: how they are packed.
+        cache: folder for the plan; None keeps it in memory.
+        first: the first sequence of the range that is used, counted through all shards.
+        last: where the range ends; None is the end of the last shard.
+
+    Raises:
+        SequenceError: sequences that do not fit the capacity, with their count.
+        FormatError: an empty range, or the cache holds a plan that was cut short.
+    """
+
+    def __init__(
+        self,
+        shards: ShardSet,
+        options: PlanOptions,
+        *,
+        cache: str | os.PathLike[str] | None = None,
+        first: int = 0,
+        last: int | None = None,
+    ) -> None:
+        self.shards, self.options = shards, options
+        self.cache = None if cache is None else os.fspath(cache)
+        self.first, self.last = _range("sequences", shards, shards.num_sequences, first, last)
+        self.fingerprint = _fingerprint(shards, sequences=[self.first, self.last], plan=asdict(options))
+        self.plan = load_or_make(self.cache, self.fingerprint, self._make)
+        self.num_packs = self.plan.num_packs
+        self.capacity = options.capacity
+        self.sequence_multiple = options.sequence_multiple
+        self.most_sequences = self.plan.most_sequences
+        self.pad_id = _pad_id(shards)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _planned, (self.shards, tuple(asdict(self.options).values()), self.cache, self.first, self.last)
+
+    def segments(self, packs: NDArray[np.int64]) -> Segments:
+        """Where the sequences of these packs lie; see ``PackSource``."""
+        plan = self.plan
+        begins, ends = plan.offsets[packs], plan.offsets[packs + 1]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - begins)])
+        taken = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], ends - begins)
+        return Segments(offsets, plan.shards[taken], plan.starts[taken], plan.lengths[taken].astype(np.int64))
+
+    def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Tokens and label-aligned loss mask of one shard, whole."""
+        return _whole(self.shards, shard)
+
+    def _make(self) -> PlacedPlan:
+        """Pack, then put every sequence's place in the order of the packs: reading a pack touches one page of each."""
+        options = self.options
+        parts, lengths = _starts(self.shards, self.first, self.last)
+        _require_fit(self.shards, lengths, options)
+        made = pack_sequences(
+            lengths,
+            options.capacity,
+            method=options.method,
+            max_sequences_per_pack=options.max_sequences_per_pack,
+            sequence_multiple=options.sequence_multiple,
+            seed=options.seed,
+        )
+        starts = _joined([starts[:-1] for _, starts in parts])
+        plan = PlacedPlan.empty(made.num_packs, len(lengths), made.most_sequences)
+        plan.offsets[:] = made.offsets
+        bounds = self.shards.sequences_before
+        for begin in range(0, len(lengths), _CHUNK):  # bounds what fancy indexing allocates
+            here = slice(begin, begin + _CHUNK)
+            chosen = made.sequences[here]
+            plan.starts[here], plan.lengths[here] = starts[chosen], lengths[chosen]
+            if len(parts) > 1:
+                plan.shards[here] = np.searchsorted(bounds, chosen + self.first, side="right") - 1
+            else:
+                plan.shards[here] = parts[0][0]
+        return plan
+
+    def num_tokens(self) -> int:
+        """Tokens of all packs; reads the whole plan unless it is of all sequences."""
+        if self.last - self.first == self.shards.num_sequences:
+            return self.shards.total("num_tokens")
+        return int(self.plan.lengths.sum(dtype=np.int64))
+
+
+def _starts(shards: ShardSet, first: int, last: int) -> tuple[list[tuple[int, NDArray[np.int64]]], NDArray[np.int64]]:
+    """Of sequences ``first`` to ``last``: by shard where each begins and the last one ends, in tokens; all lengths."""
+    parts = []
+    for number, begin, end in _pieces(shards.sequences_before, first, last):
+        shard = shards.shard(number)
+        shard.check_ends()
+        if shard.header.num_sequences == shard.header.num_packs:
+            starts = shard.token_offsets  # one sequence a pack
+        else:
+            starts = _native.absolute_offsets(shard.sequence_offsets, shard.token_offsets, shard.files.starts[:])
+        parts.append((number, starts[begin : end + 1]))
+    return parts, _joined([np.diff(starts) for _, starts in parts])
+
+
+def require_fit(shards: ShardSet, options: PlanOptions) -> None:
+    """SequenceError, with their count, where sequences do not fit a pack of this capacity.
+
+    Reads headers alone where they rule that out.
+    """
+    usable = options.capacity // options.sequence_multiple * options.sequence_multiple
+    if max(header.longest_pack for header in shards.headers) > usable and shards.num_sequences:
+        _require_fit(shards, _starts(shards, 0, shards.num_sequences)[1], options)
+
+
+def _require_fit(shards: ShardSet, lengths: NDArray[np.int64], options: PlanOptions) -> None:
+    name = shards.prefixes[0]
+    usable = options.capacity // options.sequence_multiple * options.sequence_multiple
+    if lengths.min() < 1:
+        raise FormatError(f"{name}: offsets do not ascend (rules O2, P3); restore the file, or rebuild the index")
+    longest = int(lengths.max())
+    if longest > usable:
+        raise SequenceError(
+            name,
+            None,
+            f"{int((lengths > usable).sum())} of {len(lengths)} sequences are longer than {usable} tokens, the"
+            f" longest has {longest}; raise the sequence length, or cut them first with the pack verb's --overlong",
+        )
+
+
+def _planned(shards: ShardSet, options: tuple[Any, ...], cache: str | None, first: int, last: int) -> PlannedPacks:
+    return PlannedPacks(shards, PlanOptions(*options), cache=cache, first=first, last=last)
+
+
+def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
