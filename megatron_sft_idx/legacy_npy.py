@@ -34,14 +34,14 @@ class LegacyPacks:
         loss: uint8, or float32 where there are weights, [tokens]; label-aligned and 0 at the end of every sequence.
         token_offsets: int64 [packs + 1], where each pack begins.
         sequence_offsets: int64 [packs + 1], CSR of the sequences by pack.
-        starts: int64 [sequences], where each sequence begins in its pack.
+        starts: uint32 [sequences], where each sequence begins in its pack.
     """
 
     tokens: NDArray[np.int32]
     loss: NDArray[Any]
     token_offsets: NDArray[np.int64]
     sequence_offsets: NDArray[np.int64]
-    starts: NDArray[np.int64]
+    starts: NDArray[np.uint32]
 
 
 def read_legacy(path: str | os.PathLike[str]) -> LegacyPacks:
@@ -66,7 +66,7 @@ def read_legacy(path: str | os.PathLike[str]) -> LegacyPacks:
         loss=_joined(masks, np.uint8 if all(mask.dtype == np.uint8 for mask in masks) else np.float32),
         token_offsets=_offsets(ids),
         sequence_offsets=_offsets(starts),
-        starts=_joined(starts, np.int64),
+        starts=_joined(starts, np.uint32),
     )
 
 
@@ -91,7 +91,7 @@ def write_legacy(path: str | os.PathLike[str], packs: Iterable[Mapping[str, Any]
         np.save(file, array, allow_pickle=True)
 
 
-def _pack_of(row: Any) -> tuple[NDArray[np.int32], NDArray[Any], NDArray[np.int64]]:
+def _pack_of(row: Any) -> tuple[NDArray[np.int32], NDArray[Any], NDArray[np.uint32]]:
     """Ids, mask and starts of one pack; ValueError says what is wrong with it."""
     if not isinstance(row, dict):
         raise ValueError(f"found {type(row).__name__}")
@@ -110,7 +110,7 @@ def _pack_of(row: Any) -> tuple[NDArray[np.int32], NDArray[Any], NDArray[np.int6
     mask = mask.astype(np.uint8 if flags else np.float32)
     # Readers of this format never look at a sequence's last entry, and some writers set it.
     mask[np.append(starts[1:], len(ids)) - 1] = 0
-    return ids.astype(np.int32), mask, starts.astype(np.int64)
+    return ids.astype(np.int32), mask, starts.astype(np.uint32)
 
 
 def _numbers(value: Any, key: str) -> NDArray[Any]:

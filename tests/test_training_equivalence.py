@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from training_twin import Pair, batch_of, pretrain_script, random_sequences
+from training_twin import Pair, batch_of, lone_process, random_sequences
 
-from megatron_sft_idx.training.attention import block_mask, model_inputs
-from megatron_sft_idx.training.cpu import connect, megatron_device, seed_everything
+from megatron_sft_idx.training.attention import model_inputs
+from megatron_sft_idx.training.cpu import seed_everything
 
 VOCABULARY, LENGTH, WIDTH = 256, 96, 8
 TOLERANCE = 5e-6
@@ -23,16 +22,8 @@ ROWS = [[17, 1, 40, 23], [96], [5, 5, 5, 60], [2, 31]]
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[ModuleType]:
-    """The training script, in a process group of this process alone and with one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with megatron_device():
-        connect()
-        parallel_state.initialize_model_parallel()
-        yield pretrain_script()
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
-    torch.set_num_threads(threads)
+    with lone_process() as module:
+        yield module
 
 
 def model_of(script: ModuleType, attention: str) -> GPTModel:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
+
+from megatron_sft_idx.training.cpu import connect, megatron_device
 
 Pair = tuple[np.ndarray, np.ndarray]  # ids and label-aligned mask of one sequence
 
@@ -57,3 +61,17 @@ def pretrain_script() -> ModuleType:
     import pretrain_sft
 
     return pretrain_sft
+
+
+@contextlib.contextmanager
+def lone_process() -> Iterator[ModuleType]:
+    """The training script, in a process group of this process alone and with one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with megatron_device():
+        connect()
+        parallel_state.initialize_model_parallel()
+        yield pretrain_script()
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+    torch.set_num_threads(threads)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from megatron_sft_idx.training.attention import ATTENTION, Batch, layer_spec, model_inputs
 from megatron_sft_idx.training.cpu import connect, current_device, megatron_device, seed_everything
+from megatron_sft_idx.training.dataset import PackedSFTDataset
+from megatron_sft_idx.training.loader import BatchLoader
+from megatron_sft_idx.training.provider import build_datasets
+from megatron_sft_idx.training.rows import PackedRows
+from megatron_sft_idx.training.sampler import PackedBatchSampler
 
 # Called with every batch that this process trains on, before it does.
 Observer = Callable[[Batch], None]
@@ -65,6 +71,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     training = parser.add_argument_group("training")
     training.add_argument("--micro-batch-size", type=int, default=1)
     training.add_argument("--global-batch-size", type=int, default=4)
+    training.add_argument("--balance-attention", action="store_true", help="give processes equal attention to compute")
     training.add_argument("--train-iters", type=int, default=50)
     training.add_argument("--eval-iters", type=int, default=0, help="validation steps after training")
     training.add_argument("--lr", type=float, default=1e-3)
@@ -246,3 +253,62 @@ def train(
         if args.save and due:
             save_checkpoint(args.save, now, model, optimizer)
     return losses
+
+
+def load_batches(args: argparse.Namespace, dataset: Any, consumed: int) -> Iterator[Batch]:
+    """Micro-batches for this process, from where ``consumed`` samples of all processes end."""
+    sampler = PackedBatchSampler(
+        dataset,
+        consumed_samples=consumed,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        global_batch_size=args.global_batch_size,
+        balance_attention=args.balance_attention,
+    )
+    rows = dataset.rows if isinstance(dataset, PackedSFTDataset) else dataset
+    if isinstance(rows, PackedRows):
+        return iter(BatchLoader(rows.assembler, sampler, packs_of=rows.packs))
+    # A blend is Megatron's own class, which gives one sample at a time.
+    return iter(DataLoader(dataset, batch_sampler=sampler, num_workers=0))
+
+
+def evaluate(args: argparse.Namespace, model: torch.nn.Module, batches: Iterator[Batch]) -> float:
+    """The mean loss of ``--eval-iters`` global batches."""
+    model.eval()
+    with torch.no_grad():
+        return sum(run_step(args, model, batches, forward_only=True) for _ in range(args.eval_iters)) / args.eval_iters
+
+
+def pretrain(args: argparse.Namespace, observe: Observer | None = None) -> list[float]:
+    """Everything, in a process group that exists; the losses of the steps taken."""
+    samples = [steps * args.global_batch_size for steps in (args.train_iters, args.eval_iters, 0)]
+    training, validation, _ = build_datasets(args, samples, index_only_packing=args.repack)
+    seed_everything(args.seed)
+    model = build_model(args)
+    optimizer = build_optimizer(args, model)
+    step = load_checkpoint(args.load, model, optimizer) if args.load else 0
+    losses: list[float] = []
+    if step < args.train_iters:
+        batches = load_batches(args, training, step * args.global_batch_size)
+        losses = train(args, model, optimizer, batches, step=step, observe=observe)
+    if args.eval_iters:
+        loss = evaluate(args, model, load_batches(args, validation, 0))
+        if torch.distributed.get_rank() == 0:
+            print(f"validation  loss {loss:.4f}", flush=True)
+    return losses
+
+
+def main() -> None:
+    args = parse_arguments()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("megatron_sft_idx").setLevel(logging.INFO)
+    with megatron_device():
+        connect()
+        parallel_state.initialize_model_parallel()
+        pretrain(args)
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
