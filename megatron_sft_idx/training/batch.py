@@ -85,10 +85,15 @@ class BatchAssembler:
         self.random_access = random_access
         # Address of each shard's tokens that were advised on: shards may close and be mapped again elsewhere.
         self._advised: dict[int, int] = {}
+        self._layouts: dict[int, BatchLayout] = {}
 
     def layout(self, rows: int) -> BatchLayout:
         """What a batch of so many packs consists of."""
-        return BatchLayout(rows, self.seq_length, self.width, self.sequence_multiple > 1, self.form)
+        layout = self._layouts.get(rows)
+        if layout is None:
+            layout = BatchLayout(rows, self.seq_length, self.width, self.sequence_multiple > 1, self.form)
+            self._layouts[rows] = layout
+        return layout
 
     def plan(self, packs: NDArray[np.int64] | Sequence[int]) -> Segments:
         """Where the sequences of these packs lie: what ``fill`` and ``will_need`` work on."""

@@ -76,7 +76,13 @@ class BatchLayout:
 
     def carve(self, storage: torch.Tensor) -> Tensors:
         """The tensors of a storage, uint8 [nbytes], as views."""
-        return {f.name: storage[f.offset : f.offset + f.nbytes].view(f.dtype).view(f.shape) for f in self.fields}
+        whole = storage.untyped_storage()
+
+        def view(f: _Field) -> torch.Tensor:  # in one step, which takes half the time of slicing and viewing
+            strides = (f.shape[1], 1) if len(f.shape) == 2 else (1,)
+            return torch.empty(0, dtype=f.dtype).set_(whole, f.offset // f.dtype.itemsize, f.shape, strides)
+
+        return {f.name: view(f) for f in self.fields}
 
 
 class Batch:

@@ -130,4 +130,5 @@ class PackedBatchSampler:
         real = samples >= 0
         costs[real] = attention_costs(self.dataset, samples[real])
         micro_batches = len(samples) // (self.ranks * self.micro_batch_size)
-        return samples[deal(costs, self.ranks, micro_batches)[self.rank]]
+        mine: NDArray[np.int64] = samples[deal(costs, self.ranks, micro_batches)[self.rank]]
+        return mine

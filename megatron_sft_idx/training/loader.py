@@ -1,0 +1,265 @@
+"""Batches on their way to the trainer: a thread that prepares them ahead, and what a torch DataLoader needs.
+
+``BatchLoader`` is the default. Assembling a batch takes less time than handing one over from another process, so one
+thread beside the trainer keeps a few batches ready and asks the kernel for the file pages of the next ones.
+
+    loader = BatchLoader(assembler, batch_sampler)
+    for batch in loader:
+        step(batch["tokens"], ...)
+
+``PackRows`` makes a plain ``torch.utils.data.DataLoader`` get whole batches:
+
+    rows = PackRows(assembler)
+    loader = DataLoader(rows, batch_sampler=batch_sampler, collate_fn=whole_batch, num_workers=2)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from megatron_sft_idx.training.batch import BatchAssembler
+from megatron_sft_idx.training.layout import Batch, BatchLayout, Tensors
+
+__all__ = ["BatchIterator", "BatchLoader", "PackRows", "whole_batch", "whole_rows"]
+
+_T = TypeVar("_T")
+_PATIENCE_SECONDS = 5.0
+
+
+class BatchLoader:
+    """Micro-batches, prepared ahead by a thread of this process.
+
+    Batches lie in buffers that are used again: **a batch is valid until** ``keep`` **more have been taken**, or for
+    good with ``copy=True``. A trainer that copies each batch to its device, or is done with it before it asks for the
+    next, needs no more than the default. Where batches are pinned, a buffer is not written again before the copies
+    that the current CUDA stream was given are done.
+
+    Each ``iter(loader)`` starts at the head of ``batches`` with a thread of its own, which ends with the batches, with
+    ``close``, or with the iterator itself. What goes wrong in the thread is raised by ``next``, after the batches that
+    were made before. Threads do not survive a fork: iterate in the process that trains.
+
+    Args:
+        assembler: makes the batches.
+        batches: lists of packs, as a Megatron batch sampler gives them; iterated in the thread.
+        packs_of: what makes packs of the indices that ``batches`` holds, where they are something else.
+        prefetch: batches that are kept ready.
+        ahead: further batches whose pages the kernel is asked for; 0 for none, where all data is in memory.
+        keep: batches that stay valid beside each other.
+        copy: hand out fresh tensors.
+        pin_memory: buffers that a GPU copies from without waiting; None for where there is a GPU.
+    """
+
+    def __init__(
+        self,
+        assembler: BatchAssembler,
+        batches: Iterable[Sequence[int]],
+        *,
+        packs_of: Callable[[Sequence[int]], Sequence[int]] | None = None,
+        prefetch: int = 2,
+        ahead: int = 4,
+        keep: int = 1,
+        copy: bool = False,
+        pin_memory: bool | None = None,
+    ) -> None:
+        if min(prefetch, keep) < 1 or ahead < 0:
+            raise ValueError(f"prefetch {prefetch} and keep {keep} are at least 1, ahead {ahead} at least 0")
+        self.assembler = assembler
+        self.batches = batches
+        self.packs_of = packs_of
+        self.prefetch = prefetch
+        self.ahead = ahead
+        self.keep = keep
+        self.copy = copy
+        self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> BatchIterator:
+        return BatchIterator(self)
+
+
+class BatchIterator(Iterator[Tensors]):
+    """One pass over the batches of a ``BatchLoader``; also a context manager that closes."""
+
+    def __init__(self, loader: BatchLoader) -> None:
+        self._keep, self._copy = loader.keep, loader.copy
+        self._pid = os.getpid()
+        self._taken: deque[_Slot] = deque()
+        self._line = _Line()
+        pinned = loader.pin_memory and torch.cuda.is_available()
+        for _ in range(loader.prefetch + loader.keep):
+            self._line.free.put(_Slot(pinned))
+        # The thread knows the line and the loader, not this iterator, which can thus be collected and end it.
+        thread = threading.Thread(target=_produce, args=(loader, self._line), name="batches", daemon=True)
+        self._close = weakref.finalize(self, _stop, self._line, thread)
+        thread.start()
+
+    def __next__(self) -> Tensors:
+        if os.getpid() != self._pid:
+            raise RuntimeError("this iterator belongs to the process it was made in, of which this one is a fork")
+        if not self._close.alive:
+            raise StopIteration
+        done = self._line.ready.get()
+        if isinstance(done, BaseException):
+            self.close()
+            raise done
+        if done is None:
+            self.close()
+            raise StopIteration
+        self._taken.append(done)
+        if len(self._taken) > self._keep:
+            old = self._taken.popleft()
+            old.given_back()
+            self._line.free.put(old)
+        assert done.tensors is not None
+        if self._copy:
+            return {name: tensor.clone() for name, tensor in done.tensors.items()}
+        return done.tensors
+
+    def close(self) -> None:
+        """End the thread; what was taken stays valid. May be called twice."""
+        self._close()
+
+    def __enter__(self) -> BatchIterator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Slot:
+    """A buffer on its way round, and the batch in it."""
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._buffer: Batch | None = None
+        self._copied: torch.cuda.Event | None = None
+        self.tensors: Tensors | None = None
+
+    def buffer(self, layout: BatchLayout) -> Batch:
+        """Room for a batch: what is there if it is large enough, once the copies from it are done."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if self._buffer is None or self._buffer.layout.rows < layout.rows:
+            self._buffer = Batch(layout, pin_memory=self._pinned)
+        return self._buffer
+
+    def given_back(self) -> None:
+        """The trainer is through with it, but the GPU may still copy from it."""
+        if self._pinned:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+
+class _Line:
+    """Slots going round between the thread and the trainer."""
+
+    def __init__(self) -> None:
+        self.free: SimpleQueue[_Slot | None] = SimpleQueue()
+        # None at the end, an exception where it broke.
+        self.ready: SimpleQueue[_Slot | BaseException | None] = SimpleQueue()
+        self.stopped = threading.Event()
+
+
+def _stop(line: _Line, thread: threading.Thread) -> None:
+    line.stopped.set()
+    line.free.put(None)  # wakes it where it waits
+    # The thread itself may be what collects the iterator. Where it waits for more of ``batches`` nothing can wake it:
+    # it will end by itself when they come.
+    if thread is not threading.current_thread():
+        thread.join(_PATIENCE_SECONDS)
+
+
+def _produce(loader: BatchLoader, line: _Line) -> None:
+    """What the thread does."""
+    assembler = loader.assembler
+    try:
+        plans = (assembler.plan(loader.packs_of(b) if loader.packs_of else b) for b in loader.batches)
+        for segments in _looking_ahead(plans, loader.ahead, assembler.will_need):
+            slot = line.free.get()
+            if line.stopped.is_set() or slot is None:
+                return
+            layout = assembler.layout(len(segments.offsets) - 1)
+            slot.tensors = assembler.fill(segments, slot.buffer(layout))
+            line.ready.put(slot)
+    except BaseException as error:
+        line.ready.put(error)
+    else:
+        line.ready.put(None)
+
+
+def _looking_ahead(items: Iterable[_T], ahead: int, tell: Callable[[_T], None]) -> Iterator[_T]:
+    """The items as they are, each told of ``ahead`` items before it comes."""
+    if not ahead:
+        yield from items
+        return
+    waiting: deque[_T] = deque()
+    for item in items:
+        tell(item)
+        waiting.append(item)
+        if len(waiting) > ahead:
+            yield waiting.popleft()
+    yield from waiting
+
+
+# ---- torch DataLoader ----
+
+
+class PackRows(Dataset[Tensors]):
+    """A map-style dataset of packs that gives a DataLoader whole batches at once (``__getitems__``).
+
+    Without workers the batch is fresh tensors. A worker process hands over one tensor that holds all of them, in shared
+    memory, which is carved into views on arrival; that is less than half of the cost of five.
+    """
+
+    def __init__(self, assembler: BatchAssembler) -> None:
+        self.assembler = assembler
+
+    def __len__(self) -> int:
+        return self.assembler.source.num_packs
+
+    def __getitem__(self, index: int) -> Tensors:
+        return self.assembler.sample(index)
+
+    def __getitems__(self, indices: Sequence[int]) -> Tensors | _Packed:
+        return whole_rows(self.assembler, indices)
+
+
+def whole_rows(assembler: BatchAssembler, packs: Sequence[int]) -> Tensors | _Packed:
+    """A batch as ``__getitems__`` of a dataset returns it, with ``whole_batch`` to collate it."""
+    if get_worker_info() is None:
+        return assembler.assemble(packs)
+    segments = assembler.plan(packs)
+    assembler.will_need(segments)  # from disk, all of it at once is faster than one page after another
+    batch = Batch(assembler.layout(len(packs)), shared=True)
+    assembler.fill(segments, batch)
+    return _Packed(batch)
+
+
+def whole_batch(batch: Any) -> Any:
+    """The ``collate_fn`` for what ``PackRows`` gives: it is a batch already."""
+    return batch
+
+
+class _Packed:
+    """A batch on its way out of a worker process: pickles as one tensor, unpickles as the dictionary."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self._batch.layout, self._batch.storage)
+
+
+def _arrived(layout: BatchLayout, storage: torch.Tensor) -> Tensors:
+    return layout.carve(storage)
