@@ -164,7 +164,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
     def _check_shards(self, path: str, shards: ShardSet) -> None:
         self._check_tokenizer(shards)
         if masked := shards.total("num_masked_packs"):
-            what = "packs of" if len(shards) != shards.num_sequences else "sequences of"
+            what = "sequences" if len(shards) == shards.num_sequences else "packs"
             log_single_rank(
                 logger, logging.WARNING, "%s: %d of %d %s train no token at all", path, masked, len(shards), what
             )

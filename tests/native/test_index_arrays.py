@@ -1,4 +1,4 @@
-"""Running sums of lengths, against plain Python."""
+"""Running sums of lengths and the sequences of packs, against plain Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_sft_idx._native import offsets_from_lengths
+from megatron_sft_idx._native import offsets_from_lengths, pack_segments
 
 
 def slow_offsets(lengths: list[int], scale: int, start: int) -> list[int]:
@@ -61,3 +61,69 @@ def test_other_arrays_are_not_converted(lengths: Any) -> None:
 def test_shapes_and_alignment_are_checked(lengths: Any) -> None:
     with pytest.raises(ValueError, match="one-dimensional, contiguous and aligned"):
         offsets_from_lengths(lengths)
+
+
+# ---- the sequences of packs ----
+
+
+def slow_segments(packs: list[list[int]], wanted: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """``packs`` are lists of sequence lengths."""
+    offsets, starts, lengths = [0], [], []
+    for pack in wanted:
+        begin = sum(map(sum, packs[:pack]))
+        for length in packs[pack]:
+            starts.append(begin)
+            lengths.append(length)
+            begin += length
+        offsets.append(len(starts))
+    return offsets, starts, lengths
+
+
+def index_of(packs: list[list[int]]) -> tuple[list[int], list[int], list[int]]:
+    """Sequence offsets, token offsets and starts, as a shard stores them."""
+    starts = [sum(pack[:i]) for pack in packs for i in range(len(pack))]
+    return slow_offsets([len(pack) for pack in packs], 1, 0), slow_offsets([sum(pack) for pack in packs], 1, 0), starts
+
+
+def segments(sequences: list[int], tokens: list[int], starts: list[int], wanted: list[int]) -> list[list[int]]:
+    arrays = np.array(sequences, np.int64), np.array(tokens, np.int64), np.array(starts, np.uint32)
+    found = pack_segments(*arrays, 20, np.array(wanted, np.int64))
+    assert all(array.dtype == np.int64 for array in found)
+    return [array.tolist() for array in found]
+
+
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=6), st.data())
+def test_segments_equal_the_slow_ones(packs: list[list[int]], data: st.DataObject) -> None:
+    wanted = data.draw(st.lists(st.integers(0, len(packs) - 1), max_size=8))
+    sequences, tokens, starts = index_of(packs)
+    arrays = np.array(sequences, np.int64), np.array(tokens, np.int64), np.array(starts, np.uint32)
+    found = pack_segments(*arrays, tokens[-1], np.array(wanted, np.int64))
+    assert tuple(array.tolist() for array in found) == slow_segments(packs, wanted)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "starts", "wanted", "word"),
+    [
+        ([0, 2, 3], [0, 12, 20], [0, 5, 0], 2, "no such pack"),
+        ([0, 2, 3], [0, 12, 20], [0, 5, 0], -1, "no such pack"),
+        ([0, 0, 3], [0, 12, 20], [0, 5, 0], 0, "rule O1"),
+        ([0, 2, 4], [0, 12, 20], [0, 5, 0], 1, "rule O1"),
+        ([-1, 2, 3], [0, 12, 20], [0, 5, 0], 0, "rule O1"),
+        ([0, 2, 3], [0, 12, 21], [0, 5, 0], 1, "rule O2"),
+        ([0, 2, 3], [0, 12, 12], [0, 5, 0], 1, "rule O2"),
+        ([0, 2, 3], [-1, 12, 20], [0, 5, 0], 0, "rule O2"),
+        ([0, 2, 3], [0, 12, 20], [1, 5, 0], 0, "rule P2"),
+        ([0, 2, 3], [0, 12, 20], [0, 0, 0], 0, "rule P3"),
+        ([0, 2, 3], [0, 12, 20], [0, 12, 0], 0, "rule P3"),
+        ([0, 3, 4], [0, 12, 20], [0, 15, 7, 0], 0, "rule P3"),
+    ],
+)
+def test_segments_never_lie_outside(
+    sequences: list[int], tokens: list[int], starts: list[int], wanted: int, word: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"pack {wanted}: .*{word}"):
+        segments(sequences, tokens, starts, [wanted])
+
+
+def test_segments_of_a_shard_without_packs() -> None:
+    assert segments([0], [0], [], []) == [[0], [], []]

@@ -1,0 +1,59 @@
+"""Datasets for tests as Megatron's own builder makes them, and the shards under them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from packs import Sample, sample_of, write_samples
+
+from megatron_sft_idx.training.dataset import PackedSFTDataset, PackedSFTDatasetConfig
+
+CAPACITY = 32
+
+
+def packs_of(count: int, salt: int = 0) -> list[Sample]:
+    """Packs that all differ, in tokens and lengths."""
+    random = np.random.default_rng(salt)
+    packs = []
+    for i in range(count):
+        lengths = random.integers(1, 10, random.integers(1, 4)).tolist()
+        packs.append(sample_of(lengths, lambda p: p % 3 != 0, lambda p, i=i: 1000 * salt + 30 * i + p + 1))
+    return packs
+
+
+def write_packs(prefix: Path, count: int, salt: int = 0, **options: Any) -> str:
+    write_samples(prefix, packs_of(count, salt), **{"capacity": CAPACITY, **options})
+    return str(prefix)
+
+
+def config_of(blend: Any = None, split: str | None = None, **options: Any) -> PackedSFTDatasetConfig:
+    """A configuration; ``blend`` is a path, (paths, weights), or None where ``blend_per_split`` is given."""
+    if isinstance(blend, str):
+        blend = ([blend], None)
+    if blend is not None and split is None:
+        split = "1,0,0"
+    return PackedSFTDatasetConfig(
+        **{"random_seed": 7, "sequence_length": CAPACITY, "blend": blend, "split": split, **options}
+    )
+
+
+def build(config: PackedSFTDatasetConfig, sizes: Any = (None, None, None)) -> list[Any]:
+    """Train, valid and test, by Megatron's builder."""
+    return list(BlendedMegatronDatasetBuilder(PackedSFTDataset, list(sizes), lambda: True, config).build())
+
+
+def key_of(row: Any) -> tuple[int, ...]:
+    """The real tokens of a row, which tell packs apart."""
+    tokens = row["tokens"].tolist()
+    return tuple(token for token in tokens if token)
+
+
+def keys_of(dataset: Any, samples: Any = None) -> list[tuple[int, ...]]:
+    return [key_of(dataset[int(i)]) for i in (range(len(dataset)) if samples is None else samples)]
+
+
+def pack_keys(count: int, salt: int = 0) -> list[tuple[int, ...]]:
+    return [tuple(pack.tokens) for pack in packs_of(count, salt)]

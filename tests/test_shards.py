@@ -1,0 +1,178 @@
+"""Many shards as one: found by name, indexed exactly, refused where they do not go together."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packs import Sample, assert_is, demo_samples, samples, write_samples
+
+from megatron_sft_idx import shards as shards_module
+from megatron_sft_idx.errors import FormatError, ShardNotFoundError
+from megatron_sft_idx.shards import ShardSet, find_prefixes
+
+PACKS = demo_samples(23)
+
+
+def write(folder: Path, sizes: dict[str, int], **options: Any) -> list[Sample]:
+    """Shards of these sizes, cut from PACKS in order; returns the packs that were written."""
+    done = 0
+    for name, size in sizes.items():
+        write_samples(folder / name, PACKS[done : done + size], **{"capacity": 64, **options})
+        done += size
+    return PACKS[:done]
+
+
+def names(prefixes: list[str]) -> list[str]:
+    return [Path(prefix).name for prefix in prefixes]
+
+
+# ---- finding ----
+
+
+def test_folders_and_globs_are_in_numeric_order(tmp_path: Path) -> None:
+    tmp_path = tmp_path / "some folder"
+    tmp_path.mkdir()
+    order = ["a-2", "a-9", "a-10", "a-99999", "a-100000", "b-1"]
+    shuffled = random.Random(0).sample(order, len(order))
+    write(tmp_path, dict.fromkeys(shuffled, 1))
+    assert names(find_prefixes(tmp_path)) == order
+    assert names(find_prefixes(f"{tmp_path}/*")) == order
+    assert names(find_prefixes(f"{tmp_path}/a-*")) == order[:-1]
+    assert names(find_prefixes(f"{tmp_path}/a-?")) == order[:2]
+    assert names(find_prefixes(f"{tmp_path}/a-1*.bin")) == ["a-10", "a-100000"]
+    assert names(find_prefixes(f"{tmp_path.parent}/some*")) == order
+    assert names(find_prefixes([tmp_path / "b-1", f"{tmp_path}/a-?"])) == ["b-1", "a-2", "a-9"]
+
+
+def test_a_prefix_may_look_like_a_glob_and_a_file_stands_for_its_shard(tmp_path: Path) -> None:
+    write(tmp_path, {"run[1]": 3, "run1": 2})
+    assert names(find_prefixes(tmp_path / "run[1]")) == ["run[1]"]
+    assert names(find_prefixes(tmp_path / "run[1].seq.idx")) == ["run[1]"]
+    assert names(find_prefixes(tmp_path / "run[0-9]")) == ["run1"]
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ShardNotFoundError, match="holds no shard"):
+        find_prefixes(tmp_path)
+    with pytest.raises(ShardNotFoundError, match="no shard and no folder"):
+        find_prefixes(tmp_path / "*.bin")
+    with pytest.raises(FormatError, match="empty list"):
+        find_prefixes([])
+    with pytest.raises(FormatError, match="empty list"):
+        ShardSet([])
+    with pytest.raises(ShardNotFoundError, match=r"x\.seq\.idx"):
+        ShardSet.open(tmp_path / "x")
+    write(tmp_path, {"x": 3})
+    (tmp_path / "x.bin").unlink()
+    (tmp_path / "x.seq.idx").rename(tmp_path / "y.seq.idx")
+    with pytest.raises(ShardNotFoundError, match=r"missing .*y\.bin"):
+        ShardSet.open(tmp_path)[0]
+
+
+# ---- indexing ----
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(samples(), min_size=1, max_size=4))
+def test_packs_count_through_all_shards(tmp_path_factory: pytest.TempPathFactory, groups: list[list[Sample]]) -> None:
+    folder = tmp_path_factory.mktemp("set")
+    for i, packs in enumerate(groups):
+        write_samples(folder / f"s{i}", packs, token_dtype=np.uint16, capacity=64)
+    everything = [pack for packs in groups for pack in packs]
+    found = ShardSet.open(folder)
+    assert len(found) == len(everything)
+    assert found.num_sequences == sum(len(pack.starts) for pack in everything)
+    assert found.total("num_tokens") == sum(len(pack.tokens) for pack in everything)
+    for i, pack in enumerate(everything):
+        assert_is(found[i], pack)
+        assert_is(found[i - len(everything)], pack)
+    for outside in (len(everything), -len(everything) - 1):
+        with pytest.raises(IndexError):
+            found[outside]
+    for pack, sample in zip(found, everything, strict=True):
+        assert_is(pack, sample)
+
+
+def test_few_shards_are_held_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards_module, "_MAX_OPEN", 3)
+    packs = write(tmp_path, {f"s{i}": 1 for i in range(7)})
+    found = ShardSet.open(tmp_path)
+    kept = [found[i] for i in range(7)]
+    maps = Path("/proc/self/maps").read_text()
+    assert sum(f"{tmp_path}/s{i}.seq.idx" in maps for i in range(7)) == 3
+    for i in (0, 6, 3, 0):
+        assert_is(found[i], packs[i])
+        assert_is(kept[i], packs[i])  # views of shards that were closed since
+
+
+# ---- pickling ----
+
+
+def test_it_pickles_as_paths_and_ids(tmp_path: Path) -> None:
+    packs = write(tmp_path, {"a": 5, "b": 0, "c": 6})
+    found = ShardSet.open(tmp_path)
+    found[7]
+    raw = pickle.dumps(found)
+    assert len(raw) < 200 + sum(map(len, found.prefixes))
+    again = pickle.loads(raw)
+    assert again.fingerprint == found.fingerprint
+    for i, pack in enumerate(packs):
+        assert_is(again[i], pack)
+
+
+def test_a_shard_that_was_replaced_is_noticed(tmp_path: Path) -> None:
+    write(tmp_path, {"a": 3, "b": 3})
+    found = ShardSet.open(tmp_path)
+    raw = pickle.dumps(found)
+    write_samples(tmp_path / "b", PACKS[10:13], capacity=64, overwrite=True)
+    with pytest.raises(FormatError, match="another shard was published"):
+        found[4]
+    with pytest.raises(FormatError, match="another shard was published"):
+        len(pickle.loads(raw))
+    assert ShardSet.open(tmp_path).fingerprint != found.fingerprint
+
+
+def test_the_fingerprint_is_of_content_and_order_not_of_paths(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "y").mkdir()
+    write(tmp_path / "x", {"a": 3, "b": 3})
+    write(tmp_path / "y", {"c": 3, "d": 3})
+    first, second = ShardSet.open(tmp_path / "x"), ShardSet.open(tmp_path / "y")
+    assert first.fingerprint == second.fingerprint
+    assert ShardSet(first.prefixes[::-1]).fingerprint != first.fingerprint
+
+
+# ---- what does not go together ----
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"token_dtype": np.uint16}, {"token_dtype": np.int32}, "tokens are int32, in .*a uint16"),
+        ({"capacity": 64}, {"capacity": 48}, "capacity is 48, in .*a 64"),
+        ({"pad_id": 1}, {"pad_id": 2}, "pad id is 2, in .*a 1"),
+        (
+            {"metadata": {"tokenizer": {"fingerprint": "f1"}}},
+            {"metadata": {"tokenizer": {"fingerprint": "f2"}}},
+            "tokenizer is f2, in .*a f1",
+        ),
+    ],
+)
+def test_shards_that_do_not_go_together(tmp_path: Path, first: Any, second: Any, message: str) -> None:
+    write(tmp_path, {"a": 3}, **first)
+    write(tmp_path, {"b": 3}, **second)
+    with pytest.raises(FormatError, match=message):
+        ShardSet.open(tmp_path)
+
+
+def test_a_corpus_may_have_any_capacity_and_unknown_values_agree_with_all(tmp_path: Path) -> None:
+    write(tmp_path, {"a": 3}, capacity=64, pad_id=1)
+    write(tmp_path, {"b": 3}, capacity=48)
+    assert len(ShardSet.open(tmp_path, same_capacity=False)) == 6

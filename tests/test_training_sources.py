@@ -1,0 +1,234 @@
+"""Where rows come from: stored packs, and packs planned over sequences without rewriting a token."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packs import Sample, demo_samples, sample_of, samples, write_samples
+
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.packing import pack_sequences
+from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.training.plan_cache import plan_path
+from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks, require_fit
+
+Pairs = list[tuple[tuple[int, ...], tuple[float, ...]]]
+
+
+def sequences_of(packs: Sequence[Sample]) -> Pairs:
+    """Ids and label mask of every sequence, in order."""
+    return [
+        (tuple(pack.tokens[a:b]), tuple(pack.label_mask[a:b]))
+        for pack in packs
+        for a, b in zip(pack.bounds, pack.bounds[1:])
+    ]
+
+
+def rows_of(source: Any, packs: Sequence[int]) -> list[Pairs]:
+    """The slow way: the sequences of each pack, read through ``segments`` and ``arrays`` one token range at a time."""
+    found = source.segments(np.array(packs, np.int64))
+    assert [found.offsets.dtype, found.shards.dtype, found.starts.dtype, found.lengths.dtype] == [
+        np.int64,
+        np.int32,
+        np.int64,
+        np.int64,
+    ]
+    assert len(found.offsets) == len(packs) + 1
+    rows = []
+    for a, b in zip(found.offsets, found.offsets[1:]):
+        row = []
+        for shard, start, length in zip(found.shards[a:b], found.starts[a:b], found.lengths[a:b], strict=True):
+            ids, mask = source.arrays(int(shard))
+            row.append((tuple(ids[start : start + length].tolist()), tuple(mask[start : start + length].tolist())))
+        rows.append(row)
+    return rows
+
+
+def write_all(folder: Path, groups: Sequence[Sequence[Sample]]) -> ShardSet:
+    for i, packs in enumerate(groups):
+        write_samples(folder / f"s{i}", packs, token_dtype=np.uint16, capacity=64)
+    return ShardSet.open(folder)
+
+
+# ---- stored ----
+
+
+@settings(max_examples=15, deadline=None)
+@given(groups=st.lists(samples(), min_size=1, max_size=3).filter(any), data=st.data())
+def test_stored_packs_are_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, groups: list[list[Sample]], data: st.DataObject
+) -> None:
+    shards = write_all(tmp_path_factory.mktemp("stored"), groups)
+    everything = [sequences_of([pack]) for packs in groups for pack in packs]
+    first = data.draw(st.integers(0, len(everything) - 1))
+    last = data.draw(st.integers(first + 1, len(everything)))
+    source = StoredPacks(shards, first, last)
+    assert source.num_packs == last - first
+    assert source.num_tokens() == sum(len(ids) for row in everything[first:last] for ids, _ in row)
+    packs = data.draw(st.lists(st.integers(0, source.num_packs - 1), max_size=9))
+    assert rows_of(source, packs) == [everything[first + i] for i in packs]
+    again = pickle.loads(pickle.dumps(source))
+    assert again.fingerprint == source.fingerprint
+    assert rows_of(again, packs) == rows_of(source, packs)
+
+
+def test_what_a_source_says_of_itself(tmp_path: Path) -> None:
+    packs = demo_samples(9)
+    write_samples(tmp_path / "a", packs[:4], capacity=64, sequence_multiple=4, pad_id=7)
+    write_samples(tmp_path / "b", packs[4:], capacity=64, sequence_multiple=6)
+    source = StoredPacks(ShardSet.open(tmp_path))
+    assert (source.num_packs, source.capacity, source.sequence_multiple, source.pad_id) == (9, 64, 2, 7)
+    assert source.most_sequences == max(len(pack.starts) for pack in packs)
+    assert StoredPacks(source.shards, 0, 8).fingerprint != source.fingerprint
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (3, 2), (-1, 2), (0, 10), (9, 9)])
+def test_ranges_hold_something_and_lie_inside(tmp_path: Path, first: int, last: int) -> None:
+    write_samples(tmp_path / "a", demo_samples(9), capacity=64)
+    with pytest.raises(FormatError, match=f"{first} to {last} of 9"):
+        StoredPacks(ShardSet.open(tmp_path), first, last)
+
+
+def test_broken_offsets_are_an_error_not_a_crash(tmp_path: Path) -> None:
+    write_samples(tmp_path / "a", demo_samples(9), capacity=64)
+    source = StoredPacks(ShardSet.open(tmp_path))
+    header = source.shards.headers[0]
+    with open(tmp_path / "a.seq.idx", "r+b") as file:
+        file.seek(header.token_offsets_offset + 8 * 4)
+        file.write((2**40).to_bytes(8, "little"))
+    with pytest.raises(FormatError, match=r"a: pack [34]: token offsets"):
+        source.segments(np.arange(9))
+    assert len(source.segments(np.array([0, 1, 5])).offsets) == 4
+
+
+# ---- planned ----
+
+LONGEST = 9  # of the sequences that ``samples`` draws
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    groups=st.lists(samples(), min_size=1, max_size=3).filter(any),
+    capacity=st.integers(12, 40),
+    multiple=st.sampled_from([1, 2, 4]),
+    data=st.data(),
+)
+def test_a_plan_holds_every_sequence_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    groups: list[list[Sample]],
+    capacity: int,
+    multiple: int,
+    data: st.DataObject,
+) -> None:
+    folder = tmp_path_factory.mktemp("planned")
+    shards = write_all(folder, groups)
+    everything = [pair for packs in groups for pair in sequences_of(packs)]
+    first = data.draw(st.integers(0, len(everything) - 1))
+    last = data.draw(st.integers(first + 1, len(everything)))
+    options = PlanOptions(capacity, multiple, seed=data.draw(st.integers(0, 99)))
+    source = PlannedPacks(shards, options, cache=folder / "cache", first=first, last=last)
+    rows = rows_of(source, range(source.num_packs))
+    assert Counter(pair for row in rows for pair in row) == Counter(everything[first:last])
+    assert all(sum(-(-len(ids) // multiple) * multiple for ids, _ in row) <= capacity for row in rows)
+    assert source.most_sequences == max(map(len, rows))
+    assert source.num_tokens() == sum(len(ids) for ids, _ in everything[first:last])
+    assert rows_of(PlannedPacks(shards, options, first=first, last=last), range(source.num_packs)) == rows
+    assert rows_of(pickle.loads(pickle.dumps(source)), range(source.num_packs)) == rows
+
+
+def test_the_plan_is_the_packers(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, 500)
+    corpus = [sample_of([n], lambda p: p % 2, lambda p, i=i: (i * 60 + p) % 60_000) for i, n in enumerate(lengths)]
+    write_samples(tmp_path / "a", corpus[:200])
+    write_samples(tmp_path / "b", corpus[200:])
+    source = PlannedPacks(ShardSet.open(tmp_path, same_capacity=False), PlanOptions(64, seed=5))
+    plan = pack_sequences(lengths, 64, seed=5)
+    expected = [sequences_of([corpus[s] for s in plan.sequences[a:b]]) for a, b in zip(plan.offsets, plan.offsets[1:])]
+    assert rows_of(source, range(source.num_packs)) == expected
+
+
+def test_an_option_or_other_data_is_another_plan(tmp_path: Path) -> None:
+    for name, count in (("a", 9), ("b", 8)):
+        write_samples(tmp_path / name, demo_samples(count), capacity=64)
+    a, b = ShardSet.open(tmp_path / "a"), ShardSet.open(tmp_path / "b")
+    plain = PlanOptions(64)
+    made = [
+        PlannedPacks(a, plain),
+        PlannedPacks(a, plain, last=5),
+        PlannedPacks(b, plain),
+        PlannedPacks(a, PlanOptions(65)),
+        PlannedPacks(a, PlanOptions(64, sequence_multiple=2)),
+        PlannedPacks(a, PlanOptions(64, method="sequential")),
+        PlannedPacks(a, PlanOptions(64, max_sequences_per_pack=4)),
+        PlannedPacks(a, PlanOptions(64, seed=1)),
+    ]
+    assert len({source.fingerprint for source in made}) == len(made)
+    assert made[6].most_sequences <= 4
+    assert PlannedPacks(a, plain).fingerprint == made[0].fingerprint
+
+
+def test_overlong_sequences_are_counted(tmp_path: Path) -> None:
+    corpus = [sample_of([n], lambda p: 1, lambda p: p) for n in (3, 17, 16, 20, 5)]
+    write_samples(tmp_path / "a", corpus)
+    shards = ShardSet.open(tmp_path)
+    for call in (lambda options: PlannedPacks(shards, options), lambda options: require_fit(shards, options)):
+        with pytest.raises(SequenceError, match="2 of 5 sequences are longer than 16 tokens, the longest has 20"):
+            call(PlanOptions(18, sequence_multiple=4))
+    PlannedPacks(shards, PlanOptions(20))
+
+
+# ---- the cache ----
+
+
+def test_a_cached_plan_is_mapped_and_not_made_again(tmp_path: Path) -> None:
+    write_samples(tmp_path / "a", demo_samples(9), capacity=64)
+    shards, cache = ShardSet.open(tmp_path / "a"), tmp_path / "deep" / "cache"
+    first = PlannedPacks(shards, PlanOptions(64), cache=cache)
+    path = Path(plan_path(str(cache), first.fingerprint))
+    assert sorted(cache.iterdir()) == [path, path.with_name(path.name + ".lock")]
+    assert str(path) in Path("/proc/self/maps").read_text()
+    changed = path.stat()
+    second = PlannedPacks(shards, PlanOptions(64), cache=cache)
+    assert path.stat() == changed
+    assert rows_of(second, range(second.num_packs)) == rows_of(first, range(first.num_packs))
+    with pytest.raises(ValueError, match="read-only"):
+        second.plan.starts[0] = 1
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "other"])
+def test_a_damaged_plan_is_refused_by_name(tmp_path: Path, damage: str) -> None:
+    write_samples(tmp_path / "a", demo_samples(9), capacity=64)
+    shards = ShardSet.open(tmp_path / "a")
+    path = Path(plan_path(str(tmp_path), PlannedPacks(shards, PlanOptions(64), cache=tmp_path).fingerprint))
+    raw = path.read_bytes()
+    path.write_bytes({"cut": raw[:-1], "empty": b"", "other": raw.replace(b'"revision": 1', b'"revision": 9')}[damage])
+    with pytest.raises(FormatError, match=f"{path.name}.*remove it, and it is made anew"):
+        PlannedPacks(shards, PlanOptions(64), cache=tmp_path)
+
+
+def _plan(prefix: str, cache: str, start: Any) -> tuple[str, float]:
+    shards = ShardSet.open(prefix)
+    start.wait()
+    source = PlannedPacks(shards, PlanOptions(64), cache=cache)
+    return source.fingerprint, float(source.plan.starts.sum())
+
+
+def test_processes_that_start_together_share_one_plan(tmp_path: Path) -> None:
+    write_samples(tmp_path / "a", demo_samples(400), capacity=64)
+    context = multiprocessing.get_context("fork")
+    with context.Manager() as manager:
+        start = manager.Barrier(4)
+        with context.Pool(4) as pool:
+            found = pool.starmap(_plan, [(str(tmp_path / "a"), str(tmp_path / "cache"), start)] * 4, chunksize=1)
+    assert len(set(found)) == 1
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.suffix == ".bin"]) == 1
+    assert not list((tmp_path / "cache").glob("*.tmp"))
