@@ -2,9 +2,9 @@
 
 The file is an object array of dicts, one a pack: ``input_ids``, ``loss_mask`` (label-aligned, one entry a token) and
 ``seq_start_id`` (where the sequences start; 0 comes first), as lists or arrays. It holds a pickle, and unpickling calls
-whatever the file names. Here a file reaches six of them, all of them classes and functions of this module that only keep
-what they are given: no numpy function that takes a buffer, a shape or a type, and nothing else.
-The whole file is read into memory: that is this format's nature.
+whatever the file names. Here the names that plain packs need stand for classes and functions of this module that only
+keep what they are given, and every other name is refused: no numpy function that takes a buffer, a shape or a type is
+within a file's reach. The whole file is read into memory: that is this format's nature.
 """
 
 from __future__ import annotations
@@ -54,13 +54,17 @@ def read_legacy(path: str | os.PathLike[str]) -> LegacyPacks:
     name = os.fspath(path)
     with open(path, "rb") as file:
         rows = _unpickle(file, name)
-    ids, masks, starts = [], [], []
+    ids: list[NDArray[np.int32]] = []
+    masks: list[NDArray[Any]] = []
+    starts: list[NDArray[np.uint32]] = []
     for number, row in enumerate(rows):
         try:
-            for part, into in zip(_pack_of(row), (ids, masks, starts), strict=True):
-                into.append(part)
+            part = _pack_of(row)
         except (ValueError, TypeError, OverflowError) as error:
             raise SequenceError(name, number, f"{error}; every pack is a dict of lists {', '.join(_KEYS)}") from None
+        ids.append(part[0])
+        masks.append(part[1])
+        starts.append(part[2])
     return LegacyPacks(
         tokens=_joined(ids, np.int32),
         loss=_joined(masks, np.uint8 if all(mask.dtype == np.uint8 for mask in masks) else np.float32),
@@ -140,7 +144,7 @@ def _unpickle(file: BinaryIO, name: str) -> list[Any]:
     except Exception as error:
         # numpy lets its tokenizer's and parser's errors through.
         raise FormatError(f"{name}: not a .npy file of version 1 or 2: {error}") from None
-    if dtype != object:
+    if not dtype.hasobject:
         raise FormatError(f"{name}: an array of {dtype}, expected one of objects: a dict a pack")
     try:
         whole = _Unpickler(file).load()
@@ -163,14 +167,14 @@ class _Dtype:
     def __init__(self, name: str, *_: Any) -> None:
         if name not in self._PLAIN:
             raise FormatError(f"an array of {name!r}, only numbers and objects are read")
-        self._name, self._order = name, "="
+        self._name, self._order = name, ""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         if state[1] in "<>":
             self._order = state[1]
 
     def dtype(self) -> np.dtype[Any]:
-        return np.dtype(object) if self._name == "O8" else np.dtype(self._name).newbyteorder(self._order)
+        return np.dtype(object) if self._name == "O8" else np.dtype(self._order + self._name)
 
 
 class _Array:
@@ -190,7 +194,7 @@ class _Array:
 
     def array(self) -> NDArray[Any]:
         dtype = self._dtype.dtype()
-        if dtype == object:
+        if dtype.hasobject:
             flat = np.empty(len(self._data), dtype=object)
             flat[:] = list(self._data)
         else:

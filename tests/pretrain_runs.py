@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from training_twin import lone_process, pretrain_script
+from training_twin import pretrain_script
 
 from megatron_sft_idx.shards import ShardSet
 from megatron_sft_idx.training.cpu import connect, megatron_device, seed_everything
@@ -33,7 +33,7 @@ class Curve(NamedTuple):
     rows: Rows
 
 
-class Killed(Exception):
+class KilledError(Exception):
     """Ends a run where a kill would."""
 
 
@@ -46,11 +46,11 @@ def run(script: Any, options: list[str], rows: list[str] | None = None, kill_at:
         count = len(batch["tokens"])
         seen.extend({key: value[i].numpy().copy() for key, value in batch.items()} for i in range(count))
         if kill_at is not None and len(seen) > kill_at:
-            raise Killed
+            raise KilledError
 
     try:
         losses = script.pretrain(args, observe) if rows is None else from_rows(script, args, rows, observe)
-    except Killed:
+    except KilledError:
         losses = []
     return Curve(losses, seen)
 
@@ -68,7 +68,9 @@ def from_rows(script: Any, args: Any, rows: list[str], observe: Any) -> list[flo
     data = PackedRows(source, stored.order, samples, args.seq_length, width=stored.width, pad_id=stored.pad_id)
     seed_everything(args.seed)
     model = script.build_model(args)
-    return script.train(args, model, script.build_optimizer(args, model), script.load_batches(args, data, 0), observe=observe)
+    return script.train(
+        args, model, script.build_optimizer(args, model), script.load_batches(args, data, 0), observe=observe
+    )
 
 
 def main(plan: str, out: str) -> None:

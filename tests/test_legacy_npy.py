@@ -146,7 +146,7 @@ def test_an_attack_is_refused(tmp_path: Path, attack: Any, protocol: int) -> Non
     np.lib.format.write_array_header_1_0(file, {"descr": "|O", "fortran_order": False, "shape": (1,)})
     pickle.dump([GOOD | {"input_ids": attack(tmp_path / "made")}], file, protocol=protocol)
     path.write_bytes(file.getvalue())
-    with pytest.raises(FormatError, match="its pickle calls .*refused"):
+    with pytest.raises(FormatError, match=r"its pickle calls .*refused"):
         read_legacy(path)
     assert os.listdir(tmp_path) == ["x.npy"]
 
@@ -167,7 +167,9 @@ def pickled(*opcodes: bytes) -> bytes:
         # An array whose state lies about its dtype, its shape and its data.
         pickle.dumps(np.arange(3)),
         pickled(b"cnumpy\nndarray\n", b")R", b"(K\x01K\x07\x85cnumpy\ndtype\n", b"U\x02O8\x85R\x88U\x04abcdtb"),
-        pickled(b"cnumpy\nndarray\n", b")R", b"(K\x01J\xff\xff\xff\x7f\x85cnumpy\ndtype\n", b"U\x02i4\x85R\x88U\x04abcdtb"),
+        pickled(
+            b"cnumpy\nndarray\n", b")R", b"(K\x01J\xff\xff\xff\x7f\x85cnumpy\ndtype\n", b"U\x02i4\x85R\x88U\x04abcdtb"
+        ),
         pickled(b"cnumpy\ndtype\n", b"U\x02V9\x85R"),
         pickled(b"cnumpy\nndarray\n", b")R", b"K\x05b"),
         pickled(b"cnumpy\ndtype\n", b"U\x02i4\x85R", b"}U\x05_nameU\x02O8sb"),

@@ -113,7 +113,7 @@ def together(data: Path, checkpoints: Path) -> dict[str, Curve]:
 
 def assert_bitwise(found: Rows, expected: Rows) -> None:
     assert len(found) == len(expected) > 0
-    for row, (got, wanted) in enumerate(zip(found, expected)):
+    for row, (got, wanted) in enumerate(zip(found, expected, strict=True)):
         assert got.keys() == wanted.keys()
         for key, value in wanted.items():
             assert got[key].dtype == value.dtype
@@ -123,7 +123,7 @@ def assert_bitwise(found: Rows, expected: Rows) -> None:
 def difference(found: list[float], expected: list[float]) -> float:
     """Largest relative difference of a loss."""
     assert len(found) == len(expected)
-    return max(abs(got - wanted) / wanted for got, wanted in zip(found, expected))
+    return max(abs(got - wanted) / wanted for got, wanted in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("processes", ["alone", "together"])

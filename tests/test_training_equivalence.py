@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -67,10 +68,8 @@ def alone(script: ModuleType, rows: list[list[Pair]]) -> tuple[list[list[torch.T
     return losses, gradients(model)
 
 
-def differences(
-    script: ModuleType, attention: str, batch: dict[str, torch.Tensor], alone: Any
-) -> tuple[float, float]:
-    """Largest relative difference of a loss, and of a parameter's gradient against its largest, to each sequence alone."""
+def differences(script: ModuleType, attention: str, batch: dict[str, torch.Tensor], alone: Any) -> tuple[float, float]:
+    """Largest relative difference of a loss, and of a parameter's gradient to its largest entry, from each alone."""
     expected, expected_gradient = alone
     model = model_of(script, attention)
     inputs, loss_mask = model_inputs(batch, attention)
@@ -82,7 +81,7 @@ def differences(
         found = (
             losses.reshape(batch["tokens"].shape)[i, a:b]
             for i, bounds in enumerate(true_bounds())
-            for a, b in zip(bounds, bounds[1:])
+            for a, b in pairwise(bounds)
         )
     loss = 0.0
     for i, row in enumerate(expected):
@@ -91,7 +90,7 @@ def differences(
             loss = max(loss, float(((got - wanted).abs() / wanted.abs()).max()))
         if attention == "unpacked" and sum(ROWS[i]) < LENGTH:
             next(found)
-    pairs = zip(gradients(model), expected_gradient)
+    pairs = zip(gradients(model), expected_gradient, strict=True)
     return loss, max(float((got - wanted).abs().max() / wanted.abs().max()) for got, wanted in pairs)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,7 +39,7 @@ def batch_of(rows: Sequence[Sequence[Pair]], length: int, width: int, pad_id: in
         batch["position_ids"].append(positions + list(range(rest)))
         bounds += [length] * (width - len(bounds))
         batch["cu_seqlens"].append(bounds)
-        batch["max_seqlen"].append(max(b - a for a, b in zip(bounds, bounds[1:])))
+        batch["max_seqlen"].append(max(b - a for a, b in pairwise(bounds)))
     types: dict[str, Any] = {"loss_mask": torch.float32, "cu_seqlens": torch.int32, "max_seqlen": torch.int32}
     return {key: torch.tensor(rows, dtype=types.get(key, torch.int64)) for key, rows in batch.items()}
 

@@ -47,7 +47,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     data = parser.add_argument_group("data")
-    data.add_argument("--data-path", nargs="+", required=True, help="one prefix, folder or glob; or weights and prefixes")
+    data.add_argument(
+        "--data-path", nargs="+", required=True, help="one prefix, folder or glob; or weights and prefixes"
+    )
     data.add_argument("--split", default="1,0,0", help="parts for training, validation and test, such as 98,1,1")
     data.add_argument("--data-cache-path", help="folder for indices that are built once")
     data.add_argument("--seq-length", type=int, required=True, help="positions of a training row")
@@ -64,7 +66,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--attention",
         choices=ATTENTION,
         default="thd",
-        help="thd: segment by segment, anywhere; mask: a block-diagonal mask; unpacked: each sequence in a row of its own;"
+        help="thd: segment by segment, anywhere; mask: a block-diagonal mask; unpacked: a row for each sequence;"
         " te: Transformer Engine's THD kernels, which need a GPU and --bf16, and which no test without a GPU has run",
     )
 
@@ -79,14 +81,16 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     training.add_argument("--weight-decay", type=float, default=0.01)
     training.add_argument("--seed", type=int, default=1234)
     training.add_argument("--save", type=Path, help="folder for checkpoints")
-    training.add_argument("--save-interval", type=int, default=0, help="steps between checkpoints; always one at the end")
+    training.add_argument(
+        "--save-interval", type=int, default=0, help="steps between checkpoints; always one at the end"
+    )
     training.add_argument("--load", type=Path, help="folder of checkpoints; its latest is continued")
     training.add_argument("--log-interval", type=int, default=1)
     training.add_argument("--log", type=Path, help="write each step's loss and gradient norm here as JSON lines")
     return parser.parse_args(argv)
 
 
-def build_model(args: argparse.Namespace) -> torch.nn.Module:
+def build_model(args: argparse.Namespace) -> DistributedDataParallel:
     """A GPT model wrapped for data parallel training."""
     config = TransformerConfig(
         num_layers=args.num_layers,
@@ -123,7 +127,7 @@ def build_model(args: argparse.Namespace) -> torch.nn.Module:
     return wrapped
 
 
-def build_optimizer(args: argparse.Namespace, model: torch.nn.Module) -> MegatronOptimizer:
+def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel) -> MegatronOptimizer:
     config = OptimizerConfig(
         optimizer="adam", lr=args.lr, weight_decay=args.weight_decay, clip_grad=args.clip_grad, bf16=args.bf16
     )
@@ -138,7 +142,7 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
 
 
 def forward_step(
-    args: argparse.Namespace, observe: Observer | None, batches: Iterator[Batch], model: torch.nn.Module
+    args: argparse.Namespace, observe: Observer | None, batches: Iterator[Batch], model: DistributedDataParallel
 ) -> tuple[Tensor, Any]:
     """One micro-batch through the model, as ``forward_backward_func`` wants it."""
     batch = next(batches)
@@ -151,7 +155,7 @@ def forward_step(
 
 def run_step(
     args: argparse.Namespace,
-    model: torch.nn.Module,
+    model: DistributedDataParallel,
     batches: Iterator[Batch],
     *,
     forward_only: bool = False,
@@ -170,17 +174,18 @@ def run_step(
     )
     total = torch.stack([report["lm loss"] for report in reports]).double().sum(0)
     torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    loss, trained = total.tolist()
-    return loss / max(trained, 1)
+    return float(total[0] / total[1].clamp(min=1))
 
 
-def checkpoint_state(model: torch.nn.Module, optimizer: MegatronOptimizer, *, loading: bool = False) -> dict[str, Any]:
+def checkpoint_state(
+    model: DistributedDataParallel, optimizer: MegatronOptimizer, *, loading: bool = False
+) -> dict[str, Any]:
     """What a checkpoint holds, as shards that any number of processes can write and read."""
     weights = model.module.sharded_state_dict()
     return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading)}
 
 
-def save_checkpoint(folder: Path, step: int, model: torch.nn.Module, optimizer: MegatronOptimizer) -> None:
+def save_checkpoint(folder: Path, step: int, model: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:
     """Write ``folder/iter_N``; it counts once the file that names the latest one is replaced."""
     target, first = folder / f"iter_{step:07d}", torch.distributed.get_rank() == 0
     if first:
@@ -193,7 +198,7 @@ def save_checkpoint(folder: Path, step: int, model: torch.nn.Module, optimizer: 
         fresh.replace(folder / "latest_checkpointed_iteration.txt")
 
 
-def load_checkpoint(folder: Path, model: torch.nn.Module, optimizer: MegatronOptimizer) -> int:
+def load_checkpoint(folder: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer) -> int:
     """Take the latest checkpoint of a folder; the number of steps behind it."""
     latest = int((folder / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
     wanted = {**checkpoint_state(model, optimizer, loading=True), "step": latest}
@@ -211,6 +216,7 @@ class Log:
         self.interval, self.path, self.begin = args.log_interval, args.log, time.perf_counter()
 
     def __call__(self, step: int, **values: float) -> None:
+        """Say what a step came to."""
         if not self.speaks:
             return
         if self.path:
@@ -223,7 +229,7 @@ class Log:
 
 def train(
     args: argparse.Namespace,
-    model: torch.nn.Module,
+    model: DistributedDataParallel,
     optimizer: MegatronOptimizer,
     batches: Iterator[Batch],
     *,
@@ -266,18 +272,19 @@ def load_batches(args: argparse.Namespace, dataset: Any, consumed: int) -> Itera
         global_batch_size=args.global_batch_size,
         balance_attention=args.balance_attention,
     )
-    rows = dataset.rows if isinstance(dataset, PackedSFTDataset) else dataset
+    rows: Any = dataset.rows if isinstance(dataset, PackedSFTDataset) else dataset
     if isinstance(rows, PackedRows):
         return iter(BatchLoader(rows.assembler, sampler, packs_of=rows.packs))
     # A blend is Megatron's own class, which gives one sample at a time.
     return iter(DataLoader(dataset, batch_sampler=sampler, num_workers=0))
 
 
-def evaluate(args: argparse.Namespace, model: torch.nn.Module, batches: Iterator[Batch]) -> float:
+def evaluate(args: argparse.Namespace, model: DistributedDataParallel, batches: Iterator[Batch]) -> float:
     """The mean loss of ``--eval-iters`` global batches."""
     model.eval()
     with torch.no_grad():
-        return sum(run_step(args, model, batches, forward_only=True) for _ in range(args.eval_iters)) / args.eval_iters
+        losses = [run_step(args, model, batches, forward_only=True) for _ in range(args.eval_iters)]
+    return sum(losses) / len(losses)
 
 
 def pretrain(args: argparse.Namespace, observe: Observer | None = None) -> list[float]:

@@ -35,7 +35,7 @@ _TOKENWISE = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class SegmentAttention(MegatronModule):  # type: ignore[misc]
-    """Causal attention inside each segment of ``cu_seqlens``, one at a time: the THD path without Transformer Engine."""
+    """Causal attention inside each segment of ``cu_seqlens``, one at a time: THD without Transformer Engine."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ def _end_to_end(cu_seqlens: Tensor) -> Tensor:
 
 
 def block_mask(cu_seqlens: Tensor, length: int) -> Tensor:
-    """Megatron's mask, bool [rows, 1, length, length], True where a position may not look: ahead, or across sequences."""
+    """Megatron's mask, bool [rows, 1, length, length]: True where a position may not look, ahead or across."""
     positions = torch.arange(length, dtype=torch.int32, device=cu_seqlens.device).expand(len(cu_seqlens), length)
     segment = torch.searchsorted(cu_seqlens.contiguous(), positions.contiguous(), right=True)
     ahead = positions[:, :, None] < positions[:, None, :]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from torch._C._distributed_c10d import HashStore
 from torch.overrides import TorchFunctionMode
 
 __all__ = ["connect", "current_device", "megatron_device", "seed_everything"]
@@ -61,7 +62,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            # Gradient clipping and the mixed precision optimizer compare this with names such as torch.cuda.FloatTensor.
+            # Gradient clipping and the mixed precision optimizer look for names such as torch.cuda.FloatTensor.
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)
 
@@ -76,7 +77,7 @@ def connect() -> None:
         torch.distributed.init_process_group(backend)
     else:
         # A store in memory needs no free port: nobody else will join.
-        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def seed_everything(seed: int) -> None:

@@ -44,7 +44,11 @@ class LegacySource:
         """Where the sequences of these packs lie; see ``PackSource``."""
         held = self._packs
         offsets, begins, lengths = _native.pack_segments(
-            held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens), np.ascontiguousarray(packs, np.int64)
+            held.sequence_offsets,
+            held.token_offsets,
+            held.starts,
+            len(held.tokens),
+            np.ascontiguousarray(packs, np.int64),
         )
         return Segments(offsets, np.zeros(len(begins), np.int32), begins, lengths)
 

@@ -23,7 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset, get_worker_info
 
 from megatron_sft_idx.training.batch import BatchAssembler
@@ -63,7 +65,7 @@ class BatchLoader:
         assembler: BatchAssembler,
         batches: Iterable[Sequence[int]],
         *,
-        packs_of: Callable[[Sequence[int]], Sequence[int]] | None = None,
+        packs_of: Callable[[Sequence[int]], NDArray[np.int64] | Sequence[int]] | None = None,
         prefetch: int = 2,
         ahead: int = 4,
         keep: int = 1,

@@ -38,7 +38,9 @@ def train_valid_test_datasets_provider(
         from megatron.training import get_args
 
         args = get_args()
-    return build_datasets(args, train_val_test_num_samples, lambda: parallel_state.get_tensor_model_parallel_rank() == 0)
+    return build_datasets(
+        args, train_val_test_num_samples, lambda: parallel_state.get_tensor_model_parallel_rank() == 0
+    )
 
 
 # Megatron then calls it on every rank, and lets the dataset builder decide where data sets are built.
@@ -46,7 +48,10 @@ train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-de
 
 
 def build_datasets(
-    args: Namespace, num_samples: Sequence[int | None], is_built_on_rank: Callable[[], bool] = lambda: True, **options: Any
+    args: Namespace,
+    num_samples: Sequence[int | None],
+    is_built_on_rank: Callable[[], bool] = lambda: True,
+    **options: Any,
 ) -> list[Any]:
     """Build the three data sets with Megatron's builder; ``options`` as for ``config_from_args``."""
     config = config_from_args(args, **options)
