@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +13,12 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from training_twin import Pair, batch_of, lone_process, random_sequences
 
+from megatron_sft_idx.shard import ShardWriter
+from megatron_sft_idx.shards import ShardSet
 from megatron_sft_idx.training.attention import model_inputs
+from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.cpu import seed_everything
+from megatron_sft_idx.training.sources import StoredPacks
 
 VOCABULARY, LENGTH, WIDTH = 256, 96, 8
 TOLERANCE = 5e-6
@@ -68,42 +72,58 @@ def alone(script: ModuleType, rows: list[list[Pair]]) -> tuple[list[list[torch.T
     return losses, gradients(model)
 
 
-def differences(script: ModuleType, attention: str, batch: dict[str, torch.Tensor], alone: Any) -> tuple[float, float]:
+def differences(
+    script: ModuleType, attention: str, batch: dict[str, torch.Tensor], alone: Any, multiple: int = 1
+) -> tuple[float, float]:
     """Largest relative difference of a loss, and of a parameter's gradient to its largest entry, from each alone."""
     expected, expected_gradient = alone
     model = model_of(script, attention)
     inputs, loss_mask = model_inputs(batch, attention)
     losses = learn(model, inputs, loss_mask)
-    if attention == "unpacked":
-        # One sequence a row, in order; tail padding is a row too.
-        found = iter(losses)
-    else:
-        found = (
-            losses.reshape(batch["tokens"].shape)[i, a:b]
-            for i, bounds in enumerate(true_bounds())
-            for a, b in pairwise(bounds)
-        )
-    loss = 0.0
-    for i, row in enumerate(expected):
+    loss, rows_taken = 0.0, 0
+    for number, row in enumerate(expected):
+        start = 0
         for wanted in row:
-            got = next(found)[: len(wanted)]
-            loss = max(loss, float(((got - wanted).abs() / wanted.abs()).max()))
-        if attention == "unpacked" and sum(ROWS[i]) < LENGTH:
-            next(found)
+            if attention == "unpacked":
+                got = losses[rows_taken]
+                rows_taken += 1
+            else:
+                got = losses.reshape(-1, LENGTH)[number, start:]
+            loss = max(loss, float(((got[: len(wanted)] - wanted).abs() / wanted.abs()).max()))
+            start += -(-len(wanted) // multiple) * multiple
+        rows_taken += start < LENGTH  # the padding at the end is a row of its own
     pairs = zip(gradients(model), expected_gradient, strict=True)
     return loss, max(float((got - wanted).abs().max() / wanted.abs().max()) for got, wanted in pairs)
 
 
-def true_bounds() -> list[list[int]]:
-    return [np.cumsum([0, *lengths]).tolist() for lengths in ROWS]
+ATTENTION = pytest.mark.parametrize("attention", ["thd", "mask", "unpacked"])
 
 
-@pytest.mark.parametrize("attention", ["thd", "mask", "unpacked"])
+@ATTENTION
 def test_packed_trains_like_each_sequence_alone(
     script: ModuleType, rows: list[list[Pair]], alone: Any, attention: str
 ) -> None:
     loss, gradient = differences(script, attention, batch_of(rows, LENGTH, WIDTH), alone)
     print(f"{attention}: loss {loss:.1e}, gradient {gradient:.1e}")
+    assert loss < TOLERANCE
+    assert gradient < TOLERANCE
+
+
+@ATTENTION
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_a_shard_trains_like_each_sequence_alone(
+    script: ModuleType, rows: list[list[Pair]], alone: Any, attention: str, multiple: int, tmp_path: Path
+) -> None:
+    with ShardWriter(tmp_path / "x", capacity=LENGTH, sequence_multiple=multiple, durable=False) as writer:
+        for row, lengths in zip(rows, ROWS, strict=True):
+            ids, masks = (np.concatenate(parts) for parts in zip(*row, strict=True))
+            writer.add_pack(ids, masks, np.cumsum([0, *lengths[:-1]]))
+        writer.finalize()
+    source = StoredPacks(ShardSet.open(tmp_path / "x"))
+    batch = BatchAssembler(source, LENGTH, sequence_multiple=multiple).assemble(range(len(rows)))
+    assert ("cu_seqlens_padded" in batch) == (multiple > 1)
+    loss, gradient = differences(script, attention, batch, alone, multiple)
+    print(f"shard, multiple {multiple}, {attention}: loss {loss:.1e}, gradient {gradient:.1e}")
     assert loss < TOLERANCE
     assert gradient < TOLERANCE
 
