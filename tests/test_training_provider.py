@@ -6,20 +6,25 @@ import json
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.utils import get_thd_batch_on_this_cp_rank
 from packs import demo_samples, write_samples
+from torch.utils.data import DataLoader
 from training_twin import lone_process
 
+from megatron_sft_idx.training.attention import model_inputs
 from megatron_sft_idx.training.dataset import PackedSFTDataset
 from megatron_sft_idx.training.provider import config_from_args, train_valid_test_datasets_provider
 
 
 @pytest.fixture(scope="module", autouse=True)
-def process() -> Iterator[None]:
-    with lone_process():
-        yield
+def script() -> Iterator[ModuleType]:
+    with lone_process() as module:
+        yield module
 
 
 @pytest.fixture
@@ -81,3 +86,21 @@ def test_parallel_sizes_decide_how_sequences_are_padded(shards: Path) -> None:
     assert config_from_args(arguments(**path, **sizes), **packed_at_start).sequence_multiple == 4
     sizes["sequence_parallel"] = True
     assert config_from_args(arguments(**path, **sizes), **packed_at_start).sequence_multiple == 16
+
+
+def test_stock_megatron_trains_on_it_with_the_line_the_readme_adds(script: ModuleType, shards: Path) -> None:
+    options = ["--data-path", str(shards / "a"), "--seq-length", "32", "--vocab-size", "512"]
+    args = script.parse_arguments(options)
+    model = script.build_model(args).module
+    train, *_ = train_valid_test_datasets_provider([8, 0, 0], args=args)
+    # As Megatron-LM 0.16.1 does it: torch's collate, micro-batches of one, then get_batch of pretrain_gpt.py.
+    for stock in DataLoader(train, batch_size=1):
+        inputs, _ = model_inputs(stock, "thd")
+        expected = model(**inputs)
+        batch = dict(stock)
+        cu_seqlens, max_seqlen = batch.pop("cu_seqlens"), batch.pop("max_seqlen")
+        assert max_seqlen.dim() == 1
+        cu_seqlens = cu_seqlens.squeeze(0)
+        batch, params = get_thd_batch_on_this_cp_rank(batch, cu_seqlens, None, max_seqlen)
+        found = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
+        assert torch.equal(found, expected)
