@@ -57,7 +57,8 @@ def run(script: Any, options: list[str], rows: list[str] | None = None, kill_at:
 
 def from_rows(script: Any, args: Any, rows: list[str], observe: Any) -> list[float]:
     samples = args.train_iters * args.global_batch_size
-    stored = build_datasets(args, [samples, 0, 0])[0].rows
+    dataset = build_datasets(args, [samples, 0, 0])[0]
+    stored, args.vocab_size = dataset.rows, script.vocabulary_of(dataset)
     kind, path = rows
     source: Any
     if kind == "legacy":

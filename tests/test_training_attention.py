@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_twin import batch_of, random_sequences
 
-from megatron_sft_idx.training.attention import block_mask, model_inputs, packed_seq_params
+from megatron_sft_idx.training.attention import block_mask, layer_spec, model_inputs, packed_seq_params
 from megatron_sft_idx.training.cpu import current_device, megatron_device
 
 LENGTH = 24
@@ -83,3 +84,9 @@ def test_the_shim_is_there_inside_and_gone_outside() -> None:
     with pytest.raises((AssertionError, RuntimeError)):
         torch.zeros(1, device="cuda")
     assert current_device().type == "cpu"
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="Transformer Engine is installed")
+def test_te_without_transformer_engine_says_what_to_install() -> None:
+    with pytest.raises(ImportError, match="pip install 'transformer-engine"):
+        layer_spec("te")

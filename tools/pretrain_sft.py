@@ -2,7 +2,7 @@
 
 On a GPU or on none, in one process or under ``torchrun`` (data parallel)::
 
-    python tools/pretrain_sft.py --data-path data/chats --seq-length 4096 --vocab-size 32000 --train-iters 1000
+    python tools/pretrain_sft.py --data-path data/chats --seq-length 4096 --train-iters 1000
     torchrun --nproc-per-node 8 tools/pretrain_sft.py --data-path 0.7 data/chats 0.3 data/code --attention te --bf16 ...
 
 Options are named as in Megatron-LM and mean the same. A checkpoint can be continued by another number of processes.
@@ -59,7 +59,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--num-layers", type=int, default=2)
     model.add_argument("--hidden-size", type=int, default=64)
     model.add_argument("--num-attention-heads", type=int, default=4)
-    model.add_argument("--vocab-size", type=int, required=True)
+    model.add_argument(
+        "--vocab-size", type=int, help="rows of the embedding; default: enough for the tokenizer of the shards"
+    )
     model.add_argument("--init-method-std", type=float, default=0.02)
     model.add_argument("--bf16", action="store_true", help="train in bfloat16; te needs it")
     model.add_argument(
@@ -104,8 +106,8 @@ def build_model(args: argparse.Namespace) -> DistributedDataParallel:
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # Fused kernels are CUDA's.
-        masked_softmax_fusion=torch.cuda.is_available(),
+        # These fused kernels are extensions that megatron.core does not bring along.
+        masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         bf16=args.bf16,
         pipeline_dtype=torch.bfloat16 if args.bf16 else torch.float32,
@@ -261,6 +263,16 @@ def train(
     return losses
 
 
+def vocabulary_of(dataset: Any) -> int:
+    """A vocabulary for the tokenizer that made the shards, rounded up to what suits a GPU."""
+    members = getattr(dataset, "datasets", [dataset])
+    headers = [header for member in members for header in member.source.shards.headers]
+    known = [header.metadata.get("tokenizer", {}).get("vocab_size") for header in headers]
+    if None in known:
+        raise SystemExit("some shards do not say how many tokens their tokenizer has: give --vocab-size")
+    return int(-(-max(known) // 128) * 128)
+
+
 def load_batches(args: argparse.Namespace, dataset: Any, consumed: int) -> Iterator[Batch]:
     """Micro-batches for this process, from where ``consumed`` samples of all processes end."""
     sampler = PackedBatchSampler(
@@ -291,6 +303,7 @@ def pretrain(args: argparse.Namespace, observe: Observer | None = None) -> list[
     """Everything, in a process group that exists; the losses of the steps taken."""
     samples = [steps * args.global_batch_size for steps in (args.train_iters, args.eval_iters, 0)]
     training, validation, _ = build_datasets(args, samples, index_only_packing=args.repack)
+    args.vocab_size = args.vocab_size or vocabulary_of(training)
     seed_everything(args.seed)
     model = build_model(args)
     optimizer = build_optimizer(args, model)

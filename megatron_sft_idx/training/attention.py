@@ -7,6 +7,7 @@ kernels of Transformer Engine, which need a GPU.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -73,8 +74,13 @@ class SegmentAttention(MegatronModule):  # type: ignore[misc]
 
 
 def layer_spec(attention: str) -> ModuleSpec:
-    """A transformer layer of megatron.core that attends in this way."""
+    """A transformer layer of megatron.core that attends in this way. ImportError: ``te`` without Transformer Engine."""
     if attention == "te":
+        if find_spec("transformer_engine") is None:
+            raise ImportError(
+                "attention te needs a GPU and Transformer Engine: pip install 'transformer-engine[pytorch]';"
+                " thd, mask and unpacked run anywhere"
+            )
         return get_gpt_layer_with_transformer_engine_spec()
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     if attention == "thd":
