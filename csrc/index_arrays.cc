@@ -22,15 +22,18 @@ void offsets_from_lengths(const std::int64_t* lengths, std::size_t count, std::i
   }
 }
 
-PackSegments pack_segments(const PackIndex& index, const std::int64_t* wanted, std::size_t count) {
+PackSegments pack_segments(const std::vector<PackIndex>& indexes, const std::int64_t* shards,
+                           const std::int64_t* packs, std::size_t count) {
   PackSegments out;
   out.offsets.reserve(count + 1);
   out.offsets.push_back(0);
   for (std::size_t i = 0; i < count; ++i) {
-    const std::int64_t pack = wanted[i];
-    const auto refuse = [pack](const char* why) {
-      throw std::invalid_argument("pack " + std::to_string(pack) + ": " + why);
+    const std::int64_t shard = shards[i], pack = packs[i];
+    const auto refuse = [shard, pack](const char* why) {
+      throw std::invalid_argument("shard " + std::to_string(shard) + ", pack " + std::to_string(pack) + ": " + why);
     };
+    if (shard < 0 || static_cast<std::size_t>(shard) >= indexes.size()) refuse("no such shard");
+    const PackIndex& index = indexes[static_cast<std::size_t>(shard)];
     if (pack < 0 || static_cast<std::size_t>(pack) >= index.packs) refuse("no such pack in the shard");
     const std::int64_t first = index.sequence_offsets[pack], last = index.sequence_offsets[pack + 1];
     const std::int64_t begin = index.token_offsets[pack], end = index.token_offsets[pack + 1];
@@ -45,6 +48,7 @@ PackSegments pack_segments(const PackIndex& index, const std::int64_t* wanted, s
       const std::int64_t start = begin + index.starts[s];
       const std::int64_t stop = s + 1 < last ? begin + index.starts[s + 1] : end;
       if (start >= stop || stop > end) refuse("sequence starts are not ascending inside the pack (rule P3)");
+      out.shards.push_back(static_cast<std::int32_t>(shard));
       out.starts.push_back(start);
       out.lengths.push_back(stop - start);
     }

@@ -15,20 +15,24 @@ void offsets_from_lengths(const std::int64_t* lengths, std::size_t count, std::i
 
 // The index of one shard, as its files hold it: nothing in it is known to be right.
 struct PackIndex {
-  const std::int64_t* sequence_offsets;  // [packs + 1]
-  const std::int64_t* token_offsets;     // [packs + 1]
-  std::size_t packs;
-  const std::uint32_t* starts;  // [sequences], inside their pack
-  std::size_t sequences;
-  std::int64_t tokens;
+  const std::int64_t* sequence_offsets = nullptr;  // [packs + 1]
+  const std::int64_t* token_offsets = nullptr;     // [packs + 1]
+  std::size_t packs = 0;
+  const std::uint32_t* starts = nullptr;  // [sequences], inside their pack
+  std::size_t sequences = 0;
+  std::int64_t tokens = 0;
 };
 
-// The sequences of the wanted packs, end to end: offsets[i] to offsets[i + 1] are those of wanted[i].
+// The sequences of the wanted packs, end to end: offsets[i] to offsets[i + 1] are those of the i-th.
 struct PackSegments {
-  std::vector<std::int64_t> offsets, starts, lengths;
+  std::vector<std::int64_t> offsets;
+  std::vector<std::int32_t> shards;
+  std::vector<std::int64_t> starts, lengths;
 };
 
-// Throws std::invalid_argument where a pack is not there or its sequences would lie outside it or the shard.
-PackSegments pack_segments(const PackIndex& index, const std::int64_t* wanted, std::size_t count);
+// The i-th wanted pack is packs[i] of shard shards[i]. Throws std::invalid_argument where a pack is not there or its
+// sequences would lie outside it or its shard.
+PackSegments pack_segments(const std::vector<PackIndex>& indexes, const std::int64_t* shards,
+                           const std::int64_t* packs, std::size_t count);
 
 }  // namespace sft_idx

@@ -12,6 +12,8 @@ _HOMES = {
     "FormatError": "errors",
     "MMapIndexedDataset": "dataset",
     "PackPlan": "packing",
+    "PackedSFTDataset": "training.dataset",
+    "PackedSFTDatasetConfig": "training.dataset",
     "SFTIndexError": "errors",
     "SFTIndexedDataset": "dataset",
     "SFTIndexedDatasetBuilder": "builder",

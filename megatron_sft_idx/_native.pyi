@@ -6,13 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 def offsets_from_lengths(lengths: NDArray[np.int64], scale: int = 1, start: int = 0) -> NDArray[np.int64]: ...
+_PackIndex = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32], int]
+
 def pack_segments(
-    sequence_offsets: NDArray[np.int64],
-    token_offsets: NDArray[np.int64],
-    starts: NDArray[np.uint32],
-    num_tokens: int,
-    packs: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...
+    indexes: list[_PackIndex | None], shards: NDArray[np.int64], packs: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]: ...
 
 class PackStage:
     def __init__(

@@ -131,6 +131,13 @@ class ShardSet:
     def __setstate__(self, state: tuple[tuple[str, ...], Backend, bytes]) -> None:
         self._take(*state)
 
+    @classmethod
+    def reopen(cls, state: tuple[tuple[str, ...], Backend, bytes]) -> ShardSet:
+        """The set that ``__getstate__`` gave ``state`` of."""
+        found = cls.__new__(cls)
+        found._take(*state)
+        return found
+
     def _check(self, same_capacity: bool) -> None:
         self._same("tokens are", lambda header: header.token_dtype, "write all shards of a dataset with one dtype")
         self._same("pad id is", lambda header: header.pad_id, "they come from different tokenizers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,14 @@ def key_of(row: Any) -> tuple[int, ...]:
     """The real tokens of a row, which tell packs apart."""
     tokens = row["tokens"].tolist()
     return tuple(token for token in tokens if token)
+
+
+def digest_of(row: Any) -> str:
+    """Of every byte of a row."""
+    digest = hashlib.sha256()
+    for key in sorted(row):
+        digest.update(key.encode() + np.asarray(row[key]).tobytes())
+    return digest.hexdigest()
 
 
 def keys_of(dataset: Any, samples: Any = None) -> list[tuple[int, ...]]:

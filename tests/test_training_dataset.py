@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import torch
 from blends import CAPACITY, build, config_of, key_of, keys_of, pack_keys, packs_of, write_packs
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.utils import Split
-from packs import write_samples
+from packs import sample_of, write_samples
 
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.training.dataset import Corpus, PackedSFTDataset
 from megatron_sft_idx.training.rows import PackedRows
 
@@ -68,6 +69,11 @@ def test_negative_and_missing_indices_are_masked_rows(prefix: str) -> None:
     for outside in (100, -101):
         with pytest.raises(IndexError):
             dataset[outside]
+        with pytest.raises(IndexError):
+            dataset.rows.batch([0, outside])
+    batch = dataset.rows.batch([99, -1, 5])
+    for at, index in enumerate((99, -1, 5)):
+        assert all(torch.equal(batch[key][at], value) for key, value in dataset[index].items())
 
 
 @pytest.mark.parametrize("options", [{"sequence_multiple": 4}, {"context_parallel_size": 2}])
@@ -133,7 +139,7 @@ def test_weighted_blend(tmp_path: Path) -> None:
     counts = Counter(int(row["dataset_id"]) for row in (blend[i] for i in range(120)))
     assert counts == {0: 90, 1: 30}
     first = [key_of(row) for row in (blend[i] for i in range(120)) if row["dataset_id"] == 0]
-    assert Counter(first) == {key: 3 for key in pack_keys(30)}
+    assert Counter(first) == dict.fromkeys(pack_keys(30), 3)
     assert len({row["cu_seqlens"].shape for row in (blend[i] for i in range(120))}) == 1
 
 
@@ -167,14 +173,14 @@ def test_blend_and_cache_folder_without_torch_distributed(tmp_path: Path) -> Non
 def corpus(prefix: Path, count: int, salt: int = 0) -> list[tuple[int, ...]]:
     """An unpacked shard; returns its sequences."""
     packs = packs_of(count, salt)
-    sequences = [tuple(pack.tokens[a:b]) for pack in packs for a, b in zip(pack.bounds, pack.bounds[1:])]
+    sequences = [tuple(pack.tokens[a:b]) for pack in packs for a, b in pairwise(pack.bounds)]
     write_samples(prefix, packs, capacity=CAPACITY)
     return sequences
 
 
 def sequences_in(row: Any) -> list[tuple[int, ...]]:
     bounds = row["cu_seqlens"].tolist()
-    cut = (tuple(row["tokens"][a:b].tolist()) for a, b in zip(bounds, bounds[1:]) if a < b)
+    cut = (tuple(row["tokens"][a:b].tolist()) for a, b in pairwise(bounds) if a < b)
     return [sequence for sequence in cut if any(sequence)]
 
 
@@ -219,8 +225,7 @@ def test_it_says_what_an_epoch_holds(prefix: str, caplog: pytest.LogCaptureFixtu
 
 
 def test_packs_that_train_nothing_are_warned_about(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    packs = packs_of(5)
-    packs[2].mask[:] = [0] * len(packs[2].mask)
+    packs = [sample_of([4, 5], lambda p, i=i: int(i != 2), lambda p: p) for i in range(5)]
     write_samples(tmp_path / "a", packs, capacity=CAPACITY)
     config_of(str(tmp_path / "a"))
     assert "1 of 5 packs train no token at all" in caplog.text
@@ -257,13 +262,13 @@ print([name for name in sys.modules if name.startswith("megatron.")])
         ({"blend": (["P", "P"], [1.0, 0.0])}, "a: blend weight 0.0"),
         ({"blend": (["P", "P"], [1.0, float("nan")])}, "a: blend weight nan"),
         ({"blend": (["P", "P"], [1.0])}, "1 weights for 2 paths"),
-        ({"split": "98,1,1"}, "a: the valid split is empty, 0.98 to 0.99 of 40 packs"),
+        ({"split": "98,1,1"}, "a: the test split is empty, 0.99 to 1 of 40 packs"),
         ({"sequence_length": 31}, "packs of up to 32 tokens, sequence_length is 31"),
         ({"sequence_length": 33, "sequence_multiple": 2}, "33 is no multiple of the sequence multiple 2"),
         ({"sequence_multiple": 2}, "packed for sequence multiple 1, .* multiples of 2"),
         ({"tokenizer_fingerprint": "ours"}, "tokenized with theirs, the tokenizer of this job is ours"),
         ({"mmap_bin_files": False}, "gathered from memory maps"),
-        ({"blend": (["P", "other"], None)}, "other: capacity is 40, in .*a 32"),
+        ({"blend": (["P", "other"], None), "sequence_length": 64}, "other: capacity is 40, in .*a 32"),
         ({"blend": (["nowhere"], None)}, "nowhere: no shard here"),
         ({"index_only_packing": True, "sequence_length": 8}, r"a: \d+ of \d+ sequences are longer than 8 tokens"),
     ],
@@ -272,12 +277,11 @@ def test_what_cannot_be_trained_on_is_refused_at_once(tmp_path: Path, options: A
     made_by = {"tokenizer": {"fingerprint": "theirs"}}
     prefix = write_packs(tmp_path / "a", 40, metadata=made_by)
     write_packs(tmp_path / "other", 4, capacity=40)
-    options = {"blend": ([prefix], None), "split": "1,0,0", **options}
+    options = {"blend": (["P"], None), "split": "1,0,0", **options}
     if options["blend"] is not None:
         paths, weights = options["blend"]
         options["blend"] = ([prefix if path == "P" else str(tmp_path / path) for path in paths], weights)
-        options["blend"] = ([prefix] if paths == [prefix] else options["blend"][0], weights)
-    with pytest.raises((FormatError, FileNotFoundError, ValueError), match=message):
+    with pytest.raises(SFTIndexError, match=message):
         config_of(**options)
 
 

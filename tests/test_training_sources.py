@@ -6,6 +6,7 @@ import multiprocessing
 import pickle
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,7 @@ Pairs = list[tuple[tuple[int, ...], tuple[float, ...]]]
 
 def sequences_of(packs: Sequence[Sample]) -> Pairs:
     """Ids and label mask of every sequence, in order."""
-    return [
-        (tuple(pack.tokens[a:b]), tuple(pack.label_mask[a:b]))
-        for pack in packs
-        for a, b in zip(pack.bounds, pack.bounds[1:])
-    ]
+    return [(tuple(pack.tokens[a:b]), tuple(pack.label_mask[a:b])) for pack in packs for a, b in pairwise(pack.bounds)]
 
 
 def rows_of(source: Any, packs: Sequence[int]) -> list[Pairs]:
@@ -44,7 +41,7 @@ def rows_of(source: Any, packs: Sequence[int]) -> list[Pairs]:
     ]
     assert len(found.offsets) == len(packs) + 1
     rows = []
-    for a, b in zip(found.offsets, found.offsets[1:]):
+    for a, b in pairwise(found.offsets):
         row = []
         for shard, start, length in zip(found.shards[a:b], found.starts[a:b], found.lengths[a:b], strict=True):
             ids, mask = source.arrays(int(shard))
@@ -105,7 +102,7 @@ def test_broken_offsets_are_an_error_not_a_crash(tmp_path: Path) -> None:
     with open(tmp_path / "a.seq.idx", "r+b") as file:
         file.seek(header.token_offsets_offset + 8 * 4)
         file.write((2**40).to_bytes(8, "little"))
-    with pytest.raises(FormatError, match=r"a: pack [34]: token offsets"):
+    with pytest.raises(FormatError, match=r"a: shard 0, pack [34]: token offsets"):
         source.segments(np.arange(9))
     assert len(source.segments(np.array([0, 1, 5])).offsets) == 4
 
@@ -152,7 +149,7 @@ def test_the_plan_is_the_packers(tmp_path: Path) -> None:
     write_samples(tmp_path / "b", corpus[200:])
     source = PlannedPacks(ShardSet.open(tmp_path, same_capacity=False), PlanOptions(64, seed=5))
     plan = pack_sequences(lengths, 64, seed=5)
-    expected = [sequences_of([corpus[s] for s in plan.sequences[a:b]]) for a, b in zip(plan.offsets, plan.offsets[1:])]
+    expected = [sequences_of([corpus[s] for s in plan.sequences[a:b]]) for a, b in pairwise(plan.offsets)]
     assert rows_of(source, range(source.num_packs)) == expected
 
 

@@ -19,30 +19,42 @@ Array<std::int64_t> offsets_from_lengths(const Array<std::int64_t>& lengths, std
   return out;
 }
 
-py::tuple pack_segments(const Array<std::int64_t>& sequence_offsets, const Array<std::int64_t>& token_offsets,
-                        const Array<std::uint32_t>& starts, std::int64_t num_tokens,
-                        const Array<std::int64_t>& packs) {
-  require_vector(sequence_offsets, "sequence_offsets");
-  require_vector(token_offsets, "token_offsets");
+sft_idx::PackIndex pack_index_of(const py::tuple& parts) {
+  if (parts.size() != 4) throw std::invalid_argument("an index is sequence offsets, token offsets, starts, tokens");
+  const auto sequences = parts[0].cast<Array<std::int64_t>>(), tokens = parts[1].cast<Array<std::int64_t>>();
+  const auto starts = parts[2].cast<Array<std::uint32_t>>();
+  require_vector(sequences, "sequence_offsets");
+  require_vector(tokens, "token_offsets");
   require_vector(starts, "starts");
-  require_vector(packs, "packs");
-  if (sequence_offsets.size() < 1 || sequence_offsets.size() != token_offsets.size()) {
+  // A cast of anything but these very arrays would be a copy, which does not live as long as its pointer here.
+  if (!sequences.is(parts[0]) || !tokens.is(parts[1]) || !starts.is(parts[2])) {
+    throw py::type_error("offsets are int64 and starts are uint32");
+  }
+  if (sequences.size() < 1 || sequences.size() != tokens.size()) {
     throw std::invalid_argument("sequence_offsets and token_offsets hold packs + 1 values each");
   }
-  const sft_idx::PackIndex index{sequence_offsets.data(),
-                                 token_offsets.data(),
-                                 static_cast<std::size_t>(sequence_offsets.size() - 1),
-                                 starts.data(),
-                                 static_cast<std::size_t>(starts.size()),
-                                 num_tokens};
-  const auto* wanted = packs.data();
+  return {sequences.data(), tokens.data(), static_cast<std::size_t>(sequences.size() - 1),
+          starts.data(),    static_cast<std::size_t>(starts.size()), parts[3].cast<std::int64_t>()};
+}
+
+py::tuple pack_segments(const py::list& indexes, const Array<std::int64_t>& shards, const Array<std::int64_t>& packs) {
+  require_vector(shards, "shards");
+  require_vector(packs, "packs");
+  if (shards.size() != packs.size()) throw std::invalid_argument("one shard a pack");
+  std::vector<sft_idx::PackIndex> known(indexes.size());
+  for (std::size_t i = 0; i < known.size(); ++i) {
+    const py::object parts = indexes[i];
+    if (!parts.is_none()) known[i] = pack_index_of(parts.cast<py::tuple>());
+  }
+  const auto *numbers = shards.data(), *wanted = packs.data();
   const auto count = static_cast<std::size_t>(packs.size());
   sft_idx::PackSegments found;
   {
     py::gil_scoped_release unlocked;
-    found = sft_idx::pack_segments(index, wanted, count);
+    found = sft_idx::pack_segments(known, numbers, wanted, count);
   }
-  return py::make_tuple(to_array(found.offsets), to_array(found.starts), to_array(found.lengths));
+  return py::make_tuple(to_array(found.offsets), to_array(found.shards), to_array(found.starts),
+                        to_array(found.lengths));
 }
 
 // ---- packs on their way to disk ----
@@ -177,9 +189,8 @@ Array<std::int64_t> absolute_offsets(const Array<std::int64_t>& sequence_offsets
 void bind_shard(py::module_& m) {
   m.def("offsets_from_lengths", &offsets_from_lengths, py::arg("lengths").noconvert(), "scale"_a = 1, "start"_a = 0,
         "Running sums of int64 lengths, times scale, from start: int64 [n + 1].");
-  m.def("pack_segments", &pack_segments, py::arg("sequence_offsets").noconvert(), py::arg("token_offsets").noconvert(),
-        py::arg("starts").noconvert(), "num_tokens"_a, py::arg("packs").noconvert(),
-        "The sequences of some packs of a shard: CSR offsets, first tokens, lengths; all int64.");
+  m.def("pack_segments", &pack_segments, "indexes"_a, py::arg("shards").noconvert(), py::arg("packs").noconvert(),
+        "The sequences of some packs of some shards: CSR offsets int64, shards int32, first tokens and lengths int64.");
   bind_stage(m);
   bind_gather<std::uint16_t>(m);
   bind_gather<std::int32_t>(m);

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.order import EpochOrder
-from megatron_sft_idx.training.sources import PlannedPacks, StoredPacks
+from megatron_sft_idx.training.sources import PlannedPacks, StoredPacks, reopen
 
 __all__ = ["PackedRows"]
 
@@ -52,7 +52,7 @@ class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __reduce__(self) -> tuple[Any, ...]:
         order, shape = self.order, (self.sequence_multiple, self.width, self.pad_id)
         # The order's pack count and fingerprint are the source's.
-        return _rows, (self.source, order.seed, order.split, self.num_samples, self.seq_length, *shape)
+        return _rows, (self.source.state(), order.seed, order.split, self.num_samples, self.seq_length, *shape)
 
     @cached_property
     def assembler(self) -> BatchAssembler:
@@ -81,8 +81,13 @@ class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return costs
 
     def batch(self, samples: Sequence[int] | NDArray[np.int64]) -> dict[str, torch.Tensor]:
-        """Several samples, stacked."""
-        return self.assembler.assemble(self.packs(np.asarray(samples, np.int64)))
+        """Several samples, stacked; negative ones with their loss masked, as in ``__getitem__``."""
+        wanted = np.asarray(samples, np.int64)
+        masked = wanted < 0
+        batch = self.assembler.assemble(self.packs(np.where(masked, wanted + self.num_samples, wanted)))
+        if masked.any():
+            batch["loss_mask"][torch.from_numpy(masked)] = 0
+        return batch
 
     def __len__(self) -> int:
         return self.num_samples
@@ -102,7 +107,7 @@ class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def _rows(
-    source: StoredPacks | PlannedPacks,
+    source_state: tuple[Any, ...],
     seed: int,
     split: str,
     num_samples: int,
@@ -111,6 +116,7 @@ def _rows(
     width: int | None,
     pad_id: int | None,
 ) -> PackedRows:
+    source = reopen(*source_state)
     order = EpochOrder(source.num_packs, seed, split, source.fingerprint)
     return PackedRows(
         source, order, num_samples, seq_length, sequence_multiple=sequence_multiple, width=width, pad_id=pad_id

@@ -52,5 +52,5 @@ class PackSource(Protocol):
         ...
 
     def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Tokens and label-aligned loss mask of one shard, whole, as arrays over its maps (or copies where not mapped)."""
+        """Tokens and label-aligned loss mask of one shard, whole: arrays over its maps, or copies."""
         ...

@@ -21,7 +21,7 @@ from megatron_sft_idx.shards import ShardSet
 from megatron_sft_idx.training.plan_cache import PlacedPlan, load_or_make
 from megatron_sft_idx.training.segments import Segments
 
-__all__ = ["PlanOptions", "PlannedPacks", "StoredPacks", "require_fit"]
+__all__ = ["PlanOptions", "PlannedPacks", "StoredPacks", "reopen", "require_fit"]
 
 _CHUNK = 1 << 20
 
@@ -77,47 +77,29 @@ class StoredPacks:
         self.fingerprint = _fingerprint(shards, packs=[self.first, self.last])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.shards, self.first, self.last)
+        return reopen, self.state()
+
+    def state(self) -> tuple[Any, ...]:
+        """What ``reopen`` makes this source of, in another process; plain values, so that it pickles small."""
+        return self.shards.__getstate__(), self.first, self.last
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; see ``PackSource``.
 
         Raises:
-            CorruptShardError, ValueError: a pack's index entries break a rule of the format.
+            FormatError: a pack's index entries break a rule of the format.
         """
         shards, local = self.shards.locate(packs + self.first)
-        if len(self.shards.prefixes) == 1 or (shards == shards[:1]).all():
-            number = int(shards[0]) if len(shards) else 0
-            offsets, starts, lengths = self._of_one(number, local)
-            return Segments(offsets, np.full(len(starts), number, np.int32), starts, lengths)
-        # One shard after the other, then every pack's sequences to its place.
-        order = np.argsort(shards, kind="stable")
-        used, firsts = np.unique(shards[order], return_index=True)
-        parts = [
-            self._of_one(int(number), local[chosen])
-            for number, chosen in zip(used, np.split(order, firsts[1:]), strict=True)
-        ]
-        counts = np.concatenate([np.diff(part[0]) for part in parts])
-        numbers = np.repeat(shards[order], counts).astype(np.int32)
-        begins = np.cumsum(counts) - counts
-        place = np.argsort(order)
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[place])])
-        taken = np.arange(offsets[-1]) + np.repeat(begins[place] - offsets[:-1], counts[place])
-        starts, lengths = (np.concatenate([part[i] for part in parts])[taken] for i in (1, 2))
-        return Segments(offsets, numbers[taken], starts, lengths)
-
-    def _of_one(
-        self, number: int, local: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        shard = self.shards.shard(number)
-        files = shard.files
-        sequences, tokens, starts = files.sequence_offsets[:], files.token_offsets[:], files.starts[:]
+        used = set(shards.tolist())
+        indexes: list[Any] = [None] * (max(used, default=-1) + 1)
+        for number in used:
+            files = self.shards.shard(number).files
+            indexes[number] = files.sequence_offsets[:], files.token_offsets[:], files.starts[:], files.num_tokens
         try:
-            return _native.pack_segments(sequences, tokens, starts, files.num_tokens, np.ascontiguousarray(local))
+            return Segments(*_native.pack_segments(indexes, shards, local))
         except ValueError as error:
-            raise FormatError(
-                f"{shard.prefix}: {error}; restore the file, or rebuild the index from the data"
-            ) from None
+            where = ", ".join(self.shards.prefixes[number] for number in sorted(used))
+            raise FormatError(f"{where}: {error}; restore the file, or rebuild the index from the data") from None
 
     def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Tokens and label-aligned loss mask of one shard, whole."""
@@ -189,7 +171,11 @@ class PlannedPacks:
         self.pad_id = _pad_id(shards)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _planned, (self.shards, tuple(asdict(self.options).values()), self.cache, self.first, self.last)
+        return reopen, self.state()
+
+    def state(self) -> tuple[Any, ...]:
+        """What ``reopen`` makes this source of, in another process; plain values, so that it pickles small."""
+        return self.shards.__getstate__(), self.first, self.last, self.cache, *asdict(self.options).values()
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; see ``PackSource``."""
@@ -276,8 +262,12 @@ def _require_fit(shards: ShardSet, lengths: NDArray[np.int64], options: PlanOpti
         )
 
 
-def _planned(shards: ShardSet, options: tuple[Any, ...], cache: str | None, first: int, last: int) -> PlannedPacks:
-    return PlannedPacks(shards, PlanOptions(*options), cache=cache, first=first, last=last)
+def reopen(shards: Any, first: int, last: int, cache: str | None = None, *options: Any) -> StoredPacks | PlannedPacks:
+    """The source that said this of itself: stored packs, or planned ones where there are options."""
+    opened = ShardSet.reopen(shards)
+    if not options:
+        return StoredPacks(opened, first, last)
+    return PlannedPacks(opened, PlanOptions(*options), cache=cache, first=first, last=last)
 
 
 def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

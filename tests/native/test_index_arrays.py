@@ -66,39 +66,54 @@ def test_shapes_and_alignment_are_checked(lengths: Any) -> None:
 # ---- the sequences of packs ----
 
 
-def slow_segments(packs: list[list[int]], wanted: list[int]) -> tuple[list[int], list[int], list[int]]:
-    """``packs`` are lists of sequence lengths."""
-    offsets, starts, lengths = [0], [], []
-    for pack in wanted:
-        begin = sum(map(sum, packs[:pack]))
-        for length in packs[pack]:
+Shards = list[list[list[int]]]  # packs of each shard as lists of sequence lengths
+
+
+def slow_segments(shards: Shards, wanted: list[tuple[int, int]]) -> tuple[list[int], ...]:
+    offsets, numbers, starts, lengths = [0], [], [], []
+    for number, pack in wanted:
+        begin = sum(map(sum, shards[number][:pack]))
+        for length in shards[number][pack]:
+            numbers.append(number)
             starts.append(begin)
             lengths.append(length)
             begin += length
         offsets.append(len(starts))
-    return offsets, starts, lengths
+    return offsets, numbers, starts, lengths
 
 
-def index_of(packs: list[list[int]]) -> tuple[list[int], list[int], list[int]]:
-    """Sequence offsets, token offsets and starts, as a shard stores them."""
+def index_of(packs: list[list[int]]) -> Any:
+    """Sequence offsets, token offsets, starts and tokens, as a shard has them."""
     starts = [sum(pack[:i]) for pack in packs for i in range(len(pack))]
-    return slow_offsets([len(pack) for pack in packs], 1, 0), slow_offsets([sum(pack) for pack in packs], 1, 0), starts
+    tokens = slow_offsets([sum(pack) for pack in packs], 1, 0)
+    return as_index(slow_offsets([len(pack) for pack in packs], 1, 0), tokens, starts, tokens[-1])
 
 
-def segments(sequences: list[int], tokens: list[int], starts: list[int], wanted: list[int]) -> list[list[int]]:
-    arrays = np.array(sequences, np.int64), np.array(tokens, np.int64), np.array(starts, np.uint32)
-    found = pack_segments(*arrays, 20, np.array(wanted, np.int64))
-    assert all(array.dtype == np.int64 for array in found)
-    return [array.tolist() for array in found]
+def as_index(sequences: list[int], tokens: list[int], starts: list[int], num_tokens: int = 20) -> Any:
+    return np.array(sequences, np.int64), np.array(tokens, np.int64), np.array(starts, np.uint32), num_tokens
 
 
-@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=6), st.data())
-def test_segments_equal_the_slow_ones(packs: list[list[int]], data: st.DataObject) -> None:
-    wanted = data.draw(st.lists(st.integers(0, len(packs) - 1), max_size=8))
-    sequences, tokens, starts = index_of(packs)
-    arrays = np.array(sequences, np.int64), np.array(tokens, np.int64), np.array(starts, np.uint32)
-    found = pack_segments(*arrays, tokens[-1], np.array(wanted, np.int64))
-    assert tuple(array.tolist() for array in found) == slow_segments(packs, wanted)
+def segments(indexes: list[Any], wanted: list[tuple[int, int]]) -> tuple[list[int], ...]:
+    numbers, packs = (np.array([pair[i] for pair in wanted], np.int64) for i in (0, 1))
+    found = pack_segments(indexes, numbers, packs)
+    assert [array.dtype for array in found] == [np.int64, np.int32, np.int64, np.int64]
+    return tuple(array.tolist() for array in found)
+
+
+@st.composite
+def wanted_packs(draw: st.DrawFn) -> tuple[Shards, list[tuple[int, int]]]:
+    packs = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), max_size=5)
+    shards = draw(st.lists(packs, max_size=4))
+    there = [(number, pack) for number, packs in enumerate(shards) for pack in range(len(packs))]
+    return shards, draw(st.lists(st.sampled_from(there), max_size=8)) if there else []
+
+
+@given(wanted_packs())
+def test_segments_equal_the_slow_ones(case: tuple[Shards, list[tuple[int, int]]]) -> None:
+    shards, wanted = case
+    used = {number for number, _ in wanted}
+    indexes = [index_of(packs) if number in used else None for number, packs in enumerate(shards)]
+    assert segments(indexes, wanted) == slow_segments(shards, wanted)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +136,19 @@ def test_segments_equal_the_slow_ones(packs: list[list[int]], data: st.DataObjec
 def test_segments_never_lie_outside(
     sequences: list[int], tokens: list[int], starts: list[int], wanted: int, word: str
 ) -> None:
-    with pytest.raises(ValueError, match=rf"pack {wanted}: .*{word}"):
-        segments(sequences, tokens, starts, [wanted])
+    with pytest.raises(ValueError, match=rf"shard 0, pack {wanted}: .*{word}"):
+        segments([as_index(sequences, tokens, starts)], [(0, wanted)])
 
 
-def test_segments_of_a_shard_without_packs() -> None:
-    assert segments([0], [0], [], []) == [[0], [], []]
+def test_segments_of_shards_that_are_not_there() -> None:
+    index = as_index([0, 1], [0, 20], [0])
+    for number in (-1, 1, 2**40):
+        with pytest.raises(ValueError, match=f"shard {number}, pack 0: no such shard"):
+            segments([index], [(number, 0)])
+    with pytest.raises(ValueError, match="shard 0, pack 0: no such pack"):
+        segments([None, index], [(0, 0)])
+    with pytest.raises(TypeError, match="offsets are int64"):
+        segments([(index[0].astype(np.int32), *index[1:])], [(0, 0)])
+    with pytest.raises(ValueError, match=r"packs \+ 1 values each"):
+        segments([(index[0][:1], *index[1:])], [(0, 0)])
+    assert segments([], []) == ([0], [], [], [])

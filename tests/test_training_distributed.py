@@ -1,0 +1,127 @@
+"""Two processes with torch.distributed build their data sets together, or fail together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blends import CAPACITY, build, config_of, digest_of, packs_of, write_packs
+from packs import write_samples
+
+# Each process does all jobs, since starting one takes seconds.
+PROGRAM = """
+import json, sys
+import torch
+from datetime import timedelta
+from blends import build, config_of, digest_of
+from megatron_sft_idx.training.sampler import PackedBatchSampler
+
+meet, rank, jobs = json.loads(sys.argv[1])
+torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+found = {}
+for name, job in jobs.items():
+    try:
+        datasets = build(config_of(job["blend"], job["split"], **job["options"]), job["sizes"])
+    except ValueError as error:
+        found[name] = {"error": str(error)}
+        continue
+    mine = PackedBatchSampler(
+        datasets[0],
+        consumed_samples=job["consumed"],
+        micro_batch_size=2,
+        data_parallel_rank=rank,
+        data_parallel_size=2,
+    )
+    samples = [sample for batch in mine for sample in batch]
+    rows = [digest_of(datasets[0][sample]) for sample in samples]
+    found[name] = {"samples": samples, "rows": rows, "sizes": [dataset and len(dataset) for dataset in datasets]}
+print(json.dumps(found))
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+
+
+def run(folder: Path, jobs: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each of two ranks found, by job."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps([f"file://{folder}/meet", rank, jobs])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    found = []
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        found.append(json.loads(out.splitlines()[-1]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    write_packs(folder / "a", 30, 0)
+    write_packs(folder / "b", 50, 1)
+    write_samples(folder / "corpus", packs_of(80), capacity=CAPACITY)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    a, b, corpus = (str(folder / name) for name in ("a", "b", "corpus"))
+    cached = {"path_to_cache": str(folder / "cache"), "num_dataset_builder_threads": 2}
+    blend = {"blend": ([a, b], [0.7, 0.3]), "split": "90,10,0", "sizes": [60, 8, 0], "options": cached, "consumed": 0}
+    single = {"blend": ([corpus], None), "split": "1,0,0", "sizes": [64, 0, 0], "consumed": 0}
+    jobs = {
+        "blend": blend,
+        "resumed": {**blend, "consumed": 24},
+        "planned": {**single, "options": {**cached, "index_only_packing": True}},
+        "too long": {**single, "options": {"sequence_length": 8}},
+        "too long to pack": {**single, "options": {"sequence_length": 8, "index_only_packing": True}},
+        "after": {**single, "options": {}},
+    }
+    return run(folder, jobs)
+
+
+def of_all(ranks: list[dict[str, Any]], job: str) -> dict[int, str]:
+    """Digest of each sample's row, whichever rank read it."""
+    pairs = [pair for rank in ranks for pair in zip(rank[job]["samples"], rank[job]["rows"], strict=True)]
+    assert len(dict(pairs)) == len(pairs)
+    return dict(pairs)
+
+
+def rows_of(dataset: Any) -> dict[int, str]:
+    return {i: digest_of(dataset[i]) for i in range(len(dataset))}
+
+
+def test_a_cached_blend_is_the_same_on_two_ranks_as_on_one(folder: Path, ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["blend"]["sizes"] == ranks[1]["blend"]["sizes"]
+    assert len(list((folder / "cache").glob("*-BlendedDataset-train-dataset_index.npy"))) == 1
+    found = of_all(ranks, "blend")
+    paths = [str(folder / "a"), str(folder / "b")]
+    alone = build(config_of((paths, [0.7, 0.3]), "90,10,0"), (60, 8, 0))[0]
+    assert found == rows_of(alone)
+    assert of_all(ranks, "resumed") == {i: row for i, row in found.items() if i >= 24}
+
+
+def test_two_ranks_share_one_packing_plan(folder: Path, ranks: list[dict[str, Any]]) -> None:
+    assert len(list((folder / "cache").glob("sft-plan-*.bin"))) == 1
+    alone = build(config_of(str(folder / "corpus"), index_only_packing=True), (64, 0, 0))[0]
+    assert of_all(ranks, "planned") == rows_of(alone)
+
+
+@pytest.mark.parametrize("job", ["too long", "too long to pack"])
+def test_an_error_reaches_every_rank_and_nobody_waits(ranks: list[dict[str, Any]], job: str) -> None:
+    assert "8" in ranks[0][job]["error"]
+    assert ranks[0][job] == ranks[1][job]
+    assert len(of_all(ranks, "after")) == 64
