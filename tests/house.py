@@ -15,7 +15,7 @@ MAX_MODULE_LINES, MAX_FUNCTION_LINES = 400, 60
 LAYERS = [
     {"_native"},
     {"layout", "errors"},
-    {"chat", "packing", "storage"},
+    {"chat", "legacy_npy", "packing", "storage"},
     {"shard", "verify", "rebuild", "merge"},
     {"dataset", "builder", "shards"},
     {"preprocess", "convert", "report", "streaming", "training"},

@@ -65,7 +65,7 @@ class BatchLoader:
         assembler: BatchAssembler,
         batches: Iterable[Sequence[int]],
         *,
-        packs_of: Callable[[Sequence[int]], Sequence[int]] | None = None,
+        packs_of: Callable[[Sequence[int]], NDArray[np.int64] | Sequence[int]] | None = None,
         prefetch: int = 2,
         ahead: int = 4,
         keep: int = 1,

@@ -65,7 +65,7 @@ class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             pad_id=self.pad_id,
         )
 
-    def packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+    def packs(self, samples: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
         """The pack of each sample, numbered as in ``source``. IndexError unless all are 0 to ``num_samples`` - 1."""
         samples = np.asarray(samples, np.int64)
         if len(samples) and not 0 <= samples.min() <= samples.max() < self.num_samples:

@@ -1,0 +1,160 @@
+"""Ways for a row of several sequences to attend, and what the model is given for each.
+
+``thd`` hands the boundaries to the attention (``PackedSeqParams``), ``mask`` forbids what crosses them, ``unpacked``
+gives every sequence a row of its own. All see the same tokens, and all must learn the same. ``te`` is ``thd`` with the
+kernels of Transformer Engine, which need a GPU.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
+
+__all__ = ["ATTENTION", "Batch", "SegmentAttention", "block_mask", "layer_spec", "model_inputs", "packed_seq_params"]
+
+ATTENTION = ("thd", "mask", "unpacked", "te")
+
+# tokens, labels, position_ids, loss_mask [rows, length]; cu_seqlens [rows, width]; max_seqlen [rows]; cu_seqlens_padded
+# [rows, width] only where sequences are padded inside their row.
+Batch = dict[str, Tensor]
+
+_TOKENWISE = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+class SegmentAttention(MegatronModule):  # type: ignore[misc]
+    """Causal attention inside each segment of ``cu_seqlens``, one at a time: THD without Transformer Engine."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Query [positions, heads, size], key and value [positions, groups, size] to [positions, heads * size]."""
+        if packed_seq_params is None:
+            raise ValueError("packed_seq_params: None, but this attention knows its segments only from there")
+        bounds = packed_seq_params.cu_seqlens_q_padded
+        bounds = (packed_seq_params.cu_seqlens_q if bounds is None else bounds).unique_consecutive().tolist()
+        parts = []
+        for start, stop in pairwise(bounds):
+            q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (query, key, value))
+            part = scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+            parts.append(part[0].transpose(0, 1))
+        return torch.cat(parts).flatten(1)
+
+
+def layer_spec(attention: str) -> ModuleSpec:
+    """A transformer layer of megatron.core that attends in this way. ImportError: ``te`` without Transformer Engine."""
+    if attention == "te":
+        if find_spec("transformer_engine") is None:
+            raise ImportError(
+                "attention te needs a GPU and Transformer Engine: pip install 'transformer-engine[pytorch]';"
+                " thd, mask and unpacked run anywhere"
+            )
+        return get_gpt_layer_with_transformer_engine_spec()
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if attention == "thd":
+        spec.submodules.self_attention.submodules.core_attention = SegmentAttention
+    return spec
+
+
+def model_inputs(batch: Batch, attention: str) -> tuple[dict[str, Any], Tensor]:
+    """What ``GPTModel`` takes for a batch, and the loss mask in the shape of the losses it gives back."""
+    masked = None
+    params = None
+    if attention in ("thd", "te"):
+        params = packed_seq_params(batch)
+        batch = {key: batch[key].reshape(1, -1) for key in _TOKENWISE}
+    elif attention == "mask":
+        masked = block_mask(_bounds(batch), batch["tokens"].shape[1])
+    else:
+        batch = _unpacked(batch)
+        length = batch["tokens"].shape[1]
+        masked = torch.ones(1, 1, length, length, dtype=torch.bool, device=batch["tokens"].device).triu(1)
+    inputs = {
+        "input_ids": batch["tokens"],
+        "position_ids": batch["position_ids"],
+        "attention_mask": masked,
+        "labels": batch["labels"],
+        "packed_seq_params": params,
+    }
+    return inputs, batch["loss_mask"]
+
+
+def packed_seq_params(batch: Batch) -> PackedSeqParams:
+    """The boundaries of a whole batch, its rows laid end to end as one."""
+    logical = _end_to_end(batch["cu_seqlens"])
+    padded = _end_to_end(batch["cu_seqlens_padded"]) if "cu_seqlens_padded" in batch else None
+    longest = int(batch["max_seqlen"].max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=logical,
+        cu_seqlens_kv=logical,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def _end_to_end(cu_seqlens: Tensor) -> Tensor:
+    """Offsets of each row, [rows, width], to offsets in all rows laid end to end; entries that repeat stay so."""
+    lengths = cu_seqlens.diff(dim=1).flatten()
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def block_mask(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Megatron's mask, bool [rows, 1, length, length]: True where a position may not look, ahead or across."""
+    positions = torch.arange(length, dtype=torch.int32, device=cu_seqlens.device).expand(len(cu_seqlens), length)
+    segment = torch.searchsorted(cu_seqlens.contiguous(), positions.contiguous(), right=True)
+    ahead = positions[:, :, None] < positions[:, None, :]
+    return (ahead | (segment[:, :, None] != segment[:, None, :]))[:, None]
+
+
+def _bounds(batch: Batch) -> Tensor:
+    """Where the segments of each row really lie."""
+    return batch.get("cu_seqlens_padded", batch["cu_seqlens"])
+
+
+def _unpacked(batch: Batch) -> Batch:
+    """Every segment as a row of its own, filled up at the end, where causal attention never looks from before."""
+    spans = [
+        (row, start, stop)
+        for row, bounds in enumerate(_bounds(batch).tolist())
+        for start, stop in pairwise(bounds)
+        if start < stop
+    ]
+    return {
+        key: pad_sequence([batch[key][row, start:stop] for row, start, stop in spans], batch_first=True)
+        for key in _TOKENWISE
+    }

@@ -1,0 +1,93 @@
+"""Runs of tools/pretrain_sft.py whose batches are kept; as a program, under torchrun, the runs of a JSON file.
+
+A run is ``options`` for the script and, in place of the data that they name, may have ``rows``: another source of the
+same packs, read in the order that the data of ``--data-path`` has: ``legacy`` with its file, or ``planned`` with the
+prefix of the unpacked shard.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from training_twin import pretrain_script
+
+from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.training.cpu import connect, megatron_device, seed_everything
+from megatron_sft_idx.training.legacy import LegacySource
+from megatron_sft_idx.training.provider import build_datasets
+from megatron_sft_idx.training.rows import PackedRows
+from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions
+
+Rows = list[dict[str, np.ndarray]]
+
+
+class Curve(NamedTuple):
+    """What a run left: the loss of every step, and every row that this process trained on."""
+
+    losses: list[float]
+    rows: Rows
+
+
+class KilledError(Exception):
+    """Ends a run where a kill would."""
+
+
+def run(script: Any, options: list[str], rows: list[str] | None = None, kill_at: int | None = None) -> Curve:
+    """Train as the options say; ``kill_at``: die at this micro-batch."""
+    args = script.parse_arguments(options)
+    seen: Rows = []
+
+    def observe(batch: dict[str, torch.Tensor]) -> None:
+        count = len(batch["tokens"])
+        seen.extend({key: value[i].numpy().copy() for key, value in batch.items()} for i in range(count))
+        if kill_at is not None and len(seen) > kill_at:
+            raise KilledError
+
+    try:
+        losses = script.pretrain(args, observe) if rows is None else from_rows(script, args, rows, observe)
+    except KilledError:
+        losses = []
+    return Curve(losses, seen)
+
+
+def from_rows(script: Any, args: Any, rows: list[str], observe: Any) -> list[float]:
+    samples = args.train_iters * args.global_batch_size
+    dataset = build_datasets(args, [samples, 0, 0])[0]
+    stored, args.vocab_size = dataset.rows, script.vocabulary_of(dataset)
+    kind, path = rows
+    source: Any
+    if kind == "legacy":
+        source = LegacySource(path, capacity=args.seq_length, pad_id=stored.source.pad_id)
+    else:
+        source = PlannedPacks(ShardSet.open(path, same_capacity=False), PlanOptions(args.seq_length))
+    assert source.num_packs == stored.source.num_packs
+    data = PackedRows(source, stored.order, samples, args.seq_length, width=stored.width, pad_id=stored.pad_id)
+    seed_everything(args.seed)
+    model = script.build_model(args)
+    return script.train(
+        args, model, script.build_optimizer(args, model), script.load_batches(args, data, 0), observe=observe
+    )
+
+
+def main(plan: str, out: str) -> None:
+    from megatron.core import parallel_state
+
+    torch.set_num_threads(1)
+    with megatron_device():
+        connect()
+        parallel_state.initialize_model_parallel()
+        for name, wanted in json.loads(Path(plan).read_text()).items():
+            curve = run(pretrain_script(), **wanted)
+            stem = Path(out) / f"{name}.{torch.distributed.get_rank()}"
+            stem.with_suffix(stem.suffix + ".json").write_text(json.dumps(curve.losses))
+            np.save(stem.with_suffix(stem.suffix + ".npy"), np.array(curve.rows, dtype=object), allow_pickle=True)
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,106 @@
+"""Megatron's arguments become the data sets that they ask for."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.utils import get_thd_batch_on_this_cp_rank
+from packs import demo_samples, write_samples
+from torch.utils.data import DataLoader
+from training_twin import lone_process
+
+from megatron_sft_idx.training.attention import model_inputs
+from megatron_sft_idx.training.dataset import PackedSFTDataset
+from megatron_sft_idx.training.provider import config_from_args, train_valid_test_datasets_provider
+
+
+@pytest.fixture(scope="module", autouse=True)
+def script() -> Iterator[ModuleType]:
+    with lone_process() as module:
+        yield module
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    for name, count in (("a", 40), ("b", 20)):
+        write_samples(tmp_path / name, demo_samples(count), capacity=32)
+    return tmp_path
+
+
+def arguments(**given: Any) -> Namespace:
+    """As Megatron-LM's parser leaves them: what is not given is None."""
+    unset = dict.fromkeys(
+        [
+            *("data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path"),
+            *("per_split_data_args_path", "data_cache_path"),
+        ]
+    )
+    return Namespace(**{**unset, "seed": 5, "seq_length": 32, "split": "90,10,0", "global_batch_size": 4, **given})
+
+
+def test_one_path_is_split(shards: Path) -> None:
+    built = train_valid_test_datasets_provider([100, 8, 0], args=arguments(data_path=[str(shards / "a")]))
+    train, valid, test = built
+    assert isinstance(train, PackedSFTDataset)
+    assert (len(train), len(valid), test) == (100, 8, None)
+    assert (train.source.num_packs, valid.source.num_packs) == (36, 4)
+    assert train[0]["tokens"].shape == (32,)
+    assert train_valid_test_datasets_provider.is_distributed  # type: ignore[attr-defined]
+
+
+def test_a_blend_with_weights(shards: Path) -> None:
+    paths = ["0.75", str(shards / "a"), "0.25", str(shards / "b")]
+    train, *_ = train_valid_test_datasets_provider([80, 0, 0], args=arguments(data_path=paths, split="1,0,0"))
+    assert [train[i]["dataset_id"] for i in range(80)].count(0) == 60
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_blend_for_each_split(shards: Path, as_file: bool) -> None:
+    if as_file:
+        file = shards / "blends.json"
+        file.write_text(json.dumps({"train": str(shards / "a"), "valid": [str(shards / "b")], "test": None}))
+        args = arguments(per_split_data_args_path=str(file))
+    else:
+        args = arguments(train_data_path=[str(shards / "a")], valid_data_path=[str(shards / "b")])
+    train, valid, test = train_valid_test_datasets_provider([None, None, None], args=args)
+    assert (len(train), len(valid), test) == (40, 20, None)
+
+
+def test_paths_from_a_file(shards: Path) -> None:
+    (shards / "paths").write_text(f"3 {shards / 'a'}\n1 {shards / 'b'}\n")
+    config = config_from_args(arguments(data_args_path=str(shards / "paths")))
+    assert config.blend == ([str(shards / "a"), str(shards / "b")], [3.0, 1.0])
+
+
+def test_parallel_sizes_decide_how_sequences_are_padded(shards: Path) -> None:
+    sizes = {"context_parallel_size": 2, "tensor_model_parallel_size": 4}
+    path = {"data_path": [str(shards / "a")]}
+    packed_at_start = {"index_only_packing": True}
+    assert config_from_args(arguments(**path, **sizes), **packed_at_start).sequence_multiple == 4
+    sizes["sequence_parallel"] = True
+    assert config_from_args(arguments(**path, **sizes), **packed_at_start).sequence_multiple == 16
+
+
+def test_stock_megatron_trains_on_it_with_the_line_the_readme_adds(script: ModuleType, shards: Path) -> None:
+    options = ["--data-path", str(shards / "a"), "--seq-length", "32", "--vocab-size", "512"]
+    args = script.parse_arguments(options)
+    model = script.build_model(args).module
+    train, *_ = train_valid_test_datasets_provider([8, 0, 0], args=args)
+    # As Megatron-LM 0.16.1 does it: torch's collate, micro-batches of one, then get_batch of pretrain_gpt.py.
+    for stock in DataLoader(train, batch_size=1):
+        inputs, _ = model_inputs(stock, "thd")
+        expected = model(**inputs)
+        batch = dict(stock)
+        cu_seqlens, max_seqlen = batch.pop("cu_seqlens"), batch.pop("max_seqlen")
+        assert max_seqlen.dim() == 1
+        cu_seqlens = cu_seqlens.squeeze(0)
+        batch, params = get_thd_batch_on_this_cp_rank(batch, cu_seqlens, None, max_seqlen)
+        found = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
+        assert torch.equal(found, expected)

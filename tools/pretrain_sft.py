@@ -1,0 +1,334 @@
+"""Train a GPT model on packed SFT data with megatron.core alone: one file to read, and to start from.
+
+On a GPU or on none, in one process or under ``torchrun`` (data parallel)::
+
+    python tools/pretrain_sft.py --data-path data/chats --seq-length 4096 --train-iters 1000
+    torchrun --nproc-per-node 8 tools/pretrain_sft.py --data-path 0.7 data/chats 0.3 data/code --attention te --bf16 ...
+
+Options are named as in Megatron-LM and mean the same. A checkpoint can be continued by another number of processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from megatron_sft_idx.training.attention import ATTENTION, Batch, layer_spec, model_inputs
+from megatron_sft_idx.training.cpu import connect, current_device, megatron_device, seed_everything
+from megatron_sft_idx.training.dataset import PackedSFTDataset
+from megatron_sft_idx.training.loader import BatchLoader
+from megatron_sft_idx.training.provider import build_datasets
+from megatron_sft_idx.training.rows import PackedRows
+from megatron_sft_idx.training.sampler import PackedBatchSampler
+
+# Called with every batch that this process trains on, before it does.
+Observer = Callable[[Batch], None]
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--data-path", nargs="+", required=True, help="one prefix, folder or glob; or weights and prefixes"
+    )
+    data.add_argument("--split", default="1,0,0", help="parts for training, validation and test, such as 98,1,1")
+    data.add_argument("--data-cache-path", help="folder for indices that are built once")
+    data.add_argument("--seq-length", type=int, required=True, help="positions of a training row")
+    data.add_argument("--repack", action="store_true", help="plan packs for --seq-length at start-up; rewrites nothing")
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--num-layers", type=int, default=2)
+    model.add_argument("--hidden-size", type=int, default=64)
+    model.add_argument("--num-attention-heads", type=int, default=4)
+    model.add_argument(
+        "--vocab-size", type=int, help="rows of the embedding; default: enough for the tokenizer of the shards"
+    )
+    model.add_argument("--init-method-std", type=float, default=0.02)
+    model.add_argument("--bf16", action="store_true", help="train in bfloat16; te needs it")
+    model.add_argument(
+        "--attention",
+        choices=ATTENTION,
+        default="thd",
+        help="thd: segment by segment, anywhere; mask: a block-diagonal mask; unpacked: a row for each sequence;"
+        " te: Transformer Engine's THD kernels, which need a GPU and --bf16, and which no test without a GPU has run",
+    )
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--micro-batch-size", type=int, default=1)
+    training.add_argument("--global-batch-size", type=int, default=4)
+    training.add_argument("--balance-attention", action="store_true", help="give processes equal attention to compute")
+    training.add_argument("--train-iters", type=int, default=50)
+    training.add_argument("--eval-iters", type=int, default=0, help="validation steps after training")
+    training.add_argument("--lr", type=float, default=1e-3)
+    training.add_argument("--clip-grad", type=float, default=1.0)
+    training.add_argument("--weight-decay", type=float, default=0.01)
+    training.add_argument("--seed", type=int, default=1234)
+    training.add_argument("--save", type=Path, help="folder for checkpoints")
+    training.add_argument(
+        "--save-interval", type=int, default=0, help="steps between checkpoints; always one at the end"
+    )
+    training.add_argument("--load", type=Path, help="folder of checkpoints; its latest is continued")
+    training.add_argument("--log-interval", type=int, default=1)
+    training.add_argument("--log", type=Path, help="write each step's loss and gradient norm here as JSON lines")
+    return parser.parse_args(argv)
+
+
+def build_model(args: argparse.Namespace) -> DistributedDataParallel:
+    """A GPT model wrapped for data parallel training."""
+    config = TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        init_method_std=args.init_method_std,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # These fused kernels are extensions that megatron.core does not bring along.
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        bf16=args.bf16,
+        pipeline_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+        # Every trained token counts the same, in whichever pack, micro-batch and rank it lies.
+        calculate_per_token_loss=True,
+    )
+    model = GPTModel(
+        config,
+        layer_spec(args.attention),
+        args.vocab_size,
+        args.seq_length,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+    ).to(current_device())
+    inner = Float16Module(config, model) if args.bf16 else model
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), inner)
+    config.no_sync_func = wrapped.no_sync
+    config.finalize_model_grads_func = finalize_model_grads
+    return wrapped
+
+
+def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel) -> MegatronOptimizer:
+    config = OptimizerConfig(
+        optimizer="adam", lr=args.lr, weight_decay=args.weight_decay, clip_grad=args.clip_grad, bf16=args.bf16
+    )
+    return get_megatron_optimizer(config, [model])
+
+
+def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The summed loss, the number of trained tokens, and both to report."""
+    loss = (losses.float() * loss_mask).sum()
+    trained = (loss_mask != 0).sum().int()
+    return loss, trained, {"lm loss": torch.stack([loss.detach(), trained])}
+
+
+def forward_step(
+    args: argparse.Namespace, observe: Observer | None, batches: Iterator[Batch], model: DistributedDataParallel
+) -> tuple[Tensor, Any]:
+    """One micro-batch through the model, as ``forward_backward_func`` wants it."""
+    batch = next(batches)
+    if observe:
+        observe(batch)
+    batch = {key: value.to(current_device(), non_blocking=True) for key, value in batch.items()}
+    inputs, loss_mask = model_inputs(batch, args.attention)
+    return model(**inputs), partial(loss_function, loss_mask)
+
+
+def run_step(
+    args: argparse.Namespace,
+    model: DistributedDataParallel,
+    batches: Iterator[Batch],
+    *,
+    forward_only: bool = False,
+    observe: Observer | None = None,
+) -> float:
+    """All micro-batches of a global batch, forward and, in training, backward; the mean loss of its trained tokens."""
+    micro_batches = args.global_batch_size // (args.micro_batch_size * parallel_state.get_data_parallel_world_size())
+    reports = get_forward_backward_func()(
+        forward_step_func=partial(forward_step, args, observe),
+        data_iterator=batches,
+        model=[model],
+        num_microbatches=micro_batches,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=forward_only,
+    )
+    total = torch.stack([report["lm loss"] for report in reports]).double().sum(0)
+    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return float(total[0] / total[1].clamp(min=1))
+
+
+def checkpoint_state(
+    model: DistributedDataParallel, optimizer: MegatronOptimizer, *, loading: bool = False
+) -> dict[str, Any]:
+    """What a checkpoint holds, as shards that any number of processes can write and read."""
+    weights = model.module.sharded_state_dict()
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading)}
+
+
+def save_checkpoint(folder: Path, step: int, model: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:
+    """Write ``folder/iter_N``; it counts once the file that names the latest one is replaced."""
+    target, first = folder / f"iter_{step:07d}", torch.distributed.get_rank() == 0
+    if first:
+        target.mkdir(parents=True, exist_ok=True)
+    torch.distributed.barrier()
+    dist_checkpointing.save({**checkpoint_state(model, optimizer), "step": step}, str(target))
+    if first:
+        fresh = folder / "latest.tmp"
+        fresh.write_text(str(step), encoding="utf-8")
+        fresh.replace(folder / "latest_checkpointed_iteration.txt")
+
+
+def load_checkpoint(folder: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer) -> int:
+    """Take the latest checkpoint of a folder; the number of steps behind it."""
+    latest = int((folder / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
+    wanted = {**checkpoint_state(model, optimizer, loading=True), "step": latest}
+    found = dist_checkpointing.load(wanted, str(folder / f"iter_{latest:07d}"))
+    model.module.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    return int(found["step"])
+
+
+class Log:
+    """One line a step, from the first process: to the terminal, and as JSON where asked for."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.speaks = torch.distributed.get_rank() == 0
+        self.interval, self.path, self.begin = args.log_interval, args.log, time.perf_counter()
+
+    def __call__(self, step: int, **values: float) -> None:
+        """Say what a step came to."""
+        if not self.speaks:
+            return
+        if self.path:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+        if step % self.interval == 0:
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
+            print(f"step {step:>6}  {shown}  {time.perf_counter() - self.begin:.1f} s", flush=True)
+
+
+def train(
+    args: argparse.Namespace,
+    model: DistributedDataParallel,
+    optimizer: MegatronOptimizer,
+    batches: Iterator[Batch],
+    *,
+    step: int = 0,
+    observe: Observer | None = None,
+) -> list[float]:
+    """Train from ``step`` to the last one; the loss of every step.
+
+    Args:
+        args: as ``parse_arguments`` gives them.
+        model: as ``build_model`` makes it.
+        optimizer: of the model.
+        batches: micro-batches of this process.
+        step: steps already taken.
+        observe: is shown every micro-batch before it is used.
+    """
+    log, losses = Log(args), []
+    model.train()
+    for now in range(step + 1, args.train_iters + 1):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = run_step(args, model, batches, observe=observe)
+        _, norm, _ = optimizer.step()
+        losses.append(loss)
+        log(now, loss=loss, grad_norm=float(norm))
+        due = now == args.train_iters or (args.save_interval and now % args.save_interval == 0)
+        if args.save and due:
+            save_checkpoint(args.save, now, model, optimizer)
+    return losses
+
+
+def vocabulary_of(dataset: Any) -> int:
+    """A vocabulary for the tokenizer that made the shards, rounded up to what suits a GPU."""
+    members = getattr(dataset, "datasets", [dataset])
+    headers = [header for member in members for header in member.source.shards.headers]
+    known = [header.metadata.get("tokenizer", {}).get("vocab_size") for header in headers]
+    if None in known:
+        raise SystemExit("some shards do not say how many tokens their tokenizer has: give --vocab-size")
+    return int(-(-max(known) // 128) * 128)
+
+
+def load_batches(args: argparse.Namespace, dataset: Any, consumed: int) -> Iterator[Batch]:
+    """Micro-batches for this process, from where ``consumed`` samples of all processes end."""
+    sampler = PackedBatchSampler(
+        dataset,
+        consumed_samples=consumed,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        global_batch_size=args.global_batch_size,
+        balance_attention=args.balance_attention,
+    )
+    rows: Any = dataset.rows if isinstance(dataset, PackedSFTDataset) else dataset
+    if isinstance(rows, PackedRows):
+        return iter(BatchLoader(rows.assembler, sampler, packs_of=rows.packs))
+    # A blend is Megatron's own class, which gives one sample at a time.
+    return iter(DataLoader(dataset, batch_sampler=sampler, num_workers=0))
+
+
+def evaluate(args: argparse.Namespace, model: DistributedDataParallel, batches: Iterator[Batch]) -> float:
+    """The mean loss of ``--eval-iters`` global batches."""
+    model.eval()
+    with torch.no_grad():
+        losses = [run_step(args, model, batches, forward_only=True) for _ in range(args.eval_iters)]
+    return sum(losses) / len(losses)
+
+
+def pretrain(args: argparse.Namespace, observe: Observer | None = None) -> list[float]:
+    """Everything, in a process group that exists; the losses of the steps taken."""
+    samples = [steps * args.global_batch_size for steps in (args.train_iters, args.eval_iters, 0)]
+    training, validation, _ = build_datasets(args, samples, index_only_packing=args.repack)
+    args.vocab_size = args.vocab_size or vocabulary_of(training)
+    seed_everything(args.seed)
+    model = build_model(args)
+    optimizer = build_optimizer(args, model)
+    step = load_checkpoint(args.load, model, optimizer) if args.load else 0
+    losses: list[float] = []
+    if step < args.train_iters:
+        batches = load_batches(args, training, step * args.global_batch_size)
+        losses = train(args, model, optimizer, batches, step=step, observe=observe)
+    if args.eval_iters:
+        loss = evaluate(args, model, load_batches(args, validation, 0))
+        if torch.distributed.get_rank() == 0:
+            print(f"validation  loss {loss:.4f}", flush=True)
+    return losses
+
+
+def main() -> None:
+    args = parse_arguments()
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("megatron_sft_idx").setLevel(logging.INFO)
+    with megatron_device():
+        connect()
+        parallel_state.initialize_model_parallel()
+        pretrain(args)
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
