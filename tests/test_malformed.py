@@ -223,7 +223,12 @@ USAGE = {
     "unknown train-on": (("--train-on", "user"), "user"),
     "kwargs not JSON": (("--chat-template-kwargs", "{x"), "--chat-template-kwargs"),
     "kwargs not an object": (("--chat-template-kwargs", "[1]"), "JSON object"),
+    "kwargs with NaN": (("--chat-template-kwargs", '{"a": NaN}'), "NaN"),
+    "kwargs with half a character": (("--chat-template-kwargs", '{"a": "\\ud800"}'), "surrogate"),
+    "kwargs nested too deeply": (("--chat-template-kwargs", '{"a": ' + "[" * 20000), "depth"),
     "template missing": (("--chat-template", "missing.jinja"), "missing.jinja"),
+    "summary without a folder": (("--summary", "missing/summary.json"), "no folder missing"),
+    "summary is a folder": (("--summary", "."), "a folder is there"),
     "unknown option": (("--quick",), "--quick"),
 }
 

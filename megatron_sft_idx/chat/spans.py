@@ -229,7 +229,25 @@ class SpanFinder:
                 f"the chat template {self._rules.name} leaves out {what} of assistant message {message + 1}; "
                 "use a template that keeps them, or give the message weight 0"
             )
+        self._require_calls(message, pieces, segments)
         return present
+
+    def _require_calls(self, message: int, pieces: list[Piece], segments: list[Segment]) -> None:
+        """Require each call's name for itself: an answer that speaks of the function is no call of it."""
+        names = [piece.text for piece in pieces if piece.kind == "call"]
+        for name in dict.fromkeys(names):
+            text = "".join(self._text[one.start : one.stop] for one in segments)
+            for words in (*(piece.text for piece in pieces if piece.kind != "call"), *self._rules.ends):
+                if name in words and name != words:
+                    text = text.replace(words, "\n")
+            escaped = json.dumps(name, ensure_ascii=False)[1:-1]
+            found = max(text.count(escaped), squeezed(text).count(squeezed(name)))
+            if found < names.count(name):
+                raise unusable(
+                    f"the chat template {self._rules.name} leaves out {names.count(name) - found} of"
+                    f" {names.count(name)} calls of {name} of assistant message {message + 1}; use a template that"
+                    " keeps them, or give the message weight 0"
+                )
 
     def _start(self, message: int, pieces: list[Piece], first: Segment) -> int:
         shared = shared_length(self._text[first.start : first.stop], self._scaffold)

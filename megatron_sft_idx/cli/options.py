@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 from typing import Any
 
 from megatron_sft_idx.packing import METHODS
@@ -31,6 +33,18 @@ def _whole(text: str, least: int) -> int:
     if not least <= value < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from {least} to {2**31 - 1}")
     return value
+
+
+def _writable(text: str) -> str:
+    """A file that can be made; asked before hours of work, of which it is to tell."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: a folder is there, expected the name of a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: may not be written")
+    return text
 
 
 def add_packing_options(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +111,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         help="path that the five files share; --data-path takes it",
     )
     group.add_argument("--overwrite", action="store_true", help="replace what is at the prefix")
-    group.add_argument("--summary", metavar="FILE", help="write counts and seconds as JSON")
+    group.add_argument("--summary", type=_writable, metavar="FILE", help="write counts and seconds as JSON")
     group.add_argument(
         "--log-interval",
         type=natural,

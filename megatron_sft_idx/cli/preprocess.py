@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_sft_idx.chat.json_value import parse_json
 from megatron_sft_idx.chat.rows import RowOptions
 from megatron_sft_idx.chat.template import MaskOptions
 from megatron_sft_idx.cli.options import (
@@ -147,11 +147,11 @@ def _add_mask_options(parser: argparse.ArgumentParser) -> None:
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = parse_json(text.encode())
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text[:60]}: {str(error).replace(' of the row', '')}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f'{text}: expected a JSON object, such as {{"enable_thinking": false}}')
+        raise argparse.ArgumentTypeError(f'{text[:60]}: expected a JSON object, such as {{"enable_thinking": false}}')
     return value
 
 

@@ -69,7 +69,7 @@ class Publication:
             if os.fstat(fd).st_size:
                 if not self._overwrite:
                     raise FormatError(
-                        f"{path}: left by a build that was interrupted; pass overwrite to start anew"
+                        f"{path}: left by a build that was interrupted; pass overwrite (--overwrite) to start anew"
                         " (its data is dropped)"
                     )
                 self._remove_remains()
