@@ -43,14 +43,9 @@ class LegacySource:
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; see ``PackSource``."""
         held = self._packs
-        offsets, begins, lengths = _native.pack_segments(
-            held.sequence_offsets,
-            held.token_offsets,
-            held.starts,
-            len(held.tokens),
-            np.ascontiguousarray(packs, np.int64),
-        )
-        return Segments(offsets, np.zeros(len(begins), np.int32), begins, lengths)
+        index = held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens)
+        numbers = np.ascontiguousarray(packs, np.int64)
+        return Segments(*_native.pack_segments([index], np.zeros(len(numbers), np.int64), numbers))
 
     def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Tokens and label-aligned loss mask, whole."""
