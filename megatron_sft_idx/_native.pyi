@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 def offsets_from_lengths(lengths: NDArray[np.int64], scale: int = 1, start: int = 0) -> NDArray[np.int64]: ...
+
 _PackIndex = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32], int]
 
 def pack_segments(

@@ -6,8 +6,6 @@ import glob
 import operator
 import os
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -122,8 +120,8 @@ class ShardSet:
         self.prefixes = prefixes
         self._backend: Backend = backend
         self._ids = ids or b""
-        self._shards: OrderedDict[int, Shard] = OrderedDict()
-        self._lock = threading.Lock()
+        # Replaced, never changed: no lock that a fork could catch in a thread's hands.
+        self._shards: dict[int, Shard] = {}
 
     def __getstate__(self) -> tuple[tuple[str, ...], Backend, bytes]:
         return self.prefixes, self._backend, self._ids
@@ -196,17 +194,14 @@ class ShardSet:
 
     def shard(self, number: int) -> Shard:
         """Shard ``number``, open."""
-        with self._lock:
-            if (shard := self._shards.get(number)) is not None:
-                self._shards.move_to_end(number)
-                return shard
-            # Its views outlive it, so one that is dropped here may still be in use elsewhere.
-            if len(self._shards) >= _MAX_OPEN:
-                self._shards.popitem(last=False)
-            shard = Shard(self.prefixes[number], backend=self._backend)
-            self._require_same(number, shard)
-            self._shards[number] = shard
+        if (shard := self._shards.get(number)) is not None:
             return shard
+        shard = Shard(self.prefixes[number], backend=self._backend)
+        self._require_same(number, shard)
+        # The oldest ones are let go; their views outlive them, so they may still be in use.
+        kept = list(self._shards.items())[1 - _MAX_OPEN :]
+        self._shards = {**dict(kept), number: shard}
+        return shard
 
     def _require_same(self, number: int, shard: Shard) -> None:
         expected = self._ids[number * _ID_NBYTES :][:_ID_NBYTES]

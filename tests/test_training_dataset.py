@@ -141,6 +141,9 @@ def test_weighted_blend(tmp_path: Path) -> None:
     first = [key_of(row) for row in (blend[i] for i in range(120)) if row["dataset_id"] == 0]
     assert Counter(first) == dict.fromkeys(pack_keys(30), 3)
     assert len({row["cu_seqlens"].shape for row in (blend[i] for i in range(120))}) == 1
+    again = pickle.loads(pickle.dumps(blend))  # what a worker process of a DataLoader gets
+    assert keys_of(again) == keys_of(blend)
+    assert all(isinstance(part, PackedRows) for part in again.datasets)
 
 
 def test_unweighted_blend_is_one_epoch_of_all(tmp_path: Path) -> None:
@@ -229,6 +232,7 @@ def test_packs_that_train_nothing_are_warned_about(tmp_path: Path, caplog: pytes
     write_samples(tmp_path / "a", packs, capacity=CAPACITY)
     config_of(str(tmp_path / "a"))
     assert "1 of 5 packs train no token at all" in caplog.text
+    assert "rows of 32 are 28% full" in caplog.text
 
 
 @pytest.mark.parametrize("options", [{}, {"index_only_packing": True}])
@@ -269,7 +273,10 @@ print([name for name in sys.modules if name.startswith("megatron.")])
         ({"tokenizer_fingerprint": "ours"}, "tokenized with theirs, the tokenizer of this job is ours"),
         ({"mmap_bin_files": False}, "gathered from memory maps"),
         ({"blend": (["P", "other"], None), "sequence_length": 64}, "other: capacity is 40, in .*a 32"),
+        ({"blend": (["P", "foreign"], None)}, "foreign: tokenizer is strange, in .*a theirs"),
         ({"blend": (["nowhere"], None)}, "nowhere: no shard here"),
+        ({"index_only_packing": True, "packing_method": "magic"}, "index-only packing: method is 'magic'"),
+        ({"index_only_packing": True, "random_seed": -1}, "index-only packing: seed is -1"),
         ({"index_only_packing": True, "sequence_length": 8}, r"a: \d+ of \d+ sequences are longer than 8 tokens"),
     ],
 )
@@ -277,6 +284,7 @@ def test_what_cannot_be_trained_on_is_refused_at_once(tmp_path: Path, options: A
     made_by = {"tokenizer": {"fingerprint": "theirs"}}
     prefix = write_packs(tmp_path / "a", 40, metadata=made_by)
     write_packs(tmp_path / "other", 4, capacity=40)
+    write_packs(tmp_path / "foreign", 4, metadata={"tokenizer": {"fingerprint": "strange"}})
     options = {"blend": (["P"], None), "split": "1,0,0", **options}
     if options["blend"] is not None:
         paths, weights = options["blend"]

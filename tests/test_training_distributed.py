@@ -81,10 +81,14 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     a, b, corpus = (str(folder / name) for name in ("a", "b", "corpus"))
     cached = {"path_to_cache": str(folder / "cache"), "num_dataset_builder_threads": 2}
     blend = {"blend": ([a, b], [0.7, 0.3]), "split": "90,10,0", "sizes": [60, 8, 0], "options": cached, "consumed": 0}
+    sets = {"blend_per_split": [([a, b], [0.7, 0.3]), ([a, b], None), None]}
+    each = {"blend": None, "split": None, "sizes": [60, 40, 0], "consumed": 0}
     single = {"blend": ([corpus], None), "split": "1,0,0", "sizes": [64, 0, 0], "consumed": 0}
     jobs = {
         "blend": blend,
         "resumed": {**blend, "consumed": 24},
+        "each": {**each, "options": {**cached, **sets}},
+        "each, fast": {**each, "options": {**cached, **sets, "fast_cache_load": True, "defer_npy_index_mmap": True}},
         "planned": {**single, "options": {**cached, "index_only_packing": True}},
         "too long": {**single, "options": {"sequence_length": 8}},
         "too long to pack": {**single, "options": {"sequence_length": 8, "index_only_packing": True}},
@@ -106,12 +110,18 @@ def rows_of(dataset: Any) -> dict[int, str]:
 
 def test_a_cached_blend_is_the_same_on_two_ranks_as_on_one(folder: Path, ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["blend"]["sizes"] == ranks[1]["blend"]["sizes"]
-    assert len(list((folder / "cache").glob("*-BlendedDataset-train-dataset_index.npy"))) == 1
+    names = [path.name for path in (folder / "cache").glob("*-BlendedDataset-train-dataset_index.npy")]
+    assert len(names) == 2  # of this job and of "each"
     found = of_all(ranks, "blend")
     paths = [str(folder / "a"), str(folder / "b")]
     alone = build(config_of((paths, [0.7, 0.3]), "90,10,0"), (60, 8, 0))[0]
     assert found == rows_of(alone)
     assert of_all(ranks, "resumed") == {i: row for i, row in found.items() if i >= 24}
+
+
+def test_the_ways_to_load_caches_fast_give_the_same_rows(ranks: list[dict[str, Any]]) -> None:
+    assert of_all(ranks, "each") == of_all(ranks, "each, fast")
+    assert ranks[0]["each"]["sizes"] == ranks[0]["each, fast"]["sizes"]
 
 
 def test_two_ranks_share_one_packing_plan(folder: Path, ranks: list[dict[str, Any]]) -> None:

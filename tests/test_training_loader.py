@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from training_source import two_shards
 
 from megatron_sft_idx.training.batch import BatchAssembler
-from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
+from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch, whole_rows
 
 Tensors = dict[str, torch.Tensor]
 
@@ -265,6 +265,28 @@ def test_a_plain_dataloader_gets_whole_batches(assembler: BatchAssembler, worker
         assert same(batch, assembler.assemble(picked))
         if workers:
             assert len({tensor.untyped_storage().data_ptr() for tensor in batch.values()}) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataloader_that_knows_of_no_whole_batches_stacks_rows(assembler: BatchAssembler, workers: int) -> None:
+    batches = batches_of(26)
+    loader: Any = DataLoader(PackRows(assembler), batch_sampler=batches, num_workers=workers)
+    for batch, picked in zip(loader, batches, strict=True):
+        assert same(batch, assembler.assemble(picked))
+
+
+def test_the_collate_stacks_what_is_no_batch_yet(assembler: BatchAssembler) -> None:
+    picked = [3, 20, 1]
+    assert same(whole_batch([assembler.sample(i) for i in picked]), assembler.assemble(picked))
+
+
+def test_masked_rows_of_a_batch_train_nothing(assembler: BatchAssembler) -> None:
+    picked = [3, 20, 1]
+    batch = whole_batch(whole_rows(assembler, picked, np.array([False, True, False])))
+    plain = assembler.assemble(picked)
+    assert plain["loss_mask"][1].any()
+    plain["loss_mask"][1] = 0
+    assert same(batch, plain)
 
 
 def test_a_dataloader_over_single_rows_is_the_same(assembler: BatchAssembler) -> None:

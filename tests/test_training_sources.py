@@ -212,6 +212,16 @@ def test_a_damaged_plan_is_refused_by_name(tmp_path: Path, damage: str) -> None:
         PlannedPacks(shards, PlanOptions(64), cache=tmp_path)
 
 
+def test_a_cache_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_samples(tmp_path / "a", demo_samples(40), capacity=64)
+    shards = ShardSet.open(tmp_path / "a")
+    (tmp_path / "file").write_text("in the way")
+    source = PlannedPacks(shards, PlanOptions(64), cache=tmp_path / "file")
+    assert "cannot be cached" in caplog.text
+    packs = range(source.num_packs)
+    assert rows_of(source, packs) == rows_of(PlannedPacks(shards, PlanOptions(64)), packs)
+
+
 def _plan(prefix: str, cache: str, start: Any) -> tuple[str, float]:
     shards = ShardSet.open(prefix)
     start.wait()

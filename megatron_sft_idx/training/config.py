@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
@@ -18,12 +19,16 @@ from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import Header
 from megatron_sft_idx.shards import ShardSet, tokenizer_of
 from megatron_sft_idx.training.sources import PlanOptions, require_fit
 
 __all__ = ["PackedSFTDatasetConfig"]
 
 logger = logging.getLogger(__name__)
+
+# Rows less full than this were hardly packed for this job.
+_LITTLE = 0.5
 
 
 @dataclass
@@ -46,6 +51,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         tokenizer_fingerprint: of the tokenizer the model is trained with; shards that were made with another one are
             refused.
         global_batch_size: for the log line that says how many steps an epoch has.
+        plan_cache: folder for the plans of index-only packing; None takes ``path_to_cache``.
     """
 
     reset_position_ids: bool | None = False
@@ -60,7 +66,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
     pad_id: int | None = None
     tokenizer_fingerprint: str | None = None
     global_batch_size: int | None = None
-    plan_cache: str | None = field(init=False, default=None)
+    plan_cache: str | None = None
     _most_sequences: int = field(init=False, default=0, repr=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +92,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
                 checked[path] = self.open_shards(path)
                 self._check_shards(path, checked[path])
             self._check_split(path, split, ends, checked[path])
-        self._check_capacities(checked)
+        self._check_together(checked)
 
     def _blends(self) -> Iterator[tuple[Split | None, tuple[list[str], list[float] | None]]]:
         if self.blend is not None:
@@ -124,7 +130,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         On a cache miss megatron-core 0.16 asks for the rank to find out who writes the blend's index, and fails where
         torch.distributed is not initialised. Such an index is quickly made, so one process makes it anew every time.
         """
-        self.plan_cache = self.path_to_cache
+        self.plan_cache = self.plan_cache or self.path_to_cache
         needed = self.fast_cache_load or self.defer_npy_index_mmap
         if self.path_to_cache and not torch.distributed.is_initialized() and not needed:
             log_single_rank(
@@ -183,6 +189,16 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
                     f" multiples of {self.sequence_multiple}; pack it with --sequence-multiple"
                     f" {self.sequence_multiple}, or set index_only_packing"
                 )
+        fill = shards.total("num_tokens") / max(len(shards) * self.sequence_length, 1)
+        if fill < _LITTLE:
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                "%s: rows of %d are %.0f%% full; pack the shards, or set index_only_packing",
+                path,
+                self.sequence_length,
+                100 * fill,
+            )
         self.allow_sequences(max(header.most_sequences for header in shards.headers))
 
     def _check_tokenizer(self, shards: ShardSet) -> None:
@@ -206,17 +222,23 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
                 " more of --split, or none at all"
             )
 
-    def _check_capacities(self, checked: dict[str, ShardSet]) -> None:
-        if self.index_only_packing:
-            return
-        capacities = {path: shards.headers[0].capacity for path, shards in checked.items()}
-        first = next(iter(capacities))
-        for path, capacity in capacities.items():
-            if capacity != capacities[first]:
-                raise FormatError(
-                    f"{path}: capacity is {capacity}, in {first} {capacities[first]}; pack them again for one"
-                    " --seq-length, or set index_only_packing"
-                )
+    def _check_together(self, checked: dict[str, ShardSet]) -> None:
+        """FormatError where paths differ in what their shards agree on within each."""
+        for what, value_of, remedy in (
+            ("tokenizer is", tokenizer_of, "tokenize them with one"),
+            ("capacity is", self._capacity_of, "pack them again for one --seq-length, or set index_only_packing"),
+        ):
+            first: tuple[str, Any] | None = None
+            for path, shards in checked.items():
+                value = next((v for v in map(value_of, shards.headers) if v is not None), None)
+                if value is None:
+                    continue
+                first = first or (path, value)
+                if value != first[1]:
+                    raise FormatError(f"{path}: {what} {value}, in {first[0]} {first[1]}; {remedy}")
+
+    def _capacity_of(self, header: Header) -> int | None:
+        return None if self.index_only_packing else header.capacity
 
     def allow_sequences(self, most: int) -> None:
         """Make room in ``cu_seqlens`` for rows of this many sequences."""

@@ -26,12 +26,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.layout import Batch, BatchLayout, Tensors
 
-__all__ = ["BatchIterator", "BatchLoader", "PackRows", "whole_batch", "whole_rows"]
+__all__ = ["BatchIterator", "BatchLoader", "BatchRows", "PackRows", "whole_batch", "whole_rows"]
 
 _T = TypeVar("_T")
 _PATIENCE_SECONDS = 5.0
@@ -217,6 +217,30 @@ def _looking_ahead(items: Iterable[_T], ahead: int, tell: Callable[[_T], None]) 
 # ---- torch DataLoader ----
 
 
+class BatchRows(Sequence[Tensors]):
+    """The rows of one finished batch, as ``__getitems__`` of a dataset returns them.
+
+    ``whole_batch`` takes the batch out of them. Any other collate finds single rows, so a DataLoader that knows nothing
+    of whole batches works as well, only slower.
+    """
+
+    def __init__(self, batch: Batch, in_worker: bool) -> None:
+        self._batch = batch
+        self._in_worker = in_worker
+
+    def __len__(self) -> int:
+        return self._batch.layout.rows
+
+    def __getitem__(self, row: Any) -> Any:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        return {name: tensor[row] for name, tensor in self._batch.tensors.items()}
+
+    def whole(self) -> Tensors | _Packed:
+        """The batch, in a worker process ready to be handed over."""
+        return _Packed(self._batch) if self._in_worker else dict(self._batch.tensors)
+
+
 class PackRows(Dataset[Tensors]):
     """A map-style dataset of packs that gives a DataLoader whole batches at once (``__getitems__``).
 
@@ -233,24 +257,28 @@ class PackRows(Dataset[Tensors]):
     def __getitem__(self, index: int) -> Tensors:
         return self.assembler.sample(index)
 
-    def __getitems__(self, indices: Sequence[int]) -> Tensors | _Packed:
+    def __getitems__(self, indices: Sequence[int]) -> BatchRows:
         return whole_rows(self.assembler, indices)
 
 
-def whole_rows(assembler: BatchAssembler, packs: Sequence[int]) -> Tensors | _Packed:
-    """A batch as ``__getitems__`` of a dataset returns it, with ``whole_batch`` to collate it."""
-    if get_worker_info() is None:
-        return assembler.assemble(packs)
+def whole_rows(
+    assembler: BatchAssembler, packs: NDArray[np.int64] | Sequence[int], masked: NDArray[np.bool_] | None = None
+) -> BatchRows:
+    """What ``__getitems__`` of a dataset returns; the loss of rows that are ``masked``, bool [packs], is zeroed."""
+    in_worker = get_worker_info() is not None
     segments = assembler.plan(packs)
-    assembler.will_need(segments)  # from disk, all of it at once is faster than one page after another
-    batch = Batch(assembler.layout(len(packs)), shared=True)
+    if in_worker:
+        assembler.will_need(segments)  # from disk, all of it at once is faster than one page after another
+    batch = Batch(assembler.layout(len(segments.offsets) - 1), shared=in_worker)
     assembler.fill(segments, batch)
-    return _Packed(batch)
+    if masked is not None:
+        batch.arrays["loss_mask"][masked] = 0
+    return BatchRows(batch, in_worker)
 
 
-def whole_batch(batch: Any) -> Any:
-    """The ``collate_fn`` for what ``PackRows`` gives: it is a batch already."""
-    return batch
+def whole_batch(rows: Any) -> Any:
+    """The ``collate_fn`` for datasets with such ``__getitems__``; rows from any other are stacked as ever."""
+    return rows.whole() if isinstance(rows, BatchRows) else default_collate(rows)
 
 
 class _Packed:

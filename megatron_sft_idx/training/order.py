@@ -12,8 +12,6 @@ The generator is our own Fisher-Yates shuffle on SplitMix64 (``csrc/packing/rand
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
 
 import numpy as np
 import xxhash
@@ -41,26 +39,23 @@ class EpochOrder:
 
     def __init__(self, packs: int, seed: int, split: str, fingerprint: str) -> None:
         self.packs, self.seed, self.split, self.fingerprint = packs, seed, split, fingerprint
-        self._held: OrderedDict[int, NDArray[np.int32] | NDArray[np.int64]] = OrderedDict()
-        self._lock = threading.Lock()
+        # Replaced, never changed: no lock that a fork could catch in a thread's hands. Two threads that come first
+        # both shuffle; either result serves.
+        self._held: dict[int, NDArray[np.int32] | NDArray[np.int64]] = {}
 
     def __reduce__(self) -> tuple[type[EpochOrder], tuple[int, int, str, str]]:
         return EpochOrder, (self.packs, self.seed, self.split, self.fingerprint)
 
     def epoch(self, number: int) -> NDArray[np.int32] | NDArray[np.int64]:
         """The packs of one epoch in their order."""
-        with self._lock:
-            if number in self._held:
-                self._held.move_to_end(number)
-                return self._held[number]
-            key = json.dumps([self.seed, self.split, self.fingerprint, number]).encode()
-            order = _native.packing_permutation(self.packs, xxhash.xxh3_64_intdigest(key))
-            held = order.astype(np.int32) if self.packs <= 2**31 else order
-            held.flags.writeable = False
-            while len(self._held) >= _EPOCHS_HELD:
-                self._held.popitem(last=False)
-            self._held[number] = held
+        if (held := self._held.get(number)) is not None:
             return held
+        key = json.dumps([self.seed, self.split, self.fingerprint, number]).encode()
+        order = _native.packing_permutation(self.packs, xxhash.xxh3_64_intdigest(key))
+        made = order.astype(np.int32) if self.packs <= 2**31 else order
+        made.flags.writeable = False
+        self._held = {**dict(list(self._held.items())[1 - _EPOCHS_HELD :]), number: made}
+        return made
 
     def pack_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The pack of each sample, int64; samples count from 0 through all epochs."""

@@ -77,34 +77,42 @@ def load_or_make(folder: str | None, key: str, make: Callable[[], PlacedPlan]) -
     is no ``torch.distributed`` barrier here on purpose: Megatron's builder lets rank 0 build while the others wait at
     a barrier of its own, and one more on rank 0 alone would be taken for that.
 
+    A folder that cannot be written costs a warning and time, not the run: one rank that stops here would leave the
+    others waiting at that barrier.
+
     Raises:
         FormatError: the file was cut short or is of another revision.
-        OSError: the folder cannot be written.
     """
     if folder is None:
         return make()
     path = plan_path(folder, key)
     if os.path.exists(path):
         return _load(path)
-    os.makedirs(folder, exist_ok=True)
     with _locked(path + ".lock"):
-        if not os.path.exists(path):
-            _publish(path, make())
+        if os.path.exists(path):
+            return _load(path)
+        plan = make()
+        try:
+            _publish(path, plan)
+        except OSError as error:
+            logger.warning("%s: the packing plan cannot be cached (%s); every process packs for itself", path, error)
+            return plan
     return _load(path)
 
 
 @contextlib.contextmanager
 def _locked(path: str) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
+    """Hold a lock file, where there can be one."""
+    with contextlib.ExitStack() as held:
         try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            held.callback(os.close, fd)
             fcntl.flock(fd, fcntl.LOCK_EX)
         except OSError as error:
             # Some network file systems have no locks. Then a plan may be made twice, and the last one stays.
             logger.info("%s: no lock (%s); going on without", path, error)
         yield
-    finally:
-        os.close(fd)
 
 
 def _publish(path: str, plan: PlacedPlan) -> None:

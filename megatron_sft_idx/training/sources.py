@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.packing import pack_sequences
+from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.shards import ShardSet
 from megatron_sft_idx.training.plan_cache import PlacedPlan, load_or_make
 from megatron_sft_idx.training.segments import Segments
@@ -106,10 +106,16 @@ class StoredPacks:
         return _whole(self.shards, shard)
 
     def num_tokens(self) -> int:
-        """Tokens of all packs; reads two offsets a shard."""
-        pieces = _pieces(self.shards.packs_before, self.first, self.last)
-        offsets = ((self.shards.shard(number).files.token_offsets, begin, end) for number, begin, end in pieces)
-        return sum(int(array[end : end + 1][0]) - int(array[begin : begin + 1][0]) for array, begin, end in offsets)
+        """Tokens of all packs; of a shard that is used in part two offsets are read."""
+        total = 0
+        for number, begin, end in _pieces(self.shards.packs_before, self.first, self.last):
+            header = self.shards.headers[number]
+            if end - begin == header.num_packs:
+                total += header.num_tokens
+            else:
+                offsets = self.shards.shard(number).files.token_offsets
+                total += int(offsets[end : end + 1][0]) - int(offsets[begin : begin + 1][0])
+        return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +135,17 @@ class PlanOptions:
     method: str = "auto"
     max_sequences_per_pack: int | None = None
     seed: int = 0
+
+    def pack(self, lengths: NDArray[np.int64]) -> PackPlan:
+        """Pack sequences of these lengths. ValueError, TypeError: an option that cannot be, or a length that is not."""
+        return pack_sequences(
+            lengths,
+            self.capacity,
+            method=self.method,
+            max_sequences_per_pack=self.max_sequences_per_pack,
+            sequence_multiple=self.sequence_multiple,
+            seed=self.seed,
+        )
 
 
 class PlannedPacks:
@@ -194,14 +211,7 @@ class PlannedPacks:
         options = self.options
         parts, lengths = _starts(self.shards, self.first, self.last)
         _require_fit(self.shards, lengths, options)
-        made = pack_sequences(
-            lengths,
-            options.capacity,
-            method=options.method,
-            max_sequences_per_pack=options.max_sequences_per_pack,
-            sequence_multiple=options.sequence_multiple,
-            seed=options.seed,
-        )
+        made = options.pack(lengths)
         starts = _joined([starts[:-1] for _, starts in parts])
         plan = PlacedPlan.empty(made.num_packs, len(lengths), made.most_sequences)
         plan.offsets[:] = made.offsets
@@ -238,10 +248,14 @@ def _starts(shards: ShardSet, first: int, last: int) -> tuple[list[tuple[int, ND
 
 
 def require_fit(shards: ShardSet, options: PlanOptions) -> None:
-    """SequenceError, with their count, where sequences do not fit a pack of this capacity.
+    """SequenceError, with their count, where sequences do not fit a pack of this capacity; FormatError on bad options.
 
     Reads headers alone where they rule that out.
     """
+    try:
+        options.pack(np.zeros(0, np.int64))
+    except (ValueError, TypeError) as error:
+        raise FormatError(f"index-only packing: {error}") from None
     usable = options.capacity // options.sequence_multiple * options.sequence_multiple
     if max(header.longest_pack for header in shards.headers) > usable and shards.num_sequences:
         _require_fit(shards, _starts(shards, 0, shards.num_sequences)[1], options)

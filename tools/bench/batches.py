@@ -13,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from megatron_sft_idx.training.sources import StoredPacks
 
 RESULTS = Path(__file__).parent / "results" / "batches.md"
 SEQUENCES = 8
-WARM_UP, STEP_SECONDS = 10, 0.004
+WARM_UP, COLD_BATCHES, STEP_SECONDS = 10, 80, 0.004
 Batches = list[list[int]]
 
 
@@ -102,7 +102,7 @@ def per_batch(batches: Iterable[Any], count: int) -> float:
 
 
 def blocked(batches: Iterable[Any], count: int) -> float:
-    """Median milliseconds that a trainer whose steps take a while waits for the next batch."""
+    """Mean milliseconds that a trainer whose steps take a while waits for the next batch."""
     taken = iter(batches)
     waits = []
     for i in range(count + WARM_UP):
@@ -111,7 +111,7 @@ def blocked(batches: Iterable[Any], count: int) -> float:
         if i >= WARM_UP:
             waits.append(time.perf_counter() - start)
         time.sleep(STEP_SECONDS)
-    return statistics.median(waits) * 1e3
+    return statistics.mean(waits) * 1e3
 
 
 def loader(dataset: Dataset[Any], collate: Callable[[Any], Any], batches: Batches, workers: int) -> Iterable[Any]:
@@ -225,18 +225,19 @@ def warm(stores: list[Store], prefix: Path, packs: int, rounds: int) -> Iterator
     yield "## From the page cache"
     yield ""
     yield (
-        f"Milliseconds a batch, medians of {rounds} rounds. First two columns: a trainer that does nothing but ask for the"
-        f" next batch. Third: how long `next` keeps a trainer waiting whose steps take {STEP_SECONDS * 1e3:.0f} ms, with the"
-        " thread or two worker processes ahead of it. Last two: each side's best setting (workers 0 or 2), in units of"
-        " ours in reused buffers; and its third column in units of our thread's."
+        f"Milliseconds a batch, medians of {rounds} rounds. First two columns: a trainer that does nothing but ask for"
+        f" the next batch. Third: how long `next` keeps a trainer waiting whose steps take {STEP_SECONDS * 1e3:.0f} ms,"
+        " with the thread or two worker processes ahead of it. Last two: workers 0 in units of `assemble` into reused"
+        " buffers, and the best of all three in units of how long `next` of our thread blocks."
     )
     yield ""
     rows = []
     for name, (zero, two, wait) in zip(names, figures, strict=True):
-        best = min(x for x in (zero, two) if x is not None)
+        best = min(x for x in (zero, two, wait) if x is not None)
         shown = [f"{x:.3f}" if x is not None else "" for x in (zero, two, wait)]
-        rows.append((name, *shown, f"{best / base:.2f}", f"{wait / waits:.1f}" if wait is not None else ""))
-    yield from table(("way", "workers 0", "workers 2", "blocked in `next`", "best / ours", "blocked / ours"), rows)
+        rows.append((name, *shown, f"{(zero or 0.0) / base:.2f}", f"{best / waits:.1f}"))
+    header = ("way", "workers 0", "workers 2", "blocked in `next`", "workers 0 / `assemble`", "best / thread blocked")
+    yield from table(header, rows)
 
 
 # ---- from disk ----
@@ -268,51 +269,80 @@ def in_fork(work: Callable[[], tuple[float, float]]) -> tuple[float, float]:
     return found
 
 
-def cold(stores: list[Store], prefix: Path, packs: int, rounds: int) -> Iterator[str]:
+Cold = tuple[str, list[Path], Callable[[Batches], Iterable[Any]]]
+
+
+def cold_ways(stores: list[Store], prefix: Path) -> list[Cold]:
+    """A row of the table each: what is evicted, and how it is read again."""
     files = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".loss.bin", ".idx", ".seq.bin", ".seq.idx")]
-    count = 100
 
     def thread(ahead: int, random_access: bool) -> Callable[[Batches], Iterable[Any]]:
         return lambda order: BatchLoader(assembler_of(prefix, random_access=random_access), order, ahead=ahead)
 
     def plain(order: Batches) -> Iterable[Any]:
         assembler = assembler_of(prefix)
-        return (assembler.assemble(picked) for picked in order)
+        out = Batch(assembler.layout(ROWS))
+        return (assembler.assemble(picked, out) for picked in order)
 
-    ways: list[tuple[str, list[Path], Callable[[Batches], Iterable[Any]]]] = [
+    def collated(opened: Callable[[], Dataset[Any]]) -> Callable[[Batches], Iterable[Any]]:
+        return lambda order: loader(opened(), peers.collate, order, 0)
+
+    return [
         ("`assemble`, a plain map", files, plain),
         ("`BatchLoader`, 4 batches ahead", files, thread(4, False)),
         ("`BatchLoader`, 4 ahead, `random_access`", files, thread(4, True)),
         ("`BatchLoader`, 16 ahead, `random_access`", files, thread(16, True)),
-        ("five files, collate in numpy", files, lambda order: loader(Files(prefix), peers.collate, order, 0)),
+        ("five files, collate in numpy", files, collated(lambda: Files(prefix))),
+        *((f"{store.name}, collate in numpy", store.files, collated(store.open)) for store in stores),
     ]
-    for store in stores:
-        ways.append((store.name, store.files, lambda order, s=store: loader(s.open(), peers.collate, order, 0)))
-    found: list[list[tuple[float, float]]] = [[] for _ in ways]
-    for seed in range(rounds):
-        order = random_batches(packs, count, 100 + seed)
-        for cell, (_, where, batches) in zip(found, ways, strict=True):
-            evict(where)
 
-            def work(batches: Callable[[Batches], Iterable[Any]] = batches, order: Batches = order) -> Any:
-                before = disk_bytes()
-                return per_batch(batches(order), count), (disk_bytes() - before) / (count + WARM_UP)
 
-            cell.append(in_fork(work))
-    times = [statistics.median(t for t, _ in cell) for cell in found]
-    read = [statistics.median(nbytes for _, nbytes in cell) for cell in found]
+def cold(stores: list[Store], prefix: Path, packs: int, rounds: int) -> Iterator[str]:
+    ways, seeds = cold_ways(stores, prefix), iter(range(1_000_000, 2_000_000))
+    found: list[list[tuple[float, float, float]]] = [[] for _ in ways]
+    for _ in range(rounds):
+        for cell, (_, files, batches) in zip(found, ways, strict=True):
+            # New batches each time: what is below the page cache must not remember them either.
+            cell.append(
+                (
+                    *_from_disk(per_batch, files, batches, packs, next(seeds)),
+                    _from_disk(blocked, files, batches, packs, next(seeds))[0],
+                )
+            )
+    figures = [[statistics.median(column) for column in zip(*cell, strict=True)] for cell in found]
     yield "## From disk"
     yield ""
     yield (
-        f"Milliseconds a batch with the files dropped from the page cache before each run of {count} random batches,"
-        f" medians of {rounds}; one process, the trainer asks at once. A batch holds {ROWS * 3900 * 5 / 1e6:.2f} MB of packs."
+        f"Milliseconds a batch with the files dropped from the page cache before each run of {COLD_BATCHES} random"
+        f" batches, medians of {rounds}; workers 0. A batch holds {ROWS * 3900 * 5 / 1e6:.2f} MB of packs. The last two"
+        f" columns are for a trainer whose steps take {STEP_SECONDS * 1e3:.0f} ms."
     )
     yield ""
+    base, waits = figures[0][0], figures[0][2]
     rows = [
-        (name, f"{t:.2f}", f"{times[0] / t:.1f}", f"{nbytes / 1e6:.2f}")
-        for (name, _, _), t, nbytes in zip(ways, times, read, strict=True)
+        (name, f"{t:.2f}", f"{base / t:.1f}", f"{nbytes / 1e6:.2f}", f"{wait:.2f}", f"{waits / wait:.1f}")
+        for (name, _, _), (t, nbytes, wait) in zip(ways, figures, strict=True)
     ]
-    yield from table(("way", "ms", "rate, plain map = 1", "MB read from disk"), rows)
+    header = ("way", "ms", "rate, plain map = 1", "MB read from disk", "blocked in `next`", "plain map / this")
+    yield from table(header, rows)
+
+
+def _from_disk(
+    measure: Callable[[Iterable[Any], int], float],
+    files: list[Path],
+    batches: Callable[[Batches], Iterable[Any]],
+    packs: int,
+    seed: int,
+) -> tuple[float, float]:
+    """Milliseconds and bytes read a batch."""
+
+    def work() -> tuple[float, float]:
+        before = disk_bytes()
+        took = measure(batches(random_batches(packs, COLD_BATCHES, seed)), COLD_BATCHES)
+        return took, (disk_bytes() - before) / (COLD_BATCHES + WARM_UP)
+
+    evict(files)
+    return in_fork(work)
 
 
 def main() -> None:
@@ -333,8 +363,8 @@ def main() -> None:
         lines = [
             "# Batches beside other stores and collates",
             "",
-            f"{machine()}; torch {torch.__version__}. {options.packs:,} packs, capacity {CAPACITY}, batches of {ROWS} random"
-            f" packs: {ROWS * 3900:,} tokens of {SEQUENCES * ROWS} sequences.",
+            f"{machine()}; torch {torch.__version__}. {options.packs:,} packs, capacity {CAPACITY}, batches of {ROWS}"
+            f" random packs: {ROWS * 3900:,} tokens of {SEQUENCES * ROWS} sequences.",
             *missing,
             "",
         ]

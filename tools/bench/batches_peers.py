@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -68,7 +69,7 @@ def collate_lists(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
     def cut(item: dict[str, list[int]], key: str, skip: int) -> NDArray[Any]:
         edges = item["seq_boundaries"]
-        return np.concatenate([item[key][a + skip : b - 1 + skip] for a, b in zip(edges, edges[1:], strict=False)])
+        return np.concatenate([item[key][a + skip : b - 1 + skip] for a, b in pairwise(edges)])
 
     def pad(rows: list[Any]) -> torch.Tensor:
         lists = [row.tolist() if isinstance(row, np.ndarray) else row for row in rows]
@@ -114,7 +115,7 @@ class _ArrowRows(Dataset[Row]):
         def column(name: str) -> list[NDArray[Any]]:
             whole = found[name].combine_chunks()
             edges, values = whole.offsets.to_numpy(), whole.values.to_numpy()
-            return [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+            return [values[a:b] for a, b in pairwise(edges)]
 
         return list(zip(column("input_ids"), column("loss_mask"), column("seq_boundaries"), strict=True))
 
