@@ -21,6 +21,7 @@ from packs import sample_of, write_samples
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.training.dataset import Corpus, PackedSFTDataset
+from megatron_sft_idx.training.loader import whole_batch
 from megatron_sft_idx.training.rows import PackedRows
 
 
@@ -302,3 +303,16 @@ def test_indices_that_are_no_range(prefix: str) -> None:
             PackedSFTDataset(low, prefix, np.array(indices, np.int32), 3, Split.train, config)
     everything = PackedSFTDataset(low, prefix, None, None, Split.train, config)
     assert len(everything) == 40
+
+
+def test_a_dataloader_takes_whole_batches(prefix: str) -> None:
+    dataset = train_of(config_of(prefix), 40)
+    wanted = [dataset.rows.batch(range(start, start + 8)) for start in range(0, 40, 8)]
+    for collate in (whole_batch, None):
+        loader = torch.utils.data.DataLoader(dataset, batch_size=8, collate_fn=collate)
+        for batch, expected in zip(loader, wanted, strict=True):
+            assert batch.keys() == expected.keys()
+            assert all(torch.equal(batch[key], expected[key]) for key in expected)
+    filled = dataset.__getitems__([0, -1]).whole()
+    assert filled["loss_mask"][0].any()
+    assert not filled["loss_mask"][1].any()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +74,16 @@ class EncodedPiece:
     notes: Counter[str]
 
 
+class _Drawn(NamedTuple):
+    """A rendered row and the template that rendered it."""
+
+    rendered: Rendered
+    template: ChatTemplate
+
+
+_Prepared = _Drawn | TokenizedRow
+
+
 class RowEncoder:
     """Turns pieces of input into token ids with their masks.
 
@@ -136,7 +146,7 @@ class RowEncoder:
         """Encode the rows of one piece, in order."""
         sequences: list[Encoded] = []
         bad_rows: list[SequenceError] = []
-        batch: list[tuple[int, Rendered | TokenizedRow]] = []
+        batch: list[tuple[int, _Prepared]] = []
         rows = 0
         for position, data in piece.rows():
             rows += 1
@@ -155,7 +165,7 @@ class RowEncoder:
         bad_rows.sort(key=lambda error: error.position or 0)
         return self._join(sequences, rows, piece.num_bytes, bad_rows)
 
-    def _prepare(self, data: Any) -> Rendered | TokenizedRow:
+    def _prepare(self, data: Any) -> _Prepared:
         source = to_sequence_source(data, self.options.rows)
         if isinstance(source, TokenizedRow):
             return source
@@ -164,26 +174,31 @@ class RowEncoder:
             raise FormatError(
                 f"{self.options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"
             )
-        return template.render(source)
+        return _Drawn(template.render(source), template)
 
     def _encode_batch(
         self,
         piece: Piece,
-        batch: Sequence[tuple[int, Rendered | TokenizedRow]],
+        batch: Sequence[tuple[int, _Prepared]],
         sequences: list[Encoded],
         bad_rows: list[SequenceError],
     ) -> None:
-        """Tokenise all rendered rows of the batch in one call; then take them in the order of the rows."""
-        rendered = [row for _, row in batch if isinstance(row, Rendered)]
-        # Markers are taken as they stand, as transformers takes them; a traced span ends with its last character.
-        whole_characters = self.template is not None and not self.template.has_generation_markers
-        made = self.tokenizer.encode(
-            rendered, span_by_span=self.options.span_by_span, whole_characters=whole_characters
-        )
-        encoded = iter(made)
+        """Tokenise all rows of a template in one call; then take them in the order of the rows."""
+        encoded: dict[ChatTemplate, Iterator[Encoded]] = {}
+        for template in {row.template for _, row in batch if isinstance(row, _Drawn)}:
+            made = self.tokenizer.encode(
+                [row.rendered for _, row in batch if isinstance(row, _Drawn) and row.template is template],
+                span_by_span=self.options.span_by_span,
+                # Markers are taken as they stand, as transformers takes them; traced spans end with a character.
+                whole_characters=not template.has_generation_markers,
+            )
+            encoded[template] = iter(made)
         for position, row in batch:
             try:
-                sequence = self.tokenizer.from_token_row(row) if isinstance(row, TokenizedRow) else next(encoded)
+                if isinstance(row, TokenizedRow):
+                    sequence = self.tokenizer.from_token_row(row)
+                else:
+                    sequence = next(encoded[row.template])
                 if not len(sequence.input_ids):
                     raise ValueError("the row has no tokens; a sequence holds at least one")
             except ValueError as error:

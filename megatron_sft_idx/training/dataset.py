@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shards import ShardSet
 from megatron_sft_idx.training.config import PackedSFTDatasetConfig
+from megatron_sft_idx.training.loader import BatchRows
 from megatron_sft_idx.training.order import EpochOrder
 from megatron_sft_idx.training.rows import PackedRows
 from megatron_sft_idx.training.sources import PlannedPacks, StoredPacks
@@ -192,6 +194,10 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
     def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
         """One row; see ``PackedRows.__getitem__``, for negative and missing indices too."""
         return self.rows[idx]
+
+    def __getitems__(self, samples: Sequence[int]) -> BatchRows:
+        """A whole batch; see ``PackedRows.__getitems__``."""
+        return self.rows.__getitems__(samples)
 
 
 def _ends(dataset: Corpus, path: str | None, indices: NDArray[np.integer[Any]] | None, split: Split) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_sft_idx.training.batch import BatchAssembler
+from megatron_sft_idx.training.loader import BatchRows, whole_rows
 from megatron_sft_idx.training.order import EpochOrder
 from megatron_sft_idx.training.sources import PlannedPacks, StoredPacks, reopen
 
@@ -82,12 +83,20 @@ class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def batch(self, samples: Sequence[int] | NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """Several samples, stacked; negative ones with their loss masked, as in ``__getitem__``."""
+        packs, masked = self._wanted(samples)
+        batch = self.assembler.assemble(packs)
+        batch["loss_mask"][torch.from_numpy(masked)] = 0
+        return batch
+
+    def __getitems__(self, samples: Sequence[int] | NDArray[np.int64]) -> BatchRows:
+        """What a ``DataLoader`` asks for a batch: assembled whole; give it ``collate_fn=whole_batch``."""
+        return whole_rows(self.assembler, *self._wanted(samples))
+
+    def _wanted(self, samples: Sequence[int] | NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The packs of samples, and which of them only fill up a batch."""
         wanted = np.asarray(samples, np.int64)
         masked = wanted < 0
-        batch = self.assembler.assemble(self.packs(np.where(masked, wanted + self.num_samples, wanted)))
-        if masked.any():
-            batch["loss_mask"][torch.from_numpy(masked)] = 0
-        return batch
+        return self.packs(np.where(masked, wanted + self.num_samples, wanted)), masked
 
     def __len__(self) -> int:
         return self.num_samples
