@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import tokenizer_zoo as zoo
 
-from megatron_sft_idx.chat import fast_engine
-from megatron_sft_idx.chat.tokenizer import load_tokenizer
+from megatron_sft_idx.chat.tokenizer import fast_engine, load_tokenizer
 from megatron_sft_idx.chat.types import Rendered
 from megatron_sft_idx.errors import FormatError
 

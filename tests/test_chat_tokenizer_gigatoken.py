@@ -14,9 +14,9 @@ import tokenizer_zoo as zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sft_idx.chat import fast_engine
-from megatron_sft_idx.chat.engines import Ids, TokenizersEngine, build_tokenizer
-from megatron_sft_idx.chat.fast_engine import FastEngine, known_class, load_fast_engine
+from megatron_sft_idx.chat.tokenizer import fast_engine
+from megatron_sft_idx.chat.tokenizer.engines import Ids, TokenizersEngine, build_tokenizer
+from megatron_sft_idx.chat.tokenizer.fast_engine import FastEngine, known_class, load_fast_engine
 
 pytest.importorskip("gigatoken")
 

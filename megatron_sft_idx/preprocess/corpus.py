@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron_sft_idx.chat.files import InputFile, total_bytes
-from megatron_sft_idx.chat.pieces import Piece, iter_pieces
+from megatron_sft_idx.chat.inputs.files import InputFile, total_bytes
+from megatron_sft_idx.chat.inputs.pieces import Piece, iter_pieces
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.preprocess.encoding import EncodedPiece, EncodingOptions, RowEncoder

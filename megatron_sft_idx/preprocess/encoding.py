@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.pieces import Piece
+from megatron_sft_idx.chat.inputs.pieces import Piece
 from megatron_sft_idx.chat.rows import RowOptions, to_sequence_source
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
 from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenizer

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron_sft_idx.chat.files import expand_inputs
+from megatron_sft_idx.chat.inputs.files import expand_inputs
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.preprocess.corpus import build_corpus, corpus_report, find_corpus

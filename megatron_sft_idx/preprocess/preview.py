@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.files import InputFile, expand_inputs
-from megatron_sft_idx.chat.pieces import iter_pieces
+from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
+from megatron_sft_idx.chat.inputs.pieces import iter_pieces
 from megatron_sft_idx.errors import SequenceError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.preprocess.encoding import RowEncoder

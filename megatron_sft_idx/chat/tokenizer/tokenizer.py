@@ -18,12 +18,12 @@ import tokenizers
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.engines import Engine, TokenizersEngine, build_tokenizer, middle_spec
-from megatron_sft_idx.chat.fast_engine import load_fast_engine
-from megatron_sft_idx.chat.shield import Shield
-from megatron_sft_idx.chat.span_pieces import Piece, cut_at_spans
-from megatron_sft_idx.chat.token_masks import spelling_table, weights_by_offsets
-from megatron_sft_idx.chat.tokenizer_files import AddedTokenSpec, TokenizerFiles, read_tokenizer_files
+from megatron_sft_idx.chat.tokenizer.engines import Engine, TokenizersEngine, build_tokenizer, middle_spec
+from megatron_sft_idx.chat.tokenizer.fast_engine import load_fast_engine
+from megatron_sft_idx.chat.tokenizer.shield import Shield
+from megatron_sft_idx.chat.tokenizer.span_pieces import Piece, cut_at_spans
+from megatron_sft_idx.chat.tokenizer.token_masks import spelling_table, weights_by_offsets
+from megatron_sft_idx.chat.tokenizer.tokenizer_files import AddedTokenSpec, TokenizerFiles, read_tokenizer_files
 from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateSyntaxError
 
-from megatron_sft_idx.chat.environment import TemplateEnvironment
-from megatron_sft_idx.chat.marks import Marker
+from megatron_sft_idx.chat.template.environment import TemplateEnvironment
+from megatron_sft_idx.chat.template.marks import Marker
 from megatron_sft_idx.errors import FormatError
 
 __all__ = ["Segment", "Traced", "TracedTemplate"]

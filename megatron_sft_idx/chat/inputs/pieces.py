@@ -15,11 +15,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.byte_stream import read_blocks
-from megatron_sft_idx.chat.columnar import arrow_batches, parquet_batches, rows_of_stream
-from megatron_sft_idx.chat.cutting import MAX_ROW_NBYTES, cut_array, cut_lines
-from megatron_sft_idx.chat.files import InputFile
-from megatron_sft_idx.chat.json_value import parse_json
+from megatron_sft_idx.chat.inputs.byte_stream import read_blocks
+from megatron_sft_idx.chat.inputs.columnar import arrow_batches, parquet_batches, rows_of_stream
+from megatron_sft_idx.chat.inputs.cutting import MAX_ROW_NBYTES, cut_array, cut_lines
+from megatron_sft_idx.chat.inputs.files import InputFile
+from megatron_sft_idx.chat.inputs.json_value import parse_json
 from megatron_sft_idx.errors import SequenceError
 
 __all__ = ["ColumnarPiece", "JsonPiece", "Piece", "iter_pieces"]

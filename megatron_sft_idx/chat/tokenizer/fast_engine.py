@@ -18,7 +18,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.engines import Ids, TokenizersEngine
+from megatron_sft_idx.chat.tokenizer.engines import Ids, TokenizersEngine
 
 __all__ = ["KNOWN_SPLITS", "FastEngine", "is_installed", "known_class", "load_fast_engine"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from megatron_sft_idx.chat.words import REASONING_FIELDS, pieces_of
+from megatron_sft_idx.chat.template.words import REASONING_FIELDS, pieces_of
 
 __all__ = ["ControlTokens", "locate_pieces"]
 

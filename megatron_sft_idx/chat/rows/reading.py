@@ -22,10 +22,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_sft_idx.chat.messages import MEDIA_COLUMNS, read_message
-from megatron_sft_idx.chat.row_checks import RowError, is_filled, kind_of, parse_embedded, require_string
-from megatron_sft_idx.chat.sharegpt import message_of_turn
-from megatron_sft_idx.chat.tokenized import MASK_COLUMNS, MaskAlignment, read_tokenized
+from megatron_sft_idx.chat.rows.checks import RowError, is_filled, kind_of, parse_embedded, require_string
+from megatron_sft_idx.chat.rows.messages import MEDIA_COLUMNS, read_message
+from megatron_sft_idx.chat.rows.sharegpt import message_of_turn
+from megatron_sft_idx.chat.rows.tokenized import MASK_COLUMNS, MaskAlignment, read_tokenized
 from megatron_sft_idx.chat.types import Conversation, TokenizedRow
 
 __all__ = ["RowError", "RowKind", "RowOptions", "to_sequence_source"]

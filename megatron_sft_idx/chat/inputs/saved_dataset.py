@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron_sft_idx.chat.json_value import parse_json
+from megatron_sft_idx.chat.inputs.json_value import parse_json
 from megatron_sft_idx.errors import FormatError
 
 __all__ = ["KNOWN_FILES", "files_of_folder", "is_saved_dataset"]

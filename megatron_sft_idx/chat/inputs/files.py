@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_sft_idx.chat.byte_stream import Compression, compression_of, read_blocks
-from megatron_sft_idx.chat.saved_dataset import KNOWN_FILES, files_of_folder, is_saved_dataset
+from megatron_sft_idx.chat.inputs.byte_stream import Compression, compression_of, read_blocks
+from megatron_sft_idx.chat.inputs.saved_dataset import KNOWN_FILES, files_of_folder, is_saved_dataset
 from megatron_sft_idx.errors import FormatError
 
 __all__ = ["InputFile", "Kind", "expand_inputs", "total_bytes"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_sft_idx.chat.row_checks import (
+from megatron_sft_idx.chat.rows.checks import (
     RowError,
     is_filled,
     kind_of,

@@ -18,7 +18,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.engines import build_tokenizer
+from megatron_sft_idx.chat.tokenizer.engines import build_tokenizer
 
 __all__ = ["Shield", "Shielded"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_sft_idx.chat.messages import make_tool_call, text_of
-from megatron_sft_idx.chat.row_checks import RowError, kind_of, name_of, parse_embedded
+from megatron_sft_idx.chat.rows.checks import RowError, kind_of, name_of, parse_embedded
+from megatron_sft_idx.chat.rows.messages import make_tool_call, text_of
 
 __all__ = ["message_of_turn"]
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.row_checks import RowError, is_filled, kind_of, name_of
+from megatron_sft_idx.chat.rows.checks import RowError, is_filled, kind_of, name_of
 from megatron_sft_idx.chat.types import TokenizedRow
 
 __all__ = ["MASK_COLUMNS", "MaskAlignment", "read_tokenized"]

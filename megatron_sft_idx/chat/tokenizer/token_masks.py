@@ -19,7 +19,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.chat.engines import Ids
+from megatron_sft_idx.chat.tokenizer.engines import Ids
 from megatron_sft_idx.chat.types import Span
 
 __all__ = ["TokenSpellings", "byte_alphabet", "spelling_table", "weights_by_offsets"]

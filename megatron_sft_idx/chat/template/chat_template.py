@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from jinja2.exceptions import SecurityError
 
-from megatron_sft_idx.chat.environment import RaisedByTemplate, TemplateEnvironment
-from megatron_sft_idx.chat.marking import ControlTokens, locate_pieces
-from megatron_sft_idx.chat.prepare import Style, in_text_parts, prepared
-from megatron_sft_idx.chat.probes import Scaffold, learn_scaffold, learn_style
-from megatron_sft_idx.chat.spans import MaskOptions, Ranges, Rules, SpanFinder, selected, unusable
-from megatron_sft_idx.chat.trace import Traced, TracedTemplate
+from megatron_sft_idx.chat.template.environment import RaisedByTemplate, TemplateEnvironment
+from megatron_sft_idx.chat.template.marking import ControlTokens, locate_pieces
+from megatron_sft_idx.chat.template.prepare import Style, in_text_parts, prepared
+from megatron_sft_idx.chat.template.probes import Scaffold, learn_scaffold, learn_style
+from megatron_sft_idx.chat.template.spans import MaskOptions, Ranges, Rules, SpanFinder, selected, unusable
+from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate
 from megatron_sft_idx.chat.types import Conversation, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_sft_idx.chat.prepare import Style, in_text_parts
-from megatron_sft_idx.chat.trace import Traced
+from megatron_sft_idx.chat.template.prepare import Style, in_text_parts
+from megatron_sft_idx.chat.template.trace import Traced
 
 __all__ = ["Scaffold", "learn_scaffold", "learn_style", "shared_length"]
 

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
 
-from megatron_sft_idx.chat.environment import GENERATION, TemplateEnvironment
+from megatron_sft_idx.chat.template.environment import GENERATION, TemplateEnvironment
 
 __all__ = ["Marker"]
 

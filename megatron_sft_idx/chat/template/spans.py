@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_sft_idx.chat.probes import Scaffold, shared_length
-from megatron_sft_idx.chat.trace import Segment, Traced
-from megatron_sft_idx.chat.words import Piece, pieces_of, squeezed
+from megatron_sft_idx.chat.template.probes import Scaffold, shared_length
+from megatron_sft_idx.chat.template.trace import Segment, Traced
+from megatron_sft_idx.chat.template.words import Piece, pieces_of, squeezed
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 __all__ = ["MaskOptions", "Ranges", "Rules", "SpanFinder", "selected", "unusable"]

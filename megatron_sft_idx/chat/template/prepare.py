@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_sft_idx.chat.words import REASONING_FIELDS
+from megatron_sft_idx.chat.template.words import REASONING_FIELDS
 
 __all__ = ["Style", "in_text_parts", "prepared"]
 
