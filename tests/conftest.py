@@ -1,8 +1,17 @@
-"""Says in pytest's header which build of the native kernels is tested."""
+"""Says in pytest's header which build of the native kernels is tested; makes property tests repeatable."""
 
 from __future__ import annotations
 
+import os
+
+from hypothesis import settings
+
 from megatron_sft_idx import _native
+
+# The same examples in every run, so that a failure is of the change that is tested. Another profile looks further:
+# HYPOTHESIS_PROFILE=default make test
+settings.register_profile("repeatable", derandomize=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def pytest_report_header() -> str:

@@ -323,3 +323,12 @@ def test_threads_may_share_a_template() -> None:
 def test_the_date_is_the_one_given() -> None:
     source = CHATML + "{{ strftime_now('%d %b %Y') }}"
     assert make(source, template_date="2025-01-31").render(talk(user("u"), said("a"))).text.endswith("31 Jan 2025")
+
+
+def test_words_that_look_like_the_next_text_s_beginning_stay_words() -> None:
+    style = STYLES["late end"]
+    for words in ("</s><s>", "x</s><s>", "<s>"):
+        messages = [user(""), said(words)]
+        assert trained(make(style.source).render(talk(*messages))) == [words + "</s>"]
+        again = [*messages, user("more"), said(words)]
+        assert trained(make(style.source).render(talk(*again))) == [words + "</s>"] * 2

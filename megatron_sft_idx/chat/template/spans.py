@@ -138,7 +138,7 @@ class SpanFinder:
             return [], []
         pieces = self._present(message, pieces, segments)
         start = self._start(message, pieces, segments[0])
-        stop = self._stop(segments[-1])
+        stop = self._stop(message, pieces, segments)
         spans = [(max(start, one.start), one.stop) for one in segments[:-1] if one.stop > start]
         spans.append((max(start, segments[-1].start), stop))
         return spans, self._without_cuts(message, pieces, spans)
@@ -284,14 +284,16 @@ class SpanFinder:
         number = pieces_of(self._messages[message]).index(piece)
         return located.get((message, number), at)
 
-    def _stop(self, last: Segment) -> int:
+    def _stop(self, message: int, pieces: list[Piece], segments: list[Segment]) -> int:
         """The end of a message's turn."""
-        text = self._text
+        text, last = self._text, segments[-1]
         said = text[last.start : last.stop].rstrip()
         stop = last.start + len(said)
         closed = said.removesuffix(self._rules.bos).rstrip()
         if closed != said and self._rules.eos and closed.endswith(self._rules.eos):
-            return last.start + len(closed)  # the next text's beginning, written early
+            end = last.start + len(closed)
+            if self._words_end(message, pieces, segments) <= end:
+                return end  # the next text's beginning, written early
         scaffold = self._scaffold
         if said.endswith(scaffold.inner_ends):
             return stop
@@ -306,6 +308,11 @@ class SpanFinder:
                 return last.stop + len(end)
         self._note("no_end_of_turn")
         return stop
+
+    def _words_end(self, message: int, pieces: list[Piece], segments: list[Segment]) -> int:
+        """Where the words that a message says end."""
+        placed = [(self._place(message, piece, segments), piece) for piece in pieces if piece.kind == "content"]
+        return max((at + len(piece.text) for at, piece in placed if at is not None), default=0)
 
     def _without_cuts(self, message: int, pieces: list[Piece], spans: Ranges) -> Ranges:
         options = self._rules.options
