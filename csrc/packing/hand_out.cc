@@ -1,6 +1,7 @@
 #include "packing/hand_out.h"
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <numeric>
 #include <stdexcept>
@@ -37,13 +38,18 @@ Buffer<Index> deal(const std::int64_t* lengths, std::size_t count, const ClassOf
                    const std::vector<std::int64_t>& starts, std::uint64_t seed) {
   Buffer<Index> dealt(count);
   std::vector<std::int64_t> cursor(starts.begin(), starts.end() - 1);
-  auto slot_of = [&](std::size_t i) -> std::int64_t& {
+  // Cursors of the sequences i to i + kAhead - 1, so that each class is looked up once.
+  std::array<std::int64_t*, kAhead> coming{};
+  const auto look_up = [&](std::size_t i) {
     check_length(lengths[i], longest, i);
-    return cursor[static_cast<std::size_t>(class_of(lengths[i]))];
+    std::int64_t* const at = &cursor[static_cast<std::size_t>(class_of(lengths[i]))];
+    __builtin_prefetch(dealt.data() + *at, 1);
+    coming[i % kAhead] = at;
   };
+  for (std::size_t i = 0; i < std::min(count, kAhead); ++i) look_up(i);
   for (std::size_t i = 0; i < count; ++i) {
-    if (i + kAhead < count) __builtin_prefetch(dealt.data() + slot_of(i + kAhead), 1);
-    const auto slot = static_cast<std::size_t>(slot_of(i)++);
+    const auto slot = static_cast<std::size_t>((*coming[i % kAhead])++);
+    if (i + kAhead < count) look_up(i + kAhead);
     if (slot >= count) throw std::invalid_argument(kOtherLengths);  // keeps the write inside; the rest is checked below
     dealt[slot] = static_cast<Index>(i);
   }
