@@ -291,9 +291,9 @@ class SpanFinder:
         stop = last.start + len(said)
         closed = said.removesuffix(self._rules.bos).rstrip()
         if closed != said and self._rules.eos and closed.endswith(self._rules.eos):
-            end = last.start + len(closed)
-            if self._words_end(message, pieces, segments) <= end:
-                return end  # the next text's beginning, written early
+            before = last.start + len(closed)
+            if self._words_end(message, pieces, segments) <= before:
+                return before  # the next text's beginning, written early
         scaffold = self._scaffold
         if said.endswith(scaffold.inner_ends):
             return stop
