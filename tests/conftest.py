@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from hypothesis import settings
 
@@ -12,6 +13,9 @@ from megatron_sft_idx import _native
 # HYPOTHESIS_PROFILE=default make test
 settings.register_profile("repeatable", derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
+
+# Whoever runs the tests may ignore Ctrl-C, as shells let their background jobs do; tests and their children do not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:

@@ -74,8 +74,6 @@ def test_interrupted_runs_leave_nothing(tmp_path, chats, sent, code):
     with subprocess.Popen(
         [sys.executable, "-m", "megatron_sft_idx", *map(str, arguments)],
         cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        # Whoever runs the tests may ignore Ctrl-C, as shells let their background jobs do.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     ) as process:  # fmt: skip
         assert process.stderr is not None
         first = process.stderr.readline()
