@@ -266,3 +266,17 @@ def test_help_teaches():
         done = command(verb, "--help")
         assert done.code == 0
         assert "examples:" in done.out
+
+
+def test_a_row_that_renders_but_cannot_be_tokenised(tmp_path):
+    odd = "{% if m.content == 'odd' %}{{ '\\ud800' }}{% endif %}"
+    half = "{% for m in messages %}{{ m.content }}" + odd + "<|im_end|>{% endfor %}"
+    (tmp_path / "t.jinja").write_text(half)
+    rows = [GOOD, {"messages": [{**ASK, "content": "odd"}, ANSWER]}, GOOD]
+    arguments = ("--chat-template", tmp_path / "t.jinja")
+    done = preprocess(tmp_path / "x", *arguments, rows=rows)
+    clean_failure(done, f"{tmp_path / 'rows.jsonl'}:2: ", "surrogate")
+    nothing_made(tmp_path)
+    skipped = preprocess(tmp_path / "x", *arguments, "--on-bad-row", "skip", rows=rows)
+    assert skipped.code == 0, skipped
+    assert "sequences       2" in skipped.out

@@ -184,21 +184,19 @@ class RowEncoder:
         bad_rows: list[SequenceError],
     ) -> None:
         """Tokenise all rows of a template in one call; then take them in the order of the rows."""
-        encoded: dict[ChatTemplate, Iterator[Encoded]] = {}
+        encoded: dict[ChatTemplate, Iterator[Encoded | SequenceError]] = {}
         for template in {row.template for _, row in batch if isinstance(row, _Drawn)}:
-            made = self.tokenizer.encode(
-                [row.rendered for _, row in batch if isinstance(row, _Drawn) and row.template is template],
-                span_by_span=self.options.span_by_span,
-                # Markers are taken as they stand, as transformers takes them; traced spans end with a character.
-                whole_characters=not template.has_generation_markers,
-            )
-            encoded[template] = iter(made)
+            rendered = [row.rendered for _, row in batch if isinstance(row, _Drawn) and row.template is template]
+            encoded[template] = iter(self._tokenise(rendered, template))
         for position, row in batch:
             try:
                 if isinstance(row, TokenizedRow):
                     sequence = self.tokenizer.from_token_row(row)
                 else:
-                    sequence = next(encoded[row.template])
+                    outcome = next(encoded[row.template])
+                    if isinstance(outcome, SequenceError):
+                        raise outcome
+                    sequence = outcome
                 if not len(sequence.input_ids):
                     raise ValueError("the row has no tokens; a sequence holds at least one")
             except ValueError as error:
@@ -207,6 +205,28 @@ class RowEncoder:
             if self.options.append_eod and self.tokenizer.eos_id is not None:
                 sequence = append_eod(sequence, self.tokenizer.eos_id)
             sequences.append(sequence)
+
+    def _tokenise(self, rendered: Sequence[Rendered], template: ChatTemplate) -> list[Encoded | SequenceError]:
+        """All rows in one call; one by one where a row cannot be tokenised, so that the others are."""
+
+        def encode(rows: Sequence[Rendered]) -> list[Encoded]:
+            return self.tokenizer.encode(
+                rows,
+                span_by_span=self.options.span_by_span,
+                # Markers are taken as they stand, as transformers takes them; traced spans end with a character.
+                whole_characters=not template.has_generation_markers,
+            )
+
+        try:
+            return [*encode(rendered)]
+        except SequenceError:
+            outcomes: list[Encoded | SequenceError] = []
+            for row in rendered:
+                try:
+                    outcomes += encode([row])
+                except SequenceError as error:
+                    outcomes.append(error)
+            return outcomes
 
     def _join(
         self, sequences: Sequence[Encoded], rows: int, num_bytes: int, bad_rows: list[SequenceError]
