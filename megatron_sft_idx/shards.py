@@ -18,7 +18,7 @@ from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.shard.reader import Pack, read_header
+from megatron_sft_idx.shard.reader import Pack, read_header, require_same
 from megatron_sft_idx.storage import Backend
 
 __all__ = ["ShardSet", "Source", "find_prefixes"]
@@ -160,12 +160,7 @@ class ShardSet:
         """Header of each shard."""
         headers = [read_header(prefix) for prefix in self.prefixes]
         for i, header in enumerate(headers if self._ids else ()):
-            expected = self._ids[i * _ID_NBYTES :][:_ID_NBYTES]
-            if header.shard_id != expected:
-                raise FormatError(
-                    f"{self.prefixes[i]}: shard {header.shard_id.hex()} is here now, this dataset was made from"
-                    f" {expected.hex()}; another shard was published over it: start again"
-                )
+            require_same(self.prefixes[i], header.shard_id, self._id(i))
         return headers
 
     @cached_property
@@ -197,19 +192,14 @@ class ShardSet:
         if (shard := self._shards.get(number)) is not None:
             return shard
         shard = Shard(self.prefixes[number], backend=self._backend)
-        self._require_same(number, shard)
+        require_same(shard.prefix, shard.shard_id, self._id(number))
         # The oldest ones are let go; their views outlive them, so they may still be in use.
         kept = list(self._shards.items())[1 - _MAX_OPEN :]
         self._shards = {**dict(kept), number: shard}
         return shard
 
-    def _require_same(self, number: int, shard: Shard) -> None:
-        expected = self._ids[number * _ID_NBYTES :][:_ID_NBYTES]
-        if shard.shard_id != expected:
-            raise FormatError(
-                f"{shard.prefix}: shard {shard.shard_id.hex()} is here now, this dataset was made from"
-                f" {expected.hex()}; another shard was published over it: start again"
-            )
+    def _id(self, number: int) -> bytes:
+        return self._ids[number * _ID_NBYTES :][:_ID_NBYTES]
 
     def locate(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Shard of each pack, and its number inside that shard; ``packs`` are 0 to ``len(self) - 1``."""

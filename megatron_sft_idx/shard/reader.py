@@ -16,7 +16,7 @@ from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
 from megatron_sft_idx.layout.header import peek_nbytes
 from megatron_sft_idx.storage import Array, Backend, check_size, open_array
 
-__all__ = ["Pack", "Shard", "read_header"]
+__all__ = ["Pack", "Shard", "read_header", "require_same"]
 
 
 class Pack(TypedDict):
@@ -65,6 +65,15 @@ def _not_found(paths: ShardPaths) -> ShardNotFoundError:
     else:
         remedy = "copy all five files"
     return ShardNotFoundError(paths.prefix, missing or [paths.seq_idx], remedy)
+
+
+def require_same(prefix: str, found: bytes, expected: bytes) -> None:
+    """FormatError unless the shard that is at a prefix now is the one that a dataset was made from."""
+    if found != expected:
+        raise FormatError(
+            f"{prefix}: shard {found.hex()} is here now, this dataset was made from {expected.hex()};"
+            " another shard was published over it: start again"
+        )
 
 
 class _Files(NamedTuple):
@@ -187,11 +196,7 @@ class Shard:
         files = self._files
         if files is None:
             files = self._open_files()
-            if files.header.shard_id != self._shard_id:
-                raise FormatError(
-                    f"{self._paths.prefix}: shard {files.header.shard_id.hex()} is here now, this dataset was made from"
-                    f" {self._shard_id.hex()}; another shard was published over it: start again"
-                )
+            require_same(self._paths.prefix, files.header.shard_id, self._shard_id)
             self._files = files
         return files
 
