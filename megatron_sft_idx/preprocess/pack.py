@@ -44,6 +44,11 @@ class PackOptions:
     max_sequences_per_pack: int | None = None
     seed: int = 0
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that fits a pack, rounded up as it is; 0 where none does."""
+        return self.capacity // self.sequence_multiple * self.sequence_multiple
+
 
 @dataclass(slots=True)
 class PackReport:
@@ -177,11 +182,11 @@ def _ranges(source: Shard, options: PackOptions) -> _Ranges:
     files = source.files
     offsets = _native.absolute_offsets(source.sequence_offsets, source.token_offsets, files.starts[:])
     starts, stops = offsets[:-1], offsets[1:]
-    multiple = options.sequence_multiple
-    longest = options.capacity // multiple * multiple
+    longest = options.longest_sequence
     if not longest:
         raise FormatError(
-            f"--seq-length {options.capacity} is below --sequence-multiple {multiple}: no sequence fits; raise it"
+            f"--seq-length {options.capacity} is below --sequence-multiple {options.sequence_multiple}:"
+            " no sequence fits; raise it"
         )
     lengths = stops - starts
     long = lengths > longest
@@ -223,7 +228,7 @@ def _gather(
     lengths = ranges.stops - ranges.starts
     first = 0
     while first < plan.num_packs:
-        # As many packs as surely hold no more than the window: sequences are at least one token long.
+        # As many packs as surely hold no more than the window, and one at least.
         last = first + max(1, _WINDOW_TOKENS // max(plan.longest, 1))
         bounds = plan.offsets[first : last + 1]
         last = first + len(bounds) - 1

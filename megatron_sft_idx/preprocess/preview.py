@@ -61,7 +61,6 @@ def preview(options: PreprocessOptions) -> Preview:
     check_free(ShardPaths.of(options.prefix), overwrite=options.overwrite)
     pieces = [encoder.encode(piece) for piece in islice(iter_pieces(files, piece_nbytes=_SAMPLE_NBYTES), 1)]
     lengths = np.concatenate([np.empty(0, np.int64), *(piece.lengths for piece in pieces)])
-    longest = options.packing.capacity // options.packing.sequence_multiple * options.packing.sequence_multiple
     first = int(lengths[0]) if len(lengths) else 0
     mask = pieces[0].loss_mask if pieces else np.empty(0, np.uint8)
     return Preview(
@@ -70,7 +69,7 @@ def preview(options: PreprocessOptions) -> Preview:
         bad_rows=[error for piece in pieces for error in piece.bad_rows],
         lengths=lengths,
         trained_tokens=int(np.count_nonzero(mask)),
-        overlong=int((lengths > longest).sum()),
+        overlong=int((lengths > options.packing.longest_sequence).sum()),
         first_ids=pieces[0].input_ids[:first] if first else np.empty(0, np.int32),
         first_mask=np.append(mask[1:first], mask.dtype.type(0)) if first else mask,
         decode=encoder.tokenizer.decode,
