@@ -17,7 +17,8 @@ LAYERS = [
     {"layout", "errors"},
     {"chat", "legacy_npy", "packing", "storage"},
     {"shard", "verify", "rebuild", "merge"},
-    {"dataset", "builder", "shards"},
+    {"formats", "shards"},
+    {"dataset", "builder"},
     {"preprocess", "convert", "report", "streaming", "training"},
     {"cli", "__main__"},
 ]

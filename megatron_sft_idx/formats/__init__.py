@@ -1,0 +1,1 @@
+"""Every format of packed SFT data there is: recognised, read, written, and converted into each other."""
