@@ -21,8 +21,8 @@ from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, 
 from megatron_sft_idx.formats.checks import checked_alignment, checked_run, require_same_length
 from megatron_sft_idx.formats.masks import MaskAlignment, alignment_note, unplaced_note
 from megatron_sft_idx.formats.npy_writer import LegacyPickleWriter
+from megatron_sft_idx.formats.reading import file_identity, run_bounds
 from megatron_sft_idx.formats.restricted_pickle import KeptArray, npy_dtype, unpickle_rows
-from megatron_sft_idx.formats.runs import file_identity, run_bounds
 from megatron_sft_idx.shard.reader import Pack
 
 __all__ = [

@@ -12,7 +12,7 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.checks import checked_alignment, checked_run
 from megatron_sft_idx.formats.masks import MaskAlignment
-from megatron_sft_idx.formats.runs import run_bounds
+from megatron_sft_idx.formats.reading import run_bounds
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same

@@ -292,7 +292,7 @@ class Shard:
         return tokens.copy() if self._copy else tokens
 
     def read(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """Bytes ``[offset, offset + nbytes)`` of the token file: a read by pointer and size, without a copy where mapped.
+        """Bytes ``[offset, offset + nbytes)`` of the token file: by pointer and size, without a copy where mapped.
 
         Raises:
             IndexError: the range reaches outside the file.
