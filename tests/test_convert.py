@@ -197,14 +197,14 @@ def test_what_the_legacy_writer_makes_is_what_numpy_reads(tmp_path: Path) -> Non
 
 
 def test_the_legacy_writer_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
-    with pytest.raises(SequenceError, match=r"x\.npy:1: its first sequence starts at 1"):
-        with LegacyPickleWriter(tmp_path / "x.npy") as writer:
-            writer.write_bin(0, [1, 2], [0, 0], [0])
-            with pytest.raises(SequenceError, match="the next pack is number 1"):
-                writer.write_bin(2, [1], [0], [0])
-            with pytest.raises(SequenceError, match="2 in input_ids, 1 in loss_mask"):
-                writer.write_bin(1, [1, 2], [0], [0])
-            writer.write_bin(1, [1, 2], [0, 0], [1])
+    writer = LegacyPickleWriter(tmp_path / "x.npy")
+    writer.write_bin(0, [1, 2], [0, 0], [0])
+    with pytest.raises(SequenceError, match="the next pack is number 1"):
+        writer.write_bin(2, [1], [0], [0])
+    with pytest.raises(SequenceError, match="2 in input_ids, 1 in loss_mask"):
+        writer.write_bin(1, [1, 2], [0], [0])
+    with pytest.raises(SequenceError, match=r"x\.npy:1: its first sequence starts at 1"), writer:
+        writer.write_bin(1, [1, 2], [0, 0], [1])
     assert not list(tmp_path.iterdir())
 
 
@@ -217,7 +217,7 @@ def test_a_source_is_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     options = ConvertOptions(overwrite=True)
     for target in ("x", "x.bin", "./x", "link/x"):
-        with pytest.raises(FormatError, match="is where the source .* lies"):
+        with pytest.raises(FormatError, match=r"is where the source .* lies"):
             convert(str(tmp_path / "x"), f"{tmp_path}/{target}", "sft-idx", options)
     source = numpy_file(tmp_path / "folder.npy", [], [])
     with pytest.raises(FormatError, match="exists already"):

@@ -208,9 +208,7 @@ def test_options_are_those_of_the_format(tmp_path: Path) -> None:
     ds[0]["input_ids"][0] = 9  # a copy
     with pytest.raises(FormatError, match="x: a sft-idx source has no option colour; leave it out"):
         open_dataset(tmp_path / "x", colour="red")
-    with pytest.raises(
-        FormatError, match=r"label-aligned \(rule P6\); leave the option out: they would be shifted twice"
-    ):
+    with pytest.raises(FormatError, match=r"label-aligned \(rule P6\); leave the option out: they would be"):
         open_dataset(tmp_path / "x", mask_alignment="token")
     with pytest.raises(FormatError, match="max_open 0"):
         open_dataset(tmp_path / "x", max_open=0)
