@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +31,7 @@ MANIFEST = "manifest.json"
 _VERSION = "1.0"
 _INDEX = np.dtype("<u4")
 _MOST_INDEX = np.iinfo(np.uint32).max
+_MOST_FILE_NBYTES = 2**63 - 1
 # Small arrays gather this many bytes between writes.
 _GATHER_NBYTES = 1 << 16
 
@@ -45,12 +48,14 @@ class _ArrayFile:
         self._hash = xxhash.xxh3_128()
         self._gathered = bytearray()
         header = encode_header(dtype, shape)
+        nbytes = len(header) + math.prod(shape) * dtype.itemsize
         try:
-            nbytes = len(header) + int(np.prod(shape, dtype=object)) * dtype.itemsize
+            if nbytes > _MOST_FILE_NBYTES:
+                raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
             os.posix_fallocate(self._file.fileno(), 0, nbytes)
         except OSError as error:
             self._file.close()
-            raise OSError(error.errno, error.strerror, self._file.path) from error
+            raise OSError(error.errno, f"{error.strerror} ({nbytes} bytes)", self._file.path) from error
         self.write(header)
 
     def write(self, data: bytes | memoryview) -> None:
@@ -164,6 +169,7 @@ class MemmapShardWriter:
             SequenceError: the pack breaks a rule; nothing of it is written.
             FormatError: another number than the next one, or more sequences than ``total_seq_starts``.
         """
+        self._require_open()
         if bin_id != self._written or self._written == self._num_bins:
             raise FormatError(
                 f"{self._path}: pack {bin_id}, expected {self._written} of {self._num_bins}; packs are written once"
@@ -209,9 +215,12 @@ class MemmapShardWriter:
         self._written += len(run.pack_lengths)
         self._num_starts += len(run.seq_starts)
 
-    def _require_room(self, run: PackRun) -> None:
+    def _require_open(self) -> None:
         if self._closed:
             raise FormatError(f"{self._path}: this writer is finished or was abandoned; open another one")
+
+    def _require_room(self, run: PackRun) -> None:
+        self._require_open()
         first, packs, starts = self._written, len(run.pack_lengths), len(run.seq_starts)
         if first + packs > self._num_bins or self._num_starts + starts > self._total:
             raise FormatError(
@@ -238,8 +247,7 @@ class MemmapShardWriter:
         Raises:
             FormatError: packs or sequences are missing; the writer stays open for them.
         """
-        if self._closed:
-            raise FormatError(f"{self._path}: this writer is finished or was abandoned; open another one")
+        self._require_open()
         if (self._written, self._num_starts) != (self._num_bins, self._total):
             raise FormatError(
                 f"{self._path}: {self._written} packs with {self._num_starts} sequences, expected {self._num_bins}"

@@ -18,7 +18,7 @@ from megatron_sft_idx.formats.checks import checked_alignment
 from megatron_sft_idx.formats.masks import MaskAlignment, alignment_note
 from megatron_sft_idx.formats.parquet.columns import COLUMNS, PackColumns, checked_schema, pyarrow_errors
 from megatron_sft_idx.formats.parquet.metadata import decode
-from megatron_sft_idx.formats.runs import IndexedRun, note_unplaced, stated_alignment, stated_int
+from megatron_sft_idx.formats.runs import Counts, IndexedRun, note_unplaced, stated_alignment, stated_int
 from megatron_sft_idx.layout.values import MAX_CAPACITY, MAX_COUNT
 from megatron_sft_idx.shard.reader import Pack
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = ["Opener", "Reader", "recognise"]
+
+# What the footer counts of every row group, beside its rows.
+_COUNTED = ("input_ids", "seq_start_id")
 
 # Opens a path for reading: a pyarrow NativeFile, or anything with read, seek, tell and size of a binary file.
 Opener = Callable[[str], Any]
@@ -89,6 +92,7 @@ class Reader(PackedReader):
             self._stated = decode(self._file.schema_arrow.metadata, self.path)
             checked_schema(self._file.schema_arrow, self.path)
             self._first_packs = self._row_group_offsets()
+            self._num_values = {name: self._values_by_group(name) for name in COLUMNS}
             mask_type = str(self._file.schema_arrow.field("loss_mask").type.value_type)
         self._alignment = stated_alignment(self.path, self._stated.get("mask_alignment"), asked)
         token_dtype = np.uint16 if self._stated.get("token_dtype") == "uint16" else np.int32
@@ -136,7 +140,7 @@ class Reader(PackedReader):
             )
         return offsets
 
-    def _num_values(self, name: str) -> list[int]:
+    def _values_by_group(self, name: str) -> list[int]:
         """Values of a list column in each row group, as the footer has them."""
         metadata = self._file.metadata
         leaf = next(i for i in range(metadata.num_columns) if metadata.schema.column(i).path.partition(".")[0] == name)
@@ -154,9 +158,11 @@ class Reader(PackedReader):
         return self._spec
 
     def _make_spec(self) -> PackedSpec:
-        with pyarrow_errors(self.path):
-            tokens, sequences = sum(self._num_values("input_ids")), sum(self._num_values("seq_start_id"))
-        stated = self._stated
+        stated, tokens, sequences = (
+            self._stated,
+            sum(self._num_values["input_ids"]),
+            sum(self._num_values["seq_start_id"]),
+        )
         counts = {"num_packs": len(self), "num_sequences": sequences, "num_tokens": tokens}
         same = all(stated.get(key) == value for key, value in counts.items())
         if stated and not same:
@@ -213,7 +219,7 @@ class Reader(PackedReader):
     def _decode(self, group: int) -> IndexedRun:
         first = self._first_packs[group]
         for name in COLUMNS:
-            if (count := self._num_values(name)[group]) > _MOST_GROUP_VALUES:
+            if (count := self._num_values[name][group]) > _MOST_GROUP_VALUES:
                 raise FormatError(
                     f"{self.path}: row group {group} claims {count} values in {name}, at most {_MOST_GROUP_VALUES};"
                     " write it again with smaller row groups"
@@ -222,9 +228,18 @@ class Reader(PackedReader):
             # Without threads: a forked process has none of the pool's.
             rows = self._file.read_row_group(group, columns=list(COLUMNS), use_threads=False)
             run = PackColumns.of(rows, self.path, first).run(self.path, first, self._alignment, self._dtypes)
-        if len(run.pack_lengths) != self._first_packs[group + 1] - first:
-            raise FormatError(f"{self.path}: row group {group} has fewer rows than the footer says; it is damaged")
+        expected = (self._first_packs[group + 1] - first, *(self._num_values[name][group] for name in _COUNTED))
+        self._require_counts(
+            f"row group {group}", (len(run.pack_lengths), len(run.tokens), len(run.seq_starts)), expected
+        )
         return IndexedRun(run)
+
+    def _require_counts(self, what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if found != expected:
+            raise FormatError(
+                f"{self.path}: {what} has {found[0]} packs, {found[1]} tokens and {found[2]} sequences, expected"
+                f" {expected[0]}, {expected[1]} and {expected[2]} by the footer; it is damaged: copy or write it again"
+            )
 
     def _keep(self, group: int, run: IndexedRun) -> None:
         self._cache[group] = run
@@ -235,7 +250,7 @@ class Reader(PackedReader):
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
         """All rows, about ``RUN_TOKENS`` tokens at a time whatever the row groups are."""
         with pyarrow_errors(self.path):
-            tokens = sum(self._num_values("input_ids"))
+            tokens = sum(self._num_values["input_ids"])
             rows = max(1, min(RUN_TOKENS, RUN_TOKENS * len(self) // max(tokens, 1)))
             yield from self._streamed.iter_batches(rows, columns=columns, use_threads=False)
 
@@ -246,17 +261,18 @@ class Reader(PackedReader):
             SequenceError: a pack breaks a rule, with its number.
             FormatError: the file cannot be decoded, or ends early.
         """
-        first = unplaced = 0
+        counts, unplaced = Counts(), 0
         for batch in self._batches(list(COLUMNS)):
+            first = counts.packs
             run = PackColumns.of(batch, self.path, first).run(self.path, first, self._alignment, self._dtypes)
             capacity = self.spec.capacity
             if (over := run.pack_lengths > capacity).any():
                 pack = int(np.argmax(over))
                 reason = f"{run.pack_lengths[pack]} tokens, the file states a capacity of {capacity} (rule P1)"
                 raise SequenceError(self.path, first + pack, reason)
-            first += len(run.pack_lengths)
+            counts.add(run)
             unplaced += run.unplaced
             yield run
-        if first != len(self):
-            raise FormatError(f"{self.path}: {first} packs, the footer says {len(self)}; it is damaged")
+        expected = (len(self), *(sum(self._num_values[name]) for name in _COUNTED))
+        self._require_counts("the file", (counts.packs, counts.tokens, counts.sequences), expected)
         note_unplaced(self.notes, unplaced, self._alignment)

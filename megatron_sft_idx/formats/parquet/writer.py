@@ -21,6 +21,10 @@ __all__ = ["Writer"]
 _MOST_GROUP_TOKENS = 8 << 20
 
 
+# Codecs that Parquet has.
+_CODECS = ("zstd", "snappy", "gzip", "lz4", "brotli")
+
+
 class Writer(PackedWriter):
     """Writes one packed Parquet file: int32 ids, uint8 masks, int32 starts, what Nemotron writes and Bridge reads.
 
@@ -62,8 +66,9 @@ class Writer(PackedWriter):
         with pyarrow_errors(name):
             import pyarrow as pa
             import pyarrow.parquet as pq
-        if compression != "none" and not pa.Codec.is_available(compression):
-            raise FormatError(f"{name}: compression {compression!r}, which this pyarrow does not have; take zstd")
+
+            if compression != "none" and not (compression in _CODECS and pa.Codec.is_available(compression)):
+                raise FormatError(f"{name}: compression {compression!r}, choose none, {', '.join(_CODECS)}")
         self._types = [pa.list_(pa.int32()), pa.list_(pa.uint8()), pa.list_(pa.int32())]
         self._schema = pa.schema(list(zip(COLUMNS, self._types, strict=True)), metadata={KEY: encode(spec)})
         self._output = output_file(path, overwrite=overwrite)
