@@ -34,6 +34,7 @@ class PackRun:
         seq_starts: where each sequence begins in its pack, int64 [sum of sequence counts].
         pack_lengths: tokens in each pack, int64 [packs].
         pack_sequences: sequences in each pack, int64 [packs].
+        unplaced: set mask values of the file that had no place in a label-aligned mask and were left out.
     """
 
     tokens: NDArray[Any]
@@ -41,6 +42,7 @@ class PackRun:
     seq_starts: NDArray[np.int64]
     pack_lengths: NDArray[np.int64]
     pack_sequences: NDArray[np.int64]
+    unplaced: int = 0
 
 
 @dataclass(frozen=True, slots=True)
