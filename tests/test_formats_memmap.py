@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from packs import Sample, assert_is, demo_samples, folder_of, sample_of
 
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.dataset import open_dataset
 from megatron_sft_idx.formats.memmap import MemmapShardWriter, Reader, Writer, recognise
 
 ARRAYS = ("input_ids", "loss_mask", "packed_len", "seq_offsets", "seq_starts")
@@ -298,6 +299,35 @@ def test_memory_is_for_one_pack_and_the_bound_tells_an_accumulating_writer(
     assert measure(MemmapShardWriter, tmp_path / "a") < bound
     assert measure(Accumulating, tmp_path / "b") > bound
     assert (tmp_path / "a" / "manifest.json").read_bytes() == (tmp_path / "b" / "manifest.json").read_bytes()
+
+
+# ---- workers ----
+
+
+def read_in_workers(folder: Path, context: str) -> list[dict[str, Any]]:
+    """Two epochs through a DataLoader with four workers that live on; of the second one what was read."""
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(
+        open_dataset(folder),  # type: ignore[arg-type]
+        batch_size=8,
+        num_workers=4,
+        persistent_workers=True,
+        multiprocessing_context=context,
+        collate_fn=list,
+    )
+    for _ in range(2):
+        packs = [pack for batch in loader for pack in batch]
+    return packs
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_four_persistent_workers_read_every_pack(tmp_path: Path, context: str) -> None:
+    packs = demo_samples(100)
+    write_packs(Writer, tmp_path / "x", packs)
+    open_dataset(tmp_path / "x")[0]  # what the parent has open must not harm the children
+    for found, expected in zip(read_in_workers(tmp_path / "x", context), packs, strict=True):
+        assert_is(found, expected)
 
 
 # ---- the writer of runs, and the reader ----

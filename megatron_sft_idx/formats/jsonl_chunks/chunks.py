@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from itertools import pairwise
 
 import numpy as np
 import orjson
@@ -60,7 +61,7 @@ def chunk_paths(folder: str, *, allow_gaps: bool) -> tuple[list[str], list[str]]
             f"chunks 0 to {numbers[0] - 1} are not here: freed by their producer, as it seems ({consumed} of those"
             " here are marked as consumed)"
         )
-    gaps = [(a + 1, b - 1) for a, b in zip(numbers, numbers[1:], strict=False) if b != a + 1]
+    gaps = [(a + 1, b - 1) for a, b in pairwise(numbers) if b != a + 1]
     if gaps:
         listed = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:_LISTED])
         listed += ", ..." if len(gaps) > _LISTED else ""
@@ -86,14 +87,14 @@ def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
             ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + (size + 1))
             size += len(block)
         stops = np.concatenate([np.empty(0, np.int64), *ends])
-        complete = int(stops[-1]) if len(stops) else 0
-        if complete != size:
-            file.seek(complete)
-            _require_whole(file.read(), path, len(stops) + 1)
-            stops = np.append(stops, size)
-    starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]]) if len(stops) else stops
-    filled = stops - starts > 2  # neither a bare newline nor one of two bytes
-    return starts[filled], stops[filled]
+        starts = np.append(0, stops)
+        filled = np.diff(starts) > 1  # more than the newline
+        starts, complete = starts[:-1], int(starts[-1])
+        if complete == size:
+            return starts[filled], stops[filled]
+        file.seek(complete)
+        _require_whole(file.read(), path, len(stops) + 1)
+    return np.append(starts[filled], complete), np.append(stops[filled], size)
 
 
 def _require_whole(last: bytes, path: str, number: int) -> None:

@@ -86,7 +86,8 @@ class Reader(PackedReader):
         self._stops = np.concatenate([stops for _, stops in bounds])
         self._first_packs = np.cumsum([0, *(len(starts) for starts, _ in bounds)]).tolist()
         identity = file_identity(*self._paths)
-        self._identity = xxhash.xxh3_128_hexdigest(f"{[os.path.basename(p) for p in self._paths]} {identity}")
+        names = [os.path.basename(chunk) for chunk in self._paths]
+        self._identity = xxhash.xxh3_128_hexdigest(f"{names} {identity}".encode())
         self._spec: PackedSpec | None = None
 
     @property
