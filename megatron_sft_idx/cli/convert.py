@@ -40,8 +40,8 @@ go and said with --allow-loss.
 """
 
 # Options of one format's reader or writer: flag, name there, formats that know it.
-_READER = {"mask_rule": ("megatron", "pbin"), "mask_path": ("megatron",)}
-_WRITER = {"row_group_size": ("parquet",), "samples_per_chunk": ("jsonl-chunks",)}
+_READER: dict[str, tuple[str, ...]] = {"mask_rule": ("megatron", "pbin"), "mask_path": ("megatron",)}
+_WRITER: dict[str, tuple[str, ...]] = {"row_group_size": ("parquet",), "samples_per_chunk": ("jsonl-chunks",)}
 
 
 def add_parser(verbs: Verbs) -> None:
@@ -103,6 +103,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     with contextlib.ExitStack() as stack:
 
         def begun(what: str, tokens: int) -> Any:
+            stack.close()  # the pass before is done
             bar = Progress(what, tokens, unit="tok", log_interval=arguments.log_interval, items="packs")
             return stack.enter_context(bar).update
 

@@ -6,6 +6,7 @@ import glob
 import os
 from collections.abc import Sequence
 from importlib import import_module
+from inspect import signature
 from typing import Any, TypeAlias
 
 from megatron_sft_idx.errors import FormatError
@@ -49,13 +50,10 @@ def open_reader(path: str, name: str, *, mask_alignment: MaskAlignment = "label"
     Raises:
         FormatError: no such format, an option that it does not have, or a path that is not of it.
     """
-    try:
-        reader: PackedReader = _module(name).Reader(path, mask_alignment=mask_alignment, **options)
-    except TypeError as error:
-        # Constructors take keywords; what they do not know is the caller's mistake, anything else is ours.
-        if not options or "unexpected keyword" not in str(error):
-            raise
-        raise FormatError(f"{path}: read as {name}: {str(error).split(' ', 1)[-1]}") from None
+    made = _module(name).Reader
+    if unknown := sorted(options.keys() - signature(made).parameters.keys()):
+        raise FormatError(f"{path}: a {name} source has no option {', '.join(unknown)}; leave it out")
+    reader: PackedReader = made(path, mask_alignment=mask_alignment, **options)
     return reader
 
 
@@ -69,7 +67,10 @@ def create(
     """
     if name not in WRITABLE:
         raise FormatError(f"{path}: format {name!r} is not written; choose one of {', '.join(WRITABLE)}")
-    writer: PackedWriter = _module(name).Writer(path, spec, overwrite=overwrite, allow_loss=allow_loss, **options)
+    made = _module(name).Writer
+    if unknown := sorted(options.keys() - signature(made).parameters.keys()):
+        raise FormatError(f"{path}: {name} output has no option {', '.join(unknown)}; leave it out")
+    writer: PackedWriter = made(path, spec, overwrite=overwrite, allow_loss=allow_loss, **options)
     return writer
 
 
@@ -167,7 +168,7 @@ def _unknown(path: str, tried: Sequence[str] = ()) -> FormatError:
     """What was looked for, and what is there instead."""
     looked = "; ".join(f"{name}: {words}" for name, (_, words) in _MODULES.items())
     if tried:
-        names = ", ".join(os.path.basename(entry) for entry in tried[:_LISTED])
+        names = ", ".join(os.path.basename(entry) for entry in sorted(tried, key=natural_key)[:_LISTED])
         there = f"{len(tried)} entries, none of them known: {names}{', ...' if len(tried) > _LISTED else ''}"
     elif os.path.isfile(path):
         with open(path, "rb") as file:
@@ -189,8 +190,11 @@ def prefix_of(path: str) -> str:
 
 
 def same_place(first: str, first_name: str, second: str, second_name: str) -> bool:
-    """Whether writing ``second`` would touch ``first``: they are the same, or one lies inside the other."""
-    places = []
-    for path, name in ((first, first_name), (second, second_name)):
-        places.append(os.path.realpath(prefix_of(path) if name in _PREFIXES else path))
-    return places[0] == places[1] or os.path.commonpath(places) in places
+    """Whether writing ``second`` would touch ``first``: they are the same, or one is a folder that holds the other."""
+    one, other = (
+        os.path.realpath(prefix_of(path) if name in _PREFIXES else path)
+        for path, name in ((first, first_name), (second, second_name))
+    )
+    holds_other = first_name not in _PREFIXES and other.startswith(one + os.sep)
+    held_by_other = second_name not in _PREFIXES and one.startswith(other + os.sep)
+    return one == other or holds_other or held_by_other
