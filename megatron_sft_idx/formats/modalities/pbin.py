@@ -21,6 +21,7 @@ from megatron_sft_idx.formats.modalities.layout import encode_header, framings
 from megatron_sft_idx.formats.modalities.pickled_pairs import write_pairs
 from megatron_sft_idx.formats.modalities.placement import Placement, place_documents
 from megatron_sft_idx.formats.output import output_file
+from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import OutputFile, as_bytes
 
@@ -91,6 +92,13 @@ class Reader(PackedReader):
                 " was made of"
             )
         placement = place_documents(self.path, repair_merge=repair_merge)
+        if len(placement.lengths) and placement.lengths.max() > MAX_CAPACITY:
+            longest = int(np.argmax(placement.lengths))
+            raise SequenceError(
+                self.path,
+                longest,
+                f"has {placement.lengths[longest]} tokens, expected at most {MAX_CAPACITY} (rule P1)",
+            )
         # Packs hold at least one token.
         self._starts = placement.starts[placement.lengths > 0]
         self._lengths = placement.lengths[placement.lengths > 0]
