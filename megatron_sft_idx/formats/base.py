@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -115,9 +115,12 @@ class PackedWriter(ABC):
 
     Attributes:
         format: the format's name, as ``--to`` takes it.
+        lost: what of these packs the format has no place for, and was let go as ``allow_loss`` was given: a sentence
+            for each of ``"masks"`` and ``"packs"`` (which sequences share one) that it is true of.
     """
 
     format: ClassVar[str]
+    lost: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def write(self, run: PackRun) -> None:
