@@ -5,18 +5,22 @@ from __future__ import annotations
 import pickle
 import tracemalloc
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_sft_idx import open_dataset
+from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackedSpec, PackRun
 from megatron_sft_idx.formats.modalities import Reader, Writer
 from megatron_sft_idx.formats.modalities.pickled_pairs import write_pairs
 from megatron_sft_idx.shard import Shard, ShardWriter
-from tests.pbins import documents_of, flat, pbin_of
+from tests.packs import demo_samples, write_samples
+from tests.pbins import documents_of, flat, merged, pbin_of
 
 
 def run_of(packs: Sequence[Sequence[Sequence[int]]], dtype: Any = np.uint16) -> PackRun:
@@ -133,3 +137,48 @@ def test_to_a_shard_and_back(tmp_path: Path) -> None:
     written = Shard(prefix)
     assert [written[i]["input_ids"].tolist() for i in range(len(written))] == documents
     assert written[2]["loss_mask"].tolist() == [1, 1, 1, 1, 1, 0]
+
+
+# ---- through the registry, open_dataset and convert ----
+
+
+def test_converted_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packs = demo_samples(9)
+    write_samples(tmp_path / "shard", packs)
+    pbin = str(tmp_path / "out.pbin")
+    assert main(["convert", str(tmp_path / "shard"), pbin, "--to", "pbin"]) == 1
+    assert "--allow-loss" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "shard"), pbin, "--to", "pbin", "--allow-loss"]) == 0
+    said = capsys.readouterr().out
+    assert "lost: loss masks" in said
+    assert "lost: packs" in said
+    assert "read again and compared: the same but for what was lost" in said
+
+    documents = [sample.tokens[a:b] for sample in packs for a, b in pairwise(sample.bounds)]
+    assert documents_of(pbin) == documents
+    assert main(["convert", pbin, str(tmp_path / "back"), "--to", "sft-idx"]) == 1
+    assert "--mask-rule all" in capsys.readouterr().err
+    assert main(["convert", pbin, str(tmp_path / "back"), "--to", "sft-idx", "--mask-rule", "all"]) == 0
+    assert "note: no loss masks in the file" in capsys.readouterr().out
+    back = Shard(tmp_path / "back")
+    assert [back[i]["input_ids"].tolist() for i in range(len(back))] == documents
+    assert all(back[i]["loss_mask"].tolist() == [1] * (len(ids) - 1) + [0] for i, ids in enumerate(documents))
+
+
+def test_opened_by_content_and_pickled(tmp_path: Path) -> None:
+    for generation in (1, 4):
+        (tmp_path / f"part-{generation}").write_bytes(pbin_of([[1, 2], [3]], generation=generation))
+    dataset = open_dataset(tmp_path, mask_rule="all")
+    assert [pack["input_ids"].tolist() for pack in pickle.loads(pickle.dumps(dataset))] == [[1, 2], [3]] * 2
+    assert dataset[-1]["seq_boundaries"].tolist() == [0, 1]
+
+
+def test_merge_damage_is_repaired_by_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "merged.pbin"
+    path.write_bytes(merged([pbin_of([[1, 2, 3]]), pbin_of([[4] * 9]), pbin_of([[5]])]))
+    arguments = ["convert", str(path), str(tmp_path / "shard"), "--to", "sft-idx", "--mask-rule", "all"]
+    assert main(arguments) == 1
+    assert "damaged by merging" in capsys.readouterr().err
+    assert main([*arguments, "--repair-merge"]) == 0
+    assert "note: 2 documents placed by their lengths" in capsys.readouterr().out
+    assert Shard(tmp_path / "shard")[1]["input_ids"].tolist() == [4] * 9

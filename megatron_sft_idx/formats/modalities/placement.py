@@ -143,7 +143,7 @@ def _damage_message(path: str, generation: Generation, starts: NDArray[np.int64]
         f"{path}: an index damaged by merging: document {first} is said to begin {early[first]} bytes before the one in"
         f" front ends, and {np.count_nonzero(early)} documents in all are too early, by at most {early.max()} bytes."
         f" Modalities' merge_packed_data loses {HEADER_NBYTES} bytes a file in the index; data and lengths are whole:"
-        " pass repair_merge=True to place the documents by their lengths, or merge with another tool"
+        " pass repair_merge=True (--repair-merge) to place the documents by their lengths, or merge with another tool"
     )
 
 
