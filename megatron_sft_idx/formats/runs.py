@@ -15,7 +15,10 @@ from megatron_sft_idx.formats.masks import MaskAlignment, unplaced_note
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.reader import Pack
 
-__all__ = ["Counts", "IndexedRun", "binary_mask", "note_unplaced", "stated_alignment", "stated_int"]
+__all__ = ["WEIGHTS_LOST", "Counts", "IndexedRun", "binary_mask", "note_unplaced", "stated_alignment", "stated_int"]
+
+# For ``PackedWriter.lost``, of formats whose masks are 0 or 1.
+WEIGHTS_LOST = {"masks": "loss weights: the format holds 0 and 1, every weight above 0 became 1"}
 
 
 class IndexedRun:

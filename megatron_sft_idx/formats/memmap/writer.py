@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.memmap.shard_writer import MemmapShardWriter
-from megatron_sft_idx.formats.runs import Counts, binary_mask
+from megatron_sft_idx.formats.runs import WEIGHTS_LOST, Counts, binary_mask
 
 __all__ = ["STATED", "Writer"]
 
@@ -55,7 +55,7 @@ class Writer(PackedWriter):
         self._writer = MemmapShardWriter(
             path,
             spec.num_packs,
-            spec.capacity if pack_size is None else pack_size,
+            max(spec.capacity, 1) if pack_size is None else pack_size,  # no packs, no capacity
             spec.num_sequences,
             np.uint16 if spec.token_dtype == np.uint16 else np.int32,
             mask_alignment="label",
@@ -71,6 +71,8 @@ class Writer(PackedWriter):
             SequenceError: a pack is longer than a row.
         """
         mask = binary_mask(self._path, self._counts.packs, run, allow_loss=self._allow_loss)
+        if (mask != run.loss_mask).any():
+            self.lost = WEIGHTS_LOST
         self._writer.write_run(run, mask)
         self._counts.add(run)
 

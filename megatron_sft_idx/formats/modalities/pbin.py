@@ -219,6 +219,10 @@ class Writer(PackedWriter):
         token_nbytes = token_nbytes or np.dtype(spec.token_dtype).itemsize
         if token_nbytes not in (1, 2, 4):
             raise FormatError(f"{name}: tokens of {token_nbytes} bytes, Modalities reads 1, 2 or 4")
+        self.lost = {
+            "masks": "loss masks: the format has none, every token would be trained on",
+            "packs": "which sequences share a pack: every sequence is a document of its own",
+        }
         self._path = name
         self._dtype = np.dtype(f"<u{token_nbytes}")
         self.lost = self._lost = {"masks": "loss masks: readers train on every token of a document but the first"}

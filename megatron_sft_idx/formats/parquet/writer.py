@@ -13,7 +13,7 @@ from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.output import output_file
 from megatron_sft_idx.formats.parquet.columns import COLUMNS, list_array, pyarrow_errors
 from megatron_sft_idx.formats.parquet.metadata import KEY, encode
-from megatron_sft_idx.formats.runs import Counts, IndexedRun, binary_mask
+from megatron_sft_idx.formats.runs import WEIGHTS_LOST, Counts, IndexedRun, binary_mask
 
 __all__ = ["Writer"]
 
@@ -85,6 +85,8 @@ class Writer(PackedWriter):
             FormatError: loss weights that are neither 0 nor 1, without ``allow_loss``.
         """
         mask = binary_mask(self._output.path, self._counts.packs, run, allow_loss=self._allow_loss)
+        if (mask != run.loss_mask).any():
+            self.lost = WEIGHTS_LOST
         self._counts.add(run)
         rest = IndexedRun(PackRun(run.tokens, mask, run.seq_starts, run.pack_lengths, run.pack_sequences))
         first = 0
