@@ -154,6 +154,23 @@ def test_what_a_shard_knows_survives_another_shard(tmp_path: Path) -> None:
     assert five_files(tmp_path / "x") == five_files(tmp_path / "y")
 
 
+def test_the_demo_data_through_every_format(tmp_path: Path) -> None:
+    demo = ROOT / "tools/demo"
+    source = str(tmp_path / "demo")
+    arguments = ["--input", str(demo / "chats.jsonl"), "--tokenizer-model", str(demo / "tokenizer"), "--workers", "0"]
+    assert main(["preprocess", *arguments, "--seq-length", "1024", "--output-prefix", source]) == 0
+    before = Shard(source)
+    assert len(before) > 5
+    for number, name in enumerate([*WHOLE, "sft-idx"]):
+        target = place(tmp_path, name, f"demo-{number}")
+        assert main(["convert", source, target, "--to", name]) == 0
+        source = target
+    after = Shard(source)
+    for one, other in zip(before, after, strict=True):
+        for key in ("input_ids", "loss_mask", "seq_boundaries"):
+            np.testing.assert_array_equal(one[key], other[key])
+
+
 # ---- masks ----
 
 
@@ -231,6 +248,16 @@ def test_the_legacy_writer_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
 
 
 # ---- refusals ----
+
+
+def test_an_archive_in_the_clothes_of_an_array_is_not_unpacked(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "bomb.npz", a=np.zeros(1 << 24))
+    (tmp_path / "bomb.npz").rename(tmp_path / "x.npy")
+    with pytest.raises(FormatError, match=r"x\.npy: no known packed data; found a file of .* begins with b'PK"):
+        convert(str(tmp_path / "x.npy"), str(tmp_path / "y"), "sft-idx")
+    with pytest.raises(FormatError, match=r"x\.npy: not a \.npy file of version 1 or 2"):
+        convert(str(tmp_path / "x.npy"), str(tmp_path / "y"), "sft-idx", ConvertOptions(source_format="npy"))
+    assert not list(tmp_path.glob("y*"))
 
 
 def test_a_source_is_never_written_over(tmp_path: Path) -> None:
