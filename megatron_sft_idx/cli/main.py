@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_sft_idx import __version__
-from megatron_sft_idx.cli import convert, pack, preprocess
+from megatron_sft_idx.cli import convert, pack, preprocess, raw_index
 from megatron_sft_idx.errors import SFTIndexError
 
 __all__ = ["main"]
 
-_VERBS = (preprocess, pack, convert)
+_VERBS = (preprocess, pack, convert, raw_index)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -15,7 +15,17 @@ from megatron_sft_idx.formats.masks import MaskAlignment
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shards import natural_key
 
-__all__ = ["READABLE", "WRITABLE", "Source", "create", "find", "open_reader", "recognise", "same_place"]
+__all__ = [
+    "READABLE",
+    "WRITABLE",
+    "Source",
+    "create",
+    "find",
+    "open_reader",
+    "reader_options",
+    "recognise",
+    "same_place",
+]
 
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
@@ -24,9 +34,10 @@ Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 _MODULES = {
     "sft-idx": ("sft_idx", "a packed SFT shard (X.seq.idx and four files beside it)"),
     "npy": ("npy", "a pickled .npy of packs"),
-    "memmap": ("memmap", "a folder of padded arrays (manifest.json and five .npy files)"),
-    "parquet": ("parquet", "a Parquet file of packs (input_ids, loss_mask, seq_start_id)"),
-    "jsonl-chunks": ("jsonl_chunks", "pre-packed JSONL chunks (chunk_00000.jsonl and on)"),
+    "memmap": ("memmap", "a folder of padded arrays with a manifest.json of memmap_padded_v1"),
+    "parquet": ("parquet", "a Parquet file with list columns input_ids, loss_mask, seq_start_id"),
+    "jsonl-chunks": ("jsonl_chunks", "a folder of pre-packed JSONL chunks (chunk_00000.jsonl and on), or one of them"),
+    "pbin": ("modalities.pbin", "a Modalities .pbin"),
     "megatron": ("stock", "a stock Megatron dataset (X.bin and X.idx, no masks)"),
 }
 READABLE = tuple(_MODULES)
@@ -44,16 +55,20 @@ def _module(name: str) -> Any:
     return import_module(f"megatron_sft_idx.formats.{_MODULES[name][0]}")
 
 
+def reader_options(name: str) -> set[str]:
+    """Names of the options that the reader of a format has, ``mask_alignment`` among them."""
+    return signature(_module(name).Reader).parameters.keys() - {"path"}
+
+
 def open_reader(path: str, name: str, *, mask_alignment: MaskAlignment = "label", **options: Any) -> PackedReader:
     """The reader of one file, folder or shard; options are those of its format.
 
     Raises:
         FormatError: no such format, an option that it does not have, or a path that is not of it.
     """
-    made = _module(name).Reader
-    if unknown := sorted(options.keys() - signature(made).parameters.keys()):
+    if unknown := sorted(options.keys() - reader_options(name)):
         raise FormatError(f"{path}: a {name} source has no option {', '.join(unknown)}; leave it out")
-    reader: PackedReader = made(path, mask_alignment=mask_alignment, **options)
+    reader: PackedReader = _module(name).Reader(path, mask_alignment=mask_alignment, **options)
     return reader
 
 
