@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace sft_idx {
 
@@ -45,7 +47,7 @@ class Machine {
         take(4);
         break;
       case 'p':  // PUT
-        line();
+        decimal(line());
         break;
       case 0x94:  // MEMOIZE
         break;
@@ -95,8 +97,9 @@ class Machine {
         return little_endian(static_cast<std::uint64_t>(size), true);
       }
       case 'I':  // INT
-      case 'L':  // LONG
-        return decimal();
+        return decimal(line());
+      case 'L':  // LONG: the number, then the letter again
+        return decimal(long_line());
       default:
         char hex[8];
         std::snprintf(hex, sizeof hex, "0x%02x", opcode);
@@ -113,9 +116,7 @@ class Machine {
     return static_cast<std::int64_t>(value);
   }
 
-  std::int64_t decimal() {
-    auto text = line();
-    if (!text.empty() && text.back() == 'L') text.pop_back();
+  std::int64_t decimal(const std::string& text) const {
     std::int64_t value = 0;
     const auto* end = text.data() + text.size();
     const auto result = std::from_chars(text.data(), end, value);
@@ -153,6 +154,12 @@ class Machine {
     const auto* end = std::find(start, data_ + nbytes_, '\n');
     const auto* taken = take(static_cast<std::size_t>(end - start) + 1);
     return {taken, taken + (end - start)};
+  }
+
+  std::string long_line() {
+    auto text = line();
+    if (!text.empty() && text.back() == 'L') text.pop_back();
+    return text;
   }
 
   [[noreturn]] void fail(const std::string& why) const {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ SUFFIXES = {
     "pbin": ".pbin",
     "jsonl-chunks": ".chunks",
 }
-LOSSY = {"pbin"}
+LOSSY = ["pbin"]
 WEIGHTS = {"sft-idx", "npy"}
 WHOLE = [name for name in WRITABLE if name not in LOSSY]
 PAIRS = [(a, b) for a in WHOLE for b in WHOLE]
@@ -70,17 +71,35 @@ def test_every_format_to_every_other(tmp_path: Path, way: tuple[str, str], corne
     assert_holds(shard, CORNERS[corner])
 
 
-@pytest.mark.parametrize("way", PAIRS, ids="-".join)
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("name", WHOLE)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_packs_survive_the_way(tmp_path: Path, way: tuple[str, str], data: st.DataObject) -> None:
+def test_any_packs_survive_any_way(tmp_path: Path, name: str, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([np.uint16, np.int32]))
     packs = data.draw(samples(token_dtype=dtype))
+    way = (name, *data.draw(st.lists(st.sampled_from(WHOLE), max_size=2)))
     assert_holds(trip(tmp_path, packs, way, token_dtype=dtype), packs)
 
 
+@pytest.mark.parametrize("corner", CORNERS)
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_a_format_has_no_place_for_is_let_go_only_on_request(tmp_path: Path, name: str, corner: str) -> None:
+    packs = CORNERS[corner]
+    write_samples(tmp_path / "x", packs, token_dtype=np.uint16)
+    target = place(tmp_path, name, "y")
+    with pytest.raises(FormatError, match="--allow-loss"):
+        convert(str(tmp_path / "x"), target, name)
+    report = convert(str(tmp_path / "x"), target, name, ConvertOptions(allow_loss=True))
+    assert [sentence.split(":")[0] for sentence in report.lost] == ["loss masks", "which sequences share a pack"]
+    with pytest.raises(FormatError, match="--mask-rule all"):
+        convert(target, str(tmp_path / "z"), "sft-idx")
+    convert(target, str(tmp_path / "z"), "sft-idx", ConvertOptions(reader={"mask_rule": "all"}))
+    sequences = [pack.tokens[a:b] for pack in packs for a, b in pairwise(pack.bounds)]
+    assert_holds(Shard(tmp_path / "z"), [Sample(tokens, [1] * len(tokens), [0]) for tokens in sequences])
+
+
 @pytest.mark.parametrize("name", sorted(WEIGHTS))
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(packs=samples(weights=True))
 def test_weights_survive_where_a_format_has_them(tmp_path: Path, name: str, packs: list[Sample]) -> None:
     assert_holds(trip(tmp_path, packs, (name,), mask_dtype=np.float32), packs)

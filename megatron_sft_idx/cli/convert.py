@@ -40,7 +40,11 @@ go and said with --allow-loss.
 """
 
 # Options of one format's reader or writer: flag, name there, formats that know it.
-_READER: dict[str, tuple[str, ...]] = {"mask_rule": ("megatron", "pbin"), "mask_path": ("megatron",)}
+_READER: dict[str, tuple[str, ...]] = {
+    "mask_rule": ("megatron", "pbin"),
+    "mask_path": ("megatron",),
+    "repair_merge": ("pbin",),
+}
 _WRITER: dict[str, tuple[str, ...]] = {"row_group_size": ("parquet",), "samples_per_chunk": ("jsonl-chunks",)}
 
 
@@ -65,6 +69,12 @@ def add_parser(verbs: Verbs) -> None:
     )
     parser.add_argument("--mask-rule", choices=("all",), help="for sources without masks: all trains on every token")
     parser.add_argument("--mask-path", metavar="PREFIX", help="for stock datasets: a dataset that holds the masks")
+    parser.add_argument(
+        "--repair-merge",
+        action="store_const",
+        const=True,
+        help="pbin: place documents by their lengths where merging damaged the index",
+    )
     parser.add_argument(
         "--capacity",
         type=positive,

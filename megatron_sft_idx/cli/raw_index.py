@@ -60,6 +60,9 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
             overwrite=arguments.overwrite,
             on_progress=progress.update,
         )
-    left_out = [f"{report.num_blank:,} blank lines"] * bool(report.num_blank)
-    left_out += [f"{report.num_faulty:,} lines that are no JSON"] * bool(report.num_faulty)
-    print(f"wrote {report.index_path}: {report.num_rows:,} rows" + "".join(f", {part} left out" for part in left_out))
+    line = f"wrote {report.index_path}: {report.num_rows:,} rows"
+    if report.num_blank:
+        line += f", blank lines left out: {report.num_blank:,}"
+    if report.num_faulty:
+        line += f", lines that are no JSON left out: {report.num_faulty:,}"
+    print(line)

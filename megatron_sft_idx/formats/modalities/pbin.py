@@ -14,13 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun
+from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.checks import checked_alignment
 from megatron_sft_idx.formats.masks import MaskAlignment
 from megatron_sft_idx.formats.modalities.layout import encode_header, framings
 from megatron_sft_idx.formats.modalities.pickled_pairs import write_pairs
 from megatron_sft_idx.formats.modalities.placement import Placement, place_documents
 from megatron_sft_idx.formats.output import output_file
+from megatron_sft_idx.formats.reading import file_identity, run_bounds
+from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import OutputFile, as_bytes
 
@@ -91,12 +93,18 @@ class Reader(PackedReader):
                 " was made of"
             )
         placement = place_documents(self.path, repair_merge=repair_merge)
+        if len(placement.lengths) and placement.lengths.max() > MAX_CAPACITY:
+            longest = int(np.argmax(placement.lengths))
+            raise SequenceError(
+                self.path,
+                longest,
+                f"has {placement.lengths[longest]} tokens, expected at most {MAX_CAPACITY} (rule P1)",
+            )
         # Packs hold at least one token.
         self._starts = placement.starts[placement.lengths > 0]
         self._lengths = placement.lengths[placement.lengths > 0]
         self._tokens = placement.framing.open_tokens(self.path)
-        status = os.stat(self.path)
-        self._identity = f"{FORMAT}:{status.st_size}:{status.st_mtime_ns}:{placement.num_moved > 0}"
+        self._identity = file_identity(self.path) + " repaired" * (placement.num_moved > 0)
         self._generation = placement.generation.number
         self.notes = list(_notes(placement))
 
@@ -117,7 +125,7 @@ class Reader(PackedReader):
 
     @property
     def identity(self) -> str:
-        """Size and time of change."""
+        """Size and time of change, and whether the index was set right."""
         return self._identity
 
     def __len__(self) -> int:
@@ -135,15 +143,11 @@ class Reader(PackedReader):
 
     def runs(self) -> Iterator[PackRun]:
         """All documents in order."""
-        ends = np.cumsum(self._lengths)
-        first = 0
-        while first < len(self):
-            before = int(ends[first - 1]) if first else 0
-            stop = max(first + 1, int(np.searchsorted(ends, before + RUN_TOKENS, side="right")))
-            lengths = self._lengths[first:stop]
-            ones = np.ones(stop - first, np.int64)
-            yield PackRun(self._documents(first, stop), _all_trained(lengths), ones - 1, lengths, ones)
-            first = stop
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
+        for first, last in run_bounds(offsets):
+            lengths = self._lengths[first:last]
+            ones = np.ones(last - first, np.int64)
+            yield PackRun(self._documents(first, last), _all_trained(lengths), ones - 1, lengths, ones)
 
     def _documents(self, first: int, stop: int) -> NDArray[Any]:
         """Tokens of some documents end to end; a view where they lie so."""
@@ -221,6 +225,7 @@ class Writer(PackedWriter):
         }
         self._path = name
         self._dtype = np.dtype(f"<u{token_nbytes}")
+        self.lost = self._lost = {"masks": "loss masks: readers train on every token of a document but the first"}
         self._num_packs = 0
         self._lengths: list[NDArray[np.int64]] = []
         self._output = output_file(path, overwrite=overwrite)
@@ -247,6 +252,8 @@ class Writer(PackedWriter):
         firsts = np.repeat(np.cumsum(run.pack_lengths) - run.pack_lengths, run.pack_sequences)
         self._lengths.append(np.diff(run.seq_starts + firsts, append=len(tokens)))
         self._num_packs += len(run.pack_lengths)
+        if (run.pack_sequences > 1).any():
+            self._lost["packs"] = "packs: every sequence is a document, whichever shared a pack"
 
     def finalize(self) -> None:
         """Write the index and the data's length, and put the file in its place."""
