@@ -71,8 +71,8 @@ class Reader(PackedReader):
         self.path = os.fspath(path)
         if checked_alignment(self.path, mask_alignment) != "label":
             raise FormatError(
-                f"{self.path}: labels name the tokens that are trained on and are shifted once here in any case; leave mask"
-                f" alignment {mask_alignment!r} out"
+                f"{self.path}: labels name the tokens that are trained on and are shifted once here in any case;"
+                f" leave mask alignment {mask_alignment!r} out"
             )
         self.notes: list[str] = []
         self._paths = [self.path]
