@@ -254,3 +254,8 @@ def test_nothing_is_left_where_the_source_ends_early(tmp_path: Path) -> None:
     ):
         out.write(run_of(demo_samples()))
     assert folder_of(tmp_path) == []
+
+
+def test_an_empty_dataset_without_a_capacity(tmp_path: Path) -> None:
+    write_packs(Writer, tmp_path / "x", [], spec={"capacity": 0})
+    assert_reads(Reader(tmp_path / "x"), [])

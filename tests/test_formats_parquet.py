@@ -175,6 +175,17 @@ def test_an_opener_supplies_the_bytes_and_groups_are_read_once(tmp_path: Path) -
     assert_reads(reader, packs)
 
 
+def test_runs_are_bounded_whatever_the_row_groups_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_sft_idx.formats.parquet.reader.RUN_TOKENS", 12)
+    lengths = [1] * 40 + [3] * 6 + [5] + [1] * 3 + [30] + [2] * 2
+    packs = [sample_of([n], lambda p: p % 2, lambda p: p) for n in lengths]
+    write_groups(tmp_path / "x", table_of(packs), [40, 6, 1, 0, 3, 1, 2])
+    reader = Reader(tmp_path / "x")
+    assert_reads(reader, packs)
+    assert all(len(run.tokens) <= 12 or len(run.pack_lengths) == 1 for run in reader.runs())
+    assert len(list(reader.runs())) < 20
+
+
 def test_the_cache_is_bounded_and_keeps_what_was_used_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packs = [sample_of([100], lambda p: p % 2, lambda p: p) for _ in range(8)]
     write_groups(tmp_path / "x", table_of(packs), [2] * 4)

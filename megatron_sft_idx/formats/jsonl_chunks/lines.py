@@ -80,6 +80,6 @@ def _integers(value: Any, name: str) -> NDArray[np.int64]:
     if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise ValueError(f"{name} is no list of whole numbers")
     try:
-        return np.array(value, np.int64)
+        return np.fromiter(value, np.int64, len(value))  # several times faster than numpy.array on a list
     except OverflowError:
         raise ValueError(f"{name} holds numbers that are far outside any id or length") from None

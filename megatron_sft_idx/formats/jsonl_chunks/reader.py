@@ -56,7 +56,7 @@ class Reader(PackedReader):
 
     Args:
         path: the folder, or one file.
-        mask_alignment: labels say themselves what is trained; only the two that agree with this are taken.
+        mask_alignment: labels say themselves which tokens are trained on; only the default is taken.
         allow_gaps: chunks in between are missing because their producer freed them.
 
     Raises:
@@ -69,10 +69,10 @@ class Reader(PackedReader):
         self, path: str | os.PathLike[str], *, mask_alignment: MaskAlignment = "label", allow_gaps: bool = False
     ) -> None:
         self.path = os.fspath(path)
-        if checked_alignment(self.path, mask_alignment) == "rolled-right":
+        if checked_alignment(self.path, mask_alignment) != "label":
             raise FormatError(
-                f"{self.path}: labels name the tokens that are trained on, mask alignment {mask_alignment!r} has no"
-                " meaning here; leave the option out"
+                f"{self.path}: labels name the tokens that are trained on and are shifted once here in any case;"
+                f" leave mask alignment {mask_alignment!r} out"
             )
         self.notes: list[str] = []
         self._paths = [self.path]

@@ -56,7 +56,7 @@ class Writer(PackedWriter):
         self._writer = MemmapShardWriter(
             path,
             spec.num_packs,
-            max(spec.capacity, 1) if pack_size is None else pack_size,  # no packs, no capacity
+            max(spec.capacity, 1) if pack_size is None else pack_size,  # an empty shard's capacity may be 0
             spec.num_sequences,
             np.uint16 if spec.token_dtype == np.uint16 else np.int32,
             mask_alignment="label",
