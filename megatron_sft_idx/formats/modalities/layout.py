@@ -114,7 +114,8 @@ class Framing:
 
     def open_tokens(self, path: str) -> NDArray[Any]:
         """The data, mapped, as it is on disk: unsigned tokens in the file's byte order."""
-        dtype = np.dtype(f"u{self.token_nbytes}").newbyteorder(self.byte_order)
+        # Not newbyteorder(), which spells this machine's own order out: kernels take such a dtype for a foreign one.
+        dtype = np.dtype(f"{'<' if self.byte_order == 'little' else '>'}u{self.token_nbytes}")
         tokens = open_array(path, dtype, self.num_tokens, nbytes=self.file_nbytes, offset=self.header_nbytes)
         assert isinstance(tokens, np.ndarray)
         return tokens
