@@ -21,7 +21,8 @@ Evidence that tells them apart: a header of the right size and byte order gives 
 file, where a pickle begins that ends with the file; the wrong ones give astronomical lengths, or no pickle. Between 3
 and 4, and for certainty everywhere, the first offset decides. Where an index is empty nothing can differ: it is a 4.
 
-Between March and December 2024 the tool could also choose tokens of 3 bytes, which its own reader never accepted.
+Not read: what the first experiments of November 2023 wrote (a header of 4 bytes), and tokens of 3 bytes, which a few
+development versions of December 2024 chose for large vocabularies and no version's reader ever took.
 
 Documents tile the data in the order of the index: every writer of the format only appends. That is what makes the
 damage of its merge tool visible: it moves the index entries of each further file by 12 bytes, a header, too little (see
@@ -193,7 +194,7 @@ def _why_not(head: bytes, size: int) -> str:
         return "its header says no data, though some follows: its writer was stopped before the end; make it again"
     if token_nbytes == 3:
         return (
-            "tokens of 3 bytes, which a few versions of Modalities wrote in 2024 and none reads;"
+            "tokens of 3 bytes, which a few versions of Modalities wrote in December 2024 and none reads;"
             " make it again with a current one"
         )
     return (
