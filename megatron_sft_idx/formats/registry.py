@@ -91,8 +91,10 @@ def create(
 
 def recognise(path: str) -> dict[str, str]:
     """Formats that the content at ``path`` is of, each with the evidence; none, one, or several."""
+    # Where no file and no folder has this name, it can only be a prefix; the others need not be imported.
+    names = _MODULES if os.path.lexists(path) else _PREFIXES
     found = {}
-    for name in _MODULES:
+    for name in names:
         if (evidence := _module(name).recognise(path)) is not None:
             found[name] = evidence
     return found
