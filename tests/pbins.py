@@ -74,6 +74,7 @@ def documents_of(path: str, **options: Any) -> list[list[int]]:
         assert pack["seq_boundaries"].tolist() == [0, length]
         assert pack["loss_mask"].tolist() == [1] * (length - 1) + [0]
         assert pack["input_ids"].dtype == reader.spec.token_dtype
+        assert pack["input_ids"].dtype.byteorder == "="
         assert not pack["input_ids"].flags.writeable
         documents.append(pack["input_ids"].tolist())
     runs = list(reader.runs())

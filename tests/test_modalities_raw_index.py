@@ -133,8 +133,14 @@ def test_other_inputs_are_refused(tmp_path: Path) -> None:
     listed.write_bytes(b'[{"a":1}]')
     with pytest.raises(FormatError, match="array data; expected plain JSON lines"):
         create_raw_index(listed)
+    listed.write_bytes(b'{"a":1}\n')
     with pytest.raises(FormatError, match="no such file"):
         create_raw_index(tmp_path / "missing.jsonl")
+    with pytest.raises(FormatError, match="every one has an index of its own"):
+        create_raw_index(tmp_path)
+    with pytest.raises(FormatError, match="is the file to be indexed"):
+        create_raw_index(listed.rename(tmp_path / "rows.idx"), overwrite=True)
+    (tmp_path / "rows.idx").rename(listed)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["rows.json", "rows.jsonl.gz"]
 
 
@@ -247,7 +253,7 @@ def test_a_file_that_changed(made: Made) -> None:
     create_raw_index(path)
     rows = RawRows(path)
     made(b'{"a":1}\n')
-    with pytest.raises(FormatError, match="file has 8 bytes, expected 16"):
+    with pytest.raises(FormatError, match="8 bytes, 16 when it was first named"):
         len(rows)
 
 

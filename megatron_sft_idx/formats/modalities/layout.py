@@ -21,7 +21,8 @@ Evidence that tells them apart: a header of the right size and byte order gives 
 file, where a pickle begins that ends with the file; the wrong ones give astronomical lengths, or no pickle. Between 3
 and 4, and for certainty everywhere, the first offset decides. Where an index is empty nothing can differ: it is a 4.
 
-Between March and December 2024 the tool could also choose tokens of 3 bytes, which its own reader never accepted.
+Not read: what the first experiments of November 2023 wrote (a header of 4 bytes), and tokens of 3 bytes, which a few
+development versions of December 2024 chose for large vocabularies and no version's reader ever took.
 
 Documents tile the data in the order of the index: every writer of the format only appends. That is what makes the
 damage of its merge tool visible: it moves the index entries of each further file by 12 bytes, a header, too little (see
@@ -114,7 +115,8 @@ class Framing:
 
     def open_tokens(self, path: str) -> NDArray[Any]:
         """The data, mapped, as it is on disk: unsigned tokens in the file's byte order."""
-        dtype = np.dtype(f"u{self.token_nbytes}").newbyteorder(self.byte_order)
+        # Not newbyteorder(), which spells this machine's own order out: kernels take such a dtype for a foreign one.
+        dtype = np.dtype(f"{'<' if self.byte_order == 'little' else '>'}u{self.token_nbytes}")
         tokens = open_array(path, dtype, self.num_tokens, nbytes=self.file_nbytes, offset=self.header_nbytes)
         assert isinstance(tokens, np.ndarray)
         return tokens
@@ -192,7 +194,7 @@ def _why_not(head: bytes, size: int) -> str:
         return "its header says no data, though some follows: its writer was stopped before the end; make it again"
     if token_nbytes == 3:
         return (
-            "tokens of 3 bytes, which a few versions of Modalities wrote in 2024 and none reads;"
+            "tokens of 3 bytes, which a few versions of Modalities wrote in December 2024 and none reads;"
             " make it again with a current one"
         )
     return (

@@ -219,13 +219,10 @@ class Writer(PackedWriter):
         token_nbytes = token_nbytes or np.dtype(spec.token_dtype).itemsize
         if token_nbytes not in (1, 2, 4):
             raise FormatError(f"{name}: tokens of {token_nbytes} bytes, Modalities reads 1, 2 or 4")
-        self.lost = {
-            "masks": "loss masks: the format has none, every token would be trained on",
-            "packs": "which sequences share a pack: every sequence is a document of its own",
-        }
         self._path = name
         self._dtype = np.dtype(f"<u{token_nbytes}")
-        self.lost = self._lost = {"masks": "loss masks: readers train on every token of a document but the first"}
+        self._lost = {"masks": "loss masks: the format has none, every token would be trained on"}
+        self.lost = self._lost
         self._num_packs = 0
         self._lengths: list[NDArray[np.int64]] = []
         self._output = output_file(path, overwrite=overwrite)
@@ -253,16 +250,20 @@ class Writer(PackedWriter):
         self._lengths.append(np.diff(run.seq_starts + firsts, append=len(tokens)))
         self._num_packs += len(run.pack_lengths)
         if (run.pack_sequences > 1).any():
-            self._lost["packs"] = "packs: every sequence is a document, whichever shared a pack"
+            self._lost["packs"] = "which sequences share a pack: every sequence is a document of its own"
 
     def finalize(self) -> None:
         """Write the index and the data's length, and put the file in its place."""
-        data_nbytes = self._file.nbytes - len(encode_header(0, 1))
-        write_pairs(self._file.write, sum(map(len, self._lengths)), self._pairs())
-        # Last, as the real writer: a file without its length is one that was not finished.
-        self._file.write_at(encode_header(data_nbytes, self._dtype.itemsize), 0)
-        self._file.close()
-        self._output.publish()
+        try:
+            data_nbytes = self._file.nbytes - len(encode_header(0, 1))
+            write_pairs(self._file.write, sum(map(len, self._lengths)), self._pairs())
+            # Last, as the real writer: a file without its length is one that was not finished.
+            self._file.write_at(encode_header(data_nbytes, self._dtype.itemsize), 0)
+            self._file.close()
+            self._output.publish()
+        except BaseException:
+            self.abandon()
+            raise
 
     def abandon(self) -> None:
         """Remove what was written."""

@@ -115,7 +115,7 @@ def create_raw_index(
     name = os.fspath(path)
     target = os.fspath(index_path) if index_path is not None else default_index_path(path)
     _check_input(name)
-    _check_target(target)
+    _check_target(target, name)
     output = output_file(target, overwrite=overwrite)
     try:
         scan = _Scan(name, drop_faulty)
@@ -175,6 +175,8 @@ class _Scan:
 
 
 def _check_input(path: str) -> None:
+    if not os.path.isfile(path):
+        raise FormatError(f"{path}: no such file; name one JSON-lines file, every one has an index of its own")
     (file,) = expand_inputs([path])
     if file.kind != "lines" or file.compression:
         raise FormatError(
@@ -183,7 +185,9 @@ def _check_input(path: str) -> None:
         )
 
 
-def _check_target(path: str) -> None:
+def _check_target(path: str, source: str) -> None:
+    if os.path.realpath(path) == os.path.realpath(source):
+        raise FormatError(f"{path}: is the file to be indexed; choose another --output")
     try:
         with open(path, "rb") as file:
             is_megatron = file.read(len(_MEGATRON_MAGIC)) == _MEGATRON_MAGIC
@@ -276,6 +280,11 @@ class RawRows(Sequence[bytes]):
 
     def _open(self) -> tuple[NDArray[np.int64], Array]:
         if self._opened is None:
+            if (size := os.stat(self.path).st_size) != self._num_bytes:
+                raise FormatError(
+                    f"{self.path}: {size} bytes, {self._num_bytes} when it was first named; it changed: make its index"
+                    " again, then start again"
+                )
             rows = self._read_index()
             data = open_array(
                 self.path, np.dtype(np.uint8), self._num_bytes, nbytes=self._num_bytes, backend=self._backend
