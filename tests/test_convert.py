@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ SUFFIXES = {
     "pbin": ".pbin",
     "jsonl-chunks": ".chunks",
 }
-LOSSY = {"pbin"}
+LOSSY = ["pbin"]
 WEIGHTS = {"sft-idx", "npy"}
 WHOLE = [name for name in WRITABLE if name not in LOSSY]
 PAIRS = [(a, b) for a in WHOLE for b in WHOLE]
@@ -70,17 +71,35 @@ def test_every_format_to_every_other(tmp_path: Path, way: tuple[str, str], corne
     assert_holds(shard, CORNERS[corner])
 
 
-@pytest.mark.parametrize("way", PAIRS, ids="-".join)
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("name", WHOLE)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_packs_survive_the_way(tmp_path: Path, way: tuple[str, str], data: st.DataObject) -> None:
+def test_any_packs_survive_any_way(tmp_path: Path, name: str, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([np.uint16, np.int32]))
     packs = data.draw(samples(token_dtype=dtype))
+    way = (name, *data.draw(st.lists(st.sampled_from(WHOLE), max_size=2)))
     assert_holds(trip(tmp_path, packs, way, token_dtype=dtype), packs)
 
 
+@pytest.mark.parametrize("corner", CORNERS)
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_a_format_has_no_place_for_is_let_go_only_on_request(tmp_path: Path, name: str, corner: str) -> None:
+    packs = CORNERS[corner]
+    write_samples(tmp_path / "x", packs, token_dtype=np.uint16)
+    target = place(tmp_path, name, "y")
+    with pytest.raises(FormatError, match="--allow-loss"):
+        convert(str(tmp_path / "x"), target, name)
+    report = convert(str(tmp_path / "x"), target, name, ConvertOptions(allow_loss=True))
+    assert report.lost
+    with pytest.raises(FormatError, match="--mask-rule all"):
+        convert(target, str(tmp_path / "z"), "sft-idx")
+    convert(target, str(tmp_path / "z"), "sft-idx", ConvertOptions(reader={"mask_rule": "all"}))
+    sequences = [pack.tokens[a:b] for pack in packs for a, b in pairwise(pack.bounds)]
+    assert_holds(Shard(tmp_path / "z"), [Sample(tokens, [1] * len(tokens), [0]) for tokens in sequences])
+
+
 @pytest.mark.parametrize("name", sorted(WEIGHTS))
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(packs=samples(weights=True))
 def test_weights_survive_where_a_format_has_them(tmp_path: Path, name: str, packs: list[Sample]) -> None:
     assert_holds(trip(tmp_path, packs, (name,), mask_dtype=np.float32), packs)
@@ -123,6 +142,9 @@ def test_several_sources_become_one_and_one_of_them_may_be_empty(tmp_path: Path,
         convert(str(tmp_path / stem), parts[-1], name)
     report = convert(parts, str(tmp_path / "all"), "sft-idx")
     assert report.paths == tuple(parts)
+    if name == "npy":  # every one of them is heard, though no two are open at once
+        longest = [max((len(p.tokens) for p in part), default=0) for part in (packs[:5], [], packs[5:])]
+        assert [int(note.split()[-2]) for note in report.notes] == longest
     assert_holds(Shard(tmp_path / "all"), packs)
     assert_holds(open_dataset(parts), packs)
 
@@ -133,6 +155,23 @@ def test_what_a_shard_knows_survives_another_shard(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples(5), **options)
     convert(str(tmp_path / "x"), str(tmp_path / "y"), "sft-idx")
     assert five_files(tmp_path / "x") == five_files(tmp_path / "y")
+
+
+def test_the_demo_data_through_every_format(tmp_path: Path) -> None:
+    demo = ROOT / "tools/demo"
+    source = str(tmp_path / "demo")
+    arguments = ["--input", str(demo / "chats.jsonl"), "--tokenizer-model", str(demo / "tokenizer"), "--workers", "0"]
+    assert main(["preprocess", *arguments, "--seq-length", "1024", "--output-prefix", source]) == 0
+    before = Shard(source)
+    assert len(before) > 5
+    for number, name in enumerate([*WHOLE, "sft-idx"]):
+        target = place(tmp_path, name, f"demo-{number}")
+        assert main(["convert", source, target, "--to", name]) == 0
+        source = target
+    after = Shard(source)
+    for one, other in zip(before, after, strict=True):
+        for key in ("input_ids", "loss_mask", "seq_boundaries"):
+            np.testing.assert_array_equal(one[key], other[key])
 
 
 # ---- masks ----
@@ -158,7 +197,7 @@ def test_masks_are_shifted_exactly_once(tmp_path: Path, name: str) -> None:
     assert_holds(open_dataset(first), packs)
     convert(first, str(tmp_path / "x"), "sft-idx")
     assert_holds(Shard(tmp_path / "x"), packs)
-    if name != "npy":  # which cannot say it
+    if name != "npy":  # which cannot say how its masks are aligned
         with pytest.raises(FormatError, match=r"shift|alignment"):
             convert(first, str(tmp_path / "y"), "sft-idx", ConvertOptions(mask_alignment="token"))
         assert not list(tmp_path.glob("y*"))
@@ -209,6 +248,16 @@ def test_the_legacy_writer_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
 
 
 # ---- refusals ----
+
+
+def test_an_archive_in_the_clothes_of_an_array_is_not_unpacked(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "bomb.npz", a=np.zeros(1 << 24))
+    (tmp_path / "bomb.npz").rename(tmp_path / "x.npy")
+    with pytest.raises(FormatError, match=r"x\.npy: no known packed data; found a file of .* begins with b'PK"):
+        convert(str(tmp_path / "x.npy"), str(tmp_path / "y"), "sft-idx")
+    with pytest.raises(FormatError, match=r"x\.npy: not a \.npy file of version 1 or 2"):
+        convert(str(tmp_path / "x.npy"), str(tmp_path / "y"), "sft-idx", ConvertOptions(source_format="npy"))
+    assert not list(tmp_path.glob("y*"))
 
 
 def test_a_source_is_never_written_over(tmp_path: Path) -> None:

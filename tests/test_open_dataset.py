@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from packs import Sample, assert_holds, assert_is, demo_samples, write_samples
 
 from megatron_sft_idx import PackedDataset, open_dataset
+from megatron_sft_idx.convert import ConvertOptions, convert
 from megatron_sft_idx.errors import FormatError, SequenceError, ShardNotFoundError
 from megatron_sft_idx.formats.joined import JoinedReader
-from megatron_sft_idx.formats.registry import find, recognise
+from megatron_sft_idx.formats.registry import WRITABLE, find, recognise
 from megatron_sft_idx.shard import Shard
 
 PACKS = demo_samples(23)
@@ -33,22 +34,38 @@ def plain_npy(path: Path, packs: list[Sample]) -> Path:
     return path
 
 
-def write_shards(folder: Path, sizes: dict[str, int]) -> None:
-    done = 0
-    for name, size in sizes.items():
-        write_samples(folder / name, PACKS[done : done + size], capacity=64)
-        done += size
+def cut(packs: list[Sample], sizes: dict[str, int]) -> dict[str, list[Sample]]:
+    """Packs by the name of the file that they go to, in order."""
+    left = iter(packs)
+    return {name: [next(left) for _ in range(size)] for name, size in sizes.items()}
 
 
-def write_npys(folder: Path, sizes: dict[str, int]) -> None:
-    done = 0
-    for name, size in sizes.items():
-        plain_npy(folder / f"{name}.npy", PACKS[done : done + size])
-        done += size
+def write_shards(folder: Path, sizes: dict[str, int], packs: list[Sample] = PACKS) -> None:
+    for name, part in cut(packs, sizes).items():
+        write_samples(folder / name, part, capacity=64, overwrite=True)
+
+
+def write_npys(folder: Path, sizes: dict[str, int], packs: list[Sample] = PACKS) -> None:
+    for name, part in cut(packs, sizes).items():
+        plain_npy(folder / f"{name}.npy", part)
+
+
+def write_kind(kind: str, folder: Path, sizes: dict[str, int], packs: list[Sample] = PACKS) -> None:
+    """Data of one format in files of these sizes."""
+    if kind == "sft-idx":
+        write_shards(folder, sizes, packs)
+        return
+    write_shards(folder / ".shards", sizes, packs)
+    for name in sizes:
+        source, options = str(folder / ".shards" / name), ConvertOptions(overwrite=True)
+        convert(source, str(folder / (name + SUFFIXES[kind])), kind, options)
 
 
 SIZES = {"a-2": 5, "a-9": 0, "a-10": 1, "b": 0, "c": 17}
-KINDS: dict[str, Any] = {"sft-idx": write_shards, "npy": write_npys}
+SUFFIXES = {"sft-idx": "", "npy": ".npy", "memmap": ".memmap", "parquet": ".parquet", "jsonl-chunks": ".chunks"}
+KINDS = [kind for kind in WRITABLE if kind in SUFFIXES]
+
+SAY_CAPACITY = ("sft-idx", "memmap", "parquet")
 
 
 # ---- indexing ----
@@ -56,11 +73,11 @@ KINDS: dict[str, Any] = {"sft-idx": write_shards, "npy": write_npys}
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_of_one_kind_are_one(tmp_path: Path, kind: str) -> None:
-    KINDS[kind](tmp_path, SIZES)
+    write_kind(kind, tmp_path, SIZES)
     ds = open_dataset(tmp_path, max_open=2)
     assert (ds.format, len(ds), len(ds.paths)) == (kind, 23, 5)
     assert ds.num_sequences == sum(len(p.starts) for p in PACKS)
-    assert ds.capacity == (64 if kind == "sft-idx" else max(len(p.tokens) for p in PACKS))
+    assert ds.capacity == (64 if kind in SAY_CAPACITY else max(len(p.tokens) for p in PACKS))
     assert_holds(ds, PACKS)
     for pack, sample in zip(ds, PACKS, strict=True):
         assert_is(pack, sample)
@@ -79,8 +96,8 @@ def test_several_of_one_kind_are_one(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_alone_and_an_empty_one(tmp_path: Path, kind: str) -> None:
-    KINDS[kind](tmp_path, {"full": 5, "none": 0})
-    suffix = {"npy": ".npy"}.get(kind, "")
+    write_kind(kind, tmp_path, {"full": 5, "none": 0})
+    suffix = SUFFIXES[kind]
     ds = open_dataset(tmp_path / f"full{suffix}")
     assert_holds(ds, PACKS[:5])
     assert_holds(ds, PACKS[:5])  # the first access may go another way than the next
@@ -227,27 +244,23 @@ def test_different_tokenizers_do_not_go_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_pickles_small_and_opens_again(tmp_path: Path, kind: str) -> None:
-    KINDS[kind](tmp_path, SIZES)
+    write_kind(kind, tmp_path, SIZES)
     ds = open_dataset(tmp_path)
     raw = pickle.dumps(ds)
     assert len(raw) < 1000
     assert_holds(pickle.loads(raw), PACKS)
-    first = tmp_path / {"npy": "a-2.npy"}.get(kind, "a-2")  # written anew
-    if kind == "npy":
-        plain_npy(first, PACKS[:4])
-    else:
-        write_samples(first, PACKS[1:6], capacity=64, overwrite=True)
+    write_kind(kind, tmp_path, {"a-2": 5}, demo_samples(30)[25:])
     again = pickle.loads(raw)
     with pytest.raises(FormatError, match="the content is another one than when this dataset was opened"):
         again[0]
     assert_is(again[-1], PACKS[-1])
 
 
-@pytest.mark.parametrize(("kind", "method"), [("sft-idx", "fork"), ("npy", "fork"), ("npy", "spawn")])
+@pytest.mark.parametrize(("kind", "method"), [*((kind, "fork") for kind in KINDS), ("memmap", "spawn")])
 def test_data_loader_workers_read_what_is_there(tmp_path: Path, kind: str, method: str) -> None:
     from torch.utils.data import DataLoader
 
-    KINDS[kind](tmp_path, SIZES)
+    write_kind(kind, tmp_path, SIZES)
     ds = open_dataset(tmp_path, max_open=1)
     _ = ds[0]  # open here, so that a fork inherits it
     loader: Any = DataLoader(

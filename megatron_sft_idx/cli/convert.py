@@ -47,6 +47,9 @@ _READER: dict[str, tuple[str, ...]] = {
 }
 _WRITER: dict[str, tuple[str, ...]] = {"row_group_size": ("parquet",), "samples_per_chunk": ("jsonl-chunks",)}
 
+# Many files may each have something to say.
+_MOST_NOTES = 20
+
 
 def add_parser(verbs: Verbs) -> None:
     """Add the verb."""
@@ -131,7 +134,8 @@ def _lines(report: ConvertReport, destination: str, to: str) -> list[str]:
     trained = 100 * content.num_trained_tokens / max(content.num_tokens, 1)
     return [
         f"read {what} as {report.source_format}",
-        *(f"note: {note}" for note in report.notes),
+        *(f"note: {note}" for note in report.notes[:_MOST_NOTES]),
+        *([f"note: ... and {len(report.notes) - _MOST_NOTES} more"] if len(report.notes) > _MOST_NOTES else []),
         *(f"lost: {sentence}" for sentence in report.lost),
         f"wrote {destination} as {to}: {content.num_packs:,} packs, {content.num_sequences:,} sequences,"
         f" {content.num_tokens:,} tokens, {trained:.1f}% trained on, capacity {report.spec.capacity:,}",

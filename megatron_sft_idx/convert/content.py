@@ -27,12 +27,11 @@ class Content:
         num_sequences: sequences so far.
         num_tokens: tokens so far.
         num_trained_tokens: positions trained on so far.
-        unplaced: mask values that had no place, so far; see ``PackRun``.
     """
 
     def __init__(self) -> None:
         self._hashes = {column: xxhash.xxh3_128() for column in COLUMNS}
-        self.num_packs = self.num_sequences = self.num_tokens = self.num_trained_tokens = self.unplaced = 0
+        self.num_packs = self.num_sequences = self.num_tokens = self.num_trained_tokens = 0
 
     def add(self, run: PackRun) -> None:
         """The next packs."""
@@ -40,7 +39,6 @@ class Content:
         self.num_sequences += len(run.seq_starts)
         self.num_tokens += len(run.tokens)
         self.num_trained_tokens += int(np.count_nonzero(run.loss_mask))
-        self.unplaced += run.unplaced
         pack_begins = np.cumsum(run.pack_lengths) - run.pack_lengths
         starts = run.seq_starts + np.repeat(pack_begins, run.pack_sequences)
         self._update("tokens", run.tokens, "<i4")

@@ -11,7 +11,7 @@ from megatron_sft_idx.convert.content import Content
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.joined import JoinedReader
-from megatron_sft_idx.formats.masks import MaskAlignment, unplaced_note
+from megatron_sft_idx.formats.masks import MaskAlignment
 from megatron_sft_idx.formats.registry import Source, create, find, open_reader, reader_options, same_place
 
 __all__ = ["ConvertOptions", "ConvertReport", "Progress", "convert"]
@@ -104,7 +104,6 @@ def convert(
         reading["capacity"] = options.capacity  # its packers exceed what they were given, which its reader knows
     parts = JoinedReader(name, paths, mask_alignment=options.mask_alignment, max_open=1, options=reading)
     spec = _spec_for_output(parts, options)
-    notes = list(parts.notes)
     content = Content()
     with create(
         destination, to, spec, overwrite=options.overwrite, allow_loss=options.allow_loss, **options.writer
@@ -112,12 +111,9 @@ def convert(
         for run in _counted(parts.runs(), begun and begun("converting", spec.num_tokens)):
             _write(writer, run, spec)
             content.add(run)
-    notes = list(dict.fromkeys([*notes, *parts.notes]))
-    if content.unplaced and (note := unplaced_note(content.unplaced, options.mask_alignment)) not in notes:
-        notes.append(note)
     if options.verify:
         _verify(destination, to, content, writer.lost, begun and begun("verifying", spec.num_tokens))
-    return ConvertReport(name, parts.paths, content, spec, notes, [*writer.lost.values()], options.verify)
+    return ConvertReport(name, parts.paths, content, spec, parts.notes, [*writer.lost.values()], options.verify)
 
 
 def _spec_for_output(parts: JoinedReader, options: ConvertOptions) -> PackedSpec:

@@ -31,6 +31,7 @@ class _Held:
         self.process = os.getpid()
         self.lock = threading.Lock()
         self.readers: dict[int, PackedReader] = {}
+        self.said: dict[str, None] = {}  # notes of readers closed by now, each once and in order
 
 
 class JoinedReader:
@@ -105,7 +106,8 @@ class JoinedReader:
                     f" ({reader.identity}, then {self._identities[number]}); it was written anew: start again"
                 )
             while len(held.readers) >= self.max_open:
-                del held.readers[next(iter(held.readers))]
+                oldest = held.readers.pop(next(iter(held.readers)))
+                held.said.update(dict.fromkeys(oldest.notes))
         held.readers[number] = reader  # last: in the order of their use
         return reader
 
@@ -140,10 +142,12 @@ class JoinedReader:
 
     @property
     def notes(self) -> list[str]:
-        """What was understood of the files that are open now; each sentence once."""
+        """What was understood of the files opened so far; each sentence once."""
         held = self._here()
         with held.lock:
-            return list(dict.fromkeys(note for reader in held.readers.values() for note in reader.notes))
+            return list(
+                {**held.said, **dict.fromkeys(note for reader in held.readers.values() for note in reader.notes)}
+            )
 
     def runs(self) -> Iterator[PackRun]:
         """All packs of all files in order, each file closed before the next is opened."""

@@ -34,9 +34,10 @@ Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 _MODULES = {
     "sft-idx": ("sft_idx", "a packed SFT shard (X.seq.idx and four files beside it)"),
     "npy": ("npy", "a pickled .npy of packs"),
-    "memmap": ("memmap", "a folder of padded arrays with a manifest.json of memmap_padded_v1"),
-    "parquet": ("parquet", "a Parquet file with list columns input_ids, loss_mask, seq_start_id"),
+    "memmap": ("memmap", "a folder of padded arrays (manifest.json and five .npy files)"),
+    "parquet": ("parquet", "a Parquet file of packs (input_ids, loss_mask, seq_start_id)"),
     "pbin": ("modalities.pbin", "a Modalities .pbin"),
+    "jsonl-chunks": ("jsonl_chunks", "pre-packed JSONL chunks (chunk_00000.jsonl and on)"),
     "megatron": ("stock", "a stock Megatron dataset (X.bin and X.idx, no masks)"),
 }
 READABLE = tuple(_MODULES)

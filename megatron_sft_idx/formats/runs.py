@@ -15,10 +15,7 @@ from megatron_sft_idx.formats.masks import MaskAlignment, unplaced_note
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.reader import Pack
 
-__all__ = ["WEIGHTS_LOST", "Counts", "IndexedRun", "binary_mask", "note_unplaced", "stated_alignment", "stated_int"]
-
-# For ``PackedWriter.lost``, of formats whose masks are 0 or 1.
-WEIGHTS_LOST = {"masks": "loss weights: the format holds 0 and 1, every weight above 0 became 1"}
+__all__ = ["BinaryMasks", "Counts", "IndexedRun", "note_unplaced", "stated_alignment", "stated_int"]
 
 
 class IndexedRun:
@@ -103,30 +100,42 @@ class Counts:
             )
 
 
-def binary_mask(path: str, first_pack: int, run: PackRun, *, allow_loss: bool) -> NDArray[np.uint8]:
-    """The mask of a run as 0 and 1, for formats whose readers know nothing else.
+class BinaryMasks:
+    """Masks as 0 and 1, for formats whose readers know nothing else.
 
     Args:
         path: of the file being written, for errors.
-        first_pack: number of the run's first pack, for errors.
-        run: packs whose mask may hold weights.
-        allow_loss: make every weight above 0 a 1.
+        allow_loss: make every weight above 0 a 1, and say so.
 
-    Raises:
-        FormatError: the mask holds other weights, and ``allow_loss`` is False.
+    Attributes:
+        lost: for ``PackedWriter.lost``; grows as weights are let go.
     """
-    mask: NDArray[Any] = run.loss_mask
-    if mask.dtype == np.uint8:
-        return mask
-    weights = (mask != 0) & (mask != 1)
-    if weights.any() and not allow_loss:
-        at = int(np.argmax(weights))
-        pack = first_pack + int(np.searchsorted(np.cumsum(run.pack_lengths), at, side="right"))
-        raise FormatError(
-            f"{path}: pack {pack} has a loss weight of {mask[at]}, this format holds 0 and 1; pass allow_loss"
-            " (--allow-loss) to make every weight above 0 a 1"
-        )
-    return (mask > 0).astype(np.uint8)
+
+    def __init__(self, path: str, *, allow_loss: bool) -> None:
+        self._path, self._allow_loss, self._changed = path, allow_loss, 0
+        self.lost: dict[str, str] = {}
+
+    def of(self, run: PackRun, first_pack: int) -> NDArray[np.uint8]:
+        """The mask of a run, whose first pack has this number.
+
+        Raises:
+            FormatError: the mask holds other weights than 0 and 1, and loss is not allowed.
+        """
+        mask: NDArray[Any] = run.loss_mask
+        if mask.dtype == np.uint8:
+            return mask
+        weights = (mask != 0) & (mask != 1)
+        if weights.any():
+            if not self._allow_loss:
+                at = int(np.argmax(weights))
+                pack = first_pack + int(np.searchsorted(np.cumsum(run.pack_lengths), at, side="right"))
+                raise FormatError(
+                    f"{self._path}: pack {pack} has a loss weight of {mask[at]}, this format holds 0 and 1; pass"
+                    " allow_loss (--allow-loss) to make every weight above 0 a 1"
+                )
+            self._changed += int(np.count_nonzero(weights))
+            self.lost["masks"] = f"{self._changed} loss weights other than 0 and 1 became 1"
+        return (mask > 0).astype(np.uint8)
 
 
 def note_unplaced(notes: list[str], count: int, alignment: MaskAlignment) -> None:

@@ -20,6 +20,7 @@ from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackRun
 from megatron_sft_idx.formats.checks import checked_alignment, checked_run
 from megatron_sft_idx.formats.masks import MaskAlignment, alignment_note
 from megatron_sft_idx.formats.reading import file_identity, run_bounds
+from megatron_sft_idx.formats.runs import note_unplaced
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.mmididx import IDX_HEADER, IDX_HEADER_NBYTES, idx_nbytes, pack_idx_header
 from megatron_sft_idx.shard.reader import Pack
@@ -222,8 +223,12 @@ class Reader(PackedReader):
 
     def runs(self) -> Iterator[PackRun]:
         """All items in order, one a pack."""
+        unplaced = 0
         for first, last in run_bounds(self._offsets):
-            yield self._run(first, last)
+            run = self._run(first, last)
+            unplaced += run.unplaced
+            yield run
+        note_unplaced(self.notes, unplaced, self._alignment)
 
     def _run(self, first: int, last: int) -> PackRun:
         tokens, lengths = self._items.values(first, last), self._items.lengths[first:last]

@@ -18,6 +18,7 @@ from megatron_sft_idx.formats.masks import MaskAlignment, alignment_note
 from megatron_sft_idx.formats.memmap.npy import NpyHeader, open_npy, read_header
 from megatron_sft_idx.formats.memmap.shard_writer import MANIFEST, NAME
 from megatron_sft_idx.formats.memmap.writer import STATED
+from megatron_sft_idx.formats.reading import file_identity
 from megatron_sft_idx.formats.runs import IndexedRun, note_unplaced, stated_alignment, stated_int
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.reader import Pack
@@ -170,8 +171,7 @@ class Reader(PackedReader):
         fingerprint = str(self._manifest["fingerprint"])
         if isinstance(self._manifest.get("checksums"), dict):
             return fingerprint
-        stats = [os.stat(os.path.join(self.path, f"{name}.npy")) for name in _ARRAYS]
-        return "-".join([fingerprint, *(f"{stat.st_size}.{stat.st_mtime_ns}" for stat in stats)])
+        return f"{fingerprint} {file_identity(*(os.path.join(self.path, f'{name}.npy') for name in _ARRAYS))}"
 
     def __len__(self) -> int:
         return self._num_packs

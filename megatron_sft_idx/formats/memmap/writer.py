@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.memmap.shard_writer import MemmapShardWriter
-from megatron_sft_idx.formats.runs import WEIGHTS_LOST, Counts, binary_mask
+from megatron_sft_idx.formats.runs import BinaryMasks, Counts
 
 __all__ = ["STATED", "Writer"]
 
@@ -42,8 +42,9 @@ class Writer(PackedWriter):
         allow_loss: bool = False,
         pack_size: int | None = None,
     ) -> None:
-        self._path, self._spec, self._allow_loss = os.fspath(path), spec, allow_loss
-        self._counts = Counts()
+        self._path, self._spec = os.fspath(path), spec
+        self._counts, self._masks = Counts(), BinaryMasks(self._path, allow_loss=allow_loss)
+        self.lost = self._masks.lost
         stated = {
             "capacity": spec.capacity,
             "num_tokens": spec.num_tokens,
@@ -55,7 +56,7 @@ class Writer(PackedWriter):
         self._writer = MemmapShardWriter(
             path,
             spec.num_packs,
-            max(spec.capacity, 1) if pack_size is None else pack_size,  # no packs, no capacity
+            max(spec.capacity, 1) if pack_size is None else pack_size,  # an empty shard's capacity may be 0
             spec.num_sequences,
             np.uint16 if spec.token_dtype == np.uint16 else np.int32,
             mask_alignment="label",
@@ -70,9 +71,7 @@ class Writer(PackedWriter):
             FormatError: loss weights that are neither 0 nor 1, without ``allow_loss``.
             SequenceError: a pack is longer than a row.
         """
-        mask = binary_mask(self._path, self._counts.packs, run, allow_loss=self._allow_loss)
-        if (mask != run.loss_mask).any():
-            self.lost = WEIGHTS_LOST
+        mask = self._masks.of(run, self._counts.packs)
         self._writer.write_run(run, mask)
         self._counts.add(run)
 

@@ -250,12 +250,25 @@ class Reader(PackedReader):
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
         """All rows, about ``RUN_TOKENS`` tokens at a time whatever the row groups are."""
         with pyarrow_errors(self.path):
-            tokens = sum(self._num_values["input_ids"])
-            rows = max(1, min(RUN_TOKENS, RUN_TOKENS * len(self) // max(tokens, 1)))
-            yield from self._streamed.iter_batches(rows, columns=columns, use_threads=False)
+            for groups, rows in self._portions():
+                yield from self._streamed.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False)
+
+    def _portions(self) -> Iterator[tuple[list[int], int]]:
+        """Row groups to read in one go, and how many rows of them at once: small groups together, large ones alone."""
+        groups: list[int] = []
+        tokens = packs = 0
+        for group, count in enumerate(self._num_values["input_ids"]):
+            if groups and tokens + count > RUN_TOKENS:
+                yield groups, max(1, packs * RUN_TOKENS // max(tokens, RUN_TOKENS))
+                groups, tokens, packs = [], 0, 0
+            groups.append(group)
+            tokens += count
+            packs += self._first_packs[group + 1] - self._first_packs[group]
+        if groups:
+            yield groups, max(1, packs * RUN_TOKENS // max(tokens, RUN_TOKENS))
 
     def runs(self) -> Iterator[PackRun]:
-        """All packs; memory is bounded by the mean length of packs, not by row groups.
+        """All packs; memory is bounded by the mean length of the packs in a row group, not by its size.
 
         Raises:
             SequenceError: a pack breaks a rule, with its number.

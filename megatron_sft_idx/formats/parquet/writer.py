@@ -13,7 +13,7 @@ from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.output import output_file
 from megatron_sft_idx.formats.parquet.columns import COLUMNS, list_array, pyarrow_errors
 from megatron_sft_idx.formats.parquet.metadata import KEY, encode
-from megatron_sft_idx.formats.runs import WEIGHTS_LOST, Counts, IndexedRun, binary_mask
+from megatron_sft_idx.formats.runs import BinaryMasks, Counts, IndexedRun
 
 __all__ = ["Writer"]
 
@@ -59,8 +59,9 @@ class Writer(PackedWriter):
         name = os.fspath(path)
         if row_group_size < 1:
             raise FormatError(f"{name}: row group size {row_group_size}, expected at least 1 pack")
-        self._spec, self._allow_loss, self._row_group_size = spec, allow_loss, row_group_size
-        self._counts = Counts()
+        self._spec, self._row_group_size = spec, row_group_size
+        self._counts, self._masks = Counts(), BinaryMasks(name, allow_loss=allow_loss)
+        self.lost = self._masks.lost
         self._held: list[PackRun] = []
         self._held_packs = self._held_tokens = 0
         with pyarrow_errors(name):
@@ -84,9 +85,7 @@ class Writer(PackedWriter):
         Raises:
             FormatError: loss weights that are neither 0 nor 1, without ``allow_loss``.
         """
-        mask = binary_mask(self._output.path, self._counts.packs, run, allow_loss=self._allow_loss)
-        if (mask != run.loss_mask).any():
-            self.lost = WEIGHTS_LOST
+        mask = self._masks.of(run, self._counts.packs)
         self._counts.add(run)
         rest = IndexedRun(PackRun(run.tokens, mask, run.seq_starts, run.pack_lengths, run.pack_sequences))
         first = 0
