@@ -34,7 +34,7 @@ mask alignment: label is what Megatron-Bridge's collate expects (value j: does p
 whether token j itself is trained on; rolled-right is a token mask that was moved one to the right over whole packs, as
 some writers do. Results are always label-aligned, and a file that says it is cannot be shifted again.
 
-memory: under 256 MiB of heap whatever the size, but for reading .npy, which can only be unpickled whole (some 40 bytes a
+memory: under 256 MiB of heap whatever the size, but for reading .npy, which is unpickled whole (some 40 bytes a
 token; --no-verify spares that where .npy is written).
 
 loss: what a format has no place for is an error, or let go and said with --allow-loss: loss masks and packs in .pbin;
