@@ -73,6 +73,8 @@ def test_a_stated_alignment_reaches_the_reader(tmp_path: Path) -> None:
     assert_is(Reader(tmp_path / "x").read(0), pack)
     with pytest.raises(FormatError, match="once more"):
         Reader(tmp_path / "x", mask_alignment="token")
+    with pytest.raises(FormatError, match="'rolled', choose one of label, token, rolled-right"):
+        MemmapShardWriter(tmp_path / "y", 1, 9, 2, mask_alignment="rolled")  # type: ignore[arg-type]
 
 
 GOOD: dict[str, Any] = {"bin_id": 0, "input_ids": [5, 6, 7], "loss_mask": [0, 1, 0], "seq_start_id": [0, 2]}

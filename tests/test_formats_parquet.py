@@ -24,7 +24,7 @@ from megatron_sft_idx.formats.parquet import Reader, Writer
 
 
 @given(any_packs(), st.integers(1, 3), st.integers(1, 4), st.sampled_from([np.uint16, np.int32]))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_packs_come_back(packs: list[Sample], pieces: int, group: int, dtype: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "x.parquet")

@@ -173,6 +173,8 @@ def pickled(*opcodes: bytes) -> bytes:
         pickled(b"cnumpy\ndtype\n", b"U\x02V9\x85R"),
         pickled(b"cnumpy\nndarray\n", b")R", b"K\x05b"),
         pickled(b"cnumpy\ndtype\n", b"U\x02i4\x85R", b"}U\x05_nameU\x02O8sb"),
+        # Ten bytes for which an unpickler would fill 32 GiB.
+        pickled(b"Nr\xff\xff\xff\x7f"),
         pickled(b"c_codecs\nencode\n", b"X\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86R"),
     ],
 )

@@ -176,6 +176,15 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         open_dataset(tmp_path / "no", format="sft-idx")
 
 
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.npy")
+    with pytest.raises(FormatError, match="neither a file nor a folder"):
+        open_dataset(tmp_path / "x.npy")
+    for path in ("", ".idx", f"{tmp_path}/.seq.idx"):
+        with pytest.raises(FormatError, match="nothing of this name"):
+            open_dataset(path)
+
+
 def test_a_forced_format_says_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"PK\x03\x04 zip")
     with pytest.raises(FormatError, match=r"not a \.npy file of version 1 or 2"):

@@ -34,9 +34,11 @@ mask alignment: label is what Megatron-Bridge's collate expects (value j: does p
 whether token j itself is trained on; rolled-right is a token mask that was moved one to the right over whole packs, as
 some writers do. Results are always label-aligned, and a file that says it is cannot be shifted again.
 
-memory: some tens of MiB, whatever the size, but for reading .npy, which can only be unpickled whole (about 40 bytes a
-token). what a format has no place for (masks and packs in .pbin; weights where masks are 0 or 1) is an error, or is let
-go and said with --allow-loss.
+memory: under 256 MiB of heap whatever the size, but for reading .npy, which is unpickled whole (some 40 bytes a
+token; --no-verify spares that where .npy is written).
+
+loss: what a format has no place for is an error, or let go and said with --allow-loss: loss masks and packs in .pbin;
+weights other than 0 and 1 in memmap, parquet and jsonl-chunks. .npy and .pbin do not keep the capacity.
 """
 
 # Options of one format's reader or writer: flag, name there, formats that know it.

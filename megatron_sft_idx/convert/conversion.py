@@ -78,16 +78,16 @@ def convert(
 ) -> ConvertReport:
     """Convert packed data; several sources of one format become one result.
 
-    Memory stays at some tens of MiB, but for formats that can only be read whole (``npy``). The same source and
-    options give the same bytes. Where the result is not what went in, it is left in place, and the error says so.
+    Heap stays below 256 MiB, but for a format that can only be read whole (``npy``). The same source and options give
+    the same bytes. Where the result is not what went in, it is left in place, and the error says so.
 
     Args:
         source: path, glob, folder, or a list of these, as ``open_dataset`` takes it.
         destination: file, folder or prefix to write.
         to: name of its format.
         options: how.
-        begun: called as a pass over the data begins, with what is done and how many tokens there are; gives back
-            what is called as it goes on.
+        begun: called as a pass over the data begins, with the pass's name and the number of tokens; what it returns
+            is called as the pass goes on.
 
     Raises:
         FormatError: a source that is not what its format says, a destination that is taken or is a source, something

@@ -220,9 +220,11 @@ class Reader(PackedReader):
     def read(self, index: int) -> Pack:
         """Pack ``index``: views of what is in memory."""
         packs = self.packs
-        start, stop = packs.token_offsets[index : index + 2]
-        first, last = packs.sequence_offsets[index : index + 2]
-        boundaries = np.append(packs.starts[first:last], stop - start).astype(np.int32)
+        start, stop = packs.token_offsets[index : index + 2].tolist()
+        first, last = packs.sequence_offsets[index : index + 2].tolist()
+        boundaries = np.empty(last - first + 1, np.int32)
+        boundaries[:-1] = packs.starts[first:last]
+        boundaries[-1] = stop - start
         tokens, loss = packs.tokens[start:stop], packs.loss[start:stop]
         tokens.flags.writeable = loss.flags.writeable = False
         return {"input_ids": tokens, "loss_mask": loss, "seq_boundaries": boundaries}

@@ -91,8 +91,11 @@ def create(
 
 def recognise(path: str) -> dict[str, str]:
     """Formats that the content at ``path`` is of, each with the evidence; none, one, or several."""
+    # Where no file and no folder has this name, it can only be a prefix; the others need not be imported. A pipe or a
+    # device is not opened: that may never end.
+    names = _MODULES if os.path.isfile(path) or os.path.isdir(path) else _PREFIXES
     found = {}
-    for name in _MODULES:
+    for name in names:
         if (evidence := _module(name).recognise(path)) is not None:
             found[name] = evidence
     return found
@@ -192,7 +195,7 @@ def _unknown(path: str, tried: Sequence[str] = ()) -> FormatError:
     elif os.path.isdir(path):
         there = "an empty folder"
     else:
-        there = "nothing of this name"
+        there = "neither a file nor a folder" if os.path.lexists(path) else "nothing of this name"
     return FormatError(
         f"{path}: no known packed data; found {there}. Looked for {looked}."
         " Say which it is with format (--from) to hear what is wrong with it"
@@ -201,7 +204,10 @@ def _unknown(path: str, tried: Sequence[str] = ()) -> FormatError:
 
 def prefix_of(path: str) -> str:
     """The path without one of the suffixes that a shard's files have."""
-    return path if path.endswith("/") else ShardPaths.of(path).prefix
+    try:
+        return ShardPaths.of(path).prefix
+    except FormatError:
+        return path  # a folder, or nothing but a suffix
 
 
 def same_place(first: str, first_name: str, second: str, second_name: str) -> bool:

@@ -2,11 +2,13 @@
 
 A ``.npy`` of objects holds a pickle, and unpickling calls whatever the file names. Here the names that plain packs need
 stand for classes and functions of this module that only keep what they are given, and every other name is refused: no
-numpy function that takes a buffer, a shape or a type is within a file's reach.
+numpy function that takes a buffer, a shape or a type is within a file's reach. Before that, the opcodes are walked: an
+unpickler takes any amount of memory that a few bytes ask for.
 """
 
 from __future__ import annotations
 
+import mmap
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
@@ -14,6 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 
 __all__ = ["KeptArray", "npy_dtype", "unpickle_rows"]
@@ -40,6 +43,7 @@ def unpickle_rows(file: BinaryIO, name: str) -> list[Any]:
     if not dtype.hasobject:
         raise FormatError(f"{name}: an array of {dtype}, expected one of objects: a dict a pack")
     try:
+        _check_opcodes(file)
         whole = _Unpickler(file).load()
         rows = whole.array().tolist() if isinstance(whole, KeptArray) else whole
     except FormatError as error:
@@ -50,6 +54,16 @@ def unpickle_rows(file: BinaryIO, name: str) -> list[Any]:
     if not isinstance(rows, list):
         raise FormatError(f"{name}: found {type(rows).__name__}, expected a list of packs")
     return rows
+
+
+def _check_opcodes(file: BinaryIO) -> None:
+    """ValueError where the pickle that begins here would have the unpickler take memory that it has no use for."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        data = np.frombuffer(mapped, np.uint8)
+        try:
+            _native.check_pickle(data[file.tell() :])
+        finally:
+            del data  # or the map cannot be closed
 
 
 class _Dtype:

@@ -38,13 +38,11 @@ _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8
 
 def recognise(path: str) -> str | None:
     """Evidence that a stock dataset is at this prefix, or that the path is one of its files."""
-    if path.endswith("/"):
-        return None
-    paths = ShardPaths.of(path)
     try:
+        paths = ShardPaths.of(path)
         with open(paths.idx, "rb") as file:
             head = file.read(len(_MAGIC))
-    except OSError:
+    except (FormatError, OSError):
         return None
     # With any of the other three it is a shard, whole or not.
     if head != _MAGIC or any(map(os.path.lexists, (paths.seq_idx, paths.loss, paths.starts))):

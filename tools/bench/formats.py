@@ -28,7 +28,7 @@ from formats_peers import Items
 from report import machine, memory, table
 
 from megatron_sft_idx.convert import ConvertOptions, convert
-from megatron_sft_idx.formats.dataset import open_dataset
+from megatron_sft_idx import open_dataset
 from megatron_sft_idx.shard import ShardWriter
 
 RESULTS = Path(__file__).parent / "results" / "formats.md"

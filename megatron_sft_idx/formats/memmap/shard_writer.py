@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackRun
-from megatron_sft_idx.formats.checks import checked_run, require_same_length
+from megatron_sft_idx.formats.checks import checked_alignment, checked_run, require_same_length
 from megatron_sft_idx.formats.masks import MaskAlignment
 from megatron_sft_idx.formats.memmap.npy import encode_header
 from megatron_sft_idx.formats.output import output_folder
@@ -122,7 +122,8 @@ class MemmapShardWriter:
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
                 raise FormatError(f"{self._path}: {what} {value!r}, expected a whole number from {least} to {most}")
         self._num_bins, self._pack_size, self._total = int(num_bins), int(pack_size), int(total_seq_starts)
-        self._alignment, self._overwrite, self._extra = mask_alignment, overwrite, dict(extra or {})
+        self._alignment = checked_alignment(self._path, mask_alignment) if mask_alignment is not None else None
+        self._overwrite, self._extra = overwrite, dict(extra or {})
         self._written = self._num_starts = 0
         self._row = np.zeros(self._pack_size, self._dtype)
         self._mask_row = np.zeros(self._pack_size, np.uint8)
