@@ -41,11 +41,12 @@ class RawMemmap:
             file.seek(-(-file.tell() // 64) * 64)
             self.offsets = np.frombuffer(file.read(8 * (packs + 1)), "<i8")
         token, mask = {4: "<i4", 8: "<u2"}[head[72]], {1: "u1", 7: "<f4"}[head[73]]
-        maps: list[Any] = [
-            np.memmap(prefix + suffix, kind, "r") for suffix, kind in ((".bin", token), (".loss.bin", mask))
-        ]
-        maps.append(np.memmap(prefix + ".seq.bin", "<u4", "r"))
-        self.ids, self.mask, self.starts = [np.asarray(each) for each in maps] if plain else maps
+        kinds = ((".bin", token), (".loss.bin", mask), (".seq.bin", "<u4"))
+        maps = (np.memmap(prefix + suffix, kind, "r") for suffix, kind in kinds)
+        self.ids: Any
+        self.mask: Any
+        self.starts: Any
+        self.ids, self.mask, self.starts = map(np.asarray, maps) if plain else maps
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -105,7 +106,8 @@ class RowGroups:
         self.file = pq.ParquetFile(path)
         rows = [self.file.metadata.row_group(i).num_rows for i in range(self.file.metadata.num_row_groups)]
         self.offsets = np.cumsum([0, *rows]).tolist()
-        self.group, self.table = -1, None
+        self.group = -1
+        self.table: Any = None
 
     def __len__(self) -> int:
         return int(self.offsets[-1])
