@@ -17,7 +17,7 @@ from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.reader import require_same
 from megatron_sft_idx.storage import Array, PreadArray, as_bytes
 
-__all__ = ["Content", "SourceShard", "Tick", "nbytes_of"]
+__all__ = ["Content", "SourceShard", "Tick", "copied_nbytes", "nbytes_of"]
 
 # Told of the bytes that were read, piece by piece.
 Tick = Callable[[int], None]
@@ -85,6 +85,11 @@ def nbytes_of(header: Header) -> int:
     return sum(digest.nbytes for digest in header.digests) + header.seq_idx_nbytes - header.nbytes
 
 
+def copied_nbytes(header: Header, num_tokens: int, num_sequences: int) -> int:
+    """Bytes of so many tokens, their masks, and the starts of so many sequences."""
+    return num_tokens * (header.token_dtype.itemsize + header.mask_dtype.itemsize) + num_sequences * 4
+
+
 class SourceShard:
     """An open source. What it holds open stays the same shard, also when another one is published over it.
 
@@ -99,6 +104,7 @@ class SourceShard:
 
     def __init__(self, prefix: str, shard_id: bytes, tick: Tick) -> None:
         # Maps would be as fast, but pages of a shard larger than memory would count as this process's.
+        self.prefix = prefix
         self._shard = shard = Shard(prefix, backend="pread")
         require_same(prefix, shard.shard_id, shard_id)
         shard.check_ends()
@@ -122,6 +128,14 @@ class SourceShard:
         """Hold both indexes to their checksums. CorruptShardError as in ``Content.pieces``."""
         self.idx.verify()
         self.arrays.verify()
+
+    def verify(self) -> None:
+        """Read every byte behind the header. CorruptShardError where one breaks F2, F3, O1 or O2."""
+        self.verify_indexes()
+        for content in (self.tokens, self.loss, self.starts):
+            content.verify()
+        for _ in self.records(0, self.header.num_packs):
+            pass
 
     def spans(self, first: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Which tokens and which sequences the packs ``[first, stop)`` are."""

@@ -15,7 +15,7 @@ def tokenizer_of(header: Header) -> str | None:
 
 
 def template_of(header: Header) -> str | None:
-    """Fingerprint of the chat template that rendered the text, and of the one for rows with tools if that is another."""
+    """Fingerprint of the chat template that rendered the text, and of another one for rows with tools, if any."""
     text = _fingerprint(header, "chat_template", "fingerprint")
     tools = _fingerprint(header, "chat_template", "tools_fingerprint")
     return f"{text}, with tools {tools}" if tools else text
