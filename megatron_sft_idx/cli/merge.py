@@ -168,4 +168,6 @@ def _split(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> N
             progress=progress,
         )
     kept = f", {report.num_kept:,} of them kept" if report.num_kept else ""
-    print(f"wrote {len(report.prefixes):,} shards{kept}: {report.prefixes[0]} to {report.prefixes[-1]}")
+    print(f"parts           {len(report.prefixes):,}{kept}")
+    print(f"from            {report.prefixes[0]}")
+    print(f"to              {report.prefixes[-1]}")

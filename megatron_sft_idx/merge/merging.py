@@ -88,7 +88,10 @@ def merge(
             shard.verify_indexes()
             writer.append(shard, 0, shard.header.num_packs)
         header = writer.finalize(trained_tokens, masked_packs)
-    return MergeReport(paths.prefix, header, len(prefixes), agreement.notes())
+    notes = agreement.notes()
+    if again := len(prefixes) - len(set(prefixes)):
+        notes.append(f"given more than once, so there more than once: {again:,} of the shards")
+    return MergeReport(paths.prefix, header, len(prefixes), notes)
 
 
 def counting(progress: ProgressCallback | None, total: int) -> Callable[[int], None]:
