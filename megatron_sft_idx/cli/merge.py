@@ -112,7 +112,7 @@ def _add_output_options(parser: argparse.ArgumentParser, prefix: str) -> None:
     )
 
 
-class _Shown:
+class ShownProgress:
     """Progress as a person sees it, from sums of bytes; the total is known when the work begins."""
 
     def __init__(self, what: str, log_interval: int) -> None:
@@ -126,7 +126,7 @@ class _Shown:
         self._progress.update(done - self._done, done // _MIB - self._done // _MIB)
         self._done = done
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> ShownProgress:
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -135,7 +135,7 @@ class _Shown:
 
 
 def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
-    with _Shown("merging", arguments.log_interval) as progress:
+    with ShownProgress("merging", arguments.log_interval) as progress:
         report = merge(
             find_prefixes(arguments.sources),
             arguments.output_prefix,
@@ -158,7 +158,7 @@ def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> N
 
 
 def _split(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
-    with _Shown("splitting", arguments.log_interval) as progress:
+    with ShownProgress("splitting", arguments.log_interval) as progress:
         report = split(
             arguments.source,
             arguments.output_prefix,
