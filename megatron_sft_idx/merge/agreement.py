@@ -113,7 +113,8 @@ class Agreement:
         self._capacity = max(self._capacity, header.capacity)
         self._rebuilt |= header.rebuilt
         extend_runs(self._own, [own_run(header)])
-        extend_runs(self._runs, runs_of(header))
+        if len(self._runs) <= MAX_RUNS:  # else it is not going to be listed
+            extend_runs(self._runs, runs_of(header))
 
     def _compare(self, field: _Field, prefix: str, header: Header) -> None:
         value, seen = field.value_of(header), self._seen[field.name]

@@ -153,15 +153,16 @@ class SourceShard:
             files = self._shard.files
             tokens = np.diff(files.token_offsets[begin : end + 1])
             sequences = np.diff(files.sequence_offsets[begin : end + 1])
-            self._check(begin, tokens, "O2", "tokens", self.header.longest_pack, self.header.token_offsets_offset)
-            self._check(begin, sequences, "O1", "sequences", self.header.most_sequences, self.header.nbytes)
+            self._check(begin, tokens, "O2", "tokens", self.header.longest_pack)
+            self._check(begin, sequences, "O1", "sequences", self.header.most_sequences)
             yield np.stack([tokens, sequences], axis=1)
 
-    def _check(self, begin: int, counts: NDArray[np.int64], rule: str, what: str, most: int, base: int) -> None:
-        """Every pack has 1 to ``most`` tokens or sequences; ``base`` is where the offsets of pack 0 are, in bytes."""
+    def _check(self, begin: int, counts: NDArray[np.int64], rule: str, what: str, most: int) -> None:
+        """Every pack from ``begin`` on has 1 to ``most`` tokens or sequences."""
         bad = np.flatnonzero((counts < 1) | (counts > most))
         if len(bad):
             i = begin + int(bad[0])
+            base = self.header.nbytes if rule == "O1" else self.header.token_offsets_offset
             raise CorruptShardError(
                 self._path,
                 base + 8 * i,
