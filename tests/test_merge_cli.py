@@ -39,6 +39,17 @@ def test_globs_and_names_keep_the_order_of_the_command(tmp_path: Path) -> None:
     assert_holds(Shard(tmp_path / "m"), packs[4:6] + packs[:4])
 
 
+def test_a_pattern_that_the_shell_expanded_names_every_shard_once(tmp_path: Path) -> None:
+    write_numbered(tmp_path)
+    files = sorted(str(path) for path in tmp_path.glob("part-?.*"))
+    assert len(files) == 10
+    assert main(["merge", *files, "--output-prefix", str(tmp_path / "m")]) == 0
+    assert_holds(Shard(tmp_path / "m"), demo_samples(8)[:4])
+    twice = [str(tmp_path / "part-8")] * 2
+    assert main(["merge", *twice, "--output-prefix", str(tmp_path / "n")]) == 0
+    assert_holds(Shard(tmp_path / "n"), demo_samples(8)[:2] * 2)
+
+
 def test_splitting_says_where_the_parts_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_samples(tmp_path / "x", demo_samples(8), capacity=64)
     command = ["split", str(tmp_path / "x"), "--packs", "3", "--output-prefix", str(tmp_path / "p" / "x")]

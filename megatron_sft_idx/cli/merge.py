@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_sft_idx.cli.options import Verbs, natural, positive
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.merge import Parts, merge, split
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.shards import find_prefixes
@@ -18,11 +21,11 @@ examples:
   the shards of a folder, in the order of their numbers (part-9 before part-10):
     megatron-sft-idx merge data/parts --output-prefix data/train
 
-  by name, in this order; shells need quotes around a pattern only where it would match other files too:
-    megatron-sft-idx merge data/math data/code 'data/chat-*' --output-prefix data/mix
+  by name, in this order; quoted, so that part-9 comes before part-10, which a shell would turn round:
+    megatron-sft-idx merge data/math data/code 'data/part-*' --output-prefix data/mix
 
   tokenised corpora, whose capacity is that of their longest sequence, to be packed as one:
-    megatron-sft-idx merge corpus-*.seq.idx --mixed-capacity --output-prefix corpus
+    megatron-sft-idx merge 'corpus-*' --mixed-capacity --output-prefix corpus
     megatron-sft-idx pack corpus --seq-length 8192 --output-prefix data/train
 
 Megatron's merge_datasets.py joins tokens only, and takes X.loss.bin for a dataset of its own.
@@ -134,10 +137,23 @@ class ShownProgress:
             self._progress.__exit__(*error)
 
 
+def _once_a_shard(sources: Sequence[str]) -> list[str]:
+    """The sources, of those that are files only the first of each shard: a shell's pattern names all five."""
+    kept, seen = [], set()
+    for source in sources:
+        if source.endswith(SUFFIXES):
+            prefix = ShardPaths.of(source).prefix
+            if prefix in seen:
+                continue
+            seen.add(prefix)
+        kept.append(source)
+    return kept
+
+
 def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
     with ShownProgress("merging", arguments.log_interval) as progress:
         report = merge(
-            find_prefixes(arguments.sources),
+            find_prefixes(_once_a_shard(arguments.sources)),
             arguments.output_prefix,
             overwrite=arguments.overwrite,
             mixed_capacity=arguments.mixed_capacity,
