@@ -78,6 +78,8 @@ def _mark_elements(blocks: Blocks, path: str) -> _Marked:
             ends, depth, in_string, escaped = scan_json_array(np.frombuffer(block, np.uint8), depth, in_string, escaped)
             if depth == 0:
                 close = int(ends[-1])
+                if block[close : close + 1] != b"]":
+                    raise FormatError(f"{path}: the JSON array ends with '}}', expected ']'; a bracket is missing")
                 position = _require_blank(block[close + 1 :], blocks, path, at)
                 yield block[: close + 1], ends, position
                 return

@@ -1,0 +1,53 @@
+"""What every fuzz target holds a parser to: bad input is refused with an error of the family, never with another."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_sft_idx.errors import SFTIndexError
+
+# A folder in memory where the system has one: targets write their input to files thousands of times.
+_MEMORY = Path("/dev/shm")
+
+Run = Callable[[bytes], None]
+
+
+class Target(NamedTuple):
+    """One fuzz target.
+
+    Attributes:
+        module: in this folder; its ``run(data)`` fails where the contract is broken.
+        max_nbytes: longest input that is tried.
+    """
+
+    module: str
+    max_nbytes: int = 4096
+
+
+@contextmanager
+def refused(path: str = "", *also: type[Exception]) -> Iterator[None]:
+    """Lets an error of the family (or one of ``also``) end the block; its message begins with ``path``."""
+    try:
+        yield
+    except SFTIndexError as error:
+        assert str(error).startswith(path), error
+    except also as error:
+        assert str(error), type(error)
+
+
+def scratch(name: str) -> Path:
+    """A target's folder for the files of one input; it goes when the process ends."""
+    folder = Path(_root().name) / name
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@cache
+def _root() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="sft-idx-fuzz-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None)
