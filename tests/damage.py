@@ -55,12 +55,14 @@ def read_everything(shard: Shard) -> list[str]:
 
 def damaged(whole: Files, other: Files, rng: np.random.Generator) -> Damage:
     """A copy of ``whole`` with one damage; ``other`` is another whole shard, for swaps and splices."""
-    kind = list(_KINDS)[rng.integers(len(_KINDS))]
+    kind = list(KINDS)[rng.integers(len(KINDS))]
     while True:
         suffix = SUFFIXES[rng.integers(len(SUFFIXES))]
-        changed = _KINDS[kind](whole[suffix], other[suffix], rng)
+        changed = KINDS[kind](whole[suffix], other[suffix], rng)
         if changed != whole[suffix]:
-            files = {**whole, suffix: changed} if changed is not None else {s: whole[s] for s in SUFFIXES if s != suffix}
+            files = (
+                {**whole, suffix: changed} if changed is not None else {s: whole[s] for s in SUFFIXES if s != suffix}
+            )
             return Damage(f"{kind} of {suffix}", files)
 
 
@@ -118,7 +120,7 @@ def _range(data: bytes, rng: np.random.Generator) -> tuple[int, int]:
     return start, min(len(data), start + int(rng.integers(1, 64)))
 
 
-_KINDS: dict[str, Callable[[bytes, bytes, np.random.Generator], Any]] = {
+KINDS: dict[str, Callable[[bytes, bytes, np.random.Generator], Any]] = {
     "bit flip": _bit_flip,
     "random bytes": _byte_burst,
     "zeroed range": _zeros,

@@ -46,5 +46,3 @@ def rows_of(data: bytes, block_nbytes: int) -> list[tuple[int, Any]]:
     for run in cut_array(blocks, path=_NAME, **_SIZES):
         rows += JsonPiece(_NAME, len(rows) + 1, 0, run.payload, run.ends, True).rows()
     return rows
-
-

@@ -57,5 +57,3 @@ def _write_again(prefix: str) -> None:
         assert len(again) == len(source)
         for ours, theirs in zip(again, source, strict=True):
             assert all(np.array_equal(ours[name], theirs[name]) for name in ours)  # type: ignore[literal-required]
-
-

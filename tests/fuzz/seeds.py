@@ -31,7 +31,12 @@ ROWS = [
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes", "weight": 0.5}]},
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}], "system": "Be kind"},
     {"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}], "tools": "[{}]"},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, {"role": "assistant", "content": "a"}]},
+    {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+            {"role": "assistant", "content": "a"},
+        ]
+    },
     {"prompt": "Hi", "completion": "Yes", "chat_template_kwargs": {"thinking": True}},
     {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Yes"}]},
     {"instruction": "Say", "input": "yes", "output": "Yes", "history": [["Hi", "Hello"]]},
@@ -81,7 +86,7 @@ def inputs() -> Iterator[tuple[str, list[bytes]]]:
     yield "journal", list(journals())
     yield "shard", [join(files) for files in whole]
     yield "json-lines", [lines, rows[2], b"\xef\xbb\xbf\n\n"]
-    yield "json-array", [array, b" [] ", b"[1, [2, {\"a\": \"]\\\\\\\"\"}],\n3]"]
+    yield "json-array", [array, b" [] ", b'[1, [2, {"a": "]\\\\\\""}],\n3]']
     yield (
         "input-file",
         [b"\0" + lines, b"\1" + array, b"\2" + gzip.compress(lines, mtime=0), b"\3" + frame.compress(array) * 2],
