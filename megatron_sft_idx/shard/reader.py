@@ -332,8 +332,9 @@ class Shard:
             FormatError: offsets or starts that do not divide the tokens from end to end (rules O1, O2, P2 to P4).
         """
         self.check_ends()
+        arrays = self.sequence_offsets, self.token_offsets, self.files.starts[:]
         try:
-            return _native.absolute_offsets(self.sequence_offsets, self.token_offsets, self.files.starts[:])
+            return _native.absolute_offsets(*arrays)
         except ValueError as error:
             raise FormatError(f"{self.prefix}: {error}; restore the file, or rebuild the index from the data") from None
 
