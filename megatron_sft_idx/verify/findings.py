@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -44,7 +45,7 @@ class Finding:
 
 
 class Findings:
-    """Collects findings, the first ``most`` of each rule and a count of all.
+    """Collects findings, the first ``most`` of each rule and a count of all; threads may share one.
 
     Args:
         prefix: of the shard, which remedies name.
@@ -57,18 +58,30 @@ class Findings:
         self.kept: list[Finding] = []
         self.notes: list[str] = []
         self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
-    def add(self, rule: str, path: str, offset: int, found: object, expected: object, *, pack: int | None = None,
-            remedy: str | None = None) -> None:  # fmt: skip
+    def add(
+        self,
+        rule: str,
+        path: str,
+        offset: int,
+        found: object,
+        expected: object,
+        *,
+        pack: int | None = None,
+        remedy: str | None = None,
+    ) -> None:
         """One more finding; the remedy, where none is given, is that of the kind of file."""
-        self.counts[rule] += 1
-        if self.counts[rule] <= self.most:
-            remedy = (remedy or self.remedy(path)).replace("PREFIX", self._prefix)
-            self.kept.append(Finding(path, offset, pack, rule, str(found), str(expected), remedy))
+        with self._lock:
+            self.counts[rule] += 1
+            if self.counts[rule] <= self.most:
+                remedy = (remedy or self.remedy(path)).replace("PREFIX", self._prefix)
+                self.kept.append(Finding(path, offset, pack, rule, str(found), str(expected), remedy))
 
     def add_uncounted(self, rule: str, more: int) -> None:
         """``more`` findings of a rule of which nothing but their number is known."""
-        self.counts[rule] += more
+        with self._lock:
+            self.counts[rule] += more
 
     @staticmethod
     def remedy(path: str) -> str:
