@@ -1,7 +1,7 @@
 """Damages copies of a shard and uses each in every way: ``python tests/corrupt_copies.py FOLDER FIRST LAST``.
 
 A program of its own, because a reader that leaves its files dies by a signal. Prints as JSON how many copies of each
-kind of damage were refused when opened, refused for some pack, or read in full.
+kind of damage were refused when opened, refused for some pack, or read in full. Verifying in full finds every one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from packs import Sample, five_files, sample_of, write_samples
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.preprocess import PackOptions, pack_shard
 from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.verify import verify_shard
 
 CAPACITY = 48
 OVERLONG = ("error", "drop", "truncate", "split")
@@ -45,6 +46,8 @@ def two_shards(folder: Path) -> tuple[Files, Files]:
 
 def use(prefix: str) -> str:
     """What became of one copy. Anything but an error of the family is let through, and ends this process."""
+    verify_shard(prefix)
+    assert not verify_shard(prefix, full=True).ok
     try:
         shard = Shard(prefix)
     except SFTIndexError:
@@ -74,6 +77,7 @@ def _copy(prefix: str) -> None:
 
 def main(folder: Path, first: int, last: int) -> None:
     whole, other = two_shards(folder)
+    assert verify_shard(folder / "whole", full=True).ok
     counts: Counter[str] = Counter()
     for seed in range(first, last):
         damage = damaged(whole, other, np.random.default_rng(seed))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,8 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "native")]
 from fuzz.targets import CORPUS, TARGETS, load  # noqa: E402 - the folders above are where it is found
 
 WORK = TESTS.parent / "build/fuzz"
-SECONDS_PER_INPUT, MIB = 20, 3000
+# The memory limit is above any MemoryError that a target takes for an answer.
+SECONDS_PER_INPUT, MIB = 20, 6000
 
 
 class Outcome(NamedTuple):
@@ -87,6 +89,8 @@ def fuzz(name: str, seconds: int) -> int:
     grown, findings = WORK / name, WORK / "findings"
     for folder in (grown, findings):
         folder.mkdir(parents=True, exist_ok=True)
+    if target.memory_mib:
+        resource.setrlimit(resource.RLIMIT_AS, (target.memory_mib << 20, target.memory_mib << 20))
     words = CORPUS / f"{name}.dict"
     options = [
         f"-max_total_time={seconds}",
