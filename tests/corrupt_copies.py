@@ -67,7 +67,7 @@ def _refused_or_done(action: object) -> None:
     try:
         action()  # type: ignore[operator]
     except SFTIndexError as error:
-        assert str(error)
+        assert str(error)  # noqa: PT017
 
 
 def _copy(prefix: str) -> None:

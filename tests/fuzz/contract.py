@@ -38,9 +38,9 @@ def refused(path: str = "", *also: type[Exception]) -> Iterator[None]:
     try:
         yield
     except SFTIndexError as error:
-        assert str(error).startswith(path), error
+        assert str(error).startswith(path), error  # noqa: PT017
     except also as error:
-        assert str(error), type(error)
+        assert str(error), type(error)  # noqa: PT017
 
 
 def scratch(name: str) -> Path:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS.parent), str(TESTS), str(TESTS / "native")]
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 from fuzz.targets import CORPUS, TARGETS, load  # noqa: E402 - the folders above are where it is found
 
