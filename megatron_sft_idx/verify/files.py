@@ -1,6 +1,5 @@
 """Files read with pread into buffers of our own: a map would kill the process where a file shrinks, and count as heap
-that grows with the shard.
-"""
+that grows with the shard."""
 
 from __future__ import annotations
 
