@@ -20,7 +20,7 @@ TARGETS = {
     "input-file": Target("fuzz_input_file", 4096),
     "rows": Target("fuzz_rows", 1024),
     # CPython's unpickler gives its memo as many entries as a file asks for, up to 64 GiB (gh-115952): a MemoryError.
-    "legacy-npy": Target("fuzz_legacy_npy", 4096, memory_mib=4096),
+    "legacy-npy": Target("fuzz_legacy_npy", 4096, memory_mib=1024),
     "pack-stage": Target("fuzz_pack_stage", 512),
     "offsets": Target("fuzz_offsets", 128),
 }
