@@ -16,6 +16,7 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexErro
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.header import FIELDS
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.verify import verify_shard
 
 # The first two say how the rest is to be read; test_format.py has their lies.
 NUMBERS = [field.name for field in FIELDS if field.format in "BIQq" and field.name not in ("version", "header_nbytes")]
@@ -41,11 +42,14 @@ def put(folder: Path, files: Files) -> str:
 
 
 def is_refused(prefix: str) -> bool:
-    """Whether opening is refused; if not, reading stays in bounds."""
+    """Whether opening is refused, and verifying then says why; if not, reading stays in bounds."""
+    report = verify_shard(prefix, full=True)
+    assert verify_shard(prefix).ok or not report.ok
     try:
         shards = [Shard(prefix), Shard(prefix, backend="pread")]
     except SFTIndexError as error:
         assert str(error).startswith(prefix)  # noqa: PT017
+        assert not report.ok
         return True
     assert read_everything(shards[0]) == read_everything(shards[1])
     return False
@@ -131,6 +135,7 @@ def test_every_bit_of_every_file_flipped(tmp_path: Path, whole: Files, suffix: s
         raw[bit // 8] ^= 1 << bit % 8
         Path(prefix + suffix).write_bytes(raw)
         is_refused(prefix)
+        assert not verify_shard(prefix, full=True).ok
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

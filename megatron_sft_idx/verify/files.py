@@ -98,7 +98,8 @@ class CheckedFile:
     def array(self, dtype: Any, offset: int, count: int) -> NDArray[Any]:
         """Items from a position in bytes on, as many as there are of ``count``."""
         # What a file says of itself is never what gets allocated.
-        count = max(min(count, (self.nbytes - offset) // np.dtype(dtype).itemsize), 0)
+        # Counts of zero beside others that are not put the last item before the file.
+        count = max(min(count, (self.nbytes - offset) // np.dtype(dtype).itemsize), 0) if offset >= 0 else 0
         out = np.empty(count, dtype)
         return out[: self.read_into(out, offset)]
 
