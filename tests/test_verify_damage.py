@@ -98,7 +98,7 @@ def test_counts_that_overflow(tmp_path: Path, whole: Files, value: int) -> None:
     for name in COUNTS:
         if field(raw, name) != value:
             assert not looked_at(put(tmp_path, {**whole, ".seq.idx": set_fields(raw, **{name: value})})).ok
-    together = {name: value for name in COUNTS[:3]}
+    together = dict.fromkeys(COUNTS[:3], value)
     assert not looked_at(put(tmp_path, {**whole, ".seq.idx": set_fields(raw, **together)})).ok
     assert not looked_at(put(tmp_path, reseal(whole, **together))).ok
     for name in ("sequence_multiple", "capacity", "longest_pack", "most_sequences", "json_nbytes", "header_nbytes"):
@@ -166,17 +166,21 @@ def test_nothing_there_at_all(tmp_path: Path) -> None:
             verify_shard(prefix)
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".loss.bin", ".idx", ".seq.bin", ".seq.idx"])
-def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, whole: Files, suffix: str) -> None:
-    prefix = put(tmp_path, whole)
-    size = len(whole[suffix])
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_file_that_shrinks_while_it_is_read(
+    tmp_path: Path, whole: Files, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_sft_idx.verify.files._CHUNK_NBYTES", 16)  # so that there is something left to read
+    prefix, size = put(tmp_path, whole), len(whole[suffix])
+    report = verify_shard(prefix, full=True, on_progress=lambda *_: os.truncate(prefix + suffix, size - 9))
+    cut = [finding for finding in report.findings if finding.path == prefix + suffix]
+    assert ("F2", size - 9) in {(finding.rule, finding.offset) for finding in cut}
+    assert "F3" not in {finding.rule for finding in cut}
 
-    def shrink(*_: int) -> None:
-        os.truncate(prefix + suffix, size - 9)
 
-    # The first bytes told of are those of .bin, so that file is cut before it is opened a second time only.
-    before = {".bin": True}.get(suffix, False)
-    if before:
-        shrink()
-    report = verify_shard(prefix, full=True, on_progress=None if before else shrink)
-    assert ("F2", prefix + suffix) in {(finding.rule, finding.path) for finding in report.findings}
+def test_progress_ends_with_every_byte(tmp_path: Path, whole: Files) -> None:
+    seen: list[tuple[int, int]] = []
+    verify_shard(put(tmp_path, whole), full=True, on_progress=lambda *numbers: seen.append(numbers))
+    total = sum(map(len, whole.values())) - 320  # the header is read before
+    assert seen[-1] == (total, total)
+    assert seen == sorted(seen)

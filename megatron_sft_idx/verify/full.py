@@ -34,7 +34,6 @@ def check_all(
         vocab_size: ids are below it; None where unknown.
         meter: told of every byte read.
     """
-
     if tokens := files.get(".bin"):
         _check_tokens(tokens, files[".seq.idx"], claims, findings, vocab_size, meter)
     _check_masks(files, claims, findings, meter)

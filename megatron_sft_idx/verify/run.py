@@ -74,7 +74,8 @@ def verify_shard(
         if ".seq.idx" in files:
             claims = check_header(files[".seq.idx"], findings)
         if claims is not None:
-            meter = Meter(sum(file.nbytes for file in files.values()), on_progress)
+            total = sum(file.nbytes for file in files.values()) - claims.sequence_offsets_offset
+            meter = Meter(total, on_progress)
             _check_against(files, claims, findings, full=full, vocab_size=vocab_size, meter=meter)
         elif files:
             if idx := files.get(".idx"):

@@ -106,7 +106,7 @@ def test_breaches_are_kept_up_to_a_limit_and_counted_beyond() -> None:
 def test_arguments_that_cannot_be_are_refused() -> None:
     good = {"sequences": 1, "tokens": 1, "capacity": 1, "multiple": 1, "most": 1}
     for bad in ({"sequences": -1}, {"tokens": 2**57}, {"capacity": 2**31}, {"multiple": 0}):
-        with pytest.raises(ValueError, match="counts are|capacity and multiple"):
+        with pytest.raises(ValueError, match=r"counts are|capacity and multiple"):
             PackWalk(**{**good, **bad})
     native, offsets = PackWalk(**good), np.zeros(3, np.int64)
     for count in (0, 3):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 Breach = tuple[str, int, int, int]  # rule, pack, at, expected
@@ -98,6 +99,6 @@ def _walk_pack(arrays: Arrays, out: Walked, pack: int, tokens: range, sequences:
         if arrays.mask[at] != 0:
             out.breaches.add(("P6", -1, at, 0))
     if sound and arrays.multiple > 1:
-        gaps = (b - a for a, b in zip(bounds, bounds[1:], strict=False))
+        gaps = (b - a for a, b in pairwise(bounds))
         if sum(-(-gap // arrays.multiple) * arrays.multiple for gap in gaps) > arrays.capacity:
             out.breaches.add(("P5", pack, pack, arrays.capacity))
