@@ -118,6 +118,10 @@ void PackWalk::start(const Pack& pack, std::int64_t value) {
     spans_.push_back({pack.begin, pack.end});
     open_ = padded_ = 0;
     sound_ = true;
+    // Most packs have room for the most that rounding up can add, and need not be divided up.
+    std::int64_t most = 0;
+    const bool much = __builtin_mul_overflow(pack.last - pack.first, limits_.multiple - 1, &most);
+    tight_ = much || most > limits_.capacity - length;
   }
   if (first && value != 0) broken("P2", pack.number, sequence_, value, 0);
   if (!first && value <= open_) broken("P3", pack.number, sequence_, value, open_ + 1);
@@ -129,7 +133,7 @@ void PackWalk::start(const Pack& pack, std::int64_t value) {
 
 void PackWalk::end_sequence(const Pack& pack, std::int64_t end) {
   constexpr std::int64_t huge = std::int64_t{1} << 62;  // far beyond any capacity, and one more still fits 63 bits
-  if (limits_.multiple > 1 && padded_ < huge) {
+  if (tight_ && padded_ < huge) {
     padded_ += (end - open_ + limits_.multiple - 1) / limits_.multiple * limits_.multiple;
   }
   open_ = end;

@@ -89,6 +89,7 @@ class PackWalk {
   std::int64_t sequence_ = 0, last_end_ = 0, last_sequence_ = 0;
   std::int64_t open_ = 0;    // where the open sequence starts in its pack
   std::int64_t padded_ = 0;  // positions of the pack's sequences before it, each rounded up
+  bool tight_ = false;       // rounding up might not fit the pack
   bool sound_ = true;        // no rule broken in the pack so far
 
   std::int64_t token_ = 0, known_ = 0;
