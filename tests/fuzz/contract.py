@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from megatron_sft_idx.errors import SFTIndexError
 
-# A folder in memory where the system has one: targets write their input to files thousands of times.
 _MEMORY = Path("/dev/shm")
 
 Run = Callable[[bytes], None]
@@ -43,6 +42,11 @@ def refused(path: str = "", *also: type[Exception]) -> Iterator[None]:
         assert str(error), type(error)  # noqa: PT017
 
 
+def memory_folder() -> Path | None:
+    """A folder in memory where the system has one: targets write their input to files thousands of times."""
+    return _MEMORY if os.access(_MEMORY, os.W_OK) else None
+
+
 def scratch(name: str) -> Path:
     """A target's folder for the files of one input; it goes when the process ends."""
     folder = Path(_root().name) / name
@@ -52,4 +56,6 @@ def scratch(name: str) -> Path:
 
 @cache
 def _root() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="sft-idx-fuzz-", dir=_MEMORY if os.access(_MEMORY, os.W_OK) else None)
+    # libFuzzer ends its process without a word to Python: the driver, which lives on, names a folder that it removes.
+    named = os.environ.get("TMPDIR")
+    return tempfile.TemporaryDirectory(prefix="sft-idx-fuzz-", dir=named or memory_folder())

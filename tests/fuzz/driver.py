@@ -12,6 +12,7 @@ import re
 import resource
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,8 @@ from typing import NamedTuple
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
-from fuzz.targets import CORPUS, TARGETS, load  # noqa: E402 - the folders above are where it is found
+from fuzz.contract import memory_folder  # noqa: E402 - the folders above are where it is found
+from fuzz.targets import CORPUS, TARGETS, load  # noqa: E402
 
 WORK = TESTS.parent / "build/fuzz"
 # The memory limit is above any MemoryError that a target takes for an answer.
@@ -59,8 +61,9 @@ def in_a_process(name: str, seconds: int) -> Outcome:
     WORK.mkdir(parents=True, exist_ok=True)
     log = WORK / f"{name}.log"
     command = [sys.executable, __file__, name, "--seconds", str(seconds), "--inside"]
-    with open(log, "wb") as out:
-        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, check=False).returncode
+    with open(log, "wb") as out, tempfile.TemporaryDirectory(dir=memory_folder()) as scratch:
+        environment = {**os.environ, "TMPDIR": scratch}
+        code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, env=environment, check=False).returncode
     text = log.read_text(errors="replace")
     coverage = re.findall(r"cov: (\d+) ft: \d+ corp: (\d+)", text) or [("0", "0")]
 
