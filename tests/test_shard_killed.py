@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packs import WHOLE, assert_holds, demo_samples, folder_of, opens, write_samples
@@ -95,6 +98,15 @@ def test_a_torn_journal_gives_a_prefix_of_its_blocks(
         found = [block.records.tolist() for block in read_blocks(stream)]
     assert len(found) < len(expected)
     assert found == expected[: len(found)]
+
+
+@pytest.mark.parametrize("block", [b"", b"[1]", b"{", b"\xff\xfe{\x00", b"[" * 100_000])
+def test_a_journal_whose_head_is_no_object_says_so(block: bytes) -> None:
+    head = struct.pack("<8sII", b"SFTJRNL1", len(block), 0) + block
+    head = head.ljust(-(-len(head) // 8) * 8, b"\0")
+    raw = head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
+    with pytest.raises(CorruptShardError, match="J1"):
+        read_head(io.BytesIO(raw), "x.journal")
 
 
 # ---- killed ----

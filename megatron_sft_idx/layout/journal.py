@@ -75,9 +75,9 @@ def read_head(stream: BinaryIO, path: str) -> dict[str, Any]:
             raw += stream.read(align(_HEAD.size + size, 8) - _HEAD.size)
             checksum = stream.read(_CHECKSUM.size)
             if checksum == _CHECKSUM.pack(xxhash.xxh3_64_intdigest(raw)):
-                options = json.loads(raw[_HEAD.size : _HEAD.size + size])
-                assert isinstance(options, dict)
-                return options
+                options = _json_object(raw[_HEAD.size : _HEAD.size + size])
+                if options is not None:
+                    return options
     raise CorruptShardError(path, 0, "J1", "the journal's head is torn or changed; the build left nothing to recover")
 
 
@@ -91,3 +91,11 @@ def read_blocks(stream: BinaryIO) -> Iterator[Block]:
         if len(raw) != count * _RECORD_NBYTES or xxhash.xxh3_64_intdigest(raw) != checksum:
             return
         yield Block(kind, np.frombuffer(raw, dtype="<u4").reshape(count, 2))
+
+
+def _json_object(raw: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

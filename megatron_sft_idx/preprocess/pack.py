@@ -179,8 +179,7 @@ def _plan(lengths: NDArray[np.int64], options: PackOptions) -> PackPlan:
 
 
 def _ranges(source: Shard, options: PackOptions) -> _Ranges:
-    files = source.files
-    offsets = _native.absolute_offsets(source.sequence_offsets, source.token_offsets, files.starts[:])
+    offsets = source.sequence_bounds()
     starts, stops = offsets[:-1], offsets[1:]
     longest = options.longest_sequence
     if not longest:
