@@ -25,7 +25,7 @@ from megatron_sft_idx.layout.header import header_nbytes
 from megatron_sft_idx.layout.journal import DONE, MASK, MAX_RECORDS, PACK, encode_block, encode_head
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.arrays import integer_array, mask_array, token_array
-from megatron_sft_idx.shard.index import HashedFile, write_idx, write_seq_idx
+from megatron_sft_idx.shard.index import HashedFile, JournalPacks, write_idx, write_seq_idx
 from megatron_sft_idx.shard.publish import WIDENED, Publication
 from megatron_sft_idx.shard.reader import Shard
 from megatron_sft_idx.storage import OutputFile
@@ -350,11 +350,11 @@ class ShardWriter:
             )
 
     def _write_indexes(self) -> Header:
-        paths, journal = self._paths, self._publication.journal.path
+        paths, packs = self._paths, JournalPacks(self._publication.journal.path)
         idx = OutputFile(paths.temporary(paths.idx), durable=self._durable)
         self._publication.own(idx)
         stage, dtype = self._stage, TOKEN_DTYPES[self._token_code]
-        idx_digest = write_idx(idx, journal, self._token_code, dtype.itemsize, stage.num_packs)
+        idx_digest = write_idx(idx, packs, self._token_code, dtype.itemsize, stage.num_packs)
         seq_idx = OutputFile(paths.temporary(paths.seq_idx), durable=self._durable)
         self._publication.own(seq_idx)
         header = Header(
@@ -374,7 +374,7 @@ class ShardWriter:
             arrays_checksum=bytes(16),
             metadata={**self.metadata, "format_writer": FORMAT_WRITER},
         )
-        return write_seq_idx(seq_idx, journal, header)
+        return write_seq_idx(seq_idx, packs, header)
 
     def abandon(self) -> None:
         """Publish nothing and remove what was written; may be called twice."""
