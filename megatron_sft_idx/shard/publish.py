@@ -16,7 +16,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.storage import OutputFile, sync_folder
 
-__all__ = ["WIDENED", "Publication", "check_free", "lock_prefix", "remove_shard"]
+__all__ = ["WIDENED", "Publication", "check_free", "remove_shard"]
 
 # Added to the temporary name of a loss file that is being rewritten with wider masks.
 WIDENED = ".float32"
@@ -36,34 +36,6 @@ def remove_shard(paths: ShardPaths) -> None:
     for path in reversed(paths.all):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-
-
-def lock_prefix(paths: ShardPaths) -> int:
-    """The journal, made where it is missing, open and locked: who holds it is the prefix's only writer.
-
-    The lock belongs to the open file description behind the descriptor; it is given up when that is closed.
-
-    Raises:
-        FormatError: another writer holds it.
-    """
-    path = paths.journal
-    while True:
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except IsADirectoryError:
-            raise FormatError(f"{path}: a folder is where the journal of the build would be; remove it") from None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            raise FormatError(
-                f"{paths.prefix}: another writer is at work here now; wait for it, or choose another prefix"
-            ) from None
-        # A writer that was done between the two calls has removed the file this lock is on.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(fd), os.stat(path)):
-                return fd
-        os.close(fd)
 
 
 class Publication:
@@ -91,7 +63,8 @@ class Publication:
     def _claim(self) -> OutputFile:
         """The journal, locked: a living writer holds the lock, a killed one left only the file."""
         path = self._paths.journal
-        fd = lock_prefix(self._paths)
+        # The lock belongs to the open file description behind ``fd``; it is given up when this one is closed.
+        fd = self._locked(path)
         try:
             if os.fstat(fd).st_size:
                 if not self._overwrite:
@@ -106,6 +79,25 @@ class Publication:
             raise
         self._lock = fd
         return journal
+
+    def _locked(self, path: str) -> int:
+        while True:
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except IsADirectoryError:
+                raise FormatError(f"{path}: a folder is where the journal of the build would be; remove it") from None
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                raise FormatError(
+                    f"{self._paths.prefix}: another writer is at work here now; wait for it, or choose another prefix"
+                ) from None
+            # A writer that was done between the two calls has removed the file this lock is on.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.stat(path)):
+                    return fd
+            os.close(fd)
 
     def _remove_remains(self) -> None:
         """Temporary files of a killed build; the new one does not open all of them, and may end before it does."""
