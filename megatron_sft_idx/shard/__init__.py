@@ -2,6 +2,17 @@
 
 from megatron_sft_idx.shard.publish import check_free, remove_shard
 from megatron_sft_idx.shard.reader import Pack, Shard, read_header
+from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
 from megatron_sft_idx.shard.writer import ShardWriter
 
-__all__ = ["Pack", "Shard", "ShardWriter", "check_free", "read_header", "remove_shard"]
+__all__ = [
+    "Pack",
+    "Remains",
+    "Shard",
+    "ShardWriter",
+    "check_free",
+    "find_remains",
+    "read_header",
+    "recover",
+    "remove_shard",
+]

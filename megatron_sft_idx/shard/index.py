@@ -30,20 +30,20 @@ class PackChunk(NamedTuple):
 
 
 class JournalPacks:
-    """The packs that a journal records, in chunks of some 32 thousand; may be iterated again and again."""
+    """The first packs that a journal records, in chunks of some 32 thousand; may be iterated again and again."""
 
-    def __init__(self, journal: str) -> None:
-        self._journal = journal
+    def __init__(self, journal: str, num_packs: int) -> None:
+        self._journal, self._num_packs = journal, num_packs
 
     def __iter__(self) -> Iterator[PackChunk]:
         held: list[NDArray[np.uint32]] = []
-        count = 0
+        count, left = 0, self._num_packs
         with open(self._journal, "rb") as stream:
             read_head(stream, self._journal)
             for block in read_blocks(stream):
-                if block.kind == PACK:
-                    held.append(block.records)
-                    count += len(block.records)
+                if block.kind == PACK and left:
+                    held.append(block.records[:left])
+                    count, left = count + len(held[-1]), left - len(held[-1])
                     if count >= CHUNK_PACKS:
                         yield _chunk(held)
                         held, count = [], 0
@@ -67,24 +67,35 @@ def _offsets(counts: Iterable[NDArray[np.int64]], scale: int = 1) -> Iterator[ND
 
 
 class HashedFile:
-    """Writes to a file and hashes what it writes, in large pieces."""
+    """Writes to a file and hashes what it writes, in large pieces.
+
+    Attributes:
+        file: the file.
+        nbytes: bytes hashed: of all that is in the file, once what it held before was taken in.
+    """
 
     def __init__(self, file: OutputFile) -> None:
-        self.file, self._hash = file, xxhash.xxh3_128()
+        self.file, self.nbytes, self._hash = file, 0, xxhash.xxh3_128()
+
+    def take(self, data: bytes) -> None:
+        """Hash bytes that are in the file already, the next behind those hashed so far."""
+        self.nbytes += len(data)
+        self._hash.update(data)
 
     def write(self, data: bytes | memoryview | NDArray[Any]) -> None:
         """Append all of ``data``."""
         raw = as_bytes(data)
         self.file.write(raw)
+        self.nbytes += len(raw)
         self._hash.update(raw)
 
     def checksum(self) -> bytes:
-        """Of what was written here."""
+        """Of what was written or taken here."""
         return self._hash.digest()
 
     def digest(self) -> FileDigest:
-        """Of the file, where all of it was written here."""
-        return FileDigest(self.file.nbytes, self.checksum())
+        """Of the file, where all of it was written or taken here."""
+        return FileDigest(self.nbytes, self.checksum())
 
 
 def write_idx(

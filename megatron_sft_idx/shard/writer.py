@@ -11,33 +11,19 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.layout import (
-    MASK_DTYPES,
-    TOKEN_DTYPES,
-    Header,
-    ShardPaths,
-    mask_dtype_of,
-    token_dtype_of,
-)
+from megatron_sft_idx.layout import Header, ShardPaths, mask_dtype_of, token_dtype_of
 from megatron_sft_idx.layout.header import header_nbytes
-from megatron_sft_idx.layout.journal import DONE, MASK, MAX_RECORDS, PACK, encode_block, encode_head
+from megatron_sft_idx.layout.journal import BuildOptions
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.arrays import integer_array, mask_array, token_array
-from megatron_sft_idx.shard.index import HashedFile, JournalPacks, write_idx, write_seq_idx
-from megatron_sft_idx.shard.publish import WIDENED, Publication
+from megatron_sft_idx.shard.build import FORMAT_WRITER, STAGE_TOKENS, Build
+from megatron_sft_idx.shard.publish import Publication
 from megatron_sft_idx.shard.reader import Shard
-from megatron_sft_idx.storage import OutputFile
 
 __all__ = ["FORMAT_WRITER", "MaskAlignment", "ShardWriter"]
 
 MaskAlignment = Literal["label", "token"]
-
-# Stored in the JSON block: raised whenever the same input would give other bytes.
-FORMAT_WRITER = 1
-# Small enough to stay in the processor's cache between the check, the write and the checksum.
-_STAGE_TOKENS = 1 << 16
 
 
 class ShardWriter:
@@ -77,40 +63,20 @@ class ShardWriter:
         durable: bool = True,
     ) -> None:
         self._paths = ShardPaths.of(prefix)
-        self._token_code, tokens = token_dtype_of(token_dtype)
-        self._mask_code, masks = mask_dtype_of(mask_dtype)
-        self._capacity = _checked(capacity, "capacity", 1, MAX_CAPACITY) if capacity is not None else None
-        self._multiple = _checked(sequence_multiple, "sequence_multiple", 1, MAX_CAPACITY)
-        self._pad_id = _checked(pad_id, "pad_id", 0, MAX_CAPACITY) if pad_id is not None else None
-        self.metadata: dict[str, Any] = dict(metadata or {})
+        options = BuildOptions(
+            token_dtype_of(token_dtype)[1],
+            mask_dtype_of(mask_dtype)[1],
+            _checked(capacity, "capacity", 1, MAX_CAPACITY) if capacity is not None else None,
+            _checked(sequence_multiple, "sequence_multiple", 1, MAX_CAPACITY),
+            _checked(pad_id, "pad_id", 0, MAX_CAPACITY) if pad_id is not None else None,
+            dict(metadata or {}),
+        )
+        self.metadata: dict[str, Any] = options.metadata
         header_nbytes(self.metadata)  # refuses what cannot be stored now, not after hours of writing
-        self._durable = durable
-        self._stage = _native.PackStage(tokens, masks, self._capacity or MAX_CAPACITY, self._multiple, _STAGE_TOKENS)
         self._publication = Publication(self._paths, overwrite=overwrite, durable=durable)
-        try:
-            self._open()
-        except BaseException:
-            self._publication.abandon()
-            raise
-
-    def _open(self) -> None:
-        self._tokens = self._data_file(self._paths.tokens)
-        self._loss = self._data_file(self._paths.loss)
-        self._starts = self._data_file(self._paths.starts)
-        options = {
-            "token_dtype": self._token_code,
-            "mask_dtype": self._mask_code,
-            "capacity": self._capacity,
-            "sequence_multiple": self._multiple,
-            "pad_id": self._pad_id,
-            "metadata": self.metadata,
-        }
-        self._publication.journal.write(encode_head(options))
-
-    def _data_file(self, path: str, suffix: str = "") -> HashedFile:
-        data = HashedFile(OutputFile(self._paths.temporary(path) + suffix, durable=self._durable))
-        self._publication.own(data.file)
-        return data
+        with self._all_or_nothing():
+            self._build = Build(self._publication, options)
+        self._stage = self._build.stage
 
     @property
     def prefix(self) -> str:
@@ -120,7 +86,7 @@ class ShardWriter:
     @property
     def mask_dtype(self) -> np.dtype[Any]:
         """Dtype of the loss file: uint8 or float32."""
-        return MASK_DTYPES[self._mask_code]
+        return self._build.mask_dtype
 
     @property
     def num_packs(self) -> int:
@@ -239,8 +205,8 @@ class ShardWriter:
         shard.check_ends()
         first = 0
         while first < len(shard):
-            last = int(np.searchsorted(tokens, tokens[first] + _STAGE_TOKENS, side="right")) - 1
-            last = min(max(last, first + 1), first + _STAGE_TOKENS)
+            last = int(np.searchsorted(tokens, tokens[first] + STAGE_TOKENS, side="right")) - 1
+            last = min(max(last, first + 1), first + STAGE_TOKENS)
             self.add_packs(
                 files.tokens[tokens[first] : tokens[last]],
                 files.loss[tokens[first] : tokens[last]],
@@ -277,19 +243,11 @@ class ShardWriter:
 
     def flush(self) -> None:
         """Write what is staged, then record it in the journal."""
-        stage = self._stage
-        if not len(stage.records):
+        if not len(self._stage.records):
             return
         self._publication.require_owner()
         with self._all_or_nothing():
-            self._tokens.write(stage.tokens)
-            self._loss.write(stage.mask)
-            self._starts.write(stage.starts)
-            records = np.frombuffer(stage.records, np.uint32).reshape(-1, 2)
-            for start in range(0, len(records), MAX_RECORDS):
-                block = encode_block(PACK, records[start : start + MAX_RECORDS])
-                self._publication.journal.write(block)
-            stage.clear()
+            self._build.write_staged()
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -307,18 +265,8 @@ class ShardWriter:
         self._require_open()
         self._publication.require_owner()
         self.flush()
-        old = self._loss
         with self._all_or_nothing():
-            code, dtype = mask_dtype_of(np.float32)
-            widened = self._data_file(self._paths.loss, WIDENED)
-            for offset in range(0, old.file.nbytes, _STAGE_TOKENS):
-                piece = os.pread(old.file.fileno(), _STAGE_TOKENS, offset)
-                widened.write(np.frombuffer(piece, np.uint8).astype(dtype))
-            # In this order a kill in between can be told: the journal says float32 and the widened file is there.
-            self._publication.journal.write(encode_block(MASK, np.array([[code, 0]], np.uint32)))
-            self._publication.replace(widened.file, old.file)
-            self._loss, self._mask_code = widened, code
-            self._stage.promote_mask()
+            self._build.widen_mask()
 
     def finalize(self) -> Header:
         """Write the indexes and publish the shard.
@@ -333,10 +281,7 @@ class ShardWriter:
         self._publication.require_owner()
         with self._all_or_nothing():
             self.flush()
-            header = self._write_indexes()
-            self._publication.journal.write(encode_block(DONE, np.empty((0, 2), np.uint32)))
-            self._publication.publish()
-        return header
+            return self._build.publish(self.metadata)
 
     def _require_ready(self, mask_alignment: str) -> None:
         self._require_open()
@@ -348,33 +293,6 @@ class ShardWriter:
             raise FormatError(
                 f"{self.prefix}: this writer is finished or was abandoned; open another one to write more packs"
             )
-
-    def _write_indexes(self) -> Header:
-        paths, packs = self._paths, JournalPacks(self._publication.journal.path)
-        idx = OutputFile(paths.temporary(paths.idx), durable=self._durable)
-        self._publication.own(idx)
-        stage, dtype = self._stage, TOKEN_DTYPES[self._token_code]
-        idx_digest = write_idx(idx, packs, self._token_code, dtype.itemsize, stage.num_packs)
-        seq_idx = OutputFile(paths.temporary(paths.seq_idx), durable=self._durable)
-        self._publication.own(seq_idx)
-        header = Header(
-            num_packs=stage.num_packs,
-            num_sequences=stage.num_sequences,
-            num_tokens=stage.num_tokens,
-            num_trained_tokens=stage.num_trained_tokens,
-            num_masked_packs=stage.num_masked_packs,
-            token_dtype=dtype,
-            mask_dtype=self.mask_dtype,
-            sequence_multiple=self._multiple,
-            capacity=self._capacity or stage.longest_padded_pack,
-            longest_pack=stage.longest_pack,
-            most_sequences=stage.most_sequences,
-            pad_id=self._pad_id,
-            digests=(self._tokens.digest(), self._loss.digest(), idx_digest, self._starts.digest()),
-            arrays_checksum=bytes(16),
-            metadata={**self.metadata, "format_writer": FORMAT_WRITER},
-        )
-        return write_seq_idx(seq_idx, packs, header)
 
     def abandon(self) -> None:
         """Publish nothing and remove what was written; may be called twice."""
