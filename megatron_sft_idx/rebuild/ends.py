@@ -5,7 +5,7 @@ only where a sequence ends before ``p`` and before every inner start of the pack
 whose mask is 0 (rule P6) and, where the user knows it, whose id is the end-of-sequence id. The packs follow one
 another, and each is longer than its last start.
 
-So pack k begins in a set of places of its own, and beginnings keep their distance: ``b[k + 1] >= b[k] + last start + 1``.
+So pack k begins in a set of places of its own, and beginnings keep their distance: ``b[k + 1] > b[k] + last start``.
 Of two solutions of such a system the smaller beginning everywhere is a solution too, and so is the larger. Hence there
 is an earliest solution and a latest one, each found greedily in one pass over the tokens, and the split is the only
 possible one exactly if the two are equal. Nothing is guessed, and memory does not grow with the shard.
@@ -41,7 +41,7 @@ class EndLengths:
 
     Args:
         files: tokens, masks and starts.
-        eod_id: the id that every sequence ends with; None where that is not so or not known. It may stand elsewhere too.
+        eod_id: the id that every sequence ends with, and that may stand elsewhere too; None where there is none.
         watch: is told how far the search is.
 
     Raises:
@@ -55,6 +55,24 @@ class EndLengths:
         self._ends = _Ends(files, eod_id)
         with tempfile.NamedTemporaryFile() as spill:
             with watch("placing packs", self.num_tokens) as advance:
+                for begins in _chunks(self._earliest(advance)):
+                    spill.write(begins)
+            spill.flush()
+            # The name goes with the block, the open file stays.
+            self._begins = PreadArray(spill.name, np.dtype(np.int64), self.num_packs, 0)
+        with watch("placing packs from the end", self.num_tokens) as advance:
+            self._require_only_one(advance)
+
+    def __iter__(self) -> Iterator[NDArray[np.int64]]:
+        for first in range(0, self.num_packs, CHUNK_PACKS):
+            begins = self._begins[first : first + CHUNK_PACKS + 1]
+            if first + CHUNK_PACKS >= self.num_packs:
+                begins = np.append(begins, self.num_tokens)
+            lengths = np.diff(begins)
+            if (longest := int(lengths.max())) > MAX_CAPACITY:
+                raise FormatError(f"{self._prefix}: a pack of {longest} tokens, at most {MAX_CAPACITY} fit (rule H6)")
+            yield lengths
+
     def _earliest(self, advance: Advance) -> Iterator[int]:
         """The first place where each pack can begin."""
         begin = least = 0
@@ -84,7 +102,7 @@ class EndLengths:
                 held = self._begins[held_from : pack + 1]
             latest = self._ends.last_fit(end - int(starts[-1]) - 1, starts)
             earliest = int(held[pack - held_from])
-            assert latest is not None and latest >= earliest, "the earliest split is one too"
+            assert latest is not None, "the earliest split is one too"
             if latest != earliest:
                 unlike += 1
                 first = pack, earliest, latest, starts
@@ -93,9 +111,7 @@ class EndLengths:
         if first:
             raise self._ambiguous(unlike, *first)
 
-    def _ambiguous(
-        self, unlike: int, pack: int, earliest: int, latest: int, starts: NDArray[np.int64]
-    ) -> FormatError:
+    def _ambiguous(self, unlike: int, pack: int, earliest: int, latest: int, starts: NDArray[np.int64]) -> FormatError:
         candidates, place = 0, self._ends.first_fit(earliest, starts)
         while place is not None and place <= latest and candidates < _MOST_CANDIDATES:
             candidates, place = candidates + 1, self._ends.first_fit(place + 1, starts)

@@ -93,7 +93,7 @@ class IdxLengths:
                 bad = int(np.argmax(wrong))
                 raise self._corrupt(
                     base + 8 * (first + bad),
-                    f"pack {first + bad} begins at byte {found[bad]} of .bin, the lengths before it give {expected[bad]}",
+                    f"pack {first + bad} begins at byte {found[bad]}, by the lengths before it at {expected[bad]}",
                 )
             first, end = first + len(lengths), int(expected[-1])
         if end != tokens_nbytes:

@@ -36,7 +36,7 @@ class Starts:
         self.array: Array = open_array(path, np.dtype("<u4"), self.num_sequences, nbytes=nbytes, backend="pread")
         if self.num_sequences and (first := int(self.array[:1][0])) != 0:
             raise CorruptShardError(path, 0, "P2", f"the first start is {first}, expected 0; restore the file")
-        self.num_packs = sum(np.count_nonzero(self.array[i : i + _CHUNK] == 0) for i in self._firsts())
+        self.num_packs = sum(int((self.array[i : i + _CHUNK] == 0).sum()) for i in self._firsts())
 
     def _firsts(self) -> range:
         return range(0, self.num_sequences, _CHUNK)

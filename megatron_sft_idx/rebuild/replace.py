@@ -7,7 +7,9 @@ import os
 import shutil
 from types import TracebackType
 
-from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.rebuild.survey import digest_file
 from megatron_sft_idx.storage import OutputFile, sync_folder
 
 __all__ = ["DAMAGED", "Replacement"]
@@ -56,10 +58,19 @@ class Replacement:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(file.path)
 
-    @property
-    def files(self) -> dict[str, OutputFile]:
-        """The new files by the path they are for; empty where nothing is really written."""
-        return {} if self._dry_run else self._files
+    def check(self, header: Header) -> None:
+        """FormatError where a new file reads back as something else than the header says."""
+        digests = dict(zip(self._paths.data, header.digests, strict=True))
+        for path, file in () if self._dry_run else self._files.items():
+            if path == self._paths.seq_idx:
+                with open(file.path, "rb") as stream:
+                    good = Header.decode(stream.read(header.nbytes), file.path) == header
+                arrays = digest_file(file.path, lambda _: None, header.nbytes)
+                good = good and arrays.checksum == header.arrays_checksum
+            else:
+                good = digest_file(file.path, lambda _: None) == digests[path]
+            if not good:
+                raise FormatError(f"{file.path}: not what was written to it just now; check the disk, then run again")
 
     def publish(self) -> list[str]:
         """Sync the new files, keep the old ones under another name, and rename; ``.seq.idx`` last (rule W2).

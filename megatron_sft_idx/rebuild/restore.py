@@ -46,10 +46,7 @@ class _Restoration:
         """Arrays first: all else follows from them."""
         faults, paths = self._found.faults, self._paths
         packs: Iterable[PackChunk] | None
-        if self._found.arrays_good:
-            packs = StoredPacks(paths.seq_idx, self._header)
-        else:
-            packs = self._restore_arrays()
+        packs = StoredPacks(paths.seq_idx, self._header) if self._found.arrays_good else self._restore_arrays()
         if packs is not None and paths.idx in faults:
             self._restore_idx(packs)
         if packs is not None and paths.starts in faults:
@@ -124,4 +121,4 @@ def _starts_after(tokens: NDArray[Any], eod_id: int, lengths: NDArray[np.int64])
     """Starts inside their packs, uint32: at each pack's begin and after each end-of-sequence id but the pack's last."""
     begins = np.cumsum(lengths) - lengths
     edges = np.union1d(begins, np.flatnonzero(tokens[:-1] == eod_id) + 1)
-    return (edges - begins[np.searchsorted(begins, edges, side="right") - 1]).astype("<u4")
+    return (edges - begins[np.searchsorted(begins, edges, side="right") - 1]).astype(np.uint32)

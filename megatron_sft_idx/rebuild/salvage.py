@@ -19,8 +19,10 @@ import xxhash
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import FIELDS, HEADER_FIXED_NBYTES, Header, align
 from megatron_sft_idx.layout.header import CHECKSUM_NBYTES, MAX_HEADER_NBYTES, encode_metadata
+from megatron_sft_idx.rebuild.lengths import OffsetLengths
+from megatron_sft_idx.rebuild.survey import digest_file
 
-__all__ = ["damaged_values", "header_sizes", "prove"]
+__all__ = ["damaged_values", "header_sizes", "prove", "proven_lengths"]
 
 # Fields that the data does not tell, and the two sizes that are found by trying.
 _UNDERIVED = {"flags", "sequence_multiple", "capacity", "pad_id"}
@@ -119,3 +121,18 @@ def damaged_values(raw: bytes, sizes: list[int]) -> dict[str, Any]:
         if canonical:
             return {"metadata": metadata} | {name: _read(raw, name) for name in sorted(_UNDERIVED - {"flags"})}
     return {}
+
+
+def proven_lengths(path: str, raw: bytes, sizes: list[int], num_packs: int) -> OffsetLengths | None:
+    """Lengths by the arrays of a ``.seq.idx`` whose header is damaged, where its checksum of the arrays still fits."""
+    if len(raw) < HEADER_FIXED_NBYTES:
+        return None
+    for size in sizes:
+        if digest_file(path, lambda _: None, size).checksum == raw[slice(*_place("arrays_checksum"))]:
+            return OffsetLengths(path, align(size + 8 * (num_packs + 1)), num_packs)
+    return None
+
+
+def _place(name: str) -> tuple[int, int]:
+    offset, nbytes = _PLACES[name]
+    return offset, offset + nbytes

@@ -10,6 +10,7 @@ import xxhash
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
+from megatron_sft_idx.rebuild.lengths import IdxLengths
 from megatron_sft_idx.rebuild.watch import Advance, Watch
 
 __all__ = ["Survey", "digest_file", "survey"]
@@ -64,6 +65,8 @@ def survey(paths: ShardPaths, watch: Watch) -> Survey:
                     f"arrays have {found.nbytes} bytes and checksum {found.checksum.hex()},"
                     f" the header says {nbytes} and {header.arrays_checksum.hex()} (rule F3)"
                 )
+        elif digests[paths.idx] and digests[paths.tokens]:
+            faults |= _ill_formed(paths)
     faults |= {path: "missing (rule F1)" for path in paths.all if path not in paths.present()}
     return Survey(paths, digests, raw, header, header_fault, faults, arrays_good)
 
@@ -91,6 +94,15 @@ def _unlike(paths: ShardPaths, header: Header, digests: dict[str, FileDigest | N
                 f" .seq.idx says {said.nbytes} and {said.checksum.hex()} (rule F3)"
             )
     return faults
+
+
+def _ill_formed(paths: ShardPaths) -> dict[str, str]:
+    """What is wrong with ``.idx`` in itself, where no header says what it should be."""
+    try:
+        IdxLengths(paths.idx, os.stat(paths.tokens).st_size)
+    except CorruptShardError as error:
+        return {paths.idx: _detail(error)}
+    return {}
 
 
 def _read_header(paths: ShardPaths) -> tuple[bytes | None, Header | None, SFTIndexError | None]:
