@@ -88,7 +88,8 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
 
 def _show(report: Report) -> None:
     for file in report.files:
-        print(file)
+        state = f"would be {file.state}" if report.dry_run and file.state == "rebuilt" else file.state
+        print(": ".join(part for part in (file.path, state, file.fault, file.remedy) if part))
     for path in report.kept:
         print(f"{path}: the damaged file; remove it when it is no longer of use")
     if report.note:

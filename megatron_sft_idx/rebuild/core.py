@@ -38,9 +38,6 @@ class FileState:
     fault: str = ""
     remedy: str = ""
 
-    def __str__(self) -> str:
-        return ": ".join(part for part in (self.path, self.state, self.fault, self.remedy) if part)
-
 
 @dataclass(frozen=True)
 class Report:

@@ -56,7 +56,7 @@ class EndLengths:
         with tempfile.NamedTemporaryFile() as spill:
             with watch("placing packs", self.num_tokens) as advance:
                 for begins in _chunks(self._earliest(advance)):
-                    spill.write(begins)
+                    spill.write(begins.data)
             spill.flush()
             # The name goes with the block, the open file stays.
             self._begins = PreadArray(spill.name, np.dtype(np.int64), self.num_packs, 0)

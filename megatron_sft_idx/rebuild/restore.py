@@ -121,4 +121,5 @@ def _starts_after(tokens: NDArray[Any], eod_id: int, lengths: NDArray[np.int64])
     """Starts inside their packs, uint32: at each pack's begin and after each end-of-sequence id but the pack's last."""
     begins = np.cumsum(lengths) - lengths
     edges = np.union1d(begins, np.flatnonzero(tokens[:-1] == eod_id) + 1)
-    return (edges - begins[np.searchsorted(begins, edges, side="right") - 1]).astype(np.uint32)
+    starts: NDArray[np.int64] = edges - begins[np.searchsorted(begins, edges, side="right") - 1]
+    return starts.astype(np.uint32)
