@@ -69,7 +69,7 @@ def ended(draw: st.DrawFn) -> list[Sample]:
     return packs
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(packs=ended(), eod_id=st.sampled_from([EOD, EOD, None]), chunk=st.sampled_from([1, 2, 1 << 16]))
 def test_a_split_is_found_exactly_where_there_is_one_only(
     tmp_path_factory: pytest.TempPathFactory, packs: list[Sample], eod_id: int | None, chunk: int
@@ -88,8 +88,11 @@ def test_a_split_is_found_exactly_where_there_is_one_only(
             with pytest.raises(FormatError, match="may end at" if found else "begin nowhere|cannot end at") as caught:
                 rebuild(prefix, Known(eod_id=eod_id))
     if len(found) == 1:
-        assert five_files(prefix)[".idx"] == before[".idx"]
-        assert_holds(Shard(prefix), packs)
+        assert Shard(prefix).token_offsets.tolist() == [0, *found[0]]
+        # Where every sequence did end as the user said, the only split is the one that was written.
+        if np.cumsum([len(pack.tokens) for pack in packs]).tolist() in found:
+            assert five_files(prefix)[".idx"] == before[".idx"]
+            assert_holds(Shard(prefix), packs)
     elif found:
         first = next(k for k in range(len(packs)) if len({split[k] for split in found}) > 1)
         places = {split[first] for split in found}
@@ -152,15 +155,22 @@ def heap_of_rebuilding(prefix: Path, known: Known) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("packs", [30_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
-def test_heap_does_not_grow_with_packs(tmp_path: Path, packs: int) -> None:
+LOSSES = [[".idx"], [".seq.idx"]]
+
+
+@pytest.mark.parametrize(
+    ("packs", "losses"),
+    [(80_000, LOSSES), pytest.param(1_000_000, [*LOSSES, [".idx", ".seq.idx"]], marks=pytest.mark.slow)],
+)
+def test_heap_does_not_grow_with_packs(tmp_path: Path, packs: int, losses: list[list[str]]) -> None:
     """Whatever is lost, and however many packs there are, the same bound holds."""
     with ShardWriter(tmp_path / "x", token_dtype=np.uint16, durable=False) as writer:
         tokens = np.tile(np.array([1, EOD, 2, 3, EOD], np.uint16), packs)
         writer.add_packs(tokens, tokens * 0, np.tile([0, 2], packs), np.full(packs, 5), np.full(packs, 2))
-    before = five_files(tmp_path / "x")
-    for lost in ([".idx"], [".seq.idx"], [".idx", ".seq.idx"]):
+    del tokens
+    before = (tmp_path / "x.idx").read_bytes()
+    for lost in losses:
         for suffix in lost:
             os.unlink(tmp_path / f"x{suffix}")
-        assert heap_of_rebuilding(tmp_path / "x", Known(eod_id=EOD)) < 24 << 20
-        assert five_files(tmp_path / "x")[".idx"] == before[".idx"]
+        assert heap_of_rebuilding(tmp_path / "x", Known(eod_id=EOD)) < 8 << 20
+        assert (tmp_path / "x.idx").read_bytes() == before

@@ -31,7 +31,7 @@ from megatron_sft_idx.storage import PreadArray
 __all__ = ["EndLengths"]
 
 _SPAN = 1 << 18  # tokens whose flags are held at once
-_STEP = 1 << 10  # tokens searched at first; doubled while nothing is found
+_STEP = 1 << 8  # tokens searched at first; doubled while nothing is found
 _CHUNK = 1 << 16
 _MOST_CANDIDATES = 1000
 
@@ -174,9 +174,9 @@ class _Ends:
         while least < limit:
             stop = min(least + step, limit)
             flags = self.flags(least, stop + last)
-            for place in np.flatnonzero(flags[: stop - least]).tolist():
+            for place in _places(flags[: stop - least]):
                 if flags[place + starts].all():
-                    return least + int(place)
+                    return least + place
             least, step = stop, min(2 * step, _SPAN)
         return None
 
@@ -186,11 +186,22 @@ class _Ends:
         while most > 0:
             start = max(1, most + 1 - step)
             flags = self.flags(start, most + last + 1, backwards=True)
-            for place in np.flatnonzero(flags[: most + 1 - start])[::-1].tolist():
-                if flags[place + starts].all():
-                    return start + int(place)
+            for distance in _places(flags[: most + 1 - start][::-1]):
+                if flags[most - distance - start + starts].all():
+                    return most - distance
             most, step = start - 1, min(2 * step, _SPAN)
         return None
+
+
+def _places(flags: NDArray[np.bool_]) -> Iterator[int]:
+    """Where flags are set, found one by one: mostly the first will do."""
+    at = 0
+    while at < len(flags):
+        at += int(flags[at:].argmax())
+        if not flags[at]:
+            return
+        yield at
+        at += 1
 
 
 def _forwards(starts: Starts) -> Iterator[NDArray[np.int64]]:

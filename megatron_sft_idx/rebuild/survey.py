@@ -15,7 +15,9 @@ from megatron_sft_idx.rebuild.watch import Advance, Watch
 
 __all__ = ["Survey", "digest_file", "survey"]
 
-_PIECE = 1 << 20
+_PIECE = 1 << 18
+# Read of any header; more only where it says that it is larger.
+_USUAL_HEADER_NBYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Survey:
     Attributes:
         paths: theirs.
         digests: of each of the four data files, None where it is missing.
-        raw_header: the first bytes of ``.seq.idx``, at most as many as the largest header has; None where missing.
+        raw_header: the first bytes of ``.seq.idx``, the header and mostly more; None where missing.
         header: None where ``.seq.idx`` is missing or its header breaks a rule; else every field of it is right.
         header_fault: why there is no header where ``.seq.idx`` is there.
         faults: what is wrong, by path; a path that is not in it is good.
@@ -108,7 +110,9 @@ def _ill_formed(paths: ShardPaths) -> dict[str, str]:
 def _read_header(paths: ShardPaths) -> tuple[bytes | None, Header | None, SFTIndexError | None]:
     try:
         with open(paths.seq_idx, "rb") as file:
-            raw = file.read(MAX_HEADER_NBYTES)
+            raw = file.read(_USUAL_HEADER_NBYTES)
+            said = int.from_bytes(raw[12:16], "little")
+            raw += file.read(max(0, min(said, MAX_HEADER_NBYTES) - len(raw)))
     except FileNotFoundError:
         return None, None, None
     try:
