@@ -47,10 +47,11 @@ def resume(prefix: Path, *, weights_from: int | None = None) -> int:
     """Go on where an interrupted build stopped; how many packs were kept, -1 where it began anew."""
     try:
         with InterruptedBuild(prefix) as interrupted:
-            interrupted.verify()
+            if not interrupted.verify():
+                raise FormatError("no mark")
             *_, state = interrupted.states()
             writer = interrupted.resume()
-    except FormatError:  # nothing to go on from
+    except FormatError:
         build(prefix, weights_from=weights_from, overwrite=True)
         return -1
     with writer:
@@ -186,8 +187,9 @@ def test_nothing_to_go_on_from_is_said(tmp_path: Path) -> None:
         writer.add_pack([1, 2], [1, 0], [0])
         writer.flush()
         writer.suspend()
-    with InterruptedBuild(tmp_path / "x") as interrupted, pytest.raises(FormatError, match="nothing to go on from"):
-        interrupted.verify()
+    with InterruptedBuild(tmp_path / "x") as interrupted:
+        assert interrupted.verify() == 0
+        assert list(interrupted.states()) == []
     (tmp_path / "x.journal").write_bytes(b"SFTJ")
     with pytest.raises(CorruptShardError, match="J1"):
         InterruptedBuild(tmp_path / "x")

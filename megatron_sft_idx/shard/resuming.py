@@ -95,6 +95,11 @@ class InterruptedBuild:
                 elif block.kind == MARK and (content := _checked(block.mark())) is not None:
                     yield _Part(_NO_RECORDS, _Mark(content, stream.tell()))
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are left, some of them perhaps behind the last mark."""
+        return self._remains.num_tokens
+
     def __enter__(self) -> InterruptedBuild:
         return self
 
@@ -114,25 +119,21 @@ class InterruptedBuild:
         marks = (part.mark for part in self._parts() if part.mark is not None)
         return (mark.content["state"] for mark in islice(marks, self.num_marks))
 
-    def verify(self, progress: Callable[[int], None] = lambda num_tokens: None) -> None:
-        """Read all that is kept; from then on only marks whose checksums it has count.
+    def verify(self, progress: Callable[[int], None] = lambda num_tokens: None) -> int:
+        """Read all that is kept, and count only marks whose checksums it has from then on.
 
         Args:
             progress: called with the tokens read since the last call.
 
-        Raises:
-            FormatError: there is no such mark.
+        Returns:
+            ``num_marks``: 0 where there is nothing to go on from.
         """
         assert self._publication is not None
         while (held := self._replay(progress)) < self.num_marks:
             # Its counts and hashes are of more than what is kept: once more, and not so far.
             self._publication.close_files()
             self.num_marks = held
-        if not self.num_marks:
-            raise FormatError(
-                f"{self._path}: the build was interrupted before anything was complete, so there is nothing to go on"
-                " from; start anew with overwrite (--overwrite)"
-            )
+        return held
 
     def _replay(self, progress: Callable[[int], None]) -> int:
         """Take in what lies before ``num_marks`` marks; how many of them hold."""
@@ -152,8 +153,9 @@ class InterruptedBuild:
         return held
 
     def resume(self) -> ShardWriter:
-        """Cut everything back to the last mark, and go on from there; after ``verify``."""
+        """Cut everything back to the last mark, and go on from there; after ``verify`` has found one."""
         assert self._publication is not None
+        assert self.num_marks
         publication, content = self._publication, self._last.content
         self._build.cut_back(self._last.journal_nbytes, MASK_DTYPES[content["mask_dtype"]])
         writer = ShardWriter.take_up(publication, self._build, content["dropped_first_tokens"])
