@@ -66,26 +66,6 @@ def test_progress_is_plain_lines_without_a_terminal(tmp_path, chats):
     assert "\r" not in done.err
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_runs_leave_nothing(tmp_path, chats, sent, code):
-    source = write_rows(tmp_path / "rows.jsonl", chats * 80)
-    arguments = ["preprocess", "--input", source, "--tokenizer-model", TOKENIZER, "--seq-length", "1024"]
-    arguments += ["--output-prefix", tmp_path / "x", "--workers", "2", "--log-interval", "1000"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "megatron_sft_idx", *map(str, arguments)],
-        cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    ) as process:  # fmt: skip
-        assert process.stderr is not None
-        first = process.stderr.readline()
-        assert first.startswith("tokenising: "), first
-        assert (tmp_path / "x.unpacked.journal").exists()
-        os.killpg(process.pid, sent)
-        rest = process.stderr.read()
-    assert process.returncode == code, rest
-    assert "Traceback" not in rest
-    assert remains(tmp_path) == []
-
-
 def test_a_killed_worker_changes_no_byte(tmp_path, chats):
     source = write_rows(tmp_path / "rows.jsonl", chats * 60)
     arguments = ["preprocess", "--input", source, "--tokenizer-model", TOKENIZER, "--seq-length", "1024"]

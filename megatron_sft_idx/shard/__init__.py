@@ -2,10 +2,12 @@
 
 from megatron_sft_idx.shard.publish import check_free, remove_shard
 from megatron_sft_idx.shard.reader import Pack, Shard, read_header
-from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
+from megatron_sft_idx.shard.recovery import Remains, find_remains, recover, remove_remains
+from megatron_sft_idx.shard.resuming import InterruptedBuild
 from megatron_sft_idx.shard.writer import ShardWriter
 
 __all__ = [
+    "InterruptedBuild",
     "Pack",
     "Remains",
     "Shard",
@@ -14,5 +16,6 @@ __all__ = [
     "find_remains",
     "read_header",
     "recover",
+    "remove_remains",
     "remove_shard",
 ]

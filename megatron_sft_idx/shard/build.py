@@ -8,11 +8,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.layout import Header, mask_dtype_of, token_dtype_of
-from megatron_sft_idx.layout.journal import MASK, MAX_RECORDS, PACK, BuildOptions, encode_block, encode_head, read_head
+from megatron_sft_idx.layout.journal import (
+    MASK,
+    MAX_RECORDS,
+    PACK,
+    BuildOptions,
+    encode_block,
+    encode_head,
+    encode_mark,
+    read_head,
+)
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.index import HashedFile, JournalPacks, write_idx, write_seq_idx
 from megatron_sft_idx.shard.publish import WIDENED, Publication
@@ -51,6 +61,8 @@ class Build:
         )
         self._publication = publication
         self._journal_nbytes = remains.journal_nbytes if remains else None
+        # Of the masks taken in as they were before they were widened; marks made until then say what it should be.
+        self._flags_hash = xxhash.xxh3_128()
         paths, keep = publication.paths, remains is not None
         self._tokens = HashedFile(publication.open(paths.tokens, keep=keep))
         self._loss = HashedFile(publication.open(paths.loss, keep=keep))
@@ -77,17 +89,37 @@ class Build:
     def widen_mask(self) -> None:
         """Rewrite the loss file as float32, in bounded memory; nothing is staged."""
         old = self._loss.file
-        code, dtype = mask_dtype_of(np.float32)
+        dtype = mask_dtype_of(np.float32)[1]
         widened = HashedFile(self._publication.open(self._publication.paths.loss, WIDENED))
         for offset in range(0, old.nbytes, STAGE_TOKENS):
             widened.write(np.frombuffer(old.read_at(offset, STAGE_TOKENS), np.uint8).astype(dtype))
         # Whatever reaches the disk of these steps, the journal tells which of the two files counts and what is in it.
         widened.file.sync()
-        self._publication.journal.write(encode_block(MASK, np.array([[code, 0]], np.uint32)))
+        self._publication.journal.write(_mask_block(dtype))
         self._publication.journal.sync()
         self._publication.replace(widened.file, old)
         self._loss, self.mask_dtype = widened, dtype
         self.stage.promote_mask()
+
+    def mark(self, state: Mapping[str, Any], dropped_first_tokens: int) -> None:
+        """Note in the journal what is written so far, and the state of whoever wrote it."""
+        mark = {
+            "checksums": self._checksums(),
+            "mask_dtype": mask_dtype_of(self.mask_dtype)[0],
+            "dropped_first_tokens": dropped_first_tokens,
+            "state": state,
+        }
+        self._publication.journal.write(encode_mark(mark))
+
+    def _checksums(self) -> list[str]:
+        return [data.checksum().hex() for data in (self._tokens, self._loss, self._starts)]
+
+    def agrees(self, mark: Mapping[str, Any]) -> bool:
+        """Whether the files hold what they held when the mark was made, masks widened since or not."""
+        found = self._checksums()
+        if mark["mask_dtype"] != mask_dtype_of(self.mask_dtype)[0]:
+            found[1] = self._flags_hash.hexdigest()
+        return bool(found == mark["checksums"])
 
     def replay(self, num_packs: int, progress: Callable[[int], None] = lambda num_tokens: None) -> int:
         """Take in the first packs of the remains as if they had just been added: checked, counted and hashed.
@@ -103,14 +135,35 @@ class Build:
         with open(path, "rb") as stream:
             read_head(stream, path)
             for records in pack_records(stream):
-                left = records[: num_packs - self.stage.num_packs].astype(np.int64)
-                while len(left):
-                    size = int(np.searchsorted(np.cumsum(left[:, 0]), STAGE_TOKENS, side="right"))
-                    run, left = left[: max(size, 1)], left[max(size, 1) :]
-                    if not self._replay_run(run):
-                        return self.stage.num_packs
-                    progress(int(run[:, 0].sum()))
+                if not self.replay_records(records[: num_packs - self.stage.num_packs], progress):
+                    break
         return self.stage.num_packs
+
+    def replay_records(self, records: NDArray[np.uint32], progress: Callable[[int], None]) -> bool:
+        """Take in the next packs, by their records [packs, 2]; False where one breaks a rule."""
+        left = records.astype(np.int64)
+        while len(left):
+            size = int(np.searchsorted(np.cumsum(left[:, 0]), STAGE_TOKENS, side="right"))
+            run, left = left[: max(size, 1)], left[max(size, 1) :]
+            if not self._replay_run(run):
+                return False
+            progress(int(run[:, 0].sum()))
+        return True
+
+    def cut_back(self, journal_nbytes: int, mask_dtype: np.dtype[Any]) -> None:
+        """Drop what lies behind the packs taken in, and go on from there.
+
+        Args:
+            journal_nbytes: the journal as far as it speaks of these packs.
+            mask_dtype: of the loss file by that part of it.
+        """
+        publication = self._publication
+        tail = _mask_block(self.mask_dtype) if mask_dtype != self.mask_dtype else b""
+        if tail or journal_nbytes < publication.journal.nbytes:
+            publication.cut_journal(journal_nbytes, tail)
+        for data in (self._tokens, self._loss, self._starts):
+            data.file.cut(data.nbytes)
+        self._journal_nbytes = None
 
     def _replay_run(self, records: NDArray[np.int64]) -> bool:
         """Some packs at once; one by one where a rule is broken, so that those before it are taken in."""
@@ -133,6 +186,8 @@ class Build:
             return len(records) > 1 and all(self._replay_run(record) for record in records[:, np.newaxis])
         for file, data in zip((self._tokens, self._loss, self._starts), raw, strict=True):
             file.take(data)
+        if self.mask_dtype != self.options.mask_dtype:
+            self._flags_hash.update(mask.astype(self.options.mask_dtype).data)
         self.stage.clear()
         return True
 
@@ -171,3 +226,7 @@ class Build:
             metadata={**metadata, "format_writer": FORMAT_WRITER},
         )
         return write_seq_idx(publication.open(paths.seq_idx), packs, dataclasses.replace(header, rebuilt=rebuilt))
+
+
+def _mask_block(dtype: np.dtype[Any]) -> bytes:
+    return encode_block(MASK, np.array([[mask_dtype_of(dtype)[0], 0]], np.uint32))

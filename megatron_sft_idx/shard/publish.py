@@ -16,13 +16,16 @@ import numpy as np
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.journal import DONE, encode_block
-from megatron_sft_idx.shard.lock import lock_journal
+from megatron_sft_idx.shard.lock import lock_file, lock_journal
 from megatron_sft_idx.storage import OutputFile, sync_folder
 
 __all__ = ["WIDENED", "Publication", "check_free", "remove_shard", "remove_temporaries"]
 
 # Added to the temporary name of a loss file that is being rewritten with wider masks.
 WIDENED = ".float32"
+# Added to the name of a journal that is being cut back.
+_SHORTER = ".tmp"
+_COPY_NBYTES = 1 << 20
 
 
 def check_free(paths: ShardPaths, *, overwrite: bool) -> None:
@@ -43,10 +46,17 @@ def remove_shard(paths: ShardPaths) -> None:
 
 def remove_temporaries(paths: ShardPaths) -> None:
     """Remove the temporary files of a build that nobody will take up; the journal stays, and with it the lock."""
-    for path in paths.all:
-        for remains in (paths.temporary(path), paths.temporary(path) + WIDENED):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(remains)
+    for path in map(paths.temporary, paths.all):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    _remove_strays(paths)
+
+
+def _remove_strays(paths: ShardPaths) -> None:
+    """What a kill may have left half written, and what was taken up went on without."""
+    for path in (paths.temporary(paths.loss) + WIDENED, paths.journal + _SHORTER):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 class Publication:
@@ -107,12 +117,33 @@ class Publication:
         self._files.append(file)
         return file
 
+    def close_files(self) -> None:
+        """Close the temporary files, to open them again; the lock and the journal stay."""
+        for file in self._files:
+            file.close()
+        self._files = []
+
     def replace(self, new: OutputFile, old: OutputFile) -> None:
         """Let ``new`` take the name and place of ``old``."""
         os.rename(new.path, old.path)
         self._files.remove(old)
         old.close()
         new.path = old.path
+
+    def cut_journal(self, nbytes: int, tail: bytes) -> None:
+        """Make the journal its first ``nbytes`` and ``tail``, all at once: a kill leaves the old one or the new one."""
+        old = self.journal
+        new = OutputFile(self.paths.journal + _SHORTER, durable=self.durable)
+        for offset in range(0, nbytes, _COPY_NBYTES):
+            new.write(old.read_at(offset, min(_COPY_NBYTES, nbytes - offset)))
+        new.write(tail)
+        new.sync()
+        lock_file(new.fileno(), self.paths)
+        os.rename(new.path, old.path)
+        new.path = old.path
+        old.close()
+        os.close(self._lock)
+        self.journal, self._lock = new, os.dup(new.fileno())
 
     def publish(self) -> None:
         """Sync all files, say in the journal that they are complete, and ``finish``.
@@ -150,9 +181,7 @@ class Publication:
         except BaseException:
             self.close()
             raise
-        with contextlib.suppress(FileNotFoundError):
-            # A kill may have left it half written, and what was recovered goes on without it.
-            os.unlink(paths.temporary(paths.loss) + WIDENED)
+        _remove_strays(paths)
         os.unlink(paths.journal)
         self.close()
 

@@ -12,7 +12,7 @@ from megatron_sft_idx.shard.build import Build
 from megatron_sft_idx.shard.publish import Publication, check_free
 from megatron_sft_idx.shard.remains import Remains, complete_header, find_remains, read_remains
 
-__all__ = ["Remains", "find_remains", "recover"]
+__all__ = ["Remains", "find_remains", "recover", "remove_remains"]
 
 
 def recover(
@@ -75,3 +75,14 @@ def finish_publication(publication: Publication, *, overwrite: bool) -> Header:
         check_free(paths, overwrite=overwrite)
     publication.finish()
     return header
+
+
+def remove_remains(prefix: str | os.PathLike[str]) -> None:
+    """Remove the journal and the temporary files of an interrupted build; a shard at the prefix stays.
+
+    Raises:
+        FormatError: a living writer is at work here.
+    """
+    paths = ShardPaths.of(prefix)
+    if os.path.lexists(paths.journal):
+        Publication(paths, overwrite=True, durable=False).abandon()

@@ -31,7 +31,8 @@ class ShardWriter:
 
     A context manager: leaving it publishes the five files together, leaving it by an exception publishes nothing and
     removes what was written. A killed writer leaves temporary files and a journal, never something that looks like
-    a shard. Memory stays at a few MiB for any number of packs.
+    a shard; so does one that is interrupted (KeyboardInterrupt, SystemExit) after ``mark``, for ``InterruptedBuild`` to
+    go on from there. Memory stays at a few MiB for any number of packs.
 
     Args:
         prefix: the path the five files will share; its folder is made where it is missing.
@@ -71,12 +72,24 @@ class ShardWriter:
             _checked(pad_id, "pad_id", 0, MAX_CAPACITY) if pad_id is not None else None,
             dict(metadata or {}),
         )
-        self.metadata: dict[str, Any] = options.metadata
-        header_nbytes(self.metadata)  # refuses what cannot be stored now, not after hours of writing
+        header_nbytes(options.metadata)  # refuses what cannot be stored now, not after hours of writing
         self._publication = Publication(self._paths, overwrite=overwrite, durable=durable)
+        self._marked = False
         with self._all_or_nothing():
-            self._build = Build(self._publication, options)
-        self._stage = self._build.stage
+            self._set_build(Build(self._publication, options), 0)
+
+    def _set_build(self, build: Build, dropped_first_tokens: int) -> None:
+        self._build, self._stage = build, build.stage
+        self._dropped_before = dropped_first_tokens
+        self.metadata: dict[str, Any] = dict(build.options.metadata)
+
+    @classmethod
+    def take_up(cls, publication: Publication, build: Build, dropped_first_tokens: int) -> ShardWriter:
+        """A writer that goes on with a build; ``InterruptedBuild.resume`` calls this."""
+        writer = cls.__new__(cls)
+        writer._paths, writer._publication, writer._marked = publication.paths, publication, True
+        writer._set_build(build, dropped_first_tokens)
+        return writer
 
     @property
     def prefix(self) -> str:
@@ -111,7 +124,7 @@ class ShardWriter:
     @property
     def dropped_first_tokens(self) -> int:
         """Token-aligned masks that were set on a sequence's first token, which nothing predicts."""
-        return self._stage.dropped_first_tokens
+        return self._dropped_before + self._stage.dropped_first_tokens
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -119,8 +132,8 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self.abandon()
+        if error is not None:
+            self._give_up(error)
         elif not self._publication.closed:
             self.finalize()
 
@@ -254,9 +267,29 @@ class ShardWriter:
         """Abandon the build where a write fails halfway: the files no longer go together."""
         try:
             yield
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            self._give_up(error)
             raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """After an error give the space back; an interrupted build that is marked can be gone on with."""
+        if self._marked and not isinstance(error, Exception):
+            self.suspend()
+        else:
+            self.abandon()
+
+    def mark(self, state: Mapping[str, Any]) -> None:
+        """Write what is staged, and note in the journal how far whoever adds the packs has come.
+
+        Args:
+            state: JSON object that ``InterruptedBuild.states`` gives back; all packs added so far are in it, and none
+                of those that follow.
+        """
+        self._require_open()
+        self.flush()
+        with self._all_or_nothing():
+            self._build.mark(state, self.dropped_first_tokens)
+            self._marked = True
 
     def promote_mask_dtype(self) -> None:
         """Go on with float32 masks: what was written as uint8 is rewritten, in bounded memory."""
@@ -293,6 +326,10 @@ class ShardWriter:
             raise FormatError(
                 f"{self.prefix}: this writer is finished or was abandoned; open another one to write more packs"
             )
+
+    def suspend(self) -> None:
+        """Stop, and leave what is written for ``InterruptedBuild`` or ``recover``; what is only staged is lost."""
+        self._publication.close()
 
     def abandon(self) -> None:
         """Publish nothing and remove what was written; may be called twice."""
