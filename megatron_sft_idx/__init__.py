@@ -23,6 +23,7 @@ _HOMES = {
     "ShardWriter": "shard",
     "UnsupportedVersionError": "errors",
     "pack_sequences": "packing",
+    "verify_shard": "verify",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

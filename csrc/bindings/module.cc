@@ -6,4 +6,5 @@ PYBIND11_MODULE(_native, m) {
   bind_chat(m);
   bind_packing(m);
   bind_training(m);
+  bind_verify(m);
 }
