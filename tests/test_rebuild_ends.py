@@ -69,7 +69,7 @@ def ended(draw: st.DrawFn) -> list[Sample]:
     return packs
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(packs=ended(), eod_id=st.sampled_from([EOD, EOD, None]), chunk=st.sampled_from([1, 2, 1 << 16]))
 def test_a_split_is_found_exactly_where_there_is_one_only(
     tmp_path_factory: pytest.TempPathFactory, packs: list[Sample], eod_id: int | None, chunk: int

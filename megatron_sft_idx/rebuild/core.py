@@ -18,6 +18,7 @@ from megatron_sft_idx.rebuild.survey import Survey, survey
 from megatron_sft_idx.rebuild.watch import Watch, unwatched
 from megatron_sft_idx.shard.lock import lock_journal
 from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
+from megatron_sft_idx.verify import verify_shard
 
 __all__ = ["FileState", "Report", "rebuild"]
 
@@ -159,10 +160,20 @@ def _require_data(found: Survey) -> None:
 
 
 def _verify(paths: ShardPaths, watch: Watch) -> None:
-    """FormatError unless a whole shard is at the prefix now."""
-    if faults := survey(paths, watch).faults:
-        wrong = "; ".join(f"{path}: {fault}" for path, fault in faults.items())
-        raise FormatError(f"{wrong}; this was written just now and is wrong on disk: check the disk, then run again")
+    """FormatError unless the shard that is at a prefix now keeps every rule."""
+    done = 0
+    with watch("verifying", sum(os.stat(path).st_size for path in paths.all)) as advance:
+
+        def on_progress(now: int, _total: int) -> None:
+            nonlocal done
+            advance(now - done)
+            done = now
+
+        report = verify_shard(paths.prefix, full=True, on_progress=on_progress)
+    if not report.ok:
+        raise FormatError(
+            f"{paths.prefix}: rebuilt, and yet {report.num_findings} rules are broken, the first: {report.findings[0]}"
+        )
 
 
 @contextlib.contextmanager
