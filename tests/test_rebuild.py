@@ -237,3 +237,29 @@ def test_the_script_is_the_verb(tmp_path: Path) -> None:
         sys.argv = argv
     assert leaving.value.code == 0
     assert Shard(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"capacity": 0}, {"sequence_multiple": 2**31}, {"pad_id": -1}, {"eod_id": -1}, {"token_dtype": np.dtype("i8")}],
+)
+def test_what_no_shard_can_have_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(FormatError, match=r"expected a whole number|the format stores"):
+        Known(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("known", "message"),
+    [
+        (Known(token_dtype=np.dtype("u2")), r"x\.idx: says that tokens are int32, --token-dtype uint16"),
+        (Known(mask_dtype=np.dtype("f4")), r"do not go together as tokens int32 and masks float32 \(rule F2\)"),
+        (Known(capacity=5), r"pack 2: it has 12 tokens, the capacity is 5 \(rule P1\)"),
+        (Known(capacity=12, sequence_multiple=8), r"positions with each sequence rounded up .* \(rule P5\)"),
+    ],
+)
+def test_options_that_the_files_contradict_are_refused(tmp_path: Path, known: Known, message: str) -> None:
+    small(tmp_path / "x")
+    os.unlink(tmp_path / "x.seq.idx")
+    with pytest.raises(FormatError, match=message):
+        rebuild(tmp_path / "x", known)
+    assert folder_of(tmp_path) == sorted(set(WHOLE) - {"x.seq.idx"})

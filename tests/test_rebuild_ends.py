@@ -145,6 +145,13 @@ def test_an_ambiguous_split_is_refused_with_what_is_missing(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == here
 
 
+def test_tokens_without_any_sequence_are_refused(tmp_path: Path) -> None:
+    without_indexes(tmp_path / "x", [sample_of([3], lambda p: 0, lambda p: EOD)])
+    os.truncate(tmp_path / "x.seq.bin", 0)
+    with pytest.raises(FormatError, match=r"3 tokens and .seq.bin no sequence"):
+        rebuild(tmp_path / "x")
+
+
 def heap_of_rebuilding(prefix: Path, known: Known) -> int:
     tracemalloc.start()
     try:

@@ -228,11 +228,11 @@ def test_a_full_disk_leaves_things_as_they_were(tmp_path: Path, monkeypatch: pyt
 # ---- what a killed build left ----
 
 
-def killed_build(prefix: Path, *, overwrite: bool = False) -> None:
-    """A build of the demo packs whose process is killed before it is finalized."""
+def killed_build(prefix: Path, *, packs: int = 7, overwrite: bool = False) -> None:
+    """A build of so many demo packs whose process is killed before it is finalized."""
     if (child := os.fork()) == 0:
         writer = ShardWriter(prefix, capacity=99, overwrite=overwrite)
-        for pack in demo_samples():
+        for pack in demo_samples(packs):
             writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
             writer.flush()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -281,3 +281,12 @@ def test_a_good_shard_beside_a_killed_build_stays(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="a damaged shard is here, and beside it what a killed build of 7 packs left"):
         rebuild(tmp_path / "x")
     assert {name: raw for name, raw in before.items() if name != "x.idx"} == all_files(tmp_path)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_build_killed_before_its_first_pack_left_nothing(tmp_path: Path, dry_run: bool) -> None:
+    killed_build(tmp_path / "x", packs=0)
+    before = all_files(tmp_path)
+    with pytest.raises(FormatError, match="killed before it had written a pack"):
+        rebuild(tmp_path / "x", dry_run=dry_run)
+    assert all_files(tmp_path) == before

@@ -27,6 +27,7 @@ examples:
   both indexes lost: where packs end follows from the masks, and from the token that every sequence ends with; if it
   can be in one way only, the shard comes back, else the command says where it is ambiguous:
     megatron-sft-idx rebuild data/train --eod-id 151645
+  the id is taken as a fact: give it only where every sequence was written with it at its end
 
   a build was killed: its journal is found by itself, and every pack it completed is kept:
     megatron-sft-idx rebuild data/train

@@ -220,6 +220,11 @@ def _recovered(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch)
     unpublished = os.path.lexists(paths.temporary(paths.seq_idx))
     if paths.present() and (not remains.done or (unpublished and os.path.lexists(paths.seq_idx))):
         return _left_alone(paths, remains, dry_run, watch)
+    if not remains.done and not remains.num_packs:
+        raise FormatError(
+            f"{paths.journal}: the build was killed before it had written a pack, so there is nothing to recover;"
+            " build it again with overwrite (--overwrite)"
+        )
     what = f"{remains.num_packs} packs, {remains.num_sequences} sequences, {remains.num_tokens} tokens"
     how = f"from the journal of a build that was {'complete but for renames' if remains.done else 'killed'}: {what}"
     if not dry_run:

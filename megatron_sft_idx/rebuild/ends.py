@@ -53,6 +53,10 @@ class EndLengths:
         self.num_packs, self.num_tokens = files.starts.num_packs, files.num_tokens
         self._prefix, self._eod_id, self._starts = files.prefix, eod_id, files.starts
         self._ends = _Ends(files, eod_id)
+        if self.num_tokens and not self.num_packs:
+            raise FormatError(
+                f"{self._prefix}: .bin has {self.num_tokens} tokens and .seq.bin no sequence (rule P2); restore it"
+            )
         with tempfile.NamedTemporaryFile() as spill:
             with watch("placing packs", self.num_tokens) as advance:
                 for begins in _chunks(self._earliest(advance)):
@@ -85,8 +89,6 @@ class EndLengths:
             begin, least = found, found + int(starts[-1]) + 1
         if least > self.num_tokens or (least and not self._ends.flags(self.num_tokens, self.num_tokens + 1)[0]):
             raise self._no_split(self.num_packs, least)
-        if not self.num_packs and self.num_tokens:
-            raise self._no_split(0, 0)
 
     def _require_only_one(self, advance: Advance) -> None:
         """FormatError where a pack can also begin later than at its earliest place."""
@@ -122,7 +124,7 @@ class EndLengths:
         )
 
     def _no_split(self, pack: int, least: int) -> FormatError:
-        what = f"pack {pack} can begin nowhere from token {least} on" if pack < self.num_packs else "the last pack"
+        what = f"pack {pack} can begin nowhere from token {least} on"
         if pack == self.num_packs:
             what = f"the last pack cannot end at token {self.num_tokens}, where .bin does"
         return FormatError(f"{self._prefix}: {what}; {self._evidence()} {self._remedy()}")
