@@ -80,7 +80,7 @@ def test_killed_at_any_step_of_what_changes_the_folder(case, prefix):
 def test_killed_at_random_moments_and_killed_again(case, prefix):
     chance = random.Random(0)
     kills = 0
-    for attempt in range(12):
+    for attempt in range(8):
         at, more = prefix.parent.with_name(f"moment-{attempt}") / "x", ()
         for _ in range(1 + attempt % 3):
             if not killed_after(chance.uniform(0, 1.1 * case.seconds), lambda at=at, more=more: case.run(at, *more)):
@@ -89,7 +89,7 @@ def test_killed_at_random_moments_and_killed_again(case, prefix):
             case.check_what_is_left(at)
             more = ("--resume",)
         case.assert_ends_the_same(at)
-    assert kills > 6
+    assert kills > 4
 
 
 def test_with_worker_processes_it_ends_the_same_and_they_end_too(case, prefix):
@@ -115,6 +115,24 @@ def _is_worker(pid: int) -> bool:
         return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.mark.parametrize("more", [(), ("--overwrite",), ("--resume",)])
+def test_of_runs_at_the_same_time_one_makes_the_shard(case, prefix, more):
+    prefix.parent.mkdir()
+    if more:
+        half_made(case, prefix)
+    runs = []
+    for number in range(4):
+        if (run := os.fork()) == 0:
+            time.sleep(number * case.seconds / 8)
+            os._exit(case.run(prefix, *more).code)
+        runs.append(run)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(run, 0)[1]) for run in runs]
+    assert 0 in codes
+    assert set(codes) <= {0, 1}
+    assert files_of(prefix) == case.files
+    assert remains(prefix.parent) == sorted(f"x{suffix}" for suffix in case.files)
 
 
 def test_a_plain_run_over_what_is_left_names_the_ways_on(case, prefix):

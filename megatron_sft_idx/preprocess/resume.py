@@ -20,6 +20,9 @@ from megatron_sft_idx.shard import InterruptedBuild, check_free, find_remains, r
 
 __all__ = ["resume"]
 
+# About as many, so that lines of progress come as often for either.
+_TOKENS_OF_A_ROW = 1000
+
 
 def resume(job: Job) -> Start:
     """Find where an interrupted run stopped.
@@ -98,9 +101,8 @@ def _go_on(job: Job, interrupted: InterruptedBuild, *, replaces: bool) -> Start 
     if not all(map(_is_state, interrupted.states())) or not isinstance(first.get("inputs"), list):
         raise FormatError(f"{journal}: its marks are not of this command; pass --overwrite to start anew")
     _require_same_files(job, journal, first)
-    with Progress(
-        "checking", interrupted.num_tokens, unit="tok", log_interval=job.log_interval, items="tokens"
-    ) as progress:
+    interval = job.log_interval * _TOKENS_OF_A_ROW
+    with Progress("checking", interrupted.num_tokens, unit="tok", log_interval=interval, items="tokens") as progress:
         marks = interrupted.verify(lambda tokens: progress.update(tokens, tokens))
     if not marks:
         return None
