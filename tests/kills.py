@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,22 @@ def killed_at(step: int, work: Callable[[], Any]) -> bool:
             status = 0
         finally:
             os._exit(status)
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL), f"exit status {status}"
+    return status == signal.SIGKILL
+
+
+def killed_after(seconds: float, work: Callable[[], Any]) -> bool:
+    """Do ``work`` in a fork that is killed so much later; False where it was done before that."""
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
     status = os.waitpid(child, 0)[1]
     assert status in (0, signal.SIGKILL), f"exit status {status}"
     return status == signal.SIGKILL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Sequence
@@ -178,6 +179,14 @@ def test_an_interrupt_within_a_write_keeps_what_is_marked(tmp_path: Path, monkey
     monkeypatch.undo()
     assert resume(tmp_path / "x") == 0
     assert len(Shard(tmp_path / "x")) == len(PACKS)
+
+
+def test_a_marked_writer_that_is_left_behind_can_be_gone_on_with(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "x", metadata={"a": 1})
+    go_on(writer, 0, weights_from=None, packs=PACKS[:9])
+    del writer
+    gc.collect()
+    assert resume(tmp_path / "x") == 8
 
 
 def test_nothing_to_go_on_from_is_said(tmp_path: Path) -> None:

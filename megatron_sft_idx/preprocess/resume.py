@@ -7,6 +7,7 @@ lacks renames, or all of it. Each is compared with what this run would make, and
 from __future__ import annotations
 
 from collections import Counter
+from itertools import zip_longest
 from typing import Any
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
@@ -19,6 +20,9 @@ from megatron_sft_idx.preprocess.start import Job, Start, begin_anew, find_corpu
 from megatron_sft_idx.shard import InterruptedBuild, check_free, find_remains, read_header, recover
 
 __all__ = ["resume"]
+
+# About as many, so that lines of progress come as often for either.
+_TOKENS_OF_A_ROW = 1000
 
 
 def resume(job: Job) -> Start:
@@ -95,12 +99,11 @@ def _go_on(job: Job, interrupted: InterruptedBuild, *, replaces: bool) -> Start 
         )
     if (first := next(interrupted.states(), None)) is None:
         return None
-    if not all(map(_is_state, interrupted.states())) or not isinstance(first.get("inputs"), list):
+    if not all(map(_is_state, interrupted.states())) or not _are_inputs(first.get("inputs")):
         raise FormatError(f"{journal}: its marks are not of this command; pass --overwrite to start anew")
     _require_same_files(job, journal, first)
-    with Progress(
-        "checking", interrupted.num_tokens, unit="tok", log_interval=job.log_interval, items="tokens"
-    ) as progress:
+    interval = job.log_interval * _TOKENS_OF_A_ROW
+    with Progress("checking", interrupted.num_tokens, unit="tok", log_interval=interval, items="tokens") as progress:
         marks = interrupted.verify(lambda tokens: progress.update(tokens, tokens))
     if not marks:
         return None
@@ -120,19 +123,26 @@ def _is_state(state: dict[str, Any]) -> bool:
     return all(type(count) is int for count in counts) and isinstance(state.get("notes"), dict)
 
 
+def _are_inputs(value: Any) -> bool:
+    """Whether this is a list of paths and sizes."""
+    return isinstance(value, list) and all(
+        isinstance(file, list) and list(map(type, file)) == [str, int] for file in value
+    )
+
+
 def _require_same_files(job: Job, journal: str, first: dict[str, Any]) -> None:
     """Files are known by their order and size; their content is compared as far as it was used."""
-    found = [[file.path, file.num_bytes] for file in job.files]
-    for number in range(max(len(first["inputs"]), len(found))):
-        was, now = (
-            f"{inputs[number][0]} of {inputs[number][1]:,} bytes" if number < len(inputs) else "none"
-            for inputs in (first["inputs"], found)
-        )
-        if was.rpartition(" of ")[2] != now.rpartition(" of ")[2]:
+    now = [[file.path, file.num_bytes] for file in job.files]
+    for number, (found, wanted) in enumerate(zip_longest(first["inputs"], now), 1):
+        if found is None or wanted is None or found[1] != wanted[1]:
             raise FormatError(
-                f"{journal}: the interrupted run had other input: file {number + 1} was {was}, is {now};"
-                " pass the same files to go on, or --overwrite to start anew"
+                f"{journal}: the interrupted run had other input: file {number} was {_shown(found)}, is"
+                f" {_shown(wanted)}; pass the same files to go on, or --overwrite to start anew"
             )
+
+
+def _shown(file: list[Any] | None) -> str:
+    return f"{file[0]} of {file[1]:,} bytes" if file else "none"
 
 
 def _require_same_input(

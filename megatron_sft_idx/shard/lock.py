@@ -61,6 +61,9 @@ def lock_file(fd: int, paths: ShardPaths, *, shared: bool = False) -> None:
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
+        with contextlib.suppress(OSError):
+            if not os.fstat(fd).st_size:
+                os.unlink(paths.journal)  # made by the attempt
         raise FormatError(
             f"{paths.prefix}: this file system has no locks ({error.strerror}), and without one two builds could write"
             " the same files; build on a local disk and copy the five files, or mount it with locks (Lustre: -o flock)"

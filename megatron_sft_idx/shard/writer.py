@@ -73,8 +73,8 @@ class ShardWriter:
             dict(metadata or {}),
         )
         header_nbytes(options.metadata)  # refuses what cannot be stored now, not after hours of writing
-        self._publication = Publication(self._paths, overwrite=overwrite, durable=durable)
         self._marked = False
+        self._publication = Publication(self._paths, overwrite=overwrite, durable=durable)
         with self._all_or_nothing():
             self._set_build(Build(self._publication, options), 0)
 
@@ -138,9 +138,12 @@ class ShardWriter:
             self.finalize()
 
     def __del__(self) -> None:
-        # Never finalized and never left through ``with``: the remains are of no use to anyone.
+        # Never finalized and never left through ``with``: without a mark the remains are of no use to anyone.
         if "_publication" in self.__dict__ and not self._publication.closed:
-            self.abandon()
+            if self._marked:
+                self.suspend()
+            else:
+                self.abandon()
 
     def add_pack(
         self,
