@@ -47,8 +47,10 @@ template BadIds find_bad_ids(const std::uint16_t*, std::size_t, std::int64_t, st
 template BadIds find_bad_ids(const std::int32_t*, std::size_t, std::int64_t, std::size_t);
 
 PackWalk::PackWalk(const Limits& limits) : limits_(limits) {
-  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max();
-  if (limits.sequences < 0 || limits.tokens < 0) throw std::invalid_argument("counts are never negative");
+  constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max(), most_count = std::int64_t{1} << 56;
+  if (std::min(limits.sequences, limits.tokens) < 0 || std::max(limits.sequences, limits.tokens) > most_count) {
+    throw std::invalid_argument("counts are 0 to 2^56");
+  }
   if (limits.capacity < 0 || limits.capacity > most || limits.multiple < 1 || limits.multiple > most) {
     throw std::invalid_argument("capacity and multiple are at most " + std::to_string(most));
   }
@@ -71,11 +73,15 @@ void PackWalk::packs(const std::int64_t* token_offsets, const std::int64_t* sequ
     if (pack.last <= pack.first || pack.last > limits_.sequences) {
       broken("O1", number_, number_ + 1, pack.last, pack.last <= pack.first ? pack.first : limits_.sequences);
     }
+    // The next pack has to end later, or it is this one that ends too late.
     const bool more = looks_ahead || i + 1 < count;
-    const std::int64_t end = more ? std::min(token_offsets[i + 2], limits_.tokens) : limits_.tokens;
-    const std::int64_t last = more ? std::min(sequence_offsets[i + 2], limits_.sequences) : limits_.sequences;
-    if (pack.begin < last_end_ || pack.end <= pack.begin || pack.end > end) continue;
-    if (pack.first < last_sequence_ || pack.last <= pack.first || pack.last > last) continue;
+    const std::int64_t before = more ? token_offsets[i + 2] : limits_.tokens + 1;
+    const std::int64_t before_sequence = more ? sequence_offsets[i + 2] : limits_.sequences + 1;
+    if (pack.begin < last_end_ || pack.end <= pack.begin || pack.end >= before || pack.end > limits_.tokens) continue;
+    if (pack.first < last_sequence_ || pack.last <= pack.first || pack.last >= before_sequence ||
+        pack.last > limits_.sequences) {
+      continue;
+    }
     const std::int64_t length = pack.end - pack.begin;
     if (length > limits_.capacity) broken("P1", number_, number_, length, limits_.capacity);
     totals_.longest_pack = std::max(totals_.longest_pack, length);
@@ -143,35 +149,24 @@ void PackWalk::end_pack(const Pack& pack) {
 
 template <typename Mask>
 void PackWalk::mask(const Mask* values, std::size_t count) {
-  const std::int64_t begin = token_, stop = token_ + static_cast<std::int64_t>(count);
-  const bool all_ok = mask_ok<Mask>(values, count);
-  for (std::size_t i = 0; !all_ok && i < count; ++i) {
-    if (!mask_value_ok<Mask>(values[i])) broken("P7", -1, begin + static_cast<std::int64_t>(i), bits_of(values[i]), 0);
+  const std::int64_t begin = token_, stop = begin + static_cast<std::int64_t>(count);
+  const MaskSummary seen = summarise(values, stop - begin);
+  totals_.trained_tokens += seen.nonzero;
+  for (std::int64_t i = begin; !seen.ok && i < stop; ++i) {
+    const Mask value = values[i - begin];
+    if (!mask_value_ok<Mask>(value)) broken("P7", -1, i, bits_of(value), 0);
   }
   for (auto end = std::upper_bound(ends_.begin(), ends_.end(), begin); end != ends_.end() && *end <= stop; ++end) {
     const Mask value = values[*end - 1 - begin];
     if (value != Mask{0}) broken("P6", -1, *end - 1, bits_of(value), 0);
   }
-  count_trained(values, stop);
-}
-
-template <typename Mask>
-void PackWalk::count_trained(const Mask* values, std::int64_t stop) {
-  const auto take = [&](std::int64_t to) {
-    const std::int64_t trained = count_nonzero(values, to - token_);
-    values += to - token_;
-    token_ = to;
-    totals_.trained_tokens += trained;
-    return trained;
-  };
   for (auto span = first_span(); span != spans_.end() && span->begin < stop; ++span) {
-    if (span->begin > token_) take(span->begin);
-    if (span->begin == token_) trained_in_pack_ = 0;
-    trained_in_pack_ += take(std::min(span->end, stop));
-    if (token_ < span->end) return;
-    totals_.masked_packs += trained_in_pack_ == 0;
+    if (span->begin >= begin) trained_ = false;
+    const std::int64_t from = std::max(span->begin, begin), to = std::min(span->end, stop);
+    trained_ = trained_ || any_nonzero(values + (from - begin), to - from);
+    if (span->end <= stop) totals_.masked_packs += !trained_;
   }
-  if (token_ < stop) take(stop);
+  token_ = stop;
 }
 
 template void PackWalk::mask(const std::uint8_t*, std::size_t);

@@ -77,8 +77,6 @@ class PackWalk {
   void end_sequence(const Pack& pack, std::int64_t end);
   void end_pack(const Pack& pack);
   std::vector<Span>::const_iterator first_span() const;  // whose masks are not all seen
-  template <typename Mask>
-  void count_trained(const Mask* values, std::int64_t stop);
 
   Limits limits_;
   Totals totals_;
@@ -93,7 +91,8 @@ class PackWalk {
   std::int64_t padded_ = 0;  // positions of the pack's sequences before it, each rounded up
   bool sound_ = true;        // no rule broken in the pack so far
 
-  std::int64_t token_ = 0, known_ = 0, trained_in_pack_ = 0;
+  std::int64_t token_ = 0, known_ = 0;
+  bool trained_ = false;            // some token of the pack that token_ is in
   std::vector<std::int64_t> ends_;  // of sequences, ascending, masks not seen yet
   std::vector<Span> spans_;         // of packs, the same
 };

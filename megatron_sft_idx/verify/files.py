@@ -1,11 +1,12 @@
-"""Files read with pread into buffers of our own: a map would kill the process where a file shrinks, and count as heap
-that grows with the shard."""
+"""Files read with pread into buffers of our own.
+
+A map would kill the process where a file shrinks, and its pages would look like memory that grows with the shard.
+"""
 
 from __future__ import annotations
 
 import os
 import stat
-import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -16,18 +17,14 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.storage import as_bytes
 
-__all__ = ["CheckedFile", "Meter", "Stopped", "Stream"]
+__all__ = ["CheckedFile", "Meter", "Stream"]
 
 # Small enough to stay in the processor's cache between the checksum and the check.
-_CHUNK_NBYTES = 512 << 10
-
-
-class Stopped(Exception):  # noqa: N818
-    """Another thread of the same verification has failed, so this one has no more to do."""
+_CHUNK_NBYTES = 1 << 20
 
 
 class Meter:
-    """Bytes read so far, told to a callback; threads share one.
+    """Bytes read so far, told to a callback.
 
     Args:
         total: bytes to read in all.
@@ -37,17 +34,12 @@ class Meter:
     def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
         self._total, self._on_progress = total, on_progress
         self._done = 0
-        self._lock = threading.Lock()
-        self.stopped = False
 
     def add(self, nbytes: int) -> None:
-        """``nbytes`` more are read. ``Stopped`` where there is no more to do."""
-        if self.stopped:
-            raise Stopped
+        """``nbytes`` more are read."""
+        self._done += nbytes
         if self._on_progress is not None:
-            with self._lock:
-                self._done += nbytes
-                self._on_progress(self._done, self._total)
+            self._on_progress(self._done, self._total)
 
 
 class CheckedFile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -45,7 +44,7 @@ class Finding:
 
 
 class Findings:
-    """Collects findings, the first ``most`` of each rule and a count of all; threads may share one.
+    """Collects findings, the first ``most`` of each rule and a count of all.
 
     Args:
         prefix: of the shard, which remedies name.
@@ -58,7 +57,6 @@ class Findings:
         self.kept: list[Finding] = []
         self.notes: list[str] = []
         self.counts: Counter[str] = Counter()
-        self._lock = threading.Lock()
 
     def add(
         self,
@@ -72,16 +70,14 @@ class Findings:
         remedy: str | None = None,
     ) -> None:
         """One more finding; the remedy, where none is given, is that of the kind of file."""
-        with self._lock:
-            self.counts[rule] += 1
-            if self.counts[rule] <= self.most:
-                remedy = (remedy or self.remedy(path)).replace("PREFIX", self._prefix)
-                self.kept.append(Finding(path, offset, pack, rule, str(found), str(expected), remedy))
+        self.counts[rule] += 1
+        if self.counts[rule] <= self.most:
+            remedy = (remedy or self.remedy(path)).replace("PREFIX", self._prefix)
+            self.kept.append(Finding(path, offset, pack, rule, str(found), str(expected), remedy))
 
     def add_uncounted(self, rule: str, more: int) -> None:
         """``more`` findings of a rule of which nothing but their number is known."""
-        with self._lock:
-            self.counts[rule] += more
+        self.counts[rule] += more
 
     @staticmethod
     def remedy(path: str) -> str:

@@ -1,20 +1,19 @@
 """Every byte of a shard: checksums (F3), the arrays (O1, O2, I1), every pack (P1 to P9) and the counts (H9).
 
-Tokens and the checksums of the indexes are one thread's work; the walk over the packs, in step with the masks, is the
-other's. Each large file is read once, checked and hashed while it is in the processor's cache.
+Tokens and masks are read once, checked and hashed while they are in the processor's cache. The other three files, a
+few percent of a shard, are read in step with the masks and then once more in order, for their checksums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.verify.claims import Claims
-from megatron_sft_idx.verify.files import CheckedFile, Meter, Stopped, Stream
+from megatron_sft_idx.verify.files import CheckedFile, Meter, Stream
 from megatron_sft_idx.verify.findings import Findings
 from megatron_sft_idx.verify.walk import Walk, pack_of
 
@@ -35,26 +34,10 @@ def check_all(
         vocab_size: ids are below it; None where unknown.
         meter: told of every byte read.
     """
-
-    def tokens_and_indexes() -> None:
-        try:
-            if tokens := files.get(".bin"):
-                _check_tokens(tokens, files[".seq.idx"], claims, findings, vocab_size, meter)
-            _check_indexes(files, claims, findings, meter)
-        except BaseException:
-            meter.stopped = True
-            raise
-
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(tokens_and_indexes)
-        try:
-            _check_masks(files, claims, findings, meter)
-        except Stopped:
-            pass  # for the reason that the other thread gives now
-        except BaseException:
-            meter.stopped = True
-            raise
-        other.result()
+    if tokens := files.get(".bin"):
+        _check_tokens(tokens, files[".seq.idx"], claims, findings, vocab_size, meter)
+    _check_masks(files, claims, findings, meter)
+    _check_indexes(files, claims, findings, meter)
     for file in files.values():
         if file.shrunk is not None:
             findings.add(

@@ -76,13 +76,14 @@ def check_arrays(files: Mapping[str, CheckedFile], claims: Claims, findings: Fin
     if any(file.read(gap, claims.token_offsets_offset - gap)):
         findings.add("H5", file.path, gap, "bytes between the two arrays", "zeros")
     if idx := files.get(".idx"):
-        found, expected = (
-            idx.read(0, IDX_HEADER_NBYTES),
-            pack_idx_header(claims.values["token_dtype"], claims.num_packs),
-        )
-        if found != expected:
-            offset = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found))
-            findings.add("I1", idx.path, offset, f"head {found.hex()}", expected.hex())
+        _check_idx_head(idx, pack_idx_header(claims.values["token_dtype"], claims.num_packs), findings)
+
+
+def _check_idx_head(idx: CheckedFile, expected: bytes, findings: Findings) -> None:
+    found = idx.read(0, IDX_HEADER_NBYTES)
+    if found != expected:
+        offset = next((i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b), len(found))
+        findings.add("I1", idx.path, offset, f"head {found.hex()}", expected.hex())
 
 
 def check_idx_alone(idx: CheckedFile, findings: Findings) -> None:
@@ -116,9 +117,10 @@ def check_corners(files: Mapping[str, CheckedFile], claims: Claims, findings: Fi
                 findings.add("P2", starts.path, 0, f"a first sequence that starts at {found}", 0, pack=0)
         offset = 4 * (claims.num_sequences - 1)
         lengths = files[".seq.idx"].array("<i8", claims.token_offsets_offset + 8 * last, 2)
+        length = int(lengths[1]) - int(lengths[0]) if len(lengths) == 2 else 0
         for found in starts.array("<u4", offset, 1):
-            if len(lengths) == 2 and not found < int(lengths[1]) - int(lengths[0]):
-                expected = f"less than the {int(lengths[1]) - int(lengths[0])} tokens of the pack"
+            if found >= length > 0:
+                expected = f"less than the {length} tokens of the pack"
                 findings.add("P4", starts.path, offset, f"a sequence that starts at {found}", expected, pack=last)
     if loss and claims.mask_dtype is not None:
         offset = claims.mask_dtype.itemsize * (claims.num_tokens - 1)

@@ -47,7 +47,7 @@ def verify_shard(
             takes milliseconds for any size.
         vocab_size: with ``full``, every id must be below it; None takes it from the JSON block where that says it.
         most: findings kept of each rule; the others are counted.
-        on_progress: called with bytes read so far and in all, from more than one thread but never at the same time.
+        on_progress: called with bytes read so far and in all, about once a MiB.
 
     Raises:
         FormatError: an argument that cannot be.
@@ -74,7 +74,8 @@ def verify_shard(
         if ".seq.idx" in files:
             claims = check_header(files[".seq.idx"], findings)
         if claims is not None:
-            meter = Meter(sum(file.nbytes for file in files.values()), on_progress)
+            total = sum(file.nbytes for file in files.values()) - claims.sequence_offsets_offset
+            meter = Meter(total, on_progress)
             _check_against(files, claims, findings, full=full, vocab_size=vocab_size, meter=meter)
         elif files:
             if idx := files.get(".idx"):

@@ -17,8 +17,8 @@ from megatron_sft_idx.verify.quick import IdxPlaces
 
 __all__ = ["Walk", "pack_of"]
 
-_RUN_PACKS = 1 << 14
-_PIECE_SEQUENCES = 1 << 16
+_RUN_PACKS = 1 << 15
+_PIECE_SEQUENCES = 1 << 15
 _PLACES = {field.name: field.offset for field in FIELDS}
 
 
@@ -109,8 +109,10 @@ class Walk:
     ) -> None:
         itemsize = np.dtype(dtype).itemsize
         found = idx.array(dtype, base + itemsize * first, len(expected))
-        bad = np.flatnonzero(found != expected[: len(found)])
-        most = self._findings.most
+        differs = found != expected[: len(found)]
+        if not differs.any():
+            return
+        bad, most = np.flatnonzero(differs), self._findings.most
         for i in bad[:most].tolist():
             offset = base + itemsize * (first + i)
             self._findings.add("I1", idx.path, offset, f"{what} {found[i]}", expected[i], pack=first + i)
