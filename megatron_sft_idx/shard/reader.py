@@ -58,7 +58,10 @@ def _read_raw_header(paths: ShardPaths) -> bytes:
 def _not_found(paths: ShardPaths) -> ShardNotFoundError:
     missing = paths.missing()
     if paths.seq_idx in missing and os.path.exists(paths.journal):
-        remedy = "a build was interrupted here: run it again with overwrite, or recover it from its journal"
+        remedy = (
+            "a build was interrupted here: go on with it (preprocess --resume), recover what is complete from its"
+            " journal, or start anew with overwrite (--overwrite)"
+        )
     elif len(missing) == len(paths.all):
         remedy = "check the prefix: it is the path without .seq.idx"
     elif missing == [paths.seq_idx] or paths.loss in missing:
