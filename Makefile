@@ -45,9 +45,9 @@ sanitize: $(VENV)/built  ## the native kernels' tests under the address and unde
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	$(BIN)/pytest -v --capture=sys tests/native
 
-bench: $(VENV)/built  ## packing, tokenising, writing, reading and batches beside other packages: tools/bench/results
+bench: $(VENV)/built  ## packing, tokenising, writing, merging, reading and batches beside other packages: tools/bench/results
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[bench]'
-	@for bench in packing tokenising shard batches index_only; do $(BIN)/python tools/bench/$$bench.py || exit 1; done
+	@for bench in packing tokenising shard merge batches index_only; do $(BIN)/python tools/bench/$$bench.py || exit 1; done
 
 # megatron-core warns four times that it falls back to its own code, which is what the demo wants.
 demo: $(VENV)/built  ## bundled chats become a packed shard in demo-out, are read back and shown

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_sft_idx import __version__
-from megatron_sft_idx.cli import pack, preprocess
+from megatron_sft_idx.cli import merge, pack, preprocess
 from megatron_sft_idx.errors import SFTIndexError
 
 __all__ = ["main"]
 
-_VERBS = (preprocess, pack)
+_VERBS = (preprocess, pack, merge)
 
 
 def build_parser() -> argparse.ArgumentParser:
