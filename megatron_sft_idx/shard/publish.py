@@ -114,12 +114,8 @@ class Publication:
     def open(self, path: str, suffix: str = "", *, keep: bool = False) -> OutputFile:
         """A temporary file of this build, by the name it will have: published or removed with the others."""
         file = OutputFile(self.paths.temporary(path) + suffix, durable=self.durable, keep=keep)
-        self.own(file)
-        return file
-
-    def own(self, file: OutputFile) -> None:
-        """Make a temporary file part of this build: published or removed with it."""
         self._files.append(file)
+        return file
 
     def close_files(self) -> None:
         """Close the temporary files, to open them again; the lock and the journal stay."""
