@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import time
@@ -136,6 +137,24 @@ def test_of_runs_at_the_same_time_one_makes_the_shard(case, prefix, more):
     assert set(codes) <= {0, 1}
     assert files_of(prefix) == case.files
     assert remains(prefix.parent) == sorted(f"x{suffix}" for suffix in case.files)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_file_limit_ends_the_run_and_gives_the_space_back(case, prefix, tmp_path, share, resumed):
+    if resumed:
+        half_made(case, prefix)
+    limit = int(share * len(case.files[".bin"]))
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        done = case.run(prefix, *["--resume"] * resumed)
+        (tmp_path / "said").write_text(done.err)
+        os._exit(done.code)
+
+    assert os.waitstatus_to_exitcode(end_of_fork(limited)) == 1
+    assert "File too large" in (tmp_path / "said").read_text()
+    assert remains(prefix.parent) == []
 
 
 def test_a_plain_run_over_what_is_left_names_the_ways_on(case, prefix):

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 
-from megatron_sft_idx.layout import Header, ShardPaths, mask_dtype_of, token_dtype_of
+from megatron_sft_idx.layout import Header, ShardPaths, token_dtype_of
 from megatron_sft_idx.layout.header import header_nbytes
-from megatron_sft_idx.layout.journal import DONE, PACK, encode_block, encode_head
+from megatron_sft_idx.layout.journal import PACK, BuildOptions, encode_block, encode_head
 from megatron_sft_idx.merge.source import SourceShard
 from megatron_sft_idx.merge.trained import TrainedCount
+from megatron_sft_idx.shard.build import FORMAT_WRITER
 from megatron_sft_idx.shard.index import HashedFile, write_idx, write_seq_idx
 from megatron_sft_idx.shard.publish import Publication
-from megatron_sft_idx.shard.writer import FORMAT_WRITER
-from megatron_sft_idx.storage import OutputFile
 
 __all__ = ["CopyWriter"]
 
@@ -41,7 +39,7 @@ class CopyWriter:
     """
 
     def __init__(self, prefix: str, like: Header, *, overwrite: bool, durable: bool) -> None:
-        self._paths, self._durable = ShardPaths.of(prefix), durable
+        self._paths = ShardPaths.of(prefix)
         self._like = dataclasses.replace(like, metadata={**like.metadata, "format_writer": FORMAT_WRITER})
         header_nbytes(self._like.metadata)
         self._totals = np.zeros(2, np.int64)  # tokens, sequences
@@ -52,27 +50,13 @@ class CopyWriter:
             self._tokens, self._loss, self._starts = map(
                 self._file, (self._paths.tokens, self._paths.loss, self._paths.starts)
             )
-            self._publication.journal.write(encode_head(self._options(like)))
+            self._publication.journal.write(encode_head(_options(like).encode()))
         except BaseException:
             self._publication.abandon()
             raise
 
-    @staticmethod
-    def _options(like: Header) -> dict[str, Any]:
-        """As ``ShardWriter`` has them in the journal's head."""
-        return {
-            "token_dtype": token_dtype_of(like.token_dtype)[0],
-            "mask_dtype": mask_dtype_of(like.mask_dtype)[0],
-            "capacity": like.capacity,
-            "sequence_multiple": like.sequence_multiple,
-            "pad_id": like.pad_id,
-            "metadata": like.metadata,
-        }
-
     def _file(self, path: str) -> HashedFile:
-        file = OutputFile(self._paths.temporary(path), durable=self._durable)
-        self._publication.own(file)
-        return HashedFile(file)
+        return HashedFile(self._publication.open(path))
 
     def __enter__(self) -> CopyWriter:
         return self
@@ -125,6 +109,17 @@ class CopyWriter:
             digests=(self._tokens.digest(), self._loss.digest(), idx_digest, self._starts.digest()),
         )
         header = write_seq_idx(seq_idx, journal, header)
-        self._publication.journal.write(encode_block(DONE, np.empty((0, 2), np.uint32)))
         self._publication.publish()
         return header
+
+
+def _options(like: Header) -> BuildOptions:
+    """What a ``ShardWriter`` of such a shard would have been begun with."""
+    return BuildOptions(
+        like.token_dtype,
+        like.mask_dtype,
+        like.capacity or None,  # an empty shard may have none
+        like.sequence_multiple,
+        like.pad_id,
+        dict(like.metadata),
+    )

@@ -17,7 +17,7 @@ from megatron_sft_idx.preprocess.identity import option_differences, shard_diffe
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.preprocess.source import Source
 from megatron_sft_idx.preprocess.start import Job, Start, begin_anew, find_corpus, has_journal
-from megatron_sft_idx.shard import InterruptedBuild, check_free, find_remains, read_header, recover
+from megatron_sft_idx.shard import InterruptedBuild, Remains, check_free, find_remains, read_header, recover
 
 __all__ = ["resume"]
 
@@ -40,7 +40,7 @@ def resume(job: Job) -> Start:
         if not (differs := shard_differences(header, job.encoder, job.files, job.packing)):
             return Start(shard=header)
     start = None
-    if _is_recoverable(job.corpus):
+    if _remains(job.corpus) is not None:
         with InterruptedBuild(job.corpus, overwrite=True) as interrupted:
             # A run that was told to overwrite may go on to; it is the journal that knows.
             replaces = bool(next(interrupted.states(), {}).get("overwrite"))
@@ -72,19 +72,19 @@ def _after_tokenising(job: Job) -> Start:
     return Start(run=begin_anew(job, overwrite=has_journal(job.corpus)))
 
 
-def _is_recoverable(prefix: str) -> bool:
-    """Whether there is a journal, with its head; FormatError where a living writer holds it."""
+def _remains(prefix: str) -> Remains | None:
+    """What an interrupted build left here, where its journal has a head; FormatError where a living writer has it."""
     try:
-        return find_remains(prefix) is not None
+        return find_remains(prefix)
     except CorruptShardError as error:
         if error.rule == "J1":
-            return False
+            return None
         raise
 
 
 def _finish_forward(job: Job, prefix: str) -> None:
     """Take the renames that are left of a build that was complete; it had leave to replace what it replaces."""
-    if _is_recoverable(prefix) and (remains := find_remains(prefix)) is not None and remains.done:
+    if (remains := _remains(prefix)) is not None and remains.done:
         recover(prefix, overwrite=True)
         job.log(f"resuming: {prefix} was complete but for renames, which are done now")
 

@@ -187,7 +187,8 @@ class Build:
         for file, data in zip((self._tokens, self._loss, self._starts), raw, strict=True):
             file.take(data)
         if self.mask_dtype != self.options.mask_dtype:
-            self._flags_hash.update(mask.astype(self.options.mask_dtype).data)
+            with np.errstate(invalid="ignore"):  # weights that were added later are not asked about
+                self._flags_hash.update(mask.astype(self.options.mask_dtype).data)
         self.stage.clear()
         return True
 

@@ -17,11 +17,11 @@ from megatron_sft_idx.layout.header import header_nbytes
 from megatron_sft_idx.layout.journal import BuildOptions
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.arrays import integer_array, mask_array, token_array
-from megatron_sft_idx.shard.build import FORMAT_WRITER, STAGE_TOKENS, Build
+from megatron_sft_idx.shard.build import STAGE_TOKENS, Build
 from megatron_sft_idx.shard.publish import Publication
 from megatron_sft_idx.shard.reader import Shard
 
-__all__ = ["FORMAT_WRITER", "MaskAlignment", "ShardWriter"]
+__all__ = ["MaskAlignment", "ShardWriter"]
 
 MaskAlignment = Literal["label", "token"]
 
