@@ -10,7 +10,8 @@ NATIVE_SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h')
 SANITIZED := build/sanitize/lib
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build lint format test test-slow sanitize bench demo clean
+FUZZ_SECONDS ?= 600
+.PHONY: help venv build lint format test test-slow sanitize fuzz bench demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,9 +46,16 @@ sanitize: $(VENV)/built  ## the native kernels' tests under the address and unde
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	$(BIN)/pytest -v --capture=sys tests/native
 
-bench: $(VENV)/built  ## packing, tokenising, writing, reading and batches beside other packages: tools/bench/results
+# atheris has wheels for Linux on x86-64 alone; elsewhere pip would look for a clang with libFuzzer to build it.
+fuzz: $(VENV)/built  ## every parser against mutated input, FUZZ_SECONDS (600) a target; FUZZ_TARGETS="journal rows" for some
+	@$(PIP) install --constraint constraints.txt --only-binary atheris --no-build-isolation --editable '.[fuzz]' || \
+	{ echo "make fuzz needs atheris, which has wheels for Linux on x86-64 and Python 3.10 to 3.12 only;" \
+	"make test replays the corpus anywhere"; exit 1; }
+	@$(BIN)/python tests/fuzz/driver.py --seconds $(FUZZ_SECONDS) $(FUZZ_TARGETS)
+
+bench: $(VENV)/built  ## packing, tokenising, writing, merging, reading, batches, verifying beside other packages: tools/bench/results
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[bench]'
-	@for bench in packing tokenising shard batches index_only formats; do $(BIN)/python tools/bench/$$bench.py || exit 1; done
+	@for bench in packing tokenising shard merge batches index_only verify formats; do $(BIN)/python tools/bench/$$bench.py || exit 1; done
 
 # megatron-core warns four times that it falls back to its own code, which is what the demo wants.
 demo: $(VENV)/built  ## bundled chats become a packed shard in demo-out, are read back and shown

@@ -26,6 +26,7 @@ _HOMES = {
     "UnsupportedVersionError": "errors",
     "open_dataset": "formats.dataset",
     "pack_sequences": "packing",
+    "verify_shard": "verify",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

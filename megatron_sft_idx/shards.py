@@ -18,6 +18,7 @@ from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard.fingerprints import tokenizer_of
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same
 from megatron_sft_idx.storage import Backend
 
@@ -224,13 +225,6 @@ class ShardSet:
 
     def __iter__(self) -> Iterator[Pack]:
         return (self[i] for i in range(len(self)))
-
-
-def tokenizer_of(header: Header) -> str | None:
-    """Fingerprint of the tokenizer that made a shard, None where it is not said."""
-    tokenizer = header.metadata.get("tokenizer")
-    fingerprint = tokenizer.get("fingerprint") if isinstance(tokenizer, dict) else None
-    return fingerprint if isinstance(fingerprint, str) else None
 
 
 def _running(counts: list[int]) -> NDArray[np.int64]:

@@ -132,13 +132,33 @@ class OutputFile:
     """A file being written, unbuffered: ``write`` until all bytes are out, then ``sync``.
 
     Errors of the disk come out of ``write`` and ``sync`` as OSError with the path in them.
+
+    Args:
+        path: the file.
+        durable: False makes ``sync`` do nothing.
+        keep: go on at the end of what is there, rather than empty it.
     """
 
-    def __init__(self, path: str, *, durable: bool = True) -> None:
+    def __init__(self, path: str, *, durable: bool = True, keep: bool = False) -> None:
         self.path = path
-        self.nbytes = 0
         self._durable = durable
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        begin = 0 if keep else os.O_TRUNC
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | begin, 0o666)
+        self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
+
+    def cut(self, nbytes: int) -> None:
+        """Drop what lies behind the first ``nbytes``, and go on there."""
+        assert nbytes <= self.nbytes
+        os.ftruncate(self._fd, nbytes)
+        self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
+
+    def read_at(self, offset: int, nbytes: int) -> bytes:
+        """Bytes already written; fewer where the file ends before."""
+        pieces = []
+        while nbytes and (piece := os.pread(self._fd, nbytes, offset)):
+            pieces.append(piece)
+            offset, nbytes = offset + len(piece), nbytes - len(piece)
+        return b"".join(pieces)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append all of ``data``."""

@@ -59,6 +59,8 @@ BROKEN_FILES = {
     "gz-of-parquet": ("a.parquet.gz", gzip.compress(b"PAR1..."), "starts like no known file, b'PAR1"),
     "array-cut": ("a.json", b'[{"n": 1}, {"n": 2', "the JSON array is not closed after 18 bytes"),
     "array-cut-in-string": ("a.json", b'[{"n": "1}]', "the JSON array is not closed"),
+    "array-closed-by-brace": ("a.json", b'[{"n": 1}, {"n": 2}}', r"the JSON array ends with '}', expected ']'"),
+    "array-of-nothing-closed-by-brace": ("a.json", b"[}", r"the JSON array ends with '}', expected ']'"),
     "array-open-only": ("a.json", b" [", "the JSON array is not closed"),
     "array-twice": ("a.json", b'[{"n": 1}]\n[{"n": 2}]', r"something follows the end .* b'\[\{\"n\": 2\}\]'"),
     "array-and-bracket": ("a.json", b'[{"n": 1}]]', "something follows the end of the JSON array"),
@@ -125,6 +127,8 @@ def test_bad_line_between_good_ones(tmp_path, bad):
         (b'[{"a": 1}, , {"a": 3}]', 2, "a comma too many"),
         (b'[{"a": 1}, {"a": 3}, ]', 3, "a comma too many"),
         (b"[,]", 1, "a comma too many"),
+        # The blank element is a piece of its own: the next one does not fit beside it.
+        (b'[, {"a": "' + b"x" * 200 + b'"}]', 1, "a comma too many"),
         (b'[{"a": 1} {"a": 2}]', 1, "not valid JSON"),
         (b'[{"a": "\xff"}, {"a": 3}]', 1, "not valid UTF-8"),
     ],

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from chats import CHATS, ROOT, TOKENIZER, command, files_of, preprocess, remains, sequences_of, write_rows
+from chats import CHATS, ROOT, TOKENIZER, command, files_of, preprocess, sequences_of, write_rows
 
 from megatron_sft_idx.shard import Shard
 
@@ -67,23 +67,28 @@ def test_progress_is_plain_lines_without_a_terminal(tmp_path, chats):
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_runs_leave_nothing(tmp_path, chats, sent, code):
-    source = write_rows(tmp_path / "rows.jsonl", chats * 80)
-    arguments = ["preprocess", "--input", source, "--tokenizer-model", TOKENIZER, "--seq-length", "1024"]
-    arguments += ["--output-prefix", tmp_path / "x", "--workers", "2", "--log-interval", "1000"]
+def test_interrupted_runs_keep_what_is_done(tmp_path, chats, sent, code):
+    given = write_rows(tmp_path / "rows.jsonl", chats * 60)
+    arguments = ["preprocess", "--input", given, "--tokenizer-model", TOKENIZER, "--seq-length", 1024]
+    assert command(*arguments, "--output-prefix", tmp_path / "calm", "--workers", 0).code == 0
+    arguments += ["--output-prefix", tmp_path / "x", "--log-interval", 1000]
     with subprocess.Popen(
-        [sys.executable, "-m", "megatron_sft_idx", *map(str, arguments)],
+        [sys.executable, "-m", "megatron_sft_idx", *map(str, arguments), "--workers", "2"],
         cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as process:  # fmt: skip
         assert process.stderr is not None
         first = process.stderr.readline()
         assert first.startswith("tokenising: "), first
-        assert (tmp_path / "x.unpacked.journal").exists()
         os.killpg(process.pid, sent)
         rest = process.stderr.read()
     assert process.returncode == code, rest
     assert "Traceback" not in rest
-    assert remains(tmp_path) == []
+    assert "rows are kept at " in rest
+    assert "--resume" in rest
+    resumed = command(*arguments, "--workers", 0, "--resume")
+    assert resumed.code == 0, resumed
+    assert "resuming after" in resumed.err
+    assert files_of(tmp_path / "x") == files_of(tmp_path / "calm")
 
 
 def test_a_killed_worker_changes_no_byte(tmp_path, chats):

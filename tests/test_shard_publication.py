@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import threading
 from pathlib import Path
@@ -170,3 +172,53 @@ def test_a_missing_folder_is_made_and_a_file_in_its_place_is_not(tmp_path: Path)
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError):
         ShardWriter(tmp_path / "file" / "x")
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_what_follows_from_a_step_comes_after_it_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaces: bool
+) -> None:
+    if replaces:
+        write_samples(tmp_path / "x", demo_samples(2))
+    steps: list[str] = []
+
+    def name_of(path: Any) -> str:
+        path = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path
+        return "folder" if Path(path) == tmp_path else Path(path).name
+
+    def noting(name: str) -> None:
+        call = getattr(os, name)
+
+        def noted(path: Any, *arguments: Any) -> None:
+            steps.append(f"{name} {name_of(path)}")
+            call(path, *arguments)
+
+        monkeypatch.setattr(os, name, noted)
+
+    writer = ShardWriter(tmp_path / "x", overwrite=True)
+    for name in ("fsync", "rename", "unlink"):
+        noting(name)
+    for pack in demo_samples(3):
+        writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
+    writer.finalize()
+    monkeypatch.undo()
+    assert steps == [
+        *(f"fsync x{suffix}.tmp" for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")),
+        *("fsync folder", "fsync x.journal", "unlink x.seq.idx", *["fsync folder"] * replaces),
+        *(f"rename x{suffix}.tmp" for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx")),
+        *("fsync folder", "rename x.seq.idx.tmp", "fsync folder"),
+        *("unlink x.loss.bin.tmp.float32", "unlink x.journal.tmp", "unlink x.journal"),
+    ]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_without_locks_nothing_is_written_and_the_way_round_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(FormatError, match="has no locks"):
+        ShardWriter(tmp_path / "x")
+    assert folder_of(tmp_path) == []

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_sft_idx import __version__
-from megatron_sft_idx.cli import convert, pack, preprocess, raw_index
+from megatron_sft_idx.cli import convert, merge, pack, preprocess, raw_index, rebuild, verify
 from megatron_sft_idx.errors import SFTIndexError
 
 __all__ = ["main"]
 
-_VERBS = (preprocess, pack, convert, raw_index)
+_VERBS = (preprocess, pack, convert, verify, rebuild, merge, raw_index)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         with _cleaning_up_when_terminated():
-            arguments.run(arguments, parser)
+            return arguments.run(arguments, parser) or 0
     except SFTIndexError as error:
         return _fail(str(error))
     except BrokenPipeError:
@@ -54,7 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 @contextmanager

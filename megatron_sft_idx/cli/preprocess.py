@@ -33,6 +33,9 @@ examples:
     megatron-sft-idx preprocess --input 'raw/*.jsonl.zst' more.parquet --tokenizer-model ./tok \\
         --seq-length 8192 --overlong split --keep-corpus --output-prefix data/train
 
+  go on after a kill, a power failure or Ctrl-C, from the last complete piece:
+    megatron-sft-idx preprocess ... --resume
+
   look before you leap:
     megatron-sft-idx preprocess ... --dry-run
 
@@ -66,6 +69,12 @@ def add_parser(verbs: Verbs) -> None:
         "--keep-corpus",
         action="store_true",
         help="keep the tokenised corpus, an unpacked shard, at PREFIX.unpacked",
+    )
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with a run that was interrupted or killed, to the same bytes; refused where input or options"
+        " changed, and says what",
     )
     group.add_argument("--dry-run", action="store_true", help="encode the first rows, show them, write nothing")
     parser.set_defaults(run=_run)
@@ -187,6 +196,8 @@ def _encoding_options(arguments: argparse.Namespace, parser: argparse.ArgumentPa
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if arguments.resume and arguments.overwrite:
+        parser.error("--resume goes on with what is there, --overwrite starts anew: choose one")
     options = PreprocessOptions(
         inputs=arguments.input,
         prefix=arguments.output_prefix,
@@ -194,6 +205,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         packing=packing_options(arguments),
         workers=arguments.workers,
         overwrite=arguments.overwrite,
+        resume=arguments.resume,
         keep_corpus=arguments.keep_corpus,
         log_interval=arguments.log_interval,
     )
@@ -201,7 +213,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         _show(preview(options))
         return
     summary = preprocess(options, log=lambda line: print(line, file=sys.stderr, flush=True))
-    print("\n".join([f"wrote {options.prefix}", *summary.lines()]))
+    print("\n".join([f"{'found' if summary.found else 'wrote'} {options.prefix}", *summary.lines()]))
     if arguments.summary:
         summary.write(arguments.summary)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ from megatron_sft_idx.layout.values import (
     token_dtype_of,
 )
 
-__all__ = ["FIELDS", "HEADER_FIXED_NBYTES", "MAX_HEADER_NBYTES", "Field", "FileDigest", "Header"]
+__all__ = ["FIELDS", "HEADER_FIXED_NBYTES", "MAX_HEADER_NBYTES", "Broken", "Field", "FileDigest", "Header"]
 
 MAGIC = b"\x89SFTIDX\n"
 HEADER_FIXED_NBYTES = 256
@@ -203,20 +204,10 @@ class Header:
         """
         size = peek_nbytes(raw, path)
         if len(raw) < size:
-            raise CorruptShardError(
-                path, len(raw), "H3", f"file ends inside the header, which says it has {size} bytes; {_LOST}"
-            )
-        raw = raw[:size]
-        values = dict(zip(_OFFSETS, _STRUCT.unpack_from(raw), strict=True))
-        stored, computed = raw[-CHECKSUM_NBYTES:], xxhash.xxh3_128_digest(raw[:-CHECKSUM_NBYTES])
-        if stored != computed:
-            raise CorruptShardError(
-                path,
-                size - CHECKSUM_NBYTES,
-                "H4",
-                f"header checksum {stored.hex()}, its bytes give {computed.hex()}; {_LOST}",
-            )
-        return _checked(values, raw, path)
+            raise _error(path, Broken(len(raw), "H3", "a file that ends inside the header", f"{size} bytes of it"))
+        for broken in broken_rules(raw[:size]):
+            raise _error(path, broken)
+        return _header_of(field_values(raw), raw)
 
 
 _LOST = "the file was cut short or changed: copy it again, or rebuild it from the data"
@@ -250,106 +241,136 @@ def header_nbytes(metadata: Mapping[str, Any]) -> int:
     return size
 
 
+class Broken(NamedTuple):
+    """A rule that a header breaks: where, in bytes, what was found, and what should be there."""
+
+    offset: int
+    rule: str
+    found: str
+    expected: str
+
+
+def _error(path: str, broken: Broken) -> CorruptShardError:
+    detail = f"{broken.found}, expected {broken.expected}; {_LOST}"
+    return CorruptShardError(path, broken.offset, broken.rule, detail)
+
+
 def peek_nbytes(raw: bytes, path: str) -> int:
     """Header size said by the first 256 bytes, once magic and version are known to be right."""
+    if broken := broken_outline(raw):
+        if broken.rule == "H2":
+            raise UnsupportedVersionError(path, field_values(raw)["version"], [FORMAT_VERSION])
+        raise _error(path, broken)
+    return int(field_values(raw)["header_nbytes"])
+
+
+def broken_outline(raw: bytes) -> Broken | None:
+    """What keeps the first 256 bytes of a file from being read as a header: rules H1 to H3."""
     if raw[: len(MAGIC)] != MAGIC:
-        raise CorruptShardError(
-            path,
-            0,
-            "H1",
-            f"magic {raw[:8]!r}, expected {MAGIC!r}; this is not the .seq.idx of a packed SFT shard",
-        )
+        return Broken(0, "H1", f"magic {raw[:8]!r}", f"{MAGIC!r} of the .seq.idx of a packed SFT shard")
     if len(raw) < HEADER_FIXED_NBYTES:
-        raise CorruptShardError(
-            path,
-            len(raw),
-            "H3",
-            f"file ends after {len(raw)} bytes, a header has at least {HEADER_FIXED_NBYTES}; {_LOST}",
-        )
-    version, size = struct.unpack_from("<II", raw, _OFFSETS["version"])
-    if version != FORMAT_VERSION:
-        raise UnsupportedVersionError(path, version, [FORMAT_VERSION])
+        return Broken(len(raw), "H3", f"a file that ends after {len(raw)} bytes", f"at least {HEADER_FIXED_NBYTES}")
+    values = field_values(raw)
+    if values["version"] != FORMAT_VERSION:
+        return Broken(_OFFSETS["version"], "H2", f"format version {values['version']}", str(FORMAT_VERSION))
+    size = values["header_nbytes"]
     if size % 64 or not HEADER_FIXED_NBYTES + CHECKSUM_NBYTES <= size <= MAX_HEADER_NBYTES:
-        raise CorruptShardError(
-            path,
-            _OFFSETS["header_nbytes"],
-            "H3",
-            f"header size {size}, expected a multiple of 64 from 320 to {MAX_HEADER_NBYTES}; {_LOST}",
-        )
-    return int(size)
+        expected = f"a multiple of 64 from 320 to {MAX_HEADER_NBYTES}"
+        return Broken(_OFFSETS["header_nbytes"], "H3", f"header size {size}", expected)
+    return None
 
 
-def _checked(values: dict[str, Any], raw: bytes, path: str) -> Header:
-    """The header of these fields, once they keep rules H5 to H8 and F2."""
+def field_values(raw: bytes) -> dict[str, Any]:
+    """The fixed fields by name, as they stand in the first 256 bytes."""
+    return dict(zip(_OFFSETS, _STRUCT.unpack_from(raw), strict=True))
 
-    def require(name: str, rule: str, ok: bool, expected: str) -> None:
+
+def broken_rules(raw: bytes) -> Iterator[Broken]:
+    """What is wrong with a header whose outline is right: rules H4 to H8, and F2 of what it says."""
+    values = field_values(raw)
+    stored, computed = raw[-CHECKSUM_NBYTES:], xxhash.xxh3_128_digest(raw[:-CHECKSUM_NBYTES])
+    if stored != computed:
+        found = f"header checksum {stored.hex()}"
+        yield Broken(len(raw) - CHECKSUM_NBYTES, "H4", found, f"{computed.hex()} by its bytes")
+    for name, rule, ok, expected in chain(_codes(values), _counts(values), _sizes(values)):
         if not ok:
-            found = values[name]
-            shown = found.hex() if isinstance(found, bytes) else found
-            raise CorruptShardError(path, _OFFSETS[name], rule, f"{name} {shown}, expected {expected}; {_LOST}")
+            shown = values[name].hex() if isinstance(values[name], bytes) else values[name]
+            yield Broken(_OFFSETS[name], rule, f"{name} {shown}", expected)
+    yield from _broken_block(values, raw)
 
-    _check_codes(values, require)
-    _check_counts(values, require)
-    end = HEADER_FIXED_NBYTES + values["json_nbytes"]
-    require("json_nbytes", "H7", align(end + CHECKSUM_NBYTES) == len(raw), f"a block that fills {len(raw)} bytes")
-    if any(raw[end:-CHECKSUM_NBYTES]):
-        raise CorruptShardError(path, end, "H5", f"bytes between JSON block and checksum, expected zeros; {_LOST}")
+
+def _header_of(values: dict[str, Any], raw: bytes) -> Header:
+    """The header of fields that break no rule."""
     plain = {name: values[name] for name in Header.__dataclass_fields__ if name in values}
     plain |= {
         "token_dtype": TOKEN_DTYPES[values["token_dtype"]],
         "mask_dtype": MASK_DTYPES[values["mask_dtype"]],
         "pad_id": None if values["pad_id"] < 0 else values["pad_id"],
         "digests": tuple(FileDigest(values[f"{n}_nbytes"], values[f"{n}_checksum"]) for n in _DIGESTS),
-        "metadata": _decode_metadata(raw[HEADER_FIXED_NBYTES:end], path),
+        "metadata": json.loads(raw[HEADER_FIXED_NBYTES : HEADER_FIXED_NBYTES + values["json_nbytes"]]),
         "rebuilt": values["flags"] == FLAG_REBUILT,
     }
-    header = Header(**plain)
-    sizes = zip(_DIGESTS, DATA_SUFFIXES, header.digests, header.derived_nbytes(), strict=True)
-    for name, suffix, said, derived in sizes:
-        require(f"{name}_nbytes", "F2", said.nbytes == derived, f"{derived} by the counts for {suffix}")
-    require("shard_id", "H8", values["shard_id"] == header.shard_id, f"{header.shard_id.hex()} by the checksums")
-    return header
+    return Header(**plain)
 
 
-_Require = Callable[[str, str, bool, str], None]
+# Field, rule, whether it is kept, what was expected.
+_Checks = Iterator[tuple[str, str, bool, str]]
 
 
-def _check_codes(values: dict[str, Any], require: _Require) -> None:
-    require("token_dtype", "H5", values["token_dtype"] in TOKEN_DTYPES, "4 (int32) or 8 (uint16)")
-    require("mask_dtype", "H5", values["mask_dtype"] in MASK_DTYPES, "1 (uint8) or 7 (float32)")
-    require("mask_alignment", "H5", values["mask_alignment"] == LABEL_ALIGNED, "1 (label)")
-    require("flags", "H5", values["flags"] in (0, FLAG_REBUILT), "0 or 1 (rebuilt)")
-    require("reserved", "H5", values["reserved"] == bytes(RESERVED_NBYTES), "zeros")
-    require("pad_id", "H5", -1 <= values["pad_id"] <= MAX_CAPACITY, "an id, or -1 where unknown")
+def _codes(values: dict[str, Any]) -> _Checks:
+    yield "token_dtype", "H5", values["token_dtype"] in TOKEN_DTYPES, "4 (int32) or 8 (uint16)"
+    yield "mask_dtype", "H5", values["mask_dtype"] in MASK_DTYPES, "1 (uint8) or 7 (float32)"
+    yield "mask_alignment", "H5", values["mask_alignment"] == LABEL_ALIGNED, "1 (label)"
+    yield "flags", "H5", values["flags"] in (0, FLAG_REBUILT), "0 or 1 (rebuilt)"
+    yield "reserved", "H5", values["reserved"] == bytes(RESERVED_NBYTES), "zeros"
+    yield "pad_id", "H5", -1 <= values["pad_id"] <= MAX_CAPACITY, "an id, or -1 where unknown"
 
 
-def _check_counts(values: dict[str, Any], require: _Require) -> None:
+def _counts(values: dict[str, Any]) -> _Checks:
     packs, sequences, tokens = values["num_packs"], values["num_sequences"], values["num_tokens"]
     longest, most = values["longest_pack"], values["most_sequences"]
-    require("num_packs", "H6", packs <= sequences, f"at most num_sequences {sequences}")
-    require("num_sequences", "H6", sequences <= tokens, f"at most num_tokens {tokens}")
+    yield "num_packs", "H6", packs <= sequences, f"at most num_sequences {sequences}"
+    yield "num_sequences", "H6", sequences <= tokens, f"at most num_tokens {tokens}"
     few = tokens < MAX_COUNT and (packs > 0) == (tokens > 0)
-    require("num_tokens", "H6", few, f"below {MAX_COUNT}, and 0 only with 0 packs")
-    require(
-        "num_trained_tokens",
-        "H6",
-        values["num_trained_tokens"] <= tokens - sequences,
-        "at most tokens - sequences",
-    )
-    require("num_masked_packs", "H6", values["num_masked_packs"] <= packs, f"at most num_packs {packs}")
-    require("sequence_multiple", "H6", 1 <= values["sequence_multiple"] <= MAX_CAPACITY, "1 or more")
-    require("capacity", "H6", values["capacity"] <= MAX_CAPACITY, f"at most {MAX_CAPACITY}")
-    require("longest_pack", "H6", longest <= values["capacity"] and (longest > 0) == (packs > 0), "1 to capacity")
-    require("most_sequences", "H6", most <= longest and (most > 0) == (packs > 0), "1 to longest_pack")
+    yield "num_tokens", "H6", few, f"below {MAX_COUNT}, and 0 only with 0 packs"
+    yield "num_trained_tokens", "H6", values["num_trained_tokens"] <= tokens - sequences, "at most tokens - sequences"
+    yield "num_masked_packs", "H6", values["num_masked_packs"] <= packs, f"at most num_packs {packs}"
+    yield "sequence_multiple", "H6", 1 <= values["sequence_multiple"] <= MAX_CAPACITY, "1 or more"
+    yield "capacity", "H6", values["capacity"] <= MAX_CAPACITY, f"at most {MAX_CAPACITY}"
+    yield "longest_pack", "H6", longest <= values["capacity"] and (longest > 0) == (packs > 0), "1 to capacity"
+    yield "most_sequences", "H6", most <= longest and (most > 0) == (packs > 0), "1 to longest_pack"
 
 
-def _decode_metadata(block: bytes, path: str) -> dict[str, Any]:
+def _sizes(values: dict[str, Any]) -> _Checks:
+    derived = {"idx": idx_nbytes(values["num_packs"]), "starts": 4 * values["num_sequences"]}
+    for name, code, dtypes in (("tokens", "token_dtype", TOKEN_DTYPES), ("loss", "mask_dtype", MASK_DTYPES)):
+        if values[code] in dtypes:
+            derived[name] = values["num_tokens"] * dtypes[values[code]].itemsize
+    for name, suffix in zip(_DIGESTS, DATA_SUFFIXES, strict=True):
+        if name in derived:
+            ok = values[f"{name}_nbytes"] == derived[name]
+            yield f"{name}_nbytes", "F2", ok, f"{derived[name]} by the counts for {suffix}"
+    shard_id = xxhash.xxh3_128_digest(b"".join(values[f"{name}_checksum"] for name in _DIGESTS))
+    yield "shard_id", "H8", values["shard_id"] == shard_id, f"{shard_id.hex()} by the checksums"
+
+
+def _broken_block(values: dict[str, Any], raw: bytes) -> Iterator[Broken]:
+    end = HEADER_FIXED_NBYTES + values["json_nbytes"]
+    if align(end + CHECKSUM_NBYTES) != len(raw):
+        found, expected = f"json_nbytes {values['json_nbytes']}", f"a block that fills {len(raw)} bytes"
+        yield Broken(_OFFSETS["json_nbytes"], "H7", found, expected)
+        return
+    if any(raw[end:-CHECKSUM_NBYTES]):
+        yield Broken(end, "H5", "bytes between JSON block and checksum", "zeros")
+    if decode_metadata(raw[HEADER_FIXED_NBYTES:end]) is None:
+        expected = "a canonical object: UTF-8, keys sorted, no spaces, no NaN"
+        yield Broken(HEADER_FIXED_NBYTES, "H7", "another JSON block", expected)
+
+
+def decode_metadata(block: bytes) -> dict[str, Any] | None:
+    """The JSON block's object; None where it is not one in canonical form."""
     try:
         metadata = json.loads(block.decode("utf-8"))
-        canonical = isinstance(metadata, dict) and encode_metadata(metadata) == block
+        return metadata if isinstance(metadata, dict) and encode_metadata(metadata) == block else None
     except (ValueError, RecursionError):
-        canonical = False
-    if not canonical:
-        raise CorruptShardError(path, HEADER_FIXED_NBYTES, "H7", f"JSON block is not a canonical object; {_LOST}")
-    assert isinstance(metadata, dict)
-    return metadata
+        return None

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from megatron_sft_idx.chat.inputs.files import InputFile, total_bytes
-from megatron_sft_idx.chat.inputs.pieces import Piece, iter_pieces
+from megatron_sft_idx.chat.inputs.pieces import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout import Header
 from megatron_sft_idx.preprocess.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.preprocess.progress import Progress
+from megatron_sft_idx.preprocess.source import Source
 from megatron_sft_idx.preprocess.workers import map_in_order
-from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard import ShardWriter
 
-__all__ = ["CorpusReport", "build_corpus", "corpus_report", "find_corpus", "source_fingerprint"]
+__all__ = ["CorpusReport", "CorpusRun", "build_corpus", "corpus_report"]
 
-# What a worker gets at a time. Part of no result: the corpus is the same for any size.
-_PIECE_NBYTES = 1 << 20
 _MAX_LISTED = 10_000
 
 
@@ -45,27 +43,58 @@ class CorpusReport:
     reused: bool = False
 
 
-class _Fingerprint:
-    """One hash over the content of all input, taken as the pieces go by."""
+@dataclass(slots=True)
+class CorpusRun:
+    """A corpus in the making: where it is written, where its input comes from, and how far it has come.
 
-    def __init__(self) -> None:
-        self._hash = xxhash.xxh3_128()
+    What ``mark`` notes is all that a later run needs to go on from there, once it has read the input up to there.
 
-    def watch(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
-        for piece in pieces:
-            self._hash.update(piece.fingerprint().encode())
-            yield piece
+    Attributes:
+        writer: of the corpus.
+        source: the pieces of input; those that are done have been taken from it.
+        report: of the pieces that are done, but for its notes.
+        notes: theirs.
+        num_bytes: theirs, of the input files, for progress.
+        num_pieces: how many they are.
+        fingerprint: of their content.
+    """
 
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
+    writer: ShardWriter
+    source: Source
+    report: CorpusReport = field(default_factory=CorpusReport)
+    notes: Counter[str] = field(default_factory=Counter)
+    num_bytes: int = 0
+    num_pieces: int = 0
+    fingerprint: str = ""
 
+    def add(self, piece: EncodedPiece, on_bad_row: str, log: Callable[[str], None]) -> None:
+        """Take in one piece, and mark that it is done."""
+        if piece.loss_mask.dtype == np.float32:
+            self.writer.promote_mask_dtype()
+        ones = np.ones(len(piece.lengths), np.int64)
+        self.writer.add_packs(
+            piece.input_ids, piece.loss_mask, np.zeros_like(ones), piece.lengths, ones, mask_alignment="token"
+        )
+        listed = len(self.report.bad_rows)
+        _note(self.report, piece, on_bad_row, log)
+        self.notes.update(piece.notes)
+        self.num_bytes += piece.num_bytes
+        self.num_pieces += 1
+        self.fingerprint = self.source.done()
+        self.mark(bad_rows=self.report.bad_rows[listed:])
 
-def source_fingerprint(files: Sequence[InputFile]) -> str:
-    """Hash of the content of all inputs in order: reads them, tokenises nothing."""
-    fingerprint = _Fingerprint()
-    for _ in fingerprint.watch(iter_pieces(files, piece_nbytes=_PIECE_NBYTES)):
-        pass
-    return fingerprint.hexdigest()
+    def mark(self, **more: Any) -> None:
+        """Note in the corpus's journal how far this has come, and what is new since the last mark."""
+        report = self.report
+        state = {
+            "pieces": self.num_pieces,
+            "fingerprint": self.fingerprint,
+            "num_bytes": self.num_bytes,
+            "rows": report.rows,
+            "skipped": report.skipped,
+            "notes": dict(self.notes),
+        }
+        self.writer.mark(state | more)
 
 
 def _make_task(options: EncodingOptions) -> Callable[[Piece], EncodedPiece]:
@@ -77,58 +106,49 @@ def _name_of(piece: Piece) -> str:
 
 
 def build_corpus(
+    run: CorpusRun,
     files: Sequence[InputFile],
     encoder: RowEncoder,
-    prefix: str,
     *,
     workers: int,
     log_interval: int,
-    overwrite: bool,
     log: Callable[[str], None],
 ) -> CorpusReport:
-    """Tokenise the inputs into an unpacked shard at ``prefix``, in the order of the input.
+    """Tokenise what is left of the input, in its order, and publish the corpus.
 
-    The bytes do not depend on ``workers``. Masks become float32 from the first weight on that needs it.
+    The bytes do not depend on ``workers``. Masks become float32 from the first weight on that needs it. When
+    interrupted, what is done stays, to be gone on with; an error removes it.
 
     Raises:
         SequenceError: a bad row, with its file and line, unless bad rows are skipped.
         FormatError: the input has no usable row.
     """
-    report = CorpusReport()
-    fingerprint = _Fingerprint()
-    pieces = fingerprint.watch(iter_pieces(files, piece_nbytes=_PIECE_NBYTES))
-    results = map_in_order(_make_task, (encoder.options,), pieces, workers=workers, name_of=_name_of)
-    writer = ShardWriter(prefix, token_dtype=encoder.token_dtype, pad_id=encoder.tokenizer.pad_id, overwrite=overwrite)
+    results = map_in_order(_make_task, (encoder.options,), run.source, workers=workers, name_of=_name_of)
     progress = Progress("tokenising", total_bytes(files), unit="B", log_interval=log_interval, items="rows")
-    with writer, progress:
-        notes: Counter[str] = Counter()
-        for piece in results:
-            _add(writer, piece)
-            _note(report, piece, encoder.options.on_bad_row, log)
-            notes.update(piece.notes)
-            progress.update(piece.num_bytes, piece.rows)
-        if not writer.num_packs:
-            raise FormatError(
-                f"{files[0].path}: no usable row in the input ({report.rows} rows, {report.skipped} skipped)"
-            )
-        notes["first_token_masks_dropped"] += writer.dropped_first_tokens
-        report.notes = {name: count for name, count in sorted(notes.items()) if count}
-        writer.metadata = encoder.describe() | {
-            "sources": {
-                "fingerprint": fingerprint.hexdigest(),
-                "rows": report.rows,
-                "skipped": report.skipped,
-            },
-            "notes": report.notes,
-        }
+    report, writer = run.report, run.writer
+    rows_kept = report.rows
+    try:
+        with writer, progress:
+            progress.start_at(run.num_bytes, report.rows)
+            for piece in results:
+                run.add(piece, encoder.options.on_bad_row, log)
+                rows_kept = report.rows
+                progress.update(piece.num_bytes, piece.rows)
+            if not writer.num_packs:
+                raise FormatError(
+                    f"{files[0].path}: no usable row in the input ({report.rows} rows, {report.skipped} skipped)"
+                )
+            run.notes["first_token_masks_dropped"] += writer.dropped_first_tokens
+            report.notes = {name: count for name, count in sorted(run.notes.items()) if count}
+            sources = {"fingerprint": run.source.fingerprint, "rows": report.rows, "skipped": report.skipped}
+            writer.metadata = encoder.describe() | {"sources": sources, "notes": report.notes}
+    except (KeyboardInterrupt, SystemExit):
+        log(
+            f"interrupted; {rows_kept:,} rows are kept at {writer.prefix}: pass --resume to go on,"
+            " or --overwrite to start anew"
+        )
+        raise
     return report
-
-
-def _add(writer: ShardWriter, piece: EncodedPiece) -> None:
-    if piece.loss_mask.dtype == np.float32:
-        writer.promote_mask_dtype()
-    ones = np.ones(len(piece.lengths), np.int64)
-    writer.add_packs(piece.input_ids, piece.loss_mask, np.zeros_like(ones), piece.lengths, ones, mask_alignment="token")
 
 
 def _note(report: CorpusReport, piece: EncodedPiece, on_bad_row: str, log: Callable[[str], None]) -> None:
@@ -145,30 +165,7 @@ def _note(report: CorpusReport, piece: EncodedPiece, on_bad_row: str, log: Calla
             log("skipped more rows; the summary file lists them")
 
 
-def find_corpus(prefix: str, encoder: RowEncoder, files: Sequence[InputFile], *, overwrite: bool) -> Shard | None:
-    """The corpus an earlier run left at ``prefix``, if it is what this run would make.
-
-    Raises:
-        FormatError: it is another one, and ``overwrite`` is False; says what differs.
-    """
-    if ShardPaths.of(prefix).missing():
-        return None
-    shard = Shard(prefix)
-    found, wanted = shard.header.metadata, encoder.describe()
-    differs = sorted(key for key in wanted if found.get(key) != wanted[key])
-    if not differs and found.get("sources", {}).get("fingerprint") != source_fingerprint(files):
-        differs = ["input"]
-    if not differs:
-        return shard
-    if overwrite:
-        return None
-    raise FormatError(
-        f"{prefix}: a tokenised corpus is here, made with another {', '.join(differs)}; pass --overwrite to replace it"
-    )
-
-
-def corpus_report(shard: Shard) -> CorpusReport:
-    """What the header of a reused corpus remembers."""
-    metadata: dict[str, Any] = shard.header.metadata
-    sources = metadata["sources"]
-    return CorpusReport(sources["rows"], sources["skipped"], [], metadata["notes"], reused=True)
+def corpus_report(header: Header) -> CorpusReport:
+    """What the header of a finished corpus, or of a shard packed from it, remembers."""
+    sources = header.metadata["sources"]
+    return CorpusReport(sources["rows"], sources["skipped"], [], header.metadata["notes"], reused=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -11,12 +12,12 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.layout import Header
+from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.shard import Shard, ShardWriter
 
-__all__ = ["Overlong", "PackOptions", "PackReport", "pack_shard"]
+__all__ = ["Overlong", "PackOptions", "PackReport", "pack_report", "pack_shard"]
 
 Overlong = Literal["error", "drop", "truncate", "split"]
 _WINDOW_TOKENS = 1 << 20
@@ -110,8 +111,10 @@ def pack_shard(
 
     Raises:
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
-        FormatError: an option that cannot be, or nothing left to pack.
+        FormatError: an option that cannot be, nothing left to pack, or ``prefix`` is that of the source.
     """
+    if os.path.realpath(ShardPaths.of(prefix).seq_idx) == os.path.realpath(ShardPaths.of(source.prefix).seq_idx):
+        raise FormatError(f"{prefix}: this is the shard to be packed, which would be replaced; choose another prefix")
     ranges = _ranges(source, options)
     if not len(ranges.starts):
         raise FormatError(
@@ -124,20 +127,26 @@ def pack_shard(
         ) as progress:
             _gather(source, ranges, plan, writer, progress.update)
         written = writer.finalize()
+    return pack_report(written)
+
+
+def pack_report(header: Header) -> PackReport:
+    """What a packed shard's header says of how it was packed."""
+    packing: dict[str, Any] = header.metadata["packing"]
     return PackReport(
-        sequences=written.num_sequences,
-        packs=written.num_packs,
-        tokens=written.num_tokens,
-        trained_tokens=written.num_trained_tokens,
-        masked_packs=written.num_masked_packs,
-        fill=written.num_tokens / (written.num_packs * options.capacity),
-        lower_bound=plan.lower_bound,
-        longest=written.longest_pack,
-        most_sequences=written.most_sequences,
-        method=plan.method,
-        overlong=ranges.overlong,
-        dropped_tokens=ranges.dropped_tokens,
-        untrained_by_cut=ranges.untrained_by_cut,
+        sequences=header.num_sequences,
+        packs=header.num_packs,
+        tokens=header.num_tokens,
+        trained_tokens=header.num_trained_tokens,
+        masked_packs=header.num_masked_packs,
+        fill=header.num_tokens / (header.num_packs * header.capacity),
+        lower_bound=packing["lower_bound"],
+        longest=header.longest_pack,
+        most_sequences=header.most_sequences,
+        method=packing["chosen"],
+        overlong=packing["overlong_sequences"],
+        dropped_tokens=packing["dropped_tokens"],
+        untrained_by_cut=packing["untrained_by_cut"],
     )
 
 
@@ -179,8 +188,7 @@ def _plan(lengths: NDArray[np.int64], options: PackOptions) -> PackPlan:
 
 
 def _ranges(source: Shard, options: PackOptions) -> _Ranges:
-    files = source.files
-    offsets = _native.absolute_offsets(source.sequence_offsets, source.token_offsets, files.starts[:])
+    offsets = source.sequence_bounds()
     starts, stops = offsets[:-1], offsets[1:]
     longest = options.longest_sequence
     if not longest:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from megatron_sft_idx.chat.inputs.files import expand_inputs
-from megatron_sft_idx.errors import SFTIndexError
+from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
+from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.preprocess.corpus import build_corpus, corpus_report, find_corpus
+from megatron_sft_idx.preprocess.corpus import build_corpus, corpus_report
 from megatron_sft_idx.preprocess.encoding import EncodingOptions, RowEncoder
-from megatron_sft_idx.preprocess.pack import PackOptions, pack_shard
+from megatron_sft_idx.preprocess.pack import PackOptions, pack_report, pack_shard
+from megatron_sft_idx.preprocess.resume import resume
+from megatron_sft_idx.preprocess.start import Job, begin, has_journal
 from megatron_sft_idx.preprocess.summary import Summary
-from megatron_sft_idx.shard import Shard, check_free, remove_shard
+from megatron_sft_idx.shard import Shard, remove_shard
 
 __all__ = ["PreprocessOptions", "corpus_prefix", "preprocess"]
 
@@ -30,6 +33,7 @@ class PreprocessOptions:
         packing: sequences to packs.
         workers: tokenising processes; 0 tokenises in this one. Changes no byte of the output.
         overwrite: replace what is at the prefix.
+        resume: go on with a run that was interrupted, if it was of the same input and options.
         keep_corpus: leave the tokenised corpus beside the packed shard, at ``PREFIX.unpacked``.
         log_interval: rows between two lines of progress where there is no terminal; 0 for silence.
     """
@@ -40,6 +44,7 @@ class PreprocessOptions:
     packing: PackOptions
     workers: int = 0
     overwrite: bool = False
+    resume: bool = False
     keep_corpus: bool = False
     log_interval: int = 0
 
@@ -59,41 +64,51 @@ def preprocess(options: PreprocessOptions, log: Callable[[str], None] = lambda l
         OSError: the disk says no.
     """
     seconds: dict[str, float] = {}
+    where = corpus_prefix(options.prefix)
     with _timed(seconds, "preparing"):
         files = expand_inputs(options.inputs)
+        _require_not_output(files, [options.prefix, where])
         encoder = RowEncoder(options.encoding)
-        check_free(ShardPaths.of(options.prefix), overwrite=options.overwrite)
-        where = corpus_prefix(options.prefix)
-        corpus = find_corpus(where, encoder, files, overwrite=options.overwrite)
+        job = Job(files, encoder, options.packing, options.prefix, where, options.log_interval, log)
+        start = resume(job) if options.resume else begin(job, overwrite=options.overwrite)
+    if start.shard is not None:
+        log(f"{options.prefix}: done already, with the same input and options")
+        if not options.keep_corpus and not has_journal(where):
+            remove_shard(ShardPaths.of(where))
+        report, packing = corpus_report(start.shard), pack_report(start.shard)
+        return Summary(options.prefix, options.packing.capacity, report, packing, seconds, found=True)
     with _timed(seconds, "tokenising"):
-        if corpus is None:
+        if start.run is not None:
             report = build_corpus(
-                files,
-                encoder,
-                where,
-                workers=options.workers,
-                log_interval=options.log_interval,
-                overwrite=options.overwrite,
-                log=log,
+                start.run, files, encoder, workers=options.workers, log_interval=options.log_interval, log=log
             )
-            corpus = Shard(where)
         else:
-            report = corpus_report(corpus)
+            assert start.corpus is not None
+            report = corpus_report(start.corpus.header)
     with _timed(seconds, "packing"):
         try:
             packing = pack_shard(
-                corpus,
+                start.corpus or Shard(where),
                 options.prefix,
                 options.packing,
-                overwrite=options.overwrite,
+                overwrite=start.overwrite,
                 log_interval=options.log_interval,
             )
-        except (SFTIndexError, OSError):
+        except (SFTIndexError, OSError, KeyboardInterrupt, SystemExit):
             log(f"the tokenised corpus is kept at {where}; the next run with the same input goes on from it")
             raise
     if not options.keep_corpus:
         remove_shard(ShardPaths.of(where))
     return Summary(options.prefix, options.packing.capacity, report, packing, seconds)
+
+
+def _require_not_output(files: Sequence[InputFile], prefixes: Sequence[str]) -> None:
+    outputs = [os.path.realpath(path) for prefix in prefixes for path in ShardPaths.of(prefix).all]
+    for file in files:
+        if os.path.realpath(file.path) in outputs:
+            raise FormatError(
+                f"{file.path}: is an input, and would be replaced by the output; choose another --output-prefix"
+            )
 
 
 @contextmanager

@@ -27,6 +27,7 @@ class Progress:
         self._what, self._total, self._unit, self._items = what, total, unit, items
         self._interval = log_interval
         self._done = self._count = self._logged = 0
+        self._before = (0, 0)
         self._begin = time.monotonic()
         self._bar: Any = None
         if log_interval and sys.stderr.isatty():
@@ -43,6 +44,15 @@ class Progress:
         elif kind is None and self._interval and self._logged < self._count and self._logged:
             self._log()
 
+    def start_at(self, units: int, items: int) -> None:
+        """An earlier run has done so much: part of the total, not of the rate."""
+        self._before = self._done, self._count = units, items
+        self._logged = items
+        if self._bar is not None:
+            self._bar.initial = units
+            self._bar.n = units
+            self._bar.refresh()
+
     def update(self, units: int, items: int) -> None:
         """``units`` more of the total are done, which were ``items``."""
         self._done += units
@@ -56,11 +66,12 @@ class Progress:
 
     def _log(self) -> None:
         seconds = max(time.monotonic() - self._begin, 1e-9)
-        rate = self._done / seconds
+        done, count = self._done - self._before[0], self._count - self._before[1]
+        rate = done / seconds
         left = tqdm.format_interval((self._total - self._done) / rate) if rate else "?"
         share = 100 * self._done / self._total if self._total else 100.0
         print(
-            f"{self._what}: {self._count:,} {self._items}, {share:.1f}%, {self._count / seconds:,.0f} {self._items}/s, "
+            f"{self._what}: {self._count:,} {self._items}, {share:.1f}%, {count / seconds:,.0f} {self._items}/s, "
             f"{tqdm.format_sizeof(rate, self._unit, 1024)}/s, {left} left",
             file=sys.stderr,
             flush=True,

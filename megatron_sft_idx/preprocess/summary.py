@@ -34,6 +34,7 @@ class Summary:
         corpus: what became of the input; None where only packing ran.
         packing: what became of the sequences.
         seconds: by stage.
+        found: the shard was there already; nothing was written.
     """
 
     prefix: str
@@ -41,6 +42,7 @@ class Summary:
     corpus: CorpusReport | None
     packing: PackReport
     seconds: dict[str, float] = field(default_factory=dict)
+    found: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """All counts as plain values."""

@@ -2,6 +2,20 @@
 
 from megatron_sft_idx.shard.publish import check_free, remove_shard
 from megatron_sft_idx.shard.reader import Pack, Shard, read_header
+from megatron_sft_idx.shard.recovery import Remains, find_remains, recover, remove_remains
+from megatron_sft_idx.shard.resuming import InterruptedBuild
 from megatron_sft_idx.shard.writer import ShardWriter
 
-__all__ = ["Pack", "Shard", "ShardWriter", "check_free", "read_header", "remove_shard"]
+__all__ = [
+    "InterruptedBuild",
+    "Pack",
+    "Remains",
+    "Shard",
+    "ShardWriter",
+    "check_free",
+    "find_remains",
+    "read_header",
+    "recover",
+    "remove_remains",
+    "remove_shard",
+]

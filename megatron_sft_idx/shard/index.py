@@ -1,10 +1,10 @@
-"""The two index files, written from the journal's lengths in bounded memory."""
+"""The two index files, written in bounded memory from what is known of each pack: its length and its sequence count."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -16,83 +16,116 @@ from megatron_sft_idx.layout.journal import PACK, read_blocks, read_head
 from megatron_sft_idx.layout.mmididx import pack_idx_header
 from megatron_sft_idx.storage import OutputFile, as_bytes
 
-__all__ = ["HashedFile", "write_idx", "write_seq_idx"]
+__all__ = ["CHUNK_PACKS", "HashedFile", "JournalPacks", "PackChunk", "write_idx", "write_seq_idx"]
 
-_LENGTH, _SEQUENCES = 0, 1
-_CHUNK_PACKS = 1 << 16
-
-
-def _column(journal: str, column: int) -> Iterator[NDArray[np.int64]]:
-    """One column of the journal's pack records, in chunks of some 64 thousand packs."""
-    held: list[NDArray[np.int64]] = []
-    count = 0
-    with open(journal, "rb") as stream:
-        read_head(stream, journal)
-        for block in read_blocks(stream):
-            if block.kind == PACK:
-                held.append(block.records[:, column].astype(np.int64))
-                count += len(held[-1])
-                if count >= _CHUNK_PACKS:
-                    yield np.concatenate(held)
-                    held, count = [], 0
-    if held:
-        yield np.concatenate(held)
+# Packs handled at once: a few MiB of arrays.
+CHUNK_PACKS = 1 << 15
 
 
-def _offsets(journal: str, column: int, scale: int = 1) -> Iterator[NDArray[np.int64]]:
-    """Running sums of a column: chunks of positions, then the total."""
+class PackChunk(NamedTuple):
+    """Consecutive packs: ``lengths`` in tokens and ``sequences`` counted, both int64 [packs]."""
+
+    lengths: NDArray[np.int64]
+    sequences: NDArray[np.int64]
+
+
+class JournalPacks:
+    """The first packs that a journal records, in chunks of some 32 thousand; may be iterated again and again."""
+
+    def __init__(self, journal: str, num_packs: int) -> None:
+        self._journal, self._num_packs = journal, num_packs
+
+    def __iter__(self) -> Iterator[PackChunk]:
+        held: list[NDArray[np.uint32]] = []
+        count, left = 0, self._num_packs
+        with open(self._journal, "rb") as stream:
+            read_head(stream, self._journal)
+            for block in read_blocks(stream):
+                if block.kind == PACK and left:
+                    held.append(block.records[:left])
+                    count, left = count + len(held[-1]), left - len(held[-1])
+                    if count >= CHUNK_PACKS:
+                        yield _chunk(held)
+                        held, count = [], 0
+        if held:
+            yield _chunk(held)
+
+
+def _chunk(records: list[NDArray[np.uint32]]) -> PackChunk:
+    lengths, sequences = (np.concatenate([block[:, column] for block in records], dtype=np.int64) for column in (0, 1))
+    return PackChunk(lengths, sequences)
+
+
+def _offsets(counts: Iterable[NDArray[np.int64]], scale: int = 1) -> Iterator[NDArray[np.int64]]:
+    """Running sums: chunks of positions, then the total."""
     total = 0
-    for lengths in _column(journal, column):
-        offsets = _native.offsets_from_lengths(lengths, scale, total)
+    for chunk in counts:
+        offsets = _native.offsets_from_lengths(chunk, scale, total)
         total = int(offsets[-1])
         yield offsets[:-1]
     yield np.array([total])
 
 
 class HashedFile:
-    """Writes to a file and hashes what it writes, in large pieces."""
+    """Writes to a file and hashes what it writes, in large pieces.
+
+    Attributes:
+        file: the file.
+        nbytes: bytes hashed: of all that is in the file, once what it held before was taken in.
+    """
 
     def __init__(self, file: OutputFile) -> None:
-        self.file, self._hash = file, xxhash.xxh3_128()
+        self.file, self.nbytes, self._hash = file, 0, xxhash.xxh3_128()
+
+    def take(self, data: bytes) -> None:
+        """Hash bytes that are in the file already, the next behind those hashed so far."""
+        self.nbytes += len(data)
+        self._hash.update(data)
 
     def write(self, data: bytes | memoryview | NDArray[Any]) -> None:
         """Append all of ``data``."""
         raw = as_bytes(data)
         self.file.write(raw)
+        self.nbytes += len(raw)
         self._hash.update(raw)
 
     def checksum(self) -> bytes:
-        """Of what was written here."""
+        """Of what was written or taken here."""
         return self._hash.digest()
 
     def digest(self) -> FileDigest:
-        """Of the file, where all of it was written here."""
-        return FileDigest(self.file.nbytes, self.checksum())
+        """Of the file, where all of it was written or taken here."""
+        return FileDigest(self.nbytes, self.checksum())
 
 
-def write_idx(file: OutputFile, journal: str, dtype_code: int, itemsize: int, num_packs: int) -> FileDigest:
-    """Write Megatron's ``.idx``; ``itemsize`` of a token in bytes."""
+def write_idx(
+    file: OutputFile, packs: Iterable[PackChunk], dtype_code: int, itemsize: int, num_packs: int
+) -> FileDigest:
+    """Write Megatron's ``.idx``; ``packs`` is iterated twice, ``itemsize`` is of a token in bytes."""
     out = HashedFile(file)
     out.write(pack_idx_header(dtype_code, num_packs))
-    for lengths in _column(journal, _LENGTH):
-        out.write(lengths.astype("<i4"))
+    for chunk in packs:
+        out.write(chunk.lengths.astype("<i4"))
     left = num_packs
-    for pointers in _offsets(journal, _LENGTH, itemsize):
+    for pointers in _offsets((chunk.lengths for chunk in packs), itemsize):
         out.write(pointers[:left])  # the total at the end is no pack's pointer
         left -= len(pointers[:left])
-    for start in range(0, num_packs + 1, _CHUNK_PACKS):
-        out.write(np.arange(start, min(start + _CHUNK_PACKS, num_packs + 1), dtype="<i8"))
+    for start in range(0, num_packs + 1, CHUNK_PACKS):
+        out.write(np.arange(start, min(start + CHUNK_PACKS, num_packs + 1), dtype="<i8"))
     return out.digest()
 
 
-def write_seq_idx(file: OutputFile, journal: str, header: Header) -> Header:
-    """Write ``.seq.idx``: arrays first, then the header with their checksum; returns the header as written."""
+def write_seq_idx(file: OutputFile, packs: Iterable[PackChunk], header: Header) -> Header:
+    """Write ``.seq.idx``: arrays first, then the header with their checksum; returns the header as written.
+
+    ``packs`` is iterated twice.
+    """
     file.write(bytes(header.nbytes))
     out = HashedFile(file)
-    for offsets in _offsets(journal, _SEQUENCES):
+    for offsets in _offsets(chunk.sequences for chunk in packs):
         out.write(offsets)
     out.write(bytes(header.token_offsets_offset - file.nbytes))
-    for offsets in _offsets(journal, _LENGTH):
+    for offsets in _offsets(chunk.lengths for chunk in packs):
         out.write(offsets)
     header = dataclasses.replace(header, arrays_checksum=out.checksum())
     file.write_at(header.encode(), 0)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypedDict, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
 from megatron_sft_idx.layout.header import peek_nbytes
@@ -57,7 +58,10 @@ def _read_raw_header(paths: ShardPaths) -> bytes:
 def _not_found(paths: ShardPaths) -> ShardNotFoundError:
     missing = paths.missing()
     if paths.seq_idx in missing and os.path.exists(paths.journal):
-        remedy = "a build was interrupted here: run it again with overwrite, or recover it from its journal"
+        remedy = (
+            "a build was interrupted here: go on with it (preprocess --resume), recover what is complete from its"
+            " journal, or start anew with overwrite (--overwrite)"
+        )
     elif len(missing) == len(paths.all):
         remedy = "check the prefix: it is the path without .seq.idx"
     elif missing == [paths.seq_idx] or paths.loss in missing:
@@ -342,6 +346,19 @@ class Shard:
                     f"{what} offsets go from {first} to {last}, expected 0 to {total};"
                     " restore the file, or rebuild the index from the data",
                 )
+
+    def sequence_bounds(self) -> NDArray[np.int64]:
+        """Where each sequence begins among all tokens, then where the last one ends: int64 [sequences + 1].
+
+        Raises:
+            FormatError: offsets or starts that do not divide the tokens from end to end (rules O1, O2, P2 to P4).
+        """
+        self.check_ends()
+        arrays = self.sequence_offsets, self.token_offsets, self.files.starts[:]
+        try:
+            return _native.absolute_offsets(*arrays)
+        except ValueError as error:
+            raise FormatError(f"{self.prefix}: {error}; restore the file, or rebuild the index from the data") from None
 
     def _normalise(self, files: _Files, index: int) -> int:
         i = index + files.num_packs if index < 0 else index

@@ -11,33 +11,19 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.layout import (
-    MASK_DTYPES,
-    TOKEN_DTYPES,
-    Header,
-    ShardPaths,
-    mask_dtype_of,
-    token_dtype_of,
-)
+from megatron_sft_idx.layout import Header, ShardPaths, mask_dtype_of, token_dtype_of
 from megatron_sft_idx.layout.header import header_nbytes
-from megatron_sft_idx.layout.journal import DONE, MASK, MAX_RECORDS, PACK, encode_block, encode_head
+from megatron_sft_idx.layout.journal import BuildOptions
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.arrays import integer_array, mask_array, token_array
-from megatron_sft_idx.shard.index import HashedFile, write_idx, write_seq_idx
-from megatron_sft_idx.shard.publish import WIDENED, Publication
+from megatron_sft_idx.shard.build import STAGE_TOKENS, Build
+from megatron_sft_idx.shard.publish import Publication
 from megatron_sft_idx.shard.reader import Shard
-from megatron_sft_idx.storage import OutputFile
 
-__all__ = ["FORMAT_WRITER", "MaskAlignment", "ShardWriter"]
+__all__ = ["MaskAlignment", "ShardWriter"]
 
 MaskAlignment = Literal["label", "token"]
-
-# Stored in the JSON block: raised whenever the same input would give other bytes.
-FORMAT_WRITER = 1
-# Small enough to stay in the processor's cache between the check, the write and the checksum.
-_STAGE_TOKENS = 1 << 16
 
 
 class ShardWriter:
@@ -45,7 +31,8 @@ class ShardWriter:
 
     A context manager: leaving it publishes the five files together, leaving it by an exception publishes nothing and
     removes what was written. A killed writer leaves temporary files and a journal, never something that looks like
-    a shard. Memory stays at a few MiB for any number of packs.
+    a shard; so does one that is interrupted (KeyboardInterrupt, SystemExit) after ``mark``, for ``InterruptedBuild`` to
+    go on from there. Memory stays at a few MiB for any number of packs.
 
     Args:
         prefix: the path the five files will share; its folder is made where it is missing.
@@ -77,40 +64,32 @@ class ShardWriter:
         durable: bool = True,
     ) -> None:
         self._paths = ShardPaths.of(prefix)
-        self._token_code, tokens = token_dtype_of(token_dtype)
-        self._mask_code, masks = mask_dtype_of(mask_dtype)
-        self._capacity = _checked(capacity, "capacity", 1, MAX_CAPACITY) if capacity is not None else None
-        self._multiple = _checked(sequence_multiple, "sequence_multiple", 1, MAX_CAPACITY)
-        self._pad_id = _checked(pad_id, "pad_id", 0, MAX_CAPACITY) if pad_id is not None else None
-        self.metadata: dict[str, Any] = dict(metadata or {})
-        header_nbytes(self.metadata)  # refuses what cannot be stored now, not after hours of writing
-        self._durable = durable
-        self._stage = _native.PackStage(tokens, masks, self._capacity or MAX_CAPACITY, self._multiple, _STAGE_TOKENS)
+        options = BuildOptions(
+            token_dtype_of(token_dtype)[1],
+            mask_dtype_of(mask_dtype)[1],
+            _checked(capacity, "capacity", 1, MAX_CAPACITY) if capacity is not None else None,
+            _checked(sequence_multiple, "sequence_multiple", 1, MAX_CAPACITY),
+            _checked(pad_id, "pad_id", 0, MAX_CAPACITY) if pad_id is not None else None,
+            dict(metadata or {}),
+        )
+        header_nbytes(options.metadata)  # refuses what cannot be stored now, not after hours of writing
+        self._marked = False
         self._publication = Publication(self._paths, overwrite=overwrite, durable=durable)
-        try:
-            self._open()
-        except BaseException:
-            self._publication.abandon()
-            raise
+        with self._all_or_nothing():
+            self._set_build(Build(self._publication, options), 0)
 
-    def _open(self) -> None:
-        self._tokens = self._data_file(self._paths.tokens)
-        self._loss = self._data_file(self._paths.loss)
-        self._starts = self._data_file(self._paths.starts)
-        options = {
-            "token_dtype": self._token_code,
-            "mask_dtype": self._mask_code,
-            "capacity": self._capacity,
-            "sequence_multiple": self._multiple,
-            "pad_id": self._pad_id,
-            "metadata": self.metadata,
-        }
-        self._publication.journal.write(encode_head(options))
+    def _set_build(self, build: Build, dropped_first_tokens: int) -> None:
+        self._build, self._stage = build, build.stage
+        self._dropped_before = dropped_first_tokens
+        self.metadata: dict[str, Any] = dict(build.options.metadata)
 
-    def _data_file(self, path: str, suffix: str = "") -> HashedFile:
-        data = HashedFile(OutputFile(self._paths.temporary(path) + suffix, durable=self._durable))
-        self._publication.own(data.file)
-        return data
+    @classmethod
+    def take_up(cls, publication: Publication, build: Build, dropped_first_tokens: int) -> ShardWriter:
+        """A writer that goes on with a build; ``InterruptedBuild.resume`` calls this."""
+        writer = cls.__new__(cls)
+        writer._paths, writer._publication, writer._marked = publication.paths, publication, True
+        writer._set_build(build, dropped_first_tokens)
+        return writer
 
     @property
     def prefix(self) -> str:
@@ -120,7 +99,7 @@ class ShardWriter:
     @property
     def mask_dtype(self) -> np.dtype[Any]:
         """Dtype of the loss file: uint8 or float32."""
-        return MASK_DTYPES[self._mask_code]
+        return self._build.mask_dtype
 
     @property
     def num_packs(self) -> int:
@@ -145,7 +124,7 @@ class ShardWriter:
     @property
     def dropped_first_tokens(self) -> int:
         """Token-aligned masks that were set on a sequence's first token, which nothing predicts."""
-        return self._stage.dropped_first_tokens
+        return self._dropped_before + self._stage.dropped_first_tokens
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -153,15 +132,18 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None:
-            self.abandon()
+        if error is not None:
+            self._give_up(error)
         elif not self._publication.closed:
             self.finalize()
 
     def __del__(self) -> None:
-        # Never finalized and never left through ``with``: the remains are of no use to anyone.
+        # Never finalized and never left through ``with``: without a mark the remains are of no use to anyone.
         if "_publication" in self.__dict__ and not self._publication.closed:
-            self.abandon()
+            if self._marked:
+                self.suspend()
+            else:
+                self.abandon()
 
     def add_pack(
         self,
@@ -239,8 +221,8 @@ class ShardWriter:
         shard.check_ends()
         first = 0
         while first < len(shard):
-            last = int(np.searchsorted(tokens, tokens[first] + _STAGE_TOKENS, side="right")) - 1
-            last = min(max(last, first + 1), first + _STAGE_TOKENS)
+            last = int(np.searchsorted(tokens, tokens[first] + STAGE_TOKENS, side="right")) - 1
+            last = min(max(last, first + 1), first + STAGE_TOKENS)
             self.add_packs(
                 files.tokens[tokens[first] : tokens[last]],
                 files.loss[tokens[first] : tokens[last]],
@@ -277,28 +259,40 @@ class ShardWriter:
 
     def flush(self) -> None:
         """Write what is staged, then record it in the journal."""
-        stage = self._stage
-        if not len(stage.records):
+        if not len(self._stage.records):
             return
         self._publication.require_owner()
         with self._all_or_nothing():
-            self._tokens.write(stage.tokens)
-            self._loss.write(stage.mask)
-            self._starts.write(stage.starts)
-            records = np.frombuffer(stage.records, np.uint32).reshape(-1, 2)
-            for start in range(0, len(records), MAX_RECORDS):
-                block = encode_block(PACK, records[start : start + MAX_RECORDS])
-                self._publication.journal.write(block)
-            stage.clear()
+            self._build.write_staged()
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         """Abandon the build where a write fails halfway: the files no longer go together."""
         try:
             yield
-        except BaseException:
-            self.abandon()
+        except BaseException as error:
+            self._give_up(error)
             raise
+
+    def _give_up(self, error: BaseException) -> None:
+        """After an error give the space back; an interrupted build that is marked can be gone on with."""
+        if self._marked and not isinstance(error, Exception):
+            self.suspend()
+        else:
+            self.abandon()
+
+    def mark(self, state: Mapping[str, Any]) -> None:
+        """Write what is staged, and note in the journal how far whoever adds the packs has come.
+
+        Args:
+            state: JSON object that ``InterruptedBuild.states`` gives back; all packs added so far are in it, and none
+                of those that follow.
+        """
+        self._require_open()
+        self.flush()
+        with self._all_or_nothing():
+            self._build.mark(state, self.dropped_first_tokens)
+            self._marked = True
 
     def promote_mask_dtype(self) -> None:
         """Go on with float32 masks: what was written as uint8 is rewritten, in bounded memory."""
@@ -307,18 +301,8 @@ class ShardWriter:
         self._require_open()
         self._publication.require_owner()
         self.flush()
-        old = self._loss
         with self._all_or_nothing():
-            code, dtype = mask_dtype_of(np.float32)
-            widened = self._data_file(self._paths.loss, WIDENED)
-            for offset in range(0, old.file.nbytes, _STAGE_TOKENS):
-                piece = os.pread(old.file.fileno(), _STAGE_TOKENS, offset)
-                widened.write(np.frombuffer(piece, np.uint8).astype(dtype))
-            # In this order a kill in between can be told: the journal says float32 and the widened file is there.
-            self._publication.journal.write(encode_block(MASK, np.array([[code, 0]], np.uint32)))
-            self._publication.replace(widened.file, old.file)
-            self._loss, self._mask_code = widened, code
-            self._stage.promote_mask()
+            self._build.widen_mask()
 
     def finalize(self) -> Header:
         """Write the indexes and publish the shard.
@@ -333,10 +317,7 @@ class ShardWriter:
         self._publication.require_owner()
         with self._all_or_nothing():
             self.flush()
-            header = self._write_indexes()
-            self._publication.journal.write(encode_block(DONE, np.empty((0, 2), np.uint32)))
-            self._publication.publish()
-        return header
+            return self._build.publish(self.metadata)
 
     def _require_ready(self, mask_alignment: str) -> None:
         self._require_open()
@@ -349,32 +330,9 @@ class ShardWriter:
                 f"{self.prefix}: this writer is finished or was abandoned; open another one to write more packs"
             )
 
-    def _write_indexes(self) -> Header:
-        paths, journal = self._paths, self._publication.journal.path
-        idx = OutputFile(paths.temporary(paths.idx), durable=self._durable)
-        self._publication.own(idx)
-        stage, dtype = self._stage, TOKEN_DTYPES[self._token_code]
-        idx_digest = write_idx(idx, journal, self._token_code, dtype.itemsize, stage.num_packs)
-        seq_idx = OutputFile(paths.temporary(paths.seq_idx), durable=self._durable)
-        self._publication.own(seq_idx)
-        header = Header(
-            num_packs=stage.num_packs,
-            num_sequences=stage.num_sequences,
-            num_tokens=stage.num_tokens,
-            num_trained_tokens=stage.num_trained_tokens,
-            num_masked_packs=stage.num_masked_packs,
-            token_dtype=dtype,
-            mask_dtype=self.mask_dtype,
-            sequence_multiple=self._multiple,
-            capacity=self._capacity or stage.longest_padded_pack,
-            longest_pack=stage.longest_pack,
-            most_sequences=stage.most_sequences,
-            pad_id=self._pad_id,
-            digests=(self._tokens.digest(), self._loss.digest(), idx_digest, self._starts.digest()),
-            arrays_checksum=bytes(16),
-            metadata={**self.metadata, "format_writer": FORMAT_WRITER},
-        )
-        return write_seq_idx(seq_idx, journal, header)
+    def suspend(self) -> None:
+        """Stop, and leave what is written for ``InterruptedBuild`` or ``recover``; what is only staged is lost."""
+        self._publication.close()
 
     def abandon(self) -> None:
         """Publish nothing and remove what was written; may be called twice."""

@@ -242,7 +242,7 @@ def _starts(shards: ShardSet, first: int, last: int) -> tuple[list[tuple[int, ND
         if shard.header.num_sequences == shard.header.num_packs:
             starts = shard.token_offsets  # one sequence a pack
         else:
-            starts = _native.absolute_offsets(shard.sequence_offsets, shard.token_offsets, shard.files.starts[:])
+            starts = shard.sequence_bounds()
         parts.append((number, starts[begin : end + 1]))
     return parts, _joined([np.diff(starts) for _, starts in parts])
 

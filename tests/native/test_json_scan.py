@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from json_scan_twin import array_ends
 
 from megatron_sft_idx._native import scan_json_array
 
@@ -14,23 +15,6 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner) | st.dictionaries(st.text('a"[,\\'), inner),
     max_leaves=12,
 )
-
-
-def twin(data: bytes) -> list[int]:
-    """Ends of the elements of the array whose opening bracket precedes ``data``."""
-    ends, depth, quoted, i = [], 1, False, 0
-    while i < len(data) and depth:
-        char = chr(data[i])
-        if quoted and char == "\\":
-            i += 1
-        elif char == '"':
-            quoted = not quoted
-        elif not quoted:
-            depth += (char in "[{") - (char in "]}")
-            if depth == 0 or (depth == 1 and char == ","):
-                ends.append(i)
-        i += 1
-    return ends
 
 
 def scan(data: bytes, block_sizes: list[int]) -> tuple[list[int], int]:
@@ -63,7 +47,7 @@ def test_elements_of_real_arrays(values, block_sizes, indent):
     st.lists(st.integers(0, 3)),
 )
 def test_any_bytes_as_the_twin(data, block_sizes):
-    assert scan(data, block_sizes)[0] == twin(data)
+    assert scan(data, block_sizes)[0] == array_ends(data)
 
 
 def test_escapes_at_the_edges_of_blocks():

@@ -55,13 +55,17 @@ def cut_array(blocks: Blocks, *, path: str, piece_nbytes: int, max_row_nbytes: i
     Raises:
         FormatError: no array, or it is never closed, or something follows it.
     """
-    first = True
     marked = _mark_elements(blocks, path)
-    for run in _cut(marked, path=path, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes):
-        # ``[]`` looks like one blank element. A blank one beside others is a comma too many.
-        if not (first and len(run.ends) == 1 and not run.payload.strip(_JSON_SPACE)):
-            yield run
-        first = False
+    runs = _cut(marked, path=path, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes)
+    first = next(runs)
+    # ``[]`` looks like one blank element. A blank one before others is a comma too many.
+    if len(first.ends) == 1 and not first.payload.strip(_JSON_SPACE):
+        if (second := next(runs, None)) is None:
+            return
+        yield first
+        first = second
+    yield first
+    yield from runs
 
 
 def _mark_elements(blocks: Blocks, path: str) -> _Marked:
@@ -78,6 +82,8 @@ def _mark_elements(blocks: Blocks, path: str) -> _Marked:
             ends, depth, in_string, escaped = scan_json_array(np.frombuffer(block, np.uint8), depth, in_string, escaped)
             if depth == 0:
                 close = int(ends[-1])
+                if block[close : close + 1] != b"]":
+                    raise FormatError(f"{path}: the JSON array ends with '}}', expected ']'; a bracket is missing")
                 position = _require_blank(block[close + 1 :], blocks, path, at)
                 yield block[: close + 1], ends, position
                 return

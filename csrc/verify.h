@@ -1,0 +1,101 @@
+// A shard's files held against the rules of FORMAT.md while they stream by: nothing in them is known to be right, and
+// no array is ever held whole.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace sft_idx {
+
+// Where a rule is broken. `at` counts offsets (O1, O2), packs (P1, P5), sequences (P2 to P4) or tokens (P6, P7) from
+// the shard's beginning; `pack` is -1 for those of tokens. `expected` is the most that is allowed, except for an offset
+// that does not ascend and a start (P2, P3), which has to be more than that or equal to it. A float32 mask is `found`
+// as its bits.
+struct Breach {
+  const char* rule;
+  std::int64_t pack, at, found, expected;
+};
+
+struct BadIds {
+  std::int64_t count = 0;               // all of them
+  std::vector<std::int64_t> positions;  // the first `most`
+};
+
+// Ids outside 0 to limit - 1.
+template <typename Id>
+BadIds find_bad_ids(const Id* ids, std::size_t count, std::int64_t limit, std::size_t most);
+
+// Walks the packs of one shard in order. The caller hands in, in turn: a run of packs, the starts they ask for in any
+// number of pieces, and after each piece the masks of the tokens that known() covers. Packs whose offsets make no
+// sense are reported and passed over, and so are their neighbours where they overlap.
+class PackWalk {
+ public:
+  struct Limits {
+    std::int64_t sequences, tokens;   // of the shard
+    std::int64_t capacity, multiple;  // of a pack
+    std::size_t most;                 // breaches kept of each rule
+  };
+  struct Totals {
+    std::int64_t packs = 0;  // whose structure could be checked
+    std::int64_t trained_tokens = 0, masked_packs = 0, longest_pack = 0, most_sequences = 0;
+  };
+
+  explicit PackWalk(const Limits& limits);
+
+  // The next `count` packs. The arrays hold count + 1 offsets, or count + 2 where more packs follow: one look ahead
+  // tells which of two neighbours is wrong.
+  void packs(const std::int64_t* token_offsets, const std::int64_t* sequence_offsets, std::size_t count,
+             bool looks_ahead);
+  // The next starts, from next_sequence() on.
+  void starts(const std::uint32_t* values, std::size_t count);
+  // The masks of the next tokens.
+  template <typename Mask>
+  void mask(const Mask* values, std::size_t count);
+
+  std::int64_t next_sequence() const { return sequence_; }
+  std::int64_t wanted_sequences() const;  // one past the last sequence of the run
+  std::int64_t known() const { return known_; }  // one past the last token whose sequence's end is known
+
+  const std::vector<Breach>& breaches() const { return breaches_; }
+  const std::map<std::string, std::int64_t>& counts() const { return counts_; }  // breaches of each rule, all of them
+  const Totals& totals() const { return totals_; }
+
+ private:
+  struct Pack {
+    std::int64_t number, begin, end;  // tokens
+    std::int64_t first, last;         // sequences
+  };
+  struct Span {
+    std::int64_t begin, end;
+  };
+
+  void broken(const char* rule, std::int64_t pack, std::int64_t at, std::int64_t found, std::int64_t expected);
+  void start(const Pack& pack, std::int64_t value);
+  void end_sequence(const Pack& pack, std::int64_t end);
+  void end_pack(const Pack& pack);
+  std::vector<Span>::const_iterator first_span() const;  // whose masks are not all seen
+
+  Limits limits_;
+  Totals totals_;
+  std::vector<Breach> breaches_;
+  std::map<std::string, std::int64_t> counts_;
+
+  std::int64_t number_ = 0;  // of the next pack handed in
+  std::vector<Pack> run_;
+  std::size_t at_ = 0;  // in run_
+  std::int64_t sequence_ = 0, last_end_ = 0, last_sequence_ = 0;
+  std::int64_t open_ = 0;    // where the open sequence starts in its pack
+  std::int64_t padded_ = 0;  // positions of the pack's sequences before it, each rounded up
+  bool tight_ = false;       // rounding up might not fit the pack
+  bool sound_ = true;        // no rule broken in the pack so far
+
+  std::int64_t token_ = 0, known_ = 0;
+  bool trained_ = false;            // some token of the pack that token_ is in
+  std::vector<std::int64_t> ends_;  // of sequences, ascending, masks not seen yet
+  std::vector<Span> spans_;         // of packs, the same
+};
+
+}  // namespace sft_idx

@@ -1,0 +1,189 @@
+"""``megatron-sft-idx merge`` and ``split``: many shards to one, one to many."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_sft_idx.cli.options import Verbs, natural, positive
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.merge import Parts, merge, split
+from megatron_sft_idx.preprocess.progress import Progress
+from megatron_sft_idx.shards import find_prefixes
+
+__all__ = ["add_parser"]
+
+_MERGE_EXAMPLES = """\
+examples:
+  the shards of a folder, in the order of their numbers (part-9 before part-10):
+    megatron-sft-idx merge data/parts --output-prefix data/train
+
+  by name, in this order; quoted, so that part-9 comes before part-10, which a shell would turn round:
+    megatron-sft-idx merge data/math data/code 'data/part-*' --output-prefix data/mix
+
+  tokenised corpora, whose capacity is that of their longest sequence, to be packed as one:
+    megatron-sft-idx merge 'corpus-*' --mixed-capacity --output-prefix corpus
+    megatron-sft-idx pack corpus --seq-length 8192 --output-prefix data/train
+
+Megatron's merge_datasets.py joins tokens only, and takes X.loss.bin for a dataset of its own.
+"""
+_SPLIT_EXAMPLES = """\
+examples:
+  eight shards, data/train-00000-of-00008 and so on:
+    megatron-sft-idx split data/train --shards 8 --output-prefix data/train
+
+  of at most 2 GiB each:
+    megatron-sft-idx split data/train --nbytes 2GiB --output-prefix parts/train
+
+  go on after an interruption:
+    megatron-sft-idx split data/train --shards 8 --output-prefix data/train --resume
+"""
+_MIB = 1 << 20
+_UNITS = {"": 1} | {
+    f"{letter}{binary}B": base ** (power + 1)
+    for power, letter in enumerate("KMGT")
+    for binary, base in (("", 1000), ("i", 1024))
+}
+
+
+def nbytes(text: str) -> int:
+    """A number of bytes, such as 500MB (of 1000) or 2GiB (of 1024)."""
+    found = re.fullmatch(r"(\d{1,15})\s*(\w*)", text)
+    if not found or found[2] not in _UNITS or not int(found[1]):
+        units = ", ".join(unit for unit in _UNITS if unit)
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of bytes, also with {units}")
+    unit: int = _UNITS[found[2]]
+    return int(found[1]) * unit
+
+
+def add_parser(verbs: Verbs) -> None:
+    """Add both verbs."""
+    parser = verbs.add_parser(
+        "merge",
+        help="many shards to one",
+        description="Copy the packs of many shards into one, in the order given. They must have one token and mask"
+        " dtype, capacity, sequence multiple, pad id, tokenizer and chat template; what a shard does not record is"
+        " taken to be as in the others, and said. Sources are held to their checksums: a corrupt one is refused.",
+        epilog=_MERGE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="prefixes, folders of shards, globs; in order")
+    parser.add_argument(
+        "--mixed-capacity", action="store_true", help="let capacities differ; the merged shard has the largest"
+    )
+    parser.add_argument("--mixed-templates", action="store_true", help="let chat templates differ")
+    _add_output_options(parser, "path that the five files share; --data-path takes it")
+    parser.set_defaults(run=_merge)
+
+    parser = verbs.add_parser(
+        "split",
+        help="one shard to many",
+        description="Copy ranges of a shard's packs into shards of their own, in order. The source is held to its"
+        " checksums before the first part is published; merging the parts gives the same shard again.",
+        epilog=_SPLIT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", metavar="SOURCE", help="prefix of the shard")
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--packs", type=positive, metavar="N", help="most packs in a part")
+    size.add_argument(
+        "--nbytes",
+        type=nbytes,
+        metavar="SIZE",
+        help="most bytes of a part's five files, such as 2GiB, headers not counted; a larger pack is alone in its part",
+    )
+    size.add_argument("--shards", type=positive, metavar="N", help="number of parts, of equally many packs")
+    _add_output_options(parser, "what the parts' prefixes begin with: PREFIX-00000-of-00012")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the parts that a split which was interrupted was done with"
+    )
+    parser.set_defaults(run=_split)
+
+
+def _add_output_options(parser: argparse.ArgumentParser, prefix: str) -> None:
+    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help=prefix)
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument(
+        "--log-interval",
+        type=natural,
+        default=10_000,
+        metavar="N",
+        help="without a terminal, a line of progress every N MiB; 0 for none (default: %(default)s)",
+    )
+
+
+class ShownProgress:
+    """Progress as a person sees it, from sums of bytes; the total is known when the work begins."""
+
+    def __init__(self, what: str, log_interval: int) -> None:
+        self._what, self._interval = what, log_interval
+        self._progress: Progress | None = None
+        self._done = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._progress is None:
+            self._progress = Progress(self._what, total, unit="B", log_interval=self._interval, items="MiB")
+        self._progress.update(done - self._done, done // _MIB - self._done // _MIB)
+        self._done = done
+
+    def __enter__(self) -> ShownProgress:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._progress is not None:
+            self._progress.__exit__(*error)
+
+
+def _once_a_shard(sources: Sequence[str]) -> list[str]:
+    """The sources, of those that are files only the first of each shard: a shell's pattern names all five."""
+    kept, seen = [], set()
+    for source in sources:
+        if source.endswith(SUFFIXES):
+            prefix = ShardPaths.of(source).prefix
+            if prefix in seen:
+                continue
+            seen.add(prefix)
+        kept.append(source)
+    return kept
+
+
+def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
+    with ShownProgress("merging", arguments.log_interval) as progress:
+        report = merge(
+            find_prefixes(_once_a_shard(arguments.sources)),
+            arguments.output_prefix,
+            overwrite=arguments.overwrite,
+            mixed_capacity=arguments.mixed_capacity,
+            mixed_templates=arguments.mixed_templates,
+            progress=progress,
+        )
+    header = report.header
+    lines = [
+        f"wrote {report.prefix}",
+        f"shards merged   {report.num_sources:,}",
+        f"packs           {header.num_packs:,}",
+        f"sequences       {header.num_sequences:,}",
+        f"tokens          {header.num_tokens:,}",
+        f"trained tokens  {header.num_trained_tokens:,}",
+        *(f"note            {note}" for note in report.notes),
+    ]
+    print("\n".join(lines))
+
+
+def _split(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
+    with ShownProgress("splitting", arguments.log_interval) as progress:
+        report = split(
+            arguments.source,
+            arguments.output_prefix,
+            Parts(packs=arguments.packs, nbytes=arguments.nbytes, shards=arguments.shards),
+            overwrite=arguments.overwrite,
+            resume=arguments.resume,
+            progress=progress,
+        )
+    kept = f", {report.num_kept:,} of them kept" if report.num_kept else ""
+    print(f"parts           {len(report.prefixes):,}{kept}")
+    print(f"from            {report.prefixes[0]}")
+    print(f"to              {report.prefixes[-1]}")

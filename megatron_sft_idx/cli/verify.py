@@ -1,0 +1,126 @@
+"""``megatron-sft-idx verify``: shards against every rule of the format."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import os
+import sys
+from typing import Any
+
+from megatron_sft_idx.cli.options import Verbs, positive
+from megatron_sft_idx.errors import SFTIndexError, ShardNotFoundError
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.preprocess.progress import Progress
+from megatron_sft_idx.shards import natural_key
+from megatron_sft_idx.verify import Report, verify_shard
+
+__all__ = ["add_parser"]
+
+_EXAMPLES = """\
+examples:
+  after copying: are all files there, whole, and of one shard? (milliseconds, whatever their size)
+    megatron-sft-idx verify data/train
+
+  before a long run: every byte of every shard in a folder
+    megatron-sft-idx verify --full data/
+
+  for a program: one JSON document, in which each finding has path, offset, pack, rule, found, expected, remedy
+    megatron-sft-idx verify --full --json 'data/train-*' > report.json
+
+Without --full: the header and its checksum, the sizes of the five files, the ends of all arrays. With it: the checksums
+of all files, .idx byte for byte as Megatron writes it, every pack and mask, every id against the vocabulary, the
+header's counts. Rules are numbered as in FORMAT.md, which comes with the package. Nothing is ever changed.
+
+exit code: 0 all shards are good, 1 something was found, 2 wrong usage.
+"""
+_LINE_MIB = 10_240
+
+# What only a shard of ours, or a build of one, leaves in a folder: stock datasets have .bin and .idx too.
+_MARKS = (".seq.idx", ".seq.bin", ".loss.bin", ".journal")
+
+
+def add_parser(verbs: Verbs) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "verify",
+        help="whether shards are whole and keep every rule of the format",
+        description="Check shards against every rule of the format, and say all that is wrong with them.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shards", nargs="+", metavar="PREFIX", help="prefixes, folders of shards, globs")
+    parser.add_argument("--full", action="store_true", help="read every byte, not only headers, sizes and ends")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    parser.add_argument(
+        "--vocab-size",
+        type=positive,
+        metavar="N",
+        help="with --full, every id must be below N (default: what the shard says of its tokenizer)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if arguments.vocab_size and not arguments.full:
+        parser.error("--vocab-size: ids are only read with --full")
+    results: list[dict[str, Any]] = []
+    for prefix in _prefixes(arguments.shards):
+        try:
+            report = _verify(prefix, arguments)
+        except (SFTIndexError, OSError) as error:
+            # One that cannot be read is no reason to leave the others unread.
+            results.append({"prefix": prefix, "ok": False, "error": str(error)})
+            print(f"megatron-sft-idx: error: {error}", file=sys.stderr)
+            continue
+        results.append(report.as_json())
+        if not arguments.json:
+            print("\n".join(report.lines()), flush=True)
+    bad = sum(not result["ok"] for result in results)
+    if arguments.json:
+        print(json.dumps({"ok": not bad, "shards": results}, indent=2))
+    elif len(results) > 1:
+        print(f"{len(results)} shards: " + (f"{bad} NOT ok, {len(results) - bad} ok" if bad else "all ok"))
+    return 1 if bad else 0
+
+
+def _verify(prefix: str, arguments: argparse.Namespace) -> Report:
+    if not arguments.full:
+        return verify_shard(prefix)
+    size = sum(os.path.getsize(path) for path in ShardPaths.of(prefix).all if os.path.isfile(path))
+    what = f"verifying {os.path.basename(prefix)}"
+    with Progress(what, size, unit="B", log_interval=_LINE_MIB, items="MiB") as progress:
+        done = 0
+
+        def tell(nbytes: int, _total: int) -> None:
+            nonlocal done
+            progress.update(nbytes - done, (nbytes >> 20) - (done >> 20))
+            done = nbytes
+
+        return verify_shard(prefix, full=True, vocab_size=arguments.vocab_size, on_progress=tell)
+
+
+def _prefixes(sources: list[str]) -> list[str]:
+    """Prefixes in the order given, each once; those of a folder or a glob by name, numbers as numbers.
+
+    Other than for reading, a prefix counts that has only some of the files: that is what is looked for.
+    """
+    found: dict[str, None] = {}
+    for source in sources:
+        if os.path.isdir(source):
+            paths = [entry.path for entry in os.scandir(source)]
+        elif glob.has_magic(source) and not os.path.exists(ShardPaths.of(source).seq_idx):
+            paths = [path for pattern in (source, source + ".seq.idx") for path in glob.glob(pattern)]
+        else:
+            found[_prefix(source)] = None
+            continue
+        prefixes = {_prefix(path) for path in paths if path.endswith(_MARKS)}
+        if not prefixes:
+            raise ShardNotFoundError(source, [f"*{_MARKS[0]}"], "no file of a shard is there: check the path")
+        found.update(dict.fromkeys(sorted(prefixes, key=natural_key)))
+    return list(found)
+
+
+def _prefix(path: str) -> str:
+    return ShardPaths.of(path.removesuffix(".journal")).prefix

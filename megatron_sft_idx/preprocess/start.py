@@ -1,0 +1,118 @@
+"""Where a run begins: with an empty corpus, or with one that an earlier run of the same input made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from megatron_sft_idx.chat.inputs.files import InputFile
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.preprocess.corpus import CorpusRun
+from megatron_sft_idx.preprocess.encoding import RowEncoder
+from megatron_sft_idx.preprocess.identity import corpus_differences
+from megatron_sft_idx.preprocess.pack import PackOptions
+from megatron_sft_idx.preprocess.source import Source
+from megatron_sft_idx.shard import Shard, ShardWriter, check_free, remove_remains
+
+__all__ = ["Job", "Start", "begin", "begin_anew", "find_corpus", "has_journal"]
+
+
+class Job(NamedTuple):
+    """What a run is of.
+
+    Attributes:
+        files: the input.
+        encoder: rows to sequences.
+        packing: sequences to packs.
+        prefix: of the packed shard.
+        corpus: prefix of the tokenised corpus.
+        log_interval: see ``PreprocessOptions``.
+        log: takes lines for people.
+    """
+
+    files: Sequence[InputFile]
+    encoder: RowEncoder
+    packing: PackOptions
+    prefix: str
+    corpus: str
+    log_interval: int
+    log: Callable[[str], None]
+
+
+class Start(NamedTuple):
+    """What there is to go on with: one of the first three.
+
+    Attributes:
+        run: a corpus in the making, empty or half made.
+        corpus: the finished corpus.
+        shard: the header of the packed shard: nothing is left to do.
+        overwrite: whether the packed shard may replace what is at its prefix.
+    """
+
+    run: CorpusRun | None = None
+    corpus: Shard | None = None
+    shard: Header | None = None
+    overwrite: bool = False
+
+
+def begin(job: Job, *, overwrite: bool) -> Start:
+    """Begin a run that does not go on with an interrupted one; a finished corpus of the same input serves it.
+
+    Raises:
+        FormatError: something is in the way and may not be replaced.
+    """
+    check_free(ShardPaths.of(job.prefix), overwrite=overwrite)
+    for prefix in (job.corpus, job.prefix):
+        if not overwrite and has_journal(prefix):
+            raise FormatError(
+                f"{ShardPaths.of(prefix).journal}: left by a run that was interrupted, or is at work still; pass"
+                " --resume to go on with it, or --overwrite to start anew"
+            )
+    corpus = find_corpus(job, overwrite=overwrite)
+    if corpus is None:
+        return Start(run=begin_anew(job, overwrite=overwrite), overwrite=overwrite)
+    remove_remains(job.corpus)
+    return Start(corpus=corpus, overwrite=overwrite)
+
+
+def begin_anew(job: Job, *, overwrite: bool) -> CorpusRun:
+    """An empty corpus, whose journal says what it is made of, and whether the run may replace a packed shard."""
+    encoder = job.encoder
+    writer = ShardWriter(
+        job.corpus,
+        token_dtype=encoder.token_dtype,
+        pad_id=encoder.tokenizer.pad_id,
+        overwrite=overwrite,
+        metadata=encoder.describe(),
+    )
+    run = CorpusRun(writer, Source(job.files))
+    inputs = [[file.path, file.num_bytes] for file in job.files]
+    run.mark(inputs=inputs, overwrite=overwrite)
+    return run
+
+
+def find_corpus(job: Job, *, overwrite: bool) -> Shard | None:
+    """The corpus an earlier run left, if it is what this run would make.
+
+    Raises:
+        FormatError: it is another one, and ``overwrite`` is False; says what differs.
+    """
+    if ShardPaths.of(job.corpus).missing():
+        return None
+    shard = Shard(job.corpus)
+    differs = corpus_differences(shard.header, job.encoder, job.files)
+    if not differs:
+        return shard
+    if overwrite:
+        return None
+    raise FormatError(
+        f"{job.corpus}: a tokenised corpus is here, made from something else: {'; '.join(differs)};"
+        " pass --overwrite to replace it"
+    )
+
+
+def has_journal(prefix: str) -> bool:
+    """Whether a build was interrupted here, or is at work."""
+    return os.path.lexists(ShardPaths.of(prefix).journal)

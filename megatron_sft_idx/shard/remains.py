@@ -1,0 +1,165 @@
+"""What an interrupted build left at a prefix: its journal, and how far its data really reaches."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import CorruptShardError
+from megatron_sft_idx.layout import MASK_DTYPES, Header, ShardPaths
+from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
+from megatron_sft_idx.layout.journal import DONE, MASK, PACK, Block, BuildOptions, read_blocks, read_head
+from megatron_sft_idx.shard.lock import lock_journal
+from megatron_sft_idx.shard.publish import WIDENED
+
+__all__ = ["Remains", "complete_header", "find_remains", "pack_records", "read_remains"]
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What a killed build left at a prefix.
+
+    Attributes:
+        paths: of the shard it would have become.
+        options: the journal's head as JSON values: dtype codes, capacity, sequence_multiple, pad_id, metadata.
+        num_packs: packs of complete journal blocks that lie wholly in all three data files.
+        num_sequences: their sequences.
+        num_tokens: their tokens.
+        num_recorded: packs of complete journal blocks, also those whose data did not reach the disk.
+        mask_dtype: of the loss file as it is now.
+        journal_nbytes: where the journal's last complete block ends.
+        done: all files are complete and synced, and only renames are left; the counts are then the shard's.
+    """
+
+    paths: ShardPaths
+    options: Mapping[str, Any]
+    num_packs: int
+    num_sequences: int
+    num_tokens: int
+    num_recorded: int
+    mask_dtype: np.dtype[Any]
+    journal_nbytes: int
+    done: bool
+
+    @property
+    def build_options(self) -> BuildOptions:
+        """The head, decoded. CorruptShardError where it is none."""
+        return BuildOptions.decode(self.options, self.paths.journal)
+
+
+def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
+    """What an interrupted build left at a prefix; None where there is no journal. Changes nothing.
+
+    Raises:
+        CorruptShardError: the journal's head is torn, or it says that the files are complete and they are not.
+        FormatError: a living writer is at work here.
+    """
+    paths = ShardPaths.of(prefix)
+    try:
+        lock = lock_journal(paths, create=False, shared=True)
+    except FileNotFoundError:
+        return None
+    try:
+        return read_remains(paths)
+    finally:
+        os.close(lock)
+
+
+def read_remains(paths: ShardPaths) -> Remains:
+    """As ``find_remains``, for whoever holds the lock."""
+    with open(paths.journal, "rb") as stream:
+        options = read_head(stream, paths.journal)
+        decoded = BuildOptions.decode(options, paths.journal)
+        mask_dtype, done, recorded = decoded.mask_dtype, False, 0
+        nbytes = begin = stream.tell()
+        for block in read_blocks(stream):
+            nbytes = stream.tell()
+            if block.kind == MASK:
+                mask_dtype = _widened(block, paths)
+            done = block.kind == DONE
+            recorded += len(block.records) if block.kind == PACK else 0
+        if done:
+            header = complete_header(paths)
+            counts = header.num_packs, header.num_sequences, header.num_tokens
+            return Remains(paths, options, *counts, counts[0], header.mask_dtype, nbytes, True)
+        stream.seek(begin)
+        counts = _on_disk(stream, paths, decoded.token_dtype, mask_dtype)
+    return Remains(paths, options, *counts, recorded, mask_dtype, nbytes, False)
+
+
+def _widened(block: Block, paths: ShardPaths) -> np.dtype[Any]:
+    code = int(block.records[0, 0]) if len(block.records) else None
+    if code not in MASK_DTYPES:
+        raise CorruptShardError(
+            paths.journal, 0, "J1", f"a MASK block with dtype code {code}; build again (--overwrite)"
+        )
+    return MASK_DTYPES[code]
+
+
+def _on_disk(
+    stream: BinaryIO, paths: ShardPaths, token_dtype: np.dtype[Any], mask_dtype: np.dtype[Any]
+) -> tuple[int, int, int]:
+    """Packs, sequences and tokens that lie wholly in the three data files; the stream is at the first block."""
+    loss = paths.temporary(paths.loss)
+    if mask_dtype == np.float32 and os.path.exists(loss + WIDENED):
+        loss += WIDENED
+    most_tokens = min(
+        _nbytes(paths.temporary(paths.tokens)) // token_dtype.itemsize, _nbytes(loss) // mask_dtype.itemsize
+    )
+    most_sequences = _nbytes(paths.temporary(paths.starts)) // 4
+    packs = sequences = tokens = 0
+    for records in pack_records(stream):
+        token_ends = tokens + np.cumsum(records[:, 0], dtype=np.int64)
+        sequence_ends = sequences + np.cumsum(records[:, 1], dtype=np.int64)
+        # Sums ascend, so where both fit all before it does.
+        fit = int(((token_ends <= most_tokens) & (sequence_ends <= most_sequences)).sum())
+        if fit:
+            packs, tokens, sequences = packs + fit, int(token_ends[fit - 1]), int(sequence_ends[fit - 1])
+        if fit < len(records):
+            break
+    return packs, sequences, tokens
+
+
+def pack_records(stream: BinaryIO) -> Iterator[NDArray[np.uint32]]:
+    """The records of the PACK blocks, uint32 [n, 2]: length in tokens and sequences of each pack."""
+    return (block.records for block in read_blocks(stream) if block.kind == PACK)
+
+
+def complete_header(paths: ShardPaths) -> Header:
+    """The header of a build whose journal says DONE, once every file has the size it says, under either name.
+
+    Raises:
+        CorruptShardError: a file is missing or has another size.
+    """
+    path = paths.temporary(paths.seq_idx)
+    if not os.path.lexists(path):
+        path = paths.seq_idx
+    raw = b""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        raw = file.read(MAX_HEADER_NBYTES)
+    header = Header.decode(raw, path)
+    sizes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
+    for final, nbytes in (sizes | {paths.seq_idx: header.seq_idx_nbytes}).items():
+        where = next((name for name in (paths.temporary(final), final) if os.path.lexists(name)), final)
+        if (found := _nbytes(where)) != nbytes:
+            raise CorruptShardError(
+                where,
+                min(found, nbytes),
+                "F2",
+                f"file has {found} bytes, expected {nbytes} by the header of {path}; the journal says that it is"
+                " complete, so it was changed since: build it again with overwrite (--overwrite)",
+            )
+    return header
+
+
+def _nbytes(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except FileNotFoundError:
+        return 0

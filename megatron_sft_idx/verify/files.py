@@ -1,0 +1,153 @@
+"""Files read with pread into buffers of our own.
+
+A map would kill the process where a file shrinks, and its pages would look like memory that grows with the shard.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megatron_sft_idx.storage import as_bytes
+
+__all__ = ["CheckedFile", "Meter", "Stream"]
+
+# Small enough to stay in the processor's cache between the checksum and the check.
+_CHUNK_NBYTES = 1 << 20
+
+
+class Meter:
+    """Bytes read so far, told to a callback.
+
+    Args:
+        total: bytes to read in all.
+        on_progress: called with bytes read so far and in all.
+    """
+
+    def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
+        self._total, self._on_progress = total, on_progress
+        self._done = 0
+
+    def add(self, nbytes: int) -> None:
+        """``nbytes`` more are read."""
+        self._done += nbytes
+        if self._on_progress is not None:
+            self._on_progress(self._done, self._total)
+
+
+class CheckedFile:
+    """One file of a shard, open for reading.
+
+    Attributes:
+        path: of the file.
+        nbytes: its size when it was opened.
+        shrunk: where it ended, if that was before ``nbytes`` and before what was asked of it.
+
+    Raises:
+        FileNotFoundError: nothing is there, or something that is no regular file.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.shrunk: int | None = None
+        # Not to wait for the other end where somebody has put a pipe there.
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        status = os.fstat(self._fd)
+        self.nbytes = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise FileNotFoundError(0, "not a regular file", path)
+
+    def __enter__(self) -> CheckedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close; may be called twice."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def read_into(self, out: NDArray[Any], offset: int) -> int:
+        """Fill an array from a position in bytes on; how many whole items there were."""
+        view, done = as_bytes(out), 0
+        while done < len(view):
+            try:
+                got = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise OSError(error.errno, f"{error.strerror} at byte {offset + done}", self.path) from error
+            if not got:
+                if offset + done < self.nbytes:
+                    self.shrunk = offset + done
+                break
+            done += got
+        return done // out.itemsize
+
+    def array(self, dtype: Any, offset: int, count: int) -> NDArray[Any]:
+        """Items from a position in bytes on, as many as there are of ``count``."""
+        # What a file says of itself is never what gets allocated.
+        # Counts of zero beside others that are not put the last item before the file.
+        count = max(min(count, (self.nbytes - offset) // np.dtype(dtype).itemsize), 0) if offset >= 0 else 0
+        out = np.empty(count, dtype)
+        return out[: self.read_into(out, offset)]
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes from a position on, as many as there are."""
+        return self.array(np.uint8, offset, nbytes).tobytes()
+
+
+class Stream:
+    """A part of a file, read once in order: hashed and handed out while it is in the processor's cache.
+
+    Args:
+        file: the file.
+        dtype: of the items handed out.
+        begin: first byte.
+        end: one past the last byte; what the file does not have is left out.
+        meter: told of every byte.
+    """
+
+    def __init__(self, file: CheckedFile, dtype: Any, begin: int, end: int, meter: Meter) -> None:
+        self._file, self._meter = file, meter
+        self._buffer = np.empty(_CHUNK_NBYTES // np.dtype(dtype).itemsize, dtype)
+        self._begin = begin
+        self._count = max(min(end, file.nbytes) - begin, 0) // self._buffer.itemsize
+        self._hash = xxhash.xxh3_128()
+        self.position = 0
+
+    def upto(self, stop: int) -> Iterator[tuple[int, NDArray[Any]]]:
+        """Items from where the last call ended up to item ``stop``: the first one's number, and a piece of them.
+
+        A piece is good until the next one is asked for.
+        """
+        stop, itemsize = min(stop, self._count), self._buffer.itemsize
+        while self.position < stop:
+            piece = self._buffer[: stop - self.position]
+            piece = piece[: self._file.read_into(piece, self._begin + self.position * itemsize)]
+            if not len(piece):
+                self._count = self.position
+                return
+            self._hash.update(as_bytes(piece))
+            self._meter.add(piece.nbytes)
+            first, self.position = self.position, self.position + len(piece)
+            yield first, piece
+
+    def rest(self) -> Iterator[tuple[int, NDArray[Any]]]:
+        """All items that are left."""
+        return self.upto(self._count)
+
+    def checksum(self) -> bytes:
+        """xxh3_128 of what was handed out, as it is stored."""
+        return self._hash.digest()

@@ -1,0 +1,98 @@
+"""Damages copies of a shard and uses each in every way: ``python tests/corrupt_copies.py FOLDER FIRST LAST``.
+
+A program of its own, because a reader that leaves its files dies by a signal. Prints as JSON how many copies of each
+kind of damage were refused when opened, refused for some pack, or read in full. Verifying in full finds every one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from damage import Files, damaged, read_everything
+from packs import Sample, five_files, sample_of, write_samples
+
+from megatron_sft_idx.errors import SFTIndexError
+from megatron_sft_idx.preprocess import PackOptions, pack_shard
+from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.verify import verify_shard
+
+CAPACITY = 48
+OVERLONG = ("error", "drop", "truncate", "split")
+
+
+def random_samples(seed: int, count: int) -> list[Sample]:
+    """Packs of some sequences with ids and masks at random."""
+    rng = np.random.default_rng(seed)
+    packs = []
+    for _ in range(count):
+        lengths = rng.integers(1, 10, rng.integers(1, 5)).tolist()
+        mask, ids = rng.integers(0, 2, 64).tolist(), rng.integers(0, 65536, 64).tolist()
+        packs.append(sample_of(lengths, mask.__getitem__, ids.__getitem__))
+    return packs
+
+
+def two_shards(folder: Path) -> tuple[Files, Files]:
+    """Two shards of the same packs in another order and with other tokens: every file has the size of the other's."""
+    first = random_samples(0, 12)
+    second = [Sample([token ^ 1 for token in pack.tokens], pack.mask, pack.starts) for pack in first[::-1]]
+    for name, packs in (("whole", first), ("other", second)):
+        write_samples(folder / name, packs, token_dtype=np.uint16, capacity=CAPACITY)
+    return five_files(folder / "whole"), five_files(folder / "other")
+
+
+def use(prefix: str) -> str:
+    """What became of one copy. Anything but an error of the family is let through, and ends this process."""
+    verify_shard(prefix)
+    assert not verify_shard(prefix, full=True).ok
+    try:
+        shard = Shard(prefix)
+    except SFTIndexError:
+        outcome = "refused"
+    else:
+        lines = read_everything(shard)
+        assert lines == read_everything(Shard(prefix, backend="pread"))
+        outcome = "refused in part" if any(": " in line for line in lines[1:]) else "read"
+    for number, overlong in enumerate(OVERLONG):
+        options = PackOptions(CAPACITY // (1 + number), overlong=overlong)  # type: ignore[arg-type]
+        _refused_or_done(lambda options=options: pack_shard(Shard(prefix), f"{prefix}-packed", options, overwrite=True))
+    _refused_or_done(lambda: _copy(prefix))
+    return outcome
+
+
+def _refused_or_done(action: object) -> None:
+    try:
+        action()  # type: ignore[operator]
+    except SFTIndexError as error:
+        assert str(error)  # noqa: PT017
+
+
+def _copy(prefix: str) -> None:
+    with ShardWriter(f"{prefix}-copy", token_dtype=np.uint16, durable=False, overwrite=True) as writer:
+        writer.add_shard(Shard(prefix, backend="pread"))
+
+
+def main(folder: Path, first: int, last: int) -> None:
+    whole, other = two_shards(folder)
+    assert verify_shard(folder / "whole", full=True).ok
+    counts: Counter[str] = Counter()
+    for seed in range(first, last):
+        damage = damaged(whole, other, np.random.default_rng(seed))
+        for suffix in whole:
+            path = folder / f"x{suffix}"
+            path.unlink(missing_ok=True)
+            if suffix in damage.files:
+                path.write_bytes(damage.files[suffix])
+        try:
+            counts[f"{damage.name}: {use(str(folder / 'x'))}"] += 1
+        except BaseException:
+            print(f"copy {seed}: {damage.name}", file=sys.stderr)
+            raise
+    json.dump(counts, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,48 @@
+"""One JSON array: cut as the slow scanner cuts it, and into the elements that Python's own parser finds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from fuzz.contract import refused
+from fuzz.fuzz_json_lines import same
+from json_scan_twin import array_ends
+
+from megatron_sft_idx._native import scan_json_array
+from megatron_sft_idx.chat.inputs.cutting import cut_array
+from megatron_sft_idx.chat.inputs.pieces import JsonPiece
+from megatron_sft_idx.errors import SequenceError
+
+_NAME = "x.json"
+_SPACE = b" \t\r\n"
+_SIZES = {"piece_nbytes": 64, "max_row_nbytes": 2048}
+
+
+def run(data: bytes) -> None:
+    ends = scan_json_array(np.frombuffer(data, np.uint8), 1, False, False)[0].tolist()
+    assert ends == array_ends(data)
+    with refused(f"{_NAME}: "):
+        rows = rows_of(data, len(data) or 1)
+        assert [repr(row) for row in rows] == [repr(row) for row in rows_of(data, 5)]
+        if not any(isinstance(row, SequenceError) for _, row in rows):
+            assert same([row for _, row in rows], json.loads(data.strip(_SPACE)))
+    if _is_array(data):
+        rows_of(data, 3)
+
+
+def _is_array(data: bytes) -> bool:
+    """Whether Python's own parser takes it; then nothing but a row's own size may be said against it."""
+    try:
+        return isinstance(json.loads(data.decode()), list) and len(data) < _SIZES["max_row_nbytes"]
+    except (ValueError, RecursionError):
+        return False
+
+
+def rows_of(data: bytes, block_nbytes: int) -> list[tuple[int, Any]]:
+    blocks = ((data[i : i + block_nbytes], i) for i in range(0, len(data), block_nbytes))
+    rows: list[tuple[int, Any]] = []
+    for run in cut_array(blocks, path=_NAME, **_SIZES):
+        rows += JsonPiece(_NAME, len(rows) + 1, 0, run.payload, run.ends, True).rows()
+    return rows

@@ -1,0 +1,49 @@
+"""JSON lines: the same rows whatever the blocks and pieces are, and parsed as Python's own parser does."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from fuzz.contract import refused
+
+from megatron_sft_idx.chat.inputs.cutting import cut_lines
+from megatron_sft_idx.chat.inputs.pieces import JsonPiece
+from megatron_sft_idx.errors import SequenceError
+
+_NAME = "x.jsonl"
+_SIZES = {"piece_nbytes": 64, "max_row_nbytes": 2048}
+
+
+def run(data: bytes) -> None:
+    with refused(f"{_NAME}: "):
+        rows = rows_of(data, len(data) or 1)
+        assert [repr(row) for row in rows] == [repr(row) for row in rows_of(data, 7)]
+        lines = data.split(b"\n")
+        for position, row in rows:
+            raw = lines[position - 1]
+            if isinstance(row, SequenceError):
+                assert str(row).startswith(f"{_NAME}:{position}: ")
+            else:
+                assert same(row, json.loads(raw.strip(b" \t\r"))), (row, raw)
+
+
+def rows_of(data: bytes, block_nbytes: int) -> list[tuple[int, Any]]:
+    blocks = ((data[i : i + block_nbytes], i) for i in range(0, len(data), block_nbytes))
+    rows, first = [], 1
+    for run in cut_lines(blocks, path=_NAME, **_SIZES):
+        rows += JsonPiece(_NAME, first, 0, run.payload, run.ends, False).rows()
+        first += len(run.ends)
+    return rows
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Equal in type too; the parsers may differ in the last bit of a float."""
+    if type(found) is not type(expected):
+        return False
+    if isinstance(found, dict):
+        return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in found)
+    if isinstance(found, list):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    return math.isclose(found, expected, rel_tol=1e-15) if isinstance(found, float) else bool(found == expected)

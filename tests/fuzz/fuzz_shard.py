@@ -1,0 +1,59 @@
+"""A whole shard, its five files cut out of one input: opened, read in every way, and packed anew.
+
+The input is four uint16 sizes, then ``.seq.idx``, ``.seq.bin``, ``.bin``, ``.loss.bin`` and, as the rest, ``.idx``.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+from damage import read_everything
+from fuzz.contract import refused, scratch
+from fuzz.repair import repair_shard
+
+from megatron_sft_idx.shard import Shard, ShardWriter
+
+_ORDER = (".seq.idx", ".seq.bin", ".bin", ".loss.bin", ".idx")
+_SIZES = struct.Struct("<4H")
+
+
+def join(files: dict[str, bytes]) -> bytes:
+    """An input of five files."""
+    return _SIZES.pack(*(len(files[suffix]) for suffix in _ORDER[:-1])) + b"".join(files[s] for s in _ORDER)
+
+
+def split(data: bytes) -> dict[str, bytes]:
+    """Any input as five files."""
+    data = data.ljust(_SIZES.size, b"\0")
+    files, at = {}, _SIZES.size
+    for suffix, size in zip(_ORDER, (*_SIZES.unpack_from(data), len(data)), strict=True):
+        files[suffix] = data[at : at + size]
+        at += size
+    return files
+
+
+def run(data: bytes) -> None:
+    files = split(data)
+    for whole in (files, repair_shard(files)):
+        prefix = str(scratch("shard") / "x")
+        for suffix, content in whole.items():
+            with open(prefix + suffix, "wb") as file:
+                file.write(content)
+        with refused(prefix):
+            mapped, copied = Shard(prefix), Shard(prefix, backend="pread")
+            assert read_everything(mapped) == read_everything(copied)
+        _write_again(prefix)
+
+
+def _write_again(prefix: str) -> None:
+    """What a writer takes of a damaged shard keeps every rule, so it reads back as it was."""
+    with refused():
+        source = Shard(prefix)
+        dtypes = {"token_dtype": source.header.token_dtype, "mask_dtype": source.header.mask_dtype}
+        with ShardWriter(prefix + "-again", **dtypes, durable=False, overwrite=True) as writer:
+            writer.add_shard(source)
+        again = Shard(prefix + "-again")
+        assert len(again) == len(source)
+        for ours, theirs in zip(again, source, strict=True):
+            assert all(np.array_equal(ours[name], theirs[name]) for name in ours)  # type: ignore[literal-required]

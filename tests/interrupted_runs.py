@@ -1,0 +1,120 @@
+"""Runs of ``preprocess`` that are killed, and what must be true of what they leave; quick, in a warm process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chats import CHATS, SUFFIXES, Outcome, files_of, preprocess, remains, write_rows
+from packs import opens
+
+from megatron_sft_idx.layout.journal import PACK, read_blocks, read_head
+from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder, corpus, pipeline, source
+from megatron_sft_idx.shard import Shard, find_remains, recover
+
+PIECE_NBYTES = 1500
+
+
+def be_quick(patch: pytest.MonkeyPatch) -> None:
+    """Many small pieces, and a tokenizer that is loaded once: what a fork inherits it need not make."""
+    encoders: dict[str, RowEncoder] = {}
+
+    def encoder(options: EncodingOptions) -> RowEncoder:
+        if (key := repr(options)) not in encoders:
+            encoders[key] = RowEncoder(options)
+        return encoders[key]
+
+    patch.setattr(source, "PIECE_NBYTES", PIECE_NBYTES)
+    patch.setattr(pipeline, "RowEncoder", encoder)
+    patch.setattr(corpus, "RowEncoder", encoder)
+    patch.setenv("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
+
+
+def some_rows(count: int) -> list[Any]:
+    """Chats, with bad rows, masks on first tokens and, in the middle, a weight."""
+    chats = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
+    ask, answer = {"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes.", "weight": 0.5}
+    bad, tokenized = {"messages": []}, {"input_ids": [5, 6, 7], "loss_mask": [1, 1, 1]}
+    third = count // 3
+    return [
+        *chats[:third], bad, tokenized,
+        *chats[third : 2 * third], {"messages": [ask, answer]},
+        *chats[2 * third : count], bad,
+    ]  # fmt: skip
+
+
+class Case:
+    """One input, and what an uninterrupted run makes of it.
+
+    Attributes:
+        files: the bytes of the packed shard.
+        counts: its summary, but for seconds.
+        corpus: the tokenised corpus.
+        seconds: what a run takes.
+    """
+
+    def __init__(self, folder: Path, rows: Any, *options: object) -> None:
+        self.folder = folder
+        self.options = ("--input", write_rows(folder / "rows.jsonl", rows), "--on-bad-row", "skip", *options)
+        calm = folder / "calm" / "x"
+        assert self.run(calm, "--keep-corpus").code == 0
+        self.files, self.counts = files_of(calm), self.counts_of(calm)
+        self.corpus = Shard(f"{calm}.unpacked")
+        begin = time.monotonic()
+        assert self.run(calm, "--overwrite").code == 0
+        self.seconds = time.monotonic() - begin
+
+    def run(self, prefix: Path, *more: object) -> Outcome:
+        prefix.parent.mkdir(exist_ok=True)
+        return preprocess(prefix, *self.options, "--summary", self._summary(prefix), *more)
+
+    def _summary(self, prefix: Path) -> Path:
+        return self.folder / f"{prefix.parent.name}.json"
+
+    def counts_of(self, prefix: Path) -> dict[str, Any]:
+        summary = json.loads(self._summary(prefix).read_text())
+        return {name: summary[name] for name in ("corpus", "packing")}
+
+    def check_what_is_left(self, prefix: Path) -> None:
+        """No shard or a whole one; and every pack that the journal knows can be recovered."""
+        if opens(prefix):
+            assert files_of(prefix) == self.files
+        where = f"{prefix}.unpacked"
+        if opens(where) or not (recorded := self._recorded(Path(f"{where}.journal"))):
+            return
+        copy = self.folder / "recovered"
+        shutil.copytree(prefix.parent, copy)
+        left = find_remains(copy / "x.unpacked")
+        assert left is not None
+        assert left.num_packs == recorded
+        header = recover(copy / "x.unpacked")
+        assert header.num_packs == recorded
+        found, whole = Shard(copy / "x.unpacked").files, self.corpus.files
+        assert np.array_equal(found.tokens[:], whole.tokens[: header.num_tokens])
+        assert np.array_equal(found.loss[:], whole.loss[: header.num_tokens])
+        assert np.array_equal(found.starts[:], whole.starts[: header.num_sequences])
+        shutil.rmtree(copy)
+
+    def _recorded(self, journal: Path) -> int:
+        """Packs in complete blocks."""
+        if not journal.exists() or not journal.stat().st_size:
+            return 0
+        with open(journal, "rb") as stream:
+            read_head(stream, str(journal))
+            return sum(len(block.records) for block in read_blocks(stream) if block.kind == PACK)
+
+    def assert_ends_the_same(self, prefix: Path, *more: object) -> None:
+        resumed = self.run(prefix, "--resume", *more)
+        assert resumed.code == 0, resumed
+        assert files_of(prefix) == self.files
+        assert remains(prefix.parent) == sorted(f"x{suffix}" for suffix in SUFFIXES)
+        counts = self.counts_of(prefix)
+        if counts["corpus"]["reused"]:
+            # The corpus was finished; its header has the number of bad rows only.
+            counts["corpus"] |= {"reused": False, "bad_rows": self.counts["corpus"]["bad_rows"]}
+        assert counts == self.counts

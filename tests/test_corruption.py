@@ -1,0 +1,70 @@
+"""Damaged copies of a shard: whatever is done to the bytes, they are refused by name or read in bounds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corrupt_copies import two_shards
+from damage import KINDS, damaged
+
+ROOT = Path(__file__).parent.parent
+MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """In memory where the system has such a folder: the copies are many and packing them syncs each time."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if os.access(MEMORY, os.W_OK) else None) as made:
+        yield Path(made)
+
+
+def outcomes_of(folder: Path, first: int, last: int) -> Counter[str]:
+    """Uses copies ``first`` to ``last`` in a process of its own: a reader outside its files dies by a signal."""
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "tests/corrupt_copies.py", str(folder), str(first), str(last)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return Counter(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("copies", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_damaged_copies_are_refused_or_read_in_bounds(folder: Path, copies: int) -> None:
+    half = copies // 2
+    with ThreadPoolExecutor(2) as pool:
+        parts = list(pool.map(lambda first: outcomes_of(folder / str(first), first, first + half), (0, half)))
+    counts = parts[0] + parts[1]
+    assert counts.total() == copies
+    by_outcome: Counter[str] = Counter()
+    for name, count in counts.items():
+        by_outcome[name.rpartition(": ")[2]] += count
+    print(f"\n{copies} damaged copies:", dict(by_outcome))
+    assert min(by_outcome[outcome] for outcome in ("refused", "refused in part", "read")) > 0
+    # Sizes are checked when opening, and the header has a checksum.
+    resized = [name for name in counts if name.split()[0] in ("truncation", "extension", "duplicated", "loss")]
+    assert resized
+    assert all(name.endswith(": refused") for name in resized)
+
+
+def test_the_damages_are_of_every_kind_and_repeatable(tmp_path: Path) -> None:
+    whole, other = two_shards(tmp_path)
+    copies = [damaged(whole, other, np.random.default_rng(seed)) for seed in range(300)]
+    assert all(copy.files != whole for copy in copies)
+    assert {copy.name.rpartition(" of ")[0] for copy in copies} == set(KINDS)
+    assert copies == [damaged(whole, other, np.random.default_rng(seed)) for seed in range(300)]

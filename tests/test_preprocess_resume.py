@@ -1,0 +1,288 @@
+"""``preprocess --resume``: wherever a run was interrupted, it ends with the bytes of one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from chats import CHATS, command, files_of, preprocess, remains, write_rows
+from interrupted_runs import Case, be_quick, some_rows
+from kills import killed_after, killed_at
+
+from megatron_sft_idx.preprocess import pack, source
+from megatron_sft_idx.shard import find_remains, read_header
+
+
+@pytest.fixture(scope="module")
+def quick():
+    with pytest.MonkeyPatch.context() as patch:
+        be_quick(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def case(quick, tmp_path_factory):
+    return Case(tmp_path_factory.mktemp("case"), some_rows(48))
+
+
+@pytest.fixture
+def prefix(case, request):
+    """A fresh place for a run of the case."""
+    folder = case.folder / "".join(c if c.isalnum() else "-" for c in request.node.name)
+    yield folder / "x"
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def half_made(case, prefix: Path, pieces: int = 5, *more: object) -> None:
+    """What a run leaves that is killed as it tokenises its so-manieth piece."""
+
+    def dies():
+        taken = iter(range(pieces))
+        step = source.Source.__next__
+
+        def counted(self):
+            if next(taken, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(self)
+
+        source.Source.__next__ = counted
+        case.run(prefix, *more)
+
+    assert end_of_fork(dies) == signal.SIGKILL
+
+
+def end_of_fork(work) -> int:
+    """Do ``work`` in a fork; its wait status."""
+    if (child := os.fork()) == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1]
+
+
+def test_killed_at_any_step_of_what_changes_the_folder(case, prefix):
+    for step in range(0, 200, 7):
+        at = prefix.parent.with_name(f"step-{step}") / "x"
+        if not killed_at(step, lambda at=at: case.run(at)):
+            break
+        case.check_what_is_left(at)
+        case.assert_ends_the_same(at)
+    assert step > 40
+
+
+def test_killed_at_random_moments_and_killed_again(case, prefix):
+    chance = random.Random(0)
+    kills = 0
+    for attempt in range(8):
+        at, more = prefix.parent.with_name(f"moment-{attempt}") / "x", ()
+        for _ in range(1 + attempt % 3):
+            if not killed_after(chance.uniform(0, 1.1 * case.seconds), lambda at=at, more=more: case.run(at, *more)):
+                break
+            kills += 1
+            case.check_what_is_left(at)
+            more = ("--resume",)
+        case.assert_ends_the_same(at)
+    assert kills > 4
+
+
+def test_with_worker_processes_it_ends_the_same_and_they_end_too(case, prefix):
+    if (run := os.fork()) == 0:
+        case.run(prefix, "--workers", 2)
+        os._exit(0)
+    children = Path(f"/proc/{run}/task/{run}/children")
+    workers: list[int] = []
+    while len(workers) < 2:
+        assert os.waitpid(run, os.WNOHANG) == (0, 0), "it ended before its workers had begun"
+        workers = [pid for pid in map(int, children.read_text().split()) if _is_worker(pid)]
+    os.kill(run, signal.SIGKILL)
+    os.waitpid(run, 0)
+    case.check_what_is_left(prefix)
+    case.assert_ends_the_same(prefix, "--workers", 2)
+    for _ in range(6000):  # a minute: busy machines are slow to start what is to end
+        if not any(map(_is_worker, workers)):
+            break
+        time.sleep(0.01)
+    assert not any(map(_is_worker, workers))
+
+
+def _is_worker(pid: int) -> bool:
+    """Whether a process is there and has not ended (a zombie has no command line)."""
+    try:
+        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("more", [(), ("--overwrite",), ("--resume",)])
+def test_of_runs_at_the_same_time_one_makes_the_shard(case, prefix, more):
+    prefix.parent.mkdir()
+    if more:
+        half_made(case, prefix)
+    runs = []
+    for number in range(4):
+        if (run := os.fork()) == 0:
+            time.sleep(number * case.seconds / 8)
+            os._exit(case.run(prefix, *more).code)
+        runs.append(run)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(run, 0)[1]) for run in runs]
+    assert 0 in codes
+    assert set(codes) <= {0, 1}
+    assert files_of(prefix) == case.files
+    assert remains(prefix.parent) == sorted(f"x{suffix}" for suffix in case.files)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_file_limit_ends_the_run_and_gives_the_space_back(case, prefix, tmp_path, share, resumed):
+    if resumed:
+        half_made(case, prefix)
+    limit = int(share * len(case.files[".bin"]))
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        done = case.run(prefix, *["--resume"] * resumed)
+        (tmp_path / "said").write_text(done.err)
+        os._exit(done.code)
+
+    assert os.waitstatus_to_exitcode(end_of_fork(limited)) == 1
+    assert "File too large" in (tmp_path / "said").read_text()
+    assert remains(prefix.parent) == []
+
+
+def test_a_plain_run_over_what_is_left_names_the_ways_on(case, prefix):
+    half_made(case, prefix)
+    refused = case.run(prefix)
+    assert refused.code == 1
+    assert "--resume" in refused.err
+    assert "--overwrite" in refused.err
+    assert case.run(prefix, "--overwrite").code == 0
+    assert files_of(prefix) == case.files
+
+
+def test_resuming_goes_on_and_does_not_begin_again(case, prefix):
+    half_made(case, prefix)
+    left = find_remains(f"{prefix}.unpacked")
+    done = case.run(prefix, "--resume")
+    assert left is not None
+    assert left.num_packs > 0
+    assert "resuming after" in done.err
+    assert files_of(prefix) == case.files
+
+
+def test_with_nothing_to_resume_it_begins_and_says_so(case, prefix):
+    done = case.run(prefix, "--resume")
+    assert "nothing to resume" in done.err
+    assert files_of(prefix) == case.files
+
+
+def test_a_finished_run_is_found(case, prefix):
+    assert case.run(prefix).code == 0
+    again = case.run(prefix, "--resume")
+    assert (again.code, "done already" in again.err) == (0, True)
+    assert again.out.startswith("found ")
+    other = case.run(prefix, "--resume", "--seed", 3)
+    assert other.code == 1
+    assert "packing seed was 0, is 3" in other.err
+    assert files_of(prefix) == case.files
+
+
+def test_a_run_killed_while_packing_is_packed_anew_and_may_be_packed_otherwise(case, prefix):
+    def dies():
+        pack._gather = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        case.run(prefix)
+
+    assert end_of_fork(dies) == signal.SIGKILL
+    assert find_remains(prefix) is not None
+    done = case.run(prefix, "--resume", "--seed", 3)
+    assert (done.code, "corpus at" in done.err) == (0, True)
+    assert read_header(prefix).metadata["packing"]["seed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--train-on", "all"), "train on was 'assistant', is 'all'"),
+        (("--append-eod",), "append eod was False, is True"),
+        (("--chat-template-kwargs", '{"a": 1}'), "template kwargs a was None, is 1"),
+    ],
+)
+def test_changed_options_are_named(case, prefix, options, said):
+    half_made(case, prefix)
+    before = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
+    refused = case.run(prefix, "--resume", *options)
+    assert refused.code == 1
+    assert said in refused.err
+    assert {path.name: path.read_bytes() for path in prefix.parent.iterdir()} == before
+    case.assert_ends_the_same(prefix)
+
+
+def test_changed_input_is_named(case, prefix, tmp_path):
+    half_made(case, prefix, 8)
+    before = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
+    rows = case.options[1]
+    text = rows.read_text()
+    place = len(text) // 6
+    for changed, said in (
+        (text[:place] + text[place:].replace("e", "i", 1), "rows.jsonl, from row "),
+        (text + "\n", f"file 1 was {rows} of {len(text.encode()):,} bytes, is {rows} of "),
+    ):
+        rows.write_text(changed)
+        refused = case.run(prefix, "--resume")
+        rows.write_text(text)
+        assert refused.code == 1, refused
+        assert said in refused.err
+    more = write_rows(tmp_path / "more.jsonl", [{}])
+    case.options, options = (*case.options[:2], more, *case.options[2:]), case.options
+    refused = case.run(prefix, "--resume")
+    case.options = options
+    assert (refused.code, "file 2 was none, is " in refused.err) == (1, True)
+    assert {path.name: path.read_bytes() for path in prefix.parent.iterdir()} == before
+    case.assert_ends_the_same(prefix)
+
+
+def test_what_was_to_be_replaced_still_is(case, prefix):
+    assert case.run(prefix, "--seed", 3).code == 0
+    half_made(case, prefix, 5, "--overwrite")
+    assert read_header(prefix).metadata["packing"]["seed"] == 3
+    case.assert_ends_the_same(prefix)
+
+
+def test_remains_that_were_tampered_with_are_not_gone_on_with(case, prefix):
+    half_made(case, prefix, 8)
+    with open(f"{prefix}.unpacked.bin.tmp", "r+b") as file:
+        file.seek(-3, os.SEEK_END)
+        file.write(b"\x01")
+    case.assert_ends_the_same(prefix)  # from an earlier piece on
+
+
+def test_resume_and_overwrite_are_a_usage_error(case, prefix):
+    refused = case.run(prefix, "--resume", "--overwrite")
+    assert (refused.code, "choose one" in refused.err) == (2, True)
+
+
+def test_an_input_that_is_the_output_is_refused(tmp_path):
+    rows = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()[:3]]
+    for name in ("x.bin", "x.unpacked.idx"):
+        path = write_rows(tmp_path / name, rows)
+        before = path.read_bytes()
+        refused = preprocess(tmp_path / "x", "--overwrite", "--input", path)
+        assert (refused.code, "is an input" in refused.err) == (1, True)
+        assert path.read_bytes() == before
+    assert remains(tmp_path) == ["x.bin", "x.unpacked.idx"]
+
+
+def test_a_shard_is_not_packed_over_itself(tmp_path):
+    assert preprocess(tmp_path / "x").code == 0
+    before = files_of(tmp_path / "x")
+    for output in (tmp_path / "x", tmp_path / "x.bin", tmp_path / "." / "x"):
+        refused = command("pack", tmp_path / "x", "--seq-length", 512, "--overwrite", "--output-prefix", output)
+        assert (refused.code, "choose another prefix" in refused.err) == (1, True)
+    assert files_of(tmp_path / "x") == before

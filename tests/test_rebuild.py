@@ -1,0 +1,265 @@
+"""Each index lost or damaged in turn and brought back; what cannot be derived is refused by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chats import command, preprocess
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from packs import (
+    WHOLE,
+    assert_holds,
+    demo_samples,
+    five_files,
+    folder_of,
+    sample_of,
+    samples,
+)
+from rebuilding import assert_same_but_for_json, damage, small
+
+from megatron_sft_idx import SFTIndexedDataset
+from megatron_sft_idx.errors import FormatError, ShardNotFoundError
+from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.rebuild import Known, rebuild
+from megatron_sft_idx.shard import Shard
+
+# ---- one index lost ----
+
+
+@pytest.mark.parametrize("lost", [".idx", ".seq.idx"])
+def test_a_lost_index_of_a_preprocessed_shard_comes_back(tmp_path: Path, lost: str) -> None:
+    assert preprocess(tmp_path / "x").code == 0
+    before, header = five_files(tmp_path / "x"), Shard(tmp_path / "x").header
+    packs = [pack["input_ids"].tolist() for pack in Shard(tmp_path / "x")]
+    os.unlink(tmp_path / f"x{lost}")
+    assert command("rebuild", tmp_path / "x").code == 0
+    after, shard = five_files(tmp_path / "x"), Shard(tmp_path / "x")
+    assert {suffix for suffix in SUFFIXES if after[suffix] != before[suffix]} == ({lost} - {".idx"})
+    assert_same_but_for_json(shard.header, header)
+    assert [pack["input_ids"].tolist() for pack in SFTIndexedDataset(str(tmp_path / "x"))] == packs
+    assert shard.header.rebuilt == (lost == ".seq.idx")
+    assert folder_of(tmp_path) == WHOLE
+
+
+def test_a_rebuilt_header_says_what_is_no_longer_known(tmp_path: Path) -> None:
+    small(tmp_path / "x")
+    old = Shard(tmp_path / "x").header
+    os.unlink(tmp_path / "x.seq.idx")
+    rebuild(tmp_path / "x")
+    header = Shard(tmp_path / "x").header
+    assert header.rebuilt
+    assert (header.capacity, header.sequence_multiple, header.pad_id) == (header.longest_pack, 1, None)
+    unknown = ["capacity", "metadata", "pad_id", "sequence_multiple"]
+    assert header.metadata == {"format_writer": 1, "rebuilt": {"pack_lengths": ".idx", "unknown": unknown}}
+
+    os.unlink(tmp_path / "x.seq.idx")
+    rebuild(tmp_path / "x", Known(capacity=64, sequence_multiple=2, pad_id=7))
+    header = Shard(tmp_path / "x").header
+    assert (header.capacity, header.sequence_multiple, header.pad_id) == (64, 2, 7)
+    assert header.metadata["rebuilt"]["unknown"] == ["metadata"]
+    assert_same_but_for_json(header, old)
+
+
+KINDS = [(np.uint16, False), (np.int32, False), (np.uint16, True), (np.int32, True)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), kind=st.sampled_from(KINDS), lost=st.sampled_from([".idx", ".seq.idx"]))
+def test_any_shard_survives_the_loss_of_an_index(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, kind: tuple[Any, bool], lost: str
+) -> None:
+    (token_dtype, weights), prefix = kind, tmp_path_factory.mktemp("any") / "x"
+    packs = data.draw(samples(token_dtype=token_dtype, weights=weights))
+    mask_dtype = np.dtype(np.float32 if weights else np.uint8)
+    before = small(prefix, packs, token_dtype=token_dtype, mask_dtype=mask_dtype)
+    header = Shard(prefix).header
+    os.unlink(f"{prefix}{lost}")
+    known = Known(capacity=64, sequence_multiple=2, pad_id=7, mask_dtype=None if packs else mask_dtype)
+    assert rebuild(prefix, known).whole
+    after, shard = five_files(prefix), Shard(prefix)
+    assert_holds(shard, packs)
+    assert_same_but_for_json(shard.header, header)
+    assert (shard.header.capacity, shard.header.sequence_multiple, shard.header.pad_id) == (64, 2, 7)
+    assert after[".idx"] == before[".idx"]
+    assert after[".seq.idx"][shard.header.nbytes :] == before[".seq.idx"][header.nbytes :]
+    assert lost == ".seq.idx" or after == before
+
+
+def test_an_empty_shard_does_not_say_what_its_masks_are(tmp_path: Path) -> None:
+    small(tmp_path / "x", [])
+    os.unlink(tmp_path / "x.seq.idx")
+    with pytest.raises(FormatError, match=r"says nothing of their dtypes; pass --token-dtype and --mask-dtype"):
+        rebuild(tmp_path / "x")
+
+
+def test_an_index_that_megatron_itself_wrote_will_do(tmp_path: Path) -> None:
+    before = small(tmp_path / "x", token_dtype=np.uint16)
+    stock = IndexedDatasetBuilder(str(tmp_path / "stock.bin"), np.uint16)
+    for sample in demo_samples():
+        stock.add_document(np.array(sample.tokens), [len(sample.tokens)])
+    stock.finalize(str(tmp_path / "x.idx"))
+    os.unlink(tmp_path / "x.seq.idx")
+    rebuild(tmp_path / "x")
+    assert (tmp_path / "x.idx").read_bytes() == before[".idx"]
+    assert_holds(Shard(tmp_path / "x"), demo_samples())
+
+
+def test_an_index_with_other_documents_gives_lengths_and_is_written_anew(tmp_path: Path) -> None:
+    before = small(tmp_path / "x", token_dtype=np.uint16)
+    stock = IndexedDatasetBuilder(str(tmp_path / "stock.bin"), np.uint16)
+    for sample in demo_samples():
+        stock.add_item(torch.tensor(sample.tokens))
+    stock.end_document()
+    stock.finalize(str(tmp_path / "x.idx"))
+    os.unlink(tmp_path / "x.seq.idx")
+    report = rebuild(tmp_path / "x")
+    assert report.kept == (f"{tmp_path}/x.idx.damaged",)
+    assert (tmp_path / "x.idx").read_bytes() == before[".idx"]
+    assert_holds(Shard(tmp_path / "x"), demo_samples())
+
+
+# ---- data files ----
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".loss.bin"])
+@pytest.mark.parametrize("lost", [False, True])
+def test_tokens_and_masks_cannot_be_derived_but_the_rest_is(tmp_path: Path, suffix: str, lost: bool) -> None:
+    before = small(tmp_path / "x")
+    path = tmp_path / f"x{suffix}"
+    os.unlink(path) if lost else damage(path, 3)
+    os.unlink(tmp_path / "x.idx")
+    report = rebuild(tmp_path / "x")
+    assert not report.whole
+    assert (tmp_path / "x.idx").read_bytes() == before[".idx"]
+    assert [file.path for file in report.files if file.state == "lost"] == [str(path)]
+    outcome = command("rebuild", tmp_path / "x")
+    assert outcome.code == 1
+    assert "cannot be derived; restore it from a copy" in outcome.out
+
+
+def test_starts_of_an_unpacked_shard_are_zeros(tmp_path: Path) -> None:
+    packs = [sample_of([1 + i % 4], lambda p: 1, lambda p: p) for i in range(9)]
+    before = small(tmp_path / "x", packs)
+    os.unlink(tmp_path / "x.seq.bin")
+    assert rebuild(tmp_path / "x").whole
+    assert five_files(tmp_path / "x") == before
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_starts_of_packs_follow_the_end_of_sequence_ids_if_the_checksum_agrees(tmp_path: Path, inside: bool) -> None:
+    lengths, ends = [3, 1, 4], {2, 3, 7} | ({5} if inside else set())
+    packs = [sample_of(lengths, lambda p: 0, lambda p: 9 if p in ends else p) for _ in range(4)]
+    before = small(tmp_path / "x", packs)
+    damage(tmp_path / "x.seq.bin", 5)
+    damaged = (tmp_path / "x.seq.bin").read_bytes()
+    assert not rebuild(tmp_path / "x").whole
+    report = rebuild(tmp_path / "x", Known(eod_id=9))
+    assert report.whole != inside
+    assert (tmp_path / "x.seq.bin").read_bytes() == (damaged if inside else before[".seq.bin"])
+    assert inside or Path(report.kept[0]).read_bytes() == damaged
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".loss.bin", ".seq.bin"])
+def test_without_a_header_all_three_data_files_are_needed(tmp_path: Path, suffix: str) -> None:
+    small(tmp_path / "x")
+    os.unlink(tmp_path / "x.seq.idx")
+    os.unlink(tmp_path / f"x{suffix}")
+    before = folder_of(tmp_path)
+    with pytest.raises(FormatError, match=rf"no good .seq.idx, and .*x{suffix} is missing: .* restore it from a copy"):
+        rebuild(tmp_path / "x")
+    assert folder_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda p: os.truncate(f"{p}.bin", 9), r"do not go together|\.bin has 9"),
+        (lambda p: os.truncate(f"{p}.loss.bin", 9), "do not go together"),
+        (lambda p: os.truncate(f"{p}.seq.bin", 9), "starts have 4 each"),
+        (lambda p: os.truncate(f"{p}.seq.bin", 8), "packs begin here"),
+        (lambda p: damage(f"{p}.seq.bin", 0), "the first start is 255"),
+        (lambda p: damage(f"{p}.seq.bin", 11), "pack 1: sequence 1 starts at"),
+        (lambda p: damage(f"{p}.loss.bin", 3), r"pack 1: position 2 has loss mask 255.*rule P7"),
+        (lambda p: damage(f"{p}.bin", 3), r"pack 0: position 0 has id .*rule P8"),
+    ],
+)
+def test_data_that_breaks_a_rule_gets_no_index(tmp_path: Path, break_it: Callable[[str], None], message: str) -> None:
+    small(tmp_path / "x")
+    os.unlink(tmp_path / "x.seq.idx")
+    break_it(f"{tmp_path}/x")
+    before = folder_of(tmp_path)
+    with pytest.raises(FormatError, match=message):
+        rebuild(tmp_path / "x")
+    assert folder_of(tmp_path) == before
+
+
+# ---- nothing at all ----
+
+
+def test_a_good_shard_is_left_alone(tmp_path: Path) -> None:
+    before = small(tmp_path / "x")
+    times = {name: (tmp_path / name).stat().st_mtime_ns for name in WHOLE}
+    outcome = command("rebuild", f"{tmp_path}/x.seq.idx")
+    assert (outcome.code, "nothing to do" in outcome.out) == (0, True)
+    assert folder_of(tmp_path) == WHOLE
+    assert five_files(tmp_path / "x") == before
+    assert {name: (tmp_path / name).stat().st_mtime_ns for name in WHOLE} == times
+
+
+def test_nothing_gives_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ShardNotFoundError, match="nothing to rebuild from"):
+        rebuild(tmp_path / "x")
+    assert folder_of(tmp_path) == []
+    (tmp_path / "y.bin").mkdir()
+    with pytest.raises(FormatError, match="not a file"):
+        rebuild(tmp_path / "y")
+
+
+def test_the_script_is_the_verb(tmp_path: Path) -> None:
+    import runpy
+    import sys
+
+    small(tmp_path / "x")
+    os.unlink(tmp_path / "x.idx")
+    argv, sys.argv = sys.argv, ["rebuild_index.py", f"{tmp_path}/x"]
+    try:
+        with pytest.raises(SystemExit) as leaving:
+            runpy.run_path(str(Path(__file__).parent.parent / "tools/rebuild_index.py"), run_name="__main__")
+    finally:
+        sys.argv = argv
+    assert leaving.value.code == 0
+    assert Shard(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"capacity": 0}, {"sequence_multiple": 2**31}, {"pad_id": -1}, {"eod_id": -1}, {"token_dtype": np.dtype("i8")}],
+)
+def test_what_no_shard_can_have_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(FormatError, match=r"expected a whole number|the format stores"):
+        Known(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("known", "message"),
+    [
+        (Known(token_dtype=np.dtype("u2")), r"x\.idx: says that tokens are int32, --token-dtype uint16"),
+        (Known(mask_dtype=np.dtype("f4")), r"do not go together as tokens int32 and masks float32 \(rule F2\)"),
+        (Known(capacity=5), r"pack 2: it has 12 tokens, the capacity is 5 \(rule P1\)"),
+        (Known(capacity=12, sequence_multiple=8), r"positions with each sequence rounded up .* \(rule P5\)"),
+    ],
+)
+def test_options_that_the_files_contradict_are_refused(tmp_path: Path, known: Known, message: str) -> None:
+    small(tmp_path / "x")
+    os.unlink(tmp_path / "x.seq.idx")
+    with pytest.raises(FormatError, match=message):
+        rebuild(tmp_path / "x", known)
+    assert folder_of(tmp_path) == sorted(set(WHOLE) - {"x.seq.idx"})

@@ -1,0 +1,174 @@
+"""Indexes damaged in places: what is proven comes back exactly, what is hostile is refused, nothing is guessed."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packs import assert_holds, demo_samples, five_files, sample_of
+from rebuilding import METADATA, OFFSETS, assert_same_but_for_json, damage, small
+
+from megatron_sft_idx.errors import FormatError, UnsupportedVersionError
+from megatron_sft_idx.rebuild import Known, rebuild
+from megatron_sft_idx.shard import Shard
+
+# ---- an index damaged in places ----
+
+
+@settings(max_examples=60, deadline=None)
+@given(suffix=st.sampled_from([".idx", ".seq.idx"]), place=st.integers(0, 10**9), bit=st.integers(0, 7))
+def test_one_flipped_bit_of_an_index_is_undone_exactly(
+    tmp_path_factory: pytest.TempPathFactory, suffix: str, place: int, bit: int
+) -> None:
+    prefix = tmp_path_factory.mktemp("flip") / "x"
+    before = small(prefix, demo_samples(3))
+    damage(f"{prefix}{suffix}", place % len(before[suffix]), 1 << bit)
+    report = rebuild(prefix)
+    assert five_files(prefix) == before
+    assert [file.path for file in report.files if file.state == "rebuilt"] == [f"{prefix}{suffix}"]
+    assert report.kept == (f"{prefix}{suffix}.damaged",)
+    assert Path(report.kept[0]).stat().st_size == len(before[suffix])
+
+
+@pytest.mark.parametrize("also_idx", [False, True])
+@pytest.mark.parametrize(
+    ("first", "size"),
+    [
+        (OFFSETS["magic"], 12),
+        (OFFSETS["header_nbytes"], 4),
+        (OFFSETS["shard_id"], 16),
+        (OFFSETS["num_packs"], 40),
+        (OFFSETS["tokens_nbytes"], 24),
+        (OFFSETS["json_nbytes"], 4),
+        (OFFSETS["reserved"], 40),
+    ],
+)
+def test_header_fields_that_follow_from_the_data_are_filled_in_and_the_rest_is_proven(
+    tmp_path: Path, first: int, size: int, also_idx: bool
+) -> None:
+    before = small(tmp_path / "x")
+    for offset in range(first, first + size):
+        damage(tmp_path / "x.seq.idx", offset)
+    if also_idx:
+        os.unlink(tmp_path / "x.idx")
+    rebuild(tmp_path / "x")
+    assert five_files(tmp_path / "x") == before
+
+
+@pytest.mark.parametrize("field", ["capacity", "sequence_multiple", "pad_id", "checksum", "json"])
+def test_what_only_the_header_knew_is_not_believed_without_its_checksum(tmp_path: Path, field: str) -> None:
+    small(tmp_path / "x")
+    old = Shard(tmp_path / "x").header
+    first = {"checksum": old.nbytes - 16, "json": 257}.get(field) or OFFSETS[field]
+    for offset in range(first, first + 4):
+        damage(tmp_path / "x.seq.idx", offset)
+    rebuild(tmp_path / "x")
+    header = Shard(tmp_path / "x").header
+    assert header.rebuilt
+    assert (header.capacity, header.sequence_multiple, header.pad_id) == (header.longest_pack, 1, None)
+    assert_same_but_for_json(header, old)
+    unproven = header.metadata["rebuilt"].get("unproven")
+    if field == "json":
+        assert unproven is None
+    else:
+        assert unproven["metadata"] == {**METADATA, "format_writer": 1}
+    if field == "checksum":
+        assert [unproven[name] for name in ("capacity", "sequence_multiple", "pad_id")] == [64, 2, 7]
+
+
+def test_options_that_contradict_a_proven_header_are_refused(tmp_path: Path) -> None:
+    small(tmp_path / "x")
+    damage(tmp_path / "x.seq.idx", OFFSETS["num_packs"])
+    with pytest.raises(FormatError, match=r"proves capacity 64, --capacity is 99; leave the option out"):
+        rebuild(tmp_path / "x", Known(capacity=99))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 300, 330, 400])
+def test_a_seq_idx_cut_short_is_replaced(tmp_path: Path, cut: int) -> None:
+    before = small(tmp_path / "x")
+    nbytes = Shard(tmp_path / "x").header.nbytes
+    os.truncate(tmp_path / "x.seq.idx", cut)
+    rebuild(tmp_path / "x")
+    assert_holds(Shard(tmp_path / "x"), demo_samples())
+    assert (five_files(tmp_path / "x") == before) == (cut >= nbytes)
+
+
+def test_a_good_header_brings_back_both_indexes_without_either(tmp_path: Path) -> None:
+    """Its arrays are gone and so is ``.idx``: lengths by the end-of-sequence id, proven by the header's checksum."""
+    packs = [sample_of([3, 2], lambda p: int(p == 0), lambda p: 9 if p in (2, 4) else 1) for _ in range(5)]
+    before = small(tmp_path / "x", packs)
+    os.truncate(tmp_path / "x.seq.idx", Shard(tmp_path / "x").header.nbytes)
+    os.unlink(tmp_path / "x.idx")
+    assert not rebuild(tmp_path / "x").whole
+    assert rebuild(tmp_path / "x", Known(eod_id=9)).whole
+    assert five_files(tmp_path / "x") == before
+
+
+def test_a_later_version_is_not_taken_for_damage(tmp_path: Path) -> None:
+    small(tmp_path / "x")
+    raw = bytearray((tmp_path / "x.seq.idx").read_bytes())
+    struct.pack_into("<I", raw, OFFSETS["version"], 2)
+    raw[240:300] = os.urandom(60)
+    (tmp_path / "x.seq.idx").write_bytes(raw)
+    with pytest.raises(UnsupportedVersionError):
+        rebuild(tmp_path / "x")
+    assert (tmp_path / "x.seq.idx").read_bytes() == raw
+
+
+# ---- hostile .idx ----
+
+
+def hostile(raw: bytearray, offset: int, code: str, value: int) -> bytes:
+    struct.pack_into("<" + code, raw, offset, value)
+    return bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("offset", "code", "value", "message"),
+    [
+        (0, "B", 0x4E, "not Megatron's index of version 1"),
+        (9, "Q", 2, "not Megatron's index of version 1"),
+        (17, "B", 5, "dtype code 5, expected 4"),
+        (18, "Q", 2**63 - 1, "9223372036854775807 packs"),
+        (26, "Q", 2**64 - 1, "documents take"),
+        (18, "Q", 6, "6 packs and 8 documents"),
+        (34, "i", 0, "pack 0 has length 0"),
+        (38, "i", -5, "pack 1 has length -5"),
+        (34, "i", 2, "pack 1 begins at byte 4, by the lengths before it at 8"),
+        (34 + 28 + 8, "q", -8, "pack 1 begins at byte -8"),
+        (34 + 28 + 16, "q", 2**62, "pack 2 begins at byte"),
+        (34 + 24, "i", 2**31 - 1, r"bytes in all, .bin has .*rule F2"),
+    ],
+)
+def test_a_hostile_idx_is_refused(tmp_path: Path, offset: int, code: str, value: int, message: str) -> None:
+    before = small(tmp_path / "x")
+    os.unlink(tmp_path / "x.seq.idx")
+    (tmp_path / "x.idx").write_bytes(hostile(bytearray(before[".idx"]), offset, code, value))
+    with pytest.raises(FormatError, match=message):
+        rebuild(tmp_path / "x")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_damage_to_both_indexes_gives_other_packs_or_another_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    prefix = tmp_path_factory.mktemp("both") / "x"
+    packs = demo_samples(3)
+    before = small(prefix, packs)
+    for suffix in (".idx", ".seq.idx"):
+        raw = bytearray(before[suffix])
+        for _ in range(data.draw(st.integers(0, 6))):
+            raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+        Path(f"{prefix}{suffix}").write_bytes(raw[: data.draw(st.integers(len(raw) - 40, len(raw)))])
+    try:
+        whole = rebuild(prefix).whole
+    except FormatError:
+        return
+    if whole:
+        assert five_files(prefix)[".idx"] == before[".idx"]
+        assert_holds(Shard(prefix), packs)

@@ -1,0 +1,183 @@
+"""Where packs end, with no index left: against a twin that tries every split."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packs import Sample, assert_holds, five_files, sample_of, write_samples
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.rebuild import Known, rebuild
+from megatron_sft_idx.rebuild import ends as ends_module
+from megatron_sft_idx.rebuild import packs as packs_module
+from megatron_sft_idx.shard import Shard, ShardWriter
+
+EOD = 5
+
+
+def splits(starts: Sequence[Sequence[int]], num_tokens: int, ends: set[int]) -> Iterator[list[int]]:
+    """Every way to give each pack an end, the slow way; ``ends`` are the places where a sequence may end."""
+
+    def place(pack: int, begin: int) -> Iterator[list[int]]:
+        if pack == len(starts):
+            if begin == num_tokens:
+                yield []
+            return
+        if any(begin + start not in ends for start in starts[pack][1:]):
+            return
+        for end in range(begin + starts[pack][-1] + 1, num_tokens + 1):
+            if end in ends:
+                for rest in place(pack + 1, end):
+                    yield [end, *rest]
+
+    return place(0, 0)
+
+
+def possible_ends(packs: Sequence[Sample], eod_id: int | None) -> set[int]:
+    tokens = [token for pack in packs for token in pack.tokens]
+    mask = [value for pack in packs for value in pack.label_mask]
+    return {i + 1 for i in range(len(tokens)) if mask[i] == 0 and eod_id in (None, tokens[i])}
+
+
+def without_indexes(prefix: Path, packs: Sequence[Sample], **options: object) -> dict[str, bytes]:
+    write_samples(prefix, packs, **options)
+    before = five_files(prefix)
+    os.unlink(f"{prefix}.idx")
+    os.unlink(f"{prefix}.seq.idx")
+    return before
+
+
+@st.composite
+def ended(draw: st.DrawFn) -> list[Sample]:
+    """Packs whose sequences mostly end with EOD, which also stands elsewhere; masks are often 0."""
+    packs = []
+    strays = draw(st.integers(0, 3))
+    for _ in range(draw(st.integers(1, 4))):
+        lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+        size = sum(lengths)
+        last = set(np.cumsum(lengths) - 1) if draw(st.integers(0, 9)) else set()
+        ids = [EOD if i in last or draw(st.integers(0, 9)) < strays else 1 for i in range(size)]
+        mask = draw(st.lists(st.integers(0, 1), min_size=size, max_size=size))
+        packs.append(sample_of(lengths, mask.__getitem__, ids.__getitem__))
+    return packs
+
+
+@settings(max_examples=80, deadline=None)
+@given(packs=ended(), eod_id=st.sampled_from([EOD, EOD, None]), chunk=st.sampled_from([1, 2, 1 << 16]))
+def test_a_split_is_found_exactly_where_there_is_one_only(
+    tmp_path_factory: pytest.TempPathFactory, packs: list[Sample], eod_id: int | None, chunk: int
+) -> None:
+    prefix = tmp_path_factory.mktemp("ends") / "x"
+    before = without_indexes(prefix, packs)
+    num_tokens = sum(len(pack.tokens) for pack in packs)
+    found = list(splits([pack.starts for pack in packs], num_tokens, possible_ends(packs, eod_id)))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_SPAN", "_STEP", "_CHUNK", "CHUNK_PACKS"):
+            patch.setattr(ends_module, name, chunk)
+        patch.setattr(packs_module, "_CHUNK", chunk)
+        if len(found) == 1:
+            rebuild(prefix, Known(eod_id=eod_id))
+        else:
+            with pytest.raises(FormatError, match="may end at" if found else "begin nowhere|cannot end at") as caught:
+                rebuild(prefix, Known(eod_id=eod_id))
+    if len(found) == 1:
+        assert Shard(prefix).token_offsets.tolist() == [0, *found[0]]
+        # Where every sequence did end as the user said, the only split is the one that was written.
+        if np.cumsum([len(pack.tokens) for pack in packs]).tolist() in found:
+            assert five_files(prefix)[".idx"] == before[".idx"]
+            assert_holds(Shard(prefix), packs)
+    elif found:
+        first = next(k for k in range(len(packs)) if len({split[k] for split in found}) > 1)
+        places = {split[first] for split in found}
+        assert f"pack {first} may end at {len(places)} places, token {min(places)} to {max(places)}," in str(
+            caught.value
+        )
+        unlike = sum(len({split[k] for split in found}) > 1 for k in range(len(packs)))
+        assert f"and {unlike} of {len(packs) - 1} ends between packs are not certain" in str(caught.value)
+
+
+def test_ids_that_stand_only_at_ends_leave_no_choice(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    packs = []
+    for _ in range(200):
+        lengths = rng.integers(1, 9, rng.integers(1, 6)).tolist()
+        last = set(np.cumsum(lengths) - 1)
+        packs.append(sample_of(lengths, lambda p: 0, lambda p, last=last: EOD if p in last else 6))
+    before = without_indexes(tmp_path / "x", packs, token_dtype=np.uint16, capacity=99)
+    rebuild(tmp_path / "x", Known(eod_id=EOD))
+    assert five_files(tmp_path / "x")[".idx"] == before[".idx"]
+    header = Shard(tmp_path / "x").header
+    assert header.metadata["rebuilt"]["pack_lengths"] == f"masks and end-of-sequence id {EOD}"
+    assert_holds(Shard(tmp_path / "x"), packs)
+
+
+def test_masks_of_all_trained_sequences_tell_their_ends(tmp_path: Path) -> None:
+    packs = [sample_of([1 + i % 3, 4], lambda p: 1, lambda p: p) for i in range(9)]
+    without_indexes(tmp_path / "x", packs)
+    rebuild(tmp_path / "x")
+    assert_holds(Shard(tmp_path / "x"), packs)
+
+
+def test_one_pack_is_as_long_as_the_file(tmp_path: Path) -> None:
+    packs = [sample_of([2, 3], lambda p: 0, lambda p: p)]
+    without_indexes(tmp_path / "x", packs)
+    rebuild(tmp_path / "x")
+    assert_holds(Shard(tmp_path / "x"), packs)
+
+
+def test_an_ambiguous_split_is_refused_with_what_is_missing(tmp_path: Path) -> None:
+    packs = [sample_of([4], lambda p: 0, lambda p: EOD if p in (1, 3) else 1) for _ in range(3)]
+    without_indexes(tmp_path / "x", packs)
+    here = os.listdir(tmp_path)
+    with pytest.raises(FormatError, match=r"pack 0 may end at 10 places, token 1 to 10, and 2 of 2 .*Pass --eod-id"):
+        rebuild(tmp_path / "x")
+    with pytest.raises(FormatError, match=r"pack 0 may end at 4 places, token 2 to 8, .*Restore .idx or .seq.idx"):
+        rebuild(tmp_path / "x", Known(eod_id=EOD))
+    with pytest.raises(FormatError, match=r"pack 1 can begin nowhere from token 1 on; .*end with id 77"):
+        rebuild(tmp_path / "x", Known(eod_id=77))
+    assert os.listdir(tmp_path) == here
+
+
+def test_tokens_without_any_sequence_are_refused(tmp_path: Path) -> None:
+    without_indexes(tmp_path / "x", [sample_of([3], lambda p: 0, lambda p: EOD)])
+    os.truncate(tmp_path / "x.seq.bin", 0)
+    with pytest.raises(FormatError, match=r"3 tokens and .seq.bin no sequence"):
+        rebuild(tmp_path / "x")
+
+
+def heap_of_rebuilding(prefix: Path, known: Known) -> int:
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        assert rebuild(prefix, known).whole
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+
+
+LOSSES = [[".idx"], [".seq.idx"]]
+
+
+@pytest.mark.parametrize(
+    ("packs", "losses"),
+    [(80_000, LOSSES), pytest.param(1_000_000, [*LOSSES, [".idx", ".seq.idx"]], marks=pytest.mark.slow)],
+)
+def test_heap_does_not_grow_with_packs(tmp_path: Path, packs: int, losses: list[list[str]]) -> None:
+    """Whatever is lost, and however many packs there are, the same bound holds."""
+    with ShardWriter(tmp_path / "x", token_dtype=np.uint16, durable=False) as writer:
+        tokens = np.tile(np.array([1, EOD, 2, 3, EOD], np.uint16), packs)
+        writer.add_packs(tokens, tokens * 0, np.tile([0, 2], packs), np.full(packs, 5), np.full(packs, 2))
+    del tokens
+    before = (tmp_path / "x.idx").read_bytes()
+    for lost in losses:
+        for suffix in lost:
+            os.unlink(tmp_path / f"x{suffix}")
+        assert heap_of_rebuilding(tmp_path / "x", Known(eod_id=EOD)) < 8 << 20
+        assert (tmp_path / "x.idx").read_bytes() == before

@@ -1,0 +1,292 @@
+"""A rebuild that is killed, kept out or only tried: nothing half-done, nothing lost, nothing written unasked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chats import command
+from packs import WHOLE, assert_holds, demo_samples, five_files, folder_of, opens, write_samples
+
+from megatron_sft_idx.errors import CorruptShardError, FormatError
+from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.rebuild import Advance, rebuild
+from megatron_sft_idx.shard import Shard, ShardWriter
+
+ALL_LOSSES = [[".idx"], [".seq.idx"], [".idx", ".seq.idx"]]
+
+
+def all_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def trained_samples() -> Any:
+    """Packs whose masks tell where they end: everything is trained on."""
+    return [type(pack)(pack.tokens, [1] * len(pack.tokens), pack.starts) for pack in demo_samples()]
+
+
+def break_index(path: Path, how: str) -> None:
+    if how == "missing":
+        path.unlink()
+    else:
+        raw = path.read_bytes()
+        path.write_bytes(b"\xff" * 40 + raw[40:-9])
+
+
+def dying(calls: int, act: Callable[[], Any]) -> int:
+    """Run ``act`` in a fork that kills itself at the given call of what changes a folder; its wait status."""
+    if (child := os.fork()) == 0:
+        done = 0
+
+        def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+            def step(*arguments: Any) -> Any:
+                nonlocal done
+                if done == calls:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                done += 1
+                return call(*arguments)
+
+            return step
+
+        for name in ("rename", "unlink", "link", "fsync"):
+            setattr(os, name, counted(getattr(os, name)))
+        try:
+            act()
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+@pytest.mark.parametrize("broken", ALL_LOSSES)
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_killed_at_any_step_it_can_be_run_again(tmp_path: Path, broken: list[str], how: str) -> None:
+    packs = trained_samples()
+    results = set()
+    for step in range(100):
+        prefix = tmp_path / str(step) / "x"
+        write_samples(prefix, packs, capacity=99)
+        before = five_files(prefix)
+        for suffix in broken:
+            break_index(Path(f"{prefix}{suffix}"), how)
+        left = {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in broken if how == "damaged"}
+        finished = dying(step, lambda prefix=prefix: rebuild(prefix)) != signal.SIGKILL
+        for suffix, raw in left.items():  # what was there is there, under its own name or the other
+            kept = Path(f"{prefix}{suffix}.damaged")
+            assert raw in (Path(f"{prefix}{suffix}").read_bytes(), kept.read_bytes() if kept.exists() else b"")
+        if Path(f"{prefix}.seq.idx").exists() and ".seq.idx" in broken:
+            try:
+                assert_holds(Shard(prefix), packs)
+            except CorruptShardError:
+                assert Path(f"{prefix}.seq.idx").read_bytes() == left[".seq.idx"]
+        assert rebuild(prefix).whole
+        assert opens(prefix)
+        assert_holds(Shard(prefix), packs)
+        after = five_files(prefix)
+        assert all(after[suffix] == before[suffix] for suffix in SUFFIXES if suffix != ".seq.idx")
+        results.add(after[".seq.idx"])
+        names = [*WHOLE, *(f"x{suffix}.damaged" for suffix in broken if how == "damaged")]
+        assert folder_of(prefix.parent) == sorted(names)
+        if finished:
+            break
+    assert step > 4
+    if len(broken) < 2:  # else lengths may come from the .idx that the first run brought back
+        assert len(results) == 1
+
+
+@pytest.mark.parametrize("broken", ALL_LOSSES)
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_a_dry_run_says_what_would_happen_and_writes_nothing(tmp_path: Path, broken: list[str], how: str) -> None:
+    write_samples(tmp_path / "x", trained_samples())
+    for suffix in broken:
+        break_index(tmp_path / f"x{suffix}", how)
+    before = all_files(tmp_path)
+    tmp_path.chmod(0o555)  # enough for all but root
+    outcome = command("rebuild", tmp_path / "x", "--dry-run")
+    tmp_path.chmod(0o755)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert all_files(tmp_path) == before
+    assert outcome.out.endswith("nothing was written\n")
+    would = outcome.out.splitlines()
+    dry = rebuild(tmp_path / "x", dry_run=True)
+    wet = rebuild(tmp_path / "x")
+    assert dry.files == wet.files
+    for suffix in broken:
+        assert any(line.startswith(f"{tmp_path}/x{suffix}: would be rebuilt: ") for line in would)
+
+
+def test_files_kept_from_several_rebuilds_do_not_replace_each_other(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    whole = (tmp_path / "x.idx").read_bytes()
+    for i in range(3):
+        (tmp_path / "x.idx").write_bytes(b"%d" % i)
+        rebuild(tmp_path / "x")
+        assert (tmp_path / "x.idx").read_bytes() == whole
+    kept = [(tmp_path / f"x.idx.damaged{number}").read_bytes() for number in ("", ".1", ".2")]
+    assert kept == [b"0", b"1", b"2"]
+
+
+def test_where_the_file_system_has_no_links_a_copy_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: str, target: str) -> None:
+        raise OSError(95, "Operation not supported", source)
+
+    monkeypatch.setattr(os, "link", refuse)
+    write_samples(tmp_path / "x", demo_samples())
+    (tmp_path / "x.idx").write_bytes(b"?")
+    rebuild(tmp_path / "x")
+    assert (tmp_path / "x.idx.damaged").read_bytes() == b"?"
+    assert folder_of(tmp_path) == sorted([*WHOLE, "x.idx.damaged"])
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_living_writer_keeps_the_rebuild_out(tmp_path: Path, dry_run: bool) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    os.unlink(tmp_path / "x.idx")
+    with ShardWriter(tmp_path / "x", overwrite=True) as writer:
+        writer.add_pack([1, 2], [1, 0], [0])
+        with pytest.raises(FormatError, match="another writer is at work"):
+            rebuild(tmp_path / "x", dry_run=dry_run)
+        writer.abandon()
+    rebuild(tmp_path / "x")
+
+
+def test_a_rebuild_at_work_keeps_writers_out(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    os.unlink(tmp_path / "x.idx")
+    refused = []
+
+    @contextmanager
+    def intruding(what: str, _total: int) -> Iterator[Advance]:
+        for intrude in (lambda: ShardWriter(tmp_path / "x", overwrite=True), lambda: rebuild(tmp_path / "x")):
+            with pytest.raises(FormatError, match="another writer is at work"):
+                intrude()
+            refused.append(what)
+        yield lambda _done: None
+
+    rebuild(tmp_path / "x", watch=intruding)
+    assert refused
+    assert folder_of(tmp_path) == WHOLE
+
+
+def as_nobody(act: Callable[[], None]) -> bool:
+    """Whether ``act`` succeeds in a fork that is not root."""
+    if (child := os.fork()) == 0:
+        status = 1
+        try:
+            if os.geteuid() == 0:
+                os.setuid(65534)
+            act()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def test_a_folder_that_may_not_be_written_is_said() -> None:
+    # Not in pytest's folder, which nobody else may enter.
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_samples(folder / "x", demo_samples())
+        os.unlink(folder / "x.idx")
+        folder.chmod(0o555)
+        before = all_files(folder)
+
+        def tries() -> None:
+            with pytest.raises(FormatError, match=r"Permission denied: rebuilt files go beside the data"):
+                rebuild(folder / "x")
+            assert rebuild(folder / "x", dry_run=True).changed
+
+        assert as_nobody(tries)
+        assert all_files(folder) == before
+
+
+def test_a_full_disk_leaves_things_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    break_index(tmp_path / "x.seq.idx", "damaged")
+    before = all_files(tmp_path)
+    write = os.write
+
+    def full(fd: int, data: Any) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("x.seq.idx.tmp"):
+            raise OSError(28, "No space left on device")
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", full)
+    outcome = command("rebuild", tmp_path / "x")
+    assert (outcome.code, "x.seq.idx.tmp: No space left on device" in outcome.err) == (1, True)
+    assert all_files(tmp_path) == before
+
+
+# ---- what a killed build left ----
+
+
+def killed_build(prefix: Path, *, packs: int = 7, overwrite: bool = False) -> None:
+    """A build of so many demo packs whose process is killed before it is finalized."""
+    if (child := os.fork()) == 0:
+        writer = ShardWriter(prefix, capacity=99, overwrite=overwrite)
+        for pack in demo_samples(packs):
+            writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
+            writer.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+
+
+def test_the_packs_of_a_killed_build_become_a_shard(tmp_path: Path) -> None:
+    killed_build(tmp_path / "x")
+    with open(tmp_path / "x.loss.bin.tmp", "ab") as torn:
+        torn.write(b"\1\1\1")
+    before = all_files(tmp_path)
+    outcome = command("rebuild", tmp_path / "x", "--dry-run")
+    assert (outcome.code, "a build that was killed: 7 packs" in outcome.out) == (0, True)
+    assert all_files(tmp_path) == before
+    outcome = command("rebuild", tmp_path / "x")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert_holds(Shard(tmp_path / "x"), demo_samples())
+    assert Shard(tmp_path / "x").header.rebuilt
+    assert folder_of(tmp_path) == WHOLE
+
+
+def test_a_build_killed_between_renames_is_finished(tmp_path: Path) -> None:
+    write_samples(tmp_path / "whole", demo_samples())
+    for step in range(100):
+        prefix = tmp_path / str(step) / "x"
+        if dying(step, lambda prefix=prefix: write_samples(prefix, demo_samples(), durable=True)) != signal.SIGKILL:
+            break
+        if not (prefix.parent / "x.journal").stat().st_size:
+            continue
+        rebuild(prefix)
+        assert_holds(Shard(prefix), demo_samples())
+        if not Shard(prefix).header.rebuilt:
+            assert five_files(prefix) == five_files(tmp_path / "whole")
+        assert folder_of(prefix.parent) == WHOLE
+    assert step > 10
+
+
+def test_a_good_shard_beside_a_killed_build_stays(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples(3))
+    killed_build(tmp_path / "x", overwrite=True)
+    before = all_files(tmp_path)
+    report = rebuild(tmp_path / "x")
+    assert not report.changed
+    assert "nothing to do; " in report.note
+    os.unlink(tmp_path / "x.idx")
+    with pytest.raises(FormatError, match="a damaged shard is here, and beside it what a killed build of 7 packs left"):
+        rebuild(tmp_path / "x")
+    assert {name: raw for name, raw in before.items() if name != "x.idx"} == all_files(tmp_path)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_build_killed_before_its_first_pack_left_nothing(tmp_path: Path, dry_run: bool) -> None:
+    killed_build(tmp_path / "x", packs=0)
+    before = all_files(tmp_path)
+    with pytest.raises(FormatError, match="killed before it had written a pack"):
+        rebuild(tmp_path / "x", dry_run=dry_run)
+    assert all_files(tmp_path) == before

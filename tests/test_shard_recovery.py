@@ -1,0 +1,288 @@
+"""A shard from what an interrupted build left: every complete pack, nothing else, whenever it was interrupted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kills import killed_at
+from packs import WHOLE, assert_holds, demo_samples, five_files, folder_of, opens, write_samples
+
+from megatron_sft_idx.errors import CorruptShardError, FormatError
+from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.layout.journal import MASK, encode_block, encode_head
+from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard import build as build_module
+from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
+
+
+def leave(prefix: Path, packs: Any, *, weights_from: int | None = None, **options: Any) -> None:
+    """What a build leaves that is killed when these packs are in its journal, a block each."""
+    with ShardWriter(prefix.parent / "build" / "x", durable=False, **options) as writer:
+        for i, pack in enumerate(packs):
+            if i == weights_from:
+                writer.promote_mask_dtype()
+            writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
+            writer.flush()
+        shutil.copytree(prefix.parent / "build", prefix.parent, dirs_exist_ok=True)
+        writer.abandon()
+    shutil.rmtree(prefix.parent / "build")
+
+
+def found(prefix: Path) -> Remains:
+    remains = find_remains(prefix)
+    assert remains is not None
+    return remains
+
+
+@pytest.mark.parametrize("weights_from", [None, 0, 4, 8])
+def test_every_pack_of_the_journal_comes_back(tmp_path: Path, weights_from: int | None) -> None:
+    packs = demo_samples(9)
+    leave(tmp_path / "x", packs, weights_from=weights_from, capacity=40, pad_id=3, metadata={"a": 1})
+    remains = found(tmp_path / "x")
+    assert (remains.num_packs, remains.num_recorded, remains.done) == (9, 9, False)
+    assert remains.num_tokens == sum(len(pack.tokens) for pack in packs)
+    assert remains.num_sequences == sum(len(pack.starts) for pack in packs)
+    assert remains.options["metadata"] == {"a": 1}
+    header = recover(tmp_path / "x")
+    assert folder_of(tmp_path) == WHOLE
+    assert find_remains(tmp_path / "x") is None
+    assert_holds(Shard(tmp_path / "x"), packs)
+    mask_dtype = np.uint8 if weights_from is None else np.float32
+    whole = write_samples(tmp_path / "y", packs, capacity=40, pad_id=3, mask_dtype=mask_dtype)
+    assert Shard(tmp_path / "x").header == header
+    assert (header.rebuilt, header.metadata["recovered"]) == (True, {"packs": 9, "packs_in_journal": 9})
+    assert (header.metadata["a"], header.metadata["format_writer"]) == (1, whole.metadata["format_writer"])
+    for name in ("shard_id", "digests", "num_trained_tokens", "num_masked_packs", "capacity", "longest_pack", "pad_id"):
+        assert getattr(header, name) == getattr(whole, name), name
+
+
+def test_without_a_capacity_it_is_the_longest_pack_as_padded(tmp_path: Path) -> None:
+    packs = demo_samples(9)
+    leave(tmp_path / "x", packs, sequence_multiple=4)
+    assert recover(tmp_path / "x").capacity == max(pack.padded(4) for pack in packs)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    suffix=st.sampled_from([".bin.tmp", ".loss.bin.tmp", ".seq.bin.tmp", ".journal"]),
+    cut=st.integers(0, 400),
+    weights=st.booleans(),
+    blocks=st.sampled_from([1, 3, 100]),
+)
+def test_packs_count_as_far_as_every_file_reaches(
+    tmp_path_factory: pytest.TempPathFactory, suffix: str, cut: int, weights: bool, blocks: int
+) -> None:
+    folder = tmp_path_factory.mktemp("cut")
+    packs = demo_samples(12)
+    with ShardWriter(folder / "x", durable=False, mask_dtype=np.float32 if weights else np.uint8) as writer:
+        for i, pack in enumerate(packs):
+            writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
+            if i % blocks == blocks - 1:
+                writer.flush()
+        writer.flush()
+        shutil.copytree(folder, folder / "left")
+        writer.abandon()
+    path = folder / "left" / f"x{suffix}"
+    os.truncate(path, size := max(path.stat().st_size - cut, 0))
+    tokens, starts = np.cumsum([[len(p.tokens), len(p.starts)] for p in packs], axis=0).T
+    kept = {
+        ".bin.tmp": (tokens * 4 <= size).sum(),
+        ".loss.bin.tmp": (tokens * (4 if weights else 1) <= size).sum(),
+        ".seq.bin.tmp": (starts * 4 <= size).sum(),
+    }.get(suffix)
+    if suffix == ".journal":
+        try:
+            kept = found(folder / "left" / "x").num_packs
+            assert kept <= 12 - (cut > 0) * min(blocks, 12)
+        except CorruptShardError:
+            kept = 0
+    if not kept:
+        with pytest.raises(FormatError, match="nothing to recover"):
+            recover(folder / "left" / "x")
+        assert path.stat().st_size == size
+        return
+    assert recover(folder / "left" / "x").num_packs == kept
+    assert_holds(Shard(folder / "left" / "x"), packs[:kept])
+    assert folder_of(folder / "left") == WHOLE
+
+
+def test_what_follows_the_last_complete_block_is_not_of_the_shard(tmp_path: Path) -> None:
+    packs = demo_samples(6)
+    leave(tmp_path / "x", packs)
+    for suffix in (".bin.tmp", ".loss.bin.tmp", ".seq.bin.tmp"):
+        with open(f"{tmp_path}/x{suffix}", "ab") as file:
+            file.write(b"\xff" * 1001)
+    with open(tmp_path / "x.journal", "ab") as file:
+        file.write(b"PACK\x05\0\0\0 torn")
+    recover(tmp_path / "x")
+    assert_holds(Shard(tmp_path / "x"), packs)
+
+
+def test_bytes_that_never_reached_the_disk_end_the_recovery(tmp_path: Path) -> None:
+    packs = demo_samples(9)
+    leave(tmp_path / "x", packs)
+    # A file system may give back zeros for what it had not written yet: starts of 0 break rule P3.
+    starts = np.fromfile(tmp_path / "x.seq.bin.tmp", "<u4")
+    starts[sum(len(pack.starts) for pack in packs[:6]) :] = 0
+    starts.tofile(tmp_path / "x.seq.bin.tmp")
+    assert recover(tmp_path / "x").metadata["recovered"] == {"packs": 6, "packs_in_journal": 9}
+    assert_holds(Shard(tmp_path / "x"), packs[:6])
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_a_kill_while_masks_are_widened_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renamed: bool
+) -> None:
+    packs = demo_samples(5)
+    leave(tmp_path / "x", packs)
+    flags = np.fromfile(tmp_path / "x.loss.bin.tmp", "u1")
+    widened = tmp_path / "x.loss.bin.tmp.float32"
+    flags[: len(flags) // 2].astype("<f4").tofile(widened)  # killed before MASK: half of it is there
+    if renamed:
+        flags.astype("<f4").tofile(widened)
+        with open(tmp_path / "x.journal", "ab") as file:
+            file.write(encode_block(MASK, np.array([[7, 0]], np.uint32)))
+    assert found(tmp_path / "x").num_packs == 5
+    header = recover(tmp_path / "x")
+    assert header.mask_dtype == (np.float32 if renamed else np.uint8)
+    assert_holds(Shard(tmp_path / "x"), packs)
+    assert folder_of(tmp_path) == WHOLE
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_recovery_killed_at_any_step_can_be_run_again(tmp_path: Path, replaces: bool) -> None:
+    old, packs = demo_samples(3), demo_samples(8)
+    leave(tmp_path / "left" / "x", packs, weights_from=4)
+    if replaces:
+        write_samples(tmp_path / "old" / "x", old)
+        shutil.copytree(tmp_path / "old", tmp_path / "left", dirs_exist_ok=True)
+    expected = None
+    for step in range(100):
+        folder = tmp_path / str(step)
+        shutil.copytree(tmp_path / "left", folder)
+        if not killed_at(step, lambda folder=folder: recover(folder / "x", overwrite=replaces)):  # type: ignore[misc]
+            break
+        if opens(folder / "x"):
+            assert_holds(Shard(folder / "x"), old if len(Shard(folder / "x")) == len(old) else packs)
+        recover(folder / "x", overwrite=replaces)
+        expected = expected or five_files(folder / "x")
+        assert five_files(folder / "x") == expected
+        assert folder_of(folder) == WHOLE
+    assert step > 12
+    assert_holds(Shard(tmp_path / "0" / "x"), packs)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_publication_killed_halfway_is_finished_as_it_was_meant(tmp_path: Path, replaces: bool) -> None:
+    packs = demo_samples(5)
+    write_samples(tmp_path / "calm" / "x", packs, metadata={"a": 1})
+    finished = 0
+    for step in range(100):
+        folder = tmp_path / str(step)
+        if replaces:
+            write_samples(folder / "x", demo_samples(3))
+        work = lambda folder=folder: write_samples(folder / "x", packs, overwrite=True, durable=True, metadata={"a": 1})  # noqa: E731
+        if not killed_at(step, work):
+            break
+        # Before the journal has its head there is nothing that could be finished.
+        if not os.path.exists(folder / "x.journal") or not os.path.getsize(folder / "x.journal"):
+            continue
+        if not (remains := found(folder / "x")).done:
+            continue
+        finished += 1
+        assert (remains.num_packs, remains.num_recorded) == (5, 5)
+        if replaces and opens(folder / "x") and len(Shard(folder / "x")) == 3:
+            with pytest.raises(FormatError, match="exist already"):
+                recover(folder / "x")
+        assert not recover(folder / "x", overwrite=replaces).rebuilt
+        assert five_files(folder / "x") == five_files(tmp_path / "calm" / "x")
+        assert folder_of(folder) == WHOLE
+    assert finished >= 8
+
+
+def test_a_file_that_changed_since_it_was_complete_is_found(tmp_path: Path) -> None:
+    for step in range(100):
+        folder = tmp_path / str(step)
+        killed_at(step, lambda folder=folder: write_samples(folder / "x", demo_samples(5), durable=True))  # type: ignore[misc]
+        if (folder / "x.bin").exists():
+            break
+    assert found(folder / "x").done
+    for name in ("x.bin", "x.loss.bin.tmp", "x.seq.bin.tmp", "x.idx.tmp", "x.seq.idx.tmp"):
+        raw = (folder / name).read_bytes()
+        for changed in (raw[:-1], raw + b"\0", b""):
+            (folder / name).write_bytes(changed)
+            with pytest.raises(CorruptShardError):
+                recover(folder / "x")
+            with pytest.raises(CorruptShardError):
+                find_remains(folder / "x")
+        (folder / name).write_bytes(raw)
+    assert recover(folder / "x").num_packs == 5
+
+
+def test_nothing_good_is_overwritten_unasked(tmp_path: Path) -> None:
+    leave(tmp_path / "x", demo_samples(4))
+    write_samples(tmp_path / "other" / "x", demo_samples(2))
+    shutil.copytree(tmp_path / "other", tmp_path, dirs_exist_ok=True)
+    with pytest.raises(FormatError, match="exist already"):
+        recover(tmp_path / "x")
+    assert_holds(Shard(tmp_path / "x"), demo_samples(2))
+    assert found(tmp_path / "x").num_packs == 4
+    recover(tmp_path / "x", overwrite=True)
+    assert_holds(Shard(tmp_path / "x"), demo_samples(4))
+
+
+def test_nothing_to_recover_is_said(tmp_path: Path) -> None:
+    assert find_remains(tmp_path / "x") is None
+    with pytest.raises(FormatError, match="there is no journal"):
+        recover(tmp_path / "x")
+    assert folder_of(tmp_path) == []
+    with ShardWriter(tmp_path / "x") as writer:
+        for act in (find_remains, recover):
+            with pytest.raises(FormatError, match="another writer"):
+                act(tmp_path / "x")
+        writer.abandon()
+    leave(tmp_path / "x", [])
+    with pytest.raises(FormatError, match="no complete pack"):
+        recover(tmp_path / "x")
+    assert "x.journal" in folder_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"token_dtype": 5},
+        {"token_dtype": True},
+        {"mask_dtype": [1]},
+        {"capacity": 0},
+        {"capacity": 2**31},
+        {"sequence_multiple": None},
+        {"pad_id": "0"},
+        {"metadata": []},
+    ],
+)
+def test_a_head_that_no_builder_writes_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    good = {"token_dtype": 4, "mask_dtype": 1, "capacity": 9, "sequence_multiple": 1, "pad_id": None, "metadata": {}}
+    (tmp_path / "x.journal").write_bytes(encode_head({**good, **options} if options else {}))
+    for act in (find_remains, recover):
+        with pytest.raises(CorruptShardError, match="J1"):
+            act(tmp_path / "x")
+
+
+def test_memory_does_not_depend_on_the_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packs = demo_samples(200)
+    leave(tmp_path / "x", packs)
+    runs: list[int] = []
+    monkeypatch.setattr(build_module, "STAGE_TOKENS", 16)
+    recover(tmp_path / "x", progress=runs.append)
+    assert sum(runs) == sum(len(pack.tokens) for pack in packs)
+    assert max(runs) <= max(16, *(len(pack.tokens) for pack in packs))
+    assert_holds(Shard(tmp_path / "x"), packs)
+    assert set(five_files(tmp_path / "x")) == set(SUFFIXES)

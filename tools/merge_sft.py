@@ -1,0 +1,14 @@
+"""Many shards to one: ``megatron-sft-idx merge``; after the word ``split``, one to many: ``megatron-sft-idx split``.
+
+python tools/merge_sft.py data/parts --output-prefix data/train
+python tools/merge_sft.py split data/train --shards 8 --output-prefix parts/train
+"""
+
+import sys
+
+from megatron_sft_idx.cli.main import main
+
+if __name__ == "__main__":
+    arguments = sys.argv[1:]
+    verb = [] if arguments[:1] in (["merge"], ["split"]) else ["merge"]
+    sys.exit(main([*verb, *arguments]))
