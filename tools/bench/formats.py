@@ -139,6 +139,20 @@ def write_all(folder: Path, packs: int, npy_packs: int) -> None:
         path.unlink()
 
 
+def check_equal(folder: Path) -> None:
+    """Every way gives the first pack of the shard, as far as its format holds it."""
+    wanted = open_dataset(str(folder / "shard"))[0]
+    for way in WAYS:
+        items = way.open(f"{folder}/{way.stored}")
+        parts = [items[i] for i in range(SEQUENCES if way.label == PBIN else 1)]
+        same = np.array_equal(np.concatenate([part["input_ids"] for part in parts]), wanted["input_ids"])
+        if way.label not in (PBIN, STOCK) and "labels" not in parts[0]:
+            same &= np.array_equal(parts[0]["loss_mask"], wanted["loss_mask"])
+            same &= np.array_equal(parts[0]["seq_boundaries"], wanted["seq_boundaries"])
+        if not same:
+            raise SystemExit(f"{way.label}, {way.reader}: another pack")
+
+
 # ---- measuring ----
 
 
@@ -266,6 +280,7 @@ def main() -> None:
         for made, packs, npy_packs in ((warm, WARM_PACKS, WARM_PACKS), (folder, options.packs, options.npy_packs)):
             made.mkdir()
             write_all(made, packs, npy_packs)
+        check_equal(warm)
         figures = medians(folder, warm, options.rounds)
         lines = [
             "# Formats beside each other",
