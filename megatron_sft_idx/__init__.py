@@ -10,8 +10,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "CorruptShardError": "errors",
     "FormatError": "errors",
+    "LegacyPickleWriter": "formats.npy",
     "MMapIndexedDataset": "dataset",
     "PackPlan": "packing",
+    "PackedDataset": "formats.dataset",
     "PackedSFTDataset": "training.dataset",
     "PackedSFTDatasetConfig": "training.dataset",
     "SFTIndexError": "errors",
@@ -22,6 +24,7 @@ _HOMES = {
     "ShardNotFoundError": "errors",
     "ShardWriter": "shard",
     "UnsupportedVersionError": "errors",
+    "open_dataset": "formats.dataset",
     "pack_sequences": "packing",
     "verify_shard": "verify",
 }

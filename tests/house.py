@@ -15,7 +15,7 @@ MAX_MODULE_LINES, MAX_FUNCTION_LINES = 400, 60
 LAYERS = [
     {"_native"},
     {"layout", "errors"},
-    {"chat", "legacy_npy", "packing", "storage"},
+    {"chat", "packing", "storage"},
     {"shard", "verify", "rebuild", "merge"},
     {"formats", "shards"},
     {"dataset", "builder"},

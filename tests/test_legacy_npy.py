@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from packs import Sample, demo_samples, samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.legacy_npy import LegacyPacks, read_legacy, write_legacy
+from megatron_sft_idx.formats.npy import LegacyPacks, read_legacy, write_legacy
 from megatron_sft_idx.shard import Shard
 
 ROOT = Path(__file__).parent.parent
@@ -96,19 +96,19 @@ GOOD = {"input_ids": [1, 2, 3], "loss_mask": [1, 0, 0], "seq_start_id": [0, 1]}
     [
         ([1, 2], "found list"),
         ({"input_ids": [1]}, "no loss_mask, seq_start_id"),
-        (GOOD | {"input_ids": []}, "0 ids and 3 mask entries"),
-        (GOOD | {"loss_mask": [1, 0]}, "3 ids and 2 mask entries"),
-        (GOOD | {"input_ids": [1, 2, 2**31]}, "outside int32"),
-        (GOOD | {"input_ids": [1, -2, 3]}, "outside int32"),
+        (GOOD | {"input_ids": []}, "0 in input_ids, 3 in loss_mask"),
+        (GOOD | {"loss_mask": [1, 0]}, "3 in input_ids, 2 in loss_mask"),
+        (GOOD | {"input_ids": [1, 2, 2**31]}, "position 2 has id 2147483648"),
+        (GOOD | {"input_ids": [1, -2, 3]}, "position 1 has id -2"),
         (GOOD | {"input_ids": [1.5, 2, 3]}, "input_ids is no list of numbers"),
         (GOOD | {"input_ids": "abc"}, "input_ids is no list of numbers"),
         (GOOD | {"input_ids": [[1], [2], [3]]}, "input_ids is no list of numbers"),
-        (GOOD | {"loss_mask": [1, float("nan"), 0]}, "negative or non-finite"),
-        (GOOD | {"loss_mask": [1, -1, 0]}, "negative or non-finite"),
-        (GOOD | {"seq_start_id": []}, "must begin with 0"),
-        (GOOD | {"seq_start_id": [1]}, "must begin with 0"),
+        (GOOD | {"loss_mask": [1, float("nan"), 0]}, "position 1 has loss mask nan"),
+        (GOOD | {"loss_mask": [1, -1, 0]}, "position 1 has loss mask -1"),
+        (GOOD | {"seq_start_id": []}, "has 0 sequences"),
+        (GOOD | {"seq_start_id": [1]}, "starts at 1, expected 0"),
         (GOOD | {"seq_start_id": [0, 2, 2]}, "ascend"),
-        (GOOD | {"seq_start_id": [0, 3]}, "less than 3"),
+        (GOOD | {"seq_start_id": [0, 3]}, "goes from 3 to 3 in 3 tokens"),
     ],
 )
 def test_a_bad_pack_is_named(tmp_path: Path, row: Any, words: str) -> None:
@@ -173,6 +173,8 @@ def pickled(*opcodes: bytes) -> bytes:
         pickled(b"cnumpy\ndtype\n", b"U\x02V9\x85R"),
         pickled(b"cnumpy\nndarray\n", b")R", b"K\x05b"),
         pickled(b"cnumpy\ndtype\n", b"U\x02i4\x85R", b"}U\x05_nameU\x02O8sb"),
+        # Ten bytes for which an unpickler would fill 32 GiB.
+        pickled(b"Nr\xff\xff\xff\x7f"),
         pickled(b"c_codecs\nencode\n", b"X\x01\x00\x00\x00aX\x05\x00\x00\x00rot13\x86R"),
     ],
 )
@@ -192,7 +194,7 @@ FLIPS = """
 import resource, sys
 import numpy as np
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.legacy_npy import read_legacy
+from megatron_sft_idx.formats.npy import read_legacy
 # A damaged pickle may ask for any amount of memory.
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
 path, rng = sys.argv[1], np.random.default_rng(0)

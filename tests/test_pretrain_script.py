@@ -17,7 +17,7 @@ from chats import preprocess
 from pretrain_runs import Curve, Rows, run
 from training_twin import lone_process
 
-from megatron_sft_idx.legacy_npy import write_legacy
+from megatron_sft_idx.formats.npy import write_legacy
 from megatron_sft_idx.shard import Shard
 
 ROOT = Path(__file__).parent.parent

@@ -184,6 +184,7 @@ FORMS: list[Callable[[list[int]], Any]] = [
     lambda v: np.array(v, np.int64),
     lambda v: np.array(v, ">i4"),
     lambda v: np.array(v, ">u2"),
+    lambda v: np.array(v, np.int32).view(np.dtype(np.int32).newbyteorder("<")),  # "<i4" is not always "=i4"
     lambda v: np.repeat(np.array(v, np.int32), 2)[::2],
     lambda v: np.array(v[::-1], np.int64)[::-1],
     lambda v: np.frombuffer(b"\0" + np.array(v, np.int32).tobytes(), np.int32, offset=1),

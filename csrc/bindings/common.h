@@ -44,4 +44,5 @@ void bind_shard(py::module_& m);
 void bind_chat(py::module_& m);
 void bind_packing(py::module_& m);
 void bind_training(py::module_& m);
+void bind_formats(py::module_& m);
 void bind_verify(py::module_& m);

@@ -6,5 +6,6 @@ PYBIND11_MODULE(_native, m) {
   bind_chat(m);
   bind_packing(m);
   bind_training(m);
+  bind_formats(m);
   bind_verify(m);
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,6 +34,7 @@ class PackRun:
         seq_starts: where each sequence begins in its pack, int64 [sum of sequence counts].
         pack_lengths: tokens in each pack, int64 [packs].
         pack_sequences: sequences in each pack, int64 [packs].
+        unplaced: set mask values of the file that had no place in a label-aligned mask and were left out.
     """
 
     tokens: NDArray[Any]
@@ -41,6 +42,7 @@ class PackRun:
     seq_starts: NDArray[np.int64]
     pack_lengths: NDArray[np.int64]
     pack_sequences: NDArray[np.int64]
+    unplaced: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +115,12 @@ class PackedWriter(ABC):
 
     Attributes:
         format: the format's name, as ``--to`` takes it.
+        lost: what of these packs the format has no place for, and was let go as ``allow_loss`` was given: a sentence
+            for each of ``"masks"`` and ``"packs"`` (which sequences share one) that it is true of.
     """
 
     format: ClassVar[str]
+    lost: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def write(self, run: PackRun) -> None:

@@ -39,7 +39,8 @@ def mask_array(values: ArrayLike) -> NDArray[Any]:
 def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: str, what: str) -> NDArray[Any]:
     array = np.asarray(values)
     if array.dtype in dtypes and array.ndim == 1 and array.flags.c_contiguous and array.flags.aligned:
-        return array
+        # A dtype may spell its byte order out, "<" for "=": all the same to numpy, but not to the kernels.
+        return array if array.dtype.byteorder in "=|" else array.view(array.dtype.newbyteorder("="))
     if array.ndim != 1:
         raise ValueError(f"has shape {array.shape}; expected one dimension")
     if array.size == 0:

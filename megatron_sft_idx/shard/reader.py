@@ -295,6 +295,25 @@ class Shard:
         tokens = files.tokens[start + offset : end]
         return tokens.copy() if self._copy else tokens
 
+    def read(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """Bytes ``[offset, offset + nbytes)`` of the token file: by pointer and size, without a copy where mapped.
+
+        Raises:
+            IndexError: the range reaches outside the file.
+        """
+        files = self.files
+        offset, nbytes = operator.index(offset), operator.index(nbytes)
+        itemsize = files.header.token_dtype.itemsize
+        if offset < 0 or nbytes < 0 or offset + nbytes > files.num_tokens * itemsize:
+            raise IndexError(
+                f"{self._paths.tokens}: {nbytes} bytes at offset {offset} reach outside the file, which has"
+                f" {files.num_tokens * itemsize}"
+            )
+        first = offset // itemsize
+        raw = files.tokens[first : -(-(offset + nbytes) // itemsize)].view(np.uint8)
+        raw = raw[offset - first * itemsize :][:nbytes]
+        return raw.copy() if self._copy else raw
+
     def token_range(self, index: int | np.integer[Any]) -> tuple[int, int]:
         """Where a pack begins and ends among all tokens. IndexError, CorruptShardError as in ``__getitem__``."""
         files = self.files

@@ -10,7 +10,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.legacy_npy import read_legacy
+from megatron_sft_idx.formats.npy import read_legacy
 from megatron_sft_idx.training.segments import Segments
 
 __all__ = ["LegacySource"]

@@ -1,0 +1,147 @@
+"""``megatron-sft-idx convert``: packed data of one format to another."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from typing import Any
+
+from megatron_sft_idx.cli.options import Verbs, natural, positive
+from megatron_sft_idx.convert import ConvertOptions, ConvertReport, convert
+from megatron_sft_idx.formats.masks import MASK_ALIGNMENTS
+from megatron_sft_idx.formats.registry import READABLE, WRITABLE
+from megatron_sft_idx.preprocess.progress import Progress
+
+__all__ = ["add_parser"]
+
+_EXAMPLES = """\
+examples:
+  a pickled .npy, as NeMo and Megatron-Bridge wrote it, to a shard:
+    megatron-sft-idx convert old/train.npy data/train --to sft-idx
+
+  the same where the file was packed for 4096 tokens, and its masks say which token is trained on:
+    megatron-sft-idx convert old/train.npy data/train --to sft-idx --capacity 4096 --mask-alignment token
+
+  many Parquet files to one shard, and back to one Parquet file:
+    megatron-sft-idx convert 'data/part-*.parquet' data/train --to sft-idx
+    megatron-sft-idx convert data/train data/train.parquet --to parquet --row-group-size 1000
+
+  a stock Megatron dataset, trained on every token or by a second dataset that holds the masks:
+    megatron-sft-idx convert data/text_document data/all --to sft-idx --mask-rule all
+    megatron-sft-idx convert data/text_document data/some --to sft-idx --mask-path data/masks
+
+mask alignment: label is what Megatron-Bridge's collate expects (value j: does predicting token j + 1 count); token says
+whether token j itself is trained on; rolled-right is a token mask that was moved one to the right over whole packs, as
+some writers do. Results are always label-aligned, and a file that says it is cannot be shifted again.
+
+memory: under 256 MiB of heap whatever the size, but for reading .npy, which is unpickled whole (some 40 bytes a
+token; --no-verify spares that where .npy is written).
+
+loss: what a format has no place for is an error, or let go and said with --allow-loss: loss masks and packs in .pbin;
+weights other than 0 and 1 in memmap, parquet and jsonl-chunks. .npy and .pbin do not keep the capacity.
+"""
+
+# Options of one format's reader or writer: flag, name there, formats that know it.
+_READER: dict[str, tuple[str, ...]] = {
+    "mask_rule": ("megatron", "pbin"),
+    "mask_path": ("megatron",),
+    "repair_merge": ("pbin",),
+}
+_WRITER: dict[str, tuple[str, ...]] = {"row_group_size": ("parquet",), "samples_per_chunk": ("jsonl-chunks",)}
+
+# Many files may each have something to say.
+_MOST_NOTES = 20
+
+
+def add_parser(verbs: Verbs) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "convert",
+        help="packed data of one format to another",
+        description="Convert packed SFT data between formats, in a stream, and read the result again to compare.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", nargs="+", metavar="SRC", help="files, folders, prefixes or globs of one format")
+    parser.add_argument("destination", metavar="DST", help="file, folder or prefix to write")
+    parser.add_argument("--to", required=True, choices=WRITABLE, help="format to write")
+    parser.add_argument("--from", dest="source_format", choices=READABLE, help="format to read (default: by content)")
+    parser.add_argument(
+        "--mask-alignment",
+        choices=MASK_ALIGNMENTS,
+        default="label",
+        help="of the loss masks in SRC, see below (default: %(default)s)",
+    )
+    parser.add_argument("--mask-rule", choices=("all",), help="for sources without masks: all trains on every token")
+    parser.add_argument("--mask-path", metavar="PREFIX", help="for stock datasets: a dataset that holds the masks")
+    parser.add_argument(
+        "--repair-merge",
+        action="store_const",
+        const=True,
+        help="pbin: place documents by their lengths where merging damaged the index",
+    )
+    parser.add_argument(
+        "--capacity",
+        type=positive,
+        metavar="N",
+        help="most token positions a pack may hold (default: what SRC says, or its longest pack)",
+    )
+    parser.add_argument("--row-group-size", type=positive, metavar="N", help="parquet: packs in a row group")
+    parser.add_argument("--samples-per-chunk", type=positive, metavar="N", help="jsonl-chunks: packs in a file")
+    parser.add_argument("--allow-loss", action="store_true", help="let go what the format has no place for")
+    parser.add_argument("--overwrite", action="store_true", help="replace what is at DST")
+    parser.add_argument("--no-verify", action="store_true", help="do not read the result again")
+    parser.add_argument(
+        "--log-interval",
+        type=natural,
+        default=10_000,
+        metavar="N",
+        help="without a terminal, a line of progress every N packs; 0 for none (default: %(default)s)",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    options = ConvertOptions(
+        source_format=arguments.source_format,
+        mask_alignment=arguments.mask_alignment,
+        capacity=arguments.capacity,
+        overwrite=arguments.overwrite,
+        allow_loss=arguments.allow_loss,
+        verify=not arguments.no_verify,
+        reader=_given(arguments, _READER),
+        writer=_given(arguments, _WRITER),
+    )
+    for name, formats in _WRITER.items():
+        if name in options.writer and arguments.to not in formats:
+            parser.error(f"--{name.replace('_', '-')} is for --to {' or '.join(formats)}")
+    with contextlib.ExitStack() as stack:
+
+        def begun(what: str, tokens: int) -> Any:
+            stack.close()  # the pass before is done
+            bar = Progress(what, tokens, unit="tok", log_interval=arguments.log_interval, items="packs")
+            return stack.enter_context(bar).update
+
+        report = convert(arguments.source, arguments.destination, arguments.to, options, begun=begun)
+    print("\n".join(_lines(report, arguments.destination, arguments.to)))
+
+
+def _given(arguments: argparse.Namespace, names: dict[str, tuple[str, ...]]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
+def _lines(report: ConvertReport, destination: str, to: str) -> list[str]:
+    content, count = report.content, len(report.paths)
+    what = report.paths[0] if count == 1 else f"{report.paths[0]} and {count - 1} more"
+    trained = 100 * content.num_trained_tokens / max(content.num_tokens, 1)
+    return [
+        f"read {what} as {report.source_format}",
+        *(f"note: {note}" for note in report.notes[:_MOST_NOTES]),
+        *([f"note: ... and {len(report.notes) - _MOST_NOTES} more"] if len(report.notes) > _MOST_NOTES else []),
+        *(f"lost: {sentence}" for sentence in report.lost),
+        f"wrote {destination} as {to}: {content.num_packs:,} packs, {content.num_sequences:,} sequences,"
+        f" {content.num_tokens:,} tokens, {trained:.1f}% trained on, capacity {report.spec.capacity:,}",
+        "read again and compared: the same" + (" but for what was lost" if report.lost else "")
+        if report.verified
+        else "not read again, as --no-verify says",
+    ]

@@ -1,0 +1,166 @@
+"""Read, write, read again and compare: packs from one format to another in bounded memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_sft_idx.convert.content import Content
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
+from megatron_sft_idx.formats.joined import JoinedReader
+from megatron_sft_idx.formats.masks import MaskAlignment
+from megatron_sft_idx.formats.registry import Source, create, find, open_reader, reader_options, same_place
+
+__all__ = ["ConvertOptions", "ConvertReport", "Progress", "convert"]
+
+# Called with tokens and packs done, each time some are.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """How packs are read and written.
+
+    Attributes:
+        source_format: name of the source's format; None has it recognised by content.
+        mask_alignment: of the source's loss masks, where its format does not say.
+        capacity: most token positions a pack may hold, for sources that do not know it; None takes what they say.
+        overwrite: replace what is at the destination.
+        allow_loss: let go what the destination's format has no place for; without it that is an error.
+        verify: read the result again and compare it with what was read from the source.
+        reader: options of the source's format.
+        writer: options of the destination's format.
+    """
+
+    source_format: str | None = None
+    mask_alignment: MaskAlignment = "label"
+    capacity: int | None = None
+    overwrite: bool = False
+    allow_loss: bool = False
+    verify: bool = True
+    reader: Mapping[str, Any] = field(default_factory=dict)
+    writer: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion did.
+
+    Attributes:
+        source_format: name of the source's format.
+        paths: what was read, in order.
+        content: of the source: counts and hashes.
+        spec: as handed to the writer.
+        notes: what was understood of the source, or set right, as sentences.
+        lost: what the destination's format has no place for, as sentences.
+        verified: the result was read again and is equal to the source in everything not lost.
+    """
+
+    source_format: str
+    paths: tuple[str, ...]
+    content: Content
+    spec: PackedSpec
+    notes: list[str]
+    lost: list[str]
+    verified: bool
+
+
+def convert(
+    source: Source,
+    destination: str,
+    to: str,
+    options: ConvertOptions | None = None,
+    *,
+    begun: Callable[[str, int], Progress] | None = None,
+) -> ConvertReport:
+    """Convert packed data; several sources of one format become one result.
+
+    Heap stays below 256 MiB, but for a format that can only be read whole (``npy``). The same source and options give
+    the same bytes. Where the result is not what went in, it is left in place, and the error says so.
+
+    Args:
+        source: path, glob, folder, or a list of these, as ``open_dataset`` takes it.
+        destination: file, folder or prefix to write.
+        to: name of its format.
+        options: how.
+        begun: called as a pass over the data begins, with the pass's name and the number of tokens; what it returns
+            is called as the pass goes on.
+
+    Raises:
+        FormatError: a source that is not what its format says, a destination that is taken or is a source, something
+            the format has no place for, or a result that differs.
+        SequenceError: a pack breaks a rule.
+    """
+    options = options or ConvertOptions()
+    name, paths = find(source, options.source_format)
+    for path in paths:
+        if same_place(path, name, destination, to):
+            raise FormatError(f"{destination}: is where the source {path} lies; convert to another place")
+    reading = dict(options.reader)
+    if name == "npy" and options.capacity is not None:
+        reading["capacity"] = options.capacity  # its packers exceed what they were given, which its reader knows
+    parts = JoinedReader(name, paths, mask_alignment=options.mask_alignment, max_open=1, options=reading)
+    spec = _spec_for_output(parts, options)
+    content = Content()
+    with create(
+        destination, to, spec, overwrite=options.overwrite, allow_loss=options.allow_loss, **options.writer
+    ) as writer:
+        for run in _counted(parts.runs(), begun and begun("converting", spec.num_tokens)):
+            _write(writer, run, spec)
+            content.add(run)
+    if options.verify:
+        _verify(destination, to, content, writer.lost, begun and begun("verifying", spec.num_tokens))
+    return ConvertReport(name, parts.paths, content, spec, parts.notes, [*writer.lost.values()], options.verify)
+
+
+def _spec_for_output(parts: JoinedReader, options: ConvertOptions) -> PackedSpec:
+    """What the writer is told, once it is known that masks are not shifted twice and that packs fit."""
+    spec = parts.spec
+    said = spec.metadata.get("mask_alignment")
+    if said == "label" and options.mask_alignment != "label":
+        raise FormatError(
+            f"{parts.paths[0]}: its metadata say that its loss masks are label-aligned already; taking them as"
+            f" {options.mask_alignment} would shift them twice: leave --mask-alignment out"
+        )
+    if options.capacity is None or parts.name == "npy":
+        return spec
+    if spec.longest_pack > options.capacity:
+        raise SequenceError(
+            parts.paths[0],
+            None,
+            f"the longest pack has {spec.longest_pack} tokens, --capacity is {options.capacity}; raise it, or pack"
+            " the result again (the pack verb)",
+        )
+    return dataclasses.replace(spec, capacity=options.capacity)
+
+
+def _write(writer: PackedWriter, run: PackRun, spec: PackedSpec) -> None:
+    """Write a run in the dtypes of the whole, which the files of several sources may be narrower than."""
+    tokens = run.tokens.astype(spec.token_dtype, copy=False)
+    mask = run.loss_mask.astype(spec.mask_dtype, copy=False)
+    writer.write(dataclasses.replace(run, tokens=tokens, loss_mask=mask))
+
+
+def _counted(runs: Iterable[PackRun], progress: Progress | None) -> Iterable[PackRun]:
+    for run in runs:
+        yield run
+        if progress is not None:
+            progress(len(run.tokens), len(run.pack_lengths))
+
+
+def _verify(path: str, name: str, expected: Content, lost: Mapping[str, str], progress: Progress | None) -> None:
+    """FormatError unless the result holds what was written, but for what its format has no place for."""
+    # A format without masks is read back by a rule; what the rule gives is not compared.
+    options: dict[str, Any] = {"mask_rule": "all"} if "masks" in lost and "mask_rule" in reader_options(name) else {}
+    found = Content()
+    for run in _counted(open_reader(path, name, **options).runs(), progress):
+        found.add(run)
+    if different := expected.differs(found, lost):
+        raise FormatError(
+            f"{path}: read again, its {', '.join(different)} are not those of the source: {found.num_packs} packs with"
+            f" {found.num_tokens} tokens, {found.num_trained_tokens} trained on; expected {expected.num_packs},"
+            f" {expected.num_tokens}, {expected.num_trained_tokens}. Do not use it; the disk may be failing"
+        )

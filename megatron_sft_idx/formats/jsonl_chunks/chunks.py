@@ -1,0 +1,108 @@
+"""A folder's chunks in the order of their numbers, and where the lines of a chunk begin and end."""
+
+from __future__ import annotations
+
+import os
+import re
+from itertools import pairwise
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import FormatError
+
+__all__ = ["chunk_name", "chunk_numbers", "chunk_paths", "line_bounds"]
+
+_NAME = re.compile(r"chunk_([0-9]+)\.jsonl")
+# What a consumer leaves beside a chunk that it has read; the producer may then delete both.
+_CONSUMED = ".jsonl.completed"
+_BLOCK_NBYTES = 4 << 20
+_LISTED = 10
+
+
+def chunk_name(number: int) -> str:
+    """The file name of a chunk: five digits, more from 100000 on."""
+    return f"chunk_{number:05d}.jsonl"
+
+
+def chunk_numbers(folder: str) -> list[int]:
+    """Numbers of the chunks in a folder, ascending: past 99999 their names no longer sort that way.
+
+    Raises:
+        FormatError: a name that its number does not give, such as ``chunk_3.jsonl``: it could be there twice.
+    """
+    numbers = []
+    for name in os.listdir(folder):
+        if match := _NAME.fullmatch(name):
+            number = int(match[1])
+            if name != chunk_name(number):
+                raise FormatError(f"{os.path.join(folder, name)}: expected the name {chunk_name(number)}; rename it")
+            numbers.append(number)
+    return sorted(numbers)
+
+
+def chunk_paths(folder: str, *, allow_gaps: bool) -> tuple[list[str], list[str]]:
+    """Paths of a folder's chunks in order, and notes on those that are not there any more.
+
+    A producer deletes chunks that were consumed, from the first one on. So what is missing before the first chunk is
+    said in a note; a gap after it is an error unless it is allowed.
+
+    Raises:
+        FormatError: no chunks, a gap, or a name that is not a chunk's.
+    """
+    numbers = chunk_numbers(folder)
+    if not numbers:
+        raise FormatError(f"{folder}: no chunks in it, expected files named {chunk_name(0)} and on")
+    notes = []
+    if numbers[0]:
+        consumed = sum(name.endswith(_CONSUMED) for name in os.listdir(folder))
+        notes.append(
+            f"chunks 0 to {numbers[0] - 1} are not here: freed by their producer, as it seems ({consumed} of those"
+            " here are marked as consumed)"
+        )
+    gaps = [(a + 1, b - 1) for a, b in pairwise(numbers) if b != a + 1]
+    if gaps:
+        listed = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:_LISTED])
+        listed += ", ..." if len(gaps) > _LISTED else ""
+        if not allow_gaps:
+            raise FormatError(
+                f"{folder}: chunks {listed} are missing between others; copy them, or pass allow_gaps where their"
+                " producer freed them"
+            )
+        notes.append(f"chunks {listed} are not here; gaps were allowed")
+    return [os.path.join(folder, chunk_name(number)) for number in numbers], notes
+
+
+def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First byte of every line, and the byte after its last one; empty lines are left out.
+
+    Raises:
+        FormatError: the last line is half a line.
+    """
+    ends: list[NDArray[np.int64]] = []
+    size = 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_BLOCK_NBYTES):
+            ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + (size + 1))
+            size += len(block)
+        stops = np.concatenate([np.empty(0, np.int64), *ends])
+        starts = np.append(0, stops)
+        filled = np.diff(starts) > 1  # more than the newline
+        starts, complete = starts[:-1], int(starts[-1])
+        if complete == size:
+            return starts[filled], stops[filled]
+        file.seek(complete)
+        _require_whole(file.read(), path, len(stops) + 1)
+    return np.append(starts[filled], complete), np.append(stops[filled], size)
+
+
+def _require_whole(last: bytes, path: str, number: int) -> None:
+    """A line without a newline may be whole all the same: no beginning of an object is an object."""
+    try:
+        orjson.loads(last)
+    except ValueError:
+        raise FormatError(
+            f"{path}:{number}: the last line ends in the middle; the chunk is still being written, or was torn when"
+            " its producer died: wait for it, or write it again"
+        ) from None

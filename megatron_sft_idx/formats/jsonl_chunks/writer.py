@@ -1,0 +1,123 @@
+"""Writing pre-packed JSONL chunks, as a packing producer does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import BinaryIO
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
+from megatron_sft_idx.formats.jsonl_chunks.chunks import chunk_name
+from megatron_sft_idx.formats.jsonl_chunks.lines import UNTRAINED
+from megatron_sft_idx.formats.output import output_folder
+from megatron_sft_idx.formats.runs import BinaryMasks, Counts
+
+__all__ = ["Writer"]
+
+
+class Writer(PackedWriter):
+    """Writes a folder of chunks; it appears when the last one is written. Without packs, its one chunk is empty.
+
+    Args:
+        path: the folder.
+        spec: what is going to be written; held against what came in the end.
+        overwrite: replace what is at ``path``.
+        allow_loss: write loss weights above 0 as 1.
+        samples_per_chunk: packs in a chunk, the last one may have fewer; what the consumer has to be told.
+
+    Raises:
+        FormatError: something is at ``path``, or there are no packs in a chunk.
+    """
+
+    format = "jsonl-chunks"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        spec: PackedSpec,
+        *,
+        overwrite: bool = False,
+        allow_loss: bool = False,
+        samples_per_chunk: int = 100,
+    ) -> None:
+        self._path, self._spec, self._samples_per_chunk = os.fspath(path), spec, samples_per_chunk
+        if samples_per_chunk < 1:
+            raise FormatError(f"{self._path}: samples_per_chunk {samples_per_chunk}, expected at least 1 pack")
+        self._counts, self._masks = Counts(), BinaryMasks(self._path, allow_loss=allow_loss)
+        self.lost = self._masks.lost
+        self._num_chunks = self._num_lines = 0
+        self._output = output_folder(path, overwrite=overwrite)
+        self._chunk: BinaryIO = self._next_chunk()
+
+    def _next_chunk(self) -> BinaryIO:
+        name = chunk_name(self._num_chunks)
+        self._num_chunks, self._num_lines = self._num_chunks + 1, 0
+        return open(os.path.join(self._output.temporary, name), "wb")
+
+    def write(self, run: PackRun) -> None:
+        """Append packs.
+
+        Raises:
+            FormatError: loss weights that are neither 0 nor 1, without ``allow_loss``.
+        """
+        mask = self._masks.of(run, self._counts.packs)
+        self._counts.add(run)
+        tokens = run.tokens.astype(np.int64)
+        # A label mask is 0 at every sequence's end, so that one shift right is right in all sequences at once.
+        trained = np.zeros(len(mask), np.bool_)
+        trained[1:] = mask[:-1]
+        labels = np.where(trained, tokens, UNTRAINED)
+        lengths = _sequence_lengths(run)
+        positions = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        token = sequence = 0
+        for length, count in zip(run.pack_lengths.tolist(), run.pack_sequences.tolist(), strict=True):
+            here, sequences = slice(token, token + length), slice(sequence, sequence + count)
+            token, sequence = here.stop, sequences.stop
+            self._write_line(
+                {
+                    "input_ids": tokens[here],
+                    "labels": labels[here],
+                    "position_ids": positions[here],
+                    "lengths": lengths[sequences],
+                    "pack_length": length,
+                    "num_samples": count,
+                }
+            )
+
+    def _write_line(self, pack: dict[str, NDArray[np.int64] | int]) -> None:
+        if self._num_lines == self._samples_per_chunk:
+            self._chunk.close()
+            self._chunk = self._next_chunk()
+        self._chunk.write(orjson.dumps(pack, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
+        self._num_lines += 1
+
+    def finalize(self) -> None:
+        """Put the folder in its place.
+
+        Raises:
+            FormatError: other packs were written than the spec announced.
+        """
+        try:
+            self._counts.require(self._path, self._spec)
+            self._chunk.close()
+            self._output.publish()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Remove what was written; nothing where it is finalized or abandoned already."""
+        with contextlib.suppress(OSError):  # on a full disk what is buffered cannot be written either
+            self._chunk.close()
+        self._output.abandon()
+
+
+def _sequence_lengths(run: PackRun) -> NDArray[np.int64]:
+    """Tokens in each sequence, of all packs."""
+    starts = run.seq_starts + np.repeat(np.cumsum(run.pack_lengths) - run.pack_lengths, run.pack_sequences)
+    return np.diff(np.append(starts, len(run.tokens)))

@@ -1,0 +1,279 @@
+"""Packs as a pickled ``.npy``: what NeMo and Megatron-Bridge wrote before Parquet.
+
+The file is an object array of dicts, one a pack: ``input_ids``, ``loss_mask`` (one entry a token) and ``seq_start_id``
+(where the sequences start; 0 comes first), as lists or arrays. Reading takes the whole file into memory: that is this
+format's nature. Writing does not: the pickle is made pack by pack.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun
+from megatron_sft_idx.formats.checks import checked_alignment, checked_run, require_same_length
+from megatron_sft_idx.formats.masks import MaskAlignment, alignment_note, unplaced_note
+from megatron_sft_idx.formats.npy_writer import LegacyPickleWriter
+from megatron_sft_idx.formats.reading import file_identity, run_bounds
+from megatron_sft_idx.formats.restricted_pickle import KeptArray, npy_dtype, unpickle_rows
+from megatron_sft_idx.shard.reader import Pack
+
+__all__ = [
+    "FORMAT",
+    "LegacyPacks",
+    "LegacyPickleWriter",
+    "Reader",
+    "Writer",
+    "read_legacy",
+    "recognise",
+    "write_legacy",
+]
+
+FORMAT = "npy"
+_KEYS = ("input_ids", "loss_mask", "seq_start_id")
+_PLAIN = {int, float, bool}
+
+
+@dataclass(frozen=True)
+class LegacyPacks:
+    """Packs end to end.
+
+    Attributes:
+        tokens: int32 [tokens].
+        loss: uint8, or float32 where there are weights, [tokens]; label-aligned and 0 at the end of every sequence.
+        token_offsets: int64 [packs + 1], where each pack begins.
+        sequence_offsets: int64 [packs + 1], CSR of the sequences by pack.
+        starts: uint32 [sequences], where each sequence begins in its pack.
+        unplaced: set mask values that had no place in a label-aligned mask.
+    """
+
+    tokens: NDArray[np.int32]
+    loss: NDArray[Any]
+    token_offsets: NDArray[np.int64]
+    sequence_offsets: NDArray[np.int64]
+    starts: NDArray[np.uint32]
+    unplaced: int = 0
+
+
+def recognise(path: str) -> str | None:
+    """Evidence that a file is a ``.npy`` of objects; what its pickle holds is seen when it is opened."""
+    try:
+        with open(path, "rb") as file:
+            dtype = npy_dtype(BytesIO(file.read(1 << 16)), path)
+    except (OSError, FormatError):
+        return None
+    return "a .npy file of Python objects" if dtype.hasobject else None
+
+
+def read_legacy(path: str | os.PathLike[str], *, mask_alignment: MaskAlignment = "label") -> LegacyPacks:
+    """Read a legacy ``.npy``.
+
+    Raises:
+        FormatError: not a ``.npy`` of objects, or its pickle names anything but plain data.
+        SequenceError: a pack that breaks the format's rules, with its number.
+    """
+    name = os.fspath(path)
+    with open(path, "rb") as file:
+        rows = unpickle_rows(file, name)
+    packs: list[PackRun] = []
+    rows.reverse()
+    while rows:  # each row is let go as soon as it is taken over: as Python numbers it is many times larger
+        packs.append(_pack_of(rows.pop(), name, len(packs), mask_alignment))
+    weights = any(pack.loss_mask.dtype == np.float32 for pack in packs)
+    return LegacyPacks(
+        tokens=_joined([pack.tokens for pack in packs], np.int32),
+        loss=_joined([pack.loss_mask for pack in packs], np.float32 if weights else np.uint8),
+        token_offsets=_offsets([len(pack.tokens) for pack in packs]),
+        sequence_offsets=_offsets([len(pack.seq_starts) for pack in packs]),
+        starts=_joined([pack.seq_starts.astype(np.uint32) for pack in packs], np.uint32),
+        unplaced=sum(pack.unplaced for pack in packs),
+    )
+
+
+def write_legacy(path: str | os.PathLike[str], packs: Iterable[Mapping[str, Any]]) -> None:
+    """Write packs, such as those of a shard, as a legacy ``.npy`` of lists; replaces a file that is there.
+
+    Args:
+        path: the file to write.
+        packs: with ``input_ids``, ``loss_mask`` (label-aligned) and ``seq_boundaries``, whose last entry is left out.
+    """
+    with LegacyPickleWriter(path, overwrite=True) as writer:
+        for number, pack in enumerate(packs):
+            writer.write_bin(number, pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"][:-1])
+
+
+def _pack_of(row: Any, name: str, number: int, alignment: MaskAlignment) -> PackRun:
+    """One pack, checked. SequenceError says what is wrong with it."""
+    try:
+        if not isinstance(row, dict):
+            raise ValueError(f"found {type(row).__name__}")
+        if missing := [key for key in _KEYS if key not in row]:
+            raise ValueError(f"no {', '.join(missing)}")
+        ids, mask, starts = (_numbers(row[key], key) for key in _KEYS)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise SequenceError(name, number, f"{error}; every pack is a dict of lists {', '.join(_KEYS)}") from None
+    require_same_length(name, number, input_ids=len(ids), loss_mask=len(mask))
+    if mask.dtype.kind == "f" and ((mask == 0) | (mask == 1)).all():
+        mask = mask.astype(np.uint8)
+    return checked_run(
+        name, number, ids, mask, starts, [len(ids)], [len(starts)], mask_alignment=alignment, token_dtype=np.int32
+    )
+
+
+def _numbers(value: Any, key: str) -> NDArray[Any]:
+    """A list or a kept array as a one-dimensional array of numbers; ids and starts are whole ones."""
+    array = value.array() if isinstance(value, KeptArray) else value
+    if isinstance(array, np.ndarray) and array.dtype == object:
+        array = array.tolist()
+    # A few nested lists that repeat each other unfold to any size, so nothing but numbers is handed to numpy.
+    if isinstance(array, (list, tuple)) and not set(map(type, array)) <= _PLAIN:
+        array = None
+    array = np.asarray(array)
+    kinds = "biuf" if key == "loss_mask" or not array.size else "iu"
+    if array.ndim != 1 or array.dtype.kind not in kinds:
+        raise ValueError(f"{key} is no list of numbers")
+    return array
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype)
+
+
+def _offsets(counts: Sequence[int]) -> NDArray[np.int64]:
+    return np.cumsum([0, *counts], dtype=np.int64)
+
+
+class Reader(PackedReader):
+    """Packs of a legacy ``.npy``, all in memory.
+
+    Args:
+        path: the file.
+        mask_alignment: of its loss masks.
+        capacity: what its packs were packed for, where that is known. Packers of this format count a sequence as its
+            length - 1, so packs may exceed it by one token a sequence; more than that is refused.
+
+    Raises:
+        FormatError, SequenceError: see ``read_legacy``.
+    """
+
+    format = FORMAT
+
+    def __init__(self, path: str, *, mask_alignment: MaskAlignment = "label", capacity: int | None = None) -> None:
+        self.path = os.fspath(path)
+        alignment = checked_alignment(self.path, mask_alignment)
+        self._identity = file_identity(self.path)
+        self.packs = read_legacy(self.path, mask_alignment=alignment)
+        self.notes = [note for note in [alignment_note(alignment)] if note]
+        if self.packs.unplaced:
+            self.notes.append(unplaced_note(self.packs.unplaced, alignment))
+        self._capacity = self._honest(capacity)
+
+    def _honest(self, said: int | None) -> int:
+        """The capacity that holds for every pack, and a note that says where it comes from."""
+        lengths, sequences = np.diff(self.packs.token_offsets), np.diff(self.packs.sequence_offsets)
+        longest = int(lengths.max(initial=0))
+        if said is None:
+            self.notes.append(f"the file does not say its capacity: taken to be its longest pack, {longest} tokens")
+            return longest
+        if longest <= said:
+            return said
+        bad = lengths > said + sequences
+        if bad.any():
+            pack = int(np.argmax(bad))
+            reason = f"has {lengths[pack]} tokens in {sequences[pack]} sequences, too many for a capacity of {said}"
+            raise SequenceError(self.path, pack, f"{reason}; give a larger capacity, or none for the longest pack")
+        self.notes.append(
+            f"{int((lengths > said).sum())} of {len(lengths)} packs exceed the capacity {said} by up to one token a"
+            f" sequence, as packers do that count length - 1: all tokens are kept, the capacity is set to {longest}"
+        )
+        return longest
+
+    @property
+    def spec(self) -> PackedSpec:
+        """Counts and dtypes; ids are int32, as the format does not say how large they may be."""
+        packs = self.packs
+        return PackedSpec(
+            num_packs=len(self),
+            num_sequences=len(packs.starts),
+            num_tokens=len(packs.tokens),
+            longest_pack=int(np.diff(packs.token_offsets).max(initial=0)),
+            token_dtype=packs.tokens.dtype,
+            mask_dtype=packs.loss.dtype,
+            capacity=self._capacity,
+        )
+
+    @property
+    def identity(self) -> str:
+        """Size and time of the file."""
+        return self._identity
+
+    def __len__(self) -> int:
+        return len(self.packs.token_offsets) - 1
+
+    def read(self, index: int) -> Pack:
+        """Pack ``index``: views of what is in memory."""
+        packs = self.packs
+        start, stop = packs.token_offsets[index : index + 2].tolist()
+        first, last = packs.sequence_offsets[index : index + 2].tolist()
+        boundaries = np.empty(last - first + 1, np.int32)
+        boundaries[:-1] = packs.starts[first:last]
+        boundaries[-1] = stop - start
+        tokens, loss = packs.tokens[start:stop], packs.loss[start:stop]
+        tokens.flags.writeable = loss.flags.writeable = False
+        return {"input_ids": tokens, "loss_mask": loss, "seq_boundaries": boundaries}
+
+    def runs(self) -> Iterator[PackRun]:
+        """All packs in order."""
+        packs = self.packs
+        for first, last in run_bounds(packs.token_offsets, RUN_TOKENS):
+            tokens = slice(packs.token_offsets[first], packs.token_offsets[last])
+            starts = packs.starts[packs.sequence_offsets[first] : packs.sequence_offsets[last]]
+            yield PackRun(
+                packs.tokens[tokens],
+                packs.loss[tokens],
+                starts.astype(np.int64),
+                np.diff(packs.token_offsets[first : last + 1]),
+                np.diff(packs.sequence_offsets[first : last + 1]),
+            )
+
+
+class Writer(PackedWriter):
+    """A legacy ``.npy`` being written, in memory for one pack.
+
+    Args:
+        path: the file.
+        spec: of what will be written.
+        overwrite: replace a file that is there.
+        allow_loss: nothing is lost in this format but what it never says: capacity, dtypes and metadata.
+    """
+
+    format = FORMAT
+
+    def __init__(self, path: str, spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False) -> None:
+        del spec, allow_loss
+        self._writer = LegacyPickleWriter(path, overwrite=overwrite)
+
+    def write(self, run: PackRun) -> None:
+        """Append packs."""
+        ends, firsts = np.cumsum(run.pack_lengths).tolist(), np.cumsum(run.pack_sequences).tolist()
+        begin = first = 0
+        for end, last in zip(ends, firsts, strict=True):
+            self._writer.write_bin(
+                self._writer.num_packs, run.tokens[begin:end], run.loss_mask[begin:end], run.seq_starts[first:last]
+            )
+            begin, first = end, last
+
+    def finalize(self) -> None:
+        """Put the file in its place."""
+        self._writer.finalize()
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        self._writer.abandon()

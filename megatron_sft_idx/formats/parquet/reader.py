@@ -1,0 +1,291 @@
+"""Reading packed Parquet: random reads from row groups that stay decoded, and all packs in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackRun
+from megatron_sft_idx.formats.checks import checked_alignment
+from megatron_sft_idx.formats.masks import MaskAlignment, alignment_note
+from megatron_sft_idx.formats.parquet.columns import COLUMNS, PackColumns, checked_schema, pyarrow_errors
+from megatron_sft_idx.formats.parquet.metadata import decode
+from megatron_sft_idx.formats.runs import Counts, IndexedRun, note_unplaced, stated_alignment, stated_int
+from megatron_sft_idx.layout.values import MAX_CAPACITY, MAX_COUNT
+from megatron_sft_idx.shard.reader import Pack
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["Opener", "Reader", "recognise"]
+
+# What the footer counts of every row group, beside its rows.
+_COUNTED = ("input_ids", "seq_start_id")
+
+# Opens a path for reading: a pyarrow NativeFile, or anything with read, seek, tell and size of a binary file.
+Opener = Callable[[str], Any]
+
+_MAGIC = b"PAR1"
+_READ_NBYTES = 1 << 20
+# A decoded row group above this is refused: a few bytes of run lengths may claim any number of values.
+_MOST_GROUP_VALUES = 1 << 31
+
+
+def recognise(path: str) -> str | None:
+    """Evidence that a file is packed Parquet: its magic and its three columns."""
+    try:
+        with open(path, "rb") as file:
+            if file.read(4) != _MAGIC or file.seek(-4, os.SEEK_END) < 8 or file.read(4) != _MAGIC:
+                return None
+        with pyarrow_errors(path):
+            import pyarrow.parquet as pq
+
+            checked_schema(pq.read_schema(path), path)
+    except Exception:  # whatever the content does to pyarrow, it is no packed Parquet
+        return None
+    return f"begins and ends with {_MAGIC.decode()} and has list columns {', '.join(COLUMNS)}"
+
+
+class Reader(PackedReader):
+    """One packed Parquet file.
+
+    Random reads decode a whole row group, the unit Parquet compresses, check it once, and keep it for the reads that
+    follow. Each process opens its own reader; threads may share one.
+
+    Args:
+        path: the file, as ``opener`` takes it.
+        mask_alignment: of its masks, where the schema's metadata does not say.
+        opener: opens the path where it is no local file.
+        cache_nbytes: memory for decoded row groups; the last one is kept whatever its size.
+
+    Raises:
+        FormatError: not a Parquet file, or one without the three columns.
+        SFTIndexError: pyarrow is not installed.
+    """
+
+    format = "parquet"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        mask_alignment: MaskAlignment = "label",
+        opener: Opener | None = None,
+        cache_nbytes: int = 256 << 20,
+    ) -> None:
+        self.path = os.fspath(path)
+        self.notes: list[str] = []
+        self._cache: OrderedDict[int, IndexedRun] = OrderedDict()
+        self._cache_nbytes, self._cached_nbytes = cache_nbytes, 0
+        self._lock = threading.Lock()
+        asked = checked_alignment(self.path, mask_alignment)
+        with pyarrow_errors(self.path):
+            self._open(opener)
+            self._stated = decode(self._file.schema_arrow.metadata, self.path)
+            checked_schema(self._file.schema_arrow, self.path)
+            self._first_packs = self._row_group_offsets()
+            self._num_values = {name: self._values_by_group(name) for name in COLUMNS}
+            mask_type = str(self._file.schema_arrow.field("loss_mask").type.value_type)
+        self._alignment = stated_alignment(self.path, self._stated.get("mask_alignment"), asked)
+        token_dtype = np.uint16 if self._stated.get("token_dtype") == "uint16" else np.int32
+        # Arrow's names for floats are halffloat, float and double.
+        mask_dtype = np.float32 if mask_type in ("halffloat", "float", "double") else np.uint8
+        self._dtypes: tuple[np.dtype[Any], np.dtype[Any]] = (np.dtype(token_dtype), np.dtype(mask_dtype))
+        self._spec: PackedSpec | None = None
+        if note := alignment_note(self._alignment):
+            self.notes.append(note)
+
+    def _open(self, opener: Opener | None) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        # Not a memory map: a file that is cut short while it is read is then an error, and no SIGBUS.
+        source = pa.OSFile(self.path) if opener is None else opener(self.path)
+        self._source = source if isinstance(source, pa.NativeFile) else pa.PythonFile(source, mode="r")
+        self._file = pq.ParquetFile(self._source, pre_buffer=False)
+        self._identity = self._footer_hash()
+        # Column chunks bit by bit instead of whole, for passes over files whose row groups are large.
+        self._streamed = pq.ParquetFile(
+            self._source, metadata=self._file.metadata, buffer_size=_READ_NBYTES, pre_buffer=False
+        )
+
+    def _footer_hash(self) -> str:
+        """Of the footer, which has the place, size, counts and value range of every column of every row group."""
+        size = self._source.size()
+        self._source.seek(size - 8)
+        nbytes = int.from_bytes(self._source.read(4), "little")
+        self._source.seek(size - 8 - nbytes)
+        return f"{size}-{xxhash.xxh3_128_hexdigest(self._source.read(nbytes))}"
+
+    def _row_group_offsets(self) -> list[int]:
+        """Number of each row group's first pack, and of packs in all. Groups are uneven, and may be empty."""
+        metadata = self._file.metadata
+        offsets = [0]
+        for group in range(metadata.num_row_groups):
+            rows = metadata.row_group(group).num_rows
+            if not 0 <= rows <= MAX_COUNT:
+                raise FormatError(f"{self.path}: row group {group} claims {rows} rows; the footer is damaged")
+            offsets.append(offsets[-1] + rows)
+        if offsets[-1] != metadata.num_rows:
+            raise FormatError(
+                f"{self.path}: row groups have {offsets[-1]} rows, the footer says {metadata.num_rows}; it is damaged"
+            )
+        return offsets
+
+    def _values_by_group(self, name: str) -> list[int]:
+        """Values of a list column in each row group, as the footer has them."""
+        metadata = self._file.metadata
+        leaf = next(i for i in range(metadata.num_columns) if metadata.schema.column(i).path.partition(".")[0] == name)
+        counts = [metadata.row_group(group).column(leaf).num_values for group in range(metadata.num_row_groups)]
+        for group, count in enumerate(counts):
+            if not 0 <= count <= MAX_COUNT:
+                raise FormatError(f"{self.path}: row group {group} claims {count} values in {name}; it is damaged")
+        return counts
+
+    @property
+    def spec(self) -> PackedSpec:
+        """Counts from the footer; the longest pack from the metadata where it fits them, else from one pass."""
+        if self._spec is None:
+            self._spec = self._make_spec()
+        return self._spec
+
+    def _make_spec(self) -> PackedSpec:
+        stated, tokens, sequences = (
+            self._stated,
+            sum(self._num_values["input_ids"]),
+            sum(self._num_values["seq_start_id"]),
+        )
+        counts = {"num_packs": len(self), "num_sequences": sequences, "num_tokens": tokens}
+        same = all(stated.get(key) == value for key, value in counts.items())
+        if stated and not same:
+            self.notes.append("the counts in its schema metadata are of other rows than it has: counted again")
+        longest = stated_int(stated, "longest_pack", 0) if same else None
+        if longest is None:
+            longest = self._longest_pack()
+        metadata = stated.get("metadata")
+        return PackedSpec(
+            **counts,
+            longest_pack=longest,
+            token_dtype=self._dtypes[0],
+            mask_dtype=self._dtypes[1],
+            capacity=max(stated_int(stated, "capacity") or 0, longest, 1),
+            sequence_multiple=stated_int(stated, "sequence_multiple") or 1,
+            pad_id=stated_int(stated, "pad_id", 0),
+            metadata=metadata if isinstance(metadata, dict) else {},
+        )
+
+    def _longest_pack(self) -> int:
+        """From the masks, the column that takes least to decode."""
+        longest = 0
+        for batch in self._batches(["loss_mask"]):
+            offsets = batch.column(0).offsets.to_numpy()
+            longest = max(longest, int(np.diff(offsets).max(initial=0)))
+        if longest > MAX_CAPACITY:
+            raise FormatError(f"{self.path}: a pack of {longest} tokens, at most {MAX_CAPACITY} (rule P1)")
+        return longest
+
+    @property
+    def identity(self) -> str:
+        """Size, and checksum of the footer: the same for copies of a file."""
+        return self._identity
+
+    def __len__(self) -> int:
+        return self._first_packs[-1]
+
+    def read(self, index: int) -> Pack:
+        """Pack ``index``; its ids and mask are views into the decoded row group.
+
+        Raises:
+            SequenceError: a pack of its row group breaks a rule.
+            FormatError: the row group cannot be decoded.
+        """
+        group = bisect_right(self._first_packs, index) - 1
+        with self._lock:
+            run = self._cache.get(group)
+            if run is None:
+                run = self._decode(group)
+                self._keep(group, run)
+            self._cache.move_to_end(group)
+        return run.pack(index - self._first_packs[group])
+
+    def _decode(self, group: int) -> IndexedRun:
+        first = self._first_packs[group]
+        for name in COLUMNS:
+            if (count := self._num_values[name][group]) > _MOST_GROUP_VALUES:
+                raise FormatError(
+                    f"{self.path}: row group {group} claims {count} values in {name}, at most {_MOST_GROUP_VALUES};"
+                    " write it again with smaller row groups"
+                )
+        with pyarrow_errors(self.path):
+            # Without threads: a forked process has none of the pool's.
+            rows = self._file.read_row_group(group, columns=list(COLUMNS), use_threads=False)
+            run = PackColumns.of(rows, self.path, first).run(self.path, first, self._alignment, self._dtypes)
+        expected = (self._first_packs[group + 1] - first, *(self._num_values[name][group] for name in _COUNTED))
+        self._require_counts(
+            f"row group {group}", (len(run.pack_lengths), len(run.tokens), len(run.seq_starts)), expected
+        )
+        return IndexedRun(run)
+
+    def _require_counts(self, what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        if found != expected:
+            raise FormatError(
+                f"{self.path}: {what} has {found[0]} packs, {found[1]} tokens and {found[2]} sequences, expected"
+                f" {expected[0]}, {expected[1]} and {expected[2]} by the footer; it is damaged: copy or write it again"
+            )
+
+    def _keep(self, group: int, run: IndexedRun) -> None:
+        self._cache[group] = run
+        self._cached_nbytes += run.nbytes
+        while self._cached_nbytes > self._cache_nbytes and len(self._cache) > 1:
+            self._cached_nbytes -= self._cache.popitem(last=False)[1].nbytes
+
+    def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        """All rows, about ``RUN_TOKENS`` tokens at a time whatever the row groups are."""
+        with pyarrow_errors(self.path):
+            for groups, rows in self._portions():
+                yield from self._streamed.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False)
+
+    def _portions(self) -> Iterator[tuple[list[int], int]]:
+        """Row groups to read in one go, and how many rows of them at once: small groups together, large ones alone."""
+        groups: list[int] = []
+        tokens = packs = 0
+        for group, count in enumerate(self._num_values["input_ids"]):
+            if groups and tokens + count > RUN_TOKENS:
+                yield groups, max(1, packs * RUN_TOKENS // max(tokens, RUN_TOKENS))
+                groups, tokens, packs = [], 0, 0
+            groups.append(group)
+            tokens += count
+            packs += self._first_packs[group + 1] - self._first_packs[group]
+        if groups:
+            yield groups, max(1, packs * RUN_TOKENS // max(tokens, RUN_TOKENS))
+
+    def runs(self) -> Iterator[PackRun]:
+        """All packs; memory is bounded by the mean length of the packs in a row group, not by its size.
+
+        Raises:
+            SequenceError: a pack breaks a rule, with its number.
+            FormatError: the file cannot be decoded, or ends early.
+        """
+        counts, unplaced = Counts(), 0
+        for batch in self._batches(list(COLUMNS)):
+            first = counts.packs
+            run = PackColumns.of(batch, self.path, first).run(self.path, first, self._alignment, self._dtypes)
+            capacity = self.spec.capacity
+            if (over := run.pack_lengths > capacity).any():
+                pack = int(np.argmax(over))
+                reason = f"{run.pack_lengths[pack]} tokens, the file states a capacity of {capacity} (rule P1)"
+                raise SequenceError(self.path, first + pack, reason)
+            counts.add(run)
+            unplaced += run.unplaced
+            yield run
+        expected = (len(self), *(sum(self._num_values[name]) for name in _COUNTED))
+        self._require_counts("the file", (counts.packs, counts.tokens, counts.sequences), expected)
+        note_unplaced(self.notes, unplaced, self._alignment)

@@ -1,0 +1,221 @@
+"""The formats by name, and what is at a path, told by its content."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from inspect import signature
+from typing import Any, TypeAlias
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter
+from megatron_sft_idx.formats.masks import MaskAlignment
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.shards import natural_key
+
+__all__ = [
+    "READABLE",
+    "WRITABLE",
+    "Source",
+    "create",
+    "find",
+    "open_reader",
+    "reader_options",
+    "recognise",
+    "same_place",
+]
+
+Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
+
+# Where each format lives, inside this package, and what it is in a few words. A module is imported when a file is
+# looked at or written: some need libraries that take a second to import.
+_MODULES = {
+    "sft-idx": ("sft_idx", "a packed SFT shard (X.seq.idx and four files beside it)"),
+    "npy": ("npy", "a pickled .npy of packs"),
+    "memmap": ("memmap", "a folder of padded arrays (manifest.json and five .npy files)"),
+    "parquet": ("parquet", "a Parquet file of packs (input_ids, loss_mask, seq_start_id)"),
+    "pbin": ("modalities.pbin", "a Modalities .pbin"),
+    "jsonl-chunks": ("jsonl_chunks", "pre-packed JSONL chunks (chunk_00000.jsonl and on)"),
+    "megatron": ("stock", "a stock Megatron dataset (X.bin and X.idx, no masks)"),
+}
+READABLE = tuple(_MODULES)
+# A stock dataset has no place for masks or for sequences inside a pack, and shards are stock datasets already.
+WRITABLE = tuple(name for name in _MODULES if name != "megatron")
+# Formats whose paths are prefixes: several files that differ in their suffixes.
+_PREFIXES = ("sft-idx", "megatron")
+_LISTED = 5
+
+
+def _module(name: str) -> Any:
+    """The module of a format; FormatError where there is no such format."""
+    if name not in _MODULES:
+        raise FormatError(f"format {name!r}: there is none of this name, choose one of {', '.join(_MODULES)}")
+    return import_module(f"megatron_sft_idx.formats.{_MODULES[name][0]}")
+
+
+def reader_options(name: str) -> set[str]:
+    """Names of the options that the reader of a format has, ``mask_alignment`` among them."""
+    return signature(_module(name).Reader).parameters.keys() - {"path"}
+
+
+def open_reader(path: str, name: str, *, mask_alignment: MaskAlignment = "label", **options: Any) -> PackedReader:
+    """The reader of one file, folder or shard; options are those of its format.
+
+    Raises:
+        FormatError: no such format, an option that it does not have, or a path that is not of it.
+    """
+    if unknown := sorted(options.keys() - reader_options(name)):
+        raise FormatError(f"{path}: a {name} source has no option {', '.join(unknown)}; leave it out")
+    reader: PackedReader = _module(name).Reader(path, mask_alignment=mask_alignment, **options)
+    return reader
+
+
+def create(
+    path: str, name: str, spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False, **options: Any
+) -> PackedWriter:
+    """The writer of one file, folder or shard; options are those of its format.
+
+    Raises:
+        FormatError: no such format, one that is only read, or something is at ``path`` already.
+    """
+    if name not in WRITABLE:
+        raise FormatError(f"{path}: format {name!r} is not written; choose one of {', '.join(WRITABLE)}")
+    made = _module(name).Writer
+    if unknown := sorted(options.keys() - signature(made).parameters.keys()):
+        raise FormatError(f"{path}: {name} output has no option {', '.join(unknown)}; leave it out")
+    writer: PackedWriter = made(path, spec, overwrite=overwrite, allow_loss=allow_loss, **options)
+    return writer
+
+
+def recognise(path: str) -> dict[str, str]:
+    """Formats that the content at ``path`` is of, each with the evidence; none, one, or several."""
+    # Where no file and no folder has this name, it can only be a prefix; the others need not be imported. A pipe or a
+    # device is not opened: that may never end.
+    names = _MODULES if os.path.isfile(path) or os.path.isdir(path) else _PREFIXES
+    found = {}
+    for name in names:
+        if (evidence := _module(name).recognise(path)) is not None:
+            found[name] = evidence
+    return found
+
+
+def find(source: Source, name: str | None = None) -> tuple[str, list[str]]:
+    """The format of what ``source`` names, and the paths to open, which are one or more of that one format.
+
+    A folder that is no format of its own stands for what lies right in it, a glob for what it matches; both in
+    numeric-aware order of their names. A list keeps its own order. A path with or without one of a shard's suffixes
+    stands for the shard.
+
+    Args:
+        source: path, glob, folder, or a list of these.
+        name: the format, where it is known; None has it recognised by content.
+
+    Raises:
+        FormatError: nothing known is there, a path could be two things, or paths are of different formats.
+    """
+    entries = [source] if isinstance(source, str | os.PathLike) else list(source)
+    if not entries:
+        raise FormatError("an empty list of paths; name at least one")
+    if name is not None:
+        _module(name)
+    found = [pair for entry in entries for pair in _found(os.fspath(entry), name)]
+    formats = dict(reversed(found))
+    if len(formats) > 1:
+        listed = ", ".join(f"{path} is {kind}" for kind, path in sorted(formats.items()))
+        raise FormatError(f"{listed}; one dataset is of one format: convert some, or open them one by one")
+    return found[0][0], [path for _, path in found]
+
+
+def _found(path: str, name: str | None) -> list[tuple[str, str]]:
+    """Formats and paths of what one entry stands for, in order."""
+    if (itself := _one(path, name)) is not None:
+        return [itself]
+    inside: list[str] = []
+    if os.path.isdir(path):
+        inside = [os.path.join(path, entry) for entry in os.listdir(path) if not entry.startswith(".")]
+    elif glob.has_magic(path):
+        inside = glob.glob(path) or glob.glob(path + ".seq.idx") or glob.glob(path + ".idx")
+    if found := _several(inside, name):
+        return found
+    if name is not None:
+        return [(name, path)]  # its reader says what is wrong with it
+    raise _unknown(path, inside)
+
+
+def _one(path: str, name: str | None) -> tuple[str, str] | None:
+    """Format and path of the one thing that a path is, None where it is nothing known."""
+    if name is None:
+        found = recognise(path)
+    else:
+        evidence = _module(name).recognise(path)
+        found = {} if evidence is None else {name: evidence}
+    if len(found) > 1:
+        listed = "; ".join(f"{kind}: {evidence}" for kind, evidence in found.items())
+        raise FormatError(f"{path}: could be several things ({listed}); say which with format (--from)")
+    for kind in found:
+        return kind, prefix_of(path) if kind in _PREFIXES else path
+    return None
+
+
+def _several(paths: list[str], name: str | None) -> list[tuple[str, str]]:
+    """What is known among the entries of a folder or the matches of a glob."""
+    known: dict[str, str] = {}
+    unknown = []
+    for path in sorted(paths, key=natural_key):
+        if known.get(prefix_of(path)) in _PREFIXES:
+            continue  # another file of a shard
+        if (one := _one(path, name)) is not None:
+            known[one[1]] = one[0]
+        else:
+            unknown.append(path)
+    # A file beside the data may be anything, but one that is named like the data and is not like it is damaged.
+    suffixes = {".idx" if kind in _PREFIXES else os.path.splitext(path)[1] for path, kind in known.items()}
+    for path in unknown:
+        if (suffix := os.path.splitext(path)[1]) and suffix in suffixes:
+            kinds = ", ".join(sorted(set(known.values())))
+            raise FormatError(
+                f"{path}: it is named like what is beside it, which is {kinds}, but it is no such thing;"
+                " it may be damaged or incomplete: restore it, or move it away"
+            )
+    return [(kind, path) for path, kind in known.items()]
+
+
+def _unknown(path: str, tried: Sequence[str] = ()) -> FormatError:
+    """What was looked for, and what is there instead."""
+    looked = "; ".join(f"{name}: {words}" for name, (_, words) in _MODULES.items())
+    if tried:
+        names = ", ".join(os.path.basename(entry) for entry in sorted(tried, key=natural_key)[:_LISTED])
+        there = f"{len(tried)} entries, none of them known: {names}{', ...' if len(tried) > _LISTED else ''}"
+    elif os.path.isfile(path):
+        with open(path, "rb") as file:
+            head = file.read(16)
+        there = f"a file of {os.path.getsize(path)} bytes that begins with {head!r}"
+    elif os.path.isdir(path):
+        there = "an empty folder"
+    else:
+        there = "neither a file nor a folder" if os.path.lexists(path) else "nothing of this name"
+    return FormatError(
+        f"{path}: no known packed data; found {there}. Looked for {looked}."
+        " Say which it is with format (--from) to hear what is wrong with it"
+    )
+
+
+def prefix_of(path: str) -> str:
+    """The path without one of the suffixes that a shard's files have."""
+    try:
+        return ShardPaths.of(path).prefix
+    except FormatError:
+        return path  # a folder, or nothing but a suffix
+
+
+def same_place(first: str, first_name: str, second: str, second_name: str) -> bool:
+    """Whether writing ``second`` would touch ``first``: they are the same, or one is a folder that holds the other."""
+    one, other = (
+        os.path.realpath(prefix_of(path) if name in _PREFIXES else path)
+        for path, name in ((first, first_name), (second, second_name))
+    )
+    holds_other = first_name not in _PREFIXES and other.startswith(one + os.sep)
+    held_by_other = second_name not in _PREFIXES and one.startswith(other + os.sep)
+    return one == other or holds_other or held_by_other

@@ -1,0 +1,166 @@
+"""What readers and writers of several formats do with runs: packs out of them, counts, masks of 0 and 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.formats.base import PackedSpec, PackRun
+from megatron_sft_idx.formats.masks import MaskAlignment, unplaced_note
+from megatron_sft_idx.layout.values import MAX_CAPACITY
+from megatron_sft_idx.shard.reader import Pack
+
+__all__ = ["BinaryMasks", "Counts", "IndexedRun", "note_unplaced", "stated_alignment", "stated_int"]
+
+
+class IndexedRun:
+    """A run whose packs are found by their number.
+
+    Args:
+        run: checked packs.
+    """
+
+    def __init__(self, run: PackRun) -> None:
+        self.run = run
+        self._tokens = np.concatenate([[0], np.cumsum(run.pack_lengths)])
+        self._sequences = np.concatenate([[0], np.cumsum(run.pack_sequences)])
+
+    def __len__(self) -> int:
+        return len(self.run.pack_lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the arrays take."""
+        run = self.run
+        arrays = (run.tokens, run.loss_mask, run.seq_starts, run.pack_lengths, run.pack_sequences)
+        return sum(array.nbytes for array in (*arrays, self._tokens, self._sequences))
+
+    def pack(self, index: int) -> Pack:
+        """Pack ``index`` of the run, its ids and mask as read-only views."""
+        start, stop = self._tokens[index : index + 2].tolist()
+        first, last = self._sequences[index : index + 2].tolist()
+        boundaries = np.empty(last - first + 1, np.int32)
+        boundaries[:-1] = self.run.seq_starts[first:last]
+        boundaries[-1] = stop - start
+        tokens, mask = self.run.tokens[start:stop], self.run.loss_mask[start:stop]
+        tokens.flags.writeable = mask.flags.writeable = False
+        return {"input_ids": tokens, "loss_mask": mask, "seq_boundaries": boundaries}
+
+    def part(self, first: int, last: int) -> PackRun:
+        """Packs ``first`` up to ``last``, as views; what had no place in a mask is not counted again."""
+        tokens = slice(*self._tokens[[first, last]].tolist())
+        sequences = slice(*self._sequences[[first, last]].tolist())
+        run = self.run
+        return PackRun(
+            run.tokens[tokens],
+            run.loss_mask[tokens],
+            run.seq_starts[sequences],
+            run.pack_lengths[first:last],
+            run.pack_sequences[first:last],
+        )
+
+    def fitting(self, first: int, most_packs: int, most_tokens: int) -> int:
+        """The last of the packs from ``first`` on that are so many, with so many tokens, at most; plus one."""
+        fits = int(np.searchsorted(self._tokens, self._tokens[first] + most_tokens, side="right")) - 1
+        return max(first, min(fits, first + most_packs, len(self)))
+
+
+@dataclass
+class Counts:
+    """What runs hold in all."""
+
+    packs: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    longest: int = 0
+
+    def add(self, run: PackRun) -> None:
+        """Count a run in."""
+        self.packs += len(run.pack_lengths)
+        self.sequences += len(run.seq_starts)
+        self.tokens += len(run.tokens)
+        self.longest = max(self.longest, int(run.pack_lengths.max(initial=0)))
+
+    def require(self, path: str, spec: PackedSpec) -> None:
+        """FormatError unless all that was announced was written, and nothing else.
+
+        Files that begin with their counts would else say what is not true.
+        """
+        found = (self.packs, self.sequences, self.tokens)
+        expected = (spec.num_packs, spec.num_sequences, spec.num_tokens)
+        if found != expected:
+            raise FormatError(
+                f"{path}: {found[0]} packs, {found[1]} sequences and {found[2]} tokens were written, expected"
+                f" {expected[0]}, {expected[1]} and {expected[2]}; the source changed while it was read: start again"
+            )
+
+
+class BinaryMasks:
+    """Masks as 0 and 1, for formats whose readers know nothing else.
+
+    Args:
+        path: of the file being written, for errors.
+        allow_loss: make every weight above 0 a 1, and say so.
+
+    Attributes:
+        lost: for ``PackedWriter.lost``; grows as weights are let go.
+    """
+
+    def __init__(self, path: str, *, allow_loss: bool) -> None:
+        self._path, self._allow_loss, self._changed = path, allow_loss, 0
+        self.lost: dict[str, str] = {}
+
+    def of(self, run: PackRun, first_pack: int) -> NDArray[np.uint8]:
+        """The mask of a run, whose first pack has this number.
+
+        Raises:
+            FormatError: the mask holds other weights than 0 and 1, and loss is not allowed.
+        """
+        mask: NDArray[Any] = run.loss_mask
+        if mask.dtype == np.uint8:
+            return mask
+        weights = (mask != 0) & (mask != 1)
+        if weights.any():
+            if not self._allow_loss:
+                at = int(np.argmax(weights))
+                pack = first_pack + int(np.searchsorted(np.cumsum(run.pack_lengths), at, side="right"))
+                raise FormatError(
+                    f"{self._path}: pack {pack} has a loss weight of {mask[at]}, this format holds 0 and 1; pass"
+                    " allow_loss (--allow-loss) to make every weight above 0 a 1"
+                )
+            self._changed += int(np.count_nonzero(weights))
+            self.lost["masks"] = f"{self._changed} loss weights other than 0 and 1 became 1"
+        return (mask > 0).astype(np.uint8)
+
+
+def note_unplaced(notes: list[str], count: int, alignment: MaskAlignment) -> None:
+    """Say once, after a whole pass, what had no place in label-aligned masks."""
+    if count and (note := unplaced_note(count, alignment)) not in notes:
+        notes.append(note)
+
+
+def stated_alignment(path: str, stated: object, asked: MaskAlignment) -> MaskAlignment:
+    """The alignment of a file that may say it itself.
+
+    Raises:
+        FormatError: the caller says otherwise than the file: its masks would be shifted twice.
+    """
+    if stated not in ("label", "token", "rolled-right"):
+        return asked
+    if asked not in ("label", stated):
+        raise FormatError(
+            f"{path}: it says that its loss masks are {stated}-aligned, mask alignment {asked!r} would shift them"
+            " once more; leave the option out"
+        )
+    return stated
+
+
+def stated_int(stated: Mapping[str, Any], key: str, least: int = 1, most: int = MAX_CAPACITY) -> int | None:
+    """A whole number within bounds that a file says of itself; None where it says none."""
+    value = stated.get(key)
+    return value if type(value) is int and least <= value <= most else None

@@ -1,0 +1,162 @@
+"""Our own shards, as one of the formats."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cached_property
+
+import numpy as np
+
+from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, PackRun
+from megatron_sft_idx.formats.checks import checked_alignment, checked_run
+from megatron_sft_idx.formats.masks import MaskAlignment
+from megatron_sft_idx.formats.reading import run_bounds
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard.reader import Pack, read_header, require_same
+from megatron_sft_idx.storage import Backend
+
+__all__ = ["FORMAT", "Reader", "Writer", "recognise"]
+
+FORMAT = "sft-idx"
+
+
+def recognise(path: str) -> str | None:
+    """Evidence that a shard is at this prefix, or that the path is one of its files."""
+    try:
+        prefix = ShardPaths.of(path).prefix
+        header = read_header(prefix)
+    except (SFTIndexError, OSError):
+        return None
+    return f"{prefix}.seq.idx is the index of a packed SFT shard of {header.num_packs} packs"
+
+
+class Reader(PackedReader):
+    """One shard; its header is read at once, its other files when they are needed.
+
+    Args:
+        path: its prefix, or one of its files.
+        mask_alignment: label, as in every shard.
+        backend: ``mmap``, or ``pread`` where mapping is slow or refused.
+        copy: hand out writable copies instead of read-only views.
+
+    Raises:
+        ShardNotFoundError, FormatError: see ``Shard``.
+    """
+
+    format = FORMAT
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        mask_alignment: MaskAlignment = "label",
+        backend: Backend = "mmap",
+        copy: bool = False,
+    ) -> None:
+        self.path = ShardPaths.of(path).prefix
+        if checked_alignment(self.path, mask_alignment) != "label":
+            raise FormatError(
+                f"{self.path}: mask alignment {mask_alignment}, but a shard's loss masks are label-aligned (rule P6);"
+                " leave the option out: they would be shifted twice"
+            )
+        self.header = read_header(self.path)
+        self.notes = []
+        self._backend: Backend = backend
+        self._copy = copy
+
+    @cached_property
+    def shard(self) -> Shard:
+        """The shard, open."""
+        shard = Shard(self.path, backend=self._backend, copy=self._copy)
+        require_same(self.path, shard.shard_id, self.header.shard_id)
+        return shard
+
+    @property
+    def spec(self) -> PackedSpec:
+        """What the header says."""
+        header = self.header
+        return PackedSpec(
+            num_packs=header.num_packs,
+            num_sequences=header.num_sequences,
+            num_tokens=header.num_tokens,
+            longest_pack=header.longest_pack,
+            token_dtype=header.token_dtype,
+            mask_dtype=header.mask_dtype,
+            capacity=header.capacity,
+            sequence_multiple=header.sequence_multiple,
+            pad_id=header.pad_id,
+            # The writer's revision is of the file that was read, not of what will be written.
+            metadata={key: value for key, value in header.metadata.items() if key != "format_writer"},
+        )
+
+    @property
+    def identity(self) -> str:
+        """The shard id."""
+        return self.header.shard_id.hex()
+
+    def __len__(self) -> int:
+        return self.header.num_packs
+
+    def read(self, index: int) -> Pack:
+        """Pack ``index``: views of the maps."""
+        return self.shard[index]
+
+    def runs(self) -> Iterator[PackRun]:
+        """All packs in order, held to every rule."""
+        shard = self.shard
+        shard.check_ends()
+        files, tokens, sequences = shard.files, shard.token_offsets, shard.sequence_offsets
+        for first, last in run_bounds(tokens):
+            begin, end = tokens[first], tokens[last]
+            yield checked_run(
+                self.path,
+                first,
+                files.tokens[begin:end],
+                files.loss[begin:end],
+                files.starts[sequences[first] : sequences[last]],
+                np.diff(tokens[first : last + 1]),
+                np.diff(sequences[first : last + 1]),
+                token_dtype=self.header.token_dtype,
+                mask_dtype=self.header.mask_dtype,
+            )
+
+
+class Writer(PackedWriter):
+    """A shard being written.
+
+    Args:
+        path: its prefix.
+        spec: of what will be written; its metadata go to the header.
+        overwrite: replace a shard that is there.
+        allow_loss: nothing is lost in this format.
+    """
+
+    format = FORMAT
+
+    def __init__(self, path: str, spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False) -> None:
+        del allow_loss
+        self._writer = ShardWriter(
+            os.fspath(path),
+            token_dtype=spec.token_dtype,
+            mask_dtype=spec.mask_dtype,
+            capacity=spec.capacity or None,  # no pack, no capacity
+            sequence_multiple=spec.sequence_multiple,
+            pad_id=spec.pad_id,
+            overwrite=overwrite,
+            metadata=spec.metadata,
+        )
+
+    def write(self, run: PackRun) -> None:
+        """Append packs."""
+        self._writer.add_packs(run.tokens, run.loss_mask, run.seq_starts, run.pack_lengths, run.pack_sequences)
+
+    def finalize(self) -> None:
+        """Publish the shard."""
+        self._writer.finalize()
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        self._writer.abandon()

@@ -1,0 +1,250 @@
+"""A stock Megatron dataset, ``X.bin`` and ``X.idx``: one sequence an item, and no loss masks.
+
+What is trained on has to be said: ``mask_rule="all"`` for every token, or ``mask_path`` for a second dataset of the
+same lengths whose items are the masks. Each item becomes a pack of one sequence; pack them afterwards (the ``pack``
+verb). ``layout.mmididx`` has the layout of the index.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackRun
+from megatron_sft_idx.formats.checks import checked_alignment, checked_run
+from megatron_sft_idx.formats.masks import MaskAlignment, alignment_note
+from megatron_sft_idx.formats.reading import file_identity, run_bounds
+from megatron_sft_idx.formats.runs import note_unplaced
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.mmididx import IDX_HEADER, IDX_HEADER_NBYTES, idx_nbytes, pack_idx_header
+from megatron_sft_idx.shard.reader import Pack
+from megatron_sft_idx.storage import open_array
+
+__all__ = ["FORMAT", "MaskRule", "Reader", "recognise"]
+
+FORMAT = "megatron"
+MaskRule = Literal["all"]
+
+_MAGIC = pack_idx_header(0, 0)[:9]
+# Megatron's dtype codes (megatron.core.datasets.indexed_dataset.DType).
+_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+
+
+def recognise(path: str) -> str | None:
+    """Evidence that a stock dataset is at this prefix, or that the path is one of its files."""
+    try:
+        paths = ShardPaths.of(path)
+        with open(paths.idx, "rb") as file:
+            head = file.read(len(_MAGIC))
+    except (FormatError, OSError):
+        return None
+    # With any of the other three it is a shard, whole or not.
+    if head != _MAGIC or any(map(os.path.lexists, (paths.seq_idx, paths.loss, paths.starts))):
+        return None
+    return f"{paths.idx} begins as Megatron's index does, and no loss masks are beside it"
+
+
+@dataclass(frozen=True)
+class _Items:
+    """A stock dataset, open: its bytes mapped, lengths and byte positions of its items int64 [items]."""
+
+    path: str
+    raw: NDArray[np.uint8]
+    dtype: np.dtype[Any]
+    lengths: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+    @classmethod
+    def open(cls, paths: ShardPaths) -> _Items:
+        """Open and check both files. FormatError says what does not go together."""
+        for path in (paths.idx, paths.tokens):
+            if not os.path.isfile(path):
+                raise FormatError(f"{path}: is not there; a stock Megatron dataset is an .idx and a .bin beside it")
+        dtype, lengths, pointers = _read_idx(paths.idx)
+        size = os.path.getsize(paths.tokens)
+        if len(lengths) and lengths.min() < 0:
+            raise FormatError(f"{paths.idx}: item {int(np.argmin(lengths))} has {lengths.min()} tokens; it is damaged")
+        # Below 2^34 bytes an item, so that nothing below overflows once pointers are inside the file.
+        inside = (pointers >= 0) & (pointers <= size)
+        ends = np.where(inside, pointers, 0) + lengths * dtype.itemsize
+        good = inside & (ends <= size)
+        good[1:] &= pointers[1:] >= ends[:-1]
+        if not good.all():
+            item = int(np.argmin(good))
+            raise FormatError(
+                f"{paths.idx}: item {item} is said to be {lengths[item]} tokens at byte {pointers[item]} of"
+                f" {paths.tokens}, which overlaps the item before it or leaves the file of {size} bytes;"
+                " one of the two was cut short or changed: restore them"
+            )
+        raw: Any = open_array(paths.tokens, np.dtype("u1"), size, nbytes=size)
+        return cls(paths.prefix, raw, dtype, lengths, pointers)
+
+    def values(self, first: int, last: int) -> NDArray[Any]:
+        """The items ``first`` up to ``last``, end to end."""
+        if first == last:
+            return np.empty(0, self.dtype)
+        offsets, nbytes = self.offsets[first:last], self.lengths[first:last] * self.dtype.itemsize
+        begin, end = int(offsets[0]), int(offsets[-1] + nbytes[-1])
+        if end - begin == nbytes.sum():
+            return self.raw[begin:end].view(self.dtype)
+        pieces = [self.raw[a : a + n] for a, n in zip(offsets.tolist(), nbytes.tolist(), strict=True)]
+        return np.concatenate(pieces).view(self.dtype)
+
+
+def _read_idx(path: str) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.int64]]:
+    """Dtype of the items, their lengths and their positions in bytes. FormatError where the file is not whole."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        head = file.read(IDX_HEADER_NBYTES)
+        if len(head) < IDX_HEADER_NBYTES or head[: len(_MAGIC)] != _MAGIC:
+            raise FormatError(f"{path}: begins with {head[:9]!r}, expected {_MAGIC!r}; it is no index of Megatron's")
+        _, version, code, items, documents = IDX_HEADER.unpack(head)
+        if version != 1 or code not in _DTYPES:
+            raise FormatError(f"{path}: version {version}, dtype code {code}; version 1 and codes 1 to 8 are known")
+        # Python's numbers do not overflow, so a count of any size fails here and not in an allocation.
+        expected = idx_nbytes(items) + 8 * (documents - items - 1)
+        if size == expected + items and items:
+            raise FormatError(
+                f"{path}: a multimodal dataset, with a mode for each of its {items} items; only text can be SFT data"
+                " here: write its text items to a dataset of their own"
+            )
+        if size != expected:
+            raise FormatError(
+                f"{path}: {size} bytes, expected {expected} for {items} items and {documents} document entries;"
+                " it was cut short or changed: restore it"
+            )
+        lengths = np.frombuffer(file.read(4 * items), "<i4").astype(np.int64)
+        pointers = np.frombuffer(file.read(8 * items), "<i8").astype(np.int64)
+    return np.dtype(_DTYPES[code]), lengths, pointers
+
+
+class Reader(PackedReader):
+    """A stock dataset whose items are sequences, one a pack.
+
+    Args:
+        path: its prefix, or one of its two files.
+        mask_alignment: of the masks at ``mask_path``.
+        mask_rule: ``all`` trains on every token.
+        mask_path: prefix of a dataset of the same lengths that holds the masks: 0 and 1, or weights.
+
+    Raises:
+        FormatError: files that do not go together, or not exactly one of rule and path.
+    """
+
+    format = FORMAT
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        mask_alignment: MaskAlignment = "label",
+        mask_rule: MaskRule | None = None,
+        mask_path: str | os.PathLike[str] | None = None,
+    ) -> None:
+        paths = ShardPaths.of(path)
+        self.path = paths.prefix
+        self._alignment = checked_alignment(self.path, mask_alignment)
+        if (mask_rule is None) == (mask_path is None) or mask_rule not in (None, "all"):
+            raise FormatError(
+                f"{self.path}: a stock dataset has no loss masks; say what is trained on, by mask_rule 'all'"
+                " (--mask-rule all) or by a dataset of masks of the same lengths (--mask-path PREFIX), one of the two"
+            )
+        self._items = _Items.open(paths)
+        if self._items.dtype.kind == "f":
+            raise FormatError(f"{self.path}: items of {self._items.dtype}, token ids are integers")
+        if not self._items.lengths.all():
+            item = int(np.argmin(self._items.lengths))
+            raise SequenceError(self.path, item, "has no tokens, a sequence has at least one (rule P3); leave it out")
+        files = [paths.idx, paths.tokens]
+        self._masks: _Items | None = None
+        self.notes = ["one sequence a pack: the format knows items only; pack them with the pack verb"]
+        if mask_path is None:
+            self.notes.append("every token is trained on, as the mask rule says")
+        else:
+            beside = ShardPaths.of(mask_path)
+            self._masks = _Items.open(beside)
+            files += [beside.idx, beside.tokens]
+            self._check_masks(self._masks)
+            self.notes += [note for note in [alignment_note(self._alignment)] if note]
+        self._identity = file_identity(*files)
+        self._offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._items.lengths)])
+        self._spec = self._make_spec()
+
+    def _check_masks(self, masks: _Items) -> None:
+        if len(masks.lengths) != len(self):
+            raise FormatError(f"{masks.path}: {len(masks.lengths)} masks for the {len(self)} items of {self.path}")
+        different = masks.lengths != self._items.lengths
+        if different.any():
+            item = int(np.argmax(different))
+            raise SequenceError(
+                masks.path, item, f"{masks.lengths[item]} mask values for {self._items.lengths[item]} tokens"
+            )
+
+    def _make_spec(self) -> PackedSpec:
+        longest = int(self._items.lengths.max(initial=0))
+        small = self._items.dtype in (np.uint8, np.uint16)
+        weights = self._masks is not None and self._masks.dtype.kind == "f"
+        return PackedSpec(
+            num_packs=len(self),
+            num_sequences=len(self),
+            num_tokens=int(self._offsets[-1]),
+            longest_pack=longest,
+            token_dtype=np.dtype(np.uint16 if small else np.int32),
+            mask_dtype=np.dtype(np.float32 if weights else np.uint8),
+            capacity=longest,
+        )
+
+    @property
+    def spec(self) -> PackedSpec:
+        """Counts by the index."""
+        return self._spec
+
+    @property
+    def identity(self) -> str:
+        """Sizes and times of the files."""
+        return self._identity
+
+    def __len__(self) -> int:
+        return len(self._items.lengths)
+
+    def read(self, index: int) -> Pack:
+        """Item ``index`` as a pack of one sequence."""
+        run = self._run(index, index + 1)
+        boundaries = np.array([0, len(run.tokens)], np.int32)
+        return {"input_ids": run.tokens, "loss_mask": run.loss_mask, "seq_boundaries": boundaries}
+
+    def runs(self) -> Iterator[PackRun]:
+        """All items in order, one a pack."""
+        unplaced = 0
+        for first, last in run_bounds(self._offsets):
+            run = self._run(first, last)
+            unplaced += run.unplaced
+            yield run
+        note_unplaced(self.notes, unplaced, self._alignment)
+
+    def _run(self, first: int, last: int) -> PackRun:
+        tokens, lengths = self._items.values(first, last), self._items.lengths[first:last]
+        if self._masks is not None:
+            mask, alignment = self._masks.values(first, last), self._alignment
+        else:
+            mask, alignment = np.ones(len(tokens), np.uint8), "label"
+            mask[np.cumsum(lengths) - 1] = 0
+        nothing, ones = np.zeros(last - first, np.int64), np.ones(last - first, np.int64)
+        return checked_run(
+            self.path,
+            first,
+            tokens,
+            mask,
+            nothing,
+            lengths,
+            ones,
+            mask_alignment=alignment,
+            token_dtype=self._spec.token_dtype,
+            mask_dtype=self._spec.mask_dtype,
+        )

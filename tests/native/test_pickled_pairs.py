@@ -1,0 +1,160 @@
+"""The parser of pickled lists of integer pairs against a plain-Python twin, and against pickle."""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_sft_idx._native import parse_pickled_pairs
+
+INTEGERS = st.integers(-(2**63), 2**63 - 1) | st.integers(-300, 70000)
+PAIRS = st.lists(st.tuples(INTEGERS, INTEGERS), max_size=30)
+
+MARK = object()
+SKIPPED = {"PROTO", "FRAME", "MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"}
+NUMBERS = {"INT", "LONG", "BININT", "BININT1", "BININT2", "LONG1", "LONG4"}
+
+
+def twin(data: bytes) -> list[tuple[int, int]]:
+    """The list, or an error: pickle's stack machine with the few opcodes that such a list needs."""
+    stack: list[Any] = []
+
+    def since_mark() -> list[Any]:
+        items: list[Any] = []
+        while (item := stack.pop()) is not MARK:
+            items.insert(0, item)
+        return items
+
+    def extend(items: list[Any]) -> None:
+        stack[-1].extend(items)
+
+    actions: dict[str, Callable[[], Any]] = {
+        "MARK": lambda: stack.append(MARK),
+        "EMPTY_LIST": lambda: stack.append([]),
+        "LIST": lambda: stack.append(since_mark()),
+        "TUPLE": lambda: stack.append(tuple(since_mark())),
+        "TUPLE2": lambda: stack.append((stack.pop(-2), stack.pop(-1))),
+        "APPEND": lambda: stack[-2].append(stack.pop()),
+        "APPENDS": lambda: extend(since_mark()),
+        "STOP": lambda: None,
+    }
+    opcodes = list(pickletools.genops(data))
+    for opcode, argument, _ in opcodes:
+        if opcode.name in NUMBERS:
+            stack.append(int(argument))
+        elif opcode.name not in SKIPPED:
+            actions[opcode.name]()
+    assert opcodes[-1][2] == len(data) - 1
+    (found,) = stack
+    assert isinstance(found, list)
+    assert all(isinstance(pair, tuple) and list(map(type, pair)) == [int, int] for pair in found)
+    return found
+
+
+def parse(data: bytes) -> list[tuple[int, ...]]:
+    return [tuple(pair) for pair in parse_pickled_pairs(np.frombuffer(data, np.uint8)).tolist()]
+
+
+@given(PAIRS, st.integers(0, pickle.HIGHEST_PROTOCOL))
+def test_what_pickle_writes(pairs: list[tuple[int, int]], protocol: int) -> None:
+    data = pickle.dumps(pairs, protocol)
+    assert parse(data) == twin(data) == pairs
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("count", [0, 1, 2, 999, 1000, 1001, 20000])
+def test_batches_and_frames(protocol: int, count: int) -> None:
+    pairs = [(i * 70001, i) for i in range(count)]
+    assert parse(pickle.dumps(pairs, protocol)) == pairs
+
+
+@given(PAIRS, st.integers(0, pickle.HIGHEST_PROTOCOL), st.data())
+def test_what_is_accepted_is_what_is_meant(pairs: list[tuple[int, int]], protocol: int, data: st.DataObject) -> None:
+    """One byte put in, taken out or changed: refused, or read as the twin reads it."""
+    raw = bytearray(pickle.dumps(pairs, protocol))
+    at = data.draw(st.integers(0, len(raw) - 1))
+    raw[at : at + data.draw(st.integers(0, 1))] = data.draw(st.binary(max_size=2))
+    refusal = "byte "
+    try:
+        found = parse(bytes(raw))
+    except ValueError as error:
+        refusal = str(error)
+    else:
+        assert found == twin(bytes(raw))
+    assert refusal.startswith("byte ")
+
+
+@given(st.lists(st.sampled_from(list(b"(]laet\x86K\x01M\x00J.\x94q\x8a\x80I1\nL")), max_size=40))
+def test_opcodes_at_random(opcodes: list[int]) -> None:
+    try:
+        found = parse(bytes(opcodes))
+    except ValueError:
+        return
+    assert found == twin(bytes(opcodes))
+
+
+class Attack:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, ("1/0",)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "cut short"),
+        (b".", "without one whole list"),
+        (pickle.dumps([Attack()], 2), "opcode 0x63"),
+        (pickle.dumps([Attack()], 4), "opcode 0x8c"),
+        (b"]cos\nsystem\n.", "opcode 0x63"),
+        (pickle.dumps([(1.5, 2)]), "opcode 0x47"),
+        (pickle.dumps([("a", 2)]), "opcode 0x8c"),
+        (pickle.dumps([(1, 2, 3)]), "opcode 0x87|three integers"),
+        (pickle.dumps([[1, 2]]), "three integers|not a list of pairs"),
+        (pickle.dumps(((1, 2),)), "opcode 0x85|not a list"),
+        (pickle.dumps([[(1, 2)]]), "not a list|without one whole"),
+        (pickle.dumps({1: 2}), "opcode 0x7d"),
+        (pickle.dumps([(1, 2**63)]), "more than 64 bits"),
+        (pickle.dumps([(1, 2**63)], 0), "64 bits"),
+        (pickle.dumps([(1, 1 << 5000)]), "more than 64 bits"),
+        (b"]\x8b\xff\xff\xff\x7f.", "64 bits"),
+        (b"]\x8b\xff\xff\xff\xff.", "negative size"),
+        (b"]\x8a\xff.", "64 bits"),
+        (b"]K\x01.", "without one whole list"),
+        (b"]].", "without one whole list"),
+        (b"]a.", "not a list"),
+        (b"e.", "not a list"),
+        (b"\x86.", "not a list"),
+        (b"]K\x01K\x02\x86.", "without one whole list"),
+        (b"].]", "bytes follow"),
+        (b"]p", "cut short"),
+        (b"]IK\n.", "no decimal"),
+        (b"]I\n.", "no decimal"),
+        (pickle.dumps([(1, 2)])[:-1], "cut short"),
+        # The same tuple twice: the second is recalled from memory, which index writers never need.
+        (pickle.dumps([(1, 2)] * 1 + [None]), "opcode 0x4e"),
+        (b"](K\x01K\x02\x86\x94h\x01e.", "opcode 0x68"),
+    ],
+)
+def test_all_else_is_refused(data: bytes, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        parse(data)
+
+
+def test_numbers_in_the_pickle_cost_no_memory() -> None:
+    # Python's unpickler makes its memory as large as these say.
+    assert parse(b"]r\xff\xff\xff\xff(K\x01K\x02\x86r\xfe\xff\xff\xffe.") == [(1, 2)]
+    assert parse(b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\xff].") == []
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(TypeError):
+        parse_pickled_pairs(np.zeros(4, np.int8))
+    with pytest.raises(ValueError, match="one-dimensional"):
+        parse_pickled_pairs(np.zeros((2, 2), np.uint8))

@@ -1,0 +1,338 @@
+"""Packs go from any format to any other and come back equal; what cannot be kept is refused or said."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from packs import Sample, assert_holds, demo_samples, five_files, sample_of, samples, write_samples
+
+from megatron_sft_idx import LegacyPickleWriter, open_dataset
+from megatron_sft_idx.cli.main import main
+from megatron_sft_idx.convert import ConvertOptions, convert
+from megatron_sft_idx.convert import conversion as conversion_module
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.registry import WRITABLE
+from megatron_sft_idx.shard import Shard
+
+ROOT = Path(__file__).parent.parent
+
+# Formats that keep everything, and what their paths look like.
+SUFFIXES = {
+    "sft-idx": "",
+    "npy": ".npy",
+    "memmap": ".memmap",
+    "parquet": ".parquet",
+    "pbin": ".pbin",
+    "jsonl-chunks": ".chunks",
+}
+LOSSY = ["pbin"]
+WEIGHTS = {"sft-idx", "npy"}
+WHOLE = [name for name in WRITABLE if name not in LOSSY]
+PAIRS = [(a, b) for a in WHOLE for b in WHOLE]
+
+LAST = 2**16 - 1
+CORNERS = {
+    "nothing": [],
+    "one-token sequences": [sample_of([1, 1, 1], lambda i: 0, lambda i: i), sample_of([1], lambda i: 0, lambda i: 7)],
+    "the limits of uint16": [sample_of([3, 2], lambda i: 1, lambda i: [0, LAST, LAST - 1, 1, LAST][i])],
+    "1,000 sequences": [sample_of([1 + i % 2 for i in range(1000)], lambda i: i % 2, lambda i: i), *demo_samples(2)],
+}
+
+
+def place(folder: Path, name: str, stem: str) -> str:
+    return f"{folder / stem}{SUFFIXES[name]}"
+
+
+def trip(folder: Path, packs: list[Sample], way: tuple[str, ...], **options: Any) -> Shard:
+    """The shard that comes out where packs go from a shard through these formats back to a shard."""
+    source = str(folder / "begin")
+    write_samples(source, packs, overwrite=True, **options)
+    for number, name in enumerate((*way, "sft-idx")):
+        target = place(folder, name, f"step-{number}")
+        report = convert(source, target, name, ConvertOptions(overwrite=True))
+        assert (report.verified, report.lost, report.content.num_packs) == (True, [], len(packs))
+        source = target
+    return Shard(source)
+
+
+@pytest.mark.parametrize("way", PAIRS, ids="-".join)
+@pytest.mark.parametrize("corner", CORNERS)
+def test_every_format_to_every_other(tmp_path: Path, way: tuple[str, str], corner: str) -> None:
+    shard = trip(tmp_path, CORNERS[corner], way, token_dtype=np.uint16)
+    assert_holds(shard, CORNERS[corner])
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_packs_survive_any_way(tmp_path: Path, name: str, data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([np.uint16, np.int32]))
+    packs = data.draw(samples(token_dtype=dtype))
+    way = (name, *data.draw(st.lists(st.sampled_from(WHOLE), max_size=2)))
+    assert_holds(trip(tmp_path, packs, way, token_dtype=dtype), packs)
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_a_format_has_no_place_for_is_let_go_only_on_request(tmp_path: Path, name: str, corner: str) -> None:
+    packs = CORNERS[corner]
+    write_samples(tmp_path / "x", packs, token_dtype=np.uint16)
+    target = place(tmp_path, name, "y")
+    with pytest.raises(FormatError, match="--allow-loss"):
+        convert(str(tmp_path / "x"), target, name)
+    report = convert(str(tmp_path / "x"), target, name, ConvertOptions(allow_loss=True))
+    assert report.lost
+    with pytest.raises(FormatError, match="--mask-rule all"):
+        convert(target, str(tmp_path / "z"), "sft-idx")
+    convert(target, str(tmp_path / "z"), "sft-idx", ConvertOptions(reader={"mask_rule": "all"}))
+    sequences = [pack.tokens[a:b] for pack in packs for a, b in pairwise(pack.bounds)]
+    assert_holds(Shard(tmp_path / "z"), [Sample(tokens, [1] * len(tokens), [0]) for tokens in sequences])
+
+
+@pytest.mark.parametrize("name", sorted(WEIGHTS))
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(packs=samples(weights=True))
+def test_weights_survive_where_a_format_has_them(tmp_path: Path, name: str, packs: list[Sample]) -> None:
+    assert_holds(trip(tmp_path, packs, (name,), mask_dtype=np.float32), packs)
+
+
+@pytest.mark.parametrize("name", [name for name in WHOLE if name not in WEIGHTS])
+def test_weights_are_refused_where_a_format_has_none(tmp_path: Path, name: str) -> None:
+    packs = [Sample([1, 2, 3], [0, 0.5, 1], [0])]
+    write_samples(tmp_path / "x", packs, mask_dtype=np.float32)
+    with pytest.raises(FormatError, match="--allow-loss"):
+        convert(str(tmp_path / "x"), place(tmp_path, name, "y"), name)
+    assert not Path(place(tmp_path, name, "y")).exists()
+    report = convert(str(tmp_path / "x"), place(tmp_path, name, "y"), name, ConvertOptions(allow_loss=True))
+    assert report.lost
+    assert open_dataset(place(tmp_path, name, "y"))[0]["loss_mask"].tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_same_source_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
+    write_samples(tmp_path / "x", demo_samples(9), metadata={"tokenizer": {"fingerprint": "abc"}})
+    contents = []
+    for stem in ("a", "b"):
+        target = place(tmp_path / stem, name, stem)
+        convert(str(tmp_path / "x"), target, name)
+        files = sorted(path for path in (tmp_path / stem).rglob("*") if path.is_file())
+        contents.append([path.read_bytes() for path in files])
+        assert files
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_several_sources_become_one_and_one_of_them_may_be_empty(tmp_path: Path, name: str) -> None:
+    packs = demo_samples(12)
+    write_samples(tmp_path / "a", packs[:5], token_dtype=np.uint16)
+    write_samples(tmp_path / "b", [])
+    write_samples(tmp_path / "c", packs[5:])
+    parts = []
+    for stem in "abc":
+        parts.append(place(tmp_path / name, name, stem))
+        convert(str(tmp_path / stem), parts[-1], name)
+    report = convert(parts, str(tmp_path / "all"), "sft-idx")
+    assert report.paths == tuple(parts)
+    if name == "npy":  # every one of them is heard, though no two are open at once
+        longest = [max((len(p.tokens) for p in part), default=0) for part in (packs[:5], [], packs[5:])]
+        assert [int(note.split()[-2]) for note in report.notes] == longest
+    assert_holds(Shard(tmp_path / "all"), packs)
+    assert_holds(open_dataset(parts), packs)
+
+
+def test_what_a_shard_knows_survives_another_shard(tmp_path: Path) -> None:
+    metadata = {"tokenizer": {"fingerprint": "abc"}, "packing": {"seed": 3}}
+    options = {"capacity": 96, "sequence_multiple": 8, "pad_id": 5, "token_dtype": np.uint16, "metadata": metadata}
+    write_samples(tmp_path / "x", demo_samples(5), **options)
+    convert(str(tmp_path / "x"), str(tmp_path / "y"), "sft-idx")
+    assert five_files(tmp_path / "x") == five_files(tmp_path / "y")
+
+
+def test_the_demo_data_through_every_format(tmp_path: Path) -> None:
+    demo = ROOT / "tools/demo"
+    source = str(tmp_path / "demo")
+    arguments = ["--input", str(demo / "chats.jsonl"), "--tokenizer-model", str(demo / "tokenizer"), "--workers", "0"]
+    assert main(["preprocess", *arguments, "--seq-length", "1024", "--output-prefix", source]) == 0
+    before = Shard(source)
+    assert len(before) > 5
+    for number, name in enumerate([*WHOLE, "sft-idx"]):
+        target = place(tmp_path, name, f"demo-{number}")
+        assert main(["convert", source, target, "--to", name]) == 0
+        source = target
+    after = Shard(source)
+    for one, other in zip(before, after, strict=True):
+        for key in ("input_ids", "loss_mask", "seq_boundaries"):
+            np.testing.assert_array_equal(one[key], other[key])
+
+
+# ---- masks ----
+
+
+def numpy_file(path: Path, packs: list[Sample], masks: list[list[float]]) -> str:
+    rows = [
+        {"input_ids": p.tokens, "loss_mask": mask, "seq_start_id": p.starts}
+        for p, mask in zip(packs, masks, strict=True)
+    ]
+    np.save(path, np.array([*rows, None], object)[:-1], allow_pickle=True)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_masks_are_shifted_exactly_once(tmp_path: Path, name: str) -> None:
+    packs = [Sample([1, 2, 3, 4, 5, 6], [1, 1, 0, 1, 0, 0], [0, 3]), *demo_samples(4)]
+    token = numpy_file(tmp_path / "token.npy", packs, [p.mask for p in packs])
+    first = place(tmp_path, name, "first")
+    report = convert(token, first, name, ConvertOptions(mask_alignment="token"))
+    assert any("token-aligned" in note for note in report.notes)
+    assert any("loss mask values on the first token" in note for note in report.notes)
+    assert_holds(open_dataset(first), packs)
+    convert(first, str(tmp_path / "x"), "sft-idx")
+    assert_holds(Shard(tmp_path / "x"), packs)
+    if name != "npy":  # which cannot say how its masks are aligned
+        with pytest.raises(FormatError, match=r"shift|alignment"):
+            convert(first, str(tmp_path / "y"), "sft-idx", ConvertOptions(mask_alignment="token"))
+        assert not list(tmp_path.glob("y*"))
+
+
+def test_a_mask_that_was_rolled_right_is_rolled_back(tmp_path: Path) -> None:
+    packs = [Sample(p.tokens, [*p.mask[:-1], 0], p.starts) for p in demo_samples(6)]
+    rolled = numpy_file(tmp_path / "rolled.npy", packs, [[0, *p.mask[:-1]] for p in packs])
+    convert(rolled, str(tmp_path / "x"), "sft-idx", ConvertOptions(mask_alignment="rolled-right"))
+    assert_holds(Shard(tmp_path / "x"), packs)
+
+
+# ---- files of independent writers ----
+
+
+def test_a_legacy_file_of_numpy_to_every_format(tmp_path: Path) -> None:
+    packs = demo_samples(6)
+    source = numpy_file(tmp_path / "x.npy", packs, [p.label_mask for p in packs])
+    for name in WHOLE:
+        convert(source, place(tmp_path, name, "out"), name)
+        assert_holds(open_dataset(place(tmp_path, name, "out")), packs)
+
+
+def test_what_the_legacy_writer_makes_is_what_numpy_reads(tmp_path: Path) -> None:
+    packs = demo_samples(300)
+    with LegacyPickleWriter(tmp_path / "x.npy") as writer:
+        for number, pack in enumerate(packs):
+            ids, mask = np.array(pack.tokens), np.array(pack.label_mask)
+            writer.write_bin(number, ids, mask, np.array(pack.starts, np.uint32))
+        assert writer.finalize() == {"format": "legacy_pickle", "num_bins": 300}
+    loaded = np.load(tmp_path / "x.npy", allow_pickle=True)
+    assert (loaded.shape, loaded.dtype) == ((300,), object)
+    for row, pack in zip(loaded.tolist(), packs, strict=True):
+        assert row == {"input_ids": pack.tokens, "loss_mask": pack.label_mask, "seq_start_id": pack.starts}
+        assert {type(value) for column in row.values() for value in column} == {int}
+
+
+def test_the_legacy_writer_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
+    writer = LegacyPickleWriter(tmp_path / "x.npy")
+    writer.write_bin(0, [1, 2], [0, 0], [0])
+    with pytest.raises(SequenceError, match="the next pack is number 1"):
+        writer.write_bin(2, [1], [0], [0])
+    with pytest.raises(SequenceError, match="2 in input_ids, 1 in loss_mask"):
+        writer.write_bin(1, [1, 2], [0], [0])
+    with pytest.raises(SequenceError, match=r"x\.npy:1: its first sequence starts at 1"), writer:
+        writer.write_bin(1, [1, 2], [0, 0], [1])
+    assert not list(tmp_path.iterdir())
+
+
+# ---- refusals ----
+
+
+def test_an_archive_in_the_clothes_of_an_array_is_not_unpacked(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "bomb.npz", a=np.zeros(1 << 24))
+    (tmp_path / "bomb.npz").rename(tmp_path / "x.npy")
+    with pytest.raises(FormatError, match=r"x\.npy: no known packed data; found a file of .* begins with b'PK"):
+        convert(str(tmp_path / "x.npy"), str(tmp_path / "y"), "sft-idx")
+    with pytest.raises(FormatError, match=r"x\.npy: not a \.npy file of version 1 or 2"):
+        convert(str(tmp_path / "x.npy"), str(tmp_path / "y"), "sft-idx", ConvertOptions(source_format="npy"))
+    assert not list(tmp_path.glob("y*"))
+
+
+def test_a_source_is_never_written_over(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    before = five_files(tmp_path / "x")
+    (tmp_path / "link").symlink_to(tmp_path)
+    options = ConvertOptions(overwrite=True)
+    for target in ("x", "x.bin", "./x", "link/x"):
+        with pytest.raises(FormatError, match=r"is where the source .* lies"):
+            convert(str(tmp_path / "x"), f"{tmp_path}/{target}", "sft-idx", options)
+    source = numpy_file(tmp_path / "folder.npy", [], [])
+    with pytest.raises(FormatError, match="exists already"):
+        convert(str(tmp_path / "x"), source, "npy")
+    assert five_files(tmp_path / "x") == before
+
+
+def test_a_broken_source_leaves_nothing_behind(tmp_path: Path) -> None:
+    packs = demo_samples(5)
+    write_samples(tmp_path / "x", packs)
+    with open(tmp_path / "x.bin", "r+b") as file:
+        file.write(b"\xff\xff\xff\xff")  # -1
+    for name in WHOLE:
+        with pytest.raises(SequenceError, match=r"x:0: position 0 has id -1"):
+            convert(str(tmp_path / "x"), place(tmp_path / "out", name, "y"), name)
+        assert not list((tmp_path / "out").rglob("*y*"))
+
+
+def test_a_result_that_is_not_what_went_in_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_samples(tmp_path / "x", demo_samples(5))
+    write_samples(tmp_path / "other", [*demo_samples(4), Sample([1], [0], [0])])
+    opened = conversion_module.open_reader
+    # As if the disk gave back something else.
+    monkeypatch.setattr(conversion_module, "open_reader", lambda _, name: opened(str(tmp_path / "other"), name))
+    with pytest.raises(FormatError, match="read again, its token ids, loss masks, sequence lengths are not those"):
+        convert(str(tmp_path / "x"), str(tmp_path / "y"), "sft-idx")
+    assert convert(str(tmp_path / "x"), str(tmp_path / "z"), "sft-idx", ConvertOptions(verify=False)).verified is False
+
+
+def test_the_capacity_is_what_is_asked_for_where_it_holds(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples(5))
+    convert(str(tmp_path / "x"), str(tmp_path / "y"), "sft-idx", ConvertOptions(capacity=99))
+    assert Shard(tmp_path / "y").header.capacity == 99
+    with pytest.raises(SequenceError, match="the longest pack has 12 tokens, --capacity is 11"):
+        convert(str(tmp_path / "x"), str(tmp_path / "z"), "sft-idx", ConvertOptions(capacity=11))
+
+
+# ---- the command ----
+
+
+def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    packs = demo_samples(6)
+    source = numpy_file(tmp_path / "x.npy", packs, [p.label_mask for p in packs])
+    assert main(["convert", source, f"{tmp_path}/y", "--to", "sft-idx", "--log-interval", "1"]) == 0
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert lines[0] == f"read {source} as npy"
+    assert lines[1].startswith("note: the file does not say its capacity")
+    assert re.fullmatch(r"wrote .*y as sft-idx: 6 packs, \d+ sequences, \d+ tokens, .* capacity \d+", lines[-2])
+    assert lines[-1] == "read again and compared: the same"
+    assert re.search(r"converting: 6 packs, 100\.0%, .*/s, 00:00 left", shown.err)
+    assert "verifying: 6 packs" in shown.err
+    assert main(["convert", source, f"{tmp_path}/y", "--to", "sft-idx"]) == 1
+    assert "exist already" in capsys.readouterr().err
+    assert main(["convert", source, f"{tmp_path}/y", "--to", "sft-idx", "--overwrite", "--no-verify"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "not read again, as --no-verify says"
+    with pytest.raises(SystemExit) as caught:
+        main(["convert", source, f"{tmp_path}/z", "--to", "sft-idx", "--row-group-size", "5"])
+    assert caught.value.code == 2
+    assert main(["convert", source, f"{tmp_path}/z", "--to", "sft-idx", "--mask-rule", "all"]) == 1
+    assert "a npy source has no option mask_rule" in capsys.readouterr().err
+
+
+def test_the_script_in_tools_is_the_verb(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples(3))
+    command = [sys.executable, str(ROOT / "tools/convert_sft.py"), str(tmp_path / "x"), str(tmp_path / "y.npy")]
+    run = subprocess.run([*command, "--to", "npy"], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert_holds(open_dataset(tmp_path / "y.npy"), demo_samples(3))

@@ -1,0 +1,230 @@
+"""What all formats share: masks brought to one alignment, the rules of packs, files that appear whole."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packs import Sample, folder_of, samples
+
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.checks import checked_alignment, checked_run, require_same_length
+from megatron_sft_idx.formats.masks import MASK_ALIGNMENTS, alignment_note, label_aligned, unplaced_note
+from megatron_sft_idx.formats.output import Output, output_file, output_folder
+
+
+def joined(packs: list[Sample], masks: list[list[float]]) -> dict[str, Any]:
+    """The columns of ``checked_run`` for these packs with these masks."""
+    return {
+        "tokens": np.array([t for p in packs for t in p.tokens], np.int64),
+        "loss_mask": np.array([v for mask in masks for v in mask], np.float32),
+        "seq_starts": np.array([s for p in packs for s in p.starts], np.int64),
+        "pack_lengths": np.array([len(p.tokens) for p in packs], np.int64),
+        "pack_sequences": np.array([len(p.starts) for p in packs], np.int64),
+    }
+
+
+def rolled_right(mask: list[float]) -> list[float]:
+    return [0, *mask[:-1]]
+
+
+def last_lost(pack: Sample) -> Sample:
+    """The pack without its last token's mask, which rolling right pushes out."""
+    return Sample(pack.tokens, [*pack.mask[:-1], 0], pack.starts)
+
+
+# ---- masks ----
+
+
+@given(samples(weights=True))
+def test_every_alignment_becomes_the_label_mask_of_its_token_mask(packs: list[Sample]) -> None:
+    expected = [v for p in packs for v in p.label_mask]
+    firsts = sum(p.mask[start] > 0 for p in packs for start in p.starts)
+    token = checked_run("x", 0, **joined(packs, [p.mask for p in packs]), mask_alignment="token")
+    assert (token.loss_mask.tolist(), token.unplaced) == (expected, firsts)
+    label = checked_run("x", 0, **joined(packs, [p.label_mask for p in packs]))
+    assert (label.loss_mask.tolist(), label.unplaced) == (expected, 0)
+    rolled = joined(packs, [rolled_right(p.mask) for p in packs])
+    undone = checked_run("x", 0, **rolled, mask_alignment="rolled-right")
+    assert undone.loss_mask.tolist() == [v for p in packs for v in last_lost(p).label_mask]
+
+
+@given(samples(least=1))
+def test_a_label_mask_at_a_sequence_end_is_cleared_and_counted(packs: list[Sample]) -> None:
+    columns = joined(packs, [[1] * len(p.tokens) for p in packs])
+    before = columns["loss_mask"].copy()
+    run = checked_run("x", 0, **columns)
+    assert run.loss_mask.tolist() == [v for p in packs for a, b in pairwise(p.bounds) for v in [1] * (b - a - 1) + [0]]
+    assert run.unplaced == sum(len(p.starts) for p in packs)
+    assert (columns["loss_mask"] == before).all()
+
+
+def test_no_packs_have_an_empty_mask() -> None:
+    nothing = np.empty(0, np.int64)
+    for alignment in MASK_ALIGNMENTS:
+        mask, unplaced = label_aligned(np.empty(0, np.uint8), nothing, nothing, nothing, alignment)
+        assert (len(mask), unplaced) == (0, 0)
+
+
+def test_a_mask_that_was_not_rolled_is_not_rolled_back() -> None:
+    columns = joined([Sample([1, 2], [1, 1], [0])], [[1, 1]])
+    with pytest.raises(SequenceError, match=r"x:5: its loss mask begins with"):
+        checked_run("x", 5, **columns, mask_alignment="rolled-right")
+
+
+def test_what_was_done_to_masks_is_said() -> None:
+    assert alignment_note("label") is None
+    assert "shifted left" in str(alignment_note("token"))
+    assert "rolled back" in str(alignment_note("rolled-right"))
+    assert unplaced_note(3, "label").startswith("3 loss mask values at the end")
+    assert unplaced_note(3, "token").startswith("3 loss mask values on the first")
+    assert checked_alignment("x", "token") == "token"
+    with pytest.raises(FormatError, match="x: mask alignment 'left', choose one of label, token, rolled-right"):
+        checked_alignment("x", "left")
+
+
+# ---- rules ----
+
+PACKS = [Sample([1, 2, 3], [0, 1, 1], [0, 1]), Sample([4], [0], [0]), Sample([5, 6], [0, 1], [0])]
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "error", "words"),
+    [
+        ("pack_lengths", [3, 0, 3], SequenceError, "x:11: has 0 tokens, expected 1 to 6 .rule P1"),
+        ("pack_lengths", [3, -1, 4], SequenceError, "x:11: has -1 tokens"),
+        ("pack_lengths", [2**63 - 1, 1, 2], SequenceError, "x:10: has 9223372036854775807 tokens"),
+        ("pack_lengths", [3, 1, 1], FormatError, "should have 5 ids"),
+        ("pack_lengths", [3, 3], FormatError, "2 pack lengths and 3 sequence counts"),
+        ("pack_lengths", [[3, 1, 2]], FormatError, "has shape"),
+        ("pack_lengths", [3.0, 1, 2], FormatError, "expected integers"),
+        ("pack_sequences", [2, 0, 2], SequenceError, "x:11: has 0 sequences, expected 1 to 4 .rule P2"),
+        ("pack_sequences", [2, 1, 2**62], SequenceError, "x:12: has 4611686018427387904 sequences"),
+        ("pack_sequences", [1, 1, 1], FormatError, "and 3 sequence starts; found 6, 6 and 4"),
+        ("seq_starts", [1, 2, 0, 0], SequenceError, "x:10: its first sequence starts at 1, expected 0 .rule P2"),
+        ("seq_starts", [0, 0, 0, 0], SequenceError, "x:10: sequence 0 goes from 0 to 0 in 3 tokens"),
+        ("seq_starts", [0, 3, 0, 0], SequenceError, "x:10: sequence 1 goes from 3 to 3 in 3 tokens"),
+        ("seq_starts", [0, -(2**63), 0, 0], SequenceError, "x:10: sequence 0 goes from 0 to -9223372036854775808"),
+        ("seq_starts", np.array([0, 2**63, 0, 0], np.uint64), FormatError, "far outside"),
+        ("tokens", [1, 2, 3, 4, 5], FormatError, "found 5, 6 and 4"),
+        ("tokens", [1, 2, 3, 4, -5, 6], SequenceError, "x:12: position 0 has id -5, expected 0 to 2147483647"),
+        ("tokens", [1, 2, 3, 4, 5, 2**31], SequenceError, "x:12: position 1 has id 2147483648"),
+        ("tokens", ["a"] * 6, FormatError, "expected integers"),
+        ("loss_mask", [0, 0, 0, 0, 2, 0], SequenceError, "x:12: position 0 has loss mask 2, expected 0 or 1"),
+        ("loss_mask", [0, 0, 0.5, -0.5, 0, 0], SequenceError, "x:11: position 0 has loss mask -0.5"),
+        ("loss_mask", [0, float("nan"), 0, 0, 0, 0], SequenceError, "x:10: position 1 has loss mask nan"),
+        ("loss_mask", [0, 1e39, 0, 0, 0, 0], SequenceError, "finite weight"),
+        ("loss_mask", [0], FormatError, "found 6, 1 and 4"),
+    ],
+)
+def test_a_broken_rule_is_named_with_its_pack(column: str, value: Any, error: type[Exception], words: str) -> None:
+    columns = joined(PACKS, [p.label_mask for p in PACKS])
+    with pytest.raises(error, match=words):
+        checked_run("x", 10, **(columns | {column: value}))
+
+
+def test_dtypes_are_kept_or_those_asked_for() -> None:
+    columns = joined(PACKS, [p.label_mask for p in PACKS])
+    run = checked_run("x", 0, **columns)
+    assert (run.tokens.dtype, run.loss_mask.dtype) == (np.int32, np.float32)
+    run = checked_run("x", 0, **columns, token_dtype=np.uint16, mask_dtype=np.uint8)
+    assert (run.tokens.dtype, run.loss_mask.dtype) == (np.uint16, np.uint8)
+    small = columns | {"tokens": columns["tokens"].astype(">u2"), "loss_mask": columns["loss_mask"].astype(bool)}
+    run = checked_run("x", 0, **small)
+    assert run.tokens.tolist() == columns["tokens"].tolist()
+    assert run.loss_mask.dtype == np.uint8
+    with pytest.raises(SequenceError, match="has id 65536, expected 0 to 65535"):
+        checked_run("x", 0, **(columns | {"tokens": [65536] * 6}), token_dtype=np.uint16)
+    with pytest.raises(SequenceError, match=r"has loss mask 0.5, expected 0 or 1"):
+        checked_run("x", 0, **(columns | {"loss_mask": [0.5] + [0] * 5}), mask_dtype=np.uint8)
+
+
+def test_columns_of_a_pack_are_equally_long() -> None:
+    require_same_length("x", 3, input_ids=2, loss_mask=2)
+    with pytest.raises(SequenceError, match="x:3: 2 in input_ids, 3 in loss_mask; they have one entry a token each"):
+        require_same_length("x", 3, input_ids=2, loss_mask=3)
+
+
+integers = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 4), max_size=6)
+
+
+@given(st.tuples(integers, integers, integers, integers, integers))
+def test_whatever_a_file_says_is_a_run_or_an_error(columns: Any) -> None:
+    try:
+        run = checked_run("x", 0, *columns)
+    except (FormatError, SequenceError):
+        return
+    assert run.tokens.size == run.loss_mask.size == run.pack_lengths.sum()
+
+
+# ---- output ----
+
+
+def write(output: Output, content: str, folder: bool) -> None:
+    place = Path(output.temporary)
+    ((place / "inside") if folder else place).write_text(content)
+
+
+def content_of(path: Path) -> str:
+    return (path / "inside" if path.is_dir() else path).read_text()
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_output_appears_whole_or_not_at_all(tmp_path: Path, folder: bool) -> None:
+    make, place = (output_folder if folder else output_file), tmp_path / "new" / "x"
+    output = make(place, overwrite=False)
+    write(output, "one", folder)
+    assert not place.exists()
+    output.publish()
+    output.abandon()
+    assert content_of(place) == "one"
+    with pytest.raises(FormatError, match="exists already"):
+        make(place, overwrite=False)
+    second = make(place, overwrite=True)
+    write(second, "two", folder)
+    second.abandon()
+    second.abandon()
+    assert content_of(place) == "one"
+    third = make(place, overwrite=True)
+    write(third, "three", folder)
+    third.publish()
+    assert content_of(place) == "three"
+    assert folder_of(place.parent) == ["x"]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_what_appeared_in_the_meantime_is_kept(tmp_path: Path, folder: bool) -> None:
+    output = (output_folder if folder else output_file)(tmp_path / "x", overwrite=False)
+    write(output, "mine", folder)
+    (tmp_path / "x").write_text("theirs")
+    with pytest.raises(FormatError, match="exists already"):
+        output.publish()
+    output.abandon()
+    assert (tmp_path / "x").read_text() == "theirs"
+    assert folder_of(tmp_path) == ["x"]
+
+
+def test_a_file_is_no_folder_and_a_folder_no_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FormatError, match="a file is there"):
+        output_folder(tmp_path / "file", overwrite=True)
+    with pytest.raises(FormatError, match="a folder is there"):
+        output_file(tmp_path / "folder", overwrite=True)
+
+
+def test_the_mode_is_that_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    (tmp_path / "plain folder").mkdir()
+    output = output_file(tmp_path / "x", overwrite=False)
+    output.publish()
+    folder = output_folder(tmp_path / "f", overwrite=False)
+    folder.publish()
+    assert os.stat(tmp_path / "x").st_mode == os.stat(tmp_path / "plain").st_mode
+    assert os.stat(tmp_path / "f").st_mode == os.stat(tmp_path / "plain folder").st_mode
