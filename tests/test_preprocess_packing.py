@@ -32,10 +32,10 @@ def test_a_corpus_of_other_input_is_not_reused(tmp_path):
     assert preprocess(tmp_path / "x", rows=LONG, capacity=256).code == 1
     other = preprocess(tmp_path / "x", "--overlong", "drop", rows=LONG[::-1], capacity=256)
     assert other.code == 1
-    assert "made with another input" in other.err
+    assert "the content of the input was " in other.err
     other = preprocess(tmp_path / "x", "--overlong", "drop", "--append-eod", rows=LONG, capacity=256)
     assert other.code == 1
-    assert "made with another options" in other.err
+    assert "append eod was False, is True" in other.err
     assert preprocess(tmp_path / "x", "--overlong", "drop", "--overwrite", rows=LONG[::-1], capacity=256).code == 0
 
 

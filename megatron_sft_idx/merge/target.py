@@ -13,7 +13,7 @@ from megatron_sft_idx.layout.journal import PACK, BuildOptions, encode_block, en
 from megatron_sft_idx.merge.source import SourceShard
 from megatron_sft_idx.merge.trained import TrainedCount
 from megatron_sft_idx.shard.build import FORMAT_WRITER
-from megatron_sft_idx.shard.index import HashedFile, write_idx, write_seq_idx
+from megatron_sft_idx.shard.index import HashedFile, JournalPacks, write_idx, write_seq_idx
 from megatron_sft_idx.shard.publish import Publication
 
 __all__ = ["CopyWriter"]
@@ -92,10 +92,11 @@ class CopyWriter:
 
     def finalize(self, num_trained_tokens: int, num_masked_packs: int) -> Header:
         """Write the indexes and publish; the counts are of all that was appended. Returns the header."""
-        paths, journal, like = self._paths, self._publication.journal.path, self._like
+        paths, like = self._paths, self._like
+        packs = JournalPacks(self._publication.journal.path, self._num_packs)
         code, dtype = token_dtype_of(like.token_dtype)
         idx, seq_idx = self._file(paths.idx).file, self._file(paths.seq_idx).file
-        idx_digest = write_idx(idx, journal, code, dtype.itemsize, self._num_packs)
+        idx_digest = write_idx(idx, packs, code, dtype.itemsize, self._num_packs)
         (num_tokens, num_sequences), (longest, most) = self._totals.tolist(), self._most.tolist()
         header = dataclasses.replace(
             like,
@@ -108,7 +109,7 @@ class CopyWriter:
             most_sequences=most,
             digests=(self._tokens.digest(), self._loss.digest(), idx_digest, self._starts.digest()),
         )
-        header = write_seq_idx(seq_idx, journal, header)
+        header = write_seq_idx(seq_idx, packs, header)
         self._publication.publish()
         return header
 
