@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from fuzz.contract import refused, scratch
 
-from megatron_sft_idx.legacy_npy import read_legacy
+from megatron_sft_idx.formats.npy import read_legacy
 
 
 def run(data: bytes) -> None:
