@@ -74,7 +74,7 @@ class Run:
         direction: from what to what.
         nbytes: of the source.
         written: bytes of the result.
-        seconds: to convert.
+        seconds: to open the source and to convert it.
         verifying: seconds to read the result again; None where it was not.
         heap: peak, by tracemalloc where it was traced.
     """
@@ -91,7 +91,7 @@ class Run:
 
 
 def work(pipe: Connection, source: list[str], destination: str, to: str, options: ConvertOptions, traced: bool) -> None:
-    begins: list[float] = []
+    begins: list[float] = []  # of converting, and of verifying
 
     def begun(what: str, tokens: int) -> Any:
         begins.append(time.perf_counter())
@@ -99,9 +99,11 @@ def work(pipe: Connection, source: list[str], destination: str, to: str, options
 
     if traced:
         tracemalloc.start()
+    start = time.perf_counter()
     convert(source, destination, to, options, begun=begun)
     peak = tracemalloc.get_traced_memory()[1] if traced else 0
-    pipe.send((*begins, time.perf_counter(), peak))
+    # Opening the source is part of converting it: some formats read all of it for that.
+    pipe.send((start, *begins[1:], time.perf_counter(), peak))
 
 
 def in_own_process(source: list[str], destination: str, to: str, options: ConvertOptions, *, traced: bool) -> Run:
@@ -207,7 +209,10 @@ def main() -> None:
                 if options.only not in (None, kind.name):
                     continue
                 for run in there_and_back(Path(name), kind, int(nbytes * share), traced=traced):
-                    print(f"{run.direction}: {run.seconds:.1f} s, heap {run.heap / MIB:.0f} MiB", flush=True)
+                    print(
+                        f"{run.direction}: {run.nbytes / 1e6:.0f} MB, {run.seconds:.1f} s, heap {run.heap / MIB:.0f} MiB",
+                        flush=True,
+                    )
                     found.append(run)
         return found
 
