@@ -209,10 +209,8 @@ def main() -> None:
                 if options.only not in (None, kind.name):
                     continue
                 for run in there_and_back(Path(name), kind, int(nbytes * share), traced=traced):
-                    print(
-                        f"{run.direction}: {run.nbytes / 1e6:.0f} MB, {run.seconds:.1f} s, heap {run.heap / MIB:.0f} MiB",
-                        flush=True,
-                    )
+                    size, heap = run.nbytes / 1e6, run.heap / MIB
+                    print(f"{run.direction}: {size:.0f} MB, {run.seconds:.1f} s, heap {heap:.0f} MiB", flush=True)
                     found.append(run)
         return found
 
