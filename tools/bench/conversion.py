@@ -221,9 +221,9 @@ def main() -> None:
     lines = [
         "# Converting between a shard and every other format",
         "",
-        f"{machine()}. Packs of 4096 tokens; a fresh process each; MB/s of what is read, fsync included. Heap: peak of"
-        " all memory but mapped files, interpreter and libraries included. A pickled `.npy` can only be read whole: it"
-        f" is read at {NPY_SHARE:.0%} of the size, and not verified at full size.",
+        f"{machine()}. Packs of 4096 tokens; a fresh process each; MB/s of what is read, opening it and fsync included."
+        " Heap: peak of all memory but mapped files, interpreter and libraries included. A pickled `.npy` can only be"
+        f" read whole: it is read at {NPY_SHARE:.0%} of the size, and not verified at full size.",
         "",
         *report(full, tenth, fifth),
     ]
