@@ -161,13 +161,10 @@ void PackWalk::starts(const std::uint32_t* values, std::size_t count) {
     std::size_t taken = count;  // where no pack wants them
     if (at_ < run_packs()) {
       const Pack open = pack(at_);
-      const std::int64_t ahead = open.first - sequence_, sequences = open.last - open.first;
-      const auto room = static_cast<std::int64_t>(count);
+      const std::int64_t ahead = open.first - sequence_;
       if (ahead > 0) {  // of a pack that was passed over
-        taken = static_cast<std::size_t>(std::min(ahead, room));
-      } else if (ahead == 0 && sequences <= room && whole_pack(open, values)) {
-        taken = static_cast<std::size_t>(sequences);
-      } else {
+        taken = std::min(static_cast<std::size_t>(ahead), count);
+      } else if (taken = ahead ? 0 : whole_packs(values, count); !taken) {
         start(open, *values);
         if (sequence_ + 1 == open.last) end_pack(open);
         taken = 1;
@@ -179,6 +176,32 @@ void PackWalk::starts(const std::uint32_t* values, std::size_t count) {
   }
 }
 
+// Takes packs as long as all their starts are here and break no rule; returns how many starts that were.
+std::size_t PackWalk::whole_packs(const std::uint32_t* values, std::size_t count) {
+  const std::size_t first = at_;
+  const auto given = static_cast<std::int64_t>(count);
+  std::int64_t taken = 0, *ends = ends_.data() + num_ends_;
+  std::size_t k = first;
+  for (; k < run_packs() && !passed_over(k) && sequence_offsets_[k + 1] - sequence_ <= given; ++k) {
+    const Pack open = pack(k);
+    const std::int64_t length = open.end - open.begin, last = open.last - open.first - 1;
+    bool sound = values[taken] == 0 && values[taken + last] < length;
+    for (std::int64_t i = taken; i < taken + last; ++i) {
+      sound &= values[i + 1] > values[i];
+      ends[i] = open.begin + values[i + 1];
+    }
+    ends[taken + last] = open.end;
+    if (!sound || (tight(open) && !fits(open, ends + taken))) break;
+    taken += last + 1;
+  }
+  if (k == first) return 0;
+  at_ = k;
+  num_ends_ += static_cast<std::size_t>(taken);
+  known_ = token_offsets_[k];
+  totals_.packs += static_cast<std::int64_t>(k - first);
+  return static_cast<std::size_t>(taken);
+}
+
 // Most packs have room for the most that rounding up can add, and need not be divided up.
 bool PackWalk::tight(const Pack& pack) const {
   std::int64_t most = 0;
@@ -186,30 +209,17 @@ bool PackWalk::tight(const Pack& pack) const {
   return much || most > limits_.capacity - (pack.end - pack.begin);
 }
 
-// Takes all starts of a pack at once, if they break no rule.
-bool PackWalk::whole_pack(const Pack& pack, const std::uint32_t* values) {
-  const std::int64_t length = pack.end - pack.begin, last = pack.last - pack.first - 1;
-  bool sound = values[0] == 0 && values[last] < length;
-  std::int64_t* ends = ends_.data() + num_ends_;
-  for (std::int64_t i = 1; i <= last; ++i) {
-    sound &= values[i] > values[i - 1];
-    ends[i - 1] = pack.begin + values[i];
+// Whether a pack has room for its sequences, rounded up, which end at these places.
+bool PackWalk::fits(const Pack& pack, const std::int64_t* ends) const {
+  if (pack.end - pack.begin > limits_.capacity) return false;
+  // Lengths and multiples have 31 bits, and processors divide 32 bits faster than 64.
+  const auto multiple = static_cast<std::uint32_t>(limits_.multiple);
+  std::int64_t padded = 0, begin = pack.begin;
+  for (std::int64_t i = 0; i < pack.last - pack.first && padded <= limits_.capacity; ++i) {
+    padded += std::int64_t{(static_cast<std::uint32_t>(ends[i] - begin) + multiple - 1) / multiple} * multiple;
+    begin = ends[i];
   }
-  ends[last] = pack.end;
-  if (!sound) return false;
-  if (tight(pack)) {
-    std::int64_t begin = pack.begin, padded = 0;
-    for (std::int64_t i = 0; i <= last; ++i) {
-      padded += (ends[i] - begin + limits_.multiple - 1) / limits_.multiple * limits_.multiple;
-      if (padded > limits_.capacity) return false;
-      begin = ends[i];
-    }
-  }
-  num_ends_ += static_cast<std::size_t>(last) + 1;
-  known_ = pack.end;
-  ++totals_.packs;
-  ++at_;
-  return true;
+  return padded <= limits_.capacity;
 }
 
 void PackWalk::start(const Pack& pack, std::int64_t value) {
@@ -267,7 +277,10 @@ void PackWalk::mask(const Mask* values, std::size_t count) {
     if (first >= stop) break;
     if (first >= begin) trained_ = false;
     const std::int64_t from = std::max(first, begin), to = std::min(end, stop);
-    trained_ = trained_ || any_nonzero(values + (from - begin), to - from);
+    // What a pack ends with is mostly trained on: a look there first is a branch that is foreseen.
+    const std::int64_t tail = std::max(from, to - 8);
+    trained_ = trained_ || any_nonzero(values + (tail - begin), to - tail) ||
+               any_nonzero(values + (from - begin), tail - from);
     if (end > stop) break;
     totals_.masked_packs += !trained_;
   }

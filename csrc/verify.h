@@ -79,7 +79,8 @@ class PackWalk {
   void pass_over(std::int64_t token_ahead, std::int64_t sequence_ahead);
   void measure();
   bool tight(const Pack& pack) const;
-  bool whole_pack(const Pack& pack, const std::uint32_t* values);
+  bool fits(const Pack& pack, const std::int64_t* ends) const;
+  std::size_t whole_packs(const std::uint32_t* values, std::size_t count);
   void start(const Pack& pack, std::int64_t value);
   void end_sequence(const Pack& pack, std::int64_t end);
   void end_pack(const Pack& pack);

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -24,22 +26,33 @@ _CHUNK_NBYTES = 1 << 20
 
 
 class Meter:
-    """Bytes read so far, told to a callback.
+    """Bytes read so far, told to a callback. Threads may share one.
 
     Args:
         total: bytes to read in all.
-        on_progress: called with bytes read so far and in all.
+        on_progress: called with bytes read so far and in all, in whichever thread read the last ones.
     """
 
     def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
         self._total, self._on_progress = total, on_progress
-        self._done = 0
+        self._done, self._stopped, self._lock = 0, False, Lock()
 
     def add(self, nbytes: int) -> None:
-        """``nbytes`` more are read."""
-        self._done += nbytes
-        if self._on_progress is not None:
-            self._on_progress(self._done, self._total)
+        """``nbytes`` more are read.
+
+        Raises:
+            CancelledError: there is to be no more reading.
+        """
+        with self._lock:
+            if self._stopped:
+                raise CancelledError
+            self._done += nbytes
+            if self._on_progress is not None:
+                self._on_progress(self._done, self._total)
+
+    def stop(self) -> None:
+        """Let every thread end where it is."""
+        self._stopped = True
 
 
 class CheckedFile:

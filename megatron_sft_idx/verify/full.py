@@ -1,12 +1,14 @@
 """Every byte of a shard: checksums (F3), the arrays (O1, O2, I1), every pack (P1 to P9) and the counts (H9).
 
-What is read is checked and hashed while it is in the processor's cache. Only the offsets of tokens are read twice: the
-packs need them in step with those of sequences, and their checksum one after the other.
+What is read is checked and hashed while it is in the processor's cache: tokens in one thread, all else in another. Only
+the offsets of tokens are read twice: the packs need them in step with those of sequences, and their checksum one after
+the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -35,13 +37,18 @@ def check_all(
     """
     begins = {".seq.idx": claims.sequence_offsets_offset}
     streams = {suffix: Stream(file, meter, begins.get(suffix, 0)) for suffix, file in files.items()}
-    if ".bin" in files:
-        _check_tokens(streams[".bin"], files[".seq.idx"], claims, findings, vocab_size)
-    # Offsets are where the header says only if it can be trusted; a wrong place would be a finding a pack.
-    if claims.sound or files[".seq.idx"].nbytes == claims.seq_idx_nbytes:
-        Walk(streams, claims, findings).run()
-    else:
-        findings.notes.append("where the offsets of the packs are is not known, so the packs were not checked")
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            tokens = pool.submit(_check_tokens, streams.get(".bin"), files[".seq.idx"], claims, findings, vocab_size)
+            # Offsets are where the header says only if it can be trusted; a wrong place would be a finding a pack.
+            if claims.sound or files[".seq.idx"].nbytes == claims.seq_idx_nbytes:
+                Walk(streams, claims, findings).run()
+            else:
+                findings.notes.append("where the offsets of the packs are is not known, so the packs were not checked")
+            tokens.result()
+        except BaseException:
+            meter.stop()  # or the pool would wait for the thread to read all tokens
+            raise
     for suffix, stream in streams.items():
         _check_sum(suffix, stream, claims, findings)
     for file in files.values():
@@ -52,10 +59,10 @@ def check_all(
 
 
 def _check_tokens(
-    stream: Stream, seq_idx: CheckedFile, claims: Claims, findings: Findings, vocab_size: int | None
+    stream: Stream | None, seq_idx: CheckedFile, claims: Claims, findings: Findings, vocab_size: int | None
 ) -> None:
     dtype = claims.token_dtype
-    if dtype is None:
+    if stream is None or dtype is None:
         return
     holds = int(np.iinfo(dtype).max) + 1
     limit = min(vocab_size or holds, holds)
