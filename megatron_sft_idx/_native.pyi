@@ -163,3 +163,14 @@ class PackWalk:
     num_masked_packs: int
     longest_pack: int
     most_sequences: int
+
+# ---- what is derived where indexes are lost ----
+
+def first_fits(
+    flags: NDArray[np.bool_],
+    base: int,
+    tokens: int,
+    starts: NDArray[np.uint32],
+    offsets: NDArray[np.int64],
+    least: int,
+) -> tuple[NDArray[np.int64], int]: ...

@@ -7,4 +7,5 @@ PYBIND11_MODULE(_native, m) {
   bind_packing(m);
   bind_training(m);
   bind_verify(m);
+  bind_rebuild(m);
 }

@@ -3,8 +3,9 @@
     python tools/bench/verify.py [--rounds 5] [--mib 1024]
 
 Writes tools/bench/results/verify.md. Both sides run in turn, in one process, over files in the page cache; figures are
-medians. Checksumming is xxh3_128 over the five files, read with readinto in buffers of the size given, in one thread: what a
-tool such as xxhsum does. Verifying reads tokens in a second thread: its time is less where a core is free, its cpu not. Heap is the growth of the peak of private memory, in a process of its own.
+medians. Checksumming is xxh3_128 over the five files, read with readinto in buffers of the size given: what a tool such
+as xxhsum does, in one thread. Verifying reads tokens in a second one: where a core is free that saves time, not cpu.
+Heap is the growth of the peak of private memory, in a process of its own.
 """
 
 from __future__ import annotations
