@@ -68,6 +68,20 @@ BadIds find_bad_ids(const Id* ids, std::size_t count, std::int64_t limit, std::s
 template BadIds find_bad_ids(const std::uint16_t*, std::size_t, std::int64_t, std::size_t);
 template BadIds find_bad_ids(const std::int32_t*, std::size_t, std::int64_t, std::size_t);
 
+template <typename Found>
+bool is_scaled(const Found* found, const std::int64_t* values, std::size_t count, std::int64_t scale,
+               std::int64_t shift) {
+  std::uint64_t differs = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint64_t scaled = static_cast<std::uint64_t>(values[i]) * static_cast<std::uint64_t>(scale);
+    differs |= static_cast<std::uint64_t>(found[i]) ^ (scaled + static_cast<std::uint64_t>(shift));
+  }
+  return !differs;
+}
+
+template bool is_scaled(const std::int32_t*, const std::int64_t*, std::size_t, std::int64_t, std::int64_t);
+template bool is_scaled(const std::int64_t*, const std::int64_t*, std::size_t, std::int64_t, std::int64_t);
+
 PackWalk::PackWalk(const Limits& limits) : limits_(limits) {
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max(), most_count = std::int64_t{1} << 56;
   if (std::min(limits.sequences, limits.tokens) < 0 || std::max(limits.sequences, limits.tokens) > most_count) {

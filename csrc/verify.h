@@ -28,6 +28,11 @@ struct BadIds {
 template <typename Id>
 BadIds find_bad_ids(const Id* ids, std::size_t count, std::int64_t limit, std::size_t most);
 
+// Whether found[i] is shift + scale * values[i] for all i, in 64 bits that wrap around.
+template <typename Found>
+bool is_scaled(const Found* found, const std::int64_t* values, std::size_t count, std::int64_t scale,
+               std::int64_t shift);
+
 // Walks the packs of one shard in order. The caller hands in, in turn: a run of packs, the starts they ask for in any
 // number of pieces, and after each piece the masks of the tokens that known() covers; masks that come later than that
 // are not held against it. Packs whose offsets make no sense are reported and passed over, and so are their neighbours

@@ -109,27 +109,28 @@ class Walk:
         assert claims.token_dtype is not None
         for first in range(0, num_packs, _RUN_PACKS):
             tokens = self._token_offsets(first, min(_RUN_PACKS, num_packs - first))
-            self._compare("position", "<i8", first, tokens * claims.token_dtype.itemsize)
+            self._compare("position", "<i8", first, tokens, scale=claims.token_dtype.itemsize)
         # The last document ends where all packs do.
+        numbers = np.arange(min(_RUN_PACKS, num_packs + 1))
         for first in range(0, num_packs + 1, _RUN_PACKS):
-            self._compare("document", "<i8", first, np.arange(first, min(first + _RUN_PACKS, num_packs + 1)))
+            self._compare("document", "<i8", first, numbers[: num_packs + 1 - first], shift=first)
 
-    def _compare(self, what: str, dtype: str, first: int, expected: NDArray[np.int64]) -> None:
-        """Rule I1 for the next items of ``.idx``, which are of packs ``first`` on."""
+    def _compare(
+        self, what: str, dtype: str, first: int, values: NDArray[np.int64], *, scale: int = 1, shift: int = 0
+    ) -> None:
+        """Rule I1 for the next items of ``.idx``, of packs ``first`` on: ``shift + scale * values``."""
         if not self._idx:
             return
-        for found in self._idx.pieces(dtype, len(expected)):
-            differs = found != expected[: len(found)]
-            if differs.any():
-                base = self._idx.position - found.nbytes
-                self._add_unlike(what, base, first, found, expected, np.flatnonzero(differs))
-            first, expected = first + len(found), expected[len(found) :]
+        for found in self._idx.pieces(dtype, len(values)):
+            these, values = values[: len(found)], values[len(found) :]
+            if not _native.is_scaled(found, these, scale, shift):
+                self._add_unlike(what, first, found, shift + scale * these)
+            first += len(found)
 
-    def _add_unlike(
-        self, what: str, base: int, first: int, found: NDArray[Any], expected: NDArray[np.int64], bad: NDArray[np.intp]
-    ) -> None:
+    def _add_unlike(self, what: str, first: int, found: NDArray[Any], expected: NDArray[np.int64]) -> None:
         assert self._idx is not None
-        most = self._findings.most
+        bad, most = np.flatnonzero(found != expected), self._findings.most
+        base = self._idx.position - found.nbytes
         for i in bad[:most].tolist():
             offset = base + found.itemsize * i
             self._findings.add("I1", self._idx.file.path, offset, f"{what} {found[i]}", expected[i], pack=first + i)
