@@ -19,6 +19,9 @@ std::int64_t bits_of(Mask value) {
   return static_cast<std::int64_t>(bits);
 }
 
+// Sequences whose number times any multiple fits 63 bits.
+constexpr std::int64_t most_counted = std::int64_t{1} << 31;
+
 struct Steps {
   bool ascend;  // strictly, from 0 or more to limit or less
   std::int64_t longest;
@@ -192,12 +195,16 @@ void PackWalk::starts(const std::uint32_t* values, std::size_t count) {
 
 // Takes packs as long as all their starts are here and break no rule; returns how many starts that were.
 std::size_t PackWalk::whole_packs(const std::uint32_t* values, std::size_t count) {
-  const std::size_t first = at_;
+  // Copies of our own: what is written through a pointer to 64 bits might otherwise be one of them.
+  const std::int64_t first_sequence = sequence_, added = limits_.multiple - 1, capacity = limits_.capacity;
   const auto given = static_cast<std::int64_t>(count);
+  const std::size_t first = at_, packs = run_packs();
+  const bool none_passed = passed_over_.empty();
   std::int64_t taken = 0, *ends = ends_.data() + num_ends_;
   std::size_t k = first;
-  for (; k < run_packs() && !passed_over(k) && sequence_offsets_[k + 1] - sequence_ <= given; ++k) {
+  for (; k < packs && (none_passed || !passed_over_[k]); ++k) {
     const Pack open = pack(k);
+    if (open.last - first_sequence > given) break;
     const std::int64_t length = open.end - open.begin, last = open.last - open.first - 1;
     bool sound = values[taken] == 0 && values[taken + last] < length;
     for (std::int64_t i = taken; i < taken + last; ++i) {
@@ -205,7 +212,9 @@ std::size_t PackWalk::whole_packs(const std::uint32_t* values, std::size_t count
       ends[i] = open.begin + values[i + 1];
     }
     ends[taken + last] = open.end;
-    if (!sound || (tight(open) && !fits(open, ends + taken))) break;
+    // Most packs have room for the most that rounding up can add, and need not be divided up.
+    const bool roomy = last < most_counted && (last + 1) * added <= capacity - length;
+    if (!sound || (!roomy && !fits(open, ends + taken))) break;
     taken += last + 1;
   }
   if (k == first) return 0;
@@ -214,13 +223,6 @@ std::size_t PackWalk::whole_packs(const std::uint32_t* values, std::size_t count
   known_ = token_offsets_[k];
   totals_.packs += static_cast<std::int64_t>(k - first);
   return static_cast<std::size_t>(taken);
-}
-
-// Most packs have room for the most that rounding up can add, and need not be divided up.
-bool PackWalk::tight(const Pack& pack) const {
-  std::int64_t most = 0;
-  const bool much = __builtin_mul_overflow(pack.last - pack.first, limits_.multiple - 1, &most);
-  return much || most > limits_.capacity - (pack.end - pack.begin);
 }
 
 // Whether a pack has room for its sequences, rounded up, which end at these places.
@@ -242,7 +244,6 @@ void PackWalk::start(const Pack& pack, std::int64_t value) {
   if (first) {
     open_ = padded_ = 0;
     sound_ = true;
-    tight_ = tight(pack);
   }
   if (first && value != 0) broken("P2", number(at_), sequence_, value, 0);
   if (!first && value <= open_) broken("P3", number(at_), sequence_, value, open_ + 1);
@@ -254,7 +255,7 @@ void PackWalk::start(const Pack& pack, std::int64_t value) {
 
 void PackWalk::end_sequence(const Pack& pack, std::int64_t end) {
   constexpr std::int64_t huge = std::int64_t{1} << 62;  // far beyond any capacity, and one more still fits 63 bits
-  if (tight_ && padded_ < huge) {
+  if (padded_ < huge) {
     padded_ += (end - open_ + limits_.multiple - 1) / limits_.multiple * limits_.multiple;
   }
   open_ = end;

@@ -83,7 +83,6 @@ class PackWalk {
   void broken(const char* rule, std::int64_t pack, std::int64_t at, std::int64_t found, std::int64_t expected);
   void pass_over(std::int64_t token_ahead, std::int64_t sequence_ahead);
   void measure();
-  bool tight(const Pack& pack) const;
   bool fits(const Pack& pack, const std::int64_t* ends) const;
   std::size_t whole_packs(const std::uint32_t* values, std::size_t count);
   void start(const Pack& pack, std::int64_t value);
@@ -106,7 +105,6 @@ class PackWalk {
   std::int64_t sequence_ = 0;
   std::int64_t open_ = 0;    // where the open sequence starts in its pack
   std::int64_t padded_ = 0;  // positions of the pack's sequences before it, each rounded up
-  bool tight_ = false;       // rounding up might not fit the pack
   bool sound_ = true;        // no rule broken in the pack so far
 
   std::int64_t token_ = 0, known_ = 0;
