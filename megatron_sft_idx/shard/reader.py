@@ -44,6 +44,8 @@ def read_header(prefix: str | os.PathLike[str]) -> Header:
 
 
 def _read_raw_header(paths: ShardPaths) -> bytes:
+    if not os.path.isfile(paths.seq_idx):  # whoever opens a pipe waits for its other end
+        raise _not_found(paths)
     try:
         with open(paths.seq_idx, "rb", buffering=0) as file:
             raw = file.read(HEADER_FIXED_NBYTES)
@@ -51,7 +53,7 @@ def _read_raw_header(paths: ShardPaths) -> bytes:
             while len(raw) < size and (more := file.read(size - len(raw))):
                 raw += more
             return raw
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    except FileNotFoundError:
         raise _not_found(paths) from None
 
 
