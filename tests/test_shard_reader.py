@@ -6,11 +6,9 @@ import copy
 import gc
 import os
 import pickle
-import re
 import shutil
 import struct
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +22,7 @@ from packs import assert_holds, assert_is, demo_samples, samples, write_samples
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.shard import Shard, read_header
+from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard import reader as reader_module
 from megatron_sft_idx.storage import PreadArray, open_array
 
@@ -397,17 +395,3 @@ def test_a_shard_gives_its_descriptors_and_maps_back(prefix: str) -> None:
     with pytest.raises(ShardNotFoundError):
         Shard(prefix + "-bad")
     assert held() == before
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
-def test_what_is_no_file_is_missing_and_never_waited_for(
-    prefix: str, tmp_path: Path, suffix: str, put: Callable[[Path], None]
-) -> None:
-    for each in SUFFIXES:
-        shutil.copy(prefix + each, tmp_path / f"x{each}")
-    (tmp_path / f"x{suffix}").unlink()
-    put(tmp_path / f"x{suffix}")
-    for opened in (Shard, read_header) if suffix == ".seq.idx" else (Shard,):
-        with pytest.raises(ShardNotFoundError, match=re.escape(f"missing {tmp_path}/x{suffix} ")):
-            opened(tmp_path / "x")

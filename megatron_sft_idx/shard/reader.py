@@ -15,6 +15,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
 from megatron_sft_idx.layout.header import peek_nbytes
+from megatron_sft_idx.shard.remains import where_to_look
 from megatron_sft_idx.storage import Array, Backend, check_size, open_array
 
 __all__ = ["Pack", "Shard", "read_header", "require_same"]
@@ -65,7 +66,7 @@ def _not_found(paths: ShardPaths) -> ShardNotFoundError:
             " journal, or start anew with overwrite (--overwrite)"
         )
     elif len(missing) == len(paths.all):
-        remedy = "check the prefix: it is the path without .seq.idx"
+        remedy = where_to_look(paths)
     elif missing == [paths.seq_idx] or paths.loss in missing:
         remedy = "the files beside them may be a stock Megatron dataset without loss masks, or a shard copied in part"
     else:
