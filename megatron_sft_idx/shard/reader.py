@@ -62,8 +62,8 @@ def _not_found(paths: ShardPaths) -> ShardNotFoundError:
     missing = paths.missing()
     if paths.seq_idx in missing and os.path.exists(paths.journal):
         remedy = (
-            "a build was interrupted here: go on with it (preprocess --resume), recover what is complete from its"
-            " journal, or start anew with overwrite (--overwrite)"
+            "a build was interrupted here: go on with it (preprocess --resume), recover its packs (megatron-sft-idx"
+            f" rebuild {paths.prefix}), or start anew with overwrite (--overwrite)"
         )
     elif len(missing) == len(paths.all):
         remedy = where_to_look(paths)
@@ -156,7 +156,7 @@ class Shard:
             raise (
                 _not_found(paths)
                 if paths.seq_idx in missing
-                else ShardNotFoundError(paths.prefix, missing, "copy all five files, or rebuild what can be derived")
+                else ShardNotFoundError(paths.prefix, missing, f"copy all five files; for .idx: {paths.index_remedy}")
             )
         nbytes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
         # Megatron's index is not read here, only held to its size.
@@ -327,8 +327,7 @@ class Shard:
                     self._paths.seq_idx,
                     base,
                     rule,
-                    f"{what} offsets go from {first} to {last}, expected 0 to {total};"
-                    " restore the file, or rebuild the index from the data",
+                    f"{what} offsets go from {first} to {last}, expected 0 to {total}; {self._paths.index_remedy}",
                 )
 
     def sequence_bounds(self) -> NDArray[np.int64]:
@@ -342,7 +341,7 @@ class Shard:
         try:
             return _native.absolute_offsets(*arrays)
         except ValueError as error:
-            raise FormatError(f"{self.prefix}: {error}; restore the file, or rebuild the index from the data") from None
+            raise FormatError(f"{self.prefix}: {error}; {self._paths.index_remedy}") from None
 
     def _normalise(self, files: _Files, index: int) -> int:
         i = index + files.num_packs if index < 0 else index
@@ -367,5 +366,5 @@ class Shard:
             base + 8 * i,
             rule,
             f"{what} offsets {pair[0]}, {pair[1]} of pack {i}, expected ascending and at most {most};"
-            " restore the file, or rebuild the index from the data",
+            f" {self._paths.index_remedy}",
         )
