@@ -153,11 +153,10 @@ class Shard:
         raw = _read_raw_header(paths)
         header = Header.decode(raw, paths.seq_idx)
         if missing := paths.missing():
-            raise (
-                _not_found(paths)
-                if paths.seq_idx in missing
-                else ShardNotFoundError(paths.prefix, missing, f"copy all five files; for .idx: {paths.index_remedy}")
-            )
+            if paths.seq_idx in missing:
+                raise _not_found(paths)
+            remedy = paths.index_remedy if missing == [paths.idx] else "copy all five files"
+            raise ShardNotFoundError(paths.prefix, missing, remedy)
         nbytes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
         # Megatron's index is not read here, only held to its size.
         check_size(paths.idx, os.stat(paths.idx).st_size, nbytes[paths.idx])
