@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,16 @@ from damage import Files, read_everything
 from fuzz.repair import field_of, put_field, repair_header, repair_shard
 from packs import assert_holds, demo_samples, five_files, write_samples
 
-from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, UnsupportedVersionError
+from megatron_sft_idx.errors import (
+    CorruptShardError,
+    FormatError,
+    SFTIndexError,
+    ShardNotFoundError,
+    UnsupportedVersionError,
+)
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.header import FIELDS
-from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard import Shard, read_header
 from megatron_sft_idx.verify import verify_shard
 
 # The first two say how the rest is to be read; test_format.py has their lies.
@@ -171,3 +179,16 @@ def test_a_file_that_shrinks_while_it_is_open_is_an_error_and_not_garbage(
 
 def test_the_repair_of_a_good_shard_changes_nothing(whole: Files) -> None:
     assert repair_shard(whole) == whole
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_file_is_missing_and_never_waited_for(
+    tmp_path: Path, suffix: str, put: Callable[[Path], None]
+) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    (tmp_path / f"x{suffix}").unlink()
+    put(tmp_path / f"x{suffix}")
+    for opened in (Shard, read_header) if suffix == ".seq.idx" else (Shard,):
+        with pytest.raises(ShardNotFoundError, match=re.escape(f"missing {tmp_path}/x{suffix} ")):
+            opened(tmp_path / "x")

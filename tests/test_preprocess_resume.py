@@ -194,16 +194,27 @@ def test_a_finished_run_is_found(case, prefix):
     assert files_of(prefix) == case.files
 
 
-def test_a_run_killed_while_packing_is_packed_anew_and_may_be_packed_otherwise(case, prefix):
+def test_a_run_killed_while_packing_is_packed_anew_by_the_same_options(case, prefix):
     def dies():
         pack._gather = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         case.run(prefix)
 
     assert end_of_fork(dies) == signal.SIGKILL
     assert find_remains(prefix) is not None
-    done = case.run(prefix, "--resume", "--seed", 3)
-    assert (done.code, "corpus at" in done.err) == (0, True)
+    refused = case.run(prefix, "--resume", "--seed", 3)
+    assert (refused.code, "packing seed was 0, is 3" in refused.err) == (1, True)
+    case.assert_ends_the_same(prefix)
+
+
+def test_a_run_killed_while_packing_may_be_packed_otherwise_from_the_same_corpus(case, prefix):
+    def dies():
+        pack._gather = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        case.run(prefix)
+
+    assert end_of_fork(dies) == signal.SIGKILL
+    assert case.run(prefix, "--overwrite", "--seed", 3).code == 0
     assert read_header(prefix).metadata["packing"]["seed"] == 3
+    assert case.counts_of(prefix)["corpus"]["reused"]
 
 
 @pytest.mark.parametrize(
@@ -212,6 +223,8 @@ def test_a_run_killed_while_packing_is_packed_anew_and_may_be_packed_otherwise(c
         (("--train-on", "all"), "train on was 'assistant', is 'all'"),
         (("--append-eod",), "append eod was False, is True"),
         (("--chat-template-kwargs", '{"a": 1}'), "template kwargs a was None, is 1"),
+        (("--seq-length", 2048), "packing capacity was 1024, is 2048"),
+        (("--overlong", "split"), "packing overlong was 'error', is 'split'"),
     ],
 )
 def test_changed_options_are_named(case, prefix, options, said):

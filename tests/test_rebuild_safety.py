@@ -15,10 +15,11 @@ import pytest
 from chats import command
 from packs import WHOLE, assert_holds, demo_samples, five_files, folder_of, opens, write_samples
 
-from megatron_sft_idx.errors import CorruptShardError, FormatError
+from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.rebuild import Advance, rebuild
-from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard import Shard, ShardWriter, read_header
+from megatron_sft_idx.verify import verify_shard
 
 ALL_LOSSES = [[".idx"], [".seq.idx"], [".idx", ".seq.idx"]]
 
@@ -290,3 +291,15 @@ def test_a_build_killed_before_its_first_pack_left_nothing(tmp_path: Path, dry_r
     with pytest.raises(FormatError, match="killed before it had written a pack"):
         rebuild(tmp_path / "x", dry_run=dry_run)
     assert all_files(tmp_path) == before
+
+
+def test_where_nothing_is_at_the_prefix_a_killed_run_beside_it_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.journal.txt").touch()
+    for look in (rebuild, verify_shard, Shard, read_header):
+        with pytest.raises(ShardNotFoundError, match=r"check the prefix: the path without \.seq\.idx"):
+            look(tmp_path / "x")
+    killed_build(tmp_path / "x.unpacked")
+    for look in (rebuild, verify_shard, Shard, read_header):
+        with pytest.raises(ShardNotFoundError, match=rf"megatron-sft-idx rebuild {tmp_path}/x\.unpacked recovers"):
+            look(tmp_path / "x")
+    assert rebuild(tmp_path / "x.unpacked").whole

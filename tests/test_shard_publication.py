@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from packs import WHOLE, demo_samples, five_files, folder_of, write_samples
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, recover
 from megatron_sft_idx.storage import OutputFile
 
 
@@ -160,10 +161,13 @@ def test_remains_of_a_killed_build_go_with_the_next(tmp_path: Path) -> None:
     assert folder_of(tmp_path) == []
 
 
-def test_a_folder_named_like_the_journal_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.journal").mkdir()
-    with pytest.raises(FormatError, match="a folder is where the journal"):
-        ShardWriter(tmp_path / "x")
+@pytest.mark.parametrize("put", [os.mkdir, os.mkfifo])
+def test_what_is_named_like_the_journal_and_is_no_file_is_refused(tmp_path: Path, put: Callable[[Path], None]) -> None:
+    put(tmp_path / "x.journal")
+    for attempt in (ShardWriter, find_remains, recover):
+        with pytest.raises(FormatError, match="no file is where the journal"):
+            attempt(tmp_path / "x")
+    assert folder_of(tmp_path) == ["x.journal"]
 
 
 def test_a_missing_folder_is_made_and_a_file_in_its_place_is_not(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import tracemalloc
@@ -16,10 +17,11 @@ from hypothesis import strategies as st
 from packs import Sample, assert_holds, demo_samples, five_files, folder_of, samples, write_samples
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
 from megatron_sft_idx.merge import Parts, merge, part_prefix, split
 from megatron_sft_idx.merge.trained import TrainedCount
-from megatron_sft_idx.shard import Shard, ShardWriter, read_header
+from megatron_sft_idx.shard import Shard, ShardWriter, read_header, remove_shard
 
 ABOUT = {
     "tokenizer": {"fingerprint": "aaa"},
@@ -244,7 +246,25 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
         assert seen[-1][0] == seen[-1][1]
 
 
-# ---- killed ----
+# ---- failed and killed ----
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_an_error_leaves_nothing_of_the_split_but_what_an_earlier_one_had_done(tmp_path: Path, resumed: bool) -> None:
+    write_samples(tmp_path / "x", demo_samples(60), capacity=64)
+    prefixes = cut(tmp_path / "x", tmp_path / "out" / "p", shards=6)
+    for prefix in prefixes[1 if resumed else 0 :]:
+        remove_shard(ShardPaths.of(prefix))
+    before = folder_of(tmp_path / "out")
+
+    def disk_is_full(done: int, total: int) -> None:
+        if 100 * done > 85 * total:
+            assert len(folder_of(tmp_path / "out")) > len(before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left"):
+        cut(tmp_path / "x", tmp_path / "out" / "p", shards=6, resume=resumed, progress=disk_is_full)
+    assert folder_of(tmp_path / "out") == before
 
 
 def test_a_killed_split_leaves_whole_parts_and_goes_on_behind_them(tmp_path: Path) -> None:

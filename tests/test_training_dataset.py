@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -14,12 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from blends import CAPACITY, build, config_of, key_of, keys_of, pack_keys, packs_of, write_packs
+from blends import CAPACITY, build, config_of, digest_of, key_of, keys_of, pack_keys, packs_of, write_packs
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.utils import Split
 from packs import sample_of, write_samples
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.rebuild import Known, rebuild
+from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.training.dataset import Corpus, PackedSFTDataset
 from megatron_sft_idx.training.loader import whole_batch
 from megatron_sft_idx.training.rows import PackedRows
@@ -292,6 +295,21 @@ def test_what_cannot_be_trained_on_is_refused_at_once(tmp_path: Path, options: A
         options["blend"] = ([prefix if path == "P" else str(tmp_path / path) for path in paths], weights)
     with pytest.raises(SFTIndexError, match=message):
         config_of(**options)
+
+
+@pytest.mark.parametrize("lost", [".idx", ".seq.idx"])
+def test_a_rebuilt_shard_trains_as_the_one_that_was_lost(tmp_path: Path, lost: str) -> None:
+    prefix = write_packs(tmp_path / "a", 40, pad_id=3, sequence_multiple=2)
+
+    def batches() -> list[str]:
+        dataset = train_of(config_of(prefix), 100)
+        return [digest_of(dataset.rows.batch(range(start, start + 20))) for start in range(0, 100, 20)]
+
+    wanted = batches()
+    os.unlink(prefix + lost)
+    rebuild(prefix, Known(capacity=CAPACITY, sequence_multiple=2, pad_id=3))
+    assert Shard(prefix).header.rebuilt == (lost == ".seq.idx")
+    assert batches() == wanted
 
 
 def test_indices_that_are_no_range(prefix: str) -> None:

@@ -73,6 +73,11 @@ class ShardPaths:
         return self.prefix + ".journal"
 
     @property
+    def index_remedy(self) -> str:
+        """What to do about an index that is missing or wrong, as errors say it."""
+        return f"restore it from a copy, or make it anew from the other files: megatron-sft-idx rebuild {self.prefix}"
+
+    @property
     def folder(self) -> Path:
         """The folder that holds the shard."""
         return Path(self.prefix).parent

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, UnsupportedVersionError
-from megatron_sft_idx.layout.files import DATA_SUFFIXES
+from megatron_sft_idx.layout.files import DATA_SUFFIXES, ShardPaths
 from megatron_sft_idx.layout.mmididx import idx_nbytes
 from megatron_sft_idx.layout.values import (
     FORMAT_VERSION,
@@ -210,9 +210,6 @@ class Header:
         return _header_of(field_values(raw), raw)
 
 
-_LOST = "the file was cut short or changed: copy it again, or rebuild it from the data"
-
-
 def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
     """Canonical JSON: keys sorted, no spaces, UTF-8. FormatError where a value has no JSON form."""
     try:
@@ -251,7 +248,8 @@ class Broken(NamedTuple):
 
 
 def _error(path: str, broken: Broken) -> CorruptShardError:
-    detail = f"{broken.found}, expected {broken.expected}; {_LOST}"
+    remedy = ShardPaths(path.removesuffix(".tmp").removesuffix(".seq.idx")).index_remedy
+    detail = f"{broken.found}, expected {broken.expected}; the file was cut short or changed: {remedy}"
     return CorruptShardError(path, broken.offset, broken.rule, detail)
 
 

@@ -168,7 +168,7 @@ class SourceShard:
                 base + 8 * i,
                 rule,
                 f"pack {i} has {counts[bad[0]]} {what} by the offsets, expected 1 to {most} by the header;"
-                " restore the file, or rebuild the index from the data",
+                f" {ShardPaths.of(self._path).index_remedy}",
             )
 
 

@@ -7,12 +7,12 @@ import dataclasses
 import glob
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.mmididx import idx_nbytes
 from megatron_sft_idx.layout.values import ARRAY_ALIGNMENT
@@ -22,7 +22,7 @@ from megatron_sft_idx.merge.origin import ORIGIN, Origin, origin_entry, runs_of
 from megatron_sft_idx.merge.source import SourceShard, copied_nbytes, nbytes_of
 from megatron_sft_idx.merge.target import CopyWriter
 from megatron_sft_idx.merge.trained import TrainedCount
-from megatron_sft_idx.shard import Shard, check_free, read_header
+from megatron_sft_idx.shard import Shard, check_free, read_header, remove_shard
 
 __all__ = ["Parts", "SplitReport", "part_prefix", "split"]
 
@@ -101,7 +101,7 @@ def split(
         ShardNotFoundError: the source is not there.
         FormatError: something is at the prefix of a part, or of a part of another split.
         CorruptShardError: the source breaks F2, F3, O1 or O2; nothing is published.
-        OSError: the disk says no; parts that were published before stay.
+        OSError: the disk says no. Of this and of any other error nothing is left that this split has written.
     """
     source, prefix = ShardPaths.of(source).prefix, ShardPaths.of(prefix).prefix
     header = read_header(source)
@@ -115,18 +115,41 @@ def split(
         unfinished = resume and (part in kept or os.path.exists(part.paths.journal))
         check_free(part.paths, overwrite=overwrite or unfinished)
     shard.verify()
-    origin = Origin(runs_of(header))
+    made: list[_Part] = []
+    try:
+        for part in _copied(shard, planned, kept, tick, overwrite=overwrite or resume, durable=durable):
+            made.append(part)
+    except (SFTIndexError, OSError):
+        # Some parts of many are half of a result, which a pattern would read as if it were all; and a full disk gets
+        # its space back. Those that an interrupted split had made are left as they were.
+        for part in reversed(made):
+            remove_shard(part.paths)
+        raise
+    return SplitReport([part.paths.prefix for part in planned], len(kept))
+
+
+def _copied(
+    shard: SourceShard,
+    planned: list[_Part],
+    kept: set[_Part],
+    tick: Callable[[int], None],
+    *,
+    overwrite: bool,
+    durable: bool,
+) -> Iterator[_Part]:
+    """Copy the parts that are not kept, and yield each once it is published."""
+    origin = Origin(runs_of(shard.header))
     for part in planned:
         if part in kept:
             (first, stop), (start, end) = shard.spans(part.first, part.stop)
-            tick(copied_nbytes(header, stop - first, end - start))
+            tick(copied_nbytes(shard.header, stop - first, end - start))
         else:
-            like = _header_of(part, header, origin_entry(origin.slice(part.first, part.stop, shard.spans)))
-            with CopyWriter(part.paths.prefix, like, overwrite=overwrite or resume, durable=durable) as writer:
+            like = _header_of(part, shard.header, origin_entry(origin.slice(part.first, part.stop, shard.spans)))
+            with CopyWriter(part.paths.prefix, like, overwrite=overwrite, durable=durable) as writer:
                 trained = TrainedCount(records[:, 0] for records in shard.records(part.first, part.stop))
                 writer.append(shard, part.first, part.stop, trained)
                 writer.finalize(trained.num_trained_tokens, trained.num_masked_packs)
-    return SplitReport([part.paths.prefix for part in planned], len(kept))
+            yield part
 
 
 def _header_of(part: _Part, whole: Header, origin: list[dict[str, Any]]) -> Header:

@@ -12,13 +12,20 @@ from megatron_sft_idx.preprocess.encoding import RowEncoder
 from megatron_sft_idx.preprocess.pack import PackOptions
 from megatron_sft_idx.preprocess.source import source_fingerprint
 
-__all__ = ["corpus_differences", "option_differences", "shard_differences"]
+__all__ = ["corpus_differences", "option_differences", "packing_differences", "shard_differences"]
 
 
 def option_differences(found: Mapping[str, Any], encoder: RowEncoder) -> list[str]:
     """What of the options that decide over tokens and masks is another in ``found``, a header's metadata."""
     wanted = encoder.describe()
     return list(_differences({key: found.get(key) for key in wanted}, wanted))
+
+
+def packing_differences(found: Mapping[str, Any], packing: PackOptions) -> list[str]:
+    """What of the packing options is another in ``found``: a packed shard's metadata, or what a run has noted."""
+    noted, wanted = found.get("packing"), asdict(packing)
+    packed = {key: noted.get(key) for key in wanted} if isinstance(noted, dict) else None
+    return list(_differences(packed, wanted, "packing"))
 
 
 def corpus_differences(header: Header, encoder: RowEncoder, files: Sequence[InputFile]) -> list[str]:
@@ -33,9 +40,7 @@ def shard_differences(
     header: Header, encoder: RowEncoder, files: Sequence[InputFile], packing: PackOptions
 ) -> list[str]:
     """As ``corpus_differences``, and how it was packed."""
-    found, wanted = header.metadata.get("packing"), asdict(packing)
-    packed = {key: found.get(key) for key in wanted} if isinstance(found, dict) else None
-    return [*_differences(packed, wanted, "packing")] or corpus_differences(header, encoder, files)
+    return packing_differences(header.metadata, packing) or corpus_differences(header, encoder, files)
 
 
 def _differences(found: Any, wanted: Any, name: str = "") -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.preprocess.corpus import CorpusRun
-from megatron_sft_idx.preprocess.identity import option_differences, shard_differences
+from megatron_sft_idx.preprocess.identity import option_differences, packing_differences, shard_differences
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.preprocess.source import Source
 from megatron_sft_idx.preprocess.start import Job, Start, begin_anew, find_corpus, has_journal
@@ -61,6 +61,9 @@ def _after_tokenising(job: Job) -> Start:
     """The corpus is finished, or there is nothing of it."""
     overwrite = has_journal(job.prefix)
     if (corpus := find_corpus(job, overwrite=False)) is not None:
+        if (packed := _remains(job.prefix)) is not None:
+            differs = packing_differences(packed.build_options.metadata, job.packing)
+            _require_same_options(ShardPaths.of(job.prefix).journal, differs)
         job.log(f"resuming: the tokenised corpus at {job.corpus} is complete")
         return Start(corpus=corpus, overwrite=overwrite)
     if overwrite:
@@ -92,12 +95,10 @@ def _finish_forward(job: Job, prefix: str) -> None:
 def _go_on(job: Job, interrupted: InterruptedBuild, *, replaces: bool) -> Start | None:
     """The half made corpus, once input and options are known to be the same; None where nothing of it is complete."""
     journal = ShardPaths.of(job.corpus).journal
-    if differs := option_differences(interrupted.options.metadata, job.encoder):
-        raise FormatError(
-            f"{journal}: the interrupted run had other options: {'; '.join(differs)}; pass the same ones to go on, or"
-            " --overwrite to start anew"
-        )
-    if (first := next(interrupted.states(), None)) is None:
+    first = next(interrupted.states(), None)
+    differs = option_differences(interrupted.options.metadata, job.encoder)
+    _require_same_options(journal, differs or (packing_differences(first, job.packing) if first else []))
+    if first is None:
         return None
     if not all(map(_is_state, interrupted.states())) or not _are_inputs(first.get("inputs")):
         raise FormatError(f"{journal}: its marks are not of this command; pass --overwrite to start anew")
@@ -115,6 +116,14 @@ def _go_on(job: Job, interrupted: InterruptedBuild, *, replaces: bool) -> Start 
     run.num_bytes, run.num_pieces, run.fingerprint = last["num_bytes"], last["pieces"], source.fingerprint
     job.log(f"resuming after {run.report.rows:,} rows")
     return Start(run=run, overwrite=replaces or has_journal(job.prefix))
+
+
+def _require_same_options(journal: str, differs: list[str]) -> None:
+    if differs:
+        raise FormatError(
+            f"{journal}: the interrupted run had other options: {'; '.join(differs)}; pass the same ones to go on, or"
+            " --overwrite to start anew (a finished corpus of the same input is used again)"
+        )
 
 
 def _is_state(state: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import NamedTuple
 
 from megatron_sft_idx.chat.inputs.files import InputFile
@@ -78,7 +79,7 @@ def begin(job: Job, *, overwrite: bool) -> Start:
 
 
 def begin_anew(job: Job, *, overwrite: bool) -> CorpusRun:
-    """An empty corpus, whose journal says what it is made of, and whether the run may replace a packed shard."""
+    """An empty corpus, whose journal says what it is made of, how it is to be packed, and what that may replace."""
     encoder = job.encoder
     writer = ShardWriter(
         job.corpus,
@@ -89,7 +90,7 @@ def begin_anew(job: Job, *, overwrite: bool) -> CorpusRun:
     )
     run = CorpusRun(writer, Source(job.files))
     inputs = [[file.path, file.num_bytes] for file in job.files]
-    run.mark(inputs=inputs, overwrite=overwrite)
+    run.mark(inputs=inputs, overwrite=overwrite, packing=asdict(job.packing))
     return run
 
 

@@ -18,6 +18,7 @@ from megatron_sft_idx.rebuild.survey import Survey, survey
 from megatron_sft_idx.rebuild.watch import Watch, unwatched
 from megatron_sft_idx.shard.lock import lock_journal
 from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
+from megatron_sft_idx.shard.remains import where_to_look
 from megatron_sft_idx.verify import verify_shard
 
 __all__ = ["FileState", "Report", "rebuild"]
@@ -96,7 +97,7 @@ def rebuild(
     if _has_remains(paths) and (remains := find_remains(prefix)) is not None:
         return _recovered(paths, remains, dry_run, watch)
     if not paths.present():
-        raise ShardNotFoundError(paths.prefix, list(paths.all), "there is nothing to rebuild from; check the prefix")
+        raise ShardNotFoundError(paths.prefix, list(paths.all), f"nothing to rebuild from; {where_to_look(paths)}")
     with _locked(paths, dry_run=dry_run):
         found = survey(paths, watch)
         if not found.faults:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
@@ -28,17 +29,20 @@ def lock_journal(paths: ShardPaths, *, create: bool, shared: bool = False) -> in
         The descriptor; the lock is given up when it is closed.
 
     Raises:
-        FormatError: another process is writing here, or the file system knows no locks.
+        FormatError: another process is writing here, the file system knows no locks, or the journal is no file.
         FileNotFoundError: there is no journal, and none is to be made.
     """
     path = paths.journal
-    access = os.O_RDONLY if shared else os.O_RDWR
+    # Not to wait for the other end where somebody has put a pipe there.
+    access = (os.O_RDONLY if shared else os.O_RDWR) | os.O_CLOEXEC | os.O_NONBLOCK
     while True:
         try:
-            fd = os.open(path, access | (os.O_CREAT if create else 0) | os.O_CLOEXEC, 0o666)
+            fd = os.open(path, access | (os.O_CREAT if create else 0), 0o666)
         except IsADirectoryError:
-            raise FormatError(f"{path}: a folder is where the journal of the build would be; remove it") from None
+            raise _no_file(path) from None
         try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise _no_file(path)
             lock_file(fd, paths, shared=shared)
             # A writer that was done between the two calls has removed the file this lock is on.
             with contextlib.suppress(FileNotFoundError):
@@ -48,6 +52,10 @@ def lock_journal(paths: ShardPaths, *, create: bool, shared: bool = False) -> in
             os.close(fd)
             raise
         os.close(fd)
+
+
+def _no_file(path: str) -> FormatError:
+    return FormatError(f"{path}: something that is no file is where the journal of the build would be; remove it")
 
 
 def lock_file(fd: int, paths: ShardPaths, *, shared: bool = False) -> None:

@@ -97,7 +97,7 @@ class Publication:
         if os.fstat(self._lock).st_size and not self._overwrite:
             raise FormatError(
                 f"{self.paths.journal}: left by a build that was interrupted; pass overwrite (--overwrite) to start"
-                " anew (its data is dropped), or recover it from its journal"
+                f" anew (its data is dropped), or recover its packs: megatron-sft-idx rebuild {self.paths.prefix}"
             )
         # In this order nobody finds a journal that speaks of files which are gone.
         os.ftruncate(self._lock, 0)

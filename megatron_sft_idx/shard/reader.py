@@ -15,6 +15,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
 from megatron_sft_idx.layout.header import peek_nbytes
+from megatron_sft_idx.shard.remains import where_to_look
 from megatron_sft_idx.storage import Array, Backend, check_size, open_array
 
 __all__ = ["Pack", "Shard", "read_header", "require_same"]
@@ -44,6 +45,8 @@ def read_header(prefix: str | os.PathLike[str]) -> Header:
 
 
 def _read_raw_header(paths: ShardPaths) -> bytes:
+    if not os.path.isfile(paths.seq_idx):  # whoever opens a pipe waits for its other end
+        raise _not_found(paths)
     try:
         with open(paths.seq_idx, "rb", buffering=0) as file:
             raw = file.read(HEADER_FIXED_NBYTES)
@@ -51,7 +54,7 @@ def _read_raw_header(paths: ShardPaths) -> bytes:
             while len(raw) < size and (more := file.read(size - len(raw))):
                 raw += more
             return raw
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+    except FileNotFoundError:
         raise _not_found(paths) from None
 
 
@@ -59,11 +62,11 @@ def _not_found(paths: ShardPaths) -> ShardNotFoundError:
     missing = paths.missing()
     if paths.seq_idx in missing and os.path.exists(paths.journal):
         remedy = (
-            "a build was interrupted here: go on with it (preprocess --resume), recover what is complete from its"
-            " journal, or start anew with overwrite (--overwrite)"
+            "a build was interrupted here: go on with it (preprocess --resume), recover its packs (megatron-sft-idx"
+            f" rebuild {paths.prefix}), or start anew with overwrite (--overwrite)"
         )
     elif len(missing) == len(paths.all):
-        remedy = "check the prefix: it is the path without .seq.idx"
+        remedy = where_to_look(paths)
     elif missing == [paths.seq_idx] or paths.loss in missing:
         remedy = "the files beside them may be a stock Megatron dataset without loss masks, or a shard copied in part"
     else:
@@ -150,11 +153,10 @@ class Shard:
         raw = _read_raw_header(paths)
         header = Header.decode(raw, paths.seq_idx)
         if missing := paths.missing():
-            raise (
-                _not_found(paths)
-                if paths.seq_idx in missing
-                else ShardNotFoundError(paths.prefix, missing, "copy all five files, or rebuild what can be derived")
-            )
+            if paths.seq_idx in missing:
+                raise _not_found(paths)
+            remedy = paths.index_remedy if missing == [paths.idx] else "copy all five files"
+            raise ShardNotFoundError(paths.prefix, missing, remedy)
         nbytes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
         # Megatron's index is not read here, only held to its size.
         check_size(paths.idx, os.stat(paths.idx).st_size, nbytes[paths.idx])
@@ -343,8 +345,7 @@ class Shard:
                     self._paths.seq_idx,
                     base,
                     rule,
-                    f"{what} offsets go from {first} to {last}, expected 0 to {total};"
-                    " restore the file, or rebuild the index from the data",
+                    f"{what} offsets go from {first} to {last}, expected 0 to {total}; {self._paths.index_remedy}",
                 )
 
     def sequence_bounds(self) -> NDArray[np.int64]:
@@ -358,7 +359,7 @@ class Shard:
         try:
             return _native.absolute_offsets(*arrays)
         except ValueError as error:
-            raise FormatError(f"{self.prefix}: {error}; restore the file, or rebuild the index from the data") from None
+            raise FormatError(f"{self.prefix}: {error}; {self._paths.index_remedy}") from None
 
     def _normalise(self, files: _Files, index: int) -> int:
         i = index + files.num_packs if index < 0 else index
@@ -383,5 +384,5 @@ class Shard:
             base + 8 * i,
             rule,
             f"{what} offsets {pair[0]}, {pair[1]} of pack {i}, expected ascending and at most {most};"
-            " restore the file, or rebuild the index from the data",
+            f" {self._paths.index_remedy}",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from megatron_sft_idx.layout.journal import DONE, MASK, PACK, Block, BuildOption
 from megatron_sft_idx.shard.lock import lock_journal
 from megatron_sft_idx.shard.publish import WIDENED
 
-__all__ = ["Remains", "complete_header", "find_remains", "pack_records", "read_remains"]
+__all__ = ["Remains", "complete_header", "find_remains", "pack_records", "read_remains", "where_to_look"]
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,21 @@ def complete_header(paths: ShardPaths) -> Header:
                 " complete, so it was changed since: build it again with overwrite (--overwrite)",
             )
     return header
+
+
+def where_to_look(paths: ShardPaths) -> str:
+    """A remedy where nothing is at a prefix: what a killed run was making there may lie beside it, under a longer name.
+
+    ``preprocess`` makes the tokenised corpus first, at ``PREFIX.unpacked``.
+    """
+    journals = sorted(glob.glob(f"{glob.escape(paths.prefix)}.*.journal"))
+    if not journals:
+        return "check the prefix: the path without .seq.idx"
+    beside = journals[0].removesuffix(".journal")
+    return (
+        f"a build of {beside} was interrupted, or is at work: preprocess --resume goes on with it,"
+        f" megatron-sft-idx rebuild {beside} recovers its packs"
+    )
 
 
 def _nbytes(path: str) -> int:

@@ -99,7 +99,9 @@ class StoredPacks:
             return Segments(*_native.pack_segments(indexes, shards, local))
         except ValueError as error:
             where = ", ".join(self.shards.prefixes[number] for number in sorted(used))
-            raise FormatError(f"{where}: {error}; restore the file, or rebuild the index from the data") from None
+            raise FormatError(
+                f"{where}: {error}; megatron-sft-idx verify says of which file: restore it from a copy"
+            ) from None
 
     def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Tokens and label-aligned loss mask of one shard, whole."""

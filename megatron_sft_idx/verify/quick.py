@@ -35,8 +35,11 @@ def open_files(paths: ShardPaths, findings: Findings) -> dict[str, CheckedFile]:
         try:
             files[suffix] = CheckedFile(path)
         except (FileNotFoundError, NotADirectoryError):
-            found = "something that is no regular file" if os.path.lexists(path) else "no such file"
-            findings.add("F1", path, 0, found, "one of the five files of a shard", remedy=recover)
+            if os.path.lexists(path):
+                found, remedy = "something that is no regular file", f"remove it, then {findings.remedy(path)}"
+            else:
+                found, remedy = "no such file", recover or findings.remedy(path)
+            findings.add("F1", path, 0, found, "one of the five files of a shard", remedy=remedy)
     return files
 
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.shard.remains import where_to_look
 from megatron_sft_idx.verify.claims import Claims, check_header
 from megatron_sft_idx.verify.files import CheckedFile, Meter
 from megatron_sft_idx.verify.findings import Findings, Report
@@ -65,7 +66,7 @@ def verify_shard(
         for file in files.values():
             stack.enter_context(file)
         if not files and not left:
-            raise ShardNotFoundError(paths.prefix, list(paths.all), "check the prefix: the path without .seq.idx")
+            raise ShardNotFoundError(paths.prefix, list(paths.all), where_to_look(paths))
         if left:
             findings.notes.append(
                 f"{', '.join(left)}: left by a build that was killed, or of one that is under way; preprocess --resume"
