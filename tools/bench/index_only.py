@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from report import machine
 
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shards import ShardSet
@@ -119,12 +120,6 @@ def report(folder: Path, count: int, rounds: int) -> Iterator[str]:
     for i, what in enumerate(MEMORY):
         sizes = [statistics.median(run.nbytes[i] for run in runs) / MIB for runs in (first, second)]
         yield f"| {what} | " + " | ".join(f"{value:.0f}" for value in sizes) + " |"
-
-
-def machine() -> str:
-    with open("/proc/cpuinfo") as file:
-        model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown CPU")
-    return f"{model}, {os.cpu_count()} cores"
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
+from report import machine
 
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
 from megatron_sft_idx.merge import Parts, merge, split
@@ -167,12 +168,6 @@ def remove(prefixes: Sequence[str]) -> None:
     for prefix in prefixes:
         for suffix in SUFFIXES:
             os.unlink(prefix + suffix)
-
-
-def machine() -> str:
-    with open("/proc/cpuinfo") as file:
-        model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown CPU")
-    return f"{model}, {os.cpu_count()} cores"
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ array and checking are not timed. Peers that need minutes run up to the size in 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from report import machine
 
 from megatron_sft_idx.packing import (
     METHODS,
@@ -268,13 +268,6 @@ def training_rows(count: int) -> Iterator[str]:
         streamed = len(packer.add(lengths)) + len(packer.finish())
         extra = 100 * (streamed / plan.num_packs - 1)
         yield f"| {name} | {ratios[0]:.3f} | {ratios[1]:.4f} | +{extra:.4f}% |"
-
-
-def machine() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return f"{line.split(':', 1)[1].strip()}, {os.cpu_count()} cores"
-    return f"{os.cpu_count()} cores"
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from report import machine
 
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import ShardWriter
@@ -156,12 +157,6 @@ def timed_quick(prefix: str) -> float:
     begin = time.perf_counter()
     assert verify_shard(prefix).ok
     return time.perf_counter() - begin
-
-
-def machine() -> str:
-    with open("/proc/cpuinfo") as file:
-        model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown CPU")
-    return f"{model}, {os.cpu_count()} cores"
 
 
 def main() -> None:
