@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import subprocess
 import sys
 from itertools import pairwise
@@ -287,6 +288,20 @@ def test_the_masks_of_a_stock_dataset_are_never_written_over(tmp_path: Path) -> 
     with pytest.raises(FormatError, match=r"is where the source .*x lies"):
         convert(str(tmp_path / "stock"), str(tmp_path / "x"), "sft-idx", options)
     assert five_files(tmp_path / "x") == before
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_a_disk_that_says_no_is_named_and_nothing_is_left(tmp_path: Path, name: str) -> None:
+    write_samples(tmp_path / "x", demo_samples(50))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            convert(str(tmp_path / "x"), place(tmp_path / "out", name, "y"), name, ConvertOptions(allow_loss=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(tmp_path / "out") in str(caught.value.filename)
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.suffix != ".journal"]
 
 
 def test_a_broken_source_leaves_nothing_behind(tmp_path: Path) -> None:
