@@ -19,6 +19,31 @@ std::int64_t bits_of(Mask value) {
   return static_cast<std::int64_t>(bits);
 }
 
+// Sequences whose number times any multiple fits 63 bits.
+constexpr std::int64_t most_counted = std::int64_t{1} << 31;
+
+struct Steps {
+  bool ascend;  // strictly, from 0 or more to limit or less
+  std::int64_t longest;
+};
+
+Steps steps(const std::vector<std::int64_t>& offsets, std::int64_t limit) {
+  // The highest bit of a difference tells its sign: of values within 0 and limit none overflows, and one beyond them
+  // sets the bit itself.
+  const auto top = static_cast<std::uint64_t>(limit);
+  auto before = static_cast<std::uint64_t>(offsets[0]);
+  std::uint64_t wrong = before | (top - before);
+  std::int64_t longest = 0;
+  for (std::size_t i = 1; i < offsets.size(); ++i) {
+    const auto offset = static_cast<std::uint64_t>(offsets[i]);
+    const std::uint64_t step = offset - before;
+    wrong |= offset | (top - offset) | (step - 1);
+    longest = std::max(longest, static_cast<std::int64_t>(step));
+    before = offset;
+  }
+  return {wrong >> 63 == 0, longest};
+}
+
 }  // namespace
 
 template <typename Id>
@@ -46,6 +71,20 @@ BadIds find_bad_ids(const Id* ids, std::size_t count, std::int64_t limit, std::s
 template BadIds find_bad_ids(const std::uint16_t*, std::size_t, std::int64_t, std::size_t);
 template BadIds find_bad_ids(const std::int32_t*, std::size_t, std::int64_t, std::size_t);
 
+template <typename Found>
+bool is_scaled(const Found* found, const std::int64_t* values, std::size_t count, std::int64_t scale,
+               std::int64_t shift) {
+  std::uint64_t differs = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint64_t scaled = static_cast<std::uint64_t>(values[i]) * static_cast<std::uint64_t>(scale);
+    differs |= static_cast<std::uint64_t>(found[i]) ^ (scaled + static_cast<std::uint64_t>(shift));
+  }
+  return !differs;
+}
+
+template bool is_scaled(const std::int32_t*, const std::int64_t*, std::size_t, std::int64_t, std::int64_t);
+template bool is_scaled(const std::int64_t*, const std::int64_t*, std::size_t, std::int64_t, std::int64_t);
+
 PackWalk::PackWalk(const Limits& limits) : limits_(limits) {
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max(), most_count = std::int64_t{1} << 56;
   if (std::min(limits.sequences, limits.tokens) < 0 || std::max(limits.sequences, limits.tokens) > most_count) {
@@ -61,71 +100,154 @@ void PackWalk::broken(const char* rule, std::int64_t pack, std::int64_t at, std:
   if (counts_[rule]++ < static_cast<std::int64_t>(limits_.most)) breaches_.push_back({rule, pack, at, found, expected});
 }
 
+PackWalk::Pack PackWalk::pack(std::size_t k) const {
+  return {token_offsets_[k], token_offsets_[k + 1], sequence_offsets_[k], sequence_offsets_[k + 1]};
+}
+
 void PackWalk::packs(const std::int64_t* token_offsets, const std::int64_t* sequence_offsets, std::size_t count,
                      bool looks_ahead) {
-  run_.clear();
-  at_ = 0;
-  for (std::size_t i = 0; i < count; ++i, ++number_) {
-    const Pack pack{number_, token_offsets[i], token_offsets[i + 1], sequence_offsets[i], sequence_offsets[i + 1]};
-    if (pack.end <= pack.begin || pack.end > limits_.tokens) {
-      broken("O2", number_, number_ + 1, pack.end, pack.end <= pack.begin ? pack.begin : limits_.tokens);
-    }
-    if (pack.last <= pack.first || pack.last > limits_.sequences) {
-      broken("O1", number_, number_ + 1, pack.last, pack.last <= pack.first ? pack.first : limits_.sequences);
-    }
-    // The next pack has to end later, or it is this one that ends too late.
-    const bool more = looks_ahead || i + 1 < count;
-    const std::int64_t before = more ? token_offsets[i + 2] : limits_.tokens + 1;
-    const std::int64_t before_sequence = more ? sequence_offsets[i + 2] : limits_.sequences + 1;
-    if (pack.begin < last_end_ || pack.end <= pack.begin || pack.end >= before || pack.end > limits_.tokens) continue;
-    if (pack.first < last_sequence_ || pack.last <= pack.first || pack.last >= before_sequence ||
-        pack.last > limits_.sequences) {
-      continue;
-    }
-    const std::int64_t length = pack.end - pack.begin;
-    if (length > limits_.capacity) broken("P1", number_, number_, length, limits_.capacity);
-    totals_.longest_pack = std::max(totals_.longest_pack, length);
-    totals_.most_sequences = std::max(totals_.most_sequences, pack.last - pack.first);
-    last_end_ = pack.end;
-    last_sequence_ = pack.last;
-    run_.push_back(pack);
+  run_begin_ = run_end_;
+  run_end_ += static_cast<std::int64_t>(count);
+  token_offsets_.assign(token_offsets, token_offsets + count + 1);
+  sequence_offsets_.assign(sequence_offsets, sequence_offsets + count + 1);
+  passed_over_.clear();
+  at_ = seen_ = 0;
+  if (!count) return;
+  // The next pack has to end later, or it is this one that ends too late.
+  const std::int64_t token_ahead = looks_ahead ? token_offsets[count + 1] : limits_.tokens + 1;
+  const std::int64_t sequence_ahead = looks_ahead ? sequence_offsets[count + 1] : limits_.sequences + 1;
+  const Steps tokens = steps(token_offsets_, limits_.tokens), sequences = steps(sequence_offsets_, limits_.sequences);
+  const bool follows = token_offsets_[0] >= last_end_ && sequence_offsets_[0] >= last_sequence_ &&
+                       token_offsets_[count] < token_ahead && sequence_offsets_[count] < sequence_ahead;
+  if (follows && tokens.ascend && sequences.ascend && tokens.longest <= limits_.capacity) {
+    totals_.longest_pack = std::max(totals_.longest_pack, tokens.longest);
+    totals_.most_sequences = std::max(totals_.most_sequences, sequences.longest);
+    last_end_ = token_offsets_[count];
+    last_sequence_ = sequence_offsets_[count];
+  } else {
+    pass_over(token_ahead, sequence_ahead);
+    measure();
   }
 }
 
-std::int64_t PackWalk::wanted_sequences() const { return run_.empty() ? sequence_ : run_.back().last; }
+void PackWalk::pass_over(std::int64_t token_ahead, std::int64_t sequence_ahead) {
+  passed_over_.resize(run_packs());
+  for (std::size_t k = 0; k < run_packs(); ++k) {
+    const auto [begin, end, first, last] = pack(k);
+    if (end <= begin || end > limits_.tokens) {
+      broken("O2", number(k), number(k) + 1, end, end <= begin ? begin : limits_.tokens);
+    }
+    if (last <= first || last > limits_.sequences) {
+      broken("O1", number(k), number(k) + 1, last, last <= first ? first : limits_.sequences);
+    }
+    const bool more = k + 1 < run_packs();
+    const std::int64_t next_end = more ? token_offsets_[k + 2] : token_ahead;
+    const std::int64_t next_last = more ? sequence_offsets_[k + 2] : sequence_ahead;
+    const bool placed = begin >= last_end_ && begin < end && end < next_end && end <= limits_.tokens;
+    const bool filled = first >= last_sequence_ && first < last && last < next_last && last <= limits_.sequences;
+    passed_over_[k] = !placed || !filled;
+    if (passed_over_[k]) continue;
+    last_end_ = end;
+    last_sequence_ = last;
+  }
+}
+
+void PackWalk::measure() {
+  for (std::size_t k = 0; k < run_packs(); ++k) {
+    if (passed_over(k)) continue;
+    const auto [begin, end, first, last] = pack(k);
+    const std::int64_t length = end - begin;
+    if (length > limits_.capacity) broken("P1", number(k), number(k), length, limits_.capacity);
+    totals_.longest_pack = std::max(totals_.longest_pack, length);
+    totals_.most_sequences = std::max(totals_.most_sequences, last - first);
+  }
+}
+
+std::int64_t PackWalk::wanted_sequences() const {
+  std::size_t k = run_packs();
+  while (k && passed_over(k - 1)) --k;
+  return k ? sequence_offsets_[k] : sequence_;
+}
 
 void PackWalk::starts(const std::uint32_t* values, std::size_t count) {
-  // Those that mask() has seen make room for the new ones.
-  ends_.erase(ends_.begin(), std::upper_bound(ends_.begin(), ends_.end(), token_));
-  spans_.erase(spans_.begin(), first_span());
-  for (std::size_t i = 0; i < count; ++i, ++sequence_) {
-    if (at_ == run_.size()) continue;
-    const Pack& pack = run_[at_];
-    if (sequence_ < pack.first) continue;  // of a pack that was passed over
-    start(pack, values[i]);
-    if (sequence_ + 1 == pack.last) end_pack(pack);
+  // The end of the sequence that was open before, and one for each start.
+  ends_.resize(std::max(ends_.size(), count + 1));
+  num_ends_ = next_end_ = 0;
+  while (count) {
+    while (at_ < run_packs() && passed_over(at_)) ++at_;
+    std::size_t taken = count;  // where no pack wants them
+    if (at_ < run_packs()) {
+      const Pack open = pack(at_);
+      const std::int64_t ahead = open.first - sequence_;
+      if (ahead > 0) {  // of a pack that was passed over
+        taken = std::min(static_cast<std::size_t>(ahead), count);
+      } else if (taken = ahead ? 0 : whole_packs(values, count); !taken) {
+        start(open, *values);
+        if (sequence_ + 1 == open.last) end_pack(open);
+        taken = 1;
+      }
+    }
+    values += taken;
+    count -= taken;
+    sequence_ += static_cast<std::int64_t>(taken);
   }
 }
 
-std::vector<PackWalk::Span>::const_iterator PackWalk::first_span() const {
-  return std::partition_point(spans_.begin(), spans_.end(), [this](const Span& s) { return s.end <= token_; });
+// Takes packs as long as all their starts are here and break no rule; returns how many starts that were.
+std::size_t PackWalk::whole_packs(const std::uint32_t* values, std::size_t count) {
+  // Copies of our own: what is written through a pointer to 64 bits might otherwise be one of them.
+  const std::int64_t first_sequence = sequence_, added = limits_.multiple - 1, capacity = limits_.capacity;
+  const auto given = static_cast<std::int64_t>(count);
+  const std::size_t first = at_, packs = run_packs();
+  const bool none_passed = passed_over_.empty();
+  std::int64_t taken = 0, *ends = ends_.data() + num_ends_;
+  std::size_t k = first;
+  for (; k < packs && (none_passed || !passed_over_[k]); ++k) {
+    const Pack open = pack(k);
+    if (open.last - first_sequence > given) break;
+    const std::int64_t length = open.end - open.begin, last = open.last - open.first - 1;
+    bool sound = values[taken] == 0 && values[taken + last] < length;
+    for (std::int64_t i = taken; i < taken + last; ++i) {
+      sound &= values[i + 1] > values[i];
+      ends[i] = open.begin + values[i + 1];
+    }
+    ends[taken + last] = open.end;
+    // Most packs have room for the most that rounding up can add, and need not be divided up.
+    const bool roomy = last < most_counted && (last + 1) * added <= capacity - length;
+    if (!sound || (!roomy && !fits(open, ends + taken))) break;
+    taken += last + 1;
+  }
+  if (k == first) return 0;
+  at_ = k;
+  num_ends_ += static_cast<std::size_t>(taken);
+  known_ = token_offsets_[k];
+  totals_.packs += static_cast<std::int64_t>(k - first);
+  return static_cast<std::size_t>(taken);
+}
+
+// Whether a pack has room for its sequences, rounded up, which end at these places.
+bool PackWalk::fits(const Pack& pack, const std::int64_t* ends) const {
+  if (pack.end - pack.begin > limits_.capacity) return false;
+  // Lengths and multiples have 31 bits, and processors divide 32 bits faster than 64.
+  const auto multiple = static_cast<std::uint32_t>(limits_.multiple);
+  std::int64_t padded = 0, begin = pack.begin;
+  for (std::int64_t i = 0; i < pack.last - pack.first && padded <= limits_.capacity; ++i) {
+    padded += std::int64_t{(static_cast<std::uint32_t>(ends[i] - begin) + multiple - 1) / multiple} * multiple;
+    begin = ends[i];
+  }
+  return padded <= limits_.capacity;
 }
 
 void PackWalk::start(const Pack& pack, std::int64_t value) {
   const std::int64_t length = pack.end - pack.begin;
   const bool first = sequence_ == pack.first, inside = value < length;
   if (first) {
-    spans_.push_back({pack.begin, pack.end});
     open_ = padded_ = 0;
     sound_ = true;
-    // Most packs have room for the most that rounding up can add, and need not be divided up.
-    std::int64_t most = 0;
-    const bool much = __builtin_mul_overflow(pack.last - pack.first, limits_.multiple - 1, &most);
-    tight_ = much || most > limits_.capacity - length;
   }
-  if (first && value != 0) broken("P2", pack.number, sequence_, value, 0);
-  if (!first && value <= open_) broken("P3", pack.number, sequence_, value, open_ + 1);
-  if (!inside) broken("P4", pack.number, sequence_, value, length - 1);
+  if (first && value != 0) broken("P2", number(at_), sequence_, value, 0);
+  if (!first && value <= open_) broken("P3", number(at_), sequence_, value, open_ + 1);
+  if (!inside) broken("P4", number(at_), sequence_, value, length - 1);
   if (first ? value != 0 : value <= open_) sound_ = false;
   sound_ = sound_ && inside;
   if (!first && value > open_ && inside) end_sequence(pack, value);
@@ -133,19 +255,19 @@ void PackWalk::start(const Pack& pack, std::int64_t value) {
 
 void PackWalk::end_sequence(const Pack& pack, std::int64_t end) {
   constexpr std::int64_t huge = std::int64_t{1} << 62;  // far beyond any capacity, and one more still fits 63 bits
-  if (tight_ && padded_ < huge) {
+  if (padded_ < huge) {
     padded_ += (end - open_ + limits_.multiple - 1) / limits_.multiple * limits_.multiple;
   }
   open_ = end;
   known_ = pack.begin + end;
-  ends_.push_back(known_);
+  ends_[num_ends_++] = known_;
 }
 
 void PackWalk::end_pack(const Pack& pack) {
   const std::int64_t length = pack.end - pack.begin;
   end_sequence(pack, length);
   if (sound_ && length <= limits_.capacity && padded_ > limits_.capacity) {
-    broken("P5", pack.number, pack.number, padded_, limits_.capacity);
+    broken("P5", number(at_), number(at_), padded_, limits_.capacity);
   }
   ++totals_.packs;
   ++at_;
@@ -160,15 +282,22 @@ void PackWalk::mask(const Mask* values, std::size_t count) {
     const Mask value = values[i - begin];
     if (!mask_value_ok<Mask>(value)) broken("P7", -1, i, bits_of(value), 0);
   }
-  for (auto end = std::upper_bound(ends_.begin(), ends_.end(), begin); end != ends_.end() && *end <= stop; ++end) {
-    const Mask value = values[*end - 1 - begin];
-    if (value != Mask{0}) broken("P6", -1, *end - 1, bits_of(value), 0);
+  for (; next_end_ < num_ends_ && ends_[next_end_] <= stop; ++next_end_) {
+    const std::int64_t at = ends_[next_end_] - 1;
+    if (at >= begin && values[at - begin] != Mask{0}) broken("P6", -1, at, bits_of(values[at - begin]), 0);
   }
-  for (auto span = first_span(); span != spans_.end() && span->begin < stop; ++span) {
-    if (span->begin >= begin) trained_ = false;
-    const std::int64_t from = std::max(span->begin, begin), to = std::min(span->end, stop);
-    trained_ = trained_ || any_nonzero(values + (from - begin), to - from);
-    if (span->end <= stop) totals_.masked_packs += !trained_;
+  for (; seen_ < run_packs(); ++seen_) {
+    if (passed_over(seen_)) continue;
+    const std::int64_t first = token_offsets_[seen_], end = token_offsets_[seen_ + 1];
+    if (first >= stop) break;
+    if (first >= begin) trained_ = false;
+    const std::int64_t from = std::max(first, begin), to = std::min(end, stop);
+    // What a pack ends with is mostly trained on: a look there first is a branch that is foreseen.
+    const std::int64_t tail = std::max(from, to - 8);
+    trained_ = trained_ || any_nonzero(values + (tail - begin), to - tail) ||
+               any_nonzero(values + (from - begin), tail - from);
+    if (end > stop) break;
+    totals_.masked_packs += !trained_;
   }
   token_ = stop;
 }

@@ -28,9 +28,15 @@ struct BadIds {
 template <typename Id>
 BadIds find_bad_ids(const Id* ids, std::size_t count, std::int64_t limit, std::size_t most);
 
+// Whether found[i] is shift + scale * values[i] for all i, in 64 bits that wrap around.
+template <typename Found>
+bool is_scaled(const Found* found, const std::int64_t* values, std::size_t count, std::int64_t scale,
+               std::int64_t shift);
+
 // Walks the packs of one shard in order. The caller hands in, in turn: a run of packs, the starts they ask for in any
-// number of pieces, and after each piece the masks of the tokens that known() covers. Packs whose offsets make no
-// sense are reported and passed over, and so are their neighbours where they overlap.
+// number of pieces, and after each piece the masks of the tokens that known() covers; masks that come later than that
+// are not held against it. Packs whose offsets make no sense are reported and passed over, and so are their neighbours
+// where they overlap. Runs and packs that are as they should be take a short way, which only tells that they are.
 class PackWalk {
  public:
   struct Limits {
@@ -65,37 +71,46 @@ class PackWalk {
 
  private:
   struct Pack {
-    std::int64_t number, begin, end;  // tokens
-    std::int64_t first, last;         // sequences
-  };
-  struct Span {
-    std::int64_t begin, end;
+    std::int64_t begin, end;   // tokens
+    std::int64_t first, last;  // sequences
   };
 
+  std::size_t run_packs() const { return token_offsets_.size() - 1; }
+  Pack pack(std::size_t k) const;
+  bool passed_over(std::size_t k) const { return !passed_over_.empty() && passed_over_[k]; }
+  std::int64_t number(std::size_t k) const { return run_begin_ + static_cast<std::int64_t>(k); }
+
   void broken(const char* rule, std::int64_t pack, std::int64_t at, std::int64_t found, std::int64_t expected);
+  void pass_over(std::int64_t token_ahead, std::int64_t sequence_ahead);
+  void measure();
+  bool fits(const Pack& pack, const std::int64_t* ends) const;
+  std::size_t whole_packs(const std::uint32_t* values, std::size_t count);
   void start(const Pack& pack, std::int64_t value);
   void end_sequence(const Pack& pack, std::int64_t end);
   void end_pack(const Pack& pack);
-  std::vector<Span>::const_iterator first_span() const;  // whose masks are not all seen
 
   Limits limits_;
   Totals totals_;
   std::vector<Breach> breaches_;
   std::map<std::string, std::int64_t> counts_;
 
-  std::int64_t number_ = 0;  // of the next pack handed in
-  std::vector<Pack> run_;
-  std::size_t at_ = 0;  // in run_
-  std::int64_t sequence_ = 0, last_end_ = 0, last_sequence_ = 0;
+  // The run.
+  std::int64_t run_begin_ = 0, run_end_ = 0;  // numbers of its packs
+  std::vector<std::int64_t> token_offsets_{0}, sequence_offsets_{0};
+  std::vector<bool> passed_over_;  // by pack; empty where none is
+  std::int64_t last_end_ = 0, last_sequence_ = 0;  // of the last pack that was not passed over
+  std::size_t at_ = 0;    // pack in the run that the next start is of
+  std::size_t seen_ = 0;  // pack in the run that token_ is in
+
+  std::int64_t sequence_ = 0;
   std::int64_t open_ = 0;    // where the open sequence starts in its pack
   std::int64_t padded_ = 0;  // positions of the pack's sequences before it, each rounded up
-  bool tight_ = false;       // rounding up might not fit the pack
   bool sound_ = true;        // no rule broken in the pack so far
 
   std::int64_t token_ = 0, known_ = 0;
   bool trained_ = false;            // some token of the pack that token_ is in
-  std::vector<std::int64_t> ends_;  // of sequences, ascending, masks not seen yet
-  std::vector<Span> spans_;         // of packs, the same
+  std::vector<std::int64_t> ends_;  // of the sequences that the last starts ended, ascending, and room for more
+  std::size_t num_ends_ = 0, next_end_ = 0;
 };
 
 }  // namespace sft_idx

@@ -12,6 +12,7 @@ _HOMES = {
     "FormatError": "errors",
     "LegacyPickleWriter": "formats.npy",
     "MMapIndexedDataset": "dataset",
+    "MemmapShardWriter": "formats.memmap",
     "PackPlan": "packing",
     "PackedDataset": "formats.dataset",
     "PackedSFTDataset": "training.dataset",

@@ -149,6 +149,7 @@ def parse_pickled_pairs(data: NDArray[np.uint8]) -> NDArray[np.int64]: ...
 # ---- a shard's files held against the rules ----
 
 def find_bad_ids(ids: NDArray[Any], limit: int, most: int) -> tuple[int, NDArray[np.int64]]: ...
+def is_scaled(found: NDArray[Any], values: NDArray[np.int64], scale: int, shift: int) -> bool: ...
 
 class PackWalk:
     def __init__(self, *, sequences: int, tokens: int, capacity: int, multiple: int, most: int) -> None: ...
@@ -165,3 +166,14 @@ class PackWalk:
     num_masked_packs: int
     longest_pack: int
     most_sequences: int
+
+# ---- what is derived where indexes are lost ----
+
+def first_fits(
+    flags: NDArray[np.bool_],
+    base: int,
+    tokens: int,
+    starts: NDArray[np.uint32],
+    offsets: NDArray[np.int64],
+    least: int,
+) -> tuple[NDArray[np.int64], int]: ...

@@ -18,6 +18,7 @@ from packs import Sample, assert_is, demo_samples, folder_of, sample_of
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.jsonl_chunks import Reader, Writer, recognise
+from megatron_sft_idx.formats.jsonl_chunks.chunks import line_bounds
 
 
 def produced(pack: Sample, **changes: Any) -> dict[str, Any]:
@@ -156,6 +157,18 @@ def test_blank_lines_are_passed_over_whatever_they_are_made_of(tmp_path: Path) -
 
 
 # ---- what is refused ----
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
+def test_lines_may_lie_across_the_blocks_they_are_found_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    monkeypatch.setattr("megatron_sft_idx.formats.jsonl_chunks.chunks._BLOCK_NBYTES", block)
+    raw = b"{}\n\n" + b"x" * (2 * 64 - 5) + b"\n" + b"y" * 6 + b"\n" + b'{"last":0}'
+    (tmp_path / "x").write_bytes(raw)
+    starts, stops = line_bounds(str(tmp_path / "x"))
+    lines = [raw[a:b].rstrip() for a, b in zip(starts, stops, strict=True)]
+    assert lines == [line for line in raw.split(b"\n") if line]
 
 
 @pytest.mark.parametrize("cut", [1, 2, 30, 100])

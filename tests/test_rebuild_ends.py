@@ -79,7 +79,7 @@ def test_a_split_is_found_exactly_where_there_is_one_only(
     num_tokens = sum(len(pack.tokens) for pack in packs)
     found = list(splits([pack.starts for pack in packs], num_tokens, possible_ends(packs, eod_id)))
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_SPAN", "_STEP", "_CHUNK", "CHUNK_PACKS"):
+        for name in ("_SPAN", "_CHUNK", "CHUNK_PACKS"):
             patch.setattr(ends_module, name, chunk)
         patch.setattr(packs_module, "_CHUNK", chunk)
         if len(found) == 1:
@@ -150,6 +150,13 @@ def test_tokens_without_any_sequence_are_refused(tmp_path: Path) -> None:
     os.truncate(tmp_path / "x.seq.bin", 0)
     with pytest.raises(FormatError, match=r"3 tokens and .seq.bin no sequence"):
         rebuild(tmp_path / "x")
+
+
+def test_starts_that_do_not_ascend_are_named(tmp_path: Path) -> None:
+    without_indexes(tmp_path / "x", [sample_of([2, 2, 3], lambda p: 0, lambda p: EOD) for _ in range(2)])
+    (tmp_path / "x.seq.bin").write_bytes(np.array([0, 2, 4, 0, 4, 2], "<u4").tobytes())
+    with pytest.raises(FormatError, match=r"byte 20: a sequence starts at 2, the one before it at 4.*rule P3"):
+        rebuild(tmp_path / "x", Known(eod_id=EOD))
 
 
 def heap_of_rebuilding(prefix: Path, known: Known) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
 from itertools import combinations
@@ -10,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from packs import demo_samples, five_files, write_samples
 from reseal import Files, field, put, reseal, set_fields
 
 from megatron_sft_idx.errors import ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.verify import Report, verify_shard
+from megatron_sft_idx.verify.files import CheckedFile
 
 
 @pytest.fixture(scope="module")
@@ -184,3 +187,23 @@ def test_progress_ends_with_every_byte(tmp_path: Path, whole: Files) -> None:
     total = sum(map(len, whole.values())) - 320  # the header is read before
     assert seen[-1] == (total, total)
     assert seen == sorted(seen)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".loss.bin"])
+def test_an_error_in_one_thread_ends_the_other(
+    tmp_path: Path, whole: Files, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_sft_idx.verify.files._CHUNK_NBYTES", 16)
+    prefix, read_into = put(tmp_path, whole), CheckedFile.read_into
+    calls: list[str] = []
+
+    def failing(file: CheckedFile, out: NDArray[Any], offset: int) -> int:
+        calls.append(file.path)
+        if file.path == prefix + suffix:
+            raise OSError(errno.EIO, "Input/output error", file.path)
+        return read_into(file, out, offset)
+
+    monkeypatch.setattr(CheckedFile, "read_into", failing)
+    with pytest.raises(OSError, match="Input/output error"):
+        verify_shard(prefix, full=True)
+    assert calls.count(prefix + suffix) == 1

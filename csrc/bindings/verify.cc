@@ -22,6 +22,18 @@ py::tuple find_bad_ids(const Array<Id>& ids, std::int64_t limit, std::size_t mos
   return py::make_tuple(found.count, to_array(found.positions));
 }
 
+template <typename Found>
+bool is_scaled(const Array<Found>& found, const Array<std::int64_t>& values, std::int64_t scale, std::int64_t shift) {
+  require_vector(found, "found");
+  require_vector(values, "values");
+  if (found.size() != values.size()) throw std::invalid_argument("found and values differ in length");
+  const auto* in = found.data();
+  const auto* wanted = values.data();
+  const auto count = static_cast<std::size_t>(found.size());
+  py::gil_scoped_release unlocked;
+  return sft_idx::is_scaled(in, wanted, count, scale, shift);
+}
+
 void walk_packs(PackWalk& walk, const Array<std::int64_t>& token_offsets, const Array<std::int64_t>& sequence_offsets,
                 std::size_t count) {
   require_vector(token_offsets, "token_offsets");
@@ -66,6 +78,10 @@ void bind_verify(py::module_& m) {
   m.def("find_bad_ids", &find_bad_ids<std::uint16_t>, py::arg("ids").noconvert(), "limit"_a, "most"_a);
   m.def("find_bad_ids", &find_bad_ids<std::int32_t>, py::arg("ids").noconvert(), "limit"_a, "most"_a,
         "How many ids are outside 0 to limit - 1, and the positions of the first ones.");
+  m.def("is_scaled", &is_scaled<std::int32_t>, py::arg("found").noconvert(), py::arg("values").noconvert(), "scale"_a,
+        "shift"_a);
+  m.def("is_scaled", &is_scaled<std::int64_t>, py::arg("found").noconvert(), py::arg("values").noconvert(), "scale"_a,
+        "shift"_a, "Whether found is shift + scale * values, in 64 bits that wrap around.");
   py::class_<PackWalk>(m, "PackWalk", "The packs of one shard, held against the rules while their arrays stream by.")
       .def(py::init([](std::int64_t sequences, std::int64_t tokens, std::int64_t capacity, std::int64_t multiple,
                        std::size_t most) {

@@ -14,13 +14,14 @@ possible one exactly if the two are equal. Nothing is guessed, and memory does n
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from itertools import islice, pairwise
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx import _native
+from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.rebuild.data import DataFiles
 from megatron_sft_idx.rebuild.packs import Starts
@@ -31,7 +32,6 @@ from megatron_sft_idx.storage import PreadArray
 __all__ = ["EndLengths"]
 
 _SPAN = 1 << 18  # tokens whose flags are held at once
-_STEP = 1 << 8  # tokens searched at first; doubled while nothing is found
 _CHUNK = 1 << 16
 _MOST_CANDIDATES = 1000
 
@@ -59,7 +59,7 @@ class EndLengths:
             )
         with tempfile.NamedTemporaryFile() as spill:
             with watch("placing packs", self.num_tokens) as advance:
-                for begins in _chunks(self._earliest(advance)):
+                for begins in self._earliest(advance):
                     spill.write(begins.data)
             spill.flush()
             # The name goes with the block, the open file stays.
@@ -77,51 +77,63 @@ class EndLengths:
                 raise FormatError(f"{self._prefix}: a pack of {longest} tokens, at most {MAX_CAPACITY} fit (rule H6)")
             yield lengths
 
-    def _earliest(self, advance: Advance) -> Iterator[int]:
+    def _earliest(self, advance: Advance) -> Iterator[NDArray[np.int64]]:
         """The first place where each pack can begin."""
-        begin = least = 0
-        for pack, starts in enumerate(_forwards(self._starts)):
-            found = self._ends.first_fit(least, starts) if pack else self._ends.fit_at(0, starts)
-            if found is None:
-                raise self._no_split(pack, least)
-            yield found
-            advance(found - begin)
-            begin, least = found, found + int(starts[-1]) + 1
-        if least > self.num_tokens or (least and not self._ends.flags(self.num_tokens, self.num_tokens + 1)[0]):
-            raise self._no_split(self.num_packs, least)
+        search, pack, done = _Search(self._ends.forwards, self.num_tokens), 0, 0
+        for begins, _ in search.follow(_forwards(self._starts)):
+            if not pack and begins[0]:
+                raise self._no_split(0, 0)  # the first pack has no other place than the file's beginning
+            yield begins
+            advance(int(begins[-1]) - done)
+            pack, done = pack + len(begins), int(begins[-1])
+        last = search.after
+        if pack < self.num_packs or last > self.num_tokens:
+            raise self._no_split(pack, last)
+        if last and not self._ends.forwards(self.num_tokens, self.num_tokens + 1)[0]:
+            raise self._no_split(pack, last)
 
     def _require_only_one(self, advance: Advance) -> None:
-        """FormatError where a pack can also begin later than at its earliest place."""
-        end, pack, unlike = self.num_tokens, self.num_packs, 0
-        first: tuple[int, int, int, NDArray[np.int64]] | None = None
-        held, held_from = np.empty(0, np.int64), self.num_packs
-        for starts in _backwards(self._starts):
-            pack -= 1
-            if not pack:
+        """FormatError where a pack can also begin later than at its earliest place.
+
+        Seen from the end, packs stand by their last starts as they stand by their begins from the beginning, so that
+        the latest places are the first ones of this search. Nothing else is left for the first pack.
+        """
+        stop, end, unlike = self.num_packs, self.num_tokens, 0
+        first: tuple[int, int, int] | None = None
+        search = _Search(self._ends.backwards, self.num_tokens)
+        for lasts, reaches in search.follow(_backwards(self._starts), least=1):
+            latest = (self.num_tokens - lasts - reaches)[: stop - 1]
+            if not len(latest):
                 break
-            if pack < held_from:
-                held_from = max(0, pack + 1 - CHUNK_PACKS)
-                held = self._begins[held_from : pack + 1]
-            latest = self._ends.last_fit(end - int(starts[-1]) - 1, starts)
-            earliest = int(held[pack - held_from])
-            assert latest is not None, "the earliest split is one too"
-            if latest != earliest:
-                unlike += 1
-                first = pack, earliest, latest, starts
-            advance(end - latest)
-            end = latest
+            earliest = self._begins[stop - len(latest) : stop][::-1]
+            if len(bad := np.flatnonzero(latest != earliest)):
+                unlike += len(bad)
+                first = stop - 1 - int(bad[-1]), int(earliest[bad[-1]]), int(latest[bad[-1]])
+            stop -= len(latest)
+            advance(end - int(latest[-1]))
+            end = int(latest[-1])
+        assert stop <= 1, "the earliest split is one too"
         if first:
             raise self._ambiguous(unlike, *first)
 
-    def _ambiguous(self, unlike: int, pack: int, earliest: int, latest: int, starts: NDArray[np.int64]) -> FormatError:
-        candidates, place = 0, self._ends.first_fit(earliest, starts)
+    def _ambiguous(self, unlike: int, pack: int, earliest: int, latest: int) -> FormatError:
+        starts = self._starts_of(pack)
+        search, candidates = _Search(self._ends.forwards, self.num_tokens), 0
+        place = search.first(earliest, starts)
         while place is not None and place <= latest and candidates < _MOST_CANDIDATES:
-            candidates, place = candidates + 1, self._ends.first_fit(place + 1, starts)
+            candidates, place = candidates + 1, search.first(place + 1, starts)
         many = f"{candidates}" if candidates < _MOST_CANDIDATES else f"{candidates} or more"
         return FormatError(
             f"{self._prefix}: pack {pack - 1} may end at {many} places, token {earliest} to {latest}, and {unlike} of"
             f" {self.num_packs - 1} ends between packs are not certain; {self._evidence()} {self._remedy()}"
         )
+
+    def _starts_of(self, pack: int) -> NDArray[np.uint32]:
+        for starts, offsets in _forwards(self._starts):
+            if pack < len(offsets) - 1:
+                return starts[offsets[pack] : offsets[pack + 1]]
+            pack -= len(offsets) - 1
+        raise IndexError(pack)
 
     def _no_split(self, pack: int, least: int) -> FormatError:
         what = f"pack {pack} can begin nowhere from token {least} on"
@@ -140,96 +152,105 @@ class EndLengths:
         return "Restore .idx or .seq.idx from a copy, or build the shard again"
 
 
+class _Packs(NamedTuple):
+    """Whole packs: the uint32 starts of all, and int64 offsets of each one's."""
+
+    starts: NDArray[np.uint32]
+    offsets: NDArray[np.int64]
+
+
 class _Ends:
-    """Flags by position: 1 at ``p`` where a sequence may end right before token ``p``."""
+    """Flags by position: set at ``p`` where a sequence may end right before token ``p``, and at the beginning."""
 
     def __init__(self, files: DataFiles, eod_id: int | None) -> None:
         self._files, self._eod_id = files, eod_id
-        self._base, self._flags = 0, np.empty(0, np.bool_)
 
-    def flags(self, start: int, stop: int, *, backwards: bool = False) -> NDArray[np.bool_]:
-        """Those of positions ``[start, stop)``, which lie within 1 and the number of tokens."""
-        if start < self._base or stop > self._base + len(self._flags):
-            if backwards:
-                self._load(max(1, min(start, stop - _SPAN)), stop)
-            else:
-                self._load(start, min(max(stop, start + _SPAN), self._files.num_tokens + 1))
-        return self._flags[start - self._base : stop - self._base]
-
-    def _load(self, start: int, stop: int) -> None:
-        self._base, self._flags = start, self._files.loss[start - 1 : stop - 1] == 0
+    def forwards(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Those of positions ``[start, stop)``, at most the number of tokens."""
+        tokens = slice(max(start - 1, 0), stop - 1)
+        flags: NDArray[np.bool_] = self._files.loss[tokens] == 0
         if self._eod_id is not None:
-            self._flags &= self._files.tokens[start - 1 : stop - 1] == self._eod_id
+            flags &= self._files.tokens[tokens] == self._eod_id
+        return flags if start else np.concatenate([[True], flags])
 
-    def fit_at(self, begin: int, starts: NDArray[np.int64]) -> int | None:
-        """``begin`` where a pack of these starts fits there but for what stands before it."""
-        inner = starts[1:]
-        if begin + int(starts[-1]) >= self._files.num_tokens:
-            return None
-        fits = not len(inner) or self.flags(begin + 1, begin + int(inner[-1]) + 1)[inner - 1].all()
-        return begin if fits else None
+    def backwards(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """The same, with positions counted from the end."""
+        num_tokens = self._files.num_tokens
+        return np.ascontiguousarray(self.forwards(num_tokens + 1 - stop, num_tokens + 1 - start)[::-1])
 
-    def first_fit(self, least: int, starts: NDArray[np.int64]) -> int | None:
-        """The first place from ``least`` on where a pack of these starts can begin."""
-        last, step = int(starts[-1]), _STEP
-        limit = self._files.num_tokens - last  # a pack is longer than its last start
-        while least < limit:
-            stop = min(least + step, limit)
-            flags = self.flags(least, stop + last)
-            for place in _places(flags[: stop - least]):
-                if flags[place + starts].all():
-                    return least + place
-            least, step = stop, min(2 * step, _SPAN)
+
+class _Search:
+    """Places of packs behind one another, each the first that is left.
+
+    Args:
+        flags: the flags of positions from one to another.
+        num_tokens: in the shard.
+
+    Attributes:
+        after: the least place behind the last start of the last pack.
+    """
+
+    def __init__(self, flags: Callable[[int, int], NDArray[np.bool_]], num_tokens: int) -> None:
+        self._load, self._num_tokens = flags, num_tokens
+        self._base, self._flags = 0, np.empty(0, np.bool_)
+        self.after = 0
+
+    def follow(self, packs: Iterable[_Packs], least: int = 0) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Where each pack begins and how far it reaches, its last start; ends before one that has no place."""
+        for starts, offsets in packs:
+            reaches, done = starts[offsets[1:] - 1].astype(np.int64), 0
+            while done < len(reaches):
+                begins, least = _native.first_fits(
+                    self._flags, self._base, self._num_tokens, starts, offsets[done:], least
+                )
+                if len(begins):
+                    reached = reaches[done : done + len(begins)]
+                    self.after = int(begins[-1] + reached[-1]) + 1
+                    done += len(begins)
+                    yield begins, reached
+                if done < len(reaches):
+                    reach = int(reaches[done])
+                    if least + reach >= self._num_tokens:
+                        return
+                    stop = min(least + max(_SPAN, reach + 1), self._num_tokens + 1)
+                    self._base, self._flags = least, self._load(least, stop)
+
+    def first(self, least: int, starts: NDArray[np.uint32]) -> int | None:
+        """The first place from ``least`` on for one pack."""
+        for begins, _ in self.follow([_Packs(starts, np.array([0, len(starts)]))], least):
+            return int(begins[0])
         return None
 
-    def last_fit(self, most: int, starts: NDArray[np.int64]) -> int | None:
-        """The last place up to ``most`` where a pack of these starts can begin."""
-        last, step = int(starts[-1]), _STEP
-        while most > 0:
-            start = max(1, most + 1 - step)
-            flags = self.flags(start, most + last + 1, backwards=True)
-            for distance in _places(flags[: most + 1 - start][::-1]):
-                if flags[most - distance - start + starts].all():
-                    return most - distance
-            most, step = start - 1, min(2 * step, _SPAN)
-        return None
 
+def _forwards(starts: Starts) -> Iterator[_Packs]:
+    """All packs.
 
-def _places(flags: NDArray[np.bool_]) -> Iterator[int]:
-    """Where flags are set, found one by one: mostly the first will do."""
-    at = 0
-    while at < len(flags):
-        at += int(flags[at:].argmax())
-        if not flags[at]:
-            return
-        yield at
-        at += 1
-
-
-def _forwards(starts: Starts) -> Iterator[NDArray[np.int64]]:
-    """The starts of each pack."""
-    held = np.empty(0, np.int64)
+    Raises:
+        CorruptShardError: the starts of a pack do not ascend (rule P3).
+    """
+    held = np.empty(0, np.uint32)
     for first in range(0, starts.num_sequences, _CHUNK):
-        held = np.concatenate([held, starts.array[first : first + _CHUNK]], dtype=np.int64)
-        *edges, begun = np.flatnonzero(held == 0).tolist()
-        for begin, end in pairwise([*edges, begun]):
-            yield held[begin:end]
-        held = held[begun:]
-    if len(held):
-        yield held
+        piece = starts.array[first : first + _CHUNK]
+        before = first - len(held)
+        held = np.concatenate([held, piece], dtype=np.uint32)
+        if len(bad := np.flatnonzero((held[1:] <= held[:-1]) & (held[1:] != 0))):
+            at = int(bad[0]) + 1
+            found = f"a sequence starts at {held[at]}, the one before it at {held[at - 1]}"
+            raise CorruptShardError(starts.path, 4 * (before + at), "P3", f"{found}; restore the file")
+        offsets = np.flatnonzero(held == 0)
+        yield _Packs(held, offsets)
+        held = held[offsets[-1] :]
+    yield _Packs(held, np.array([0, len(held)]) if len(held) else np.zeros(1, np.int64))
 
 
-def _backwards(starts: Starts) -> Iterator[NDArray[np.int64]]:
-    """The starts of each pack, the last pack first."""
-    held = np.empty(0, np.int64)
+def _backwards(starts: Starts) -> Iterator[_Packs]:
+    """The same packs from the end: the last one first, and starts counted back from each one's last."""
+    held = np.empty(0, np.uint32)
     for stop in range(starts.num_sequences, 0, -_CHUNK):
-        held = np.concatenate([starts.array[max(0, stop - _CHUNK) : stop], held], dtype=np.int64)
-        edges = [*np.flatnonzero(held == 0).tolist(), len(held)]
-        for begin, end in reversed([*pairwise(edges)]):
-            yield held[begin:end]
-        held = held[: edges[0]]
-
-
-def _chunks(values: Iterator[int]) -> Iterator[NDArray[np.int64]]:
-    while held := list(islice(values, CHUNK_PACKS)):
-        yield np.array(held, np.int64)
+        held = np.concatenate([starts.array[max(0, stop - _CHUNK) : stop], held], dtype=np.uint32)
+        edges = np.flatnonzero(held == 0)
+        if len(edges):
+            whole, offsets = held[edges[0] :], np.append(edges, len(held)) - edges[0]
+            reaches = np.repeat(whole[offsets[1:] - 1], np.diff(offsets))
+            yield _Packs((reaches - whole)[::-1].copy(), (len(whole) - offsets)[::-1].copy())
+            held = held[: edges[0]]

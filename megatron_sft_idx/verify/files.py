@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -24,22 +26,33 @@ _CHUNK_NBYTES = 1 << 20
 
 
 class Meter:
-    """Bytes read so far, told to a callback.
+    """Bytes read so far, told to a callback. Threads may share one.
 
     Args:
         total: bytes to read in all.
-        on_progress: called with bytes read so far and in all.
+        on_progress: called with bytes read so far and in all, in whichever thread read the last ones.
     """
 
     def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
         self._total, self._on_progress = total, on_progress
-        self._done = 0
+        self._done, self._stopped, self._lock = 0, False, Lock()
 
     def add(self, nbytes: int) -> None:
-        """``nbytes`` more are read."""
-        self._done += nbytes
-        if self._on_progress is not None:
-            self._on_progress(self._done, self._total)
+        """``nbytes`` more are read.
+
+        Raises:
+            CancelledError: there is to be no more reading.
+        """
+        with self._lock:
+            if self._stopped:
+                raise CancelledError
+            self._done += nbytes
+            if self._on_progress is not None:
+                self._on_progress(self._done, self._total)
+
+    def stop(self) -> None:
+        """Let every thread end where it is."""
+        self._stopped = True
 
 
 class CheckedFile:
@@ -109,45 +122,49 @@ class CheckedFile:
 
 
 class Stream:
-    """A part of a file, read once in order: hashed and handed out while it is in the processor's cache.
+    """A file read once in order: hashed and handed out while it is in the processor's cache.
 
     Args:
         file: the file.
-        dtype: of the items handed out.
-        begin: first byte.
-        end: one past the last byte; what the file does not have is left out.
         meter: told of every byte.
+        begin: first byte.
+
+    Attributes:
+        position: one past the last byte handed out.
     """
 
-    def __init__(self, file: CheckedFile, dtype: Any, begin: int, end: int, meter: Meter) -> None:
-        self._file, self._meter = file, meter
-        self._buffer = np.empty(_CHUNK_NBYTES // np.dtype(dtype).itemsize, dtype)
-        self._begin = begin
-        self._count = max(min(end, file.nbytes) - begin, 0) // self._buffer.itemsize
+    def __init__(self, file: CheckedFile, meter: Meter, begin: int = 0) -> None:
+        self.file, self._meter, self.position = file, meter, begin
+        self._buffer = np.empty(_CHUNK_NBYTES, np.uint8)
         self._hash = xxhash.xxh3_128()
-        self.position = 0
 
-    def upto(self, stop: int) -> Iterator[tuple[int, NDArray[Any]]]:
-        """Items from where the last call ended up to item ``stop``: the first one's number, and a piece of them.
+    def pieces(self, dtype: Any, count: int | None = None) -> Iterator[NDArray[Any]]:
+        """The next items, all that are left or this many, as far as the file has them.
 
         A piece is good until the next one is asked for.
         """
-        stop, itemsize = min(stop, self._count), self._buffer.itemsize
-        while self.position < stop:
-            piece = self._buffer[: stop - self.position]
-            piece = piece[: self._file.read_into(piece, self._begin + self.position * itemsize)]
-            if not len(piece):
-                self._count = self.position
-                return
-            self._hash.update(as_bytes(piece))
-            self._meter.add(piece.nbytes)
-            first, self.position = self.position, self.position + len(piece)
-            yield first, piece
+        dtype = np.dtype(dtype)
+        buffer = self._buffer[: len(self._buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
+        left = (self.file.nbytes - self.position) // dtype.itemsize
+        left = left if count is None else min(left, count)
+        while left > 0 and len(piece := self._fill(buffer[:left])):
+            yield piece
+            left -= len(piece)
 
-    def rest(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        """All items that are left."""
-        return self.upto(self._count)
+    def take(self, dtype: Any, count: int) -> NDArray[Any]:
+        """The next items in an array of their own, as many as there are of ``count``."""
+        left = max((self.file.nbytes - self.position) // np.dtype(dtype).itemsize, 0)
+        return self._fill(np.empty(max(min(count, left), 0), dtype))
 
-    def checksum(self) -> bytes:
-        """xxh3_128 of what was handed out, as it is stored."""
+    def _fill(self, out: NDArray[Any]) -> NDArray[Any]:
+        out = out[: self.file.read_into(out, self.position)]
+        self._hash.update(as_bytes(out))
+        self._meter.add(out.nbytes)
+        self.position += out.nbytes
+        return out
+
+    def finish(self) -> bytes:
+        """xxh3_128 of all bytes, as it is stored, those included that nobody asked for."""
+        for _ in self.pieces(np.uint8):
+            pass
         return self._hash.digest()

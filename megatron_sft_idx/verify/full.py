@@ -1,17 +1,18 @@
 """Every byte of a shard: checksums (F3), the arrays (O1, O2, I1), every pack (P1 to P9) and the counts (H9).
 
-Tokens and masks are read once, checked and hashed while they are in the processor's cache. The other three files, a
-few percent of a shard, are read in step with the masks and then once more in order, for their checksums.
+What is read is checked and hashed while it is in the processor's cache: tokens in one thread, all else in another. Only
+the offsets of tokens are read twice: the packs need them in step with those of sequences, and their checksum one after
+the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.verify.claims import Claims
 from megatron_sft_idx.verify.files import CheckedFile, Meter, Stream
 from megatron_sft_idx.verify.findings import Findings
@@ -34,10 +35,22 @@ def check_all(
         vocab_size: ids are below it; None where unknown.
         meter: told of every byte read.
     """
-    if tokens := files.get(".bin"):
-        _check_tokens(tokens, files[".seq.idx"], claims, findings, vocab_size, meter)
-    _check_masks(files, claims, findings, meter)
-    _check_indexes(files, claims, findings, meter)
+    begins = {".seq.idx": claims.sequence_offsets_offset}
+    streams = {suffix: Stream(file, meter, begins.get(suffix, 0)) for suffix, file in files.items()}
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            tokens = pool.submit(_check_tokens, streams.get(".bin"), files[".seq.idx"], claims, findings, vocab_size)
+            # Offsets are where the header says only if it can be trusted; a wrong place would be a finding a pack.
+            if claims.sound or files[".seq.idx"].nbytes == claims.seq_idx_nbytes:
+                Walk(streams, claims, findings).run()
+            else:
+                findings.notes.append("where the offsets of the packs are is not known, so the packs were not checked")
+            tokens.result()
+        except BaseException:
+            meter.stop()  # or the pool would wait for the thread to read all tokens
+            raise
+    for suffix, stream in streams.items():
+        _check_sum(suffix, stream, claims, findings)
     for file in files.values():
         if file.shrunk is not None:
             findings.add(
@@ -46,69 +59,40 @@ def check_all(
 
 
 def _check_tokens(
-    tokens: CheckedFile,
-    seq_idx: CheckedFile,
-    claims: Claims,
-    findings: Findings,
-    vocab_size: int | None,
-    meter: Meter,
+    stream: Stream | None, seq_idx: CheckedFile, claims: Claims, findings: Findings, vocab_size: int | None
 ) -> None:
     dtype = claims.token_dtype
-    stream = Stream(tokens, dtype or np.uint8, 0, tokens.nbytes, meter)
-    holds = MAX_CAPACITY + 1 if dtype is None else int(np.iinfo(dtype).max) + 1
+    if stream is None or dtype is None:
+        return
+    holds = int(np.iinfo(dtype).max) + 1
     limit = min(vocab_size or holds, holds)
-    for first, ids in stream.rest():
-        if dtype is None:
-            continue
+    first = 0
+    for ids in stream.pieces(dtype):
         count, positions = _native.find_bad_ids(ids, limit, findings.most)
-        if not count:
-            continue
-        beyond, _ = _native.find_bad_ids(ids, holds, findings.most)
-        kept = {"P8": 0, "P9": 0}
-        for position in positions.tolist():
-            found, at = int(ids[position]), first + position
-            rule = "P8" if found < 0 else "P9"
-            kept[rule] += 1
-            pack = pack_of(seq_idx, claims, at)
-            findings.add(rule, tokens.path, at * dtype.itemsize, f"id {found}", f"0 to {limit - 1}", pack=pack)
-        for rule, total in (("P8", beyond), ("P9", count - beyond)):
-            findings.add_uncounted(rule, total - kept[rule])
-    _check_sum(tokens, ".bin", stream, claims, findings)
+        if count:
+            beyond, _ = _native.find_bad_ids(ids, holds, findings.most)
+            kept = {"P8": 0, "P9": 0}
+            for position in positions.tolist():
+                found, at = int(ids[position]), first + position
+                rule = "P8" if found < 0 else "P9"
+                kept[rule] += 1
+                pack = pack_of(seq_idx, claims, at)
+                offset = at * dtype.itemsize
+                findings.add(rule, stream.file.path, offset, f"id {found}", f"0 to {limit - 1}", pack=pack)
+            for rule, total in (("P8", beyond), ("P9", count - beyond)):
+                findings.add_uncounted(rule, total - kept[rule])
+        first += len(ids)
 
 
-def _check_indexes(files: Mapping[str, CheckedFile], claims: Claims, findings: Findings, meter: Meter) -> None:
-    for suffix in (".idx", ".seq.bin"):
-        if file := files.get(suffix):
-            stream = Stream(file, np.uint8, 0, file.nbytes, meter)
-            for _ in stream.rest():
-                pass
-            _check_sum(file, suffix, stream, claims, findings)
-    file, begin = files[".seq.idx"], claims.sequence_offsets_offset
-    stream = Stream(file, np.uint8, begin, file.nbytes, meter)
-    for _ in stream.rest():
-        pass
-    found, expected = stream.checksum(), claims.values["arrays_checksum"]
-    if file.nbytes == claims.seq_idx_nbytes and file.shrunk is None and found != expected:
-        findings.add("F3", file.path, begin, f"checksum {found.hex()} of the arrays", expected.hex())
-
-
-def _check_masks(files: Mapping[str, CheckedFile], claims: Claims, findings: Findings, meter: Meter) -> None:
-    loss, dtype = files.get(".loss.bin"), claims.mask_dtype
-    stream = Stream(loss, dtype or np.uint8, 0, loss.nbytes, meter) if loss else None
-    # Offsets are where the header says only if it can be trusted; a wrong place would be a finding a pack.
-    if claims.sound or files[".seq.idx"].nbytes == claims.seq_idx_nbytes:
-        Walk(files, claims, findings).run(stream if dtype is not None else None)
-    else:
-        findings.notes.append("where the offsets of the packs are is not known, so the packs were not checked")
-    if stream is not None and loss is not None:
-        for _ in stream.rest():
-            pass
-        _check_sum(loss, ".loss.bin", stream, claims, findings)
-
-
-def _check_sum(file: CheckedFile, suffix: str, stream: Stream, claims: Claims, findings: Findings) -> None:
+def _check_sum(suffix: str, stream: Stream, claims: Claims, findings: Findings) -> None:
     """Rule F3, where the file has the size that its checksum was taken of."""
-    name = _NAMES[suffix]
-    found, expected = stream.checksum(), claims.values[f"{name}_checksum"]
-    if file.nbytes == claims.values[f"{name}_nbytes"] and file.shrunk is None and found != expected:
-        findings.add("F3", file.path, 0, f"checksum {found.hex()}", expected.hex())
+    found, file = stream.finish(), stream.file
+    if suffix == ".seq.idx":
+        begin, what, nbytes, expected = (
+            claims.sequence_offsets_offset, " of the arrays", claims.seq_idx_nbytes, claims.values["arrays_checksum"]
+        )  # fmt: skip
+    else:
+        name = _NAMES[suffix]
+        begin, what, nbytes, expected = 0, "", claims.values[f"{name}_nbytes"], claims.values[f"{name}_checksum"]
+    if file.nbytes == nbytes and file.shrunk is None and found != expected:
+        findings.add("F3", file.path, begin, f"checksum {found.hex()}{what}", expected.hex())

@@ -47,7 +47,7 @@ def verify_shard(
             takes milliseconds for any size.
         vocab_size: with ``full``, every id must be below it; None takes it from the JSON block where that says it.
         most: findings kept of each rule; the others are counted.
-        on_progress: called with bytes read so far and in all, about once a MiB.
+        on_progress: called with bytes read so far and in all, about once a MiB; with ``full`` by two threads in turn.
 
     Raises:
         FormatError: an argument that cannot be.

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.layout.header import FIELDS
+from megatron_sft_idx.layout.mmididx import IDX_HEADER_NBYTES
 from megatron_sft_idx.verify.claims import Claims
 from megatron_sft_idx.verify.files import CheckedFile, Stream
 from megatron_sft_idx.verify.findings import Findings
@@ -36,16 +37,19 @@ def pack_of(seq_idx: CheckedFile, claims: Claims, token: int) -> int | None:
 
 
 class Walk:
-    """One pass over the packs of a shard.
+    """One pass over the packs of a shard, and one over the positions in ``.idx``.
 
     Args:
-        files: what is there, by suffix; ``.seq.idx`` is.
+        streams: what is there, by suffix; ``.seq.idx`` is, at its arrays.
         claims: what the header says.
         findings: where broken rules go.
     """
 
-    def __init__(self, files: Mapping[str, CheckedFile], claims: Claims, findings: Findings) -> None:
-        self._files, self._claims, self._findings = files, claims, findings
+    def __init__(self, streams: Mapping[str, Stream], claims: Claims, findings: Findings) -> None:
+        self._streams, self._claims, self._findings = streams, claims, findings
+        self._seq_idx = streams[".seq.idx"].file
+        self._idx = streams.get(".idx") if claims.token_dtype is not None else None
+        self._masks = streams.get(".loss.bin") if claims.mask_dtype is not None else None
         self._native = _native.PackWalk(
             sequences=claims.num_sequences,
             tokens=claims.num_tokens,
@@ -54,71 +58,85 @@ class Walk:
             most=findings.most,
         )
 
-    def run(self, masks: Stream | None) -> None:
-        """Walk; ``masks`` is read to its end, or is None where there is none that could be."""
-        walk, claims = self._native, self._claims
-        for first in range(0, claims.num_packs, _RUN_PACKS):
-            count = min(_RUN_PACKS, claims.num_packs - first)
+    def run(self) -> None:
+        """Walk."""
+        self._walk_packs()
+        self._check_positions()
+        for mask in self._masks.pieces(self._claims.mask_dtype) if self._masks else ():
+            self._native.mask(mask)
+        self._report()
+
+    def _walk_packs(self) -> None:
+        walk, num_packs = self._native, self._claims.num_packs
+        if self._idx:
+            self._idx.take(np.uint8, IDX_HEADER_NBYTES)
+        sequences = np.empty(0, np.int64)
+        for first in range(0, num_packs, _RUN_PACKS):
             # One offset more than the run needs, where there is one: see PackWalk.packs.
-            tokens, sequences = (self._offsets(base, first, count + 2) for base in (
-                claims.token_offsets_offset, claims.sequence_offsets_offset,
-            ))  # fmt: skip
-            given = min(len(tokens), len(sequences), claims.num_packs + 1 - first)
-            count = min(count, given - 1)
+            wanted = min(_RUN_PACKS + 2, num_packs + 1 - first)
+            sequences = np.concatenate([sequences, self._streams[".seq.idx"].take("<i8", wanted - len(sequences))])
+            tokens = self._token_offsets(first, wanted)
+            given = min(len(tokens), len(sequences))
+            count = min(_RUN_PACKS, num_packs - first, given - 1)
             if count < 1:
                 break
             walk.packs(tokens[:given], sequences[:given], count)
-            self._check_idx(first, tokens[: count + 1])
-            self._take_starts(masks)
-        if masks is not None:
-            for _, mask in masks.rest():
-                walk.mask(mask)
-        self._report(masks)
+            self._compare("length", "<i4", first, np.diff(tokens[: count + 1]))
+            self._take_starts()
+            sequences = sequences[count:]
 
-    def _offsets(self, base: int, first: int, count: int) -> NDArray[np.int64]:
-        count = min(count, self._claims.num_packs + 1 - first)
-        return self._files[".seq.idx"].array("<i8", base + 8 * first, count)
+    def _token_offsets(self, first: int, count: int) -> NDArray[np.int64]:
+        return self._seq_idx.array("<i8", self._claims.token_offsets_offset + 8 * first, count)
 
-    def _take_starts(self, masks: Stream | None) -> None:
+    def _take_starts(self) -> None:
         """The starts of the packs handed in last, and the masks of all tokens they make known."""
-        walk, starts = self._native, self._files.get(".seq.bin")
+        walk, starts, masks, dtype = self._native, self._streams.get(".seq.bin"), self._masks, self._claims.mask_dtype
         while starts and (wanted := walk.wanted_sequences - walk.next_sequence) > 0:
-            piece = starts.array("<u4", 4 * walk.next_sequence, min(wanted, _PIECE_SEQUENCES))
+            piece = starts.take("<u4", min(wanted, _PIECE_SEQUENCES))
             if not len(piece):
                 return  # the file ends here, which its size or its reader says
             walk.starts(piece)
-            if masks is not None:
-                for _, mask in masks.upto(walk.known):
+            if masks:
+                itemsize = np.dtype(dtype).itemsize
+                for mask in masks.pieces(dtype, walk.known - masks.position // itemsize):
                     walk.mask(mask)
 
-    def _check_idx(self, first: int, token_offsets: NDArray[np.int64]) -> None:
-        """Rule I1 for a run of packs."""
-        idx, dtype = self._files.get(".idx"), self._claims.token_dtype
-        if idx is None or dtype is None:
+    def _check_positions(self) -> None:
+        """The two last arrays of ``.idx``."""
+        claims, num_packs = self._claims, self._claims.num_packs
+        if not self._idx or self._idx.position != IdxPlaces(num_packs).pointers:
             return
-        count, num_packs = len(token_offsets) - 1, self._claims.num_packs
-        places = IdxPlaces(num_packs)
-        # The last run brings the end of the last document.
-        documents = np.arange(first, first + count + (first + count == num_packs))
-        self._compare(idx, "length", "<i4", places.lengths, first, np.diff(token_offsets))
-        self._compare(idx, "position", "<i8", places.pointers, first, token_offsets[:-1] * dtype.itemsize)
-        self._compare(idx, "document", "<i8", places.documents, first, documents)
+        assert claims.token_dtype is not None
+        for first in range(0, num_packs, _RUN_PACKS):
+            tokens = self._token_offsets(first, min(_RUN_PACKS, num_packs - first))
+            self._compare("position", "<i8", first, tokens, scale=claims.token_dtype.itemsize)
+        # The last document ends where all packs do.
+        numbers = np.arange(min(_RUN_PACKS, num_packs + 1))
+        for first in range(0, num_packs + 1, _RUN_PACKS):
+            self._compare("document", "<i8", first, numbers[: num_packs + 1 - first], shift=first)
 
     def _compare(
-        self, idx: CheckedFile, what: str, dtype: str, base: int, first: int, expected: NDArray[np.int64]
+        self, what: str, dtype: str, first: int, values: NDArray[np.int64], *, scale: int = 1, shift: int = 0
     ) -> None:
-        itemsize = np.dtype(dtype).itemsize
-        found = idx.array(dtype, base + itemsize * first, len(expected))
-        differs = found != expected[: len(found)]
-        if not differs.any():
+        """Rule I1 for the next items of ``.idx``, of packs ``first`` on: ``shift + scale * values``."""
+        if not self._idx:
             return
-        bad, most = np.flatnonzero(differs), self._findings.most
+        for found in self._idx.pieces(dtype, len(values)):
+            these, values = values[: len(found)], values[len(found) :]
+            if not _native.is_scaled(found, these, scale, shift):
+                self._add_unlike(what, first, found, shift + scale * these)
+            first += len(found)
+
+    def _add_unlike(self, what: str, first: int, found: NDArray[Any], expected: NDArray[np.int64]) -> None:
+        assert self._idx is not None
+        bad, most = np.flatnonzero(found != expected), self._findings.most
+        base = self._idx.position - found.nbytes
         for i in bad[:most].tolist():
-            offset = base + itemsize * (first + i)
-            self._findings.add("I1", idx.path, offset, f"{what} {found[i]}", expected[i], pack=first + i)
+            offset = base + found.itemsize * i
+            self._findings.add("I1", self._idx.file.path, offset, f"{what} {found[i]}", expected[i], pack=first + i)
         self._findings.add_uncounted("I1", len(bad[most:]))
 
-    def _report(self, masks: Stream | None) -> None:
+    def _report(self) -> None:
         walk, claims, findings = self._native, self._claims, self._findings
         kept: dict[str, int] = {}
         for breach in walk.breaches:
@@ -127,7 +145,8 @@ class Walk:
         for rule, count in walk.counts.items():
             findings.add_uncounted(rule, count - kept[rule])
         whole = walk.num_packs == claims.num_packs
-        seen = masks is not None and masks.position == claims.num_tokens
+        dtype = claims.mask_dtype
+        seen = self._masks and dtype and self._masks.position == claims.num_tokens * dtype.itemsize
         for name, comparable in (
             ("num_trained_tokens", seen),
             ("num_masked_packs", seen and whole),
@@ -136,7 +155,7 @@ class Walk:
         ):
             said, counted = claims.values[name], getattr(walk, name)
             if comparable and said != counted:
-                path = self._files[".seq.idx"].path
+                path = self._seq_idx.path
                 findings.add("H9", path, _PLACES[name], f"{name} {said}", f"{counted} by the data")
 
     def _add(self, rule: str, pack: int, at: int, found: int, expected: int) -> None:
@@ -158,7 +177,7 @@ class Walk:
             dtype = claims.mask_dtype
             assert dtype is not None
             value: Any = np.array([found], "<u8").view(dtype)[0]
-            owner = pack_of(self._files[".seq.idx"], claims, at)
+            owner = pack_of(self._seq_idx, claims, at)
             weights = dtype.kind == "f"
             what, wanted = (
                 (f"mask {value} at a sequence's end", "0")
@@ -168,4 +187,4 @@ class Walk:
             self._found(rule, ".loss.bin", at * dtype.itemsize, owner, what, wanted)
 
     def _found(self, rule: str, suffix: str, offset: int, pack: int | None, found: str, expected: str) -> None:
-        self._findings.add(rule, self._files[suffix].path, offset, found, expected, pack=pack)
+        self._findings.add(rule, self._streams[suffix].file.path, offset, found, expected, pack=pack)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verify_twin import Arrays, Walked, slow_walk
 
-from megatron_sft_idx._native import PackWalk, find_bad_ids
+from megatron_sft_idx._native import PackWalk, find_bad_ids, is_scaled
 
 HUGE = st.sampled_from([-(2**63), -1, 0, 1, 2**31, 2**56, 2**62, 2**63 - 1])
 
@@ -144,3 +144,27 @@ def test_a_limit_of_no_ids_is_refused() -> None:
         find_bad_ids(np.zeros(1, np.int32), 0, 1)
     with pytest.raises(TypeError):
         find_bad_ids(np.zeros(1, np.int64), 1, 1)
+
+
+# ---- arrays of the index ----
+
+
+@given(
+    st.lists(st.integers(-9, 9) | HUGE, max_size=40), st.sampled_from([1, 2, 4]), st.integers(-3, 3) | HUGE, st.data()
+)
+def test_scaled_values_are_told_from_others(values: list[int], scale: int, shift: int, data: st.DataObject) -> None:
+    wrapped = [(value * scale + shift + 2**63) % 2**64 - 2**63 for value in values]
+    found, expected = np.array(wrapped, np.int64), np.array(values, np.int64)
+    assert is_scaled(found, expected, scale, shift)
+    small = found.astype(np.int32)
+    assert is_scaled(small, expected, scale, shift) == (small.tolist() == wrapped)
+    if values:
+        found[data.draw(st.integers(0, len(values) - 1))] ^= 1 << data.draw(st.integers(0, 62))
+        assert not is_scaled(found, expected, scale, shift)
+
+
+def test_scaled_values_of_another_number_are_refused() -> None:
+    with pytest.raises(ValueError, match="differ in length"):
+        is_scaled(np.zeros(2, np.int32), np.zeros(3, np.int64), 1, 0)
+    with pytest.raises(TypeError):
+        is_scaled(np.zeros(2, np.uint8), np.zeros(2, np.int64), 1, 0)

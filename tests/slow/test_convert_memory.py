@@ -49,17 +49,20 @@ def heap_of(*arguments: str) -> int:
     return int(heap)
 
 
+def write_shard(prefix: Path, length: int, packs: int) -> Path:
+    rng = np.random.default_rng(0)
+    starts = np.arange(0, length, 512)
+    with ShardWriter(prefix, durable=False) as writer:
+        for _ in range(packs):
+            mask = rng.integers(0, 2, length, np.uint8)
+            mask[511::512] = 0
+            writer.add_pack(rng.integers(0, 150_000, length, np.int32), mask, starts)
+    return prefix
+
+
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prefix = tmp_path_factory.mktemp("big") / "x"
-    rng = np.random.default_rng(0)
-    starts = np.arange(0, LENGTH, 512)
-    with ShardWriter(prefix, durable=False) as writer:
-        for _ in range(PACKS):
-            mask = rng.integers(0, 2, LENGTH, np.uint8)
-            mask[511::512] = 0
-            writer.add_pack(rng.integers(0, 150_000, LENGTH, np.int32), mask, starts)
-    return prefix
+    return write_shard(tmp_path_factory.mktemp("big") / "x", LENGTH, PACKS)
 
 
 @pytest.mark.parametrize("name", ["memmap", "parquet", "jsonl-chunks", "pbin"])
@@ -73,3 +76,11 @@ def test_memory_is_bounded_both_ways(tmp_path: Path, shard: Path, name: str) -> 
 def test_a_pickled_npy_is_written_in_bounded_memory(tmp_path: Path, shard: Path) -> None:
     heap = heap_of(str(shard), str(tmp_path / "y.npy"), "--to", "npy", "--no-verify")
     assert heap < MOST_HEAP
+
+
+def test_long_packs_take_no_more(tmp_path: Path) -> None:
+    """A row group is held whole while it is encoded, and a thousand long packs are a large one."""
+    long = write_shard(tmp_path / "x", 32_768, 800)
+    there = heap_of(str(long), str(tmp_path / "y"), "--to", "parquet")
+    again = heap_of(str(tmp_path / "y"), str(tmp_path / "z"), "--to", "sft-idx")
+    assert (there < MOST_HEAP, again < MOST_HEAP) == (True, True), (there, again)

@@ -22,7 +22,7 @@ import batches_peers as peers
 import numpy as np
 import torch
 from batches_peers import CAPACITY, ROWS, Row
-from shard import machine, table
+from report import machine, table
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_sft_idx.shard import Shard, ShardWriter

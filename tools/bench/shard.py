@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import tempfile
 import time
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from report import machine, memory, table
 
 from megatron_sft_idx.builder import SFTIndexedDatasetBuilder
 from megatron_sft_idx.dataset import SFTIndexedDataset
@@ -62,14 +62,6 @@ def medians(works: Sequence[Callable[[], Any]], rounds: int) -> list[Time]:
 def in_own_process(work: Callable[..., Any], *arguments: Any) -> Any:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    yield "| " + " | ".join(header) + " |"
-    yield "|---" * len(header) + "|"
-    for row in rows:
-        yield "| " + " | ".join(map(str, row)) + " |"
-    yield ""
 
 
 # ---- writing ----
@@ -170,11 +162,6 @@ def writing(folder: Path, rounds: int) -> Iterator[str]:
     )
 
 
-def status_bytes(name: str) -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
-
-
 def heap_of_writing(which: int, prefix: str, count: int) -> int:
     """Growth of the process's peak, from after a small build to after a large one."""
     pack, write = Input(16, 2), WRITERS[which][1]
@@ -182,9 +169,9 @@ def heap_of_writing(which: int, prefix: str, count: int) -> int:
     gc.collect()
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak starts again at what is resident now
-    before = status_bytes("VmRSS")
+    before = memory("VmRSS")
     write(prefix, pack, count)
-    return status_bytes("VmHWM") - before
+    return memory("VmHWM") - before
 
 
 def heap(folder: Path) -> Iterator[str]:
@@ -289,12 +276,6 @@ def opening(folder: Path, rounds: int, largest: int) -> Iterator[str]:
             name = "stock" if stock else "ours"
             rows.append((f"{count:,}", name, f"{opened * 1e3:.3f}", f"{read * 1e3:.3f}", f"{grown / MIB:.2f}"))
     yield from table(("packs", "reader", "open ms", "open and read one ms", "private MiB"), rows)
-
-
-def machine() -> str:
-    with open("/proc/cpuinfo") as file:
-        model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown CPU")
-    return f"{model}, {os.cpu_count()} cores"
 
 
 def main() -> None:

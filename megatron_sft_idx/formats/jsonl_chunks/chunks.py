@@ -17,7 +17,7 @@ __all__ = ["chunk_name", "chunk_numbers", "chunk_paths", "line_bounds"]
 _NAME = re.compile(r"chunk_([0-9]+)\.jsonl")
 # What a consumer leaves beside a chunk that it has read; the producer may then delete both.
 _CONSUMED = ".jsonl.completed"
-_BLOCK_NBYTES = 4 << 20
+_BLOCK_NBYTES = 1 << 20
 _LISTED = 10
 # Lines up to this are looked at, as they may be blank: the names of a pack's fields alone are longer.
 _MOST_BLANK_NBYTES = 64
@@ -82,13 +82,16 @@ def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     Raises:
         FormatError: the last line is half a line.
     """
-    ends: list[NDArray[np.int64]] = []
-    size = 0
+    ends: list[int] = []
+    size, block = 0, bytearray(_BLOCK_NBYTES)
     with open(path, "rb", buffering=0) as file:
-        while block := file.read(_BLOCK_NBYTES):
-            ends.append(np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + (size + 1))
-            size += len(block)
-        stops = np.concatenate([np.empty(0, np.int64), *ends])
+        while nbytes := file.readinto(block):
+            # Lines are long: finding one newline after the other is several times as fast as comparing every byte.
+            after = 0
+            while after := block.find(b"\n", after, nbytes) + 1:
+                ends.append(size + after)
+            size += nbytes
+        stops = np.array(ends, np.int64)
         starts = np.append(0, stops)
         starts, complete = starts[:-1], int(starts[-1])
         filled = np.ones(len(starts), np.bool_)

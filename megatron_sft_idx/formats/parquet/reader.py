@@ -250,8 +250,12 @@ class Reader(PackedReader):
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
         """All rows, about ``RUN_TOKENS`` tokens at a time whatever the row groups are."""
         with pyarrow_errors(self.path):
+            import pyarrow as pa
+
             for groups, rows in self._portions():
-                yield from self._streamed.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False)
+                for batch in self._streamed.iter_batches(rows, row_groups=groups, columns=columns, use_threads=False):
+                    yield batch
+                    pa.default_memory_pool().release_unused()
 
     def _portions(self) -> Iterator[tuple[list[int], int]]:
         """Row groups to read in one go, and how many rows of them at once: small groups together, large ones alone."""

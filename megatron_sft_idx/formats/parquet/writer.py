@@ -18,9 +18,9 @@ from megatron_sft_idx.formats.runs import BinaryMasks, Counts, IndexedRun
 
 __all__ = ["Writer"]
 
-# A row group is what a writer holds in memory and a random read decodes: about 40 MB at most, however long packs are.
-_MOST_GROUP_TOKENS = 8 << 20
-
+# A row group is what a writer holds in memory and a random read decodes: 1000 packs of 4096, however long packs are.
+# pyarrow's encoder takes 25 bytes a token of it beside the 5 that are held.
+_MOST_GROUP_TOKENS = 4 << 20
 
 # Codecs that Parquet has.
 _CODECS = ("zstd", "snappy", "gzip", "lz4", "brotli")
@@ -135,10 +135,12 @@ class Writer(PackedWriter):
                 np.concatenate([part.pack_sequences for part in held]),
             ),
         )
+        held.clear()  # the encoder needs several times as much: not both at once
         arrays = [list_array(*column, kind) for column, kind in zip(columns, self._types, strict=True)]
         table = pa.Table.from_arrays(arrays, schema=self._schema)
         with _path_in_errors(self._output.temporary):
             self._writer.write_table(table, row_group_size=len(lengths))
+        pa.default_memory_pool().release_unused()
 
     def finalize(self) -> None:
         """Write the last row group and the footer, and put the file in its place.

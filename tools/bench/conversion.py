@@ -1,0 +1,235 @@
+"""Converting packed data between a shard and every other format: peak memory and speed.
+
+    python tools/bench/conversion.py [--gigabytes 2]
+
+Writes tools/bench/results/conversion.md. Every conversion runs in a fresh process, which is watched from outside: its
+heap is what Linux counts as RssAnon, interpreter and libraries included, mapped files not. Then the same conversions
+at a tenth and a fifth of the size under tracemalloc, which knows Python's and numpy's memory to the byte: what grows
+with the data would show. Needs some 4 times the size in the folder for temporary files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from formats import write_packs
+from formats_peers import nbytes_of
+from report import machine, memory, table
+
+from megatron_sft_idx.convert import ConvertOptions, convert
+
+RESULTS = Path(__file__).parent / "results" / "conversion.md"
+MIB, GB = 1 << 20, 10**9
+PACK_NBYTES = 5 * 3948 + 60  # of a shard, on average
+WATCH_SECONDS = 0.005
+# A pickled .npy is read whole, some 40 bytes a token: reading it is measured with less.
+NPY_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Format:
+    """What the conversions to and from a format are given.
+
+    Attributes:
+        name: as --to takes it.
+        stored: file or folder name.
+        to: how it is written; None where it is only read.
+        back: how it is read.
+    """
+
+    name: str
+    stored: str
+    to: ConvertOptions | None = field(default_factory=ConvertOptions)
+    back: ConvertOptions = field(default_factory=ConvertOptions)
+
+
+TRAINED = ConvertOptions(reader={"mask_rule": "all"})
+FORMATS = [
+    Format("npy", "packs.npy", ConvertOptions(verify=False)),  # to verify is to read
+    Format("memmap", "memmap"),
+    Format("parquet", "packs.parquet"),
+    Format("pbin", "packs.pbin", ConvertOptions(allow_loss=True), TRAINED),
+    Format("megatron", "stock", None, TRAINED),
+    Format("jsonl-chunks", "jsonl"),  # last: it takes most space
+]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One conversion.
+
+    Attributes:
+        direction: from what to what.
+        nbytes: of the source.
+        written: bytes of the result.
+        seconds: to open the source and to convert it.
+        verifying: seconds to read the result again; None where it was not.
+        heap: peak, by tracemalloc where it was traced.
+    """
+
+    direction: str
+    nbytes: int
+    written: int
+    seconds: float
+    verifying: float | None
+    heap: int
+
+
+# ---- one conversion, in a process of its own ----
+
+
+def work(pipe: Connection, source: list[str], destination: str, to: str, options: ConvertOptions, traced: bool) -> None:
+    begins: list[float] = []  # of converting, and of verifying
+
+    def begun(what: str, tokens: int) -> Any:
+        begins.append(time.perf_counter())
+        return lambda tokens, packs: None
+
+    if traced:
+        tracemalloc.start()
+    start = time.perf_counter()
+    convert(source, destination, to, options, begun=begun)
+    peak = tracemalloc.get_traced_memory()[1] if traced else 0
+    # Opening the source is part of converting it: some formats read all of it for that.
+    pipe.send((start, *begins[1:], time.perf_counter(), peak))
+
+
+def in_own_process(source: list[str], destination: str, to: str, options: ConvertOptions, *, traced: bool) -> Run:
+    context = get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    child = context.Process(target=work, args=(send, source, destination, to, options, traced))
+    child.start()
+    send.close()  # so that a child that dies is an end of file
+    heap = 0
+    while not receive.poll(WATCH_SECONDS):
+        heap = max(heap, memory("RssAnon", child.pid or "self"))
+    *times, peak = receive.recv()
+    child.join()
+    seconds = [after - before for before, after in pairwise(times)]
+    read = sum(nbytes_of(path) for path in source)
+    verifying = seconds[1] if len(seconds) > 1 else None
+    return Run("", read, nbytes_of(destination), seconds[0], verifying, peak or heap)
+
+
+# ---- there and back ----
+
+
+def up_to(path: Path, nbytes: int) -> list[str]:
+    """The path, or of a folder of chunks as many as hold so much."""
+    if not path.is_dir() or (path / "manifest.json").exists():
+        return [str(path)]
+    taken: list[str] = []
+    for chunk in sorted(path.iterdir()):
+        taken.append(str(chunk))
+        nbytes -= chunk.stat().st_size
+        if nbytes <= 0:
+            break
+    return taken
+
+
+def remove(folder: Path, name: str) -> None:
+    """A file, a folder, or the files of a prefix."""
+    for path in [folder / name, *folder.glob(name + ".*")]:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def there_and_back(folder: Path, kind: Format, nbytes: int, *, traced: bool) -> Iterator[Run]:
+    """From a shard to the format and from it to a shard; the folder is left as it was, but without the first shard."""
+    shard, other = folder / "shard", folder / kind.stored
+    write_packs(str(shard), max(1, nbytes // PACK_NBYTES))
+    if kind.to is None:
+        for suffix in (".bin", ".idx"):
+            os.link(f"{shard}{suffix}", f"{other}{suffix}")
+    else:
+        run = in_own_process([str(shard)], str(other), kind.name, kind.to, traced=traced)
+        yield replace(run, direction=f"sft-idx to {kind.name}")
+    if kind.name == "npy":
+        remove(folder, kind.stored)
+        remove(folder, "shard")
+        write_packs(str(shard), max(1, int(nbytes * NPY_SHARE) // PACK_NBYTES))
+        convert(str(shard), str(other), kind.name, kind.to)
+    remove(folder, "shard")
+    run = in_own_process(up_to(other, nbytes), str(folder / "back"), "sft-idx", kind.back, traced=traced)
+    yield replace(run, direction=f"{kind.name} to sft-idx")
+    remove(folder, "back")
+    remove(folder, kind.stored)
+
+
+# ---- the report ----
+
+
+def report(full: list[Run], tenth: list[Run], fifth: list[Run]) -> Iterator[str]:
+    rows = []
+    for run, small, twice in zip(full, tenth, fifth, strict=True):
+        rows.append(
+            (
+                run.direction,
+                f"{run.nbytes / 1e6:,.0f}",
+                f"{run.written / 1e6:,.0f}",
+                f"{run.seconds:.1f}",
+                f"{run.nbytes / run.seconds / 1e6:,.0f}",
+                f"{run.verifying:.1f}" if run.verifying is not None else "not verified",
+                f"{run.heap / MIB:,.0f}",
+                f"{small.heap / MIB:,.1f}",
+                f"{twice.heap / MIB:,.1f}",
+            )
+        )
+    header = "direction, MB read, MB written, seconds, MB/s, verifying seconds, peak heap MiB"
+    yield from table(f"{header}, traced peak MiB at a tenth, at a fifth".split(", "), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of what is converted")
+    parser.add_argument(
+        "--only", choices=[kind.name for kind in FORMATS], help="one format, at full size, not recorded"
+    )
+    options = parser.parse_args()
+    nbytes = int(options.gigabytes * GB)
+
+    def runs(share: float, *, traced: bool) -> list[Run]:
+        found = []
+        with tempfile.TemporaryDirectory() as name:
+            for kind in FORMATS:
+                if options.only not in (None, kind.name):
+                    continue
+                for run in there_and_back(Path(name), kind, int(nbytes * share), traced=traced):
+                    size, heap = run.nbytes / 1e6, run.heap / MIB
+                    print(f"{run.direction}: {size:.0f} MB, {run.seconds:.1f} s, heap {heap:.0f} MiB", flush=True)
+                    found.append(run)
+        return found
+
+    if options.only:
+        runs(1, traced=False)
+        return
+    full, tenth, fifth = runs(1, traced=False), runs(0.1, traced=True), runs(0.2, traced=True)
+    lines = [
+        "# Converting between a shard and every other format",
+        "",
+        f"{machine()}. Packs of 4096 tokens; a fresh process each; MB/s of what is read, opening it and fsync included."
+        " Heap: peak of all memory but mapped files, interpreter and libraries included. A pickled `.npy` can only be"
+        f" read whole: it is read at {NPY_SHARE:.0%} of the size, and not verified at full size.",
+        "",
+        *report(full, tenth, fifth),
+    ]
+    print("\n".join(lines))
+    RESULTS.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
