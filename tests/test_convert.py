@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 import subprocess
 import sys
 from itertools import pairwise
@@ -268,10 +269,39 @@ def test_a_source_is_never_written_over(tmp_path: Path) -> None:
     for target in ("x", "x.bin", "./x", "link/x"):
         with pytest.raises(FormatError, match=r"is where the source .* lies"):
             convert(str(tmp_path / "x"), f"{tmp_path}/{target}", "sft-idx", options)
+    # Another format has other names, which may be those of the source's files.
+    for suffix in (".bin", ".idx", ".loss.bin", ".seq.bin", ".seq.idx"):
+        with pytest.raises(FormatError, match=r"is where the source .* lies"):
+            convert(str(tmp_path / "x"), f"{tmp_path}/link/x{suffix}", "npy", options)
     source = numpy_file(tmp_path / "folder.npy", [], [])
     with pytest.raises(FormatError, match="exists already"):
         convert(str(tmp_path / "x"), source, "npy")
     assert five_files(tmp_path / "x") == before
+
+
+def test_the_masks_of_a_stock_dataset_are_never_written_over(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    before = five_files(tmp_path / "x")
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"stock{suffix}").write_bytes((tmp_path / f"x{suffix}").read_bytes())
+    options = ConvertOptions(overwrite=True, reader={"mask_path": tmp_path / "x"})
+    with pytest.raises(FormatError, match=r"is where the source .*x lies"):
+        convert(str(tmp_path / "stock"), str(tmp_path / "x"), "sft-idx", options)
+    assert five_files(tmp_path / "x") == before
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_a_disk_that_says_no_is_named_and_nothing_is_left(tmp_path: Path, name: str) -> None:
+    write_samples(tmp_path / "x", demo_samples(50))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as caught:
+            convert(str(tmp_path / "x"), place(tmp_path / "out", name, "y"), name, ConvertOptions(allow_loss=True))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(tmp_path / "out") in str(caught.value.filename)
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.suffix != ".journal"]
 
 
 def test_a_broken_source_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -285,14 +315,19 @@ def test_a_broken_source_leaves_nothing_behind(tmp_path: Path) -> None:
         assert not list((tmp_path / "out").rglob("*y*"))
 
 
-def test_a_result_that_is_not_what_went_in_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("to", ["sft-idx", "memmap", "parquet"])
+def test_a_result_that_is_not_what_went_in_loses_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
     write_samples(tmp_path / "x", demo_samples(5))
     write_samples(tmp_path / "other", [*demo_samples(4), Sample([1], [0], [0])])
     opened = conversion_module.open_reader
     # As if the disk gave back something else.
-    monkeypatch.setattr(conversion_module, "open_reader", lambda _, name: opened(str(tmp_path / "other"), name))
-    with pytest.raises(FormatError, match="read again, its token ids, loss masks, sequence lengths are not those"):
-        convert(str(tmp_path / "x"), str(tmp_path / "y"), "sft-idx")
+    monkeypatch.setattr(conversion_module, "open_reader", lambda *_: opened(str(tmp_path / "other"), "sft-idx"))
+    for _ in range(2):  # what is left of the first failure is not in the way
+        with pytest.raises(FormatError, match="read again, its token ids, loss masks, sequence lengths are not those"):
+            convert(str(tmp_path / "x"), str(tmp_path / "y"), to)
+        assert {path.suffix for path in tmp_path.glob("y*")} == {".failed"}
     assert convert(str(tmp_path / "x"), str(tmp_path / "z"), "sft-idx", ConvertOptions(verify=False)).verified is False
 
 

@@ -210,6 +210,23 @@ def test_what_appeared_in_the_meantime_is_kept(tmp_path: Path, folder: bool) -> 
     assert folder_of(tmp_path) == ["x"]
 
 
+@pytest.mark.parametrize("folder", [False, True])
+def test_a_link_is_followed(tmp_path: Path, folder: bool) -> None:
+    make, place, link = (output_folder if folder else output_file), tmp_path / "far" / "x", tmp_path / "link"
+    first = make(place, overwrite=False)
+    write(first, "one", folder)
+    first.publish()
+    link.symlink_to(place)
+    with pytest.raises(FormatError, match="link: exists already"):
+        make(link, overwrite=False)
+    second = make(link, overwrite=True)
+    write(second, "two", folder)
+    second.publish()
+    assert link.is_symlink()
+    assert content_of(place) == "two"
+    assert (folder_of(tmp_path), folder_of(place.parent)) == (["far", "link"], ["x"])
+
+
 def test_a_file_is_no_folder_and_a_folder_no_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()

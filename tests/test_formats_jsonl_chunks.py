@@ -147,6 +147,15 @@ def test_fields_of_others_empty_lines_and_empty_chunks_are_passed_over(tmp_path:
     assert "chunk_00001.jsonl" in (recognise(str(folder)) or "")
 
 
+def test_blank_lines_are_passed_over_whatever_they_are_made_of(tmp_path: Path) -> None:
+    packs = demo_samples(3)
+    lines = [json.dumps(produced(pack)) for pack in packs]
+    (tmp_path / "chunk_00000.jsonl").write_bytes("\r\n\r\n".join(["  ", *lines, "\t", ""]).encode() + b"  ")
+    reader = Reader(tmp_path)
+    assert len(reader) == len(packs)
+    assert_reads(reader, packs)
+
+
 # ---- what is refused ----
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from packs import Sample, demo_samples, samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.npy import LegacyPacks, read_legacy, write_legacy
+from megatron_sft_idx.formats.npy import LegacyPacks, read_legacy, recognise, write_legacy
 from megatron_sft_idx.shard import Shard
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +51,14 @@ def test_a_shard_survives_the_way_through_a_legacy_file(tmp_path: Path, data: st
     assert len(np.load(tmp_path / "x.npy", allow_pickle=True)) == len(expected)
 
 
+def objects(values: list[Any]) -> Any:
+    """An array of just these objects; numpy would look into them."""
+    array = np.empty(len(values), dtype=object)
+    for i, value in enumerate(values):
+        array[i] = value
+    return array
+
+
 def rows_of(expected: list[Sample], make: Any) -> list[dict[str, Any]]:
     return [{"input_ids": make(s.tokens), "loss_mask": make(s.label_mask), "seq_start_id": s.starts} for s in expected]
 
@@ -62,6 +70,7 @@ FORMS = {
     "big-endian": lambda values: np.array(values, ">i4"),
     "numpy scalars": lambda values: [np.int32(value) for value in values],
     "objects": lambda values: np.array(values, object),
+    "arrays without dimensions": lambda values: objects([np.array(value) for value in values]),
     "reversed view": lambda values: np.array(values[::-1])[::-1],
 }
 
@@ -86,6 +95,9 @@ def test_a_mask_at_the_end_of_a_sequence_counts_for_nothing(tmp_path: Path) -> N
 
 def test_no_packs_are_packs(tmp_path: Path) -> None:
     assert_same(read_legacy(save(tmp_path / "x.npy", [])), [])
+    np.save(tmp_path / "y.npy", [])  # of float64, as numpy has it
+    assert "empty" in str(recognise(str(tmp_path / "y.npy")))
+    assert_same(read_legacy(tmp_path / "y.npy"), [])
 
 
 GOOD = {"input_ids": [1, 2, 3], "loss_mask": [1, 0, 0], "seq_start_id": [0, 1]}

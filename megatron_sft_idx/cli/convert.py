@@ -37,6 +37,10 @@ some writers do. Results are always label-aligned, and a file that says it is ca
 memory: under 256 MiB of heap whatever the size, but for reading .npy, which is unpickled whole (some 40 bytes a
 token; --no-verify spares that where .npy is written).
 
+interruption: nothing is at DST before it is whole. A conversion that was killed leaves hidden files beside DST, named
+.DST.*.tmp: remove them. Where it wrote a shard, pass --overwrite to start anew. A result that is not equal when it is
+read again is renamed to DST.failed (each of the five files of a shard).
+
 loss: what a format has no place for is an error, or let go and said with --allow-loss: loss masks and packs in .pbin;
 weights other than 0 and 1 in memmap, parquet and jsonl-chunks. .npy and .pbin do not keep the capacity.
 """

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_sft_idx.convert.content import Content
-from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.joined import JoinedReader
 from megatron_sft_idx.formats.masks import MaskAlignment
-from megatron_sft_idx.formats.registry import Source, create, find, open_reader, reader_options, same_place
+from megatron_sft_idx.formats.registry import Source, create, find, open_reader, places, reader_options, same_place
 
 __all__ = ["ConvertOptions", "ConvertReport", "Progress", "convert"]
 
@@ -79,7 +81,7 @@ def convert(
     """Convert packed data; several sources of one format become one result.
 
     Heap stays below 256 MiB, but for a format that can only be read whole (``npy``). The same source and options give
-    the same bytes. Where the result is not what went in, it is left in place, and the error says so.
+    the same bytes. A result that is not what went in does not keep its name: ``.failed`` is put behind it.
 
     Args:
         source: path, glob, folder, or a list of these, as ``open_dataset`` takes it.
@@ -96,10 +98,11 @@ def convert(
     """
     options = options or ConvertOptions()
     name, paths = find(source, options.source_format)
-    for path in paths:
-        if same_place(path, name, destination, to):
-            raise FormatError(f"{destination}: is where the source {path} lies; convert to another place")
     reading = dict(options.reader)
+    beside = [(os.fspath(reading["mask_path"]), "megatron")] if reading.get("mask_path") is not None else []
+    for path, kind in [*((path, name) for path in paths), *beside]:
+        if same_place(path, kind, destination, to):
+            raise FormatError(f"{destination}: is where the source {path} lies; convert to another place")
     if name == "npy" and options.capacity is not None:
         reading["capacity"] = options.capacity  # its packers exceed what they were given, which its reader knows
     parts = JoinedReader(name, paths, mask_alignment=options.mask_alignment, max_open=1, options=reading)
@@ -112,7 +115,11 @@ def convert(
             _write(writer, run, spec)
             content.add(run)
     if options.verify:
-        _verify(destination, to, content, writer.lost, begun and begun("verifying", spec.num_tokens))
+        try:
+            _verify(destination, to, content, writer.lost, begun and begun("verifying", spec.num_tokens))
+        except (SFTIndexError, OSError):
+            _set_aside(destination, to)
+            raise
     return ConvertReport(name, parts.paths, content, spec, parts.notes, [*writer.lost.values()], options.verify)
 
 
@@ -162,5 +169,16 @@ def _verify(path: str, name: str, expected: Content, lost: Mapping[str, str], pr
         raise FormatError(
             f"{path}: read again, its {', '.join(different)} are not those of the source: {found.num_packs} packs with"
             f" {found.num_tokens} tokens, {found.num_trained_tokens} trained on; expected {expected.num_packs},"
-            f" {expected.num_tokens}, {expected.num_trained_tokens}. Do not use it; the disk may be failing"
+            f" {expected.num_tokens}, {expected.num_trained_tokens}. The disk may be failing: convert again to another"
+            " one; what was written is kept under this name with .failed behind it, to be looked into or removed"
         )
+
+
+def _set_aside(path: str, name: str) -> None:
+    """Take the name away from a result that nobody should use: a shard's last file, which makes it one, first."""
+    for place in reversed(places(path, name)):
+        failed = place.rstrip(os.sep) + ".failed"
+        if os.path.isdir(failed):
+            shutil.rmtree(failed)
+        if os.path.lexists(place):
+            os.replace(place, failed)

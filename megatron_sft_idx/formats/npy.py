@@ -22,7 +22,7 @@ from megatron_sft_idx.formats.checks import checked_alignment, checked_run, requ
 from megatron_sft_idx.formats.masks import MaskAlignment, alignment_note, unplaced_note
 from megatron_sft_idx.formats.npy_writer import LegacyPickleWriter
 from megatron_sft_idx.formats.reading import file_identity, run_bounds
-from megatron_sft_idx.formats.restricted_pickle import KeptArray, npy_dtype, unpickle_rows
+from megatron_sft_idx.formats.restricted_pickle import KeptArray, npy_header, unpickle_rows
 from megatron_sft_idx.shard.reader import Pack
 
 __all__ = [
@@ -66,9 +66,11 @@ def recognise(path: str) -> str | None:
     """Evidence that a file is a ``.npy`` of objects; what its pickle holds is seen when it is opened."""
     try:
         with open(path, "rb") as file:
-            dtype = npy_dtype(BytesIO(file.read(1 << 16)), path)
+            shape, dtype = npy_header(BytesIO(file.read(1 << 16)), path)
     except (OSError, FormatError):
         return None
+    if shape == (0,):
+        return "a .npy file of an empty list"  # for which numpy takes another dtype
     return "a .npy file of Python objects" if dtype.hasobject else None
 
 
@@ -131,7 +133,7 @@ def _numbers(value: Any, key: str) -> NDArray[Any]:
     """A list or a kept array as a one-dimensional array of numbers; ids and starts are whole ones."""
     array = value.array() if isinstance(value, KeptArray) else value
     if isinstance(array, np.ndarray) and array.dtype == object:
-        array = array.tolist()
+        array = [_number(one) for one in array.tolist()]
     # A few nested lists that repeat each other unfold to any size, so nothing but numbers is handed to numpy.
     if isinstance(array, (list, tuple)) and not set(map(type, array)) <= _PLAIN:
         array = None
@@ -140,6 +142,16 @@ def _numbers(value: Any, key: str) -> NDArray[Any]:
     if array.ndim != 1 or array.dtype.kind not in kinds:
         raise ValueError(f"{key} is no list of numbers")
     return array
+
+
+def _number(value: Any) -> Any:
+    """An array without dimensions, as iterating over some tensors gives, as the number in it."""
+    if not isinstance(value, KeptArray):
+        return value
+    array = value.array()
+    if array.ndim:
+        raise ValueError("lists in a list")
+    return array.item()
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:

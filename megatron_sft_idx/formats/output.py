@@ -106,9 +106,12 @@ def _beside(path: str) -> str:
 
 
 def _place(path: str | os.PathLike[str], *, overwrite: bool) -> str:
-    """The absolute name, its folder made, so that a change of the working folder changes nothing."""
-    name = os.path.abspath(os.fspath(path))
-    _check_free(name, overwrite=overwrite)
+    """The absolute name, its folder made, so that a change of the working folder changes nothing.
+
+    A link is followed: what is replaced is what it leads to, on the disk where that lies.
+    """
+    _check_free(os.path.abspath(os.fspath(path)), overwrite=overwrite)
+    name = os.path.realpath(path)
     os.makedirs(os.path.dirname(name), exist_ok=True)
     return name
 

@@ -22,6 +22,7 @@ __all__ = [
     "create",
     "find",
     "open_reader",
+    "places",
     "reader_options",
     "recognise",
     "same_place",
@@ -210,12 +211,24 @@ def prefix_of(path: str) -> str:
         return path  # a folder, or nothing but a suffix
 
 
+def places(path: str, name: str) -> list[str]:
+    """The files or the folder that a path of a format stands for, there or not."""
+    if name not in _PREFIXES:
+        return [path]
+    try:
+        return list(ShardPaths.of(path).all)
+    except FormatError:
+        return [path]
+
+
 def same_place(first: str, first_name: str, second: str, second_name: str) -> bool:
-    """Whether writing ``second`` would touch ``first``: they are the same, or one is a folder that holds the other."""
-    one, other = (
-        os.path.realpath(prefix_of(path) if name in _PREFIXES else path)
+    """Whether writing ``second`` would touch ``first``: they share a file, or one is a folder that holds the other."""
+    ones, others = (
+        [os.path.realpath(place) for place in places(path, name)]
         for path, name in ((first, first_name), (second, second_name))
     )
-    holds_other = first_name not in _PREFIXES and other.startswith(one + os.sep)
-    held_by_other = second_name not in _PREFIXES and one.startswith(other + os.sep)
-    return one == other or holds_other or held_by_other
+    return any(
+        one == other or one.startswith(other + os.sep) or other.startswith(one + os.sep)
+        for one in ones
+        for other in others
+    )

@@ -19,18 +19,22 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 
-__all__ = ["KeptArray", "npy_dtype", "unpickle_rows"]
+__all__ = ["KeptArray", "npy_header", "unpickle_rows"]
 
 
-def npy_dtype(file: BinaryIO, name: str) -> np.dtype[Any]:
-    """The dtype that a ``.npy`` file says it holds; reads up to the end of its header. FormatError: not such a file."""
+def npy_header(file: BinaryIO, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype that a ``.npy`` file says it holds; reads up to the end of its header.
+
+    Raises:
+        FormatError: not such a file.
+    """
     headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     try:
-        dtype: np.dtype[Any] = headers[np.lib.format.read_magic(file)](file)[2]
+        shape, _, dtype = headers[np.lib.format.read_magic(file)](file)
     except Exception as error:
         # numpy lets its tokenizer's and parser's errors through.
         raise FormatError(f"{name}: not a .npy file of version 1 or 2: {error}") from None
-    return dtype
+    return shape, dtype
 
 
 def unpickle_rows(file: BinaryIO, name: str) -> list[Any]:
@@ -39,8 +43,10 @@ def unpickle_rows(file: BinaryIO, name: str) -> list[Any]:
     Raises:
         FormatError: not such a file, or its pickle names anything but plain data.
     """
-    dtype = npy_dtype(file, name)
+    shape, dtype = npy_header(file, name)
     if not dtype.hasobject:
+        if shape == (0,):
+            return []  # numpy.save of an empty list: an array of float64
         raise FormatError(f"{name}: an array of {dtype}, expected one of objects: a dict a pack")
     try:
         _check_opcodes(file)

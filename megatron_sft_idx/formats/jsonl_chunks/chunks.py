@@ -19,6 +19,8 @@ _NAME = re.compile(r"chunk_([0-9]+)\.jsonl")
 _CONSUMED = ".jsonl.completed"
 _BLOCK_NBYTES = 1 << 20
 _LISTED = 10
+# Lines up to this are looked at, as they may be blank: the names of a pack's fields alone are longer.
+_MOST_BLANK_NBYTES = 64
 
 
 def chunk_name(number: int) -> str:
@@ -75,7 +77,7 @@ def chunk_paths(folder: str, *, allow_gaps: bool) -> tuple[list[str], list[str]]
 
 
 def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """First byte of every line, and the byte after its last one; empty lines are left out.
+    """First byte of every line, and the byte after its last one; blank lines are left out.
 
     Raises:
         FormatError: the last line is half a line.
@@ -91,12 +93,15 @@ def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
             size += nbytes
         stops = np.array(ends, np.int64)
         starts = np.append(0, stops)
-        filled = np.diff(starts) > 1  # more than the newline
         starts, complete = starts[:-1], int(starts[-1])
-        if complete == size:
-            return starts[filled], stops[filled]
+        filled = np.ones(len(starts), np.bool_)
+        for line in np.flatnonzero(stops - starts <= _MOST_BLANK_NBYTES):
+            filled[line] = bool(os.pread(file.fileno(), int(stops[line] - starts[line]), int(starts[line])).strip())
         file.seek(complete)
-        _require_whole(file.read(), path, len(stops) + 1)
+        last = file.read()
+        if not last.strip():
+            return starts[filled], stops[filled]
+        _require_whole(last, path, len(stops) + 1)
     return np.append(starts[filled], complete), np.append(stops[filled], size)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from typing import BinaryIO
 
 import numpy as np
 import orjson
@@ -16,6 +14,7 @@ from megatron_sft_idx.formats.jsonl_chunks.chunks import chunk_name
 from megatron_sft_idx.formats.jsonl_chunks.lines import UNTRAINED
 from megatron_sft_idx.formats.output import output_folder
 from megatron_sft_idx.formats.runs import BinaryMasks, Counts
+from megatron_sft_idx.storage import OutputFile
 
 __all__ = ["Writer"]
 
@@ -52,12 +51,12 @@ class Writer(PackedWriter):
         self.lost = self._masks.lost
         self._num_chunks = self._num_lines = 0
         self._output = output_folder(path, overwrite=overwrite)
-        self._chunk: BinaryIO = self._next_chunk()
+        self._chunk = self._next_chunk()
 
-    def _next_chunk(self) -> BinaryIO:
+    def _next_chunk(self) -> OutputFile:
         name = chunk_name(self._num_chunks)
         self._num_chunks, self._num_lines = self._num_chunks + 1, 0
-        return open(os.path.join(self._output.temporary, name), "wb")
+        return OutputFile(os.path.join(self._output.temporary, name))
 
     def write(self, run: PackRun) -> None:
         """Append packs.
@@ -112,8 +111,7 @@ class Writer(PackedWriter):
 
     def abandon(self) -> None:
         """Remove what was written; nothing where it is finalized or abandoned already."""
-        with contextlib.suppress(OSError):  # on a full disk what is buffered cannot be written either
-            self._chunk.close()
+        self._chunk.close()
         self._output.abandon()
 
 

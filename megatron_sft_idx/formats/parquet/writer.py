@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,17 @@ _MOST_GROUP_TOKENS = 4 << 20
 
 # Codecs that Parquet has.
 _CODECS = ("zstd", "snappy", "gzip", "lz4", "brotli")
+
+
+@contextlib.contextmanager
+def _path_in_errors(path: str) -> Iterator[None]:
+    """What the disk says, with the path; pyarrow leaves it out."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), path) from error
 
 
 class Writer(PackedWriter):
@@ -125,7 +137,9 @@ class Writer(PackedWriter):
         )
         held.clear()  # the encoder needs several times as much: not both at once
         arrays = [list_array(*column, kind) for column, kind in zip(columns, self._types, strict=True)]
-        self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema), row_group_size=len(lengths))
+        table = pa.Table.from_arrays(arrays, schema=self._schema)
+        with _path_in_errors(self._output.temporary):
+            self._writer.write_table(table, row_group_size=len(lengths))
         pa.default_memory_pool().release_unused()
 
     def finalize(self) -> None:
@@ -137,7 +151,8 @@ class Writer(PackedWriter):
         try:
             self._counts.require(self._output.path, self._spec)
             self._write_group()
-            self._writer.close()
+            with _path_in_errors(self._output.temporary):
+                self._writer.close()
             self._output.publish()
         except BaseException:
             self.abandon()
