@@ -13,7 +13,8 @@ from packs import demo_samples, five_files, write_samples
 from reseal import put
 
 import megatron_sft_idx
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.cli.messages import message_of
+from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import ShardWriter
@@ -132,6 +133,12 @@ def test_all_shards_are_told_of_and_the_exit_code_is_1(tmp_path: Path) -> None:
     assert done.code == 1
     assert "missing: no shard here" in done.err
     assert done.out.splitlines()[-1] == "2 shards: 1 NOT ok, 1 ok"
+
+
+def test_errors_of_the_disk_name_the_path_first() -> None:
+    assert message_of(PermissionError(13, "Permission denied", "x.bin")) == "x.bin: Permission denied"
+    assert message_of(OSError(5, "Input/output error")) == "[Errno 5] Input/output error"
+    assert message_of(ShardNotFoundError("x", ["x.idx"], "copy it")).startswith("x: no shard here, missing x.idx")
 
 
 def test_json_says_the_same(tmp_path: Path) -> None:

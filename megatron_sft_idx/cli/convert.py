@@ -6,7 +6,7 @@ import argparse
 import contextlib
 from typing import Any
 
-from megatron_sft_idx.cli.options import Verbs, natural, positive
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, natural, positive
 from megatron_sft_idx.convert import ConvertOptions, ConvertReport, convert
 from megatron_sft_idx.formats.masks import MASK_ALIGNMENTS
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE
@@ -64,7 +64,7 @@ def add_parser(verbs: Verbs) -> None:
         help="packed data of one format to another",
         description="Convert packed SFT data between formats, in a stream, and read the result again to compare.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("source", nargs="+", metavar="SRC", help="files, folders, prefixes or globs of one format")
     parser.add_argument("destination", metavar="DST", help="file, folder or prefix to write")

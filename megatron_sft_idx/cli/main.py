@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 from megatron_sft_idx import __version__
 from megatron_sft_idx.cli import convert, merge, pack, preprocess, raw_index, rebuild, verify
+from megatron_sft_idx.cli.messages import message_of
 from megatron_sft_idx.errors import SFTIndexError
 
 __all__ = ["main"]
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        return _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return _fail(message_of(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

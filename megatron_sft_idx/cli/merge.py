@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_sft_idx.cli.options import Verbs, natural, positive
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, natural, positive
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.merge import Parts, merge, split
@@ -68,7 +68,7 @@ def add_parser(verbs: Verbs) -> None:
         " dtype, capacity, sequence multiple, pad id, tokenizer and chat template; what a shard does not record is"
         " taken to be as in the others, and said. Sources are held to their checksums: a corrupt one is refused.",
         epilog=_MERGE_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="prefixes, folders of shards, globs; in order")
     parser.add_argument(
@@ -84,7 +84,7 @@ def add_parser(verbs: Verbs) -> None:
         description="Copy ranges of a shard's packs into shards of their own, in order. The source is held to its"
         " checksums before the first part is published; merging the parts gives the same shard again.",
         epilog=_SPLIT_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("source", metavar="SOURCE", help="prefix of the shard")
     size = parser.add_mutually_exclusive_group(required=True)

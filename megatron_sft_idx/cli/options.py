@@ -10,9 +10,26 @@ from typing import Any
 from megatron_sft_idx.packing import METHODS
 from megatron_sft_idx.preprocess import PackOptions
 
-__all__ = ["Verbs", "add_output_options", "add_packing_options", "natural", "packing_options", "positive"]
+__all__ = [
+    "HelpFormatter",
+    "Verbs",
+    "add_output_options",
+    "add_packing_options",
+    "natural",
+    "packing_options",
+    "positive",
+]
 
 Verbs = Any  # argparse names the type of add_subparsers() only privately
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps a description that is one line; examples, which have lines of their own, stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return super()._fill_text(text, width, indent)
+        return argparse.HelpFormatter._fill_text(self, text, width, indent)
 
 
 def positive(text: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from megatron_sft_idx.cli.options import Verbs, add_output_options, add_packing_options, packing_options
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_output_options, add_packing_options, packing_options
 from megatron_sft_idx.preprocess import Summary, pack_shard
 from megatron_sft_idx.shard import Shard
 
@@ -28,7 +28,7 @@ def add_parser(verbs: Verbs) -> None:
         help="a tokenised corpus, or packs of another capacity, to a packed shard",
         description="Pack the sequences of a shard anew. No text is needed and nothing is tokenised.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("source", metavar="SOURCE", help="prefix of the shard whose sequences are packed")
     add_packing_options(parser)

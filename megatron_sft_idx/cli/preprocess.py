@@ -11,6 +11,7 @@ from megatron_sft_idx.chat.inputs.json_value import parse_json
 from megatron_sft_idx.chat.rows import RowOptions
 from megatron_sft_idx.chat.template import MaskOptions
 from megatron_sft_idx.cli.options import (
+    HelpFormatter,
     Verbs,
     add_output_options,
     add_packing_options,
@@ -51,7 +52,7 @@ def add_parser(verbs: Verbs) -> None:
         help="chats to a packed shard",
         description="Tokenise chats, mark the tokens to train on by the chat template, pack, and write a shard.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     _add_input_options(parser)
     _add_mask_options(parser)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from megatron_sft_idx.cli.options import Verbs
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs
 from megatron_sft_idx.formats.modalities import create_raw_index
 from megatron_sft_idx.preprocess.progress import Progress
 
@@ -34,7 +34,7 @@ def add_parser(verbs: Verbs) -> None:
         description="Write where each row of a JSON-lines file begins and how long it is: the raw index of Modalities,"
         " readable by its tools and by ours. Every line is parsed once; blank lines are no rows.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("file", metavar="FILE.jsonl", help="plain JSON lines, not compressed")
     parser.add_argument("--output", metavar="FILE.idx", help="the index (default: FILE.idx beside the file)")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from megatron_sft_idx.cli.options import Verbs, natural, positive
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, natural, positive
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.rebuild import Advance, Known, Report, rebuild
@@ -44,7 +44,7 @@ def add_parser(verbs: Verbs) -> None:
         help="a damaged or incomplete shard to a whole one, as far as it can be derived",
         description="Bring back lost or damaged indexes of a shard, or the packs of a killed build.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("prefix", metavar="PREFIX", help="path that the five files share")
     parser.add_argument("--dry-run", action="store_true", help="say what would happen, write nothing")

@@ -9,7 +9,8 @@ import os
 import sys
 from typing import Any
 
-from megatron_sft_idx.cli.options import Verbs, positive
+from megatron_sft_idx.cli.messages import message_of
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, positive
 from megatron_sft_idx.errors import SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.preprocess.progress import Progress
@@ -48,7 +49,7 @@ def add_parser(verbs: Verbs) -> None:
         help="whether shards are whole and keep every rule of the format",
         description="Check shards against every rule of the format, and say all that is wrong with them.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("shards", nargs="+", metavar="PREFIX", help="prefixes, folders of shards, globs")
     parser.add_argument("--full", action="store_true", help="read every byte, not only headers, sizes and ends")
@@ -71,8 +72,8 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             report = _verify(prefix, arguments)
         except (SFTIndexError, OSError) as error:
             # One that cannot be read is no reason to leave the others unread.
-            results.append({"prefix": prefix, "ok": False, "error": str(error)})
-            print(f"megatron-sft-idx: error: {error}", file=sys.stderr)
+            results.append({"prefix": prefix, "ok": False, "error": message_of(error)})
+            print(f"megatron-sft-idx: error: {message_of(error)}", file=sys.stderr)
             continue
         results.append(report.as_json())
         if not arguments.json:
