@@ -23,12 +23,10 @@ class Target(NamedTuple):
     Attributes:
         module: in this folder; its ``run(data)`` fails where the contract is broken.
         max_nbytes: longest input that is tried.
-        memory_mib: address space that the process may have, for parsers whose allocations others decide on.
     """
 
     module: str
     max_nbytes: int = 4096
-    memory_mib: int | None = None
 
 
 @contextmanager
