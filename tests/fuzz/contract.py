@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -50,6 +50,14 @@ def scratch(name: str) -> Path:
     folder = Path(_root().name) / name
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """These files in a folder, and no others."""
+    for entry in folder.iterdir():
+        entry.unlink()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
 
 
 @cache

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from fuzz.contract import refused, scratch
-from fuzz.fuzz_pickled_pairs import unpickled
 from fuzz.packed import packs_of
 from fuzz.repair import repair_pbin
+from pickled_pairs_twin import twin
 
 from megatron_sft_idx.formats.modalities.pbin import Reader, recognise
 from megatron_sft_idx.formats.modalities.placement import place_documents
@@ -35,7 +35,7 @@ def _documents(path: Path, raw: bytes, repair_merge: bool) -> list[list[int]]:
     placement = place_documents(str(path), repair_merge=repair_merge)
     framing = placement.framing
     at, documents = 0, []
-    for offset, length in unpickled(raw[framing.index_offset :]):
+    for offset, length in twin(raw[framing.index_offset :]):
         start = at if placement.num_moved else offset - placement.generation.first_offset
         data = raw[framing.header_nbytes + start :][:length]
         tokens = [data[i : i + framing.token_nbytes] for i in range(0, length, framing.token_nbytes)]

@@ -19,19 +19,19 @@ def packs_of(reader: PackedReader) -> Packs:
     Raises:
         SFTIndexError: a pack was refused, in either way as in the other.
     """
-    packs, refusal = [], None
+    # Of a refusal only its text is kept: with its traceback it would keep this frame, and with that the files, open.
+    packs, refusal = [], ""
     for index in range(len(reader)):
         try:
             packs.append(_by_number(reader, index))
         except SFTIndexError as error:
-            refusal = error
+            refusal = str(error)
     try:
         runs = [pack for run in reader.runs() for pack in _of_run(run)]
     except SFTIndexError:
-        assert refusal is not None, "refused in runs and not by number"
+        assert refusal, "refused in runs and not by number"
         raise
-    if refusal is not None:
-        raise AssertionError(f"refused by number and not in runs: {refusal}")
+    assert not refusal, f"refused by number and not in runs: {refusal}"
     assert runs == packs
     _check_spec(reader, packs)
     return packs

@@ -118,14 +118,14 @@ def repair_arrays(files: dict[str, bytes], most: int = 16) -> dict[str, bytes]:
     out = {"manifest.json": json.dumps(manifest).encode()}
     shapes = {"input_ids": (packs, width), "loss_mask": (packs, width), "packed_len": (packs,)}
     shapes |= {"seq_offsets": (packs + 1,), "seq_starts": (-1,)}
-    for name, shape in shapes.items():
+    for name, expected in shapes.items():
         head, _, body = files[f"{name}.npy"].partition(b"\n")
         named = _DTYPE.search(head)
         try:
             dtype = np.dtype(named[1].decode() if named else "<u4")
         except TypeError:
             dtype = np.dtype("<u4")
-        shape = (len(body) // dtype.itemsize,) if shape == (-1,) else shape
+        shape = (len(body) // dtype.itemsize,) if expected == (-1,) else expected
         nbytes = int(np.prod(shape)) * dtype.itemsize
         out[f"{name}.npy"] = encode_header(dtype, shape) + body[:nbytes].ljust(nbytes, b"\0")
     return out

@@ -20,16 +20,18 @@ import zstandard
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
-from fuzz.fuzz_shard import join as join_shard  # noqa: E402 - the folders above are where these are found
 from fuzz.fuzz_memmap import NAMES  # noqa: E402
+from fuzz.fuzz_recover import NAMES as KILLED  # noqa: E402
+from fuzz.fuzz_shard import join as join_shard  # noqa: E402 - the folders above are where these are found
 from fuzz.pieces import join  # noqa: E402
 from fuzz.targets import CORPUS  # noqa: E402
 from memmap_folders import make_folder  # noqa: E402
 from packs import demo_samples, five_files, write_samples  # noqa: E402
 from pbins import merged, pbin_of  # noqa: E402
 
-from megatron_sft_idx.layout.mmididx import IDX_HEADER  # noqa: E402
 from megatron_sft_idx.layout.journal import DONE, MASK, PACK, encode_block, encode_head  # noqa: E402
+from megatron_sft_idx.layout.mmididx import IDX_HEADER  # noqa: E402
+from megatron_sft_idx.shard import ShardWriter  # noqa: E402
 
 CALL = {"type": "function", "function": {"name": "look_up", "arguments": '{"word": "é"}'}}
 ROWS = [
@@ -90,7 +92,8 @@ def pbins() -> Iterator[bytes]:
 def chunk_lines() -> Iterator[bytes]:
     for pack in demo_samples(4):
         lengths = [b - a for a, b in zip(pack.bounds, pack.bounds[1:], strict=False)]
-        row = {"input_ids": pack.tokens, "labels": [t if m else -100 for t, m in zip(pack.tokens, pack.mask, strict=True)],
+        labels = [token if trained else -100 for token, trained in zip(pack.tokens, pack.mask, strict=True)]
+        row = {"input_ids": pack.tokens, "labels": labels,
                "position_ids": [i for n in lengths for i in range(n)], "lengths": lengths,
                "pack_length": len(pack.tokens), "num_samples": len(lengths)}  # fmt: skip
         yield json.dumps(row).encode() + b"\n"
@@ -117,6 +120,38 @@ def stock_datasets() -> Iterator[bytes]:
             files += [header + lengths.tobytes() + pointers.tobytes() + np.arange(4, dtype="<i8").tobytes(),
                       np.full(6, value, dtype).tobytes()]  # fmt: skip
         yield join(files)
+
+
+def killed_builds() -> Iterator[bytes]:
+    """Killed while writing, with and without weights; and when only renames were left."""
+    packs = demo_samples(3)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for weights in (False, True):
+            with ShardWriter(folder / "x", durable=False, capacity=40, metadata={"a": 1}) as writer:
+                for pack in packs:
+                    writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
+                    writer.flush()
+                if weights:
+                    writer.promote_mask_dtype()
+                    writer.add_pack([1, 2], [0.5, 0], [0])
+                    writer.flush()
+                left = [folder / part for part in KILLED]
+                yield _with_missing(left)
+                journal = left[0].read_bytes()
+                writer.abandon()
+        write_samples(folder / "x", packs)
+        done = [journal + encode_block(DONE, np.empty((0, 2), np.uint32)), *five_files(folder / "x").values()]
+        tokens, loss, starts, idx, seq_idx = done[1:]
+        yield bytes([1 << KILLED.index("x.loss.bin.tmp.float32")]) + join(
+            [done[0], tokens, loss, starts, b"", idx, seq_idx]
+        )
+
+
+def _with_missing(paths: list[Path]) -> bytes:
+    """An input of files, after a byte with a bit for each of them that is not there."""
+    missing = sum(1 << i for i, path in enumerate(paths) if not path.exists())
+    return bytes([missing]) + join([path.read_bytes() if path.exists() else b"" for path in paths])
 
 
 def raw_indexes() -> Iterator[bytes]:
@@ -153,6 +188,10 @@ def inputs() -> Iterator[tuple[str, list[bytes]]]:
     yield "jsonl-chunks", [b"".join(chunk_lines()), next(chunk_lines())]
     yield "memmap", list(memmap_folders())
     yield "stock", list(stock_datasets())
+    yield "verify", [b"\0" + join_shard(files) for files in whole] + [b"\x08" + join_shard(whole[0])]
+    damages = ((0, 255, 0), (0, 255, 8), (1, 255, 16), (0, 255, 24), (1, 2, 4))
+    yield "rebuild", [bytes([eod, missing]) + join_shard(whole[i]) for i, eod, missing in damages]
+    yield "recover", list(killed_builds())
     yield "pack-stage", [bytes([t, m, 39, 0, i, i, a, *b"1\3" b"2\0" b"3\4" b"4\2" b"5\3" b"6\0"]) for t, m, i, a in
                          ((0, 0, 0, 0), (1, 1, 2, 1), (0, 1, 1, 0))]  # fmt: skip
     yield "offsets", [bytes([2, 3, 0, 2, 3, 0, 5, 7, 0, 3, 0]), bytes([1, 1, 0, 1, 0, 241, 0])]

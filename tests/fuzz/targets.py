@@ -26,6 +26,9 @@ TARGETS = {
     "jsonl-chunks": Target("fuzz_jsonl_chunks", 1024),
     "memmap": Target("fuzz_memmap", 2048),
     "stock": Target("fuzz_stock", 1024),
+    "verify": Target("fuzz_verify", 2048),
+    "rebuild": Target("fuzz_rebuild", 2048),
+    "recover": Target("fuzz_recover", 2048),
     "pack-stage": Target("fuzz_pack_stage", 512),
     "offsets": Target("fuzz_offsets", 128),
 }
