@@ -5,16 +5,16 @@ The input is the index, then the lines.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from fuzz.contract import refused, scratch
 from fuzz.pieces import split
 from pickled_pairs_twin import twin
 
+from megatron_sft_idx.chat.inputs.json_value import parse_json
 from megatron_sft_idx.formats.modalities.raw_index import RawRows, create_raw_index, recognise_raw_index
 
-_SPACE = b" \t\r\n"
+_SPACE, _MARK = b" \t\r\n", b"\xef\xbb\xbf"
 
 
 def run(data: bytes) -> None:
@@ -45,7 +45,8 @@ def _hold_rows(path: Path, index_path: Path, index: bytes, lines: bytes) -> None
 
 
 def _hold_made(path: Path, index_path: Path, lines: bytes, drop_faulty: bool) -> None:
-    good = [line for line in lines.split(b"\n") if _is_json(line)]
+    # A byte order mark may stand before the first line.
+    good = [line for i, line in enumerate(lines.split(b"\n")) if _is_json(line if i else line.removeprefix(_MARK))]
     with refused(str(index_path)[:-4]):
         report = create_raw_index(path, index_path, drop_faulty=drop_faulty, overwrite=True)
         rows = RawRows(path)[:]
@@ -56,7 +57,7 @@ def _hold_made(path: Path, index_path: Path, lines: bytes, drop_faulty: bool) ->
 
 def _is_json(line: bytes) -> bool:
     try:
-        json.loads(line)
-    except (ValueError, RecursionError):
+        parse_json(line.strip(_SPACE))
+    except ValueError:
         return False
     return True

@@ -96,12 +96,10 @@ def repair_pbin(data: bytes) -> Iterator[bytes]:
     """With each kind of header in front, for what lies before the first byte that a pickle begins with."""
     body, index = data[12:].split(b"\x80", 1) if b"\x80" in data[12:] else (data[12:], b"\x04].")
     size = (1, 2, 4)[len(body) % 3]
-    for order, token_nbytes in (("little", size), ("big", size), ("big", None)):
-        kept = body[: len(body) - len(body) % (token_nbytes or 4)]
-        header = len(kept).to_bytes(8, order)  # type: ignore[arg-type]
-        if token_nbytes:
-            header += token_nbytes.to_bytes(4, order)  # type: ignore[arg-type]
-        yield header + kept + b"\x80" + index.removesuffix(b".") + b"."
+    for form, token_nbytes in (("<QI", size), (">QI", size), (">Q", 4)):
+        kept = body[: len(body) - len(body) % token_nbytes]
+        numbers = (len(kept), token_nbytes)[: len(form) - 1]
+        yield struct.pack(form, *numbers) + kept + b"\x80" + index.removesuffix(b".") + b"."
 
 
 _DTYPE = re.compile(rb"'descr': '([<>|][iufb][1248])'")
