@@ -44,6 +44,22 @@ def test_starts_that_descend_are_refused_before_packs_are_placed_by_them(tmp_pat
         rebuild(tmp_path / "x")
 
 
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_offsets_that_end_before_the_tokens_do_are_refused_before_anything_is_written(
+    tmp_path: Path, dry_run: bool
+) -> None:
+    small(tmp_path / "x")
+    damage(tmp_path / "x.seq.idx", OFFSETS["json_nbytes"])
+    os.unlink(tmp_path / "x.idx")
+    for suffix, itemsize in ((".bin", 4), (".loss.bin", 1)):
+        with open(tmp_path / f"x{suffix}", "ab") as file:
+            file.write(bytes(itemsize))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(FormatError, match=r"\.bin has 48 tokens, the packs of its index 47;"):
+        rebuild(tmp_path / "x", dry_run=dry_run)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 # ---- an index damaged in places ----
 
 
