@@ -55,7 +55,7 @@ def test_offsets_that_end_before_the_tokens_do_are_refused_before_anything_is_wr
         with open(tmp_path / f"x{suffix}", "ab") as file:
             file.write(bytes(itemsize))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(FormatError, match=r"\.bin has 48 tokens, the packs of its index 47;"):
+    with pytest.raises(FormatError, match=r"\.bin has 48 tokens, the packs by the index 47;"):
         rebuild(tmp_path / "x", dry_run=dry_run)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 

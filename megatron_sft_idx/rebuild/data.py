@@ -95,7 +95,7 @@ class DataFiles:
             advance(len(tokens))
         if stage.num_tokens != self.num_tokens:
             raise FormatError(
-                f"{self.prefix}: .bin has {self.num_tokens} tokens, the packs of its index {stage.num_tokens}; the files"
+                f"{self.prefix}: .bin has {self.num_tokens} tokens, the packs by the index {stage.num_tokens}; they"
                 " are not of one shard, or one of them is damaged: restore it"
             )
         return stage
