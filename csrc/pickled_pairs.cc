@@ -15,6 +15,8 @@ namespace {
 // What a value on the pickle machine's stack is; the pairs' numbers are in the output already.
 enum class Kind : std::uint8_t { kMark, kInteger, kPair, kList };
 
+constexpr std::uint8_t kNewestProtocol = 5;
+
 class Machine {
  public:
   Machine(const std::uint8_t* data, std::size_t nbytes) : data_(data), nbytes_(nbytes) {}
@@ -35,7 +37,7 @@ class Machine {
   bool step(std::uint8_t opcode) {
     switch (opcode) {
       case 0x80:  // PROTO
-        take(1);
+        if (*take(1) > kNewestProtocol) fail("an unknown pickle protocol");
         break;
       case 0x95:  // FRAME
         take(8);

@@ -6,15 +6,59 @@ import os
 import struct
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packs import assert_holds, demo_samples, five_files, sample_of
 from rebuilding import METADATA, OFFSETS, assert_same_but_for_json, damage, small
+from reseal import put, reseal
 
-from megatron_sft_idx.errors import FormatError, UnsupportedVersionError
+from megatron_sft_idx.errors import CorruptShardError, FormatError, UnsupportedVersionError
 from megatron_sft_idx.rebuild import Known, rebuild
 from megatron_sft_idx.shard import Shard
+
+# ---- an index that was written wrong ----
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_what_checksums_vouch_for_is_still_held_to_the_rules(tmp_path: Path, dry_run: bool) -> None:
+    wrong = small(tmp_path / "x")
+    wrong[".idx"] = wrong[".idx"][:-1] + b"\x01"
+    put(tmp_path, reseal(wrong))
+    before = five_files(tmp_path / "x")
+    with pytest.raises(FormatError, match=r"as its header says, and yet .* \(rule I1\); move .*seq\.idx away"):
+        rebuild(tmp_path / "x", dry_run=dry_run)
+    assert five_files(tmp_path / "x") == before
+    os.rename(tmp_path / "x.seq.idx", tmp_path / "away")
+    assert rebuild(tmp_path / "x").whole
+
+
+def test_starts_that_descend_are_refused_before_packs_are_placed_by_them(tmp_path: Path) -> None:
+    small(tmp_path / "x", [sample_of([2, 3, 2], lambda _: 0, lambda p: p)] * 2)
+    starts = np.array([0, 40000, 5, 0, 2, 5], "<u4")
+    (tmp_path / "x.seq.bin").write_bytes(starts.tobytes())
+    for suffix in (".idx", ".seq.idx"):
+        os.unlink(tmp_path / f"x{suffix}")
+    with pytest.raises(CorruptShardError, match=r"x\.seq\.bin: .*a start of 5 after 40000.* or 0"):
+        rebuild(tmp_path / "x")
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_offsets_that_end_before_the_tokens_do_are_refused_before_anything_is_written(
+    tmp_path: Path, dry_run: bool
+) -> None:
+    small(tmp_path / "x")
+    damage(tmp_path / "x.seq.idx", OFFSETS["json_nbytes"])
+    os.unlink(tmp_path / "x.idx")
+    for suffix, itemsize in ((".bin", 4), (".loss.bin", 1)):
+        with open(tmp_path / f"x{suffix}", "ab") as file:
+            file.write(bytes(itemsize))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(FormatError, match=r"\.bin has 48 tokens, the packs by the index 47;"):
+        rebuild(tmp_path / "x", dry_run=dry_run)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
 
 # ---- an index damaged in places ----
 

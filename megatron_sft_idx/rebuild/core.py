@@ -23,6 +23,8 @@ from megatron_sft_idx.verify import verify_shard
 
 __all__ = ["FileState", "Report", "rebuild"]
 
+_AS_WRITTEN = "every file is as its header says"
+
 
 @dataclass(frozen=True)
 class FileState:
@@ -89,7 +91,8 @@ def rebuild(
 
     Raises:
         ShardNotFoundError: nothing of a shard is at the prefix.
-        FormatError: what is left does not tell enough, or another writer is at work; says what is missing.
+        FormatError: what is left does not tell enough, or another writer is at work; says what is missing. Or no
+            byte was changed since the shard was written, and it breaks a rule all the same.
         OSError: the disk says no.
     """
     paths = ShardPaths.of(prefix)
@@ -101,6 +104,7 @@ def rebuild(
     with _locked(paths, dry_run=dry_run):
         found = survey(paths, watch)
         if not found.faults:
+            _verify(paths, watch, _AS_WRITTEN)
             return Report(paths.prefix, _states(found, {}), note="nothing to do", dry_run=dry_run)
         return _rebuilt(found, known, dry_run, watch)
 
@@ -160,8 +164,8 @@ def _require_data(found: Survey) -> None:
         raise FormatError(f"{paths.prefix}: there is no good .seq.idx, and {lost} (rule F1)")
 
 
-def _verify(paths: ShardPaths, watch: Watch) -> None:
-    """FormatError unless the shard that is at a prefix now keeps every rule."""
+def _verify(paths: ShardPaths, watch: Watch, what: str = "rebuilt") -> None:
+    """FormatError unless the shard that is at a prefix keeps every rule, which checksums alone do not tell."""
     done = 0
     with watch("verifying", sum(os.stat(path).st_size for path in paths.all)) as advance:
 
@@ -172,8 +176,11 @@ def _verify(paths: ShardPaths, watch: Watch) -> None:
 
         report = verify_shard(paths.prefix, full=True, on_progress=on_progress)
     if not report.ok:
+        first = report.findings[0]
         raise FormatError(
-            f"{paths.prefix}: rebuilt, and yet {report.num_findings} rules are broken, the first: {report.findings[0]}"
+            f"{paths.prefix}: {what}, and yet rules are broken in {report.num_findings} places: it was written so; the"
+            f" first is byte {first.offset} of {first.path}: found {first.found}, expected {first.expected} (rule"
+            f" {first.rule}); move {paths.seq_idx} away to have the indexes derived from the rest, or write it again"
         )
 
 
@@ -245,6 +252,7 @@ def _left_alone(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch
     found = survey(paths, watch)
     beside = f"{paths.journal} and the .tmp files are of a build that was to replace it: run it again to do so"
     if not found.faults:
+        _verify(paths, watch, _AS_WRITTEN)
         return Report(paths.prefix, _states(found, {}), note=f"nothing to do; {beside}", dry_run=dry_run)
     raise FormatError(
         f"{paths.prefix}: a damaged shard is here, and beside it what a killed build of {remains.num_packs} packs left"

@@ -75,7 +75,8 @@ class DataFiles:
         """Hold every pack against the rules of FORMAT.md; returns the counts of all of them.
 
         Raises:
-            FormatError: a pack breaks a rule, so the files are not of one shard or one of them is damaged.
+            FormatError: a pack breaks a rule, or together they have not as many tokens as ``.bin``, so the files are
+                not of one shard or one of them is damaged.
         """
         stage = _native.PackStage(
             self.token_dtype, self.mask_dtype, capacity or MAX_CAPACITY, sequence_multiple, _STAGE_TOKENS
@@ -92,4 +93,9 @@ class DataFiles:
                 ) from None
             stage.clear()
             advance(len(tokens))
+        if stage.num_tokens != self.num_tokens:
+            raise FormatError(
+                f"{self.prefix}: .bin has {self.num_tokens} tokens, the packs by the index {stage.num_tokens}; they"
+                " are not of one shard, or one of them is damaged: restore it"
+            )
         return stage

@@ -25,7 +25,8 @@ class Starts:
     """``.seq.bin``: every pack's first sequence starts at 0 and no other one does, so its zeros are the packs.
 
     Raises:
-        CorruptShardError: a size that is not of uint32, or a first start that is not 0 (rules F2, P2).
+        CorruptShardError: a size that is not of uint32, a first start that is not 0, or one that is not above the one
+            before it in its pack (rules F2, P2, P3).
     """
 
     def __init__(self, path: str) -> None:
@@ -36,7 +37,22 @@ class Starts:
         self.array: Array = open_array(path, np.dtype("<u4"), self.num_sequences, nbytes=nbytes, backend="pread")
         if self.num_sequences and (first := int(self.array[:1][0])) != 0:
             raise CorruptShardError(path, 0, "P2", f"the first start is {first}, expected 0; restore the file")
-        self.num_packs = sum(int((self.array[i : i + _CHUNK] == 0).sum()) for i in self._firsts())
+        self.num_packs = sum(self._packs_begun(first) for first in self._firsts())
+
+    def _packs_begun(self, first: int) -> int:
+        """Packs that begin in a chunk, each start of which is held against the one before it."""
+        before = max(first - 1, 0)
+        starts = self.array[before : first + _CHUNK]
+        ends_early = (starts[1:] != 0) & (starts[1:] <= starts[:-1])
+        if ends_early.any():
+            at = 1 + int(np.argmax(ends_early))
+            raise CorruptShardError(
+                self.path,
+                4 * (before + at),
+                "P3",
+                f"a start of {starts[at]} after {starts[at - 1]}, expected a larger one or 0; restore the file",
+            )
+        return int((starts[first - before :] == 0).sum())
 
     def _firsts(self) -> range:
         return range(0, self.num_sequences, _CHUNK)

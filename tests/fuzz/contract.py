@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -23,12 +23,10 @@ class Target(NamedTuple):
     Attributes:
         module: in this folder; its ``run(data)`` fails where the contract is broken.
         max_nbytes: longest input that is tried.
-        memory_mib: address space that the process may have, for parsers whose allocations others decide on.
     """
 
     module: str
     max_nbytes: int = 4096
-    memory_mib: int | None = None
 
 
 @contextmanager
@@ -52,6 +50,14 @@ def scratch(name: str) -> Path:
     folder = Path(_root().name) / name
     folder.mkdir(exist_ok=True)
     return folder
+
+
+def put_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """These files in a folder, and no others."""
+    for entry in folder.iterdir():
+        entry.unlink()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
 
 
 @cache

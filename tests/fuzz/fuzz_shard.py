@@ -5,32 +5,25 @@ The input is four uint16 sizes, then ``.seq.idx``, ``.seq.bin``, ``.bin``, ``.lo
 
 from __future__ import annotations
 
-import struct
-
 import numpy as np
 from damage import read_everything
+from fuzz import pieces
 from fuzz.contract import refused, scratch
 from fuzz.repair import repair_shard
 
 from megatron_sft_idx.shard import Shard, ShardWriter
 
-_ORDER = (".seq.idx", ".seq.bin", ".bin", ".loss.bin", ".idx")
-_SIZES = struct.Struct("<4H")
+ORDER = (".seq.idx", ".seq.bin", ".bin", ".loss.bin", ".idx")
 
 
 def join(files: dict[str, bytes]) -> bytes:
     """An input of five files."""
-    return _SIZES.pack(*(len(files[suffix]) for suffix in _ORDER[:-1])) + b"".join(files[s] for s in _ORDER)
+    return pieces.join([files[suffix] for suffix in ORDER])
 
 
 def split(data: bytes) -> dict[str, bytes]:
     """Any input as five files."""
-    data = data.ljust(_SIZES.size, b"\0")
-    files, at = {}, _SIZES.size
-    for suffix, size in zip(_ORDER, (*_SIZES.unpack_from(data), len(data)), strict=True):
-        files[suffix] = data[at : at + size]
-        at += size
-    return files
+    return dict(zip(ORDER, pieces.split(data, len(ORDER)), strict=True))
 
 
 def run(data: bytes) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 import struct
+from collections.abc import Iterator
 
+import numpy as np
 import xxhash
 
+from megatron_sft_idx.formats.memmap.npy import encode_header
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.header import FIELDS, MAGIC, MAX_HEADER_NBYTES
-from megatron_sft_idx.layout.mmididx import idx_nbytes
+from megatron_sft_idx.layout.mmididx import IDX_HEADER, idx_nbytes
 from megatron_sft_idx.layout.values import MASK_DTYPES, TOKEN_DTYPES, align
 
 _OFFSETS = {field.name: field.offset for field in FIELDS}
@@ -85,3 +90,55 @@ def repair_journal(data: bytes) -> bytes:
         out += [_BLOCK.pack(kind, count, xxhash.xxh3_64_intdigest(body)), body]
         at += _BLOCK.size + len(body)
     return b"".join(out) + data[at:]
+
+
+def repair_pbin(data: bytes) -> Iterator[bytes]:
+    """With each kind of header in front, for what lies before the first byte that a pickle begins with."""
+    body, index = data[12:].split(b"\x80", 1) if b"\x80" in data[12:] else (data[12:], b"\x04].")
+    size = (1, 2, 4)[len(body) % 3]
+    for form, token_nbytes in (("<QI", size), (">QI", size), (">Q", 4)):
+        kept = body[: len(body) - len(body) % token_nbytes]
+        numbers = (len(kept), token_nbytes)[: len(form) - 1]
+        yield struct.pack(form, *numbers) + kept + b"\x80" + index.removesuffix(b".") + b"."
+
+
+_DTYPE = re.compile(rb"'descr': '([<>|][iufb][1248])'")
+
+
+def repair_arrays(files: dict[str, bytes], most: int = 16) -> dict[str, bytes]:
+    """A memmap folder whose arrays have the shapes that its manifest asks for, where those are small."""
+    try:
+        manifest = json.loads(files["manifest.json"])
+        packs, width = (abs(int(manifest[name])) % most for name in ("num_bins", "pack_size"))
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        packs, width = 2, 4
+    manifest = {"format": "memmap_padded_v1", "num_bins": packs, "pack_size": width}
+    out = {"manifest.json": json.dumps(manifest).encode()}
+    shapes = {"input_ids": (packs, width), "loss_mask": (packs, width), "packed_len": (packs,)}
+    shapes |= {"seq_offsets": (packs + 1,), "seq_starts": (-1,)}
+    for name, expected in shapes.items():
+        head, _, body = files[f"{name}.npy"].partition(b"\n")
+        named = _DTYPE.search(head)
+        try:
+            dtype = np.dtype(named[1].decode() if named else "<u4")
+        except TypeError:
+            dtype = np.dtype("<u4")
+        shape = (len(body) // dtype.itemsize,) if expected == (-1,) else expected
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        out[f"{name}.npy"] = encode_header(dtype, shape) + body[:nbytes].ljust(nbytes, b"\0")
+    return out
+
+
+def repair_idx(idx: bytes, data: bytes, most: int = 64) -> tuple[bytes, bytes]:
+    """A stock index cut or filled up to the size that its count asks for, and its items laid end to end."""
+    _, _, code, items, _ = IDX_HEADER.unpack(idx[: IDX_HEADER.size].ljust(IDX_HEADER.size, b"\0"))
+    code, items = 1 + (code - 1) % 8, items % most
+    itemsize = (1, 1, 2, 4, 8, 8, 4, 2)[code - 1]
+    lengths = np.frombuffer(idx[IDX_HEADER.size :][: 4 * items].ljust(4 * items, b"\1"), "<i4") % 8 + 1
+    nbytes = lengths.astype("<i8") * itemsize
+    pointers = np.cumsum(nbytes, dtype="<i8") - nbytes
+    header = IDX_HEADER.pack(b"MMIDIDX\0\0", 1, code, items, items + 1)
+    size = int(nbytes.sum())
+    documents = np.arange(items + 1, dtype="<i8")
+    whole = header + lengths.astype("<i4").tobytes() + pointers.tobytes() + documents.tobytes()
+    return whole, data[:size].ljust(size, b"\0")

@@ -20,11 +20,18 @@ import zstandard
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
-from fuzz.fuzz_shard import join  # noqa: E402 - the folders above are where these are found
+from fuzz.fuzz_memmap import NAMES  # noqa: E402
+from fuzz.fuzz_recover import NAMES as KILLED  # noqa: E402
+from fuzz.fuzz_shard import join as join_shard  # noqa: E402 - the folders above are where these are found
+from fuzz.pieces import join  # noqa: E402
 from fuzz.targets import CORPUS  # noqa: E402
+from memmap_folders import make_folder  # noqa: E402
 from packs import demo_samples, five_files, write_samples  # noqa: E402
+from pbins import merged, pbin_of  # noqa: E402
 
 from megatron_sft_idx.layout.journal import DONE, MASK, PACK, encode_block, encode_head  # noqa: E402
+from megatron_sft_idx.layout.mmididx import IDX_HEADER  # noqa: E402
+from megatron_sft_idx.shard import ShardWriter  # noqa: E402
 
 CALL = {"type": "function", "function": {"name": "look_up", "arguments": '{"word": "é"}'}}
 ROWS = [
@@ -75,6 +82,87 @@ def legacy_files() -> Iterator[bytes]:
             yield file.getvalue()
 
 
+def pbins() -> Iterator[bytes]:
+    documents = [[1, 2, 3], [], [4], [5, 6]]
+    for generation, nbytes, protocol in ((1, 4, 2), (2, 2, 3), (3, 2, 4), (4, 1, None), (4, 4, 0), (4, 2, 1)):
+        yield pbin_of(documents, generation=generation, token_nbytes=nbytes, protocol=protocol)
+    yield merged([pbin_of([[7, 8, 9]] * 3), pbin_of(documents), pbin_of(documents[1:])])
+
+
+def chunk_lines() -> Iterator[bytes]:
+    for pack in demo_samples(4):
+        lengths = [b - a for a, b in zip(pack.bounds, pack.bounds[1:], strict=False)]
+        labels = [token if trained else -100 for token, trained in zip(pack.tokens, pack.mask, strict=True)]
+        row = {"input_ids": pack.tokens, "labels": labels,
+               "position_ids": [i for n in lengths for i in range(n)], "lengths": lengths,
+               "pack_length": len(pack.tokens), "num_samples": len(lengths)}  # fmt: skip
+        yield json.dumps(row).encode() + b"\n"
+
+
+def memmap_folders() -> Iterator[bytes]:
+    packs = demo_samples(3)
+    weights = np.full((3, 12), 0.5, ">f4")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number, changes in enumerate(({}, {"loss_mask": np.zeros((3, 12), "u1")}, {"loss_mask": weights})):
+            made = make_folder(folder / str(number), packs, 12, **changes)
+            yield join([(made / part).read_bytes() for part in NAMES])
+
+
+def stock_datasets() -> Iterator[bytes]:
+    for code, mask_code in ((8, 1), (4, 7), (5, 6)):
+        files = []
+        for number, value in ((code, 9), (mask_code, 0)):
+            dtype = {1: "u1", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}[number]
+            lengths = np.array([3, 1, 2], "<i4")
+            pointers = (np.cumsum(lengths) - lengths).astype("<i8") * np.dtype(dtype).itemsize
+            header = IDX_HEADER.pack(b"MMIDIDX\0\0", 1, number, 3, 4)
+            files += [header + lengths.tobytes() + pointers.tobytes() + np.arange(4, dtype="<i8").tobytes(),
+                      np.full(6, value, dtype).tobytes()]  # fmt: skip
+        yield join(files)
+
+
+def killed_builds() -> Iterator[bytes]:
+    """Killed while writing, with and without weights; and when only renames were left."""
+    packs = demo_samples(3)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for weights in (False, True):
+            with ShardWriter(folder / "x", durable=False, capacity=40, metadata={"a": 1}) as writer:
+                for pack in packs:
+                    writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
+                    writer.flush()
+                if weights:
+                    writer.promote_mask_dtype()
+                    writer.add_pack([1, 2], [0.5, 0], [0])
+                    writer.flush()
+                left = [folder / part for part in KILLED]
+                yield _with_missing(left)
+                journal = left[0].read_bytes()
+                writer.abandon()
+        write_samples(folder / "x", packs)
+        done = [journal + encode_block(DONE, np.empty((0, 2), np.uint32)), *five_files(folder / "x").values()]
+        tokens, loss, starts, idx, seq_idx = done[1:]
+        yield bytes([1 << KILLED.index("x.loss.bin.tmp.float32")]) + join(
+            [done[0], tokens, loss, starts, b"", idx, seq_idx]
+        )
+
+
+def _with_missing(paths: list[Path]) -> bytes:
+    """An input of files, after a byte with a bit for each of them that is not there."""
+    missing = sum(1 << i for i, path in enumerate(paths) if not path.exists())
+    return bytes([missing]) + join([path.read_bytes() if path.exists() else b"" for path in paths])
+
+
+def raw_indexes() -> Iterator[bytes]:
+    lines = [b'{"a": 1}', b"[2]\r", '"é"'.encode()]
+    starts = [0, 9, 14]
+    for protocol in (0, 2, 4):
+        index = pickle.dumps([(start, len(line)) for start, line in zip(starts, lines, strict=True)], protocol)
+        yield join([index, b"\n".join(lines)])
+    yield join([pickle.dumps([(1, 3)]), b"\n{}\n\n[]\n"])
+
+
 def inputs() -> Iterator[tuple[str, list[bytes]]]:
     """Seeds by target."""
     whole = list(shards())
@@ -84,7 +172,7 @@ def inputs() -> Iterator[tuple[str, list[bytes]]]:
     frame = zstandard.ZstdCompressor(level=19)
     yield "header", [files[".seq.idx"] for files in whole]
     yield "journal", list(journals())
-    yield "shard", [join(files) for files in whole]
+    yield "shard", [join_shard(files) for files in whole]
     yield "json-lines", [lines, rows[2], b"\xef\xbb\xbf\n\n"]
     yield "json-array", [array, b" [] ", b'[1, [2, {"a": "]\\\\\\""}],\n3]']
     yield (
@@ -93,6 +181,17 @@ def inputs() -> Iterator[tuple[str, list[bytes]]]:
     )
     yield "rows", rows
     yield "legacy-npy", list(legacy_files())
+    pairs = [(0, 3), (255, 2**16), (2**31, 2**62), (-5, 2**63 - 1)]
+    yield "pickled-pairs", [pickle.dumps(value, protocol) for value in (pairs, [], pairs[:1]) for protocol in range(5)]
+    yield "pbin", list(pbins())
+    yield "raw-index", list(raw_indexes())
+    yield "jsonl-chunks", [b"".join(chunk_lines()), next(chunk_lines())]
+    yield "memmap", list(memmap_folders())
+    yield "stock", list(stock_datasets())
+    yield "verify", [b"\0" + join_shard(files) for files in whole] + [b"\x08" + join_shard(whole[0])]
+    damages = ((0, 255, 0), (0, 255, 8), (1, 255, 16), (0, 255, 24), (1, 2, 4))
+    yield "rebuild", [bytes([eod, missing]) + join_shard(whole[i]) for i, eod, missing in damages]
+    yield "recover", list(killed_builds())
     yield "pack-stage", [bytes([t, m, 39, 0, i, i, a, *b"1\3" b"2\0" b"3\4" b"4\2" b"5\3" b"6\0"]) for t, m, i, a in
                          ((0, 0, 0, 0), (1, 1, 2, 1), (0, 1, 1, 0))]  # fmt: skip
     yield "offsets", [bytes([2, 3, 0, 2, 3, 0, 5, 7, 0, 3, 0]), bytes([1, 1, 0, 1, 0, 241, 0])]

@@ -19,8 +19,16 @@ TARGETS = {
     "json-array": Target("fuzz_json_array", 1024),
     "input-file": Target("fuzz_input_file", 4096),
     "rows": Target("fuzz_rows", 1024),
-    # CPython's unpickler gives its memo as many entries as a file asks for, up to 64 GiB (gh-115952): a MemoryError.
-    "legacy-npy": Target("fuzz_legacy_npy", 4096, memory_mib=1024),
+    "legacy-npy": Target("fuzz_legacy_npy", 4096),
+    "pickled-pairs": Target("fuzz_pickled_pairs", 512),
+    "pbin": Target("fuzz_pbin", 1024),
+    "raw-index": Target("fuzz_raw_index", 1024),
+    "jsonl-chunks": Target("fuzz_jsonl_chunks", 1024),
+    "memmap": Target("fuzz_memmap", 2048),
+    "stock": Target("fuzz_stock", 1024),
+    "verify": Target("fuzz_verify", 2048),
+    "rebuild": Target("fuzz_rebuild", 2048),
+    "recover": Target("fuzz_recover", 2048),
     "pack-stage": Target("fuzz_pack_stage", 512),
     "offsets": Target("fuzz_offsets", 128),
 }

@@ -1,0 +1,44 @@
+"""``.pbin`` of any generation: its documents are where its index says, however the bytes are taken for one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fuzz.contract import refused, scratch
+from fuzz.packed import packs_of
+from fuzz.repair import repair_pbin
+from pickled_pairs_twin import twin
+
+from megatron_sft_idx.formats.modalities.pbin import Reader, recognise
+from megatron_sft_idx.formats.modalities.placement import place_documents
+
+
+def run(data: bytes) -> None:
+    path = scratch("pbin") / "x.pbin"
+    for raw in (data, *repair_pbin(data)):
+        path.write_bytes(raw)
+        evidence = recognise(str(path))
+        for repair_merge in (False, True):
+            with refused(str(path)):
+                reader = Reader(path, mask_rule="all", repair_merge=repair_merge)
+                assert evidence
+                documents = [ids for ids, _, _ in packs_of(reader)]
+                assert documents == _documents(path, raw, repair_merge)
+        with refused(str(path)):
+            sound = place_documents(str(path))
+            assert not sound.num_moved
+            assert not place_documents(str(path), repair_merge=True).num_moved
+
+
+def _documents(path: Path, raw: bytes, repair_merge: bool) -> list[list[int]]:
+    """The slow way: token by token."""
+    placement = place_documents(str(path), repair_merge=repair_merge)
+    framing = placement.framing
+    at, documents = 0, []
+    for offset, length in twin(raw[framing.index_offset :]):
+        start = at if placement.num_moved else offset - placement.generation.first_offset
+        data = raw[framing.header_nbytes + start :][:length]
+        tokens = [data[i : i + framing.token_nbytes] for i in range(0, length, framing.token_nbytes)]
+        documents.append([int.from_bytes(token, framing.byte_order) for token in tokens])
+        at = start + length
+    return [document for document in documents if document]

@@ -1,0 +1,72 @@
+"""Rebuilding: what is said to be whole verifies, what was good is not touched, and a refusal changes nothing.
+
+The input is one byte for what the user knows, then one as ``fuzz_verify`` takes it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fuzz.contract import put_files, scratch
+from fuzz.fuzz_verify import Files, variants
+
+from megatron_sft_idx.errors import SFTIndexError
+from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.rebuild import Known, Report, rebuild
+from megatron_sft_idx.verify import verify_shard
+
+_UNKNOWN = 128
+
+
+def run(data: bytes) -> None:
+    folder = scratch("rebuild")
+    known = Known(eod_id=data[0] if data and data[0] < _UNKNOWN else None)
+    for files in variants(data[1:]):
+        before = {"x" + suffix: content for suffix, content in files.items()}
+        put_files(folder, before)
+        planned, done = (_rebuilt(folder, known, dry_run) for dry_run in (True, False))
+        if isinstance(done, Report):
+            assert isinstance(planned, Report)
+            assert planned.files == done.files
+            _hold_report(folder, done, before)
+        elif "rebuilt, and yet" not in done:  # what was written against the rules is given back, and complained of
+            assert planned == done
+            assert contents(folder) == before
+
+
+def contents(folder: Path) -> Files:
+    """All files of a folder by name."""
+    return {entry.name: entry.read_bytes() for entry in folder.iterdir()}
+
+
+def _rebuilt(folder: Path, known: Known, dry_run: bool) -> Report | str:
+    """The report, or the refusal."""
+    before = contents(folder)
+    prefix = str(folder / "x")
+    outcome: Report | str
+    try:
+        outcome = rebuild(prefix, known, dry_run=dry_run)
+    except SFTIndexError as error:
+        outcome = str(error)
+        assert outcome.startswith(prefix)
+    if dry_run:
+        assert contents(folder) == before
+    return outcome
+
+
+def _hold_report(folder: Path, report: Report, before: Files) -> None:
+    after = contents(folder)
+    for file in report.files:
+        name = Path(file.path).name
+        if file.state != "rebuilt":
+            assert after.get(name) == before.get(name)
+        elif name in before:
+            assert before[name] in (content for kept, content in after.items() if kept.startswith(f"{name}.damaged"))
+    assert {name for name in after if ".damaged" not in name} <= {"x" + suffix for suffix in SUFFIXES}
+    prefix = str(folder / "x")
+    if report.whole:
+        full = verify_shard(prefix, full=True)
+        assert full.ok, full.findings
+        again = rebuild(prefix)
+        assert again.whole
+        assert not again.changed
