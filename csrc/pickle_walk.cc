@@ -19,6 +19,7 @@ enum Argument : std::uint8_t {
   kMemo1 = 31,      // a memo number of 1 or 4 bytes, or as decimal digits up to a newline
   kMemo4 = 34,
   kMemoLine = 39,
+  kFrame = 48,      // a length of 8 bytes, of which the unpickler reads as much at once; opcodes follow
   kUnknown = 255,
 };
 
@@ -36,7 +37,8 @@ constexpr std::array<std::uint8_t, 256> make_arguments() {
   for (const int opcode : {int{'K'}, 0x80, 0x82}) table[static_cast<std::size_t>(opcode)] = 1;
   for (const int opcode : {int{'M'}, 0x83}) table[static_cast<std::size_t>(opcode)] = 2;
   for (const int opcode : {int{'J'}, 0x84}) table[static_cast<std::size_t>(opcode)] = 4;
-  for (const int opcode : {int{'G'}, 0x95}) table[static_cast<std::size_t>(opcode)] = 8;
+  table['G'] = 8;
+  table[0x95] = kFrame;
   for (const char opcode : {'I', 'L', 'F', 'S', 'V', 'P'}) table[static_cast<std::uint8_t>(opcode)] = kLine;
   for (const char opcode : {'c', 'i'}) table[static_cast<std::uint8_t>(opcode)] = kTwoLines;
   for (const int opcode : {int{'U'}, int{'C'}, 0x8a, 0x8c}) table[static_cast<std::size_t>(opcode)] = kSized1;
@@ -85,6 +87,9 @@ class Walk {
         break;
       case kMemoLine:
         memo(decimal());
+        break;
+      case kFrame:
+        if (number(8) > nbytes_ - next_) fail("a frame reaches past the end");
         break;
       case kUnknown:
         fail("no opcode of a pickle");

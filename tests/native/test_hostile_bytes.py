@@ -14,7 +14,7 @@ from fuzz.targets import CORPUS, TARGETS, load
 SANITIZED = "SFT_IDX_NATIVE_FOLDER" in os.environ
 MUTATIONS = 3000 if SANITIZED else 150
 # Targets whose bytes reach native code.
-NATIVE = ("json-array", "offsets", "pack-stage", "pickled-pairs", "shard", "verify")
+NATIVE = ("json-array", "legacy-npy", "offsets", "pack-stage", "pickled-pairs", "shard", "verify")
 
 
 def mutated(seeds: list[bytes], rng: np.random.Generator) -> bytes:
