@@ -165,3 +165,12 @@ class PackWalk:
     num_masked_packs: int
     longest_pack: int
     most_sequences: int
+
+def packs_are_sound(
+    tokens: NDArray[Any],
+    mask: NDArray[Any],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    sequences: NDArray[np.int64],
+    most_tokens: int,
+) -> bool: ...
