@@ -47,7 +47,11 @@ def columns(draw: st.DrawFn) -> tuple[NDArray[Any], ...]:
     which = draw(st.integers(0, 7))
     if which < 5 and len(arrays[which]):
         at = draw(st.integers(0, len(arrays[which]) - 1))
-        choices = {"u": [0, 1, 2, 255], "i": [-1, 0, 1, 2, 3, 7, 2**31 - 1], "f": [0.0, -0.0, 1e-9, -1.0, np.nan, np.inf]}
+        choices = {
+            "u": [0, 1, 2, 255],
+            "i": [-1, 0, 1, 2, 3, 7, 2**31 - 1],
+            "f": [0.0, -0.0, 1e-9, -1.0, np.nan, np.inf],
+        }
         choices["i"] += [2**63 - 1, -(2**63)] if arrays[which].dtype == np.int64 else []
         arrays[which][at] = draw(st.sampled_from(choices[arrays[which].dtype.kind]))
     elif which == 5:
