@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ def twin(tokens: list[Any], mask: list[Any], starts: list[int], lengths: list[in
         return False
     for length, count in zip(lengths, sequences, strict=True):
         bounds, values = [*starts[:count], length], mask[:length]
-        if bounds[0] != 0 or any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+        if bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
             return False
         if any(values[end - 1] for end in bounds[1:]):
             return False
