@@ -167,6 +167,15 @@ class PackWalk:
     longest_pack: int
     most_sequences: int
 
+def packs_are_sound(
+    tokens: NDArray[Any],
+    mask: NDArray[Any],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    sequences: NDArray[np.int64],
+    most_tokens: int,
+) -> bool: ...
+
 # ---- what is derived where indexes are lost ----
 
 def first_fits(

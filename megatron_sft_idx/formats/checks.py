@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron_sft_idx._native import packs_are_sound
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackRun
 from megatron_sft_idx.formats.masks import MASK_ALIGNMENTS, MaskAlignment, label_aligned
@@ -14,6 +15,10 @@ from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.arrays import integer_array, mask_array, token_array
 
 __all__ = ["checked_alignment", "checked_run", "require_same_length"]
+
+# What the kernel takes, and packs are handed out as.
+_IDS = (np.dtype(np.uint16), np.dtype(np.int32))
+_MASKS = (np.dtype(np.uint8), np.dtype(np.float32))
 
 
 def checked_alignment(path: str, alignment: str) -> MaskAlignment:
@@ -63,6 +68,9 @@ def checked_run(
         starts, lengths, sequences = map(integer_array, (seq_starts, pack_lengths, pack_sequences))
     except (ValueError, TypeError, OverflowError) as error:
         raise FormatError(f"{path}: packs from {first_pack} on: a column {error}") from None
+    unchanged = mask_alignment == "label" and _keeps(ids, _IDS, token_dtype) and _keeps(mask, _MASKS, mask_dtype)
+    if unchanged and packs_are_sound(ids, mask, starts, lengths, sequences, MAX_CAPACITY):
+        return PackRun(ids, mask, starts, lengths, sequences)
     run = _Run(path, first_pack, lengths, sequences)
     run.check_shape(len(ids), len(mask), len(starts))
     run.check_starts(starts)
@@ -72,6 +80,11 @@ def checked_run(
         run.check_rolled(mask)
     mask, unplaced = label_aligned(mask, starts, lengths, sequences, mask_alignment)
     return PackRun(ids, mask, starts, lengths, sequences, unplaced)
+
+
+def _keeps(values: NDArray[Any], dtypes: tuple[np.dtype[Any], ...], wanted: Any) -> bool:
+    """Whether values have one of these dtypes, and nobody wants another."""
+    return values.dtype in dtypes and (wanted is None or values.dtype == wanted)
 
 
 def require_same_length(path: str, pack: int, **columns: int) -> None:

@@ -1,0 +1,74 @@
+"""The one-pass check of packs against a plain-Python twin."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from megatron_sft_idx._native import packs_are_sound
+
+MOST = 6
+
+
+def twin(tokens: list[Any], mask: list[Any], starts: list[int], lengths: list[int], sequences: list[int]) -> bool:
+    """Pack by pack, sequence by sequence."""
+    if len(lengths) != len(sequences) or any(not 1 <= n <= MOST for n in lengths) or min(sequences, default=1) < 1:
+        return False
+    if not sum(lengths) == len(tokens) == len(mask) or sum(sequences) != len(starts):
+        return False
+    largest = 1 if mask and isinstance(mask[0], int) else float(np.finfo(np.float32).max)
+    if any(token < 0 for token in tokens) or any(not 0 <= value <= largest for value in mask):
+        return False
+    for length, count in zip(lengths, sequences, strict=True):
+        bounds, values = [*starts[:count], length], mask[:length]
+        if bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
+            return False
+        if any(values[end - 1] for end in bounds[1:]):
+            return False
+        starts, mask = starts[count:], mask[length:]
+    return True
+
+
+@st.composite
+def columns(draw: st.DrawFn) -> tuple[NDArray[Any], ...]:
+    """Good packs of all dtypes, in most cases with one value of one column changed or left out."""
+    packs = draw(st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=3), max_size=4))
+    lengths, sequences = [sum(pack) for pack in packs], [len(pack) for pack in packs]
+    starts = [sum(pack[:i]) for pack in packs for i in range(len(pack))]
+    mask = [int(j + 1 < size) for pack in packs for size in pack for j in range(size)]
+    dtypes = [draw(st.sampled_from([np.uint16, np.int32])), draw(st.sampled_from([np.uint8, np.float32]))]
+    made = [np.arange(len(mask)), np.array(mask), np.array(starts), np.array(lengths), np.array(sequences)]
+    arrays = [array.astype(dtype) for array, dtype in zip(made, [*dtypes, *[np.int64] * 3], strict=True)]
+    which = draw(st.integers(0, 7))
+    if which < 5 and len(arrays[which]):
+        at = draw(st.integers(0, len(arrays[which]) - 1))
+        choices = {
+            "u": [0, 1, 2, 255],
+            "i": [-1, 0, 1, 2, 3, 7, 2**31 - 1],
+            "f": [0.0, -0.0, 1e-9, -1.0, np.nan, np.inf],
+        }
+        choices["i"] += [2**63 - 1, -(2**63)] if arrays[which].dtype == np.int64 else []
+        arrays[which][at] = draw(st.sampled_from(choices[arrays[which].dtype.kind]))
+    elif which == 5:
+        short = draw(st.integers(0, 4))
+        arrays[short] = arrays[short][:-1]
+    return tuple(arrays)
+
+
+@given(columns())
+def test_agrees_with_the_twin(arrays: tuple[NDArray[Any], ...]) -> None:
+    assert packs_are_sound(*arrays, MOST) == twin(*(array.tolist() for array in arrays))
+
+
+def test_other_dtypes_and_shapes_are_refused() -> None:
+    one = np.ones(1, np.int64)
+    with pytest.raises(TypeError):
+        packs_are_sound(one, np.zeros(1, np.uint8), one, one, one, MOST)
+    with pytest.raises(ValueError, match="one-dimensional"):
+        packs_are_sound(np.zeros((1, 1), np.int32), np.zeros(1, np.uint8), one, one, one, MOST)
