@@ -155,7 +155,7 @@ def test_tokens_without_any_sequence_are_refused(tmp_path: Path) -> None:
 def test_starts_that_do_not_ascend_are_named(tmp_path: Path) -> None:
     without_indexes(tmp_path / "x", [sample_of([2, 2, 3], lambda p: 0, lambda p: EOD) for _ in range(2)])
     (tmp_path / "x.seq.bin").write_bytes(np.array([0, 2, 4, 0, 4, 2], "<u4").tobytes())
-    with pytest.raises(FormatError, match=r"byte 20: a sequence starts at 2, the one before it at 4.*rule P3"):
+    with pytest.raises(FormatError, match=r"byte 20: a start of 2 after 4.*rule P3"):
         rebuild(tmp_path / "x", Known(eod_id=EOD))
 
 
