@@ -159,6 +159,12 @@ def test_blank_lines_are_passed_over_whatever_they_are_made_of(tmp_path: Path) -
 # ---- what is refused ----
 
 
+def test_a_line_of_what_is_no_white_space_in_json_is_no_blank_line(tmp_path: Path) -> None:
+    (tmp_path / "chunk_00000.jsonl").write_bytes(b"\v\n")
+    with pytest.raises(SequenceError):
+        list(Reader(tmp_path).runs())
+
+
 @pytest.mark.parametrize("block", [1, 7, 64, 1 << 20])
 def test_lines_may_lie_across_the_blocks_they_are_found_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int

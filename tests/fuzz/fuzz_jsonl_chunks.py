@@ -19,7 +19,7 @@ def run(data: bytes) -> None:
         recognise(str(path))
         with refused(str(folder)):
             packs = packs_of(Reader(path))
-            rows = [json.loads(line) for line in data.split(b"\n") if line]
+            rows = [json.loads(line) for line in data.split(b"\n") if line.strip(b" \t\r\n")]
             assert len(packs) == len(rows)
             for (ids, mask, bounds), row in zip(packs, rows, strict=True):
                 assert ids == row["input_ids"]

@@ -19,6 +19,7 @@ _NAME = re.compile(r"chunk_([0-9]+)\.jsonl")
 _CONSUMED = ".jsonl.completed"
 _BLOCK_NBYTES = 1 << 20
 _LISTED = 10
+_BLANK = b" \t\r\n"  # JSON's white space
 # Lines up to this are looked at, as they may be blank: the names of a pack's fields alone are longer.
 _MOST_BLANK_NBYTES = 64
 
@@ -96,10 +97,11 @@ def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         starts, complete = starts[:-1], int(starts[-1])
         filled = np.ones(len(starts), np.bool_)
         for line in np.flatnonzero(stops - starts <= _MOST_BLANK_NBYTES):
-            filled[line] = bool(os.pread(file.fileno(), int(stops[line] - starts[line]), int(starts[line])).strip())
+            raw = os.pread(file.fileno(), int(stops[line] - starts[line]), int(starts[line]))
+            filled[line] = bool(raw.strip(_BLANK))
         file.seek(complete)
         last = file.read()
-        if not last.strip():
+        if not last.strip(_BLANK):
             return starts[filled], stops[filled]
         _require_whole(last, path, len(stops) + 1)
     return np.append(starts[filled], complete), np.append(stops[filled], size)
