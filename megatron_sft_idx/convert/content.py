@@ -39,11 +39,9 @@ class Content:
         self.num_sequences += len(run.seq_starts)
         self.num_tokens += len(run.tokens)
         self.num_trained_tokens += int(np.count_nonzero(run.loss_mask))
-        pack_begins = np.cumsum(run.pack_lengths) - run.pack_lengths
-        starts = run.seq_starts + np.repeat(pack_begins, run.pack_sequences)
         self._update("tokens", run.tokens, "<i4")
         self._update("masks", run.loss_mask, "<f4")
-        self._update("sequences", np.diff(np.append(starts, len(run.tokens))), "<i8")
+        self._update("sequences", run.sequence_lengths(), "<i8")
         self._update("packs", run.pack_sequences, "<i8")
 
     def _update(self, column: str, values: NDArray[Any], dtype: str) -> None:

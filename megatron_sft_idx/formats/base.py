@@ -44,6 +44,11 @@ class PackRun:
     pack_sequences: NDArray[np.int64]
     unplaced: int = 0
 
+    def sequence_lengths(self) -> NDArray[np.int64]:
+        """Tokens in each sequence, of all packs end to end: int64 [sum of sequence counts]."""
+        pack_begins = np.cumsum(self.pack_lengths) - self.pack_lengths
+        return np.diff(self.seq_starts + np.repeat(pack_begins, self.pack_sequences), append=len(self.tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class PackedSpec:

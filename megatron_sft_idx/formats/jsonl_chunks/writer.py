@@ -71,7 +71,7 @@ class Writer(PackedWriter):
         trained = np.zeros(len(mask), np.bool_)
         trained[1:] = mask[:-1]
         labels = np.where(trained, tokens, UNTRAINED)
-        lengths = _sequence_lengths(run)
+        lengths = run.sequence_lengths()
         positions = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         token = sequence = 0
         for length, count in zip(run.pack_lengths.tolist(), run.pack_sequences.tolist(), strict=True):
@@ -113,9 +113,3 @@ class Writer(PackedWriter):
         """Remove what was written; nothing where it is finalized or abandoned already."""
         self._chunk.close()
         self._output.abandon()
-
-
-def _sequence_lengths(run: PackRun) -> NDArray[np.int64]:
-    """Tokens in each sequence, of all packs."""
-    starts = run.seq_starts + np.repeat(np.cumsum(run.pack_lengths) - run.pack_lengths, run.pack_sequences)
-    return np.diff(np.append(starts, len(run.tokens)))

@@ -246,8 +246,7 @@ class Writer(PackedWriter):
                 f"has id {tokens[at]}, expected 0 to {largest} in {self._dtype.itemsize} bytes; pass token_nbytes=4",
             )
         self._file.write(as_bytes(np.ascontiguousarray(tokens, self._dtype)))
-        firsts = np.repeat(np.cumsum(run.pack_lengths) - run.pack_lengths, run.pack_sequences)
-        self._lengths.append(np.diff(run.seq_starts + firsts, append=len(tokens)))
+        self._lengths.append(run.sequence_lengths())
         self._num_packs += len(run.pack_lengths)
         if (run.pack_sequences > 1).any():
             self._lost["packs"] = "which sequences share a pack: every sequence is a document of its own"
