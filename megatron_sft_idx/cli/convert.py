@@ -6,7 +6,7 @@ import argparse
 import contextlib
 from typing import Any
 
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, natural, positive
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, positive
 from megatron_sft_idx.convert import ConvertOptions, ConvertReport, convert
 from megatron_sft_idx.formats.masks import MASK_ALIGNMENTS
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE
@@ -95,13 +95,7 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument("--allow-loss", action="store_true", help="let go what the format has no place for")
     parser.add_argument("--overwrite", action="store_true", help="replace what is at DST")
     parser.add_argument("--no-verify", action="store_true", help="do not read the result again")
-    parser.add_argument(
-        "--log-interval",
-        type=natural,
-        default=10_000,
-        metavar="N",
-        help="without a terminal, a line of progress every N packs; 0 for none (default: %(default)s)",
-    )
+    add_log_interval(parser, "packs")
     parser.set_defaults(run=_run)
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, natural, positive
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, positive
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.merge import Parts, merge, split
@@ -106,13 +106,7 @@ def add_parser(verbs: Verbs) -> None:
 def _add_output_options(parser: argparse.ArgumentParser, prefix: str) -> None:
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help=prefix)
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
-    parser.add_argument(
-        "--log-interval",
-        type=natural,
-        default=10_000,
-        metavar="N",
-        help="without a terminal, a line of progress every N MiB; 0 for none (default: %(default)s)",
-    )
+    add_log_interval(parser, "MiB")
 
 
 class ShownProgress:

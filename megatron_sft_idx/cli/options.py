@@ -13,6 +13,7 @@ from megatron_sft_idx.preprocess import PackOptions
 __all__ = [
     "HelpFormatter",
     "Verbs",
+    "add_log_interval",
     "add_output_options",
     "add_packing_options",
     "natural",
@@ -129,10 +130,15 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--overwrite", action="store_true", help="replace what is at the prefix")
     group.add_argument("--summary", type=_writable, metavar="FILE", help="write counts and seconds as JSON")
-    group.add_argument(
+    add_log_interval(group, "rows")
+
+
+def add_log_interval(parser: argparse._ActionsContainer, unit: str, default: int = 10_000) -> None:
+    """How often progress is told without a terminal; ``unit`` is what it counts, in the plural."""
+    parser.add_argument(
         "--log-interval",
         type=natural,
-        default=10_000,
+        default=default,
         metavar="N",
-        help="without a terminal, a line of progress every N rows; 0 for none (default: %(default)s)",
+        help=f"without a terminal, a line of progress every N {unit}; 0 for none (default: %(default)s)",
     )

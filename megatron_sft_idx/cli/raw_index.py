@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval
 from megatron_sft_idx.formats.modalities import create_raw_index
 from megatron_sft_idx.preprocess.progress import Progress
 
@@ -40,13 +40,7 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument("--output", metavar="FILE.idx", help="the index (default: FILE.idx beside the file)")
     parser.add_argument("--drop-faulty", action="store_true", help="leave out lines that are no JSON, and count them")
     parser.add_argument("--overwrite", action="store_true", help="replace a raw index that is there")
-    parser.add_argument(
-        "--log-interval",
-        type=int,
-        default=1_000_000,
-        metavar="ROWS",
-        help="rows between two lines of progress where stderr is no terminal; 0 for silence (default: %(default)s)",
-    )
+    add_log_interval(parser, "rows", 1_000_000)
     parser.set_defaults(run=_run)
 
 

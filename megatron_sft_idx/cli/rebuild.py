@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, natural, positive
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, natural, positive
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.rebuild import Advance, Known, Report, rebuild
@@ -48,13 +48,7 @@ def add_parser(verbs: Verbs) -> None:
     )
     parser.add_argument("prefix", metavar="PREFIX", help="path that the five files share")
     parser.add_argument("--dry-run", action="store_true", help="say what would happen, write nothing")
-    parser.add_argument(
-        "--log-interval",
-        type=natural,
-        default=1 << 30,
-        metavar="N",
-        help="without a terminal, a line of progress every N bytes or tokens; 0 for none (default: %(default)s)",
-    )
+    add_log_interval(parser, "bytes or tokens", 1 << 30)
     group = parser.add_argument_group("what the files do not say any more")
     group.add_argument("--eod-id", type=natural, metavar="N", help="id of the token that every sequence ends with")
     group.add_argument("--capacity", type=positive, metavar="N", help="default: the longest pack, marked as unknown")
