@@ -16,10 +16,10 @@ LAYERS = [
     {"_native"},
     {"layout", "errors"},
     {"chat", "packing", "storage"},
-    {"shard", "verify", "rebuild", "merge"},
-    {"formats", "shards"},
+    {"shard", "verify", "rebuild", "merge", "transfer"},
+    {"formats", "shards", "catalog"},
     {"dataset", "builder"},
-    {"preprocess", "convert", "report", "streaming", "training"},
+    {"preprocess", "convert", "produce", "report", "streaming", "training"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -28,9 +28,10 @@ FACES, VERBS, CLI = LEVEL["dataset"], LEVEL["preprocess"], LEVEL["cli"]
 ROOT = len(LAYERS)
 
 MEGATRON = {"torch", "megatron"}
-LIGHT_VERBS = {"preprocess", "convert", "report"}
+LIGHT_VERBS = {"preprocess", "convert", "produce", "report"}
 # Imported where used, never when a module of ours is imported.
-HEAVY = MEGATRON | {"transformers", "datasets", "ray", "pyarrow", "boto3", "gigatoken", "zstandard"}
+CLOUD = {"boto3", "botocore", "multistorageclient", "obstore"}
+HEAVY = MEGATRON | CLOUD | {"transformers", "datasets", "ray", "pyarrow", "gigatoken", "zstandard"}
 
 TOP_LEVEL = {
     *("setup.py", "megatron_sft_idx", "csrc", "tests", "tools", "README.md"),
