@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PackSource", "Segments"]
+from megatron_sft_idx.storage import Array
+
+__all__ = ["PackSource", "Pair", "Segments"]
+
+Pair: TypeAlias = tuple[Array, Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +21,8 @@ class Segments:
 
     Attributes:
         offsets: int64 [packs + 1], CSR: pack i holds segments offsets[i] to offsets[i + 1].
-        shards: int32 [segments], which shard each sequence lies in.
-        starts: int64 [segments], its first token in that shard's token file.
+        shards: int32 [segments], which of the source's ``arrays`` each sequence lies in.
+        starts: int64 [segments], its first token there.
         lengths: int64 [segments], its tokens.
     """
 
@@ -51,6 +55,9 @@ class PackSource(Protocol):
         """Where the sequences of these packs lie."""
         ...
 
-    def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Tokens and label-aligned loss mask of one shard, whole: arrays over its maps, or copies."""
+    def arrays(self, shard: int) -> Pair:
+        """Tokens and label-aligned loss mask of a shard, whole: numpy's where mapped or in memory, or read by slices.
+
+        A number is what ``segments`` says; several shards may lie in one pair of arrays.
+        """
         ...
