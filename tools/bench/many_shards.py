@@ -102,7 +102,7 @@ def medians(works: Sequence[Callable[[], Any]], rounds: int, watch: Watch) -> li
 
 
 def opening(folder: Path, rounds: int, watch: Watch) -> Iterator[str]:
-    def built() -> PackedSFTDataset:
+    def build() -> PackedSFTDataset:
         config = PackedSFTDatasetConfig(
             random_seed=1,
             sequence_length=LENGTH,
@@ -111,12 +111,13 @@ def opening(folder: Path, rounds: int, watch: Watch) -> Iterator[str]:
             tokenizer=None,
         )
         builder = BlendedMegatronDatasetBuilder(PackedSFTDataset, [None, None, None], lambda: True, config)
-        return builder.build()[0]
+        built: PackedSFTDataset = builder.build()[0]
+        return built
 
     works = {
         "`ShardSet.open(folder)`": lambda: ShardSet.open(folder / "many"),
         "the same, and its first pack": lambda: ShardSet.open(folder / "many")[0],
-        "`PackedSFTDataset` of it, by Megatron's builder, split in two": built,
+        "`PackedSFTDataset` of it, by Megatron's builder, split in two": build,
     }
     yield "## Opening"
     yield ""
@@ -169,7 +170,7 @@ def access(folder: Path, rounds: int, watch: Watch) -> Iterator[str]:
     given = medians([partial(loaded, a, groups) for a in assemblers], rounds, watch)
     yield "## Random access"
     yield ""
-    yield f"us, and beside it the time of one shard as 1. A pack has {LENGTH} tokens, a batch {ROWS} packs of all shards."
+    yield f"us, and beside it the time of one shard as 1. A pack has {LENGTH} tokens, a batch {ROWS} packs from all over."
     yield "`ds[i]` is with every token and mask value looked at, `BatchLoader` with nothing done between batches."
     yield ""
     rows = []
