@@ -50,6 +50,7 @@ class ShardSet:
             that shall hold no more than index arrays, whatever their size.
         same_capacity: refuse packs of different capacities. Not for corpora that are packed later, where the capacity
             is that of the longest sequence.
+        alike: refuse shards that cannot be trained on together, of different tokenizers or dtypes of tokens.
 
     Attributes:
         prefixes: of the shards, in order.
@@ -59,11 +60,16 @@ class ShardSet:
         FormatError: a header breaks a rule, or the shards do not go together.
     """
 
-    def __init__(self, prefixes: Sequence[str], *, backend: Backend = "mmap", same_capacity: bool = True) -> None:
+    def __init__(
+        self, prefixes: Sequence[str], *, backend: Backend = "mmap", same_capacity: bool = True, alike: bool = True
+    ) -> None:
         if not prefixes:
             raise FormatError("an empty list of shards; name at least one")
         self._take(tuple(ShardPaths.of(prefix).prefix for prefix in prefixes), backend, b"")
-        self._check(same_capacity)
+        if alike:
+            self._check(same_capacity)
+        else:
+            _ = self.headers
 
     @classmethod
     def open(cls, source: Source, *, backend: Backend = "mmap", same_capacity: bool = True) -> ShardSet:
@@ -118,8 +124,8 @@ class ShardSet:
         if self._expected and self._expected != _digest(headers):
             others = f" and {len(self.prefixes) - 1} others" if len(self.prefixes) > 1 else ""
             raise FormatError(
-                f"{self.prefixes[0]}{others}: the content is another one than this dataset was made from; another shard"
-                " was published over one of them: start again"
+                f"{self.prefixes[0]}{others}: the content is another one than when this dataset was opened; another"
+                " shard was published over one of them: start again"
             )
         return headers
 
@@ -165,7 +171,7 @@ class ShardSet:
     @cached_property
     def held(self) -> HeldShards | None:
         """The shards in memory, where that is how they are read."""
-        alike = len({header.mask_dtype for header in self.headers}) == 1
+        alike = len({(header.token_dtype, header.mask_dtype) for header in self.headers}) == 1
         if self._mapped or self._backend == "reopen" or not alike:
             return None
         if not MEMORY_NBYTES.grant(self, held_nbytes(self.headers)):
@@ -218,8 +224,12 @@ class ShardSet:
             raise IndexError(f"{self.prefixes[0]}: pack {i}, the {len(self.prefixes)} shards have {total}")
         i %= total
         number = bisect_right(self._before, i) - 1  # several times faster than numpy for one value
+        return self.pack(number, i - self._before[number])
+
+    def pack(self, number: int, index: int) -> Pack:
+        """Pack ``index`` of shard ``number``; both are there."""
         held = self.held
-        return self.shard(number)[i - self._before[number]] if held is None else held.pack(number, i)
+        return self.shard(number)[index] if held is None else held.pack(number, self._before[number] + index)
 
     def __iter__(self) -> Iterator[Pack]:
         return (self[i] for i in range(len(self)))

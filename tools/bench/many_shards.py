@@ -170,7 +170,7 @@ def access(folder: Path, rounds: int, watch: Watch) -> Iterator[str]:
     given = medians([partial(loaded, a, groups) for a in assemblers], rounds, watch)
     yield "## Random access"
     yield ""
-    yield f"us, and beside it the time of one shard as 1. A pack has {LENGTH} tokens, a batch {ROWS} packs from all over."
+    yield f"us, and beside it the time of one shard as 1. A pack has {LENGTH} tokens, a batch {ROWS} packs."
     yield "`ds[i]` is with every token and mask value looked at, `BatchLoader` with nothing done between batches."
     yield ""
     rows = []
