@@ -15,6 +15,7 @@ from packs import assert_is, write_samples
 from shard_folders import PACKS, SIZES, files_of, is_held, maps_of, rewritten, write
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
+from megatron_sft_idx.formats.dataset import open_dataset
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shards import ShardSet, budgets, shard_set
 
@@ -209,3 +210,30 @@ def test_one_shard_can_be_reopened_too(tmp_path: Path) -> None:
     assert reopened.read(3, 5).tobytes() == mapped.read(3, 5).tobytes()
     assert reopened.sequence_bounds().tolist() == mapped.sequence_bounds().tolist()
     assert_is(pickle.loads(pickle.dumps(reopened))[2], PACKS[2])
+
+
+# ---- as packed data of any format ----
+
+
+def test_open_dataset_holds_no_file_open(tmp_path: Path, many: str) -> None:
+    packs = write(tmp_path)
+    ds = open_dataset(tmp_path)
+    for i, pack in enumerate(packs):
+        assert_is(ds[i], pack)
+    assert maps_of(tmp_path) == files_of(tmp_path) == 0
+    assert (len(ds), ds.capacity, ds.format) == (len(packs), 64, "sft-idx")
+    assert ds.num_sequences == sum(len(pack.starts) for pack in packs)
+    assert not ds[0]["input_ids"].flags.writeable
+    copies = open_dataset(tmp_path, copy=True)
+    copies[0]["input_ids"][:] = 0
+    copies[0]["loss_mask"][:] = 0
+    assert_is(copies[0], packs[0])
+
+
+def test_what_is_not_of_a_shard_is_still_looked_at(tmp_path: Path) -> None:
+    packs = write(tmp_path, [3, 2])
+    (tmp_path / "notes.txt").write_text("beside the data")
+    assert len(open_dataset(tmp_path)) == len(packs)
+    (tmp_path / "s9.seq.idx").write_bytes(b"no index")
+    with pytest.raises(FormatError, match=r"s9\.seq\.idx"):
+        open_dataset(tmp_path)
