@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.training.layout import Batch, BatchLayout, Form, Tensors
-from megatron_sft_idx.training.placing import advise, place, used_shards
-from megatron_sft_idx.training.segments import PackSource, Pair, Segments
+from megatron_sft_idx.training.placing import advise, place
+from megatron_sft_idx.training.segments import PackSource, Pair, Segments, in_slots
 
 __all__ = ["Batch", "BatchAssembler", "widen"]
 
@@ -150,7 +150,9 @@ class BatchAssembler:
 
     def _shards(self, segments: Segments) -> tuple[list[Pair], NDArray[np.int32]]:
         """The shards that are read, and for each sequence which of them is its own."""
-        used, slots = used_shards(segments)
+        used, slots = in_slots(segments.shards)
+        if used and used[0] < 0:
+            raise ValueError(f"a sequence is said to lie in shard {used[0]}")
         pairs = [self.source.arrays(shard) for shard in used]
         if self.random_access:
             for shard, pair in zip(used, pairs, strict=True):

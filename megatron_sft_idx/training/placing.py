@@ -12,7 +12,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.storage import ReopenedArray, advise_runs, read_runs
 from megatron_sft_idx.training.segments import Pair, Segments
 
-__all__ = ["Placed", "advise", "place", "used_shards"]
+__all__ = ["Placed", "advise", "place"]
 
 _Arrays = tuple[NDArray[Any], NDArray[Any]]
 
@@ -29,16 +29,6 @@ class Placed(NamedTuple):
     arrays: list[_Arrays]
     slots: NDArray[np.int32]
     starts: NDArray[np.int64]
-
-
-def used_shards(segments: Segments) -> tuple[list[int], NDArray[np.int32]]:
-    """The shards that sequences lie in, ascending, and for each sequence which of these is its own."""
-    used = sorted(set(segments.shards.tolist()))
-    if used and used[0] < 0:
-        raise ValueError(f"a sequence is said to lie in shard {used[0]}")
-    if not used or used[-1] == len(used) - 1:
-        return used, segments.shards
-    return used, np.searchsorted(np.array(used), segments.shards).astype(np.int32)
 
 
 def place(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) -> Placed:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.storage import Array
 
-__all__ = ["PackSource", "Pair", "Segments"]
+__all__ = ["PackSource", "Pair", "Segments", "dense", "in_slots"]
 
 Pair: TypeAlias = tuple[Array, Array]
 
@@ -61,3 +61,14 @@ class PackSource(Protocol):
         A number is what ``segments`` says; several shards may lie in one pair of arrays.
         """
         ...
+
+
+def in_slots(shards: NDArray[Any]) -> tuple[list[int], NDArray[Any]]:
+    """The shards that are named, ascending, and for each entry which of these it names: lists stay short that way."""
+    used = sorted(set(shards.tolist()))
+    return used, shards if dense(used) else np.searchsorted(np.array(used), shards).astype(shards.dtype)
+
+
+def dense(used: list[int]) -> bool:
+    """Whether ascending numbers are 0, 1, ... to the last, so that they are their own slots."""
+    return not used or (used[0] >= 0 and used[-1] == len(used) - 1)

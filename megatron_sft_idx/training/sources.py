@@ -19,7 +19,7 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.shards import ShardSet
 from megatron_sft_idx.training.plan_cache import PlacedPlan, load_or_make
-from megatron_sft_idx.training.segments import Pair, Segments
+from megatron_sft_idx.training.segments import Pair, Segments, dense, in_slots
 
 __all__ = ["PlanOptions", "PlannedPacks", "StoredPacks", "reopen", "require_fit"]
 
@@ -92,11 +92,10 @@ class StoredPacks:
             FormatError: a pack's index entries break a rule of the format.
         """
         shards, local = self.shards.locate(packs + self.first)
-        used, slots = np.unique(shards, return_inverse=True)
-        numbers = used.tolist()
+        numbers, slots = in_slots(shards)
         if (held := self.shards.held) is not None:  # one shard, as far as arrays go
             held.need(numbers)
-            used, slots, local = np.zeros(1, np.int64), np.zeros_like(slots), packs + self.first
+            numbers, slots, local = [0], np.zeros_like(slots), packs + self.first
             indexes = [(held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens))]
         else:
             files = [self.shards.shard(number).files for number in numbers]
@@ -108,7 +107,8 @@ class StoredPacks:
             raise FormatError(
                 f"{where}: {error}; megatron-sft-idx verify says of which file: restore it from a copy"
             ) from None
-        return Segments(offsets, used.astype(np.int32)[own], starts, lengths)
+        # Slots are the numbers where shards are used from the first on, as the only one is.
+        return Segments(offsets, own if dense(numbers) else np.array(numbers, np.int32)[own], starts, lengths)
 
     def arrays(self, shard: int) -> Pair:
         """Tokens and label-aligned loss mask of one shard, whole."""
