@@ -43,6 +43,7 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
         Shard(arguments.source),
         arguments.output_prefix,
         options,
+        shards=arguments.output_shards,
         overwrite=arguments.overwrite,
         log_interval=arguments.log_interval,
     )

@@ -205,6 +205,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         encoding=_encoding_options(arguments, parser),
         packing=packing_options(arguments),
         workers=arguments.workers,
+        output_shards=arguments.output_shards,
         overwrite=arguments.overwrite,
         resume=arguments.resume,
         keep_corpus=arguments.keep_corpus,

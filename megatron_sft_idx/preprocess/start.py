@@ -27,7 +27,8 @@ class Job(NamedTuple):
         files: the input.
         encoder: rows to sequences.
         packing: sequences to packs.
-        prefix: of the packed shard.
+        prefix: of the packed shard, or what the prefixes of several begin with.
+        outputs: prefixes of the packed shards.
         corpus: prefix of the tokenised corpus.
         log_interval: see ``PreprocessOptions``.
         log: takes lines for people.
@@ -37,6 +38,7 @@ class Job(NamedTuple):
     encoder: RowEncoder
     packing: PackOptions
     prefix: str
+    outputs: Sequence[str]
     corpus: str
     log_interval: int
     log: Callable[[str], None]
@@ -48,13 +50,13 @@ class Start(NamedTuple):
     Attributes:
         run: a corpus in the making, empty or half made.
         corpus: the finished corpus.
-        shard: the header of the packed shard: nothing is left to do.
-        overwrite: whether the packed shard may replace what is at its prefix.
+        shards: the headers of all packed shards: nothing is left to do.
+        overwrite: whether the packed shards may replace what is at their prefixes.
     """
 
     run: CorpusRun | None = None
     corpus: Shard | None = None
-    shard: Header | None = None
+    shards: Sequence[Header] = ()
     overwrite: bool = False
 
 
@@ -64,8 +66,9 @@ def begin(job: Job, *, overwrite: bool) -> Start:
     Raises:
         FormatError: something is in the way and may not be replaced.
     """
-    check_free(ShardPaths.of(job.prefix), overwrite=overwrite)
-    for prefix in (job.corpus, job.prefix):
+    for prefix in job.outputs:
+        check_free(ShardPaths.of(prefix), overwrite=overwrite)
+    for prefix in (job.corpus, *job.outputs):
         if not overwrite and has_journal(prefix):
             raise FormatError(
                 f"{ShardPaths.of(prefix).journal}: left by a run that was interrupted, or is at work still; pass"
