@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,12 +12,13 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.merge import refuse_other_splits
 from megatron_sft_idx.preprocess.corpus import build_corpus, corpus_report
+from megatron_sft_idx.preprocess.distributed import preprocess_on_ray
 from megatron_sft_idx.preprocess.encoding import EncodingOptions, RowEncoder
 from megatron_sft_idx.preprocess.outputs import output_prefixes
 from megatron_sft_idx.preprocess.pack import PackOptions, pack_report, pack_shard
 from megatron_sft_idx.preprocess.resume import resume
 from megatron_sft_idx.preprocess.start import Job, begin, has_journal
-from megatron_sft_idx.preprocess.summary import Summary
+from megatron_sft_idx.preprocess.summary import Summary, timed
 from megatron_sft_idx.preprocess.workers import available_cpus
 from megatron_sft_idx.shard import Shard, remove_shard
 
@@ -73,12 +72,14 @@ def preprocess(options: PreprocessOptions, log: Callable[[str], None] = lambda l
         SFTIndexError: an input, a row, an option, or something in the way at the prefix.
         OSError: the disk says no.
     """
-    outputs = output_prefixes(options.prefix, options.output_shards)
     if options.output_shards > 1:
         refuse_other_splits(options.prefix, options.output_shards)
+    if options.engine == "ray":
+        return preprocess_on_ray(options, log)
+    outputs = output_prefixes(options.prefix, options.output_shards)
     seconds: dict[str, float] = {}
     where = corpus_prefix(options.prefix)
-    with _timed(seconds, "preparing"):
+    with timed(seconds, "preparing"):
         files = expand_inputs(options.inputs)
         _require_not_output(files, [*outputs, where])
         encoder = RowEncoder(options.encoding)
@@ -90,7 +91,7 @@ def preprocess(options: PreprocessOptions, log: Callable[[str], None] = lambda l
             remove_shard(ShardPaths.of(where))
         report, packing = corpus_report(start.shards[0]), pack_report(start.shards)
         return Summary(options.prefix, options.packing.capacity, report, packing, seconds, found=True)
-    with _timed(seconds, "tokenising"):
+    with timed(seconds, "tokenising"):
         if start.run is not None:
             workers = available_cpus() if options.workers is None else options.workers
             report = build_corpus(
@@ -99,7 +100,7 @@ def preprocess(options: PreprocessOptions, log: Callable[[str], None] = lambda l
         else:
             assert start.corpus is not None
             report = corpus_report(start.corpus.header)
-    with _timed(seconds, "packing"):
+    with timed(seconds, "packing"):
         try:
             packing = pack_shard(
                 start.corpus or Shard(where),
@@ -125,10 +126,3 @@ def _require_not_output(files: Sequence[InputFile], prefixes: Sequence[str]) -> 
             raise FormatError(
                 f"{file.path}: is an input, and would be replaced by the output; choose another --output-prefix"
             )
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    begin = time.monotonic()
-    yield
-    seconds[stage] = time.monotonic() - begin
