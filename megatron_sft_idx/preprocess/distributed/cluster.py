@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -58,11 +60,12 @@ class Cluster:
         *,
         name_of: Callable[[tuple[Any, ...]], str],
         done: Callable[[Result], None] = lambda result: None,
-    ) -> Iterator[Result]:
+    ) -> Generator[Result, None, None]:
         """``task(*item)`` for every item, in order.
 
         Few tasks more than there are processors are handed out at a time, and few more results are held, which makes
-        the driver's memory independent of how many there are.
+        the driver's memory independent of how many there are. Closing it stops the tasks that are at work; it is to be
+        closed before the connection is.
 
         Args:
             task: a function of a module; may be called more than once for an item.
@@ -162,7 +165,8 @@ def ray_cluster(address: str | None, workers: int | None, log: Callable[[str], N
                 "--engine ray: this process is connected to a Ray cluster already; call ray.shutdown() first"
             )
         try:
-            ray.init(**options)
+            with _keeping_sigterm():
+                ray.init(**options)
         except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             where = "no local cluster could be started" if address is None else f"--ray-address {address}"
@@ -188,6 +192,19 @@ def _token() -> dict[str, str]:
             )
         _own_token.append(secrets.token_hex(32))
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _own_token[0], "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@contextmanager
+def _keeping_sigterm() -> Iterator[None]:
+    """Ray's own handler would end the process without a word."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

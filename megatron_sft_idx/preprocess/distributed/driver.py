@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -190,7 +191,7 @@ class _Run:
         result = _Tokenised()
         pieces = xxhash.xxh3_128()
         lines: Counter[int] = Counter()
-        cut: list[Stretch] = []
+        cut: deque[Stretch] = deque()
 
         def stretches() -> Iterator[tuple[Any, Stretch]]:
             for number, file in enumerate(files):
@@ -206,14 +207,15 @@ class _Run:
                 for part in parts:
                     progress.update(part.info.num_bytes, part.info.rows)
 
-            made = cluster.map_in_order(make_parts, stretches(), name_of=lambda item: _name_of(item[1]), done=done)
-            for index, parts in enumerate(made):
-                stretch = cut[index]
-                for part in parts:
-                    before = lines[stretch.number] if stretch.nbytes is not None else 0
-                    self._take(result, part, stretch.name, before)
-                    pieces.update("".join(part.info.pieces).encode())
-                    lines[stretch.number] += part.info.lines
+            tasks = cluster.map_in_order(make_parts, stretches(), name_of=lambda item: _name_of(item[1]), done=done)
+            with closing(tasks) as made:
+                for parts in made:
+                    stretch = cut.popleft()
+                    for part in parts:
+                        before = lines[stretch.number] if stretch.nbytes is not None else 0
+                        self._take(result, part, stretch.name, before)
+                        pieces.update("".join(part.info.pieces).encode())
+                        lines[stretch.number] += part.info.lines
         result.fingerprint = pieces.hexdigest()
         if not any(map(len, result.lengths)):
             report = result.report
