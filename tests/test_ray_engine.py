@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,35 @@ def test_a_run_goes_on_with_parts_that_are_there_and_never_mixes_two(nodes, case
     assert (refused.code, "exist already" in refused.err) == (1, True)
     assert run_on(nodes, prefix, *options, "--seed", 5, "--overwrite").code == 0
     assert files_of(prefix) != files_of(tmp_path / "local" / "x")
+
+
+@pytest.mark.slow
+def test_a_terminated_run_keeps_its_parts_and_is_gone_on_with(nodes, case, tmp_path):
+    chats = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
+    rows = write_rows(tmp_path / "rows.jsonl", chats * 60)
+    there = tmp_path / "ray" / "x"
+    arguments = ["preprocess", "--input", rows, "--tokenizer-model", TOKENIZER, "--seq-length", 1024, "--output-prefix",
+                 there, "--engine", "ray", "--ray-address", nodes.address]  # fmt: skip
+    script = "import sys; from megatron_sft_idx.preprocess import source; source.PIECE_NBYTES = 20_000\n"
+    script += "from megatron_sft_idx.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        while process.poll() is None and not list(tmp_path.glob("ray/x.parts/*.part")):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert (process.returncode, "pass --resume" in said, "Traceback" in said) == (143, True, False), said
+    source.PIECE_NBYTES, before = 20_000, source.PIECE_NBYTES
+    try:
+        resumed = run_on(nodes, there, "--input", rows, "--resume")
+        assert (resumed.code, "parts were there already" in resumed.err) == (0, True), resumed
+        assert preprocess(tmp_path / "local" / "x", "--input", rows).code == 0
+    finally:
+        source.PIECE_NBYTES = before
+    assert files_of(there) == files_of(tmp_path / "local" / "x")
 
 
 @pytest.mark.slow

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
-from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.chat.inputs.files import expand_inputs
+from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.merge import refuse_other_splits
 from megatron_sft_idx.preprocess.corpus import build_corpus, corpus_report
-from megatron_sft_idx.preprocess.distributed import preprocess_on_ray
+from megatron_sft_idx.preprocess.distributed import RunFolder, preprocess_on_ray
 from megatron_sft_idx.preprocess.encoding import EncodingOptions, RowEncoder
 from megatron_sft_idx.preprocess.outputs import output_prefixes
 from megatron_sft_idx.preprocess.pack import PackOptions, pack_report, pack_shard
 from megatron_sft_idx.preprocess.resume import resume
-from megatron_sft_idx.preprocess.start import Job, begin, has_journal
+from megatron_sft_idx.preprocess.start import Job, begin, has_journal, require_not_output
 from megatron_sft_idx.preprocess.summary import Summary, timed
 from megatron_sft_idx.preprocess.workers import available_cpus
 from megatron_sft_idx.shard import Shard, remove_shard
@@ -76,12 +75,14 @@ def preprocess(options: PreprocessOptions, log: Callable[[str], None] = lambda l
         refuse_other_splits(options.prefix, options.output_shards)
     if options.engine == "ray":
         return preprocess_on_ray(options, log)
+    if (parts := RunFolder.of(options.prefix)).exists:
+        log(f"{parts.path}: parts of an interrupted run of --engine ray, which are of no use to this one; remove them")
     outputs = output_prefixes(options.prefix, options.output_shards)
     seconds: dict[str, float] = {}
     where = corpus_prefix(options.prefix)
     with timed(seconds, "preparing"):
         files = expand_inputs(options.inputs)
-        _require_not_output(files, [*outputs, where])
+        require_not_output(files, [*outputs, where])
         encoder = RowEncoder(options.encoding)
         job = Job(files, encoder, options.packing, options.prefix, outputs, where, options.log_interval, log)
         start = resume(job) if options.resume else begin(job, overwrite=options.overwrite)
@@ -117,12 +118,3 @@ def preprocess(options: PreprocessOptions, log: Callable[[str], None] = lambda l
     if not options.keep_corpus:
         remove_shard(ShardPaths.of(where))
     return Summary(options.prefix, options.packing.capacity, report, packing, seconds)
-
-
-def _require_not_output(files: Sequence[InputFile], prefixes: Sequence[str]) -> None:
-    outputs = [os.path.realpath(path) for prefix in prefixes for path in ShardPaths.of(prefix).all]
-    for file in files:
-        if os.path.realpath(file.path) in outputs:
-            raise FormatError(
-                f"{file.path}: is an input, and would be replaced by the output; choose another --output-prefix"
-            )

@@ -17,7 +17,7 @@ from megatron_sft_idx.preprocess.pack import PackOptions
 from megatron_sft_idx.preprocess.source import Source
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, remove_remains
 
-__all__ = ["Job", "Start", "begin", "begin_anew", "find_corpus", "has_journal"]
+__all__ = ["Job", "Start", "begin", "begin_anew", "find_corpus", "has_journal", "require_not_output"]
 
 
 class Job(NamedTuple):
@@ -120,3 +120,13 @@ def find_corpus(job: Job, *, overwrite: bool) -> Shard | None:
 def has_journal(prefix: str) -> bool:
     """Whether a build was interrupted here, or is at work."""
     return os.path.lexists(ShardPaths.of(prefix).journal)
+
+
+def require_not_output(files: Sequence[InputFile], prefixes: Sequence[str]) -> None:
+    """FormatError where a file of the input is one of a shard at these prefixes."""
+    outputs = {os.path.realpath(path) for prefix in prefixes for path in ShardPaths.of(prefix).all}
+    for file in files:
+        if os.path.realpath(file.path) in outputs:
+            raise FormatError(
+                f"{file.path}: is an input, and would be replaced by the output; choose another --output-prefix"
+            )

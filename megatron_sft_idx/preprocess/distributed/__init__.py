@@ -13,5 +13,6 @@ shards appear whole or not at all, and say what they were made from.
 """
 
 from megatron_sft_idx.preprocess.distributed.driver import preprocess_on_ray
+from megatron_sft_idx.preprocess.distributed.state import RunFolder
 
-__all__ = ["preprocess_on_ray"]
+__all__ = ["RunFolder", "preprocess_on_ray"]

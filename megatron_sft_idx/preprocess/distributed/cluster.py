@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from megatron_sft_idx.errors import SFTIndexError
+from megatron_sft_idx.preprocess.workers import available_cpus
 
 __all__ = ["Cluster", "ray_cluster"]
 
@@ -155,7 +156,7 @@ def ray_cluster(address: str | None, workers: int | None, log: Callable[[str], N
             "include_dashboard": False,
             "object_store_memory": _OBJECT_STORE_NBYTES,
             "_node_ip_address": _LOOPBACK,
-            "num_cpus": workers,
+            "num_cpus": workers or available_cpus(),
         }
     with _environment({} if address is not None else _token()):
         # Ray reads the environment when it is imported.

@@ -32,11 +32,11 @@ from megatron_sft_idx.preprocess.distributed.tasks import (
     make_parts,
 )
 from megatron_sft_idx.preprocess.encoding import RowEncoder
-from megatron_sft_idx.preprocess.identity import shards_differences
+from megatron_sft_idx.preprocess.identity import option_differences, packing_differences, shards_differences
 from megatron_sft_idx.preprocess.outputs import Output, Packing, output_prefixes, plan_packs
 from megatron_sft_idx.preprocess.pack import pack_report
 from megatron_sft_idx.preprocess.progress import Progress
-from megatron_sft_idx.preprocess.start import has_journal
+from megatron_sft_idx.preprocess.start import has_journal, require_not_output
 from megatron_sft_idx.preprocess.summary import Summary, timed
 from megatron_sft_idx.shard import check_free, read_header, remove_shard
 
@@ -84,6 +84,7 @@ class _Run:
     def run(self) -> Summary:
         with timed(self.seconds, "preparing"):
             files = expand_inputs(self.options.inputs)
+            require_not_output(files, self.outputs)
             encoder = RowEncoder(self.options.encoding)
             cutting = Cutting.of(total_bytes(files), source.PIECE_NBYTES)
             if headers := self._found(files, encoder):
@@ -110,14 +111,10 @@ class _Run:
         """The headers of all output shards where a run is resumed that was done; nothing where work is left."""
         if not self.options.resume or any(ShardPaths.of(prefix).missing() for prefix in self.outputs):
             return []
+        if self.folder.exists:
+            return []  # which may have been to replace them
         headers = [read_header(prefix) for prefix in self.outputs]
-        if differs := shards_differences(headers, encoder, files, self.options.packing):
-            if self.folder.exists:
-                return []  # an interrupted run may be one that is to replace them
-            raise FormatError(
-                f"{self.outputs[0]}: a finished shard is here, made from something else: {'; '.join(differs)}; pass"
-                " --overwrite to replace it"
-            )
+        _require_same(self.outputs[0], shards_differences(headers, encoder, files, self.options.packing))
         return headers
 
     def _begin(self, files: Sequence[InputFile], encoder: RowEncoder, cutting: Cutting) -> bool:
@@ -125,9 +122,12 @@ class _Run:
         options = self.options
         if options.resume and self.folder.exists:
             replaces = self.folder.resume(files, encoder, cutting)
+            if not replaces:
+                self._require_same_outputs(encoder)
             self.log(f"resuming: parts at {self.folder.path} are used again where their input is the same")
             return replaces
         if options.resume:
+            self._require_same_outputs(encoder)
             self.log(f"{options.prefix}: nothing to resume, starting from the beginning")
         elif not options.overwrite and self.folder.exists:
             raise FormatError(
@@ -145,6 +145,14 @@ class _Run:
         self.folder.clear()
         self.folder.write(files, encoder, cutting, overwrite=options.overwrite)
         return options.overwrite
+
+    def _require_same_outputs(self, encoder: RowEncoder) -> None:
+        """Shards that are there may be of this run, as far as that is known before the input is read."""
+        for prefix in self.outputs:
+            if not ShardPaths.of(prefix).missing():
+                found = read_header(prefix).metadata
+                differs = packing_differences(found, self.options.packing) or option_differences(found, encoder)
+                _require_same(prefix, differs)
 
     def _make(
         self, cluster: Cluster, files: Sequence[InputFile], encoder: RowEncoder, cutting: Cutting, replaces: bool
@@ -257,6 +265,14 @@ class _Run:
                     done=lambda header: progress.update(header.num_sequences, header.num_sequences),
                 )
             )
+
+
+def _require_same(prefix: str, differs: Sequence[str]) -> None:
+    if differs:
+        raise FormatError(
+            f"{prefix}: a finished shard is here, made from something else: {'; '.join(differs)}; pass --overwrite to"
+            " replace it"
+        )
 
 
 def _name_of(stretch: Stretch) -> str:
