@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.preprocess.distributed.parts import Part, PartInfo, write_part
 from megatron_sft_idx.preprocess.distributed.reader import PartsReader
+from megatron_sft_idx.preprocess.distributed.state import RunFolder
+from megatron_sft_idx.preprocess.distributed.stretches import Cutting
 from megatron_sft_idx.preprocess.encoding import EncodedPiece
 from megatron_sft_idx.preprocess.overlong import Selection
 
@@ -49,6 +51,7 @@ def test_a_part_may_be_empty(tmp_path):
     assert (part.info.sequences, part.info.tokens, len(part.ids)) == (0, 0, 0)
 
 
+@settings(deadline=None)  # it waits for the disk
 @given(st.data())
 def test_damage_is_found(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("damage") / "p"
@@ -88,3 +91,22 @@ def test_a_plan_reads_from_all_parts_in_its_own_order(tmp_path):
         reader.read(Selection(np.array([3]), None, np.array([2])))
     with pytest.raises(FormatError, match="changed since its lengths were read"):
         PartsReader(paths, np.array([0, 2, 2, 4]), "float32").read(Selection(np.array([0]), None, np.array([2])))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b'{"version": 1}', b'{"version": 2, "inputs": []}', b"[" * 100_000, b"\xff"]
+)
+def test_a_run_that_is_not_ours_is_refused(tmp_path, content):
+    folder = RunFolder.of(str(tmp_path / "x"))
+    with folder.locked():
+        (tmp_path / "x.parts" / "run.json").write_bytes(content)
+        with pytest.raises(FormatError, match="not a run of this command"):
+            folder.resume([], None, Cutting(1, 1))
+
+
+def test_one_driver_a_folder(tmp_path):
+    folder = RunFolder.of(str(tmp_path / "x"))
+    with folder.locked(), pytest.raises(FormatError, match="another writer is at work"), folder.locked():
+        pass
+    with folder.locked():
+        pass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
@@ -15,6 +15,7 @@ from megatron_sft_idx.preprocess.distributed.stretches import Cutting, cut_file,
 ROW = st.integers(0, 40).map(lambda count: b"x" * count)
 
 
+@settings(deadline=None)  # it waits for the disk
 @given(
     rows=st.lists(ROW, max_size=30),
     ending=st.sampled_from([b"", b"\n", b"\n\n"]),
