@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -10,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from chats import CHATS, ROOT, SUFFIXES, TOKENIZER, files_of, preprocess, remains, write_rows
 from interrupted_runs import some_rows
@@ -84,6 +87,30 @@ def test_overlong_sequences(nodes, case, tmp_path, overlong):
         assert "are longer than 128 tokens" in there.err
         return
     assert files_of(tmp_path / "ray" / "x") == files_of(tmp_path / "local" / "x")
+
+
+@pytest.mark.slow
+def test_files_of_every_kind(nodes, tmp_path):
+    """Those that cannot be cut by bytes are a task each, which makes several parts where they are large."""
+    chats = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
+    plain = [
+        {"messages": [{"role": turn["role"], "content": str(turn.get("content") or "-")} for turn in chat["messages"]]}
+        for chat in chats
+        if "messages" in chat
+    ]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.json").write_text(json.dumps(chats[:100]))
+    pq.write_table(pa.Table.from_pylist(plain), tmp_path / "in" / "b.parquet")
+    with gzip.open(tmp_path / "in" / "c.jsonl.gz", "wb") as file:
+        file.write(CHATS.read_bytes())
+    options = ("--input", tmp_path / "in" / "*", "--on-bad-row", "skip", "--summary", tmp_path / "s.json")
+    here, there = tmp_path / "local" / "x", tmp_path / "ray" / "x"
+    assert preprocess(here, *options).code == 0
+    wanted = counts(tmp_path / "s.json")
+    done = run_on(nodes, there, *options)
+    assert done.code == 0, done
+    assert files_of(there) == files_of(here)
+    assert counts(tmp_path / "s.json") == wanted
 
 
 @pytest.mark.slow
@@ -187,6 +214,8 @@ def test_what_it_starts_asks_for_a_token_and_ends_with_it(tmp_path):
 
 def test_what_cannot_be_is_refused_in_a_sentence(nodes, tmp_path):
     assert "there is no corpus" in run_on(nodes, tmp_path / "x", "--keep-corpus").err
+    bucket = run_on(nodes, tmp_path / "x", "--output-prefix", "s3://bucket/x")
+    assert (bucket.code, "a file system that all nodes share" in bucket.err) == (1, True), bucket
     assert preprocess(tmp_path / "x", "--ray-address", "auto").code == 2
     assert preprocess(tmp_path / "x", "--engine", "ray", "--workers", 0).code == 2
     many = run_on(nodes, tmp_path / "x", "--output-shards", 4000)

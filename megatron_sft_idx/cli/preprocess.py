@@ -236,7 +236,8 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         _show(preview(options))
         return
     summary = preprocess(options, log=lambda line: print(line, file=sys.stderr, flush=True))
-    print("\n".join([f"{'found' if summary.found else 'wrote'} {options.prefix}", *summary.lines()]))
+    shards = f"-*-of-{options.output_shards:05d}" if options.output_shards > 1 else ""
+    print("\n".join([f"{'found' if summary.found else 'wrote'} {options.prefix}{shards}", *summary.lines()]))
     if arguments.summary:
         summary.write(arguments.summary)
 

@@ -19,9 +19,9 @@ from megatron_sft_idx.preprocess.source import Source
 from megatron_sft_idx.preprocess.workers import map_in_order
 from megatron_sft_idx.shard import ShardWriter
 
-__all__ = ["CorpusReport", "CorpusRun", "build_corpus", "corpus_report", "note_bad_row"]
+__all__ = ["MAX_LISTED", "CorpusReport", "CorpusRun", "build_corpus", "corpus_report", "note_bad_row"]
 
-_MAX_LISTED = 10_000
+MAX_LISTED = 10_000
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ def note_bad_row(report: CorpusReport, error: SequenceError, on_bad_row: str, lo
     if on_bad_row == "error":
         raise SequenceError(error.source, error.position, f"{error.reason}; --on-bad-row skip goes on without it")
     report.skipped += 1
-    if len(report.bad_rows) < _MAX_LISTED:
+    if len(report.bad_rows) < MAX_LISTED:
         report.bad_rows.append(str(error))
     if report.skipped <= 20:
         log(f"skipped {error}")

@@ -75,6 +75,11 @@ class _Run:
                 f"{options.prefix}: --keep-corpus with --engine ray: there is no corpus, only parts in many files; use"
                 " --engine local, or --packing none to make an unpacked shard that pack takes"
             )
+        if "://" in options.prefix:
+            raise FormatError(
+                f"{options.prefix}: --engine ray writes to a file system that all nodes share; name a prefix there, and"
+                " copy the shards afterwards"
+            )
         self.options, self.log = options, log
         self.prefix = os.path.abspath(options.prefix)
         self.outputs = output_prefixes(self.prefix, options.output_shards)

@@ -112,9 +112,8 @@ def read_pieces(stretch: Stretch, cutting: Cutting) -> Iterator[Piece]:
             yield replace(piece, path=stretch.name)
         return
     first, consumed = 1, 0
-    for run in cut_lines(
-        _blocks(stretch), path=stretch.name, piece_nbytes=cutting.piece_nbytes, max_row_nbytes=MAX_ROW_NBYTES
-    ):
+    path = f"{stretch.name} (rows counted from byte {stretch.offset} on)" if stretch.part else stretch.name
+    for run in cut_lines(_blocks(stretch), path=path, piece_nbytes=cutting.piece_nbytes, max_row_nbytes=MAX_ROW_NBYTES):
         yield JsonPiece(stretch.name, first, run.position - consumed, run.payload, run.ends, False)
         first, consumed = first + len(run.ends), run.position
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.inputs.pieces import JsonPiece, Piece
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.preprocess.corpus import MAX_LISTED
 from megatron_sft_idx.preprocess.distributed.parts import Part, PartInfo, write_part
 from megatron_sft_idx.preprocess.distributed.reader import PartsReader
 from megatron_sft_idx.preprocess.distributed.stretches import Cutting, Stretch, read_pieces
@@ -35,7 +36,6 @@ from megatron_sft_idx.shard.lock import lock_journal
 
 __all__ = ["MadePart", "PartsTable", "TokenisingJob", "count_trained", "digest_of", "gather_shard", "make_parts"]
 
-_MAX_LISTED = 10_000
 _LOCK_SECONDS = 60.0
 
 Arguments = ParamSpec("Arguments")
@@ -170,7 +170,7 @@ def _count(info: PartInfo, notes: Counter[str], piece: Piece, done: EncodedPiece
     info.lines += len(piece.ends) if isinstance(piece, JsonPiece) else done.rows
     info.rows += done.rows
     info.skipped += len(done.bad_rows)
-    listed = done.bad_rows[: _MAX_LISTED - len(info.bad_rows)]
+    listed = done.bad_rows[: MAX_LISTED - len(info.bad_rows)]
     info.bad_rows += [(error.position or 0, error.reason) for error in listed]
     notes.update(done.notes)
     if done.loss_mask.dtype == np.float32:
