@@ -44,11 +44,11 @@ class Cluster:
 
     Args:
         ray: the module.
-        cpus: tasks that run at once.
+        most: tasks that are handed out at a time.
     """
 
-    def __init__(self, ray: Any, cpus: int) -> None:
-        self._ray, self.cpus = ray, cpus
+    def __init__(self, ray: Any, most: int) -> None:
+        self._ray, self._most = ray, most
 
     def share(self, value: Any) -> Any:
         """Put something where every task finds it; pass what is returned in its place."""
@@ -79,8 +79,10 @@ class Cluster:
             OSError: of a task, after retries.
         """
         remote = self._ray.remote(num_cpus=1, max_retries=_MAX_RETRIES, retry_exceptions=[OSError])(task)
-        most = max(_TASKS_A_CPU * self.cpus, 2)
-        waiting: deque[tuple[tuple[Any, ...], Any]] = deque()
+        most = self._most
+        # By the order of the items; of these themselves only the names are kept, for they may be large.
+        waiting: deque[Any] = deque()
+        names: dict[Any, str] = {}
         running: set[Any] = set()
         finished: dict[Any, Any] = {}
         left = iter(items)
@@ -88,13 +90,14 @@ class Cluster:
             while True:
                 while len(running) < most and len(waiting) < 4 * most and (item := next(left, None)) is not None:
                     reference = remote.remote(*item)
-                    waiting.append((item, reference))
+                    waiting.append(reference)
+                    names[reference] = name_of(item)
                     running.add(reference)
                 if not waiting:
                     return
-                item, reference = waiting[0]
-                if reference in finished:
+                if (reference := waiting[0]) in finished:
                     waiting.popleft()
+                    del names[reference]
                     result = finished.pop(reference)
                     if isinstance(result, Exception):
                         raise result
@@ -103,19 +106,14 @@ class Cluster:
                 ready, _ = self._ray.wait(list(running), num_returns=1)
                 for one in ready:
                     running.remove(one)
-                    finished[one] = self._result(one, waiting, name_of)
+                    finished[one] = self._result(one, names[one])
                     if not isinstance(finished[one], Exception):
                         done(finished[one])
         finally:
             for reference in running:
                 self._ray.cancel(reference, force=True)
 
-    def _result(
-        self,
-        reference: Any,
-        waiting: Iterable[tuple[tuple[Any, ...], Any]],
-        name_of: Callable[[tuple[Any, ...]], str],
-    ) -> Any:
+    def _result(self, reference: Any, name: str) -> Any:
         """What a task returned, or the error to raise in its turn."""
         exceptions = self._ray.exceptions
         try:
@@ -124,7 +122,6 @@ class Cluster:
             cause = error.cause
             return cause if isinstance(cause, OSError) else RuntimeError(f"in a task:\n{error}")
         except exceptions.RayError as error:
-            name = next(name_of(item) for item, other in waiting if other == reference)
             reason = str(error).strip().splitlines()[0]
             return SFTIndexError(
                 f"{name}: its task died {_MAX_RETRIES + 1} times, with its process or node ({reason}); out of memory?"
@@ -175,7 +172,7 @@ def ray_cluster(address: str | None, workers: int | None, log: Callable[[str], N
         try:
             cpus = int(ray.cluster_resources().get("CPU", 1))
             log(f"Ray: {len(ray.nodes())} nodes, {cpus} processors")
-            yield Cluster(ray, min(cpus, workers or cpus))
+            yield Cluster(ray, workers if workers and address is not None else max(_TASKS_A_CPU * cpus, 2))
         finally:
             # Stops what init started, by its process ids, and nothing else.
             ray.shutdown()
