@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from chats import preprocess
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,3 +112,10 @@ def test_one_driver_a_folder(tmp_path):
         pass
     with folder.locked():
         pass
+
+
+def test_without_ray_the_error_names_what_brings_it_and_nothing_is_left(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    refused = preprocess(tmp_path / "x", "--engine", "ray", "--workers", 1)
+    assert (refused.code, "pip install 'megatron-sft-idx[ray]'" in refused.err) == (1, True)
+    assert not list(tmp_path.iterdir())

@@ -227,6 +227,7 @@ def run_rows(folder: Path, rounds: int) -> Iterator[list[object]]:
 
 
 def lines(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
+    load = os.getloadavg()[0]
     chats = make_chats(arguments.chats, seed=1)
     with open(folder / "chats.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
@@ -240,7 +241,7 @@ def lines(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
     yield "# Preprocessing: what each stage costs, and two processors against one"
     yield ""
     size = os.path.getsize(folder / "chats.jsonl") / 1e6
-    yield f"`python tools/bench/scaling.py` on {machine()}, load {os.getloadavg()[0]:.1f} when it began:"
+    yield f"`python tools/bench/scaling.py` on {machine()}, load {load:.1f} when it began:"
     counts = f"{millions:,.1f} million tokens, {len(paths)} parts, {SHARDS} shards"
     yield f"{sequences:,} generated chats, {size:,.0f} MB, {counts}."
     yield ""
@@ -266,6 +267,10 @@ def lines(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
     )
     yield f"## Whole runs, medians of {arguments.rounds}"
     yield ""
+    if load > 1:
+        yield "Other work had the processors too, so wall times and speed-ups are not to be taken at their word; user"
+        yield "seconds are: what two workers spend beyond one is what sharing the work out costs."
+        yield ""
     yield "User seconds are of the whole run with all its processes; Ray's are not children of the command."
     yield ""
     header = ["engine", "workers", "tokenising s", "speed-up", "whole run s", "speed-up", "user CPU s"]

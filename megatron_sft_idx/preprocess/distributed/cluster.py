@@ -183,7 +183,7 @@ def _token() -> dict[str, str]:
     if os.environ.get("RAY_AUTH_MODE") == "token":
         return {}
     if not _own_token:
-        if "ray" in sys.modules:
+        if sys.modules.get("ray") is not None:
             raise SFTIndexError(
                 "--engine ray: Ray was imported before it could be told to ask for a token; set RAY_AUTH_MODE=token in"
                 " the environment before that, or pass the address of a running cluster"

@@ -101,9 +101,12 @@ class _Run:
                 with ray_cluster(self.options.ray_address, self.options.workers, self.log) as cluster:
                     report, headers = self._make(cluster, files, encoder, cutting, replaces)
             except (SFTIndexError, OSError, KeyboardInterrupt, SystemExit):
-                self.log(f"tokenised parts are kept at {self.folder.path}; pass --resume to go on with them")
+                if self.folder.has_parts():
+                    self.log(f"tokenised parts are kept at {self.folder.path}; pass --resume to go on with them")
+                else:
+                    self.folder.clear()
                 raise
-            self.folder.remove()
+            self.folder.clear()
         return self._summary(report, headers)
 
     def _summary(self, report: CorpusReport, headers: Sequence[Header], *, found: bool = False) -> Summary:

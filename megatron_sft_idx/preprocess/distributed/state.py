@@ -57,7 +57,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other drivers out; the folder is made where it is missing.
+        """Keep other drivers out; the folder is made where it is missing, and goes where nothing is left to resume.
 
         Raises:
             FormatError: another driver is at work.
@@ -66,7 +66,11 @@ class RunFolder:
         fd = os.open(os.path.join(self.path, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             lock_file(fd, ShardPaths(self.path))
-            yield
+            try:
+                yield
+            finally:
+                if not self.exists:
+                    shutil.rmtree(self.path, ignore_errors=True)
         finally:
             os.close(fd)
 
@@ -129,11 +133,13 @@ class RunFolder:
         )
 
     def clear(self) -> None:
-        """Remove the parts; the lock, which is held, stays."""
+        """Remove the parts, and what says what they are of; the lock, which is held, stays."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._state)  # first: a kill on the way leaves nothing that seems worth resuming
         for entry in os.scandir(self.path):
             if entry.name != "lock":
                 os.unlink(entry.path)
 
-    def remove(self) -> None:
-        """Remove the folder."""
-        shutil.rmtree(self.path, ignore_errors=True)
+    def has_parts(self) -> bool:
+        """Whether any work is done that can be gone on with."""
+        return any(entry.name.endswith(".part") for entry in os.scandir(self.path))
