@@ -11,7 +11,7 @@ SANITIZED := build/sanitize/lib
 
 .DEFAULT_GOAL := help
 FUZZ_SECONDS ?= 600
-.PHONY: help venv build lint format test test-slow sanitize fuzz bench demo clean
+.PHONY: help venv build lint format test test-slow test-ray sanitize fuzz bench demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ test: $(VENV)/built  ## the test suite; what it skips it names at the end
 test-slow: $(VENV)/built  ## the longer checks that test leaves out
 	@$(BIN)/python -m pytest -m slow
 
+test-ray: $(VENV)/built  ## preprocess --engine ray on clusters of several nodes on this machine, killed and not; installs Ray
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test,ray]'
+	@$(BIN)/python -m pytest -m 'slow or not slow' tests/test_ray_stretches.py tests/test_ray_parts.py tests/test_ray_engine.py tests/slow/test_ray_scale.py
+
 # pytest is called as a script, not as a module, so that the working folder with its plain build of the
 # extension stays off sys.path; tests/native then checks that what it imported is the sanitized one.
 # Capturing Python's output only lets the sanitizer's report reach the terminal. Leaks are not looked for: the interpreter keeps memory until it ends. libstdc++ is loaded up front because
@@ -55,7 +59,7 @@ fuzz: $(VENV)/built  ## every parser against mutated input, FUZZ_SECONDS (600) a
 
 bench: $(VENV)/built  ## packing, tokenising, writing, merging, reading, batches, verifying beside other packages: tools/bench/results
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[bench]'
-	@for bench in packing tokenising shard merge batches index_only verify formats conversion; do $(BIN)/python tools/bench/$$bench.py || exit 1; done
+	@for bench in packing tokenising shard merge batches index_only verify formats conversion scaling; do $(BIN)/python tools/bench/$$bench.py || exit 1; done
 
 # megatron-core warns four times that it falls back to its own code, which is what the demo wants.
 demo: $(VENV)/built  ## bundled chats become a packed shard in demo-out, are read back and shown

@@ -196,7 +196,7 @@ def test_a_finished_run_is_found(case, prefix):
 
 def test_a_run_killed_while_packing_is_packed_anew_by_the_same_options(case, prefix):
     def dies():
-        pack._gather = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        pack.write_packs = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         case.run(prefix)
 
     assert end_of_fork(dies) == signal.SIGKILL
@@ -208,7 +208,7 @@ def test_a_run_killed_while_packing_is_packed_anew_by_the_same_options(case, pre
 
 def test_a_run_killed_while_packing_may_be_packed_otherwise_from_the_same_corpus(case, prefix):
     def dies():
-        pack._gather = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        pack.write_packs = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         case.run(prefix)
 
     assert end_of_fork(dies) == signal.SIGKILL

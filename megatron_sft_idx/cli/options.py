@@ -128,6 +128,14 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         metavar="PREFIX",
         help="path that the five files share; --data-path takes it",
     )
+    group.add_argument(
+        "--output-shards",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="cut the packs into N shards, PREFIX-00000-of-0000N and so on; a glob or the folder names them all"
+        " (default: one shard, at PREFIX)",
+    )
     group.add_argument("--overwrite", action="store_true", help="replace what is at the prefix")
     group.add_argument("--summary", type=_writable, metavar="FILE", help="write counts and seconds as JSON")
     add_log_interval(group, "rows")

@@ -43,11 +43,13 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
         Shard(arguments.source),
         arguments.output_prefix,
         options,
+        shards=arguments.output_shards,
         overwrite=arguments.overwrite,
         log_interval=arguments.log_interval,
     )
     seconds = {"packing": time.monotonic() - begin}
     summary = Summary(arguments.output_prefix, options.capacity, None, report, seconds)
-    print("\n".join([f"wrote {arguments.output_prefix}", *summary.lines()]))
+    shards = f"-*-of-{arguments.output_shards:05d}" if arguments.output_shards > 1 else ""
+    print("\n".join([f"wrote {arguments.output_prefix}{shards}", *summary.lines()]))
     if arguments.summary:
         summary.write(arguments.summary)

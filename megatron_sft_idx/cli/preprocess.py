@@ -37,6 +37,9 @@ examples:
   go on after a kill, a power failure or Ctrl-C, from the last complete piece:
     megatron-sft-idx preprocess ... --resume
 
+  on a Ray cluster, from one of its nodes, to eight shards:
+    megatron-sft-idx preprocess ... --engine ray --ray-address auto --output-shards 8
+
   look before you leap:
     megatron-sft-idx preprocess ... --dry-run
 
@@ -62,9 +65,21 @@ def add_parser(verbs: Verbs) -> None:
     group.add_argument(
         "--workers",
         type=natural,
-        default=available_cpus(),
         metavar="N",
-        help="tokenising processes, 0 for none but this one; changes no byte of the output (default: %(default)s)",
+        help="tokenising processes, 0 for none but this one; with --engine ray, tasks at once; changes no byte of the"
+        f" output (default: all processors, {available_cpus()} here, or those of the cluster)",
+    )
+    group.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="this machine, or a Ray cluster, whose nodes see input, tokenizer and output at the same paths;"
+        " changes no byte of the output (default: %(default)s)",
+    )
+    group.add_argument(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="of a running cluster, HOST:PORT or auto (default: start one on this machine, and stop it at the end)",
     )
     group.add_argument(
         "--keep-corpus",
@@ -199,12 +214,19 @@ def _encoding_options(arguments: argparse.Namespace, parser: argparse.ArgumentPa
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if arguments.resume and arguments.overwrite:
         parser.error("--resume goes on with what is there, --overwrite starts anew: choose one")
+    if arguments.engine == "local" and arguments.ray_address is not None:
+        parser.error("--ray-address goes with --engine ray")
+    if arguments.engine == "ray" and arguments.workers == 0:
+        parser.error("--engine ray needs at least one task at once: --workers 1")
     options = PreprocessOptions(
         inputs=arguments.input,
         prefix=arguments.output_prefix,
         encoding=_encoding_options(arguments, parser),
         packing=packing_options(arguments),
+        engine=arguments.engine,
+        ray_address=arguments.ray_address,
         workers=arguments.workers,
+        output_shards=arguments.output_shards,
         overwrite=arguments.overwrite,
         resume=arguments.resume,
         keep_corpus=arguments.keep_corpus,
@@ -214,7 +236,8 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         _show(preview(options))
         return
     summary = preprocess(options, log=lambda line: print(line, file=sys.stderr, flush=True))
-    print("\n".join([f"{'found' if summary.found else 'wrote'} {options.prefix}", *summary.lines()]))
+    shards = f"-*-of-{options.output_shards:05d}" if options.output_shards > 1 else ""
+    print("\n".join([f"{'found' if summary.found else 'wrote'} {options.prefix}{shards}", *summary.lines()]))
     if arguments.summary:
         summary.write(arguments.summary)
 

@@ -24,7 +24,7 @@ from megatron_sft_idx.merge.target import CopyWriter
 from megatron_sft_idx.merge.trained import TrainedCount
 from megatron_sft_idx.shard import Shard, check_free, read_header, remove_shard
 
-__all__ = ["Parts", "SplitReport", "part_prefix", "split"]
+__all__ = ["Parts", "SplitReport", "part_prefix", "refuse_other_splits", "split"]
 
 # Their names have five digits, and each is five files.
 _MAX_PARTS = 99_999
@@ -109,7 +109,7 @@ def split(
     shard = SourceShard(source, header.shard_id, tick)
     planned = list(_plan(shard, prefix, parts))
     refuse_shared(ShardPaths.of(source), (part.paths for part in planned))
-    _refuse_other_splits(prefix, len(planned))
+    refuse_other_splits(prefix, len(planned))
     kept = {part for part in planned if resume and part.is_there()}
     for part in planned:
         unfinished = resume and (part in kept or os.path.exists(part.paths.journal))
@@ -242,7 +242,7 @@ def _bounds_by_nbytes(shard: SourceShard, nbytes: int) -> Iterator[int]:
         yield 0
 
 
-def _refuse_other_splits(prefix: str, count: int) -> None:
+def refuse_other_splits(prefix: str, count: int) -> None:
     """FormatError where parts of a split into another number of parts are: a glob would read both."""
     for path in glob.iglob(f"{glob.escape(prefix)}-*-of-*.seq.idx"):
         name = re.fullmatch(r"-\d{5}-of-(\d{5})", path[len(prefix) : -len(".seq.idx")])

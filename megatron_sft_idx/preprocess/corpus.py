@@ -19,9 +19,9 @@ from megatron_sft_idx.preprocess.source import Source
 from megatron_sft_idx.preprocess.workers import map_in_order
 from megatron_sft_idx.shard import ShardWriter
 
-__all__ = ["CorpusReport", "CorpusRun", "build_corpus", "corpus_report"]
+__all__ = ["MAX_LISTED", "CorpusReport", "CorpusRun", "build_corpus", "corpus_report", "note_bad_row"]
 
-_MAX_LISTED = 10_000
+MAX_LISTED = 10_000
 
 
 @dataclass(slots=True)
@@ -154,15 +154,20 @@ def build_corpus(
 def _note(report: CorpusReport, piece: EncodedPiece, on_bad_row: str, log: Callable[[str], None]) -> None:
     report.rows += piece.rows
     for error in piece.bad_rows:
-        if on_bad_row == "error":
-            raise SequenceError(error.source, error.position, f"{error.reason}; --on-bad-row skip goes on without it")
-        report.skipped += 1
-        if len(report.bad_rows) < _MAX_LISTED:
-            report.bad_rows.append(str(error))
-        if report.skipped <= 20:
-            log(f"skipped {error}")
-        elif report.skipped == 21:
-            log("skipped more rows; the summary file lists them")
+        note_bad_row(report, error, on_bad_row, log)
+
+
+def note_bad_row(report: CorpusReport, error: SequenceError, on_bad_row: str, log: Callable[[str], None]) -> None:
+    """Count and list a row that cannot be used. SequenceError unless bad rows are skipped."""
+    if on_bad_row == "error":
+        raise SequenceError(error.source, error.position, f"{error.reason}; --on-bad-row skip goes on without it")
+    report.skipped += 1
+    if len(report.bad_rows) < MAX_LISTED:
+        report.bad_rows.append(str(error))
+    if report.skipped <= 20:
+        log(f"skipped {error}")
+    elif report.skipped == 21:
+        log("skipped more rows; the summary file lists them")
 
 
 def corpus_report(header: Header) -> CorpusReport:

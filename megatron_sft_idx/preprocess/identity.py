@@ -9,10 +9,10 @@ from typing import Any
 from megatron_sft_idx.chat.inputs.files import InputFile
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.preprocess.encoding import RowEncoder
-from megatron_sft_idx.preprocess.pack import PackOptions
+from megatron_sft_idx.preprocess.outputs import PackOptions
 from megatron_sft_idx.preprocess.source import source_fingerprint
 
-__all__ = ["corpus_differences", "option_differences", "packing_differences", "shard_differences"]
+__all__ = ["corpus_differences", "option_differences", "packing_differences", "shards_differences"]
 
 
 def option_differences(found: Mapping[str, Any], encoder: RowEncoder) -> list[str]:
@@ -36,11 +36,18 @@ def corpus_differences(header: Header, encoder: RowEncoder, files: Sequence[Inpu
     return [] if found == wanted else [f"the content of the input was {found}, is {wanted}"]
 
 
-def shard_differences(
-    header: Header, encoder: RowEncoder, files: Sequence[InputFile], packing: PackOptions
+def shards_differences(
+    headers: Sequence[Header], encoder: RowEncoder, files: Sequence[InputFile], packing: PackOptions
 ) -> list[str]:
-    """As ``corpus_differences``, and how it was packed."""
-    return packing_differences(header.metadata, packing) or corpus_differences(header, encoder, files)
+    """As ``corpus_differences``, and how they were packed, of the shards of one run; the input is read once."""
+    for header in headers:
+        if differs := packing_differences(header.metadata, packing):
+            return differs
+    for header in headers[1:]:
+        found, wanted = (each.metadata.get("sources") for each in (header, headers[0]))
+        if differs := option_differences(header.metadata, encoder) or list(_differences(found, wanted, "sources")):
+            return differs
+    return corpus_differences(headers[0], encoder, files) if headers else []
 
 
 def _differences(found: Any, wanted: Any, name: str = "") -> Iterator[str]:

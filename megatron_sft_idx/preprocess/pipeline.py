@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
-from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.chat.inputs.files import expand_inputs
+from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.merge import refuse_other_splits
 from megatron_sft_idx.preprocess.corpus import build_corpus, corpus_report
+from megatron_sft_idx.preprocess.distributed import RunFolder, preprocess_on_ray
 from megatron_sft_idx.preprocess.encoding import EncodingOptions, RowEncoder
+from megatron_sft_idx.preprocess.outputs import output_prefixes
 from megatron_sft_idx.preprocess.pack import PackOptions, pack_report, pack_shard
 from megatron_sft_idx.preprocess.resume import resume
-from megatron_sft_idx.preprocess.start import Job, begin, has_journal
-from megatron_sft_idx.preprocess.summary import Summary
+from megatron_sft_idx.preprocess.start import Job, begin, has_journal, require_not_output
+from megatron_sft_idx.preprocess.summary import Summary, timed
+from megatron_sft_idx.preprocess.workers import available_cpus
 from megatron_sft_idx.shard import Shard, remove_shard
 
 __all__ = ["PreprocessOptions", "corpus_prefix", "preprocess"]
@@ -28,10 +30,13 @@ class PreprocessOptions:
 
     Attributes:
         inputs: files, globs and ``save_to_disk`` folders.
-        prefix: where the packed shard goes.
+        prefix: where the packed shard goes, or what the prefixes of several begin with.
         encoding: rows to sequences.
         packing: sequences to packs.
-        workers: tokenising processes; 0 tokenises in this one. Changes no byte of the output.
+        engine: ``local`` runs on this machine, ``ray`` on a Ray cluster. Changes no byte of the output.
+        ray_address: of the cluster; None starts one on this machine, and stops it.
+        workers: tokenising processes; 0 tokenises in this one, None takes all processors. Changes no byte.
+        output_shards: how many shards the packs are cut into.
         overwrite: replace what is at the prefix.
         resume: go on with a run that was interrupted, if it was of the same input and options.
         keep_corpus: leave the tokenised corpus beside the packed shard, at ``PREFIX.unpacked``.
@@ -42,7 +47,10 @@ class PreprocessOptions:
     prefix: str
     encoding: EncodingOptions
     packing: PackOptions
-    workers: int = 0
+    engine: Literal["local", "ray"] = "local"
+    ray_address: str | None = None
+    workers: int | None = 0
+    output_shards: int = 1
     overwrite: bool = False
     resume: bool = False
     keep_corpus: bool = False
@@ -63,35 +71,45 @@ def preprocess(options: PreprocessOptions, log: Callable[[str], None] = lambda l
         SFTIndexError: an input, a row, an option, or something in the way at the prefix.
         OSError: the disk says no.
     """
+    if options.output_shards > 1:
+        refuse_other_splits(options.prefix, options.output_shards)
+    if options.engine == "ray":
+        return preprocess_on_ray(options, log)
+    if (parts := RunFolder.of(options.prefix)).exists:
+        log(f"{parts.path}: parts of an interrupted run of --engine ray, which are of no use to this one; remove them")
+    outputs = output_prefixes(options.prefix, options.output_shards)
     seconds: dict[str, float] = {}
     where = corpus_prefix(options.prefix)
-    with _timed(seconds, "preparing"):
+    with timed(seconds, "preparing"):
         files = expand_inputs(options.inputs)
-        _require_not_output(files, [options.prefix, where])
+        require_not_output(files, [*outputs, where])
         encoder = RowEncoder(options.encoding)
-        job = Job(files, encoder, options.packing, options.prefix, where, options.log_interval, log)
+        job = Job(files, encoder, options.packing, options.prefix, outputs, where, options.log_interval, log)
         start = resume(job) if options.resume else begin(job, overwrite=options.overwrite)
-    if start.shard is not None:
+    if start.shards:
         log(f"{options.prefix}: done already, with the same input and options")
         if not options.keep_corpus and not has_journal(where):
             remove_shard(ShardPaths.of(where))
-        report, packing = corpus_report(start.shard), pack_report(start.shard)
+        report, packing = corpus_report(start.shards[0]), pack_report(start.shards)
         return Summary(options.prefix, options.packing.capacity, report, packing, seconds, found=True)
-    with _timed(seconds, "tokenising"):
+    with timed(seconds, "tokenising"):
         if start.run is not None:
+            workers = available_cpus() if options.workers is None else options.workers
             report = build_corpus(
-                start.run, files, encoder, workers=options.workers, log_interval=options.log_interval, log=log
+                start.run, files, encoder, workers=workers, log_interval=options.log_interval, log=log
             )
         else:
             assert start.corpus is not None
             report = corpus_report(start.corpus.header)
-    with _timed(seconds, "packing"):
+    with timed(seconds, "packing"):
         try:
             packing = pack_shard(
                 start.corpus or Shard(where),
                 options.prefix,
                 options.packing,
+                shards=options.output_shards,
                 overwrite=start.overwrite,
+                keep=options.resume,
                 log_interval=options.log_interval,
             )
         except (SFTIndexError, OSError, KeyboardInterrupt, SystemExit):
@@ -100,19 +118,3 @@ def preprocess(options: PreprocessOptions, log: Callable[[str], None] = lambda l
     if not options.keep_corpus:
         remove_shard(ShardPaths.of(where))
     return Summary(options.prefix, options.packing.capacity, report, packing, seconds)
-
-
-def _require_not_output(files: Sequence[InputFile], prefixes: Sequence[str]) -> None:
-    outputs = [os.path.realpath(path) for prefix in prefixes for path in ShardPaths.of(prefix).all]
-    for file in files:
-        if os.path.realpath(file.path) in outputs:
-            raise FormatError(
-                f"{file.path}: is an input, and would be replaced by the output; choose another --output-prefix"
-            )
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
-    begin = time.monotonic()
-    yield
-    seconds[stage] = time.monotonic() - begin

@@ -15,6 +15,7 @@ from megatron_sft_idx.chat.inputs.pieces import iter_pieces
 from megatron_sft_idx.errors import SequenceError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.preprocess.encoding import RowEncoder
+from megatron_sft_idx.preprocess.outputs import output_prefixes
 from megatron_sft_idx.preprocess.pipeline import PreprocessOptions
 from megatron_sft_idx.shard import check_free
 
@@ -58,7 +59,8 @@ def preview(options: PreprocessOptions) -> Preview:
     """
     files = expand_inputs(options.inputs)
     encoder = RowEncoder(options.encoding)
-    check_free(ShardPaths.of(options.prefix), overwrite=options.overwrite)
+    for prefix in output_prefixes(options.prefix, options.output_shards):
+        check_free(ShardPaths.of(prefix), overwrite=options.overwrite)
     pieces = [encoder.encode(piece) for piece in islice(iter_pieces(files, piece_nbytes=_SAMPLE_NBYTES), 1)]
     lengths = np.concatenate([np.empty(0, np.int64), *(piece.lengths for piece in pieces)])
     first = int(lengths[0]) if len(lengths) else 0

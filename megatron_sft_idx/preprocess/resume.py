@@ -13,7 +13,7 @@ from typing import Any
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.preprocess.corpus import CorpusRun
-from megatron_sft_idx.preprocess.identity import option_differences, packing_differences, shard_differences
+from megatron_sft_idx.preprocess.identity import option_differences, packing_differences, shards_differences
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.preprocess.source import Source
 from megatron_sft_idx.preprocess.start import Job, Start, begin_anew, find_corpus, has_journal
@@ -31,44 +31,46 @@ def resume(job: Job) -> Start:
     Raises:
         FormatError: it was of another input or other options, and says which; or a living run is at work.
     """
-    paths = ShardPaths.of(job.prefix)
-    _finish_forward(job, job.prefix)
-    _finish_forward(job, job.corpus)
-    differs: list[str] = []
-    if not paths.missing():
-        header = read_header(job.prefix)
-        if not (differs := shard_differences(header, job.encoder, job.files, job.packing)):
-            return Start(shard=header)
+    for prefix in (*job.outputs, job.corpus):
+        _finish_forward(job, prefix)
+    done = [prefix for prefix in job.outputs if not ShardPaths.of(prefix).missing()]
+    headers = [read_header(prefix) for prefix in done]
+    differs = shards_differences(headers, job.encoder, job.files, job.packing)
+    if len(done) == len(job.outputs) and not differs:
+        return Start(shards=headers)
     start = None
     if _remains(job.corpus) is not None:
         with InterruptedBuild(job.corpus, overwrite=True) as interrupted:
             # A run that was told to overwrite may go on to; it is the journal that knows.
             replaces = bool(next(interrupted.states(), {}).get("overwrite"))
-            if replaces or not paths.present():
+            if replaces or not any(ShardPaths.of(prefix).present() for prefix in job.outputs):
                 start = _go_on(job, interrupted, replaces=replaces)
     if start is not None:
         return start
     if differs:
         raise FormatError(
-            f"{job.prefix}: a finished shard is here, made from something else: {'; '.join(differs)}; pass --overwrite"
+            f"{done[0]}: a finished shard is here, made from something else: {'; '.join(differs)}; pass --overwrite"
             " to replace it (a tokenised corpus of the same input beside it is used again)"
         )
-    check_free(paths, overwrite=False)
+    for prefix in job.outputs:
+        # Those that are done are these very ones, and are kept.
+        check_free(ShardPaths.of(prefix), overwrite=prefix in done)
     return _after_tokenising(job)
 
 
 def _after_tokenising(job: Job) -> Start:
     """The corpus is finished, or there is nothing of it."""
-    overwrite = has_journal(job.prefix)
+    half_made = [prefix for prefix in job.outputs if has_journal(prefix)]
     if (corpus := find_corpus(job, overwrite=False)) is not None:
-        if (packed := _remains(job.prefix)) is not None:
-            differs = packing_differences(packed.build_options.metadata, job.packing)
-            _require_same_options(ShardPaths.of(job.prefix).journal, differs)
+        for prefix in half_made:
+            if (packed := _remains(prefix)) is not None:
+                differs = packing_differences(packed.build_options.metadata, job.packing)
+                _require_same_options(ShardPaths.of(prefix).journal, differs)
         job.log(f"resuming: the tokenised corpus at {job.corpus} is complete")
-        return Start(corpus=corpus, overwrite=overwrite)
-    if overwrite:
+        return Start(corpus=corpus, overwrite=bool(half_made))
+    if half_made:
         raise FormatError(
-            f"{ShardPaths.of(job.prefix).journal}: left by an interrupted build that is not of this command: there is"
+            f"{ShardPaths.of(half_made[0]).journal}: left by an interrupted build that is not of this command: there is"
             f" no corpus at {job.corpus}; recover it, or pass --overwrite to start anew"
         )
     job.log(f"{job.prefix}: nothing to resume, starting from the beginning")
@@ -115,7 +117,7 @@ def _go_on(job: Job, interrupted: InterruptedBuild, *, replaces: bool) -> Start 
     run.notes = Counter(last["notes"])
     run.num_bytes, run.num_pieces, run.fingerprint = last["num_bytes"], last["pieces"], source.fingerprint
     job.log(f"resuming after {run.report.rows:,} rows")
-    return Start(run=run, overwrite=replaces or has_journal(job.prefix))
+    return Start(run=run, overwrite=replaces or any(map(has_journal, job.outputs)))
 
 
 def _require_same_options(journal: str, differs: list[str]) -> None:

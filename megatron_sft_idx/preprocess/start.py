@@ -17,7 +17,7 @@ from megatron_sft_idx.preprocess.pack import PackOptions
 from megatron_sft_idx.preprocess.source import Source
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, remove_remains
 
-__all__ = ["Job", "Start", "begin", "begin_anew", "find_corpus", "has_journal"]
+__all__ = ["Job", "Start", "begin", "begin_anew", "find_corpus", "has_journal", "require_not_output"]
 
 
 class Job(NamedTuple):
@@ -27,7 +27,8 @@ class Job(NamedTuple):
         files: the input.
         encoder: rows to sequences.
         packing: sequences to packs.
-        prefix: of the packed shard.
+        prefix: of the packed shard, or what the prefixes of several begin with.
+        outputs: prefixes of the packed shards.
         corpus: prefix of the tokenised corpus.
         log_interval: see ``PreprocessOptions``.
         log: takes lines for people.
@@ -37,6 +38,7 @@ class Job(NamedTuple):
     encoder: RowEncoder
     packing: PackOptions
     prefix: str
+    outputs: Sequence[str]
     corpus: str
     log_interval: int
     log: Callable[[str], None]
@@ -48,13 +50,13 @@ class Start(NamedTuple):
     Attributes:
         run: a corpus in the making, empty or half made.
         corpus: the finished corpus.
-        shard: the header of the packed shard: nothing is left to do.
-        overwrite: whether the packed shard may replace what is at its prefix.
+        shards: the headers of all packed shards: nothing is left to do.
+        overwrite: whether the packed shards may replace what is at their prefixes.
     """
 
     run: CorpusRun | None = None
     corpus: Shard | None = None
-    shard: Header | None = None
+    shards: Sequence[Header] = ()
     overwrite: bool = False
 
 
@@ -64,8 +66,9 @@ def begin(job: Job, *, overwrite: bool) -> Start:
     Raises:
         FormatError: something is in the way and may not be replaced.
     """
-    check_free(ShardPaths.of(job.prefix), overwrite=overwrite)
-    for prefix in (job.corpus, job.prefix):
+    for prefix in job.outputs:
+        check_free(ShardPaths.of(prefix), overwrite=overwrite)
+    for prefix in (job.corpus, *job.outputs):
         if not overwrite and has_journal(prefix):
             raise FormatError(
                 f"{ShardPaths.of(prefix).journal}: left by a run that was interrupted, or is at work still; pass"
@@ -117,3 +120,13 @@ def find_corpus(job: Job, *, overwrite: bool) -> Shard | None:
 def has_journal(prefix: str) -> bool:
     """Whether a build was interrupted here, or is at work."""
     return os.path.lexists(ShardPaths.of(prefix).journal)
+
+
+def require_not_output(files: Sequence[InputFile], prefixes: Sequence[str]) -> None:
+    """FormatError where a file of the input is one of a shard at these prefixes."""
+    outputs = {os.path.realpath(path) for prefix in prefixes for path in ShardPaths.of(prefix).all}
+    for file in files:
+        if os.path.realpath(file.path) in outputs:
+            raise FormatError(
+                f"{file.path}: is an input, and would be replaced by the output; choose another --output-prefix"
+            )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 from megatron_sft_idx.preprocess.corpus import CorpusReport
 from megatron_sft_idx.preprocess.pack import PackReport
 
-__all__ = ["Summary"]
+__all__ = ["Summary", "timed"]
 
 _NOTES = {
     "control_tokens_read_by_template": "control tokens in the data that the chat template itself reads, left to it",
@@ -79,6 +82,14 @@ class Summary:
             lines.append(f"note            {count:,} {_NOTES.get(name, name.replace('_', ' '))}")
         lines.append("seconds         " + ", ".join(f"{stage} {taken:.1f}" for stage, taken in self.seconds.items()))
         return lines
+
+
+@contextmanager
+def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    """Note how long a stage took."""
+    begin = time.monotonic()
+    yield
+    seconds[stage] = time.monotonic() - begin
 
 
 def _percent(part: int, whole: int) -> str:

@@ -9,14 +9,14 @@ from typing import BinaryIO, Literal
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 
-__all__ = ["Compression", "compression_of", "read_blocks"]
+__all__ = ["UTF8_BOM", "Compression", "compression_of", "read_blocks"]
 
 Compression = Literal["", "gzip", "zstd"]
 
 _BLOCK_NBYTES = 1 << 20
 # Compressed bytes fed at once; what one feed expands to is held in memory, so it is kept small.
 _ZSTD_FEED_NBYTES = 1 << 15
-_UTF8_BOM = b"\xef\xbb\xbf"
+UTF8_BOM = b"\xef\xbb\xbf"
 
 
 def compression_of(head: bytes) -> Compression:
@@ -43,9 +43,9 @@ def read_blocks(path: str, compression: Compression) -> Iterator[tuple[bytes, in
     for block, at in blocks:
         position = at
         head += block
-        if len(head) >= len(_UTF8_BOM):
+        if len(head) >= len(UTF8_BOM):
             break
-    if head := head.removeprefix(_UTF8_BOM):
+    if head := head.removeprefix(UTF8_BOM):
         yield head, position
     yield from blocks
 

@@ -1,0 +1,102 @@
+"""``--output-shards``: one plan cut into shards, by ``preprocess`` and by ``pack``, whatever interrupts it."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from chats import CHATS, SUFFIXES, command, files_of, preprocess, remains
+from interrupted_runs import be_quick
+from kills import killed_at
+
+from megatron_sft_idx import open_dataset
+from megatron_sft_idx.preprocess import pack
+from megatron_sft_idx.shard import Shard
+
+PARTS = [f"x-0000{number}-of-00003" for number in range(3)]
+THREE = ("--output-shards", 3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with pytest.MonkeyPatch.context() as patch:
+        be_quick(patch)
+        yield
+
+
+def test_shards_hold_the_packs_of_one_in_their_order(tmp_path):
+    assert preprocess(tmp_path / "one" / "x").code == 0
+    done = preprocess(tmp_path / "three" / "x", *THREE, "--keep-corpus")
+    assert done.code == 0, done
+    assert "packs           42 " in done.out
+    whole, cut = Shard(tmp_path / "one" / "x"), open_dataset(str(tmp_path / "three" / "x-*"))
+    assert len(cut) == len(whole) == 42
+    for number in range(42):
+        for key, value in whole[number].items():
+            assert np.array_equal(cut[number][key], value)
+    packing = [Shard(tmp_path / "three" / name).header.metadata["packing"] for name in PARTS]
+    assert [one.pop("part")["first_pack"] for one in packing] == [0, 14, 28]
+    assert packing == [whole.header.metadata["packing"]] * 3
+    packed = command(
+        "pack",
+        tmp_path / "three" / "x.unpacked",
+        "--seq-length",
+        1024,
+        "--output-prefix",
+        tmp_path / "pack" / "x",
+        *THREE,
+    )
+    assert packed.code == 0, packed
+    for name in PARTS:
+        assert files_of(tmp_path / "pack" / name) == files_of(tmp_path / "three" / name)
+
+
+def test_more_shards_than_packs_are_refused(tmp_path):
+    refused = preprocess(tmp_path / "x", "--output-shards", 43)
+    assert (refused.code, "42 packs cannot fill --output-shards 43" in refused.err) == (1, True)
+
+
+def test_another_number_of_shards_beside_them_is_refused(tmp_path):
+    assert preprocess(tmp_path / "x", *THREE).code == 0
+    refused = preprocess(tmp_path / "x", "--output-shards", 2)
+    assert (refused.code, "-of-00003.seq.idx" in refused.err) == (1, True)
+    again = preprocess(tmp_path / "x", *THREE)
+    assert (again.code, "exist already" in again.err) == (1, True)
+
+
+def test_shards_that_are_done_are_kept_and_the_others_made(tmp_path, monkeypatch):
+    assert preprocess(tmp_path / "calm" / "x", *THREE).code == 0
+    prefix = tmp_path / "shot" / "x"
+    write_packs, written = pack.write_packs, []
+
+    def dies_over_the_second(*arguments):
+        written.append(arguments)
+        if len(written) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_packs(*arguments)
+
+    monkeypatch.setattr(pack, "write_packs", dies_over_the_second)
+    assert killed_at(10**9, lambda: preprocess(prefix, *THREE))
+    monkeypatch.setattr(pack, "write_packs", write_packs)
+    first = os.stat(prefix.parent / f"{PARTS[0]}.bin").st_ino
+    other = preprocess(prefix, *THREE, "--resume", "--seed", 3)
+    assert (other.code, "packing seed was 0, is 3" in other.err) == (1, True)
+    assert preprocess(prefix, *THREE, "--resume").code == 0
+    assert os.stat(prefix.parent / f"{PARTS[0]}.bin").st_ino == first
+    assert remains(prefix.parent) == sorted(f"{name}{suffix}" for name in PARTS for suffix in SUFFIXES)
+    for name in PARTS:
+        assert files_of(prefix.parent / name) == files_of(tmp_path / "calm" / name)
+    found = preprocess(prefix, *THREE, "--resume")
+    assert (found.code, found.out.startswith("found ")) == (0, True)
+
+
+def test_a_shard_that_was_lost_is_made_again(tmp_path):
+    prefix = tmp_path / "x"
+    assert preprocess(prefix, *THREE, "--input", CHATS).code == 0
+    before = {name: files_of(tmp_path / name) for name in PARTS}
+    for suffix in SUFFIXES:
+        (tmp_path / f"{PARTS[1]}{suffix}").unlink()
+    assert preprocess(prefix, *THREE, "--input", CHATS, "--resume").code == 0
+    assert {name: files_of(tmp_path / name) for name in PARTS} == before

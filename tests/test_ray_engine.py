@@ -1,0 +1,224 @@
+"""``preprocess --engine ray`` on a real cluster of three nodes, one of which is killed: the local engine's bytes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from chats import CHATS, ROOT, SUFFIXES, TOKENIZER, files_of, preprocess, remains, write_rows
+from interrupted_runs import some_rows
+from ray_clusters import cluster_of, killing, require_ray
+
+from megatron_sft_idx.preprocess import source
+
+require_ray()
+
+SHARDS = ("--output-shards", 3)
+NAMES = [f"x-0000{number}-of-00003" for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    with cluster_of(2) as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pieces():
+    before, source.PIECE_NBYTES = source.PIECE_NBYTES, 1500
+    yield
+    source.PIECE_NBYTES = before
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("case")
+    rows = write_rows(folder / "rows.jsonl", some_rows(300))
+    options = ("--input", rows, CHATS, "--on-bad-row", "skip", "--append-eod", "--sequence-multiple", 4)
+    return folder, options
+
+
+def run_on(nodes, prefix: Path, *options):
+    return preprocess(prefix, *options, "--engine", "ray", "--ray-address", nodes.address, "--workers", 2)
+
+
+def counts(path: Path) -> dict:
+    summary = json.loads(path.read_text())
+    return {name: summary[name] for name in ("corpus", "packing")}
+
+
+def test_same_bytes_and_counts_as_here_with_a_worker_and_a_node_killed(nodes, case, tmp_path):
+    _, options = case
+    assert preprocess(tmp_path / "local" / "x", *options, *SHARDS, "--summary", tmp_path / "l.json").code == 0
+    there = tmp_path / "ray" / "x"
+
+    def parts() -> int:
+        folder = Path(f"{there}.parts")
+        return len(list(folder.glob("*.part"))) if folder.exists() else 0
+
+    with killing(lambda: parts() > 3 and nodes.kill_worker(), nodes.kill_node) as killed:
+        done = run_on(nodes, there, *options, *SHARDS, "--summary", tmp_path / "r.json")
+    assert done.code == 0, done
+    nodes.mend()
+    assert len(killed) == 1
+    assert remains(there.parent) == sorted(f"{name}{suffix}" for name in NAMES for suffix in SUFFIXES)
+    for name in NAMES:
+        assert files_of(there.parent / name) == files_of(tmp_path / "local" / name)
+    assert counts(tmp_path / "r.json") == counts(tmp_path / "l.json")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlong", ["error", "drop", "truncate", "split"])
+def test_overlong_sequences(nodes, case, tmp_path, overlong):
+    _, options = case
+    options = (*options, "--overlong", overlong, "--seq-length", 128)
+    here, there = preprocess(tmp_path / "local" / "x", *options), run_on(nodes, tmp_path / "ray" / "x", *options)
+    assert (there.code, here.code) == ((1, 1) if overlong == "error" else (0, 0)), there
+    if overlong == "error":
+        assert "are longer than 128 tokens" in there.err
+        return
+    assert files_of(tmp_path / "ray" / "x") == files_of(tmp_path / "local" / "x")
+
+
+@pytest.mark.slow
+def test_files_of_every_kind(nodes, tmp_path):
+    """Those that cannot be cut by bytes are a task each, which makes several parts where they are large."""
+    chats = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
+    plain = [
+        {"messages": [{"role": turn["role"], "content": str(turn.get("content") or "-")} for turn in chat["messages"]]}
+        for chat in chats
+        if "messages" in chat
+    ]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.json").write_text(json.dumps(chats[:100]))
+    pq.write_table(pa.Table.from_pylist(plain), tmp_path / "in" / "b.parquet")
+    with gzip.open(tmp_path / "in" / "c.jsonl.gz", "wb") as file:
+        file.write(CHATS.read_bytes())
+    options = ("--input", tmp_path / "in" / "*", "--on-bad-row", "skip", "--summary", tmp_path / "s.json")
+    here, there = tmp_path / "local" / "x", tmp_path / "ray" / "x"
+    assert preprocess(here, *options).code == 0
+    wanted = counts(tmp_path / "s.json")
+    done = run_on(nodes, there, *options)
+    assert done.code == 0, done
+    assert files_of(there) == files_of(here)
+    assert counts(tmp_path / "s.json") == wanted
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_parts_that_are_there_and_never_mixes_two(nodes, case, tmp_path):
+    _, options = case
+    rows = write_rows(tmp_path / "rows.jsonl", some_rows(300))
+    options = ("--input", rows, *options[2:])
+    prefix = tmp_path / "ray" / "x"
+    # The first run ends before packing, and leaves its parts.
+    failed = run_on(nodes, prefix, *options, "--seq-length", 128)
+    assert (failed.code, "pass --resume" in failed.err) == (1, True), failed
+    plain = run_on(nodes, prefix, *options)
+    assert (plain.code, "pass --resume to go on with it, or --overwrite" in plain.err) == (1, True), plain
+    other = run_on(nodes, prefix, *options, "--train-on", "all", "--resume")
+    assert (other.code, "train on was 'assistant', is 'all'" in other.err) == (1, True), other
+    # Another content of the same size: parts of it are made anew, the others are used again.
+    text = rows.read_text()
+    rows.write_text(text[: len(text) // 2] + text[len(text) // 2 :].replace("e", "i", 1))
+    (tmp_path / "ray" / "x.parts" / "000000-000000.part").write_bytes(b"torn")
+    resumed = run_on(nodes, prefix, *options, "--resume")
+    assert resumed.code == 0, resumed
+    used, whole = (
+        int(word) for word in resumed.err.split("parts were there already")[0].rsplit("resuming: ", 1)[1].split(" of ")
+    )
+    assert used == whole - 2
+    assert preprocess(tmp_path / "local" / "x", *options).code == 0
+    assert files_of(prefix) == files_of(tmp_path / "local" / "x")
+    found = run_on(nodes, prefix, *options, "--resume")
+    assert found.out.startswith("found "), found
+    refused = run_on(nodes, prefix, *options)
+    assert (refused.code, "exist already" in refused.err) == (1, True)
+    assert run_on(nodes, prefix, *options, "--seed", 5, "--overwrite").code == 0
+    assert files_of(prefix) != files_of(tmp_path / "local" / "x")
+
+
+@pytest.mark.slow
+def test_a_terminated_run_keeps_its_parts_and_is_gone_on_with(nodes, case, tmp_path):
+    chats = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
+    rows = write_rows(tmp_path / "rows.jsonl", chats * 60)
+    there = tmp_path / "ray" / "x"
+    arguments = ["preprocess", "--input", rows, "--tokenizer-model", TOKENIZER, "--seq-length", 1024, "--output-prefix",
+                 there, "--engine", "ray", "--ray-address", nodes.address]  # fmt: skip
+    script = "import sys; from megatron_sft_idx.preprocess import source; source.PIECE_NBYTES = 20_000\n"
+    script += "from megatron_sft_idx.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    with subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        while process.poll() is None and not list(tmp_path.glob("ray/x.parts/*.part")):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert (process.returncode, "pass --resume" in said, "Traceback" in said) == (143, True, False), said
+    source.PIECE_NBYTES, before = 20_000, source.PIECE_NBYTES
+    try:
+        resumed = run_on(nodes, there, "--input", rows, "--resume")
+        assert (resumed.code, "parts were there already" in resumed.err) == (0, True), resumed
+        assert preprocess(tmp_path / "local" / "x", "--input", rows).code == 0
+    finally:
+        source.PIECE_NBYTES = before
+    assert files_of(there) == files_of(tmp_path / "local" / "x")
+
+
+@pytest.mark.slow
+def test_the_first_bad_row_of_the_input_is_the_error(nodes, case, tmp_path):
+    _, options = case
+    options = (*options[:2], *options[5:])
+    here, there = preprocess(tmp_path / "local" / "x", *options), run_on(nodes, tmp_path / "ray" / "x", *options)
+    assert (there.code, here.code) == (1, 1)
+    assert here.err.splitlines()[-1] == there.err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_what_it_starts_asks_for_a_token_and_ends_with_it(tmp_path):
+    """Without an address: a cluster of its own, on an address of this machine, refusing who has no token."""
+    code = (
+        "import subprocess, sys\n"
+        "from megatron_sft_idx.preprocess.distributed.cluster import ray_cluster\n"
+        "import psutil\n"
+        "with ray_cluster(None, 1, print):\n"
+        "    import ray\n"
+        "    address = ray.get_runtime_context().gcs_address\n"
+        "    children = psutil.Process().children(recursive=True)\n"
+        "    stranger = 'import ray; ray.init(address=%r)' % address\n"
+        "    asked = subprocess.run([sys.executable, '-c', stranger], env={'RAY_AUTH_MODE': 'token', 'RAY_AUTH_TOKEN':"
+        " 'x' * 64}, capture_output=True, text=True)\n"
+        "gone, alive = psutil.wait_procs(children, timeout=60)\n"
+        "print(address.split(':')[0], asked.returncode != 0, 'uthenticat' in asked.stderr, len(alive))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1] == "127.0.0.2 True True 0", done
+
+
+def test_what_cannot_be_is_refused_in_a_sentence(nodes, tmp_path):
+    assert "there is no corpus" in run_on(nodes, tmp_path / "x", "--keep-corpus").err
+    bucket = run_on(nodes, tmp_path / "x", "--output-prefix", "s3://bucket/x")
+    assert (bucket.code, "a file system that all nodes share" in bucket.err) == (1, True), bucket
+    assert preprocess(tmp_path / "x", "--ray-address", "auto").code == 2
+    assert preprocess(tmp_path / "x", "--engine", "ray", "--workers", 0).code == 2
+    many = run_on(nodes, tmp_path / "x", "--output-shards", 4000)
+    assert (many.code, "packs cannot fill --output-shards 4000" in many.err) == (1, True), many
+    missing = run_on(nodes, tmp_path / "x", "--input", tmp_path / "no.jsonl", "--tokenizer-model", TOKENIZER)
+    assert (missing.code, "no such file" in missing.err) == (1, True), missing
