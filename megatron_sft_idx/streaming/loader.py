@@ -191,6 +191,6 @@ class _InWorkers(IterableDataset[_Delivery]):
         return self._dataset.deliveries(self._dataset.waiter(self._stop))
 
 
-def _as_it_is(delivery: _Delivery) -> _Delivery:
+def _as_it_is(delivery: Any) -> Any:
     """The ``collate_fn``: batches come whole."""
     return delivery
