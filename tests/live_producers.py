@@ -26,7 +26,7 @@ class Producer:
     """Commands to the process; each returns when it is done."""
 
     def __init__(self, folder: Path, **limits: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(theirs, folder, limits), daemon=True)
         self.process.start()

@@ -235,7 +235,7 @@ def train(folder: Path, out: Path, rank: int, size: int, workers: int, die_after
 def test_a_consumer_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path, workers: int) -> None:
     import json  # noqa: PLC0415
 
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     counts = [8, 6, 7, 9, 5, 8]
 
     def run(rank: int, die_after: int | None) -> Any:
@@ -259,7 +259,7 @@ def test_a_consumer_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path, w
 
 
 def test_workers_end_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     with producing(tmp_path / "c") as producer:
         producer("publish", 2)
         reading, writing = context.Pipe(duplex=False)
