@@ -61,9 +61,7 @@ def static_batches(folder: Path) -> Iterator[Any]:
 
 
 def live(folder: Path, rank: int = 0, size: int = 1, **options: Any) -> LiveLoader:
-    return LiveLoader(
-        LiveDataset(folder, rank=rank, size=size, seq_length=CAPACITY, micro_batch_size=ROWS, **options)
-    )
+    return LiveLoader(LiveDataset(folder, rank=rank, size=size, seq_length=CAPACITY, micro_batch_size=ROWS, **options))
 
 
 def per_batch(batches: Iterable[Any]) -> float:
@@ -97,7 +95,12 @@ def beside(folder: Path, rounds: int) -> Iterator[str]:
     )
     yield ""
     rows = [
-        (name, f"{statistics.median(cell):.3f}", f"{min(cell):.3f} to {max(cell):.3f}", f"{statistics.median(cell) / base:.2f}")
+        (
+            name,
+            f"{statistics.median(cell):.3f}",
+            f"{min(cell):.3f} to {max(cell):.3f}",
+            f"{statistics.median(cell) / base:.2f}",
+        )
         for (name, _), cell in zip(ways, found, strict=True)
     ]
     yield from table(("way", "ms", "range", "static dataset = 1"), rows)
@@ -170,7 +173,12 @@ def four_ranks(folder: Path, rounds: int) -> Iterator[str]:
     )
     yield ""
     rows = [
-        (name, f"{statistics.median(cell):.2f}", f"{min(cell):.2f} to {max(cell):.2f}", f"{statistics.median(cell) / base:.1f}")
+        (
+            name,
+            f"{statistics.median(cell):.2f}",
+            f"{min(cell):.2f} to {max(cell):.2f}",
+            f"{statistics.median(cell) / base:.1f}",
+        )
         for name, cell in (("each rank reads its own shards", own), ("rank 0 reads all and scatters", scatter))
     ]
     yield from table(("way", "ms", "range", "own shards = 1"), rows)
