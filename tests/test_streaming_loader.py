@@ -284,7 +284,7 @@ def test_a_catalog_that_consumers_may_not_write_to(readable: Path, caplog: pytes
     def as_another() -> None:
         with (
             loader(readable / "limited") as batches,
-            pytest.raises(SFTIndexError, match="cannot be written.*--ack-dir"),
+            pytest.raises(SFTIndexError, match=r"cannot be written.*--ack-dir"),
         ):
             next(batches)
         with loader(readable / "limited", ack_dir=readable / "acks") as batches:
@@ -322,7 +322,7 @@ def test_limits_with_which_training_must_stop_are_refused_at_the_start(tmp_path:
             if fits:
                 next(batches)
             else:
-                with pytest.raises(FormatError, match="--max-ahead-shards [57] or more"):
+                with pytest.raises(FormatError, match=r"--max-ahead-shards [57] or more"):
                     next(batches)
 
 
@@ -331,7 +331,7 @@ def test_a_shard_that_breaks_the_promise_is_named(catalog: Path) -> None:
     write_samples(Catalog(catalog).shard_prefix(1), wide, capacity=CAPACITY, pad_id=0, overwrite=True)
     with (
         loader(catalog) as batches,
-        pytest.raises(FormatError, match="shard-000001: 5 sequences in a pack.*promised 3"),
+        pytest.raises(FormatError, match=r"shard-000001: 5 sequences in a pack.*promised 3"),
     ):
         copies(batches)
 
@@ -339,7 +339,7 @@ def test_a_shard_that_breaks_the_promise_is_named(catalog: Path) -> None:
 def test_a_finished_folder_without_a_producer_says_itself_what_it_holds(tmp_path: Path) -> None:
     for shard, packs in enumerate(COUNTS):
         publish(tmp_path, shard, packs)
-    with loader(tmp_path) as batches, pytest.raises(SFTIndexError, match="no _producer.json"):
+    with loader(tmp_path) as batches, pytest.raises(SFTIndexError, match=r"no _producer\.json"):
         next(batches)
     Catalog(tmp_path).write_end(len(COUNTS))
     assert names_of(loader(tmp_path, shuffle=False)) == all_names(COUNTS)

@@ -1,8 +1,8 @@
 """A finished catalog read as a stream, beside the same shards as a static dataset, and beside scattering from rank 0.
 
-    python tools/bench/streaming.py [--packs 8000] [--shards 20] [--rounds 5]
+    python tools/bench/live_catalog.py [--packs 8000] [--shards 20] [--rounds 5]
 
-Writes tools/bench/results/streaming.md.
+Writes tools/bench/results/live_catalog.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_sft_idx.training.order import EpochOrder
 from megatron_sft_idx.training.rows import PackedRows
 from megatron_sft_idx.training.sources import StoredPacks
 
-RESULTS = Path(__file__).parent / "results" / "streaming.md"
+RESULTS = Path(__file__).parent / "results" / "live_catalog.md"
 CAPACITY, TOKENS, SEQUENCES, ROWS, RANKS = 4096, 3900, 8, 8, 4
 
 
