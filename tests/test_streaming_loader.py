@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import tempfile
 import threading
 from collections import Counter
@@ -99,6 +100,10 @@ def test_shuffling_stays_inside_the_window(catalog: Path) -> None:
 # ---- workers ----
 
 
+MORE_THAN_CORES = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@MORE_THAN_CORES
 @pytest.mark.parametrize("workers", [1, 4])
 def test_workers_change_nothing(catalog: Path, workers: int) -> None:
     alone = copies(loader(catalog, 1, 2, micro_batch_size=2, window=2, epochs=2))
@@ -113,6 +118,13 @@ def test_workers_change_nothing(catalog: Path, workers: int) -> None:
     assert there == states
 
 
+def test_a_dataset_pickles_for_workers_that_are_spawned(catalog: Path) -> None:
+    made = dataset(catalog, micro_batch_size=2)
+    alone = copies(made)
+    assert same(copies(pickle.loads(pickle.dumps(made))), alone)
+
+
+@MORE_THAN_CORES
 def test_a_plain_dataloader_with_persistent_workers(catalog: Path) -> None:
     made: Any = DataLoader(
         dataset(catalog, micro_batch_size=2), batch_size=None, num_workers=4, persistent_workers=True

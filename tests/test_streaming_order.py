@@ -98,6 +98,15 @@ def test_every_pack_comes_once_an_epoch_and_ranks_take_equal_steps(
         assert all(len(b.shards) == rows for b in batches)
 
 
+@pytest.mark.parametrize("counts", [[4, 0], [0, 4], [0, 0], [3, 0, 2, 0, 0]])
+@pytest.mark.parametrize("window", [1, 2])
+def test_empty_shards_bring_nothing_and_hide_nothing(counts: list[int], window: int) -> None:
+    for catalog in (MemoryShards, LateEnd):
+        taken = list(walk(catalog(counts), start(1, 0, window=window, rows=3)))
+        assert Counter(pack for batch in taken for pack in packs_of(batch)) == all_packs(counts)
+        assert len(taken) == -(-sum(counts) // 3)
+
+
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(counts=COUNTS, size=SIZES, window=st.integers(1, 3), rows=st.integers(1, 3), steps=st.integers(1, 3))
 def test_dropping_ends_every_rank_with_the_last_step_that_all_can_take(
