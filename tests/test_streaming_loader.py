@@ -348,6 +348,14 @@ def test_a_shard_that_breaks_the_promise_is_named(catalog: Path) -> None:
         copies(batches)
 
 
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_shard_with_a_broken_index_is_named(catalog: Path, window: int) -> None:
+    starts = Path(Catalog(catalog).shard_prefix(1) + ".seq.bin")
+    starts.write_bytes(b"\x09" + starts.read_bytes()[1:])
+    with loader(catalog, window=window) as batches, pytest.raises(FormatError, match=r"shard-000001: .*verify says"):
+        copies(batches)
+
+
 def test_a_finished_folder_without_a_producer_says_itself_what_it_holds(tmp_path: Path) -> None:
     for shard, packs in enumerate(COUNTS):
         publish(tmp_path, shard, packs)

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -247,3 +248,9 @@ def test_a_state_of_another_catalog_is_refused(change: dict[str, Any]) -> None:
     state = RankState.from_json({**saved(steps=1)[0], "packs": 2000, **change})
     with pytest.raises(FormatError, match="memory: the state"):
         list(walk(MemoryShards([4, 4, 4, 4]), state))
+
+
+def test_a_damaged_state_is_not_followed_far() -> None:
+    first, second = (RankState.from_json(state) for state in saved())
+    with pytest.raises(FormatError, match="shards ahead of another"):
+        resume([replace(first, items=2**60), second], 3, 0, window=1, batch_rows=1, step_rows=1)

@@ -122,10 +122,11 @@ class Walk:
                 f"{self._shards.folder}: the state was inside shards {list(state.shards)}, which are not what rank"
                 f" {state.rank} of {state.size} comes to here; resume with the catalog and the state that go together"
             )
-        if state.offset >= len(self._rows[0]):
+        if not self._group.offset < state.offset < len(self._rows[0]):
             raise FormatError(
-                f"{self._shards.folder}: the state is {state.offset} packs into shards {list(state.shards)}, which hold"
-                f" {len(self._rows[0])}; another shard was published in place of one of them"
+                f"{self._shards.folder}: the state is {state.offset} packs into shards {list(state.shards)}, of which"
+                f" packs {self._group.offset} to {len(self._rows[0])} are this rank's; another shard was published in"
+                " place of one of them: resume with the catalog and the state that go together"
             )
         self._taken = state.offset
 
@@ -167,8 +168,10 @@ class Walk:
         """A pack for rows of padding: of the rank that is last to end, whose shards are the last to be freed."""
         state, have = self.state, self._counts.all()
         longest = list(items_of(state.base, state.size, int(np.argmax(have)), self._end or 0))
-        wanted = [shard for left in reversed(longest) for shard in reversed(left.shards)]
-        for shard in (*wanted, *reversed(self._shards.numbers())):
+        there = self._shards.numbers()
+        known = set(there)
+        wanted = [shard for left in reversed(longest) for shard in reversed(left.shards) if shard in known]
+        for shard in (*wanted, *reversed(there)):
             if self._shards.count(shard):
                 return shard, 0
         raise FormatError(
