@@ -1,0 +1,1 @@
+"""Training while the data is still being made."""
