@@ -160,7 +160,7 @@ def test_a_chunk_that_was_not_whole_after_all_is_an_error(tmp_path: Path) -> Non
 def test_pre_packed_lines_are_packs(tmp_path: Path) -> None:
     packs = demo_samples(6)
     chunk = ChunkFile(str(write_chunk(tmp_path / "chunk_00000.jsonl", [produced(pack) for pack in packs])))
-    rows = ChunkRows(PackedLines(), RowLimits(64, 1, 8), on_bad_row="error", pad_id=0)
+    rows = ChunkRows(PackedLines(), RowLimits(64, 1, 8))
     run = rows.packs(chunk, [4, 0])
     assert run.tokens.tolist() == [*packs[4].tokens, *packs[0].tokens]
     assert run.loss_mask.tolist() == [*packs[4].label_mask, *packs[0].label_mask]
@@ -174,7 +174,7 @@ def chat(number: int, answer: str = "yes") -> dict[str, object]:
 def test_raw_chats_are_tokenised_when_asked_for(tmp_path: Path) -> None:
     path = write_chunk(tmp_path / "chunk_00000.jsonl", [chat(i) for i in range(3)])
     chunk, kind = ChunkFile(str(path)), RawLines(EncodingOptions(str(TOKENIZER)))
-    rows = ChunkRows(kind, RowLimits(64, 1, 1), on_bad_row="error", pad_id=0)
+    rows = ChunkRows(kind, RowLimits(64, 1, 1))
     assert "encoder" not in vars(kind)
     tokenizer = RowEncoder(EncodingOptions(str(TOKENIZER))).tokenizer
     for index in (2, 0):
@@ -194,16 +194,16 @@ def test_bad_lines_are_errors_with_file_and_line(tmp_path: Path) -> None:
     chunk = ChunkFile(str(path))
     assert len(chunk) == 4
     kind, limits = RawLines(EncodingOptions(str(TOKENIZER))), RowLimits(64, 1, 1)
-    strict = ChunkRows(kind, limits, on_bad_row="error", pad_id=7)
+    strict = ChunkRows(kind, limits)
     with pytest.raises(SequenceError, match=r"chunk_00000.jsonl:3: messages is empty; --on-bad-row skip"):
         strict.packs(chunk, [0, 1])
     with pytest.raises(SequenceError, match=r"chunk_00000.jsonl:4: \d+ tokens, a pack holds 64; raise --seq-length"):
         strict.packs(chunk, [2])
-    lenient = ChunkRows(kind, limits, on_bad_row="skip", pad_id=7)
+    lenient = ChunkRows(kind, limits, on_bad_row="skip")
     run = lenient.packs(chunk, [0, 1, 2, 3])
     assert run.pack_lengths.tolist()[1:3] == [1, 1]
     first = int(run.pack_lengths[0])
-    assert run.tokens[first : first + 2].tolist() == [7, 7]
+    assert run.tokens[first : first + 2].tolist() == [kind.pad_id] * 2
     assert np.all(run.loss_mask[first : first + 2] == 0)
     assert lenient.skipped == 2
 
@@ -218,7 +218,7 @@ def test_packs_that_cannot_fit_are_refused(tmp_path: Path) -> None:
         (RowLimits(positions, 8, most - 1), "raise --max-sequences-per-pack"),
         (RowLimits(positions, 8, most, vocab_size=max(packs[3].tokens)), "raise --vocab-size"),
     ):
-        rows = ChunkRows(PackedLines(), limits, on_bad_row="error", pad_id=0)
+        rows = ChunkRows(PackedLines(), limits)
         if message is None:
             rows.packs(chunk, [3])
         else:

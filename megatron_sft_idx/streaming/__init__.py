@@ -1,1 +1,1 @@
-"""Training while the data is still being made."""
+"""Training while the data is still being made: shards are consumed as they are published."""

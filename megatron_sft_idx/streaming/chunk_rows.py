@@ -8,6 +8,7 @@ everything behind a bad line is the same on all ranks.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,11 +20,14 @@ from megatron_sft_idx.chat.inputs.pieces import JsonPiece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackRun
 from megatron_sft_idx.formats.checks import checked_run
+from megatron_sft_idx.formats.jsonl_chunks import recognise
 from megatron_sft_idx.formats.jsonl_chunks.chunk_file import ChunkFile
 from megatron_sft_idx.formats.jsonl_chunks.lines import parse, run_of
 from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder
 
-__all__ = ["ChunkRows", "LineKind", "PackedLines", "RawLines", "RowLimits"]
+__all__ = ["ChunkRows", "LineKind", "OnBadRow", "PackedLines", "RawLines", "RowLimits"]
+
+OnBadRow = Literal["error", "skip"]
 
 logger = logging.getLogger("megatron_sft_idx.streaming")
 
@@ -64,6 +68,20 @@ class RowLimits:
 class LineKind(Protocol):
     """One line to one pack. Pickles small: what is heavy is made where lines are read."""
 
+    @property
+    def pad_id(self) -> int | None:
+        """The tokenizer's padding id, None where unknown."""
+        ...
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Of the tokenizer, None where unknown."""
+        ...
+
+    def check(self, path: str) -> None:
+        """FormatError where a chunk's first line shows that it is of another kind."""
+        ...
+
     def pack(self, chunk: ChunkFile, index: int) -> PackRun:
         """The pack of one line; ValueError says what is wrong with it."""
         ...
@@ -71,6 +89,12 @@ class LineKind(Protocol):
 
 class PackedLines:
     """Lines that a packing producer wrote."""
+
+    pad_id: int | None = None
+    vocab_size: int | None = None
+
+    def check(self, path: str) -> None:
+        """Every line says by itself whether it is one."""
 
     def pack(self, chunk: ChunkFile, index: int) -> PackRun:
         """The pack of one line; ValueError says what is wrong with it."""
@@ -95,6 +119,21 @@ class RawLines:
         """Made by the process that tokenises."""
         return RowEncoder(self.options)
 
+    @property
+    def pad_id(self) -> int | None:
+        """The tokenizer's padding id, None where it names none."""
+        return self.encoder.tokenizer.pad_id
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Of the tokenizer."""
+        return self.encoder.tokenizer.vocab_size
+
+    def check(self, path: str) -> None:
+        """FormatError where a chunk is pre-packed: its packs would be read as single sequences."""
+        if (evidence := recognise(path)) is not None and os.path.getsize(path):
+            raise FormatError(f"{path}: {evidence}: it is packed already; leave --tokenizer-model out")
+
     def pack(self, chunk: ChunkFile, index: int) -> PackRun:
         """The pack of one line; ValueError says what is wrong with it."""
         raw = chunk.line(index)
@@ -112,15 +151,14 @@ class ChunkRows:
         kind: of the lines.
         limits: of the packs.
         on_bad_row: ``error`` stops at the first line that cannot be used or does not fit; ``skip`` serves a pack of
-            ``pad_id`` with its loss masked in place of each, and says so.
-        pad_id: a valid id.
+            one padding token with its loss masked in place of each, and says so.
 
     Attributes:
         skipped: lines that this process could not use.
     """
 
-    def __init__(self, kind: LineKind, limits: RowLimits, *, on_bad_row: Literal["error", "skip"], pad_id: int) -> None:
-        self.kind, self.limits, self.on_bad_row, self.pad_id = kind, limits, on_bad_row, pad_id
+    def __init__(self, kind: LineKind, limits: RowLimits, *, on_bad_row: OnBadRow = "error") -> None:
+        self.kind, self.limits, self.on_bad_row = kind, limits, on_bad_row
         self.skipped = 0
 
     def packs(self, chunk: ChunkFile, indices: Sequence[int]) -> PackRun:
@@ -147,7 +185,7 @@ class ChunkRows:
                 ) from None
             self.skipped += 1
             logger.warning("skipped %s; %d left out by this process", bad, self.skipped)
-            return _masked(self.pad_id)
+            return _masked(self.kind.pad_id or 0)
         return run
 
 
