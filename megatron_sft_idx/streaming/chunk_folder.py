@@ -48,7 +48,10 @@ class ChunkFolder:
 
     def newest(self) -> int | None:
         """Number of the newest chunk; None where there is none."""
-        return max(chunk_numbers(self.path), default=None)
+        try:
+            return max(chunk_numbers(self.path), default=None)
+        except FileNotFoundError:
+            return None  # its producer makes it
 
     def is_whole(self, number: int, end: int | None) -> bool:
         """Whether a chunk is there and its producer is done with it.
