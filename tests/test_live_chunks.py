@@ -119,9 +119,7 @@ def test_every_row_comes_once_while_the_producer_writes(tmp_path: Path, first: i
     assert chunks.name(first).endswith(f"(chunk_{first:05d}.jsonl)")
 
 
-def test_the_end_is_declared_where_the_producer_writes_none(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_end_is_declared_where_the_producer_writes_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "megatron_sft_idx")
     with producer(tmp_path, packed_rows(7), samples_per_chunk=3, seconds_per_line=0.02):
         folder = str(tmp_path / "chunks")

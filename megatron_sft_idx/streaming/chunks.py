@@ -43,8 +43,8 @@ class ChunkOptions:
         limits: of their packs.
         on_bad_row: what becomes of lines that cannot be used.
         samples_per_chunk: lines that every chunk but the last has; None for any number.
-        num_chunks: how many there will be, where that is known from elsewhere.
-        end_folders: where a document may say how many there are, as in a catalog.
+        num_chunks: how many there will be, where that is known beforehand.
+        end_folders: where a document may say, once the last one is whole, how many there are; as in a catalog.
         settle_seconds: the newest chunk is whole when it has not changed for so long.
         max_wait: most seconds to wait for a chunk.
     """
@@ -117,21 +117,23 @@ class LiveChunks:
         """How many chunks there are in all, once somebody has said so.
 
         Raises:
-            FormatError: there are more, or the documents disagree.
+            FormatError: there are more.
         """
-        ends = {folder: Catalog(folder).end() for folder in self.options.end_folders}
-        known = {where: end for where, end in [*ends.items(), ("--num-chunks", self.options.num_chunks)] if end is not None}
-        if not known:
-            return None
-        where, end = min(known.items(), key=lambda item: item[1])
-        newest = self._chunks.newest()
-        if newest is not None and newest >= end:
+        declared, promised = self._declared_end(), self.options.num_chunks
+        end = min((count for count in (declared, promised) if count is not None), default=None)
+        newest = None if end is None else self._chunks.newest()
+        if newest is not None and end is not None and newest >= end:
+            where = "--num-chunks" if end == promised else END
             raise FormatError(
-                f"{self._chunks.path_of(newest)}: it is there though the end was declared at {end} chunks ({where}): its"
-                " producer had not ended; resume with a longer --end-after, once the document that declares the end"
-                f" ({END}) is removed"
+                f"{self._chunks.path_of(newest)}: it is there though the end was declared at {end} chunks ({where}):"
+                f" its producer was not through; resume with a longer --end-after, once {END} is removed"
             )
         return end
+
+    def _declared_end(self) -> int | None:
+        """How many chunks there are, where that was written down when the last one was whole."""
+        ends = [Catalog(folder).end() for folder in self.options.end_folders]
+        return min((end for end in ends if end is not None), default=None)
 
     def numbers(self) -> list[int]:
         """Chunks that are there, in order, the one that is being written included."""
@@ -154,7 +156,7 @@ class LiveChunks:
             self._require_even()
             if end is not None and number >= end:
                 return False
-            if self._chunks.is_whole(number, end):
+            if self._chunks.is_whole(number, self._declared_end()):
                 return True
             waited = time.monotonic() - begin
             if waited >= self.options.max_wait:
@@ -175,8 +177,8 @@ class LiveChunks:
     def count(self, number: int) -> int | None:
         """Lines of a chunk; None where it is not there, whole."""
         if number not in self._counts:
-            end, path = self.end(), self._chunks.path_of(number)
-            if not os.path.exists(path) or not self._chunks.is_whole(number, end):
+            path = self._chunks.path_of(number)
+            if not os.path.exists(path) or not self._chunks.is_whole(number, self._declared_end()):
                 return None
             chunk = self._opened(number)
             self._counted, self._counts[number] = (number, chunk), len(chunk)
