@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,18 +17,23 @@ class Stopped(Exception):  # noqa: N818
     """A wait was given up because the consumer closes; nobody but the consumer's own thread sees it."""
 
 
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
 @dataclass(frozen=True)
 class Waiter:
     """Who waits.
 
     Attributes:
         who: such as ``rank 3``, for the log.
-        stopped: asked at least once a second during a wait; where it says True the wait raises ``Stopped``.
+        pause: sleeps so many seconds and returns False, or True as soon as the waiter is to stop; an event's ``wait``.
         speaks: False for those of several workers of one rank that leave the log to another.
     """
 
     who: str
-    stopped: Callable[[], bool] = lambda: False
+    pause: Callable[[float], bool] = _sleep
     speaks: bool = True
 
 
@@ -40,8 +46,8 @@ class LiveLimits:
         most_sequences: most sequences of a pack.
         sequence_multiple: each sequence rounded up to this still fits the capacity.
         pad_id: the tokenizer's, None where unknown.
-        max_ahead_shards: shards that the producer publishes beyond those that are complete; None where it never waits.
-        frees: whether it removes shards that are complete.
+        max_ahead_shards: most shards that are published and not complete; None where the producer never waits.
+        needs_acks: whether the producer waits for acknowledgements, or frees by them.
     """
 
     capacity: int
@@ -49,7 +55,7 @@ class LiveLimits:
     sequence_multiple: int = 1
     pad_id: int | None = None
     max_ahead_shards: int | None = None
-    frees: bool = False
+    needs_acks: bool = False
 
 
 class OpenPacks(Protocol):
@@ -96,13 +102,23 @@ class LiveShards(Protocol):
         """How many shards there are in all, once that is known."""
         ...
 
-    def wait(self, number: int, waiter: Waiter) -> bool:
+    def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
         """Wait until shard ``number`` is published: True; or until it is known that it never will be: False.
+
+        Args:
+            number: of the shard.
+            waiter: who waits.
+            uncommitted: asked where there is something to wait for: how many shards before this one the consumer has
+                not acknowledged, for which a producer may be waiting in its turn.
 
         Raises:
             SFTIndexError: it will not come, or not in time; the message says which and why.
-            Stopped: the waiter stopped.
+            Stopped: the waiter is to stop.
         """
+        ...
+
+    def numbers(self) -> list[int]:
+        """The shards that are there now, ascending."""
         ...
 
     def count(self, number: int) -> int | None:

@@ -12,8 +12,7 @@ timing, on worker processes, or on how much is published already.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -21,51 +20,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
+from megatron_sft_idx.catalog import Base, Leftover
 
-__all__ = ["AtEnd", "Base", "Group", "Item", "items_of", "next_group", "pack_order", "packs_of", "rows_of"]
+__all__ = ["AtEnd", "Group", "item", "items_of", "next_group", "num_items", "pack_order", "packs_in", "rows_of"]
 
 AtEnd = Literal["pad", "drop"]
-Count = Callable[[int], int]
-
-
-class Item(NamedTuple):
-    """What one rank reads without sharing.
-
-    Attributes:
-        shards: one untouched shard, or those of a group that was begun.
-        offset: packs of them that are done, counted in the group's order.
-    """
-
-    shards: tuple[int, ...]
-    offset: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """What an order is made of.
-
-    Attributes:
-        epoch: counted from 0.
-        seed: of every shuffle; None reads packs as they are stored.
-        window: untouched items that are shuffled together.
-        leftovers: items that were begun, or skipped over, before this base was made.
-        frontier: the first shard that comes after them; no shard from there on is touched.
-    """
-
-    epoch: int = 0
-    seed: int | None = None
-    window: int = 1
-    leftovers: tuple[Item, ...] = ()
-    frontier: int = 0
-
-    def item(self, number: int) -> Item:
-        """Item ``number``: there is one for every number from 0 on, though its shard may never come."""
-        behind = number - len(self.leftovers)
-        return self.leftovers[number] if behind < 0 else Item((self.frontier + behind,))
-
-    def num_items(self, end: int) -> int:
-        """Items of a catalog that ends with ``end`` shards."""
-        return len(self.leftovers) + max(0, end - self.frontier)
 
 
 class Group(NamedTuple):
@@ -82,9 +41,20 @@ class Group(NamedTuple):
     num_items: int
 
 
-def items_of(base: Base, size: int, rank: int, end: int, first: int = 0) -> Iterator[Item]:
+def item(base: Base, number: int) -> Leftover:
+    """Item ``number``; there is one for every number from 0 on, though its shard may never come."""
+    behind = number - len(base.leftovers)
+    return base.leftovers[number] if behind < 0 else Leftover((base.frontier + behind,))
+
+
+def num_items(base: Base, end: int) -> int:
+    """Items of a catalog that ends with ``end`` shards."""
+    return len(base.leftovers) + max(0, end - base.frontier)
+
+
+def items_of(base: Base, size: int, rank: int, end: int, first: int = 0) -> Iterator[Leftover]:
     """The items of a rank from its ``first`` on, in a catalog that ends with ``end`` shards."""
-    return map(base.item, range(rank + first * size, base.num_items(end), size))
+    return (item(base, number) for number in range(rank + first * size, num_items(base, end), size))
 
 
 def next_group(base: Base, size: int, rank: int, items: int, end: int | None) -> Group | None:
@@ -98,28 +68,28 @@ def next_group(base: Base, size: int, rank: int, items: int, end: int | None) ->
         end: shards of the catalog; None while more may come. Its groups are then whole: wait for their shards.
     """
     if end is None:
-        end = base.frontier + (items + base.window) * size
+        end = base.frontier + (items + base.window + 1) * size
     taken: list[int] = []
-    for item in items_of(base, size, rank, end, items):
-        if item.offset:
-            return Group(tuple(taken), 0, len(taken)) if taken else Group(item.shards, item.offset, 1)
-        taken += item.shards
+    for left in items_of(base, size, rank, end, items):
+        if left.offset:
+            return Group(tuple(taken), 0, len(taken)) if taken else Group(left.shards, left.offset, 1)
+        taken += left.shards
         if len(taken) == base.window:
             break
     return Group(tuple(taken), 0, len(taken)) if taken else None
 
 
-def pack_order(base: Base, shards: Sequence[int], packs: int) -> NDArray[np.int64]:
+def pack_order(base: Base, shards: Sequence[int], packs: int, shuffle: bool) -> NDArray[np.int64]:
     """The order of a group's packs, which are numbered through its shards one after the other: int64 [packs]."""
-    if base.seed is None:
+    if not shuffle:
         return np.arange(packs, dtype=np.int64)
     key = json.dumps([base.seed, base.epoch, *shards]).encode()
     return _native.packing_permutation(packs, xxhash.xxh3_64_intdigest(key))
 
 
-def packs_of(items: Iterator[Item], count: Count) -> int:
+def packs_in(items: Iterable[Leftover], count: Callable[[int], int]) -> int:
     """Packs that are left in items; ``count`` gives those of a shard."""
-    return sum(sum(map(count, item.shards)) - item.offset for item in items)
+    return sum(sum(map(count, left.shards)) - left.offset for left in items)
 
 
 def rows_of(packs: Sequence[int], step_rows: int, at_end: AtEnd) -> int:

@@ -1,0 +1,106 @@
+"""``LiveSource``: the shards that a rank has open, as a source of packs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.streaming.live import LiveLimits, LiveShards, OpenPacks, Waiter
+from megatron_sft_idx.training import Segments
+
+__all__ = ["LiveSource"]
+
+logger = logging.getLogger("megatron_sft_idx.streaming")
+_PACK_BITS = 40
+
+
+class LiveSource:
+    """A ``PackSource`` whose shards come and go.
+
+    An open shard has a slot, which is used again once it is closed; a pack is a slot and its number inside the shard.
+
+    Args:
+        shards: of the catalog.
+        limits: that they keep to.
+        waiter: for whom the log says what was opened.
+    """
+
+    def __init__(self, shards: LiveShards, limits: LiveLimits, waiter: Waiter) -> None:
+        self._shards, self._waiter = shards, waiter
+        self.num_packs = 0  # how many will come nobody knows
+        self.capacity = limits.capacity
+        self.sequence_multiple = limits.sequence_multiple
+        self.most_sequences = limits.most_sequences
+        self.pad_id = limits.pad_id
+        self.fingerprint = ""
+        self._slot_of: dict[int, int] = {}
+        self._slots: list[OpenPacks | None] = []
+
+    def open(self, shards: Iterable[int]) -> None:
+        """Open shards ahead of their packs, so that the kernel reads them in the background."""
+        for shard in shards:
+            self._slot(shard)
+
+    def close_all_but(self, shards: Sequence[int]) -> None:
+        """Close what is open beside these."""
+        for shard in set(self._slot_of).difference(shards):
+            self._slots[self._slot_of.pop(shard)] = None
+
+    def place(self, shards: NDArray[np.int64], packs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The packs of shards, as ``segments`` takes them; int64, one for each. Opens what is not open."""
+        here, which = np.unique(shards, return_inverse=True)
+        slots = np.array([self._slot(shard) for shard in here.tolist()], np.int64)
+        placed: NDArray[np.int64] = (slots[which] << _PACK_BITS) | packs
+        return placed
+
+    def segments(self, packs: NDArray[np.int64]) -> Segments:
+        """Where the sequences of packs lie that ``place`` gave; see ``PackSource``."""
+        slots, local = packs >> _PACK_BITS, packs & ((1 << _PACK_BITS) - 1)
+        used = np.unique(slots).tolist()
+        if len(used) == 1:
+            offsets, starts, lengths = self._open(used[0]).segments(local)
+            return Segments(offsets, np.full(len(starts), used[0], np.int32), starts, lengths)
+        # Each shard is asked once; then its sequences go to the rows that are its.
+        order = np.argsort(slots, kind="stable")
+        parts = [self._open(slot).segments(local[order[slots[order] == slot]]) for slot in used]
+        counts = np.empty(len(packs), np.int64)
+        counts[order] = _joined([np.diff(offsets) for offsets, _, _ in parts])
+        begins = np.empty(len(packs), np.int64)
+        begins[order] = _joined([np.zeros(1, np.int64), np.cumsum(counts[order])])[:-1]
+        offsets = _joined([np.zeros(1, np.int64), np.cumsum(counts)])
+        taken = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], counts)
+        starts, lengths = (_joined([part[column] for part in parts])[taken] for column in (1, 2))
+        return Segments(offsets, np.repeat(slots, counts).astype(np.int32), starts, lengths)
+
+    def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Tokens and label-aligned loss mask of a slot."""
+        return self._open(shard).arrays()
+
+    def _open(self, slot: int) -> OpenPacks:
+        opened = self._slots[slot]
+        assert opened is not None
+        return opened
+
+    def _slot(self, shard: int) -> int:
+        slot = self._slot_of.get(shard)
+        if slot is None:
+            opened = self._shards.open(shard)
+            self._say(shard, opened)
+            if None not in self._slots:
+                self._slots.append(None)
+            slot = self._slot_of[shard] = self._slots.index(None)
+            self._slots[slot] = opened
+        return slot
+
+    def _say(self, shard: int, opened: OpenPacks) -> None:
+        if self._waiter.speaks:
+            tokens = "" if opened.num_tokens is None else f", {opened.num_tokens:,} tokens"
+            logger.info("%s: %s, %s packs%s", self._waiter.who, self._shards.name(shard), f"{opened.num_packs:,}", tokens)
+
+
+def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
