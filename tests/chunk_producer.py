@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import IO
 
 
-def write_line(file: IO[str], line: str, *, pause: float, die: bool) -> None:
-    """A line in two halves, each flushed; ``die`` between them, or ``pause`` there."""
+def write_line(file: IO[str], line: str, *, until: Path | None, die: bool) -> None:
+    """A line in two halves, each flushed; ``die`` between them, or wait there for a file to appear."""
     middle = len(line) // 2
     file.write(line[:middle])
     file.flush()
     if die:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(pause)
+    while until is not None and not until.exists():
+        time.sleep(0.02)
     file.write(line[middle:] + "\n")
     file.flush()
 
@@ -44,7 +45,7 @@ def produce(
     *,
     samples_per_chunk: int,
     seconds_per_line: float = 0.0,
-    pause_in: dict[str, float] | None = None,
+    stops: dict[str, str] | None = None,
     die_in: int | None = None,
     first: int = 0,
     keep_recent: int = 10,
@@ -56,7 +57,7 @@ def produce(
         folder: made where it is missing.
         samples_per_chunk: lines in a chunk; the last one may have fewer.
         seconds_per_line: time each takes.
-        pause_in: seconds to stop for in the middle of a line, by its number.
+        stops: by a line's number, the file that is waited for in the middle of it.
         die_in: be killed in the middle of this line.
         first: number of the first chunk.
         keep_recent: completed chunks that are not deleted yet.
@@ -66,8 +67,8 @@ def produce(
         with open(folder / f"chunk_{number:05d}.jsonl", "w", encoding="utf-8") as file:
             for index in range(begin, min(begin + samples_per_chunk, len(rows))):
                 time.sleep(seconds_per_line)
-                pause = (pause_in or {}).get(str(index), 0.0)
-                write_line(file, rows[index], pause=pause, die=index == die_in)
+                until = (stops or {}).get(str(index))
+                write_line(file, rows[index], until=Path(until) if until else None, die=index == die_in)
         print(f"wrote chunk {number}", flush=True)
         clean_up(folder, keep_recent)
 

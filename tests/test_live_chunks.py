@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -98,22 +97,19 @@ def read_all(chunks: LiveChunks, first: int = 0) -> list[int]:
     return found
 
 
-def until(what: Callable[[], bool]) -> None:
-    begin = time.monotonic()
-    while not what():
-        assert time.monotonic() - begin < PATIENCE
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("first", [0, 99_998])
 def test_every_row_comes_once_while_the_producer_writes(tmp_path: Path, first: int) -> None:
-    rows, pause = packed_rows(22), {"6": 2.0}
-    with producer(tmp_path, rows, samples_per_chunk=5, seconds_per_line=0.02, pause_in=pause, first=first) as process:
-        chunks = LiveChunks(options_of(tmp_path, num_chunks=first + 5, samples_per_chunk=5))
+    go = tmp_path / "go"
+    options = {"samples_per_chunk": 5, "seconds_per_line": 0.02, "first": first, "stops": {"6": str(go)}}
+    with producer(tmp_path, packed_rows(22), **options) as process:
+        chunks = LiveChunks(options_of(tmp_path, num_chunks=first + 5, samples_per_chunk=5, settle_seconds=1.5))
         assert chunks.wait(first, WAITER)
         assert ids_of(chunks, first) == [0, 1, 2, 3, 4]
-        assert process.poll() is None, "the first chunk is read before the producer ends"
-        # The pause in the middle of a line is longer than a chunk takes to settle.
+        # However long it takes, half a line does not settle.
+        with pytest.raises(SFTIndexError, match="ends in the middle of a line"):
+            LiveChunks(replace(chunks.options, max_wait=1.5)).wait(first + 1, WAITER)
+        assert process.poll() is None
+        go.touch()
         assert read_all(chunks, first + 1) == list(range(5, 22))
     assert [chunks.count(first + i) for i in range(5)] == [5, 5, 5, 5, 2]
     assert chunks.name(first).endswith(f"(chunk_{first:05d}.jsonl)")

@@ -36,7 +36,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.streaming.megatron import WHOLE, LiveData, add_live_options, check_live_options, is_live, open_live
+from megatron_sft_idx.streaming.megatron import (
+    WHOLE,
+    LiveData,
+    add_live_options,
+    check_live_options,
+    is_live,
+    open_live,
+)
 from megatron_sft_idx.training.attention import ATTENTION, Batch, layer_spec, model_inputs
 from megatron_sft_idx.training.cpu import connect, current_device, megatron_device, seed_everything
 from megatron_sft_idx.training.dataset import PackedSFTDataset

@@ -39,7 +39,9 @@ class Markers:
             if os.path.exists(marker):
                 continue
             try:
-                os.close(os.open(marker, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+                os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+            except FileExistsError:
+                continue  # another rank's
             except OSError as error:
                 self._may_write = False
                 logger.warning(
