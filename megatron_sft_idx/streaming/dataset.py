@@ -6,13 +6,13 @@ import dataclasses
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from megatron_sft_idx.catalog import Base
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.streaming.acks import Acknowledgements
 from megatron_sft_idx.streaming.live import LiveLimits, LiveShards, Waiter
 from megatron_sft_idx.streaming.order import AtEnd
@@ -25,6 +25,18 @@ from megatron_sft_idx.training import BatchAssembler, Form, Tensors, whole_rows
 __all__ = ["LiveDataset"]
 
 logger = logging.getLogger("megatron_sft_idx.streaming")
+
+
+class Event(Protocol):
+    """One of threading's or multiprocessing's."""
+
+    def set(self) -> None:
+        """End all waits, now and later."""
+        ...
+
+    def wait(self, timeout: float) -> bool:
+        """Wait so many seconds; True as soon as it is set."""
+        ...
 
 
 class LiveDataset(IterableDataset[Tensors]):
@@ -82,7 +94,9 @@ class LiveDataset(IterableDataset[Tensors]):
     ) -> None:
         super().__init__()
         _refuse(catalog, shuffle)
-        self.shards: LiveShards = CatalogShards(os.fspath(catalog)) if isinstance(catalog, str | os.PathLike) else catalog
+        self.shards: LiveShards = (
+            CatalogShards(os.fspath(catalog)) if isinstance(catalog, str | os.PathLike) else catalog
+        )
         if not 0 <= rank < size or min(micro_batch_size, micro_batches, window, epochs) < 1 or seed < 0:
             raise FormatError(
                 f"{self.shards.folder}: rank {rank} of {size}, micro-batch size {micro_batch_size}, micro-batches"
@@ -103,10 +117,17 @@ class LiveDataset(IterableDataset[Tensors]):
             step_rows=micro_batch_size * micro_batches,
         )
         self._limits: LiveLimits | None = None
+        self._writes: bool | None = None
 
-    def waiter(self, **options: Any) -> Waiter:
-        """This rank, where it waits; ``options`` as for ``Waiter``."""
-        return Waiter(f"rank {self.state.rank}", **options)
+    def waiter(self, stop: Event | None = None) -> Waiter:
+        """This rank, where it waits: until ``stop`` is set, or in a worker process until its parent is gone."""
+        info, parent = get_worker_info(), os.getppid()
+        sleep = Waiter("").pause if stop is None else stop.wait
+
+        def pause(seconds: float) -> bool:
+            return sleep(seconds) or (info is not None and os.getppid() != parent)
+
+        return Waiter(f"rank {self.state.rank}", pause, speaks=info is None or not info.id)
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Begin where a checkpoint ended.
@@ -175,6 +196,20 @@ class LiveDataset(IterableDataset[Tensors]):
         self._limits = limits
         self.state = dataclasses.replace(state, generation=self.acks.generation(state))
 
+    def may_acknowledge(self) -> bool:
+        """Whether acknowledgements can be written; SFTIndexError where the producer goes by them and they cannot."""
+        if self._writes is None:
+            self._writes = self.acks.may_write()
+            remedy = f"{self.acks.path}: acknowledgements cannot be written here"
+            if not self._writes and self._limits is not None and self._limits.needs_acks:
+                raise SFTIndexError(
+                    f"{remedy}, and the producer waits for them or frees shards by them; give both a folder that this"
+                    " user may write to (--ack-dir)"
+                )
+            if not self._writes:
+                logger.info("rank %d: %s; nothing depends on them", self.state.rank, remedy)
+        return self._writes
+
     def _assembler(self, source: LiveSource) -> BatchAssembler:
         try:
             return BatchAssembler(source, self.seq_length, width=source.most_sequences + 2, **self._shape)
@@ -204,7 +239,7 @@ class LiveDataset(IterableDataset[Tensors]):
         """This process's share of the micro-batches, each with the state of the rank after it."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        assembler, batches = self.open(dataclasses.replace(waiter, speaks=waiter.speaks and not worker))
+        assembler, batches = self.open(waiter)
         for number, (batch, packs) in enumerate(batches):
             if number % workers == worker:
                 masked = np.arange(len(packs)) >= len(packs) - batch.num_masked

@@ -99,7 +99,9 @@ class LiveSource:
     def _say(self, shard: int, opened: OpenPacks) -> None:
         if self._waiter.speaks:
             tokens = "" if opened.num_tokens is None else f", {opened.num_tokens:,} tokens"
-            logger.info("%s: %s, %s packs%s", self._waiter.who, self._shards.name(shard), f"{opened.num_packs:,}", tokens)
+            logger.info(
+                "%s: %s, %s packs%s", self._waiter.who, self._shards.name(shard), f"{opened.num_packs:,}", tokens
+            )
 
 
 def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:

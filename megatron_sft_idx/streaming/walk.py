@@ -137,7 +137,7 @@ class Walk:
             if (missing := size - len(shards)) and total is None:
                 have = self._counts.all()
                 total = rows_of(have, self.state.step_rows, "pad")
-                self._say_end(f"{total - have[self.state.rank]:,} rows of padding")
+                self._say_end(total, f"{total - have[self.state.rank]:,} rows of padding")
             if missing and self.state.rows >= (total or 0):
                 return
             if missing:
@@ -152,7 +152,8 @@ class Walk:
             yield self._micro_batch(*self._take(self.state.batch_rows), 0)
         have = self._counts.all()
         self._say_end(
-            f"{sum(have) - self.state.rows * self.state.size:,} packs of all ranks dropped, so that all end together"
+            self.state.rows,
+            f"{sum(have) - self.state.rows * self.state.size:,} packs of all ranks dropped, so that all end together",
         )
 
     def _micro_batch(self, shards: NDArray[np.int64], packs: NDArray[np.int64], masked: int) -> MicroBatch:
@@ -172,12 +173,13 @@ class Walk:
             " the producer keep a few (--keep-recent)"
         )
 
-    def _say_end(self, what: str) -> None:
+    def _say_end(self, rows: int, what: str) -> None:
         state = self.state
         if self._waiter.speaks:
             logger.info(
-                "rank %d: end of epoch %d at shard %d, %s packs read; %s",
-                *(state.rank, state.base.epoch + 1, self._end or 0, f"{state.packs:,}", what),
+                "%s: epoch %d ends after %s steps of %d rows, %s packs; %s",
+                *(self._waiter.who, state.base.epoch + 1, f"{rows // state.step_rows:,}", state.step_rows),
+                *(f"{state.packs:,}", what),
             )
 
     # ---- packs ----

@@ -1,0 +1,196 @@
+"""``LiveLoader``: what a trainer iterates over, saves the state of, and commits checkpoints to."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from megatron_sft_idx.errors import SFTIndexError
+from megatron_sft_idx.streaming.dataset import Event, LiveDataset
+from megatron_sft_idx.streaming.live import Stopped
+from megatron_sft_idx.streaming.state import RankState
+from megatron_sft_idx.streaming.walk import MicroBatch
+from megatron_sft_idx.training import BatchLoader, Tensors
+
+__all__ = ["LiveLoader"]
+
+logger = logging.getLogger("megatron_sft_idx.streaming")
+_Delivery: TypeAlias = tuple[Tensors, RankState]
+
+
+class LiveLoader(Iterator[Tensors]):
+    """The micro-batches of a rank, prepared ahead; also a context manager that closes.
+
+    ::
+
+        with LiveLoader(LiveDataset("catalog", rank=rank, size=size, seq_length=4096)) as loader:
+            for batch in loader:
+                step(batch)
+                if time_to_save:
+                    state = loader.state_dict()
+                    save(model, state)      # until it is on disk
+                    loader.commit(state)    # its shards may be freed now
+
+    A batch is valid until ``keep`` more have been taken, as with ``BatchLoader``.
+
+    Args:
+        dataset: of this rank.
+        num_workers: processes that prepare batches; 0 for a thread of this one, which is enough unless chats are
+            tokenised as they are read.
+        prefetch: batches that are kept ready, for each worker.
+        keep: batches that stay valid beside each other; of the thread's.
+        copy: the thread hands out fresh tensors.
+        pin_memory: tensors that a GPU copies from without waiting; None for where there is a GPU.
+        start: how worker processes are started, ``fork`` or ``spawn``; None for torch's default.
+    """
+
+    def __init__(
+        self,
+        dataset: LiveDataset,
+        *,
+        num_workers: int = 0,
+        prefetch: int = 2,
+        keep: int = 1,
+        copy: bool = False,
+        pin_memory: bool | None = None,
+        start: str | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.num_workers = num_workers
+        self._buffers: dict[str, Any] = {"prefetch": prefetch, "keep": keep, "copy": copy}
+        self._pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self._start = start
+        self._stop: Event = torch.multiprocessing.get_context(start).Event() if num_workers else threading.Event()
+        weakref.finalize(self, self._stop.set)
+        self._batches: Iterator[_Delivery] | None = None
+        self._state = dataset.state
+        self._closed = False
+
+    def __next__(self) -> Tensors:
+        if self._closed:
+            raise StopIteration
+        try:
+            if self._batches is None:
+                self._batches = self._begin()
+            tensors, self._state = next(self._batches)
+        except (Stopped, StopIteration):
+            self.close()
+            raise StopIteration from None
+        except BaseException:
+            self.close()
+            raise
+        return tensors
+
+    def _begin(self) -> Iterator[_Delivery]:
+        dataset = self.dataset
+        dataset.prepare(dataset.waiter(self._stop))
+        dataset.may_acknowledge()
+        self._state = state = dataset.state
+        logger.info(
+            "data-parallel rank %d of %d: catalog %s, window %d, %s, epoch %d of %d, %d workers, from row %d",
+            *(state.rank, state.size, dataset.shards.folder, state.base.window),
+            *("shuffled" if state.shuffle else "as stored", state.base.epoch + 1, dataset.epochs),
+            *(self.num_workers, state.rows),
+        )
+        if not self.num_workers:
+            return _of_thread(dataset, self._stop, pin_memory=self._pin_memory, **self._buffers)
+        made: DataLoader[_Delivery] = DataLoader(
+            _InWorkers(dataset, self._stop),
+            batch_size=None,
+            num_workers=self.num_workers,
+            prefetch_factor=self._buffers["prefetch"],
+            collate_fn=_as_it_is,
+            pin_memory=self._pin_memory,
+            multiprocessing_context=self._start,
+        )
+        return iter(made)
+
+    # ---- checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the rank stands after the batches that were taken; plain values for a checkpoint."""
+        return self._state.to_json()
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on from a checkpoint; before the first batch is taken. See ``LiveDataset.load_state_dict``."""
+        if self._batches is not None or self._closed:
+            raise SFTIndexError(
+                f"{self.dataset.shards.folder}: batches were taken already; load the state into a new loader"
+            )
+        self.dataset.load_state_dict(state)
+        self._state = self.dataset.state
+
+    def commit(self, state: dict[str, Any]) -> None:
+        """Say that a checkpoint that holds ``state`` is durable: what it includes need not be read again.
+
+        Where several processes share a data-parallel rank, one of them commits. Committing twice does no harm.
+
+        Raises:
+            OSError: the acknowledgement could not be written.
+        """
+        found = RankState.from_json(state)
+        self.dataset.prepare(self.dataset.waiter(self._stop))
+        if not self.dataset.may_acknowledge():
+            return
+        self.dataset.acks.write(found)
+        self.dataset.shards.committed()
+        logger.info(
+            "rank %d: committed epoch %d, %d items, %s packs of shards that are complete",
+            *(found.rank, found.base.epoch + 1, found.items, f"{found.packs_of_items:,}"),
+        )
+
+    def close(self) -> None:
+        """End the thread or the workers, also while they wait for a shard; may be called twice and by any thread."""
+        self._closed = True
+        self._stop.set()
+        self._batches = None
+
+    def __enter__(self) -> LiveLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _of_thread(dataset: LiveDataset, stop: Event, **options: Any) -> Iterator[_Delivery]:
+    """Deliveries of a thread of this process."""
+    assembler, batches = dataset.open(dataset.waiter(stop))
+    made: deque[MicroBatch] = deque()
+    # No looking ahead: a batch that is ready must not be held back until the next shard is published.
+    loader = BatchLoader(assembler, _noted(batches, made), ahead=0, **options)
+    with iter(loader) as taken:
+        for tensors in taken:
+            batch = made.popleft()
+            if batch.num_masked:
+                tensors["loss_mask"][-batch.num_masked :] = 0
+            yield tensors, batch.state
+
+
+def _noted(batches: Iterator[tuple[MicroBatch, Any]], made: deque[MicroBatch]) -> Iterator[Any]:
+    """The packs of micro-batches, for the thread; what else is known of them goes into ``made``."""
+    for batch, packs in batches:
+        made.append(batch)
+        yield packs
+
+
+class _InWorkers(IterableDataset[_Delivery]):
+    """A worker process's share of the deliveries."""
+
+    def __init__(self, dataset: LiveDataset, stop: Event) -> None:
+        super().__init__()
+        self._dataset, self._stop = dataset, stop
+
+    def __iter__(self) -> Iterator[_Delivery]:
+        return self._dataset.deliveries(self._dataset.waiter(self._stop))
+
+
+def _as_it_is(delivery: _Delivery) -> _Delivery:
+    """The ``collate_fn``: batches come whole."""
+    return delivery
