@@ -314,6 +314,7 @@ def train(
 
 def vocabulary_of(dataset: Any) -> int:
     """A vocabulary for the tokenizer that made the data, rounded up to what suits a GPU."""
+    known: list[Any]
     if isinstance(dataset, LiveData):
         known = [dataset.vocab_size]
     else:

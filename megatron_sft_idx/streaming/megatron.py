@@ -92,7 +92,7 @@ def add_live_options(parser: argparse.ArgumentParser) -> None:
         help="where the producer writes no end: declare it when no chunk came or grew for so long",
     )
     chunks.add_argument(
-        "--settle-seconds",
+        "--settle",
         type=float,
         default=5.0,
         metavar="SECONDS",
@@ -124,7 +124,7 @@ def check_live_options(args: argparse.Namespace) -> None:
     ):
         if getattr(args, option) != off:
             raise FormatError(f"--data-path {name}: leave --{option.replace('_', '-')} out: {why}")
-    for option, least in (("live_window", 0), ("max_wait", 0), ("settle_seconds", 0), ("end_after", 0)):
+    for option, least in (("live_window", 0), ("max_wait", 0), ("settle", 0), ("end_after", 0)):
         if (value := getattr(args, option)) is not None and not value >= least:
             raise FormatError(f"--{option.replace('_', '-')} {value}, expected {least} or more")
     if args.chat_template and not args.tokenizer_model:
@@ -268,7 +268,7 @@ def _live_chunks(args: argparse.Namespace, folder: str) -> LiveChunks:
         samples_per_chunk=args.samples_per_chunk,
         num_chunks=args.num_chunks,
         end_folders=(folder, args.ack_dir) if args.ack_dir else (folder,),
-        settle_seconds=args.settle_seconds,
+        settle_seconds=args.settle,
         max_wait=args.max_wait,
     )
     return LiveChunks(options, Markers(folder, ack_folder(Catalog(folder), args.ack_dir)))
