@@ -8,14 +8,15 @@ import re
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from chats import TOKENIZER
+from chats import TOKENIZER, write_rows
 from packs import sample_of
 from test_formats_jsonl_chunks import produced
 from test_live_chunks import producer
@@ -24,7 +25,7 @@ from test_pretrain_script import ROOT, THREADS
 from megatron_sft_idx.catalog import Catalog
 from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder
 
-RANKS, LENGTH, LINES, ROWS = 4, 64, 3, 41
+RANKS, LENGTH, LINES, ROWS, CHATS = 4, 64, 3, 41, 120
 PATIENCE = 240.0
 # The producers stop in this row, in the middle of a chunk, until training has come so far.
 STOP_ROW, STEPS_BEFORE = 28, 4
@@ -105,31 +106,84 @@ def finish(folder: Path, name: str, said: str, ranks: int = RANKS) -> Run:
     return Run(rows, losses, said)
 
 
+class Feed:
+    """The input of a producer of shards: a folder that it watches, in which files appear."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "input"
+        self.folder.mkdir(parents=True)
+
+    def add(self, rows: range, *, last: bool = False) -> None:
+        """Files of ten chats each."""
+        for first in rows[::10]:
+            name = f"{first:05d}.jsonl"
+            written = write_rows(self.folder / f"_{name}", [chat(i) for i in rows if first <= i < first + 10])
+            written.rename(self.folder / name)
+        if last:
+            (self.folder / "_END").touch()
+
+
+@contextmanager
+def shard_producer(folder: Path, *more: object) -> Iterator[subprocess.Popen[str]]:
+    """``megatron-sft-idx produce`` at work on what comes into a feed."""
+    source = ["--watch", folder / "input", "--settle", 0.5, "--tokenizer-model", TOKENIZER, "--workers", 0]
+    shards = ["--catalog", folder / "chunks", "--seq-length", LENGTH, "--tokens-per-shard", 200]
+    command = [sys.executable, "-m", "megatron_sft_idx", "produce", *source, *shards, *more]
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        env={**os.environ, **THREADS},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def chunk_run(folder: Path, row: Callable[[int], dict[str, Any]]) -> Iterator[tuple[Any, Callable[[], object]]]:
+    """A producer of chunks that stops in the middle of a line, and what lets it go on."""
+    folder.mkdir()
+    go, rows = folder / "go", [row(i) for i in range(ROWS)]
+    with producer(folder, rows, samples_per_chunk=LINES, stops={str(STOP_ROW): str(go)}, keep_recent=1) as process:
+        yield process, go.touch
+
+
+@contextmanager
+def catalog_run(folder: Path) -> Iterator[tuple[Any, Callable[[], object]]]:
+    """A producer of shards that waits for the second half of its input, and what gives it that."""
+    feed = Feed(folder)
+    feed.add(range(CHATS // 2))
+    with shard_producer(folder, "--keep-recent", 1) as process:
+        yield process, lambda: feed.add(range(CHATS // 2, CHATS), last=True)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Four ranks that train on raw chats, then on packs, while a producer writes either."""
+    """Four ranks that train on a catalog, then on raw chats, then on packs, while a producer writes each."""
     folder = tmp_path_factory.mktemp("live")
-    wanted = chunk_runs(folder)
+    wanted = {"catalog": options(folder / "catalog"), **chunk_runs(folder)}
     written: dict[str, str] = {}
     with ExitStack() as stack:
-        producers = {}
-        for name, row in (("raw", chat), ("packed", pack)):
-            (folder / name).mkdir()
-            stops = {str(STOP_ROW): str(folder / name / "go")}
-            made = producer(
-                folder / name, [row(i) for i in range(ROWS)], samples_per_chunk=LINES, stops=stops, keep_recent=1
-            )
-            producers[name] = stack.enter_context(made)
+        producers = {
+            "catalog": stack.enter_context(catalog_run(folder / "catalog")),
+            "raw": stack.enter_context(chunk_run(folder / "raw", chat)),
+            "packed": stack.enter_context(chunk_run(folder / "packed", pack)),
+        }
         training = launch(folder, wanted)
         stack.callback(training.kill)
-        for name, at_work in producers.items():
-            chunks = folder / name / "chunks"
+        for name, (at_work, go_on) in producers.items():
+            data = folder / name / "chunks"
             wait_for(lambda: steps_of(folder / name) >= STEPS_BEFORE, training, f"{name}: no steps yet")  # noqa: B023
             # Nobody had to wait for the producer: it is in the middle of its rows.
             assert at_work.poll() is None
-            assert Catalog(chunks).end() is None
-            wait_for(lambda: len(list(chunks.glob("*.completed"))) >= RANKS, training, "no markers")  # noqa: B023
-            (folder / name / "go").touch()
+            assert Catalog(data).end() is None
+            # Ranks have acknowledged the first checkpoint.
+            wait_for(lambda: len(list(data.glob("_acks/*/*"))) == RANKS, training, "no acknowledgements")  # noqa: B023
+            go_on()
             written[name] = at_work.communicate(timeout=PATIENCE)[0]
         said = training.communicate(timeout=PATIENCE)[0]
         assert training.returncode == 0, said[-6000:]
@@ -146,7 +200,10 @@ def numbers() -> dict[str, Any]:
         assert len(said) == 1
         return int(said[0])
 
-    return {"raw": of_chat, "packed": lambda tokens: int(tokens[0])}
+    def of_pack(tokens: np.ndarray) -> list[int]:
+        return [int(number) for number in re.findall(r"row (\d+)", tokenizer.decode(tokens.tolist()))]
+
+    return {"catalog": of_pack, "raw": of_chat, "packed": lambda tokens: int(tokens[0])}
 
 
 @pytest.mark.parametrize("name", ["raw", "packed"])
@@ -166,6 +223,19 @@ def test_all_ranks_take_the_same_steps(name: str, runs: dict[str, Run]) -> None:
     assert {len(rows) for rows in runs[name].rows} == {12}
     assert all(losses == runs[name].losses[0] for losses in runs[name].losses)
     assert len(runs[name].losses[0]) == 12
+
+
+def test_every_sequence_of_a_catalog_is_trained_on_once(runs: dict[str, Run], numbers: dict[str, Any]) -> None:
+    run = runs["catalog"]
+    found = [number for rank in range(RANKS) for row in run.real(rank) for number in numbers["catalog"](row)]
+    assert sorted(found) == list(range(CHATS))
+    assert len({len(rows) for rows in run.rows}) == 1
+    assert all(losses == run.losses[0] for losses in run.losses)
+
+
+def test_a_catalog_is_freed_behind_a_checkpoint(runs: dict[str, Run], tmp_path_factory: Any) -> None:
+    del tmp_path_factory
+    assert "rank 1: committed epoch 1" in runs["catalog"].said
 
 
 @pytest.mark.parametrize("name", ["raw", "packed"])
