@@ -15,7 +15,7 @@ import os
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from enum import Enum
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar, overload
@@ -56,7 +56,7 @@ def map_in_order(
     *,
     workers: int,
     name_of: Callable[[Item], str],
-) -> Iterator[Result]: ...
+) -> Generator[Result, None, None]: ...
 
 
 @overload
@@ -67,7 +67,7 @@ def map_in_order(
     *,
     workers: int,
     name_of: Callable[[Item], str],
-) -> Iterator[Result | NotYet]: ...
+) -> Generator[Result | NotYet, None, None]: ...
 
 
 def map_in_order(
@@ -77,7 +77,7 @@ def map_in_order(
     *,
     workers: int,
     name_of: Callable[[Item], str],
-) -> Iterator[Result | NotYet]:
+) -> Generator[Result | NotYet, None, None]:
     """``make_task(*make_args)(item)`` for every item, in order, computed by worker processes.
 
     Each worker makes its task once. Only a few items a worker are held at a time, so memory is bounded by them. A
