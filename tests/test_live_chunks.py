@@ -183,7 +183,7 @@ def test_raw_and_packed_lines_are_not_mistaken_for_each_other(tmp_path: Path) ->
         read_all(LiveChunks(options_of(tmp_path, kind=raw, num_chunks=1)))
     with producer(tmp_path, raw_rows(2), samples_per_chunk=2) as process:
         assert process.wait(PATIENCE) == 0
-    with pytest.raises(SFTIndexError, match="give --tokenizer-model"):
+    with pytest.raises(SFTIndexError, match="live ones need --tokenizer-model"):
         read_all(LiveChunks(options_of(tmp_path, num_chunks=1)))
     chunks = pickle.loads(pickle.dumps(LiveChunks(options_of(tmp_path, kind=raw, num_chunks=1))))
     assert chunks.limits(WAITER).capacity == 64

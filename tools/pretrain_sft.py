@@ -35,15 +35,9 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options, encoding_options
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.streaming.megatron import (
-    WHOLE,
-    LiveData,
-    add_live_options,
-    check_live_options,
-    is_live,
-    open_live,
-)
+from megatron_sft_idx.streaming.megatron import LiveData, add_live_options, check_live_options, is_live, open_live
 from megatron_sft_idx.training.attention import ATTENTION, Batch, layer_spec, model_inputs
 from megatron_sft_idx.training.cpu import connect, current_device, megatron_device, seed_everything
 from megatron_sft_idx.training.dataset import PackedSFTDataset
@@ -67,12 +61,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         required=True,
         help="one prefix, folder or glob; or weights and prefixes; or live:FOLDER",
     )
-    data.add_argument("--split", default=WHOLE, help="parts for training, validation and test, such as 98,1,1")
+    data.add_argument("--split", default="1,0,0", help="parts for training, validation and test, such as 98,1,1")
     data.add_argument("--data-cache-path", help="folder for indices that are built once")
     data.add_argument("--seq-length", type=int, required=True, help="positions of a training row")
     data.add_argument("--repack", action="store_true", help="plan packs for --seq-length at start-up; rewrites nothing")
 
     add_live_options(parser)
+    add_row_options(parser.add_argument_group("live chunks of raw chats"), required=False)
+    add_mask_options(parser)
 
     model = parser.add_argument_group("model")
     model.add_argument("--num-layers", type=int, default=2)
@@ -114,6 +110,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             check_live_options(args)
         except FormatError as error:
             parser.error(str(error))
+    args.encoding = encoding_options(args, parser) if args.tokenizer_model else None
     args.train_iters = 50 if args.train_iters is None else args.train_iters
     return args
 
@@ -228,7 +225,6 @@ def save_checkpoint(
         fresh.write_text(str(step), encoding="utf-8")
         fresh.replace(folder / "latest_checkpointed_iteration.txt")
     if live:
-        torch.distributed.barrier()
         live.commit()  # what the checkpoint includes will not be asked for again: its producer may remove it
 
 
@@ -355,7 +351,7 @@ def evaluate(args: argparse.Namespace, model: DistributedDataParallel, batches: 
 def pretrain(args: argparse.Namespace, observe: Observer | None = None) -> list[float]:
     """Everything, in a process group that exists; the losses of the steps taken."""
     if is_live(args):
-        with open_live(args) as live:
+        with open_live(args, args.encoding) as live:
             return fit(args, live, None, observe)
     samples = [steps * args.global_batch_size for steps in (args.train_iters, args.eval_iters, 0)]
     training, validation, _ = build_datasets(args, samples, index_only_packing=args.repack)

@@ -92,11 +92,11 @@ def add_workers_option(group: argparse._ActionsContainer) -> None:
     )
 
 
-def add_row_options(group: argparse._ActionsContainer) -> None:
-    """The tokenizer, and how rows are read."""
+def add_row_options(group: argparse._ActionsContainer, *, required: bool = True) -> None:
+    """The tokenizer, which may not be needed, and how rows are read."""
     group.add_argument(
         "--tokenizer-model",
-        required=True,
+        required=required,
         metavar="PATH",
         help="local folder of the tokenizer, or its tokenizer.json",
     )

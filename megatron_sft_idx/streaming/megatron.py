@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +27,11 @@ from megatron_sft_idx.streaming.shards import CatalogShards
 from megatron_sft_idx.streaming.state import RankState
 from megatron_sft_idx.training import Tensors
 
-__all__ = ["WHOLE", "LiveData", "add_live_options", "check_live_options", "is_live", "open_live"]
+__all__ = ["LiveData", "add_live_options", "check_live_options", "is_live", "open_live"]
 
 LIVE = "live:"
-WHOLE = "1,0,0"  # of --split: nothing is held back
 # Options that only chunks have: whoever gives one says what is in the folder, or will be.
-_OF_CHUNKS = ("tokenizer_model", "chat_template", "samples_per_chunk", "num_chunks", "end_after")
+_OF_CHUNKS = ("tokenizer_model", "samples_per_chunk", "num_chunks", "end_after")
 
 
 def add_live_options(parser: argparse.ArgumentParser) -> None:
@@ -70,14 +68,6 @@ def add_live_options(parser: argparse.ArgumentParser) -> None:
         help="processes a rank that prepare batches (default: 2 for raw chats, else a thread)",
     )
     chunks = parser.add_argument_group("live chunks (FOLDER/chunk_00000.jsonl and on)")
-    chunks.add_argument("--tokenizer-model", metavar="PATH", help="lines are raw chats, to be tokenised with this")
-    chunks.add_argument("--chat-template", type=Path, metavar="FILE", help="replaces the tokenizer's own template")
-    chunks.add_argument(
-        "--on-bad-row",
-        choices=("error", "skip"),
-        default="error",
-        help="stop at a line that cannot be used or is too long, or train on without it (default: %(default)s)",
-    )
     chunks.add_argument(
         "--max-sequences-per-pack", type=int, metavar="N", help="of pre-packed lines (default: 64, or 1 in 32 tokens)"
     )
@@ -116,7 +106,7 @@ def check_live_options(args: argparse.Namespace) -> None:
     if args.train_iters is None:
         raise FormatError(f"--data-path {name}: nobody knows yet how much data will come; give --train-iters")
     for option, off, why in (
-        ("split", WHOLE, "what will come cannot be split into parts"),
+        ("split", "1,0,0", "what will come cannot be split into parts"),
         ("eval_iters", 0, "live data is all for training; evaluate on a finished folder"),
         ("repack", False, "packs are planned over all sequences, and most are still to come; let the producer pack"),
         ("balance_attention", False, "a rank reads shards of its own, so packs are not dealt out among ranks"),
@@ -131,8 +121,12 @@ def check_live_options(args: argparse.Namespace) -> None:
         raise FormatError("--chat-template is for raw chats: give --tokenizer-model too")
 
 
-def open_live(args: argparse.Namespace) -> LiveData:
+def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None) -> LiveData:
     """The live data of this process's data-parallel rank; a context manager.
+
+    Args:
+        args: Megatron's, and those of ``add_live_options``.
+        encoding: how the lines of chunks become sequences, where they are raw chats.
 
     Raises:
         FormatError: what is in the folder and the arguments do not go together.
@@ -140,7 +134,7 @@ def open_live(args: argparse.Namespace) -> LiveData:
     """
     folder = args.data_path[0][len(LIVE) :]
     chunks = any(getattr(args, name) is not None for name in _OF_CHUNKS) or _holds_chunks(folder, args.max_wait)
-    shards = _live_chunks(args, folder) if chunks else CatalogShards(folder, max_wait=args.max_wait)
+    shards = _live_chunks(args, folder, encoding) if chunks else CatalogShards(folder, max_wait=args.max_wait)
     size = parallel_state.get_data_parallel_world_size()
     step_rows = args.micro_batch_size * size
     if args.global_batch_size % step_rows:
@@ -210,7 +204,8 @@ class LiveData(Iterator[Tensors]):
         return states
 
     def commit(self) -> None:
-        """Acknowledge what was gathered last; called once the checkpoint that holds it is on disk."""
+        """Acknowledge what was gathered last, once every process has put its part of the checkpoint on disk."""
+        torch.distributed.barrier()
         if _leads():
             self._loader.commit(self._saved)
 
@@ -253,13 +248,9 @@ def _leads() -> bool:
     return not any(ranks)
 
 
-def _live_chunks(args: argparse.Namespace, folder: str) -> LiveChunks:
-    kind: LineKind = PackedLines()
-    if args.tokenizer_model:
-        template = args.chat_template
-        text = None if template is None else template.read_text(encoding="utf-8")
-        kind = RawLines(EncodingOptions(args.tokenizer_model, text, str(template) if template else "chat template"))
-    most = 1 if args.tokenizer_model else args.max_sequences_per_pack or max(64, args.seq_length // 32)
+def _live_chunks(args: argparse.Namespace, folder: str, encoding: EncodingOptions | None) -> LiveChunks:
+    kind: LineKind = RawLines(encoding) if encoding else PackedLines()
+    most = 1 if encoding else args.max_sequences_per_pack or max(64, args.seq_length // 32)
     options = ChunkOptions(
         folder,
         kind,

@@ -51,7 +51,7 @@ class ChunkFile:
         if (now := os.fstat(self._fd).st_size) != self._nbytes:
             raise FormatError(
                 f"{self.path}: it has {now:,} bytes and had {self._nbytes:,} when it was taken as whole; its producer"
-                " was still writing it: give it more time to settle (--settle), and begin again from the last checkpoint"
+                " was still writing it: give it more time to settle (--settle), and go on from the last checkpoint"
             )
 
     def __del__(self) -> None:
