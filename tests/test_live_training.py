@@ -83,9 +83,10 @@ def steps_of(folder: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def launch(folder: Path, runs: dict[str, list[str]], ranks: int = RANKS) -> subprocess.Popen[str]:
+def launch(folder: Path, runs: dict[str, list[str]], ranks: int = RANKS, **more: Any) -> subprocess.Popen[str]:
+    """Ranks that take the runs one after the other; ``more`` as for ``pretrain_runs.run``."""
     plan = folder / "plan.json"
-    plan.write_text(json.dumps({name: {"options": wanted} for name, wanted in runs.items()}))
+    plan.write_text(json.dumps({name: {"options": wanted, **more} for name, wanted in runs.items()}))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.Popen(
         [*torchrun, str(ROOT / "tests/pretrain_runs.py"), str(plan), str(folder)],
@@ -106,6 +107,7 @@ def wait_for(what: Any, training: subprocess.Popen[str], why: str) -> None:
 
 
 def finish(folder: Path, name: str, said: str, ranks: int = RANKS) -> Run:
+    """What a run of some ranks left in the folder."""
     rows = [np.load(folder / f"{name}.{rank}.npy", allow_pickle=True).tolist() for rank in range(ranks)]
     losses = [json.loads((folder / f"{name}.{rank}.json").read_text()) for rank in range(ranks)]
     return Run(rows, losses, said)
