@@ -45,7 +45,8 @@ class RankCounts:
 
     def _uncommitted(self, shard: int) -> int:
         """Items of all ranks before a shard that no acknowledgement includes."""
-        before = self._state.base.item_of(shard) or 0
+        base = self._state.base
+        before = len(base.leftovers) + max(0, shard - base.frontier)
         return max(0, before - sum(items for items, _ in self._acknowledged(self._state).values()))
 
     def reach(self, packs: int) -> bool:

@@ -84,7 +84,7 @@ class RankState:
             **{name: getattr(self, name) for name in _COUNTS},
             "shards": list(self.shards),
             "base": {
-                **{name: getattr(base, name) for name in ("epoch", "seed", "window", "frontier")},
+                **base.to_json(),
                 "leftovers": [{"shards": list(left.shards), "offset": left.offset} for left in base.leftovers],
             },
         }

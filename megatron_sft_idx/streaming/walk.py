@@ -225,10 +225,10 @@ class Walk:
                 self._end = self._shards.end()  # fewer shards than a whole group: what is left is one
                 continue
             counts = [self._count(shard) for shard in group.shards]
-            self._group, self._taken = group, group.offset
             if sum(counts):
                 break
             self.state = dataclasses.replace(state, items=state.items + group.num_items)
+        self._group, self._taken = group, group.offset
         self._opened(group.shards)
         bounds = np.cumsum([0, *counts])
         order = pack_order(state.base, group.shards, int(bounds[-1]), state.shuffle)

@@ -1,0 +1,129 @@
+"""Catalogs for tests of their consumers: in memory, for the order alone, and on disk, with packs that tell who they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from packs import Sample, sample_of, write_samples
+
+from megatron_sft_idx.catalog import Catalog, Limits, ProducerState
+from megatron_sft_idx.streaming import LiveDataset, LiveLimits, LiveLoader, OpenPacks, Waiter
+from megatron_sft_idx.streaming.state import RankState
+from megatron_sft_idx.streaming.walk import MicroBatch, Walk
+
+CAPACITY = 12
+# Names of packs begin here, so that no token of their inside looks like one.
+FIRST_NAME = 1000
+PER_SHARD = 100
+
+
+class MemoryShards:
+    """A finished catalog of which only the pack counts exist."""
+
+    folder = "memory"
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = list(counts)
+
+    def limits(self, waiter: Waiter) -> LiveLimits:
+        return LiveLimits(CAPACITY, 3)
+
+    def end(self) -> int | None:
+        return len(self.counts)
+
+    def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
+        return number < len(self.counts)
+
+    def numbers(self) -> list[int]:
+        return list(range(len(self.counts)))
+
+    def count(self, number: int) -> int | None:
+        return self.counts[number] if number < len(self.counts) else None
+
+    def open(self, number: int) -> OpenPacks:
+        raise NotImplementedError("there is nothing in it")
+
+    def name(self, number: int) -> str:
+        return f"shard {number}"
+
+    def committed(self) -> None:
+        pass
+
+
+class LateEnd(MemoryShards):
+    """The same, of which nobody knows the end before they wait for what does not come."""
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        super().__init__(counts)
+        self._ended = False
+
+    def end(self) -> int | None:
+        return len(self.counts) if self._ended else None
+
+    def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
+        self._ended = self._ended or number >= len(self.counts)
+        return number < len(self.counts)
+
+
+def walk(shards: Any, state: RankState, *, epochs: int = 1, at_end: Any = "pad") -> Iterator[MicroBatch]:
+    return iter(
+        Walk(shards, state, epochs=epochs, at_end=at_end, acknowledged=lambda state: {}, waiter=Waiter("a test"))
+    )
+
+
+def names(shard: int, packs: int) -> list[int]:
+    """What the packs of a shard are called: the first token of each."""
+    return [FIRST_NAME + shard * PER_SHARD + pack for pack in range(packs)]
+
+
+def packs_of(shard: int, packs: int) -> list[Sample]:
+    """One to three sequences each; every token but the first is below ``FIRST_NAME``; all but the first are trained."""
+
+    def pack(name: int) -> Sample:
+        lengths = [2 + (name + i) % 3 for i in range(1 + name % 3)]
+        return sample_of(lengths, lambda p: 1, lambda p: p + 1 if p else name)
+
+    return [pack(name) for name in names(shard, packs)]
+
+
+def publish(folder: Path, shard: int, packs: int) -> None:
+    """Publish one shard, whole and at once."""
+    prefix = Catalog(folder).shard_prefix(shard)
+    write_samples(prefix, packs_of(shard, packs), capacity=CAPACITY, pad_id=0)
+
+
+def make_catalog(folder: Path, counts: Sequence[int], *, ended: bool = True, **limits: Any) -> Catalog:
+    """A catalog of shards with so many packs, as a producer leaves it."""
+    folder.mkdir(exist_ok=True)
+    for shard, packs in enumerate(counts):
+        publish(folder, shard, packs)
+    catalog = Catalog(folder)
+    catalog.write_producer(ProducerState(Limits(CAPACITY, 3, **limits), published=len(counts)))
+    if ended:
+        catalog.write_end(len(counts))
+    return catalog
+
+
+def dataset(folder: Path | Any, rank: int = 0, size: int = 1, **options: Any) -> LiveDataset:
+    return LiveDataset(folder, rank=rank, size=size, **{"seq_length": 16, **options})
+
+
+def loader(folder: Path | Any, rank: int = 0, size: int = 1, *, workers: int = 0, **options: Any) -> LiveLoader:
+    return LiveLoader(dataset(folder, rank, size, **options), num_workers=workers)
+
+
+def names_in(batch: dict[str, torch.Tensor]) -> list[int]:
+    """The packs of a batch that are trained on, by name."""
+    trained = batch["loss_mask"].sum(1) > 0
+    return [int(row[0]) for row, real in zip(batch["tokens"], trained, strict=True) if real]
+
+
+def names_of(batches: Any) -> list[int]:
+    return [name for batch in batches for name in names_in(batch)]
+
+
+def all_names(counts: Sequence[int]) -> list[int]:
+    return [name for shard, packs in enumerate(counts) for name in names(shard, packs)]

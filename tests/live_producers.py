@@ -1,0 +1,113 @@
+"""A producer in a process of its own that does what it is told: publish, end, wait, fail, free, fall silent, die."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from live_catalogs import CAPACITY, publish
+
+from megatron_sft_idx.catalog import Catalog, Limits, ProducerState
+from megatron_sft_idx.layout import ShardPaths
+
+BEAT_SECONDS = 0.05
+PATIENCE = 60
+
+
+class Producer:
+    """Commands to the process; each returns when it is done."""
+
+    def __init__(self, folder: Path, **limits: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, folder, limits), daemon=True)
+        self.process.start()
+        theirs.close()
+        self._answer()
+
+    def _answer(self) -> None:
+        assert self._pipe.poll(PATIENCE), "the producer does not answer"
+        assert self._pipe.recv() == "done"
+
+    def __call__(self, command: str, *arguments: Any) -> None:
+        self._pipe.send((command, *arguments))
+        self._answer()
+
+    def kill(self) -> None:
+        """As ``kill -9``."""
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(PATIENCE)
+
+
+@contextmanager
+def producing(folder: Path, **limits: Any) -> Iterator[Producer]:
+    """A producer that is there for a while."""
+    folder.mkdir(exist_ok=True)
+    producer = Producer(folder, **limits)
+    try:
+        yield producer
+    finally:
+        if producer.process.is_alive():
+            producer.kill()
+
+
+class _Worker:
+    """What the process does."""
+
+    def __init__(self, folder: Path, limits: dict[str, Any]) -> None:
+        self.folder, self.catalog = folder, Catalog(folder)
+        # A restarted one goes on counting where its predecessor was.
+        self.state = self.catalog.producer() or ProducerState(Limits(CAPACITY, 3, **limits))
+        self.lock = threading.Lock()
+        self.silent = threading.Event()
+        threading.Thread(target=self.beat, daemon=True).start()
+
+    def say(self, **changes: Any) -> None:
+        with self.lock:
+            self.state = replace(self.state, beat=self.state.beat + 1, **changes)
+            self.catalog.write_producer(self.state)
+
+    def beat(self) -> None:
+        while not self.silent.wait(BEAT_SECONDS):
+            self.say()
+
+    def publish(self, *counts: int) -> None:
+        for packs in counts:
+            publish(self.folder, self.state.published, packs)
+            self.say(published=self.state.published + 1)
+
+    def end(self) -> None:
+        self.catalog.write_end(self.state.published)
+        self.say(state="stopped", reason="all input is read")
+
+    def free(self, *shards: int) -> None:
+        for shard in shards:
+            paths = ShardPaths.of(self.catalog.shard_prefix(shard))
+            for path in (paths.seq_idx, *paths.data):
+                Path(path).unlink()
+            self.say(freed=max(self.state.freed, shard + 1))
+
+    def become(self, state: str, reason: str | None = None) -> None:
+        self.say(state=state, reason=reason)
+
+    def hush(self) -> None:
+        self.silent.set()
+
+
+def _work(pipe: Connection, folder: Path, limits: dict[str, Any]) -> None:
+    worker = _Worker(folder, limits)
+    worker.say(state="running", reason=None)
+    pipe.send("done")
+    while True:
+        command, *arguments = pipe.recv()
+        getattr(worker, command)(*arguments)
+        pipe.send("done")

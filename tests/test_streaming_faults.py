@@ -1,0 +1,335 @@
+"""Catalogs that are filled while they are read, by a real process; and everything that can happen to either side."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_catalogs import all_names, dataset, loader, names, names_in, names_of
+from live_producers import PATIENCE, producing
+
+from megatron_sft_idx.catalog import completed, read_acks
+from megatron_sft_idx.errors import SFTIndexError
+from megatron_sft_idx.streaming import CatalogShards, LiveLoader
+
+COUNTS = [4, 3, 5, 2, 6, 4]
+
+
+class Taking:
+    """A loader that another thread drains."""
+
+    def __init__(self, batches: LiveLoader) -> None:
+        self.batches, self.names, self.error = batches, [], None
+        self.steps = 0
+        self._thread = threading.Thread(target=self._take, daemon=True)
+        self._thread.start()
+
+    names: list[int]
+    error: BaseException | None
+
+    def _take(self) -> None:
+        try:
+            for batch in self.batches:
+                self.names += names_in(batch)
+                self.steps += 1
+        except BaseException as error:
+            self.error = error
+
+    def until(self, true: Callable[[], bool]) -> None:
+        """Wait until something is so."""
+        deadline = time.monotonic() + PATIENCE
+        while not true():
+            assert time.monotonic() < deadline, f"{len(self.names)} packs, {self.error}"
+            time.sleep(0.01)
+
+    def ended(self) -> list[int]:
+        """What was taken in all, once it has come to its end."""
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive(), "no end"
+        if self.error is not None:
+            raise self.error
+        return self.names
+
+
+def impatient(folder: Path, **options: Any) -> CatalogShards:
+    return CatalogShards(str(folder), **{"max_wait": PATIENCE, "producer_timeout": PATIENCE, **options})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_starts_before_the_producer_ends(tmp_path: Path, workers: int) -> None:
+    with producing(tmp_path / "c") as producer:
+        ranks = [Taking(loader(impatient(tmp_path / "c"), rank, 2, workers=workers)) for rank in range(2)]
+        producer("publish", *COUNTS[:2])
+        ranks[0].until(lambda: len(ranks[0].names) == 4)
+        ranks[1].until(lambda: len(ranks[1].names) == 3)
+        producer("publish", *COUNTS[2:])
+        producer("end")
+        found = [rank.ended() for rank in ranks]
+    assert Counter(found[0] + found[1]) == Counter(all_names(COUNTS))
+    assert ranks[0].steps == ranks[1].steps == 15
+
+
+def test_a_trainer_that_is_there_before_the_producer(tmp_path: Path) -> None:
+    taking = Taking(loader(impatient(tmp_path / "c")))
+    with producing(tmp_path / "c") as producer:
+        producer("publish", *COUNTS)
+        producer("end")
+        assert Counter(taking.ended()) == Counter(all_names(COUNTS))
+
+
+def test_batches_that_are_ready_are_not_held_back(tmp_path: Path) -> None:
+    """With back-pressure that would be the end: the next shard comes only after this one is acknowledged."""
+    with producing(tmp_path / "c", max_ahead_shards=2) as producer:
+        producer("publish", 4)
+        with loader(impatient(tmp_path / "c"), micro_batch_size=2) as batches:
+            assert len(names_in(next(batches)) + names_in(next(batches))) == 4
+            batches.commit(batches.state_dict())
+            assert completed(read_acks(str(tmp_path / "c" / "_acks")), 1, [0, 1]) == [0]
+
+
+def test_a_window_waits_until_it_is_whole(tmp_path: Path) -> None:
+    with producing(tmp_path / "c") as producer:
+        taking = Taking(loader(impatient(tmp_path / "c"), window=3))
+        producer("publish", 4, 3)
+        time.sleep(0.3)
+        assert taking.names == []
+        producer("publish", 5, 2)
+        taking.until(lambda: len(taking.names) == 12)
+        producer("end")
+        found = taking.ended()
+    assert sorted(found[:12]) == all_names([4, 3, 5])
+    assert sorted(found[12:]) == names(3, 2)
+
+
+def test_dropping_serves_what_all_ranks_have(tmp_path: Path) -> None:
+    with producing(tmp_path / "c") as producer:
+        taking = Taking(loader(impatient(tmp_path / "c"), 0, 2, at_end="drop"))
+        producer("publish", 4)
+        time.sleep(0.3)
+        assert taking.names == []  # rank 1 has nothing yet, and may never have
+        producer("publish", 3)
+        taking.until(lambda: len(taking.names) == 3)
+        producer("end")
+        assert len(taking.ended()) == 3
+
+
+# ---- waiting that ends in an error, or in silence ----
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("commands", "options", "says"),
+    [
+        ([("become", "failed", "the tokenizer is gone")], {}, "producer failed: the tokenizer is gone"),
+        ([("hush",)], {"producer_timeout": 0.5}, "the producer is dead"),
+        ([("become", "stopped", "Ctrl-C"), ("hush",)], {"producer_timeout": 0.5}, r"stopped \(Ctrl-C\)"),
+        ([], {"max_wait": 0.5}, "longest wait allowed"),
+        ([("become", "waiting for consumers")], {"producer_timeout": 0.5}, "save checkpoints more often, or raise"),
+        ([("publish", 3), ("free", 1)], {}, "shards below 2 were removed"),
+        ([("publish", 3, 3), ("end",), ("free", 1)], {}, "shards below 2 were removed"),
+    ],
+)
+def test_a_shard_that_will_not_come_is_an_error_that_says_why(
+    tmp_path: Path, workers: int, commands: list[tuple[Any, ...]], options: dict[str, Any], says: str
+) -> None:
+    with producing(tmp_path / "c", max_ahead_shards=2) as producer:
+        producer("publish", 4)
+        with loader(impatient(tmp_path / "c", **options), workers=workers, shuffle=False) as batches:
+            assert [names_in(next(batches)) for _ in range(4)] == [[name] for name in names(0, 4)]
+            for command in commands:
+                producer(*command)
+            with pytest.raises(SFTIndexError, match=f"rank 0 waits for shard-000001: .*{says}"):
+                next(batches)
+
+
+def test_no_producer_at_all(tmp_path: Path) -> None:
+    with (
+        loader(impatient(tmp_path / "nowhere", producer_timeout=0.3)) as batches,
+        pytest.raises(SFTIndexError, match="nowhere: rank 0 waits for shard-000000: no producer has been here"),
+    ):
+        next(batches)
+
+
+def test_a_missing_shard_in_the_middle_is_named_at_the_start(tmp_path: Path) -> None:
+    with producing(tmp_path / "c") as producer:
+        producer("publish", *COUNTS)
+        producer("free", 2)
+        with loader(impatient(tmp_path / "c"), 0, 2) as batches, pytest.raises(SFTIndexError, match="shard 2 is not th"):
+            next(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_wait_can_be_ended_from_another_thread_at_once(tmp_path: Path, workers: int) -> None:
+    with producing(tmp_path / "c") as producer:
+        producer("publish", 4)
+        taking = Taking(loader(impatient(tmp_path / "c"), workers=workers))
+        taking.until(lambda: len(taking.names) == 4)
+        taking.batches.close()
+        assert len(taking.ended()) == 4
+    assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
+
+
+def test_a_wait_says_so_once_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "megatron_sft_idx.streaming")
+    with producing(tmp_path / "c") as producer:
+        producer("publish", 4)
+        taking = Taking(loader(impatient(tmp_path / "c"), 3, 4))
+        taking.until(lambda: any("waits" in line for line in caplog.messages))
+        taking.batches.close()
+        taking.ended()
+    waits = [line for line in caplog.messages if "waits" in line]
+    assert len(waits) == 1
+    assert waits[0].startswith("rank 3 waits 0 s for shard 3; producer alive 0 s ago, 1 published")
+
+
+# ---- what is killed and comes again ----
+
+
+def test_a_producer_that_is_killed_and_started_again(tmp_path: Path) -> None:
+    taking = Taking(loader(impatient(tmp_path / "c")))
+    with producing(tmp_path / "c") as producer:
+        producer("publish", *COUNTS[:3])
+        taking.until(lambda: len(taking.names) == 12)
+        producer.kill()
+    with producing(tmp_path / "c") as producer:
+        producer("publish", *COUNTS[3:])
+        producer("end")
+        assert Counter(taking.ended()) == Counter(all_names(COUNTS))
+
+
+def train(folder: Path, out: Path, rank: int, size: int, workers: int, die_after: int | None) -> None:
+    """A rank that notes what it trained on, and saves and commits a checkpoint every three steps."""
+    import json  # noqa: PLC0415
+
+    checkpoint = out / f"checkpoint-{rank}.json"
+    with loader(impatient(folder), rank, size, workers=workers, micro_batch_size=2) as batches:
+        trained: list[int] = []
+        if checkpoint.exists():
+            saved = json.loads(checkpoint.read_text())
+            trained = saved["trained"]
+            batches.load_state_dict(saved["state"])
+        for step, batch in enumerate(batches, 1):
+            if step == die_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            trained += names_in(batch)
+            if step % 3 == 0:
+                state = batches.state_dict()
+                fresh = checkpoint.with_suffix(".tmp")
+                fresh.write_text(json.dumps({"trained": trained, "state": state}))
+                fresh.replace(checkpoint)
+                batches.commit(state)
+    (out / f"done-{rank}.json").write_text(json.dumps(trained))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_consumer_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path, workers: int) -> None:
+    import json  # noqa: PLC0415
+
+    context = multiprocessing.get_context("spawn")
+    counts = [8, 6, 7, 9, 5, 8]
+
+    def run(rank: int, die_after: int | None) -> Any:
+        process = context.Process(target=train, args=(tmp_path / "c", tmp_path, rank, 2, workers, die_after))
+        process.start()
+        return process
+
+    with producing(tmp_path / "c") as producer:
+        ranks = [run(0, None), run(1, 5)]
+        producer("publish", *counts[:4])
+        ranks[1].join(PATIENCE)
+        assert ranks[1].exitcode == -signal.SIGKILL
+        ranks[1] = run(1, None)
+        producer("publish", *counts[4:])
+        producer("end")
+        for process in ranks:
+            process.join(PATIENCE)
+            assert process.exitcode == 0
+    found = [json.loads((tmp_path / f"done-{rank}.json").read_text()) for rank in range(2)]
+    assert Counter(found[0] + found[1]) == Counter(all_names(counts))
+
+
+def test_workers_end_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    with producing(tmp_path / "c") as producer:
+        producer("publish", 2)
+        reading, writing = context.Pipe(duplex=False)
+        trainer = context.Process(target=_wait_in_workers, args=(tmp_path / "c", writing))
+        trainer.start()
+        assert reading.poll(PATIENCE)
+        workers = reading.recv()
+        assert trainer.pid is not None
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.join(PATIENCE)
+        deadline = time.monotonic() + PATIENCE
+        while any(_runs(pid) for pid in workers):
+            assert time.monotonic() < deadline, "worker processes outlive their trainer"
+            time.sleep(0.05)
+
+
+def _wait_in_workers(folder: Path, pipe: Any) -> None:
+    batches = loader(impatient(folder), workers=2)
+    next(batches)
+    next(batches)
+    pipe.send([child.pid for child in multiprocessing.active_children()])
+    next(batches)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_shards_freed_behind_the_consumers_leave_nothing_out(tmp_path: Path) -> None:
+    """The least a producer may keep: what is complete goes at once, and no more than the ranks need is there."""
+    counts = [4] * 12
+    with producing(tmp_path / "c", max_ahead_shards=3, keep_recent=0) as producer:
+        found: list[int] = []
+        published, freed, states = 0, 0, [None, None]
+        while freed < len(counts):
+            while published < min(len(counts), freed + 3):
+                producer("publish", counts[published])
+                published += 1
+            if published == len(counts):
+                producer("end")
+            for rank in range(2):
+                with loader(impatient(tmp_path / "c"), rank, 2) as batches:
+                    if states[rank] is not None:
+                        batches.load_state_dict(states[rank])
+                    for _, batch in zip(range(4), batches, strict=False):
+                        found += names_in(batch)
+                    states[rank] = batches.state_dict()
+                    batches.commit(states[rank])
+            done = completed(read_acks(str(tmp_path / "c" / "_acks")), 1, range(freed, published))
+            producer("free", *done)
+            freed += len(done)
+            assert done
+    assert Counter(found) == Counter(all_names(counts))
+
+
+def test_numbers_above_five_and_six_digits(tmp_path: Path) -> None:
+    from megatron_sft_idx.catalog import Base, shard_name  # noqa: PLC0415
+    from megatron_sft_idx.streaming.state import RankState  # noqa: PLC0415
+
+    with producing(tmp_path / "c") as producer:
+        producer("publish", *COUNTS[:3])
+        producer("hush")
+    for shard in range(3):
+        for path in (tmp_path / "c").glob(f"{shard_name(shard)}.*"):
+            shutil.move(path, path.with_name(path.name.replace(shard_name(shard), shard_name(999_998 + shard))))
+    (tmp_path / "c" / "_END.json").write_text('{"version": 1, "shards": 1000001}')
+    given = dataset(tmp_path / "c", shuffle=False)
+    state = RankState(Base(seed=1234, frontier=999_998), False, 1, 0)
+    given.load_state_dict(state.to_json())
+    assert names_of(LiveLoader(given)) == all_names(COUNTS[:3])

@@ -1,0 +1,379 @@
+"""The loader on catalogs that are finished: what is served, resumed and acknowledged, with and without workers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from disks import NOBODY, in_a_child
+from live_catalogs import CAPACITY, all_names, dataset, loader, make_catalog, names, names_in, names_of, publish
+from torch.utils.data import DataLoader
+
+from megatron_sft_idx.catalog import Catalog, completed, read_acks
+from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.streaming import CatalogShards, LiveDataset
+from megatron_sft_idx.training.batch import BatchAssembler
+from training_source import StoredRows
+
+COUNTS = [5, 3, 0, 7, 4, 6]
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Path:
+    make_catalog(tmp_path / "catalog", COUNTS)
+    return tmp_path / "catalog"
+
+
+def copies(batches: Any, count: int | None = None) -> list[Tensors]:
+    """Batches that stay as they are when more are taken."""
+    taken = zip(range(count), batches, strict=False) if count is not None else enumerate(batches)
+    return [{name: tensor.clone() for name, tensor in batch.items()} for _, batch in taken]
+
+
+def same(some: list[Tensors], others: list[Tensors]) -> bool:
+    return len(some) == len(others) and all(
+        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+def test_batches_are_the_assemblers(catalog: Path) -> None:
+    """Every tensor of every batch, where packs come as they are stored."""
+    source = StoredRows(*(Shard(Catalog(catalog).shard_prefix(number)) for number in range(len(COUNTS))), pad_id=0)
+    assembler = BatchAssembler(source, 16, width=5)
+    with loader(catalog, shuffle=False, micro_batch_size=5) as batches:
+        taken = copies(batches)
+    assert same(taken, [assembler.assemble(range(first, first + 5)) for first in range(0, 25, 5)])
+
+
+@pytest.mark.parametrize("form", ["narrow", "narrow-weighted"])
+def test_forms_and_padded_sequences(catalog: Path, form: Any) -> None:
+    options = {"form": form, "micro_batch_size": 5, "seq_length": 24, "sequence_multiple": 2}
+    with loader(catalog, **options) as batches:
+        taken = copies(batches)
+    assert names_of(taken) == names_of(loader(catalog, micro_batch_size=5, seq_length=24))
+    assert all(batch["cu_seqlens_padded"].shape == (5, 5) for batch in taken)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("window", [1, 2])
+def test_ranks_read_everything_once_an_epoch_and_take_equal_steps(catalog: Path, size: int, window: int) -> None:
+    ranks = [
+        copies(loader(catalog, rank, size, micro_batch_size=2, window=window, epochs=2)) for rank in range(size)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    assert Counter(name for batches in ranks for name in names_of(batches)) == Counter(2 * all_names(COUNTS))
+    for rank, batches in enumerate(ranks):
+        own = {name for shard in range(rank, len(COUNTS), size) for name in names(shard, COUNTS[shard])}
+        assert set(names_of(batches)) == own
+        assert all(batch["tokens"].shape == (2, 16) and batch["tokens"][:, 0].min() >= 1000 for batch in batches)
+
+
+def test_dropping_takes_no_masked_rows(catalog: Path) -> None:
+    ranks = [names_of(loader(catalog, rank, 2, micro_batch_size=2, at_end="drop")) for rank in range(2)]
+    assert [len(found) for found in ranks] == [8, 8]
+    assert len(set(ranks[0] + ranks[1])) == 16
+
+
+def test_shuffling_stays_inside_the_window(catalog: Path) -> None:
+    stored = names_of(loader(catalog, shuffle=False))
+    assert stored == all_names(COUNTS)
+    shuffled = names_of(loader(catalog))
+    assert shuffled != stored
+    assert [name // 100 for name in shuffled] == [name // 100 for name in stored]
+    wide = names_of(loader(catalog, window=6))
+    assert sorted(wide) == stored
+    assert [name // 100 for name in wide] != [name // 100 for name in stored]
+    assert names_of(loader(catalog, seed=2)) != shuffled
+
+
+# ---- workers ----
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_workers_change_nothing(catalog: Path, workers: int) -> None:
+    alone = copies(loader(catalog, 1, 2, micro_batch_size=2, window=2, epochs=2))
+    with loader(catalog, 1, 2, micro_batch_size=2, window=2, epochs=2) as one:
+        states = [one.state_dict() for _ in one]
+    with loader(catalog, 1, 2, micro_batch_size=2, window=2, epochs=2, workers=workers) as several:
+        taken, there = [], []
+        for batch in several:
+            taken.append(batch)
+            there.append(several.state_dict())
+    assert same(taken, alone)
+    assert there == states
+
+
+def test_a_plain_dataloader_with_persistent_workers(catalog: Path) -> None:
+    made: Any = DataLoader(
+        dataset(catalog, micro_batch_size=2), batch_size=None, num_workers=4, persistent_workers=True
+    )
+    alone = copies(loader(catalog, micro_batch_size=2))
+    for _ in range(2):  # each pass begins at the dataset's state
+        assert same(copies(made), alone)
+
+
+# ---- resuming ----
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("at_end", ["pad", "drop"])
+def test_the_same_size_goes_on_bit_for_bit(catalog: Path, workers: int, at_end: str) -> None:
+    options = {"micro_batch_size": 2, "window": 2, "epochs": 2, "at_end": at_end}
+    whole = copies(loader(catalog, 1, 2, **options))
+    for steps in (0, 1, 3, len(whole) - 1, len(whole)):
+        with loader(catalog, 1, 2, workers=workers, **options) as first:
+            taken = copies(first, steps)
+            state = json.loads(json.dumps(first.state_dict()))
+        with loader(catalog, 1, 2, workers=workers, **options) as second:
+            second.load_state_dict(state)
+            assert second.state_dict() == state
+            assert same(taken + copies(second), whole)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2), (1, 3), (3, 2, 5, 1)])
+def test_another_number_of_ranks_goes_on_exactly_once(catalog: Path, sizes: tuple[int, ...]) -> None:
+    found: list[str | int] = []
+    states: list[Any] = []
+    for size in sizes:
+        after = []
+        for rank in range(size):
+            with loader(catalog, rank, size, window=2) as batches:
+                if states:
+                    batches.load_state_dict(states)
+                found += names_of(copies(batches, None if size == sizes[-1] else 2))
+                after.append(batches.state_dict())
+        states = json.loads(json.dumps(after))
+    assert Counter(found) == Counter(all_names(COUNTS))
+
+
+def test_a_state_that_does_not_fit_is_refused(catalog: Path) -> None:
+    with loader(catalog, 0, 2) as batches:
+        next(batches)
+        state = batches.state_dict()
+    for options, says in (
+        ({"rank": 1}, "rank 0, this rank has 1"),
+        ({"size": 3}, "data-parallel size 2, this rank has 3"),
+        ({"window": 2}, "window 1, this rank has 2"),
+        ({"micro_batch_size": 2}, "micro-batch size 1, this rank has 2"),
+        ({"micro_batches": 2}, "rows in a step 1, this rank has 2"),
+        ({"seed": 2}, "seed 1234"),
+        ({"shuffle": False}, "shuffle True"),
+    ):
+        given: dict[str, Any] = {"rank": 0, "size": 2, **options}
+        with pytest.raises(FormatError, match=says):
+            dataset(catalog, **given).load_state_dict(state)
+    with loader(catalog, 0, 2) as batches:
+        next(batches)
+        with pytest.raises(SFTIndexError, match="into a new loader"):
+            batches.load_state_dict(state)
+
+
+def remove(catalog: Path, *shards: int) -> None:
+    for shard in shards:
+        for path in catalog.glob(f"shard-{shard:06d}.*"):
+            path.unlink()
+
+
+def test_resuming_where_shards_were_freed_names_them(catalog: Path) -> None:
+    with loader(catalog) as batches:
+        next(batches)
+        state = batches.state_dict()
+    remove(catalog, 1, 3)
+    with loader(catalog) as batches:
+        batches.load_state_dict(state)
+        with pytest.raises(FormatError, match=r"shards 1, 3 \(2 in all\) are not there any more.*latest committed"):
+            next(batches)
+        with pytest.raises(StopIteration):
+            next(batches)
+
+
+# ---- acknowledgements ----
+
+
+def shards_completed(catalog: Path, ack_dir: Path | None = None) -> list[int]:
+    return completed(read_acks(str(ack_dir or catalog / "_acks")), 1, range(len(COUNTS)))
+
+
+def test_a_shard_is_complete_when_a_checkpoint_is_committed_not_when_it_was_read(catalog: Path) -> None:
+    with loader(catalog) as batches:
+        copies(batches, 8)
+        state = batches.state_dict()
+        copies(batches, 3)
+        assert shards_completed(catalog) == []
+        for _ in range(2):  # again does no harm
+            batches.commit(json.loads(json.dumps(state)))
+            assert shards_completed(catalog) == [0, 1]
+
+
+def test_nothing_is_complete_before_the_last_epoch(catalog: Path) -> None:
+    with loader(catalog, epochs=2, micro_batch_size=5) as batches:
+        found = []
+        for _ in batches:
+            batches.commit(batches.state_dict())
+            found.append(len(shards_completed(catalog)))
+    assert found[:5] == [0] * 5
+    assert found[-1] == len(COUNTS)
+
+
+def test_ranks_that_are_ahead_are_counted_by_their_acknowledgements(catalog: Path) -> None:
+    """Rank 0 is done, and its shards are freed, when rank 1 begins: rank 1 still takes as many steps."""
+    with loader(catalog, 0, 2) as ahead:
+        steps = len(copies(ahead))
+        ahead.commit(ahead.state_dict())
+    remove(catalog, *shards_completed(catalog))
+    assert not list(catalog.glob("shard-000000*"))
+    with loader(catalog, 1, 2) as behind:
+        taken = copies(behind)
+    assert len(taken) == steps == 16
+    assert sorted(names_of(taken)) == [name for shard in (1, 3, 5) for name in names(shard, COUNTS[shard])]
+
+
+def test_freed_shards_that_nobody_acknowledged_cannot_be_counted(catalog: Path) -> None:
+    remove(catalog, 0)
+    with loader(catalog, 1, 2) as batches, pytest.raises(SFTIndexError, match="shard-000000: 6 have been published"):
+        copies(batches)
+
+
+def test_a_run_that_was_given_up_does_not_mix_with_the_next(catalog: Path) -> None:
+    """Two ways on from one checkpoint, with other sizes: acknowledgements of the first do not count for the second."""
+    with loader(catalog) as batches:
+        copies(batches, 2)
+        states = [batches.state_dict()]
+    for size in (3, 2):
+        for rank in range(size):
+            with loader(catalog, rank, size) as batches:
+                batches.load_state_dict(states)
+                copies(batches, 4 if size == 3 else 1)
+                batches.commit(batches.state_dict())
+        acks = read_acks(str(catalog / "_acks"))["train"]
+        assert {(ack.generation, ack.size) for ack in acks} == {(1, 3) if size == 3 else (2, 2)}
+
+
+def test_acknowledgements_go_where_they_are_told_to(catalog: Path, tmp_path: Path) -> None:
+    with loader(catalog, ack_dir=tmp_path / "acks", consumer="run-1") as batches:
+        copies(batches)
+        batches.commit(batches.state_dict())
+    assert shards_completed(catalog, tmp_path / "acks") == list(range(len(COUNTS)))
+    assert not (catalog / "_acks").exists()
+
+
+@pytest.fixture
+def readable(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder that another user reaches."""
+    import tempfile  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        yield Path(made)
+
+
+def test_a_catalog_that_consumers_may_not_write_to(readable: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_catalog(readable / "limited", COUNTS, max_ahead_shards=5)
+    make_catalog(readable / "free", COUNTS)
+    (readable / "acks").mkdir(mode=0o777)
+    (readable / "acks").chmod(0o777)
+
+    def as_another() -> None:
+        with loader(readable / "limited") as batches, pytest.raises(SFTIndexError, match="cannot be written.*--ack-dir"):
+            next(batches)
+        with loader(readable / "limited", ack_dir=readable / "acks") as batches:
+            assert names_of(copies(batches)) != []
+            batches.commit(batches.state_dict())
+        assert shards_completed(readable / "limited", readable / "acks") == list(range(len(COUNTS)))
+        caplog.set_level(logging.INFO)
+        with loader(readable / "free") as batches:
+            copies(batches)
+            batches.commit(batches.state_dict())
+        assert sum("cannot be written here; nothing depends on them" in line for line in caplog.messages) == 1
+
+    in_a_child(as_another, user=NOBODY)
+
+
+# ---- refusals, limits, logs ----
+
+
+def test_what_a_live_catalog_cannot_serve_is_refused_with_the_reason(catalog: Path) -> None:
+    with pytest.raises(FormatError, match="global shuffle needs every pack before the first step"):
+        dataset(catalog, shuffle="global")
+    with pytest.raises(FormatError, match="blend"):
+        LiveDataset([str(catalog), str(catalog)], rank=0, size=1, seq_length=16)  # type: ignore[arg-type]
+    for options in ({"rank": 2, "size": 2}, {"window": 0}, {"epochs": 0}, {"micro_batch_size": 0}, {"at_end": "stop"}):
+        with pytest.raises(FormatError, match="catalog:"):
+            dataset(catalog, **options)
+    with loader(catalog, seq_length=8) as batches, pytest.raises(FormatError, match="packs of up to 12 tokens"):
+        next(batches)
+
+
+def test_limits_with_which_training_must_stop_are_refused_at_the_start(tmp_path: Path) -> None:
+    make_catalog(tmp_path / "c", COUNTS, max_ahead_shards=4)
+    for size, window, fits in ((3, 1, True), (4, 1, False), (1, 2, True), (2, 2, False)):
+        with loader(tmp_path / "c", 0, size, window=window) as batches:
+            if fits:
+                next(batches)
+            else:
+                with pytest.raises(FormatError, match="--max-ahead-shards [57] or more"):
+                    next(batches)
+
+
+def test_a_shard_that_breaks_the_promise_is_named(catalog: Path) -> None:
+    from packs import sample_of, write_samples  # noqa: PLC0415
+
+    wide = [sample_of([1] * 5, lambda p: 0, lambda p: 1)]
+    write_samples(Catalog(catalog).shard_prefix(1), wide, capacity=CAPACITY, pad_id=0, overwrite=True)
+    with loader(catalog) as batches, pytest.raises(FormatError, match="shard-000001: 5 sequences in a pack.*promised 3"):
+        copies(batches)
+
+
+def test_a_finished_folder_without_a_producer_says_itself_what_it_holds(tmp_path: Path) -> None:
+    for shard, packs in enumerate(COUNTS):
+        publish(tmp_path, shard, packs)
+    with loader(tmp_path) as batches, pytest.raises(SFTIndexError, match="no _producer.json"):
+        next(batches)
+    Catalog(tmp_path).write_end(len(COUNTS))
+    assert names_of(loader(tmp_path, shuffle=False)) == all_names(COUNTS)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_log_says_who_reads_what(catalog: Path, workers: int, capfd: pytest.CaptureFixture[str]) -> None:
+    handler = logging.StreamHandler()  # to the standard error that worker processes share
+    log = logging.getLogger("megatron_sft_idx.streaming")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        with loader(catalog, 1, 2, micro_batch_size=2, workers=workers) as batches:
+            copies(batches)
+            batches.commit(batches.state_dict())
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith(f"data-parallel rank 1 of 2: catalog {catalog}, window 1, shuffled, epoch 1 of 1, {workers} w")
+    tokens = [Shard(Catalog(catalog).shard_prefix(shard)).header.num_tokens for shard in range(len(COUNTS))]
+    opened = [line for line in lines if ": shard " in line]
+    assert opened == [f"rank 1: shard {s}, {COUNTS[s]} packs, {tokens[s]} tokens" for s in (1, 3, 5)]
+    assert "rank 1: epoch 1 ends after 8 steps of 2 rows, 16 packs; 0 rows of padding" in lines
+    assert lines[-1] == "rank 1: committed epoch 1, 3 items, 16 packs of shards that are complete"
+
+
+def test_a_dropped_loader_leaves_no_thread(catalog: Path) -> None:
+    batches = loader(catalog)
+    assert names_in(next(batches))
+    batches.close()
+    batches.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "batches"]
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_backends(catalog: Path) -> None:
+    mapped = copies(loader(catalog, micro_batch_size=4))
+    assert same(copies(loader(CatalogShards(str(catalog), backend="pread"), micro_batch_size=4)), mapped)
