@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from chats import SUFFIXES, TOKENIZER, Outcome, command, files_of, sequences_of
+from chats import SUFFIXES, TOKENIZER, Outcome, command, files_of, sequences_of, write_rows
+from interrupted_runs import some_rows
+from packs import opens
 
 from megatron_sft_idx.catalog import Ack, Base, Catalog, ProducerState, ack_folder, shard_name, write_ack
 
@@ -100,3 +102,53 @@ def acknowledge(folder: Path, shards: int, consumer: str = "one") -> None:
     """A consumer of one rank has completed the first ``shards`` shards."""
     ack = Ack(consumer, 0, Base(), size=1, rank=0, items_done=shards, packs_done=shards)
     write_ack(ack_folder(Catalog(folder)), ack)
+
+
+class Production:
+    """One input, and the shards that an uninterrupted run makes of it.
+
+    Attributes:
+        shards: from one file.
+        grown: from a growing folder, where pieces end with its files.
+        seconds: what a run takes.
+    """
+
+    def __init__(self, folder: Path, rows: int = 48) -> None:
+        self.folder = folder
+        self.rows = write_rows(folder / "rows.jsonl", some_rows(rows))
+        self.watched = folder / "watched"
+        self.watched.mkdir()
+        # The same rows in files of a growing folder.
+        lines = self.rows.read_text().splitlines(keepends=True)
+        for number, first in enumerate(range(0, len(lines), 7)):
+            (self.watched / f"{number}.jsonl").write_text("".join(lines[first : first + 7]))
+        (self.watched / "_END").touch()
+        assert self.run(folder / "calm").code == 0
+        self.shards = shards_of(folder / "calm")
+        begin = time.monotonic()
+        assert self.run(folder / "grown", "--watch").code == 0
+        self.seconds = time.monotonic() - begin
+        self.grown = shards_of(folder / "grown")
+
+    def run(self, catalog: Path, source: str = "--input", *more: object) -> Outcome:
+        if source == "-":
+            return piped(self.rows, catalog, "--on-bad-row", "skip", *more)
+        given = self.watched if source == "--watch" else self.rows
+        return produced(catalog, source, given, "--on-bad-row", "skip", *more)
+
+    def check_what_is_left(self, catalog: Path) -> None:
+        """Every shard that is there is whole and one of those that there are to be, and none is passed over."""
+        numbers = Catalog(catalog).numbers()
+        assert numbers == list(range(len(numbers)))
+        for number in numbers:
+            assert opens(Catalog(catalog).shard_prefix(number))
+        found = shards_of(catalog)
+        assert any(found.items() <= whole.items() for whole in (self.shards, self.grown))
+
+    def assert_ends_the_same(self, catalog: Path, source: str = "--input", *more: object) -> None:
+        done = self.run(catalog, source, *more)
+        assert done.code == 0, done.err
+        whole = self.grown if source == "--watch" else self.shards
+        assert shards_of(catalog) == whole
+        if source != "-":
+            assert_clean(catalog, len(whole))

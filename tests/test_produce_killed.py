@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import random
 import shutil
-import time
 from pathlib import Path
 
 import pytest
-from chats import command, write_rows
-from interrupted_runs import be_quick, some_rows
-from kills import killed_after, killed_at
-from packs import opens
+from chats import command
+from interrupted_runs import be_quick
+from kills import killed_at
 from productions import (
+    Production,
     acknowledge,
     arguments,
     assert_clean,
-    piped,
-    produced,
     producing,
     shards_of,
     state_of,
@@ -32,50 +28,6 @@ def quick():
     with pytest.MonkeyPatch.context() as patch:
         be_quick(patch)
         yield
-
-
-class Production:
-    """One input, and the shards that an uninterrupted run makes of it."""
-
-    def __init__(self, folder: Path, rows: int = 48) -> None:
-        self.folder = folder
-        self.rows = write_rows(folder / "rows.jsonl", some_rows(rows))
-        self.watched = folder / "watched"
-        self.watched.mkdir()
-        # The same rows in files of a growing folder.
-        lines = self.rows.read_text().splitlines(keepends=True)
-        for number, first in enumerate(range(0, len(lines), 7)):
-            (self.watched / f"{number}.jsonl").write_text("".join(lines[first : first + 7]))
-        (self.watched / "_END").touch()
-        begin = time.monotonic()
-        assert self.run(folder / "calm").code == 0
-        self.seconds = time.monotonic() - begin
-        self.shards = shards_of(folder / "calm")
-        assert self.run(folder / "grown", "--watch").code == 0
-        self.grown = shards_of(folder / "grown")
-
-    def run(self, catalog: Path, source: str = "--input", *more: object):
-        if source == "-":
-            return piped(self.rows, catalog, "--on-bad-row", "skip", *more)
-        given = self.watched if source == "--watch" else self.rows
-        return produced(catalog, source, given, "--on-bad-row", "skip", *more)
-
-    def check_what_is_left(self, catalog: Path) -> None:
-        """Every shard that is there is whole and one of those that there are to be, and none is passed over."""
-        numbers = Catalog(catalog).numbers()
-        assert numbers == list(range(len(numbers)))
-        for number in numbers:
-            assert opens(Catalog(catalog).shard_prefix(number))
-        found = shards_of(catalog)
-        assert any(found.items() <= whole.items() for whole in (self.shards, self.grown))
-
-    def assert_ends_the_same(self, catalog: Path, source: str = "--input", *more: object) -> None:
-        done = self.run(catalog, source, *more)
-        assert done.code == 0, done.err
-        whole = self.grown if source == "--watch" else self.shards
-        assert shards_of(catalog) == whole
-        if source != "-":
-            assert_clean(catalog, len(whole))
 
 
 @pytest.fixture(scope="module")
@@ -107,20 +59,6 @@ def test_killed_with_input_that_comes_bit_by_bit(production, tmp_path, source):
         production.check_what_is_left(at)
         production.assert_ends_the_same(at, source)
     assert step > 100
-
-
-def test_killed_at_random_moments_and_killed_again(production, tmp_path):
-    chance = random.Random(0)
-    kills = 0
-    for attempt in range(6):
-        at = tmp_path / str(attempt)
-        for _ in range(1 + attempt % 3):
-            if not killed_after(chance.uniform(0, 1.1 * production.seconds), lambda at=at: production.run(at)):
-                break
-            kills += 1
-            production.check_what_is_left(at)
-        production.assert_ends_the_same(at)
-    assert kills > 1
 
 
 def test_killed_while_it_removes_what_is_completed(production, tmp_path):
