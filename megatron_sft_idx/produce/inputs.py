@@ -21,6 +21,8 @@ PiecesOfAFile: TypeAlias = Iterator[Piece | NotYet]
 _STDIN = "standard input"
 # Pieces read ahead from a pipe.
 _AHEAD = 2
+# Until a pipe is said to have nothing now: long enough that a fast one is never said to.
+_PATIENCE_SECONDS = 0.05
 
 
 class Input(Protocol):
@@ -76,7 +78,7 @@ def _shown(file: TakenFile | None) -> str:
 
 
 class StandardInput:
-    """JSON lines from a pipe, read by a thread, so that nobody who asks for a piece waits for the pipe."""
+    """JSON lines from a pipe, read by a thread, so that nobody who asks for a piece waits long for the pipe."""
 
     def __init__(self, piece_nbytes: int) -> None:
         self._piece_nbytes = piece_nbytes
@@ -109,7 +111,7 @@ def _in_background(pieces: Iterator[Piece]) -> PiecesOfAFile:
     threading.Thread(target=take, name="standard input", daemon=True).start()
     while True:
         try:
-            piece = taken.get_nowait()
+            piece = taken.get(timeout=_PATIENCE_SECONDS)
         except queue.Empty:
             yield NOT_YET
             continue

@@ -10,7 +10,7 @@ from megatron_sft_idx.produce.keeper import StateKeeper
 
 __all__ = ["Waiting"]
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25
 _SECONDS_BETWEEN_LINES = 60.0
 # Shorter waits are the normal course of things and nothing to tell.
 _SECONDS_BEFORE_A_STATE = 0.5
