@@ -50,7 +50,7 @@ from megatron_sft_idx.training.sampler import PackedBatchSampler
 Observer = Callable[[Batch], None]
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -65,10 +65,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     data.add_argument("--data-cache-path", help="folder for indices that are built once")
     data.add_argument("--seq-length", type=int, required=True, help="positions of a training row")
     data.add_argument("--repack", action="store_true", help="plan packs for --seq-length at start-up; rewrites nothing")
-
-    add_live_options(parser)
-    add_row_options(parser.add_argument_group("live chunks of raw chats"), required=False)
-    add_mask_options(parser)
 
     model = parser.add_argument_group("model")
     model.add_argument("--num-layers", type=int, default=2)
@@ -104,6 +100,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     training.add_argument("--load", type=Path, help="folder of checkpoints; its latest is continued")
     training.add_argument("--log-interval", type=int, default=1)
     training.add_argument("--log", type=Path, help="write each step's loss and gradient norm here as JSON lines")
+
+    add_live_options(parser)
+    add_row_options(parser.add_argument_group("live chunks of raw chats"), required=False)
+    add_mask_options(parser)
+    return parser
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = build_parser()
     args = parser.parse_args(argv)
     if is_live(args):
         try:

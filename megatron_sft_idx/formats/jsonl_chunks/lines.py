@@ -44,8 +44,8 @@ def parse(raw: bytes) -> Line:
     if not isinstance(row, dict):
         raise ValueError(f"found {type(row).__name__}, expected an object with {', '.join(FIELDS)}")
     if missing := [name for name in FIELDS if name not in row]:
-        raw = "; chats that are not tokenised yet go through preprocess, live ones need --tokenizer-model"
-        remedy = raw if "messages" in row else ""
+        chats = "; chats that are not tokenised yet go through preprocess, live ones need --tokenizer-model"
+        remedy = chats if "messages" in row else ""
         raise ValueError(f"no {', '.join(missing)}; every line has {', '.join(FIELDS)}{remedy}")
     tokens, labels, positions, lengths = (_integers(row[name], name) for name in FIELDS[:4])
     _check_counts(row, len(tokens), len(labels), len(positions), lengths)
