@@ -26,6 +26,7 @@ from test_formats_jsonl_chunks import produced
 from megatron_sft_idx.catalog import Ack, Base, Catalog, write_ack
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.preprocess import EncodingOptions
+from megatron_sft_idx.streaming import LiveDataset, LiveLoader
 from megatron_sft_idx.streaming.chunk_end import EndDecider
 from megatron_sft_idx.streaming.chunk_markers import Markers
 from megatron_sft_idx.streaming.chunk_rows import PackedLines, RawLines, RowLimits
@@ -188,6 +189,26 @@ def test_raw_and_packed_lines_are_not_mistaken_for_each_other(tmp_path: Path) ->
     chunks = pickle.loads(pickle.dumps(LiveChunks(options_of(tmp_path, kind=raw, num_chunks=1))))
     assert chunks.limits(WAITER).capacity == 64
     assert len(read_all(chunks)) == 2
+
+
+def test_numbers_above_99999_go_through_the_loader(tmp_path: Path) -> None:
+    first = 99_997
+    with producer(tmp_path, packed_rows(15), samples_per_chunk=3, first=first) as process:
+        assert process.wait(PATIENCE) == 0
+    folder = tmp_path / "chunks"
+    Catalog(folder).write_end(first + 5)
+    found: dict[int, list[int]] = {}
+    for rank in (0, 1):
+        live = LiveChunks(options_of(tmp_path), Markers(str(folder), str(folder / "_acks")))
+        dataset = LiveDataset(live, rank=rank, size=2, seq_length=64, shuffle=False)
+        with LiveLoader(dataset) as loader:
+            state = loader.state_dict()
+            # As a run has it that began with chunk 0.
+            loader.load_state_dict(state | {"base": state["base"] | {"frontier": first}})
+            found[rank] = [int(batch["tokens"][0, 0]) for batch in loader if batch["loss_mask"].any()]
+            loader.commit(loader.state_dict())
+    assert found == {0: [0, 1, 2, 6, 7, 8, 12, 13, 14], 1: [3, 4, 5, 9, 10, 11]}
+    assert len(list(folder.glob("chunk_*.completed"))) == 5
 
 
 # ---- markers ----

@@ -2,8 +2,8 @@
 
 A chunk is whole when a later chunk or the declared end is there, as its producer then is done with it; half a line at
 its end is an error then. The newest chunk has neither. It is taken as whole when it has not changed for a while and
-ends with a line, which is said, as a producer that paused for longer would be mistaken for one that is done. Whoever
-reads a chunk holds its size against what it was, so such a mistake is an error and no loss.
+ends with a line, which is said, as a producer that paused for longer would be mistaken for one that is done. Its size
+is then held against what it was until it has a successor, so such a mistake is an error and no loss.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class ChunkFolder:
             return False
         if not followed:
             return self._is_settled(number, status)
-        self._looks.pop(number, None)
         if not ends_whole(path):
             raise FormatError(
                 f"{path}: its last line ends in the middle though"
@@ -82,6 +81,25 @@ class ChunkFolder:
                 " died; write the chunk again, or remove the half line"
             )
         return True
+
+    def require_unchanged(self) -> None:
+        """FormatError where a chunk that was taken as whole has grown since."""
+        for number, look in list(self._looks.items()):
+            if not look.settled:
+                continue
+            followed = self._is_followed(number)
+            try:
+                now = os.stat(self.path_of(number)).st_size
+            except FileNotFoundError:
+                now, followed = look.nbytes, True  # consumed, and freed
+            if now != look.nbytes:
+                raise FormatError(
+                    f"{self.path_of(number)}: it has {now:,} bytes and had {look.nbytes:,} when it was taken as whole,"
+                    f" having not changed for {self.settle_seconds:g} s; its producer pauses longer: raise --settle,"
+                    " and go on from a checkpoint that does not include it"
+                )
+            if followed:
+                del self._looks[number]
 
     def describe(self, number: int) -> str:
         """Why a chunk is waited for, as a clause."""

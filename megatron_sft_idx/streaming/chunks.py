@@ -154,6 +154,7 @@ class LiveChunks:
         while True:
             end = self.end()
             self._require_even()
+            self._chunks.require_unchanged()
             if end is not None and number >= end:
                 return False
             if self._chunks.is_whole(number, self._declared_end()):
@@ -162,8 +163,8 @@ class LiveChunks:
             if waited >= self.options.max_wait:
                 raise SFTIndexError(
                     f"{self._chunks.path_of(number)}: {waiter.who} waited {waited:.0f} s for it, as long as it may"
-                    f" (--max-wait): {self._chunks.describe(number)}; see whether its producer is alive, declare the"
-                    f" end (--end-after), or wait longer"
+                    f" (--max-wait): {self._chunks.describe(number)}; see whether its producer is alive, have the end"
+                    " declared (--end-after), or wait longer"
                 )
             if waiter.speaks and waited >= line_at:
                 line_at = waited + _LINE_EVERY_SECONDS
@@ -213,9 +214,10 @@ class LiveChunks:
 
     def _require_even(self) -> None:
         """FormatError where a chunk that is not the last one has another number of lines than it should have."""
+        newest, expected = self._chunks.newest(), self.options.samples_per_chunk or 0
         for number, lines in self._uneven.items():
-            expected = self.options.samples_per_chunk or 0
-            if lines > expected or self._chunks.newest() != number:
+            # The last one may be freed already.
+            if lines > expected or (newest is not None and newest > number):
                 raise FormatError(
                     f"{self._chunks.path_of(number)}: it has {lines:,} lines, expected {expected:,}"
                     " (--samples-per-chunk) in every chunk but the last; counts are taken from the chunks themselves,"
