@@ -55,7 +55,7 @@ fuzz: $(VENV)/built  ## every parser against mutated input, FUZZ_SECONDS (600) a
 
 bench: $(VENV)/built  ## packing, tokenising, writing, merging, reading, batches, verifying beside other packages: tools/bench/results
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[bench]'
-	@for bench in packing tokenising shard merge batches index_only verify formats conversion; do $(BIN)/python tools/bench/$$bench.py || exit 1; done
+	@for bench in packing tokenising shard merge batches index_only verify formats conversion live_catalog; do $(BIN)/python tools/bench/$$bench.py || exit 1; done
 
 # megatron-core warns four times that it falls back to its own code, which is what the demo wants.
 demo: $(VENV)/built  ## bundled chats become a packed shard in demo-out, are read back and shown

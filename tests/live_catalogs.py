@@ -1,4 +1,4 @@
-"""Catalogs for tests of their consumers: in memory, for the order alone, and on disk, with packs that tell who they are."""
+"""Catalogs for tests of consumers: in memory, for the order alone, and on disk, with packs that tell who they are."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Producer:
     """Commands to the process; each returns when it is done."""
 
     def __init__(self, folder: Path, **limits: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(theirs, folder, limits), daemon=True)
         self.process.start()
@@ -37,8 +37,8 @@ class Producer:
         assert self._pipe.poll(PATIENCE), "the producer does not answer"
         assert self._pipe.recv() == "done"
 
-    def __call__(self, command: str, *arguments: Any) -> None:
-        self._pipe.send((command, *arguments))
+    def __call__(self, command: str, *arguments: Any, **options: Any) -> None:
+        self._pipe.send((command, arguments, options))
         self._answer()
 
     def kill(self) -> None:
@@ -96,6 +96,11 @@ class _Worker:
                 Path(path).unlink()
             self.say(freed=max(self.state.freed, shard + 1))
 
+    def lose(self, freed: bool) -> None:
+        """A shard that came and went before anybody looked."""
+        number = self.state.published + 1
+        self.say(published=number, freed=number if freed else self.state.freed)
+
     def become(self, state: str, reason: str | None = None) -> None:
         self.say(state=state, reason=reason)
 
@@ -108,6 +113,6 @@ def _work(pipe: Connection, folder: Path, limits: dict[str, Any]) -> None:
     worker.say(state="running", reason=None)
     pipe.send("done")
     while True:
-        command, *arguments = pipe.recv()
-        getattr(worker, command)(*arguments)
+        command, arguments, options = pipe.recv()
+        getattr(worker, command)(*arguments, **options)
         pipe.send("done")

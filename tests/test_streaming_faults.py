@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -18,9 +19,10 @@ import pytest
 from live_catalogs import all_names, dataset, loader, names, names_in, names_of
 from live_producers import PATIENCE, producing
 
-from megatron_sft_idx.catalog import completed, read_acks
+from megatron_sft_idx.catalog import Base, completed, read_acks, shard_name
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.streaming import CatalogShards, LiveLoader
+from megatron_sft_idx.streaming.state import RankState
 
 COUNTS = [4, 3, 5, 2, 6, 4]
 
@@ -135,8 +137,8 @@ def test_dropping_serves_what_all_ranks_have(tmp_path: Path) -> None:
         ([("become", "stopped", "Ctrl-C"), ("hush",)], {"producer_timeout": 0.5}, r"stopped \(Ctrl-C\)"),
         ([], {"max_wait": 0.5}, "longest wait allowed"),
         ([("become", "waiting for consumers")], {"producer_timeout": 0.5}, "save checkpoints more often, or raise"),
-        ([("publish", 3), ("free", 1)], {}, "shards below 2 were removed"),
-        ([("publish", 3, 3), ("end",), ("free", 1)], {}, "shards below 2 were removed"),
+        ([("lose", True), ("publish", 3)], {}, "shards below 2 were removed"),
+        ([("lose", False), ("publish", 3), ("end",)], {}, "have been published and this one is not there"),
     ],
 )
 def test_a_shard_that_will_not_come_is_an_error_that_says_why(
@@ -164,7 +166,10 @@ def test_a_missing_shard_in_the_middle_is_named_at_the_start(tmp_path: Path) -> 
     with producing(tmp_path / "c") as producer:
         producer("publish", *COUNTS)
         producer("free", 2)
-        with loader(impatient(tmp_path / "c"), 0, 2) as batches, pytest.raises(SFTIndexError, match="shard 2 is not th"):
+        with (
+            loader(impatient(tmp_path / "c"), 0, 2) as batches,
+            pytest.raises(SFTIndexError, match="shard 2 is not th"),
+        ):
             next(batches)
 
 
@@ -209,8 +214,6 @@ def test_a_producer_that_is_killed_and_started_again(tmp_path: Path) -> None:
 
 def train(folder: Path, out: Path, rank: int, size: int, workers: int, die_after: int | None) -> None:
     """A rank that notes what it trained on, and saves and commits a checkpoint every three steps."""
-    import json  # noqa: PLC0415
-
     checkpoint = out / f"checkpoint-{rank}.json"
     with loader(impatient(folder), rank, size, workers=workers, micro_batch_size=2) as batches:
         trained: list[int] = []
@@ -233,9 +236,7 @@ def train(folder: Path, out: Path, rank: int, size: int, workers: int, die_after
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_consumer_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path, workers: int) -> None:
-    import json  # noqa: PLC0415
-
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     counts = [8, 6, 7, 9, 5, 8]
 
     def run(rank: int, die_after: int | None) -> Any:
@@ -259,7 +260,7 @@ def test_a_consumer_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path, w
 
 
 def test_workers_end_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     with producing(tmp_path / "c") as producer:
         producer("publish", 2)
         reading, writing = context.Pipe(duplex=False)
@@ -319,9 +320,6 @@ def test_shards_freed_behind_the_consumers_leave_nothing_out(tmp_path: Path) -> 
 
 
 def test_numbers_above_five_and_six_digits(tmp_path: Path) -> None:
-    from megatron_sft_idx.catalog import Base, shard_name  # noqa: PLC0415
-    from megatron_sft_idx.streaming.state import RankState  # noqa: PLC0415
-
     with producing(tmp_path / "c") as producer:
         producer("publish", *COUNTS[:3])
         producer("hush")

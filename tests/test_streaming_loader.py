@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,15 @@ import pytest
 import torch
 from disks import NOBODY, in_a_child
 from live_catalogs import CAPACITY, all_names, dataset, loader, make_catalog, names, names_in, names_of, publish
+from packs import sample_of, write_samples
 from torch.utils.data import DataLoader
+from training_source import StoredRows
 
 from megatron_sft_idx.catalog import Catalog, completed, read_acks
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.streaming import CatalogShards, LiveDataset
 from megatron_sft_idx.training.batch import BatchAssembler
-from training_source import StoredRows
 
 COUNTS = [5, 3, 0, 7, 4, 6]
 Tensors = dict[str, torch.Tensor]
@@ -66,9 +69,7 @@ def test_forms_and_padded_sequences(catalog: Path, form: Any) -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("window", [1, 2])
 def test_ranks_read_everything_once_an_epoch_and_take_equal_steps(catalog: Path, size: int, window: int) -> None:
-    ranks = [
-        copies(loader(catalog, rank, size, micro_batch_size=2, window=window, epochs=2)) for rank in range(size)
-    ]
+    ranks = [copies(loader(catalog, rank, size, micro_batch_size=2, window=window, epochs=2)) for rank in range(size)]
     assert len({len(batches) for batches in ranks}) == 1
     assert Counter(name for batches in ranks for name in names_of(batches)) == Counter(2 * all_names(COUNTS))
     for rank, batches in enumerate(ranks):
@@ -267,10 +268,8 @@ def test_acknowledgements_go_where_they_are_told_to(catalog: Path, tmp_path: Pat
 
 
 @pytest.fixture
-def readable(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def readable() -> Iterator[Path]:
     """A folder that another user reaches."""
-    import tempfile  # noqa: PLC0415
-
     with tempfile.TemporaryDirectory() as made:
         Path(made).chmod(0o755)
         yield Path(made)
@@ -283,7 +282,10 @@ def test_a_catalog_that_consumers_may_not_write_to(readable: Path, caplog: pytes
     (readable / "acks").chmod(0o777)
 
     def as_another() -> None:
-        with loader(readable / "limited") as batches, pytest.raises(SFTIndexError, match="cannot be written.*--ack-dir"):
+        with (
+            loader(readable / "limited") as batches,
+            pytest.raises(SFTIndexError, match=r"cannot be written.*--ack-dir"),
+        ):
             next(batches)
         with loader(readable / "limited", ack_dir=readable / "acks") as batches:
             assert names_of(copies(batches)) != []
@@ -320,23 +322,24 @@ def test_limits_with_which_training_must_stop_are_refused_at_the_start(tmp_path:
             if fits:
                 next(batches)
             else:
-                with pytest.raises(FormatError, match="--max-ahead-shards [57] or more"):
+                with pytest.raises(FormatError, match=r"--max-ahead-shards [57] or more"):
                     next(batches)
 
 
 def test_a_shard_that_breaks_the_promise_is_named(catalog: Path) -> None:
-    from packs import sample_of, write_samples  # noqa: PLC0415
-
     wide = [sample_of([1] * 5, lambda p: 0, lambda p: 1)]
     write_samples(Catalog(catalog).shard_prefix(1), wide, capacity=CAPACITY, pad_id=0, overwrite=True)
-    with loader(catalog) as batches, pytest.raises(FormatError, match="shard-000001: 5 sequences in a pack.*promised 3"):
+    with (
+        loader(catalog) as batches,
+        pytest.raises(FormatError, match=r"shard-000001: 5 sequences in a pack.*promised 3"),
+    ):
         copies(batches)
 
 
 def test_a_finished_folder_without_a_producer_says_itself_what_it_holds(tmp_path: Path) -> None:
     for shard, packs in enumerate(COUNTS):
         publish(tmp_path, shard, packs)
-    with loader(tmp_path) as batches, pytest.raises(SFTIndexError, match="no _producer.json"):
+    with loader(tmp_path) as batches, pytest.raises(SFTIndexError, match=r"no _producer\.json"):
         next(batches)
     Catalog(tmp_path).write_end(len(COUNTS))
     assert names_of(loader(tmp_path, shuffle=False)) == all_names(COUNTS)
@@ -356,7 +359,9 @@ def test_the_log_says_who_reads_what(catalog: Path, workers: int, capfd: pytest.
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
     lines = capfd.readouterr().err.splitlines()
-    assert lines[0].startswith(f"data-parallel rank 1 of 2: catalog {catalog}, window 1, shuffled, epoch 1 of 1, {workers} w")
+    assert lines[0].startswith(
+        f"data-parallel rank 1 of 2: catalog {catalog}, window 1, shuffled, epoch 1 of 1, {workers} w"
+    )
     tokens = [Shard(Catalog(catalog).shard_prefix(shard)).header.num_tokens for shard in range(len(COUNTS))]
     opened = [line for line in lines if ": shard " in line]
     assert opened == [f"rank 1: shard {s}, {COUNTS[s]} packs, {tokens[s]} tokens" for s in (1, 3, 5)]

@@ -52,15 +52,14 @@ class LiveSource:
 
     def place(self, shards: NDArray[np.int64], packs: NDArray[np.int64]) -> NDArray[np.int64]:
         """The packs of shards, as ``segments`` takes them; int64, one for each. Opens what is not open."""
-        here, which = np.unique(shards, return_inverse=True)
-        slots = np.array([self._slot(shard) for shard in here.tolist()], np.int64)
-        placed: NDArray[np.int64] = (slots[which] << _PACK_BITS) | packs
+        slots = np.array([self._slot(shard) for shard in shards.tolist()], np.int64)
+        placed: NDArray[np.int64] = (slots << _PACK_BITS) | packs
         return placed
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of packs lie that ``place`` gave; see ``PackSource``."""
         slots, local = packs >> _PACK_BITS, packs & ((1 << _PACK_BITS) - 1)
-        used = np.unique(slots).tolist()
+        used = sorted(set(slots.tolist()))
         if len(used) == 1:
             offsets, starts, lengths = self._open(used[0]).segments(local)
             return Segments(offsets, np.full(len(starts), used[0], np.int32), starts, lengths)

@@ -1,0 +1,214 @@
+"""A finished catalog read as a stream, beside the same shards as a static dataset, and beside scattering from rank 0.
+
+    python tools/bench/live_catalog.py [--packs 8000] [--shards 20] [--rounds 5]
+
+Writes tools/bench/results/live_catalog.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from report import machine, table
+
+from megatron_sft_idx.catalog import Catalog, Limits, ProducerState
+from megatron_sft_idx.shard import ShardWriter
+from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.streaming import LiveDataset, LiveLoader
+from megatron_sft_idx.training.batch import BatchAssembler
+from megatron_sft_idx.training.layout import Batch
+from megatron_sft_idx.training.loader import BatchLoader
+from megatron_sft_idx.training.order import EpochOrder
+from megatron_sft_idx.training.rows import PackedRows
+from megatron_sft_idx.training.sources import StoredPacks
+
+RESULTS = Path(__file__).parent / "results" / "live_catalog.md"
+CAPACITY, TOKENS, SEQUENCES, ROWS, RANKS = 4096, 3900, 8, 8, 4
+
+
+def write_catalog(folder: Path, shards: int, packs: int) -> None:
+    """A finished catalog of packs of 8 sequences that fill 95% of the capacity."""
+    rng = np.random.default_rng(0)
+    catalog = Catalog(folder)
+    for shard in range(shards):
+        with ShardWriter(catalog.shard_prefix(shard), capacity=CAPACITY, pad_id=0, durable=False) as writer:
+            for _ in range(packs // shards):
+                cuts = np.sort(rng.choice(np.arange(1, TOKENS), SEQUENCES - 1, replace=False))
+                mask = np.ones(TOKENS, np.uint8)
+                mask[np.append(cuts, TOKENS) - 1] = 0
+                writer.add_pack(rng.integers(1, 150_000, TOKENS, np.int32), mask, np.concatenate([[0], cuts]))
+    catalog.write_producer(ProducerState(Limits(CAPACITY, SEQUENCES), published=shards))
+    catalog.write_end(shards)
+
+
+def static_batches(folder: Path) -> Iterator[Any]:
+    """The shards as a dataset that is all there, in random order."""
+    source = StoredPacks(ShardSet.open(folder))
+    rows = PackedRows(source, EpochOrder(source.num_packs, 0, "train", source.fingerprint), source.num_packs, CAPACITY)
+    order = [list(range(first, first + ROWS)) for first in range(0, source.num_packs - ROWS + 1, ROWS)]
+    return iter(BatchLoader(rows.assembler, order, packs_of=rows.packs))
+
+
+def live(folder: Path, rank: int = 0, size: int = 1, **options: Any) -> LiveLoader:
+    return LiveLoader(LiveDataset(folder, rank=rank, size=size, seq_length=CAPACITY, micro_batch_size=ROWS, **options))
+
+
+def per_batch(batches: Iterable[Any]) -> float:
+    """Milliseconds a batch over a whole epoch, for a trainer that does nothing else; opening included."""
+    start, count = time.perf_counter(), 0
+    for _ in batches:
+        count += 1
+    return (time.perf_counter() - start) / count * 1e3
+
+
+def beside(folder: Path, rounds: int) -> Iterator[str]:
+    """The stream beside the static dataset."""
+    ways: list[tuple[str, Callable[[], Iterable[Any]]]] = [
+        ("static dataset, the thread", lambda: static_batches(folder)),
+        ("live catalog, window 1, the thread", lambda: live(folder)),
+        ("live catalog, window 4, the thread", lambda: live(folder, window=4)),
+        ("live catalog, as stored, the thread", lambda: live(folder, shuffle=False)),
+    ]
+    found: list[list[float]] = [[] for _ in ways]
+    for turn in range(rounds + 1):
+        for cell, (_, batches) in zip(found, ways, strict=True):
+            took = per_batch(batches())
+            if turn:  # the first turn fills the page cache
+                cell.append(took)
+    base = statistics.median(found[0])
+    yield "## One rank"
+    yield ""
+    yield (
+        f"Milliseconds a micro-batch of {ROWS} packs over whole epochs from the page cache, opening included; medians"
+        f" of {rounds} interleaved epochs. The target is 1.2 times of the static dataset."
+    )
+    yield ""
+    rows = [
+        (
+            name,
+            f"{statistics.median(cell):.3f}",
+            f"{min(cell):.3f} to {max(cell):.3f}",
+            f"{statistics.median(cell) / base:.2f}",
+        )
+        for (name, _), cell in zip(ways, found, strict=True)
+    ]
+    yield from table(("way", "ms", "range", "static dataset = 1"), rows)
+
+
+# ---- four ranks ----
+
+
+def own_shards(folder: Path, rank: int) -> Iterator[Any]:
+    """Each rank reads its own."""
+    return live(folder, rank, RANKS)
+
+
+def scattered(folder: Path, rank: int) -> Iterator[Any]:
+    """Rank 0 reads for all and scatters, as streaming datasets in other trainers do."""
+    source = StoredPacks(ShardSet.open(folder))
+    assembler = BatchAssembler(source, CAPACITY, width=SEQUENCES + 2)
+    layout = assembler.layout(ROWS)
+    mine = Batch(layout)
+    order = np.random.default_rng(0).permutation(source.num_packs)
+    for step in order[: len(order) // (ROWS * RANKS) * ROWS * RANKS].reshape(-1, RANKS, ROWS):
+        parts = None
+        if rank == 0:
+            batches = [Batch(layout) for _ in range(RANKS)]
+            for batch, packs in zip(batches, step, strict=True):
+                assembler.assemble(packs, batch)
+            parts = [batch.storage for batch in batches]
+        dist.scatter(mine.storage, parts)
+        yield mine.tensors
+
+
+def rank_main(rank: int, folder: Path, meeting: str, rounds: int, pipe: Any) -> None:
+    """One of four processes; rank 0 sends the milliseconds a step of each way, alternately."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+    found = []
+    for _ in range(rounds + 1):
+        for way in (own_shards, scattered):
+            dist.barrier()
+            start, count = time.perf_counter(), 0
+            for _batch in way(folder, rank):
+                count += 1
+            dist.barrier()
+            found.append((time.perf_counter() - start) / count * 1e3)
+    if rank == 0:
+        pipe.send(found)
+    dist.destroy_process_group()
+
+
+def four_ranks(folder: Path, rounds: int) -> Iterator[str]:
+    context = multiprocessing.get_context("spawn")
+    receive, send = context.Pipe(duplex=False)
+    meeting = os.fspath(folder / "meeting")
+    ranks = [context.Process(target=rank_main, args=(rank, folder, meeting, rounds, send)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    send.close()
+    found = receive.recv()[2:]
+    for process in ranks:
+        process.join()
+    own, scatter = found[::2], found[1::2]
+    base = statistics.median(own)
+    nbytes = RANKS * Batch(assembler_layout(folder)).layout.nbytes
+    yield f"## {RANKS} ranks"
+    yield ""
+    yield (
+        f"Milliseconds a step of {RANKS} processes on this machine (gloo, over loopback), each with a micro-batch of"
+        f" {ROWS} packs; medians of {rounds} interleaved epochs. Scattering moves {nbytes / 1e6:.1f} MB a step"
+        " through rank 0."
+    )
+    yield ""
+    rows = [
+        (
+            name,
+            f"{statistics.median(cell):.2f}",
+            f"{min(cell):.2f} to {max(cell):.2f}",
+            f"{statistics.median(cell) / base:.1f}",
+        )
+        for name, cell in (("each rank reads its own shards", own), ("rank 0 reads all and scatters", scatter))
+    ]
+    yield from table(("way", "ms", "range", "own shards = 1"), rows)
+
+
+def assembler_layout(folder: Path) -> Any:
+    return BatchAssembler(StoredPacks(ShardSet.open(folder)), CAPACITY, width=SEQUENCES + 2).layout(ROWS)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--packs", type=int, default=8000, help="packs in the catalog")
+    parser.add_argument("--shards", type=int, default=20, help="shards they are in")
+    parser.add_argument("--rounds", type=int, default=5, help="epochs of which the median is taken")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_catalog(folder, options.shards, options.packs)
+        lines = [
+            "# A live catalog beside a static dataset",
+            "",
+            f"{machine()}; torch {torch.__version__}. {options.packs:,} packs of {TOKENS} tokens in {options.shards}"
+            f" shards.",
+            "",
+            *beside(folder, options.rounds),
+            *four_ranks(folder, options.rounds),
+        ]
+    print("\n".join(lines))
+    RESULTS.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
