@@ -105,7 +105,7 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
         shutil.rmtree(os.path.join(catalog.folder, _WORK), ignore_errors=True)
         if catalog.end() is not None:
             log(f"{catalog.folder}: complete already, with the same input and options")
-            room = Room(catalog, options.ahead, StateKeeper(catalog, ended(state)), log)
+            room = Room(catalog, StateKeeper(catalog, ended(state)), options.ahead.ack_dir, log)
             room.remove_remains()
             room.free_completed()
             summary.found, summary.removed = True, room.removed
@@ -160,8 +160,8 @@ class _Production:
         self._options, self._catalog, self._encoder, self._log = options, catalog, encoder, log
         self._corpus = os.path.join(catalog.folder, _WORK, "corpus")
         self._keeper = StateKeeper(catalog, state)
-        self._room = Room(catalog, options.ahead, self._keeper, log)
-        self._waiting = Waiting(self._keeper, "waiting for input", log)
+        self._room = Room(catalog, self._keeper, options.ahead.ack_dir, log)
+        self._waiting = Waiting(self._keeper, "waiting for input", log, longest_pause=0.25)
         self._feed = Feed(source, cursor.position, catalog.folder)
         self._cursor = cursor
         self._report = CorpusReport(cursor.rows, cursor.skipped)
@@ -188,7 +188,8 @@ class _Production:
                     f"{self._catalog.folder}: no usable row in the input ({self._report.rows} rows,"
                     f" {self._report.skipped} skipped)"
                 )
-        self._catalog.write_end(keeper.state.published)
+            keeper.end()
+            self._catalog.write_end(keeper.state.published)
         summary.shards, summary.removed = keeper.state.published, self._room.removed
         summary.rows, summary.skipped = self._report.rows, self._report.skipped
 
@@ -208,7 +209,7 @@ class _Production:
             notes: dict[str, int] = {}
             while kept < self._options.tokens_per_shard and (piece := next(results, None)) is not None:
                 if isinstance(piece, NotYet):
-                    self._waiting.go_on(f"{self._report.rows:,} rows so far")
+                    self._waiting.go_on(lambda: f"{self._report.rows:,} rows so far")
                     continue
                 self._waiting.over()
                 add_piece(writer, piece)
