@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_sft_idx.catalog.documents import Document
-from megatron_sft_idx.chat.inputs.files import expand_inputs
+from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
+from megatron_sft_idx.chat.inputs.pieces import iter_pieces, stream_pieces
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.preprocess import NOT_YET
 from megatron_sft_idx.produce.feed import Feed, Position
@@ -199,6 +201,38 @@ def test_a_position_that_is_wrong_is_named(change):
     content = {**Position(1, 2, "a", "b").to_json(), **change}
     with pytest.raises(FormatError, match=f"^x: {next(iter(change))} is "):
         Position.parse(Document("x", content))
+
+
+class Arriving(io.RawIOBase):
+    """Bytes that come in blocks of these sizes."""
+
+    def __init__(self, data: bytes, sizes: list[int]) -> None:
+        self._data, self._sizes = data, sizes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray) -> int:  # type: ignore[override]
+        size = min(self._sizes.pop() if self._sizes else len(self._data), len(buffer))
+        block, self._data = self._data[:size], self._data[size:]
+        buffer[: len(block)] = block
+        return len(block)
+
+
+@given(
+    lines=st.lists(st.binary(max_size=30).map(lambda line: line.replace(b"\n", b"")), max_size=30),
+    sizes=st.lists(st.integers(1, 40), max_size=60),
+    mark=st.booleans(),
+)
+def test_a_pipe_is_cut_as_a_file_is_however_it_comes(tmp_path_factory, lines, sizes, mark):
+    path = tmp_path_factory.mktemp("pipe") / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" * mark + b"{}\n" + b"\n".join(lines))
+    wanted = iter_pieces([InputFile(str(path), "lines", "", 0)], piece_nbytes=50)
+    stream = io.BufferedReader(Arriving(path.read_bytes(), sizes), 64)
+    found = list(stream_pieces(stream, name=str(path), piece_nbytes=50))
+    assert [(p.first, p.payload, p.ends.tolist()) for p in found] == [
+        (p.first, p.payload, p.ends.tolist()) for p in wanted
+    ]
 
 
 class Files:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 from pathlib import Path
 
 import pytest
 from chats import command
+from disks import in_a_child
 from interrupted_runs import be_quick
 from kills import killed_at
 from productions import (
@@ -87,6 +89,20 @@ def test_a_removal_that_was_cut_short_is_finished(production, catalog):
     assert Catalog(catalog).present() == sorted(range(len(production.shards)))
     assert production.run(catalog).code == 0
     assert Catalog(catalog).present() == [1, *range(3, len(production.shards))]
+
+
+@pytest.mark.parametrize("limit", [300, 3000])
+def test_a_file_limit_ends_it_and_the_next_run_goes_on(production, catalog, limit):
+    """As a full disk does; with the lower limit not even the state can be written."""
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        failed = production.run(catalog)
+        assert (failed.code, "File too large" in failed.err) == (1, True), failed
+
+    in_a_child(limited)
+    assert limit == 300 or (state_of(catalog).state, "File too large" in state_of(catalog).reason) == ("failed", True)
+    production.assert_ends_the_same(catalog)
 
 
 def test_killed_with_worker_processes(production, catalog):

@@ -9,6 +9,8 @@ import sys
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_packing_options, natural, packing_options, positive
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options, add_workers_option, encoding_options
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.preprocess import EncodingOptions
 from megatron_sft_idx.produce import AheadLimits, ProduceOptions, produce
 
 __all__ = ["add_parser"]
@@ -35,6 +37,9 @@ beginning: rows that are in a shard already are compared and passed over. To sta
 A shard counts as completed when every consumer has saved a checkpoint that includes it. Who watches a folder should
 write files under a name that begins with . or _ or ends in .tmp, and rename them when they are whole; other files are
 taken when a later one is there, or when their size has not changed for --settle seconds.
+
+Training fixes the shape of its batches before it has seen the data. So the most sequences of a pack are fixed too: by
+--max-sequences-per-pack, or else the 32nd part of --seq-length, and no less than 64.
 """
 
 _MAX_SEQUENCES_LEAST, _MAX_SEQUENCES_SHARE = 64, 32
@@ -148,20 +153,24 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         parser.error("--end-after goes with --watch: other input has an end of its own")
     if arguments.input and "-" in arguments.input and len(arguments.input) > 1:
         parser.error("--input - takes everything from the pipe: name it alone")
-    if arguments.tokens_per_shard < arguments.seq_length:
-        parser.error(
-            f"--tokens-per-shard {arguments.tokens_per_shard} is below --seq-length {arguments.seq_length}: a shard"
-            " would be less than a pack; raise it, some thousand packs are a good shard"
-        )
+    try:
+        options = _options(arguments, encoding_options(arguments, parser))
+    except FormatError as error:
+        parser.error(str(error))
+    summary = produce(options, log=lambda line: print(line, file=sys.stderr, flush=True))
+    print("\n".join(summary.lines()))
+
+
+def _options(arguments: argparse.Namespace, encoding: EncodingOptions) -> ProduceOptions:
     packing = packing_options(arguments)
     if packing.max_sequences_per_pack is None:
         most = max(_MAX_SEQUENCES_LEAST, packing.capacity // _MAX_SEQUENCES_SHARE)
         packing = dataclasses.replace(packing, max_sequences_per_pack=most)
-    options = ProduceOptions(
+    return ProduceOptions(
         inputs=arguments.input or (),
         watch=arguments.watch,
         catalog=arguments.catalog,
-        encoding=encoding_options(arguments, parser),
+        encoding=encoding,
         packing=packing,
         tokens_per_shard=arguments.tokens_per_shard,
         workers=arguments.workers,
@@ -175,5 +184,3 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         end_after=arguments.end_after,
         settle=arguments.settle,
     )
-    summary = produce(options, log=lambda line: print(line, file=sys.stderr, flush=True))
-    print("\n".join(summary.lines()))

@@ -28,9 +28,8 @@ _PATIENCE_SECONDS = 0.05
 class Input(Protocol):
     """Files, one after the other; NOT_YET in their place, or among their pieces, where one has to wait."""
 
-    @property
-    def num_bytes(self) -> int | None:
-        """Of all files, for progress; None where nobody knows."""
+    def num_bytes(self, first: int) -> int | None:
+        """Of the files from the ``first`` on, for progress; None where nobody knows."""
 
     def files(self, first: int) -> Iterator[PiecesOfAFile | NotYet]:
         """The pieces of every file from the ``first`` on, counted from 0."""
@@ -60,10 +59,9 @@ class FixedFiles:
                 )
         self._log, self._now = log, now
 
-    @property
-    def num_bytes(self) -> int | None:
-        """Of all files."""
-        return total_bytes(self._files)
+    def num_bytes(self, first: int) -> int | None:
+        """See ``Input``."""
+        return total_bytes(self._files[first:])
 
     def files(self, first: int) -> Iterator[PiecesOfAFile | NotYet]:
         """See ``Input``."""
@@ -83,9 +81,8 @@ class StandardInput:
     def __init__(self, piece_nbytes: int) -> None:
         self._piece_nbytes = piece_nbytes
 
-    @property
-    def num_bytes(self) -> int | None:
-        """Nobody knows."""
+    def num_bytes(self, first: int) -> int | None:
+        """See ``Input``: nobody knows."""
         return None
 
     def files(self, first: int) -> Iterator[PiecesOfAFile | NotYet]:

@@ -21,7 +21,7 @@ def ended(state: ProducerState) -> ProducerState:
 
 
 class StateKeeper:
-    """Keeps ``_producer.json``. A context manager: a thread beats inside, and leaving says how it ended.
+    """Keeps ``_producer.json``. A context manager: a thread beats inside, and leaving it by an exception says so.
 
     Args:
         catalog: held by this producer.
@@ -59,11 +59,8 @@ class StateKeeper:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
-        self._thread.join()
+        self._stop_beating()
         if error is None:
-            self._state = ended(self._state)
-            self._write()
             return
         # A full disk must not hide what went wrong; consumers then notice that the producer is silent.
         with contextlib.suppress(OSError):
@@ -71,6 +68,16 @@ class StateKeeper:
                 self._write(state="failed", reason=str(error) or type(error).__name__)
             else:
                 self._write(state="stopped", reason="interrupted")
+
+    def end(self) -> None:
+        """Say that the producer has nothing left to do; nothing is written after this, unless something fails."""
+        self._stop_beating()
+        self._state = ended(self._state)
+        self.update()
+
+    def _stop_beating(self) -> None:
+        self._over.set()
+        self._thread.join()
 
     def _write(self, **changes: Any) -> None:
         with self._lock:

@@ -36,11 +36,6 @@ class AheadLimits:
     keep_recent: int | None = None
     ack_dir: str | None = None
 
-    @property
-    def any(self) -> bool:
-        """Whether acknowledgements matter at all."""
-        return (self.max_shards, self.max_nbytes, self.keep_recent) != (None, None, None)
-
 
 @dataclass(frozen=True, slots=True)
 class ProduceOptions:

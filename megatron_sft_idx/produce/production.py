@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ from megatron_sft_idx.produce.input_log import INPUTS, InputLog
 from megatron_sft_idx.produce.inputs import FixedFiles, Input, StandardInput
 from megatron_sft_idx.produce.keeper import StateKeeper, ended
 from megatron_sft_idx.produce.options import ProduceOptions
+from megatron_sft_idx.produce.pace import Pace
 from megatron_sft_idx.produce.room import Room
 from megatron_sft_idx.produce.start import CURSOR, Cursor, find_start
 from megatron_sft_idx.produce.waiting import Waiting
@@ -105,14 +107,14 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
         shutil.rmtree(os.path.join(catalog.folder, _WORK), ignore_errors=True)
         if catalog.end() is not None:
             log(f"{catalog.folder}: complete already, with the same input and options")
-            room = Room(catalog, options.ahead, StateKeeper(catalog, ended(state)), log)
+            room = Room(catalog, StateKeeper(catalog, ended(state)), options.ahead.ack_dir, log)
             room.remove_remains()
             room.free_completed()
             summary.found, summary.removed = True, room.removed
-            return summary
-        if state.published or cursor.rows:
-            log(f"{catalog.folder}: going on behind {state.published:,} shards, {cursor.rows:,} rows")
-        _Production(options, catalog, encoder, source, state, cursor, log).run(summary)
+        else:
+            if state.published:
+                log(f"{catalog.folder}: going on behind {state.published:,} shards, {cursor.rows:,} rows")
+            _Production(options, catalog, encoder, source, state, cursor, log).run(summary)
     summary.seconds = time.monotonic() - begin
     return summary
 
@@ -160,12 +162,12 @@ class _Production:
         self._options, self._catalog, self._encoder, self._log = options, catalog, encoder, log
         self._corpus = os.path.join(catalog.folder, _WORK, "corpus")
         self._keeper = StateKeeper(catalog, state)
-        self._room = Room(catalog, options.ahead, self._keeper, log)
-        self._waiting = Waiting(self._keeper, "waiting for input", log)
+        self._room = Room(catalog, self._keeper, options.ahead.ack_dir, log)
+        self._waiting = Waiting(self._keeper, "waiting for input", log, longest_pause=0.25)
         self._feed = Feed(source, cursor.position, catalog.folder)
         self._cursor = cursor
         self._report = CorpusReport(cursor.rows, cursor.skipped)
-        self._pace = _Pace(source.num_bytes)
+        self._pace = Pace(source.num_bytes(0), source.num_bytes(cursor.position.file))
 
     def run(self, summary: ProduceSummary) -> None:
         """Make shards until the input ends; then say how many there are."""
@@ -188,15 +190,14 @@ class _Production:
                     f"{self._catalog.folder}: no usable row in the input ({self._report.rows} rows,"
                     f" {self._report.skipped} skipped)"
                 )
-        self._catalog.write_end(keeper.state.published)
+            keeper.end()
+            self._catalog.write_end(keeper.state.published)
         summary.shards, summary.removed = keeper.state.published, self._room.removed
         summary.rows, summary.skipped = self._report.rows, self._report.skipped
 
     def _tokenise(self, results: Iterator[EncodedPiece | NotYet]) -> bool:
         """Fill the corpus of one shard; False where the input has nothing left to fill one with."""
-        rows, skipped = self._report.rows, self._report.skipped
-        position = self._cursor.position
-        kept = 0
+        before = self._cursor
         writer = ShardWriter(
             self._corpus,
             token_dtype=self._encoder.token_dtype,
@@ -205,36 +206,38 @@ class _Production:
             durable=False,
         )
         with writer:
-            notes: dict[str, int] = {}
-            while kept < self._options.tokens_per_shard and (piece := next(results, None)) is not None:
-                if isinstance(piece, NotYet):
-                    self._waiting.go_on(f"{self._report.rows:,} rows so far")
-                    continue
-                self._waiting.over()
+            notes: Counter[str] = Counter()
+            kept = 0
+            while kept < self._options.tokens_per_shard and (piece := self._next(results)) is not None:
                 add_piece(writer, piece)
                 note_rows(self._report, piece, self._options.encoding.on_bad_row, self._log)
-                for name, count in piece.notes.items():
-                    notes[name] = notes.get(name, 0) + count
+                notes.update(piece.notes)
                 position, path, first = self._feed.done()
                 kept += self._tokens_kept(piece, path, first)
+                self._cursor = Cursor(position, self._report.rows, self._report.skipped)
                 self._pace.add(piece)
-            self._waiting.over()
             if not kept:
                 writer.abandon()
                 return False
-            self._cursor = Cursor(position, self._report.rows, self._report.skipped)
             notes["first_token_masks_dropped"] = writer.dropped_first_tokens
             writer.metadata = self._encoder.describe() | {
                 "sources": {
-                    "fingerprint": position.fingerprint,
-                    "rows": self._report.rows - rows,
-                    "skipped": self._report.skipped - skipped,
+                    "fingerprint": self._cursor.position.fingerprint,
+                    "rows": self._cursor.rows - before.rows,
+                    "skipped": self._cursor.skipped - before.skipped,
                 },
                 "notes": {name: count for name, count in sorted(notes.items()) if count},
                 "sharding": self._options.sharding(),
                 CURSOR: self._cursor.to_json(),
             }
         return True
+
+    def _next(self, results: Iterator[EncodedPiece | NotYet]) -> EncodedPiece | None:
+        """The next piece, as soon as there is one; None at the end of the input."""
+        while isinstance(piece := next(results, None), NotYet):
+            self._waiting.go_on(lambda: f"{self._report.rows:,} rows so far")
+        self._waiting.over()
+        return piece
 
     def _tokens_kept(self, piece: EncodedPiece, path: str, first: int) -> int:
         """Tokens of a piece that packing will keep, where it drops what is too long; an error where it would be one."""
@@ -264,25 +267,3 @@ class _Production:
             f"shard {number}: {report.packs:,} packs, {report.sequences:,} sequences, {report.tokens:,} tokens,"
             f" fill {100 * report.fill:.1f}%; {self._report.rows:,} rows so far, {self._pace.line(self._feed)}"
         )
-
-
-class _Pace:
-    """How fast the input is read, and when it will be over."""
-
-    def __init__(self, total_nbytes: int | None) -> None:
-        self._total_nbytes = total_nbytes
-        self._begin = time.monotonic()
-        self._tokens = self._nbytes = 0
-
-    def add(self, piece: EncodedPiece) -> None:
-        self._tokens += len(piece.input_ids)
-        self._nbytes += piece.num_bytes
-
-    def line(self, feed: Feed) -> str:
-        seconds = max(time.monotonic() - self._begin, 1e-9)
-        rate = f"{self._tokens / seconds:,.0f} tokens/s"
-        if self._total_nbytes is None or not self._nbytes:
-            return rate
-        left_nbytes = max(self._total_nbytes - feed.skipped_nbytes - self._nbytes, 0)
-        left = left_nbytes * seconds / self._nbytes
-        return f"{rate}, {100 * (1 - left_nbytes / self._total_nbytes):.1f}% of the input, {left:,.0f} s left"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from functools import partial
 
 from megatron_sft_idx.catalog import Catalog, ack_folder, completed, read_acks
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.produce.keeper import StateKeeper
-from megatron_sft_idx.produce.options import AheadLimits
 from megatron_sft_idx.produce.waiting import Waiting
 from megatron_sft_idx.shard import remove_shard
 
@@ -21,23 +20,22 @@ class Room:
 
     Args:
         catalog: held by this producer.
-        limits: how many there may be, and how many are kept.
-        keeper: whose state counts a shard before it may be removed: a removed one has no header to ask.
+        keeper: whose limits hold, and whose state counts a shard before it may be removed: a removed one has no header
+            to ask.
+        ack_dir: where consumers acknowledge, when that is not in the catalog.
         log: takes lines for people.
-        pause: sleeps so many seconds.
     """
 
     def __init__(
         self,
         catalog: Catalog,
-        limits: AheadLimits,
         keeper: StateKeeper,
+        ack_dir: str | None,
         log: Callable[[str], None],
-        pause: Callable[[float], object] = time.sleep,
     ) -> None:
-        self._catalog, self._limits, self._keeper = catalog, limits, keeper
-        self._acks = ack_folder(catalog, limits.ack_dir)
-        self._waiting = Waiting(keeper, "waiting for consumers", log, pause)
+        self._catalog, self._keeper, self._limits = catalog, keeper, keeper.state.limits
+        self._acks = ack_folder(catalog, ack_dir)
+        self._waiting = Waiting(keeper, "waiting for consumers", log, longest_pause=1.0)
         self.removed = 0
 
     def wait_for(self, nbytes: int) -> None:
@@ -46,20 +44,20 @@ class Room:
         Raises:
             FormatError: it is larger than all that may be ahead, or an acknowledgement is damaged.
         """
-        most = self._limits.max_nbytes
+        most = self._limits.max_ahead_nbytes
         if most is not None and nbytes > most:
             raise FormatError(
                 f"{self._catalog.folder}: a shard takes {nbytes / 1e9:.3g} GB, and no more than {most / 1e9:g} GB may"
                 " be ahead of training: raise --max-ahead-gb, or lower --tokens-per-shard"
             )
         while (ahead := self.free_completed()) and not self._fits(ahead, nbytes):
-            self._waiting.go_on(self._why(ahead))
+            self._waiting.go_on(partial(self._why, ahead))
         self._waiting.over()
 
     def free_completed(self) -> list[int]:
         """Remove completed shards that are not kept; those that are there and not completed, by number."""
         numbers = self._catalog.numbers()
-        if not self._limits.any:
+        if not self._limits.needs_acks:
             return numbers
         published = [number for number in numbers if number < self._keeper.state.published]
         done = completed(read_acks(self._acks), self._limits.consumers, published)
@@ -86,7 +84,7 @@ class Room:
         self.removed += len(free)
 
     def _fits(self, ahead: list[int], nbytes: int) -> bool:
-        shards, most = self._limits.max_shards, self._limits.max_nbytes
+        shards, most = self._limits.max_ahead_shards, self._limits.max_ahead_nbytes
         if shards is not None and len(ahead) >= shards:
             return False
         return most is None or sum(map(self._catalog.shard_nbytes, ahead)) + nbytes <= most

@@ -10,7 +10,7 @@ from megatron_sft_idx.produce.keeper import StateKeeper
 
 __all__ = ["Waiting"]
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.25
+_FIRST_PAUSE = 0.02
 _SECONDS_BETWEEN_LINES = 60.0
 # Shorter waits are the normal course of things and nothing to tell.
 _SECONDS_BEFORE_A_STATE = 0.5
@@ -23,6 +23,7 @@ class Waiting:
         keeper: of the state.
         state: while it waits.
         log: takes lines for people.
+        longest_pause: seconds between two looks, once it has waited for a while.
         pause: sleeps so many seconds.
         clock: seconds since some moment.
     """
@@ -32,16 +33,19 @@ class Waiting:
         keeper: StateKeeper,
         state: State,
         log: Callable[[str], None],
+        *,
+        longest_pause: float,
         pause: Callable[[float], object] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._keeper, self._state, self._log, self._pause, self._clock = keeper, state, log, pause, clock
+        self._longest_pause = longest_pause
         self._since: float | None = None
         self._told_at: float | None = None
         self._seconds = _FIRST_PAUSE
 
-    def go_on(self, why: str) -> None:
-        """Sleep a little; a longer one each time."""
+    def go_on(self, why: Callable[[], str]) -> None:
+        """Sleep a little, longer each time; ``why`` is asked when there is something to say."""
         now = self._clock()
         if self._since is None:
             self._since, self._seconds = now, _FIRST_PAUSE
@@ -53,9 +57,9 @@ class Waiting:
             if self._told_at is None:
                 self._keeper.update(state=self._state)
             self._told_at = now
-            self._log(f"{self._state} for {now - self._since:.0f} s: {why}")
+            self._log(f"{self._state} for {now - self._since:.0f} s: {why()}")
         self._pause(self._seconds)
-        self._seconds = min(2 * self._seconds, _LONGEST_PAUSE)
+        self._seconds = min(2 * self._seconds, self._longest_pause)
 
     def over(self) -> None:
         """What was waited for is there."""
