@@ -101,6 +101,14 @@ def test_the_end_of_the_data_is_said_and_saved(
     assert len(dropped.losses) == 2
 
 
+def test_chunks_are_marked_once_all_consumers_have_committed(script: ModuleType, tmp_path: Path) -> None:
+    folder = finished(tmp_path / "chunks", [pack(i) for i in range(4)])
+    for consumer, marked in (("one", 0), ("two", 2)):
+        saves = ["--save", tmp_path / consumer, "--consumer", consumer, "--consumers", 2]
+        run(script, options(folder, *PACKS, *saves))
+        assert len(list(folder.glob("*.completed"))) == marked
+
+
 def test_a_checkpoint_of_other_data_is_refused(script: ModuleType, tmp_path: Path) -> None:
     folder = finished(tmp_path / "chunks", [pack(i) for i in range(5)])
     live = script.open_live(script.parse_arguments(options(folder, *PACKS)))

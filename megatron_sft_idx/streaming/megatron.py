@@ -67,12 +67,22 @@ def add_live_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes a rank that prepare batches (default: 2 for raw chats, else a thread)",
     )
-    chunks = parser.add_argument_group("live chunks (FOLDER/chunk_00000.jsonl and on)")
+    _add_chunk_options(parser.add_argument_group("live chunks (FOLDER/chunk_00000.jsonl and on)"))
+
+
+def _add_chunk_options(chunks: argparse._ArgumentGroup) -> None:
     chunks.add_argument(
         "--max-sequences-per-pack", type=int, metavar="N", help="of pre-packed lines (default: 64, or 1 in 32 tokens)"
     )
     chunks.add_argument(
         "--samples-per-chunk", type=int, metavar="N", help="stop where a chunk, but for the last one, has others"
+    )
+    chunks.add_argument(
+        "--consumers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs that read the folder; chunks are marked as completed once all have committed (default: %(default)s)",
     )
     chunks.add_argument("--num-chunks", type=int, metavar="N", help="how many there will be, where that is known")
     chunks.add_argument(
@@ -262,7 +272,7 @@ def _live_chunks(args: argparse.Namespace, folder: str, encoding: EncodingOption
         settle_seconds=args.settle,
         max_wait=args.max_wait,
     )
-    return LiveChunks(options, Markers(folder, ack_folder(Catalog(folder), args.ack_dir)))
+    return LiveChunks(options, Markers(folder, ack_folder(Catalog(folder), args.ack_dir), consumers=args.consumers))
 
 
 def _declare_end(folders: tuple[str, ...], chunks: int) -> None:
