@@ -11,6 +11,8 @@ _HOMES = {
     "CorruptShardError": "errors",
     "FormatError": "errors",
     "LegacyPickleWriter": "formats.npy",
+    "LiveDataset": "streaming",
+    "LiveLoader": "streaming",
     "MMapIndexedDataset": "dataset",
     "MemmapShardWriter": "formats.memmap",
     "PackPlan": "packing",

@@ -127,3 +127,15 @@ def names_of(batches: Any) -> list[int]:
 
 def all_names(counts: Sequence[int]) -> list[int]:
     return [name for shard, packs in enumerate(counts) for name in names(shard, packs)]
+
+
+def copies(batches: Any, count: int | None = None) -> list[dict[str, torch.Tensor]]:
+    """Batches that stay as they are when more are taken."""
+    taken = zip(range(count), batches, strict=False) if count is not None else enumerate(batches)
+    return [{name: tensor.clone() for name, tensor in batch.items()} for _, batch in taken]
+
+
+def remove(catalog: Path, *shards: int) -> None:
+    for shard in shards:
+        for path in catalog.glob(f"shard-{shard:06d}.*"):
+            path.unlink()

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
+import pickle
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from disks import NOBODY, in_a_child
-from live_catalogs import CAPACITY, all_names, dataset, loader, make_catalog, names, names_in, names_of, publish
+from live_catalogs import (
+    CAPACITY,
+    all_names,
+    copies,
+    dataset,
+    loader,
+    make_catalog,
+    names,
+    names_in,
+    names_of,
+    publish,
+    remove,
+)
 from packs import sample_of, write_samples
 from torch.utils.data import DataLoader
 from training_source import StoredRows
 
-from megatron_sft_idx.catalog import Catalog, completed, read_acks
+from megatron_sft_idx.catalog import Catalog
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.streaming import CatalogShards, LiveDataset
@@ -33,12 +43,6 @@ Tensors = dict[str, torch.Tensor]
 def catalog(tmp_path: Path) -> Path:
     make_catalog(tmp_path / "catalog", COUNTS)
     return tmp_path / "catalog"
-
-
-def copies(batches: Any, count: int | None = None) -> list[Tensors]:
-    """Batches that stay as they are when more are taken."""
-    taken = zip(range(count), batches, strict=False) if count is not None else enumerate(batches)
-    return [{name: tensor.clone() for name, tensor in batch.items()} for _, batch in taken]
 
 
 def same(some: list[Tensors], others: list[Tensors]) -> bool:
@@ -99,6 +103,10 @@ def test_shuffling_stays_inside_the_window(catalog: Path) -> None:
 # ---- workers ----
 
 
+MORE_THAN_CORES = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@MORE_THAN_CORES
 @pytest.mark.parametrize("workers", [1, 4])
 def test_workers_change_nothing(catalog: Path, workers: int) -> None:
     alone = copies(loader(catalog, 1, 2, micro_batch_size=2, window=2, epochs=2))
@@ -113,6 +121,13 @@ def test_workers_change_nothing(catalog: Path, workers: int) -> None:
     assert there == states
 
 
+def test_a_dataset_pickles_for_workers_that_are_spawned(catalog: Path) -> None:
+    made = dataset(catalog, micro_batch_size=2)
+    alone = copies(made)
+    assert same(copies(pickle.loads(pickle.dumps(made))), alone)
+
+
+@MORE_THAN_CORES
 def test_a_plain_dataloader_with_persistent_workers(catalog: Path) -> None:
     made: Any = DataLoader(
         dataset(catalog, micro_batch_size=2), batch_size=None, num_workers=4, persistent_workers=True
@@ -178,12 +193,6 @@ def test_a_state_that_does_not_fit_is_refused(catalog: Path) -> None:
             batches.load_state_dict(state)
 
 
-def remove(catalog: Path, *shards: int) -> None:
-    for shard in shards:
-        for path in catalog.glob(f"shard-{shard:06d}.*"):
-            path.unlink()
-
-
 def test_resuming_where_shards_were_freed_names_them(catalog: Path) -> None:
     with loader(catalog) as batches:
         next(batches)
@@ -195,109 +204,6 @@ def test_resuming_where_shards_were_freed_names_them(catalog: Path) -> None:
             next(batches)
         with pytest.raises(StopIteration):
             next(batches)
-
-
-# ---- acknowledgements ----
-
-
-def shards_completed(catalog: Path, ack_dir: Path | None = None) -> list[int]:
-    return completed(read_acks(str(ack_dir or catalog / "_acks")), 1, range(len(COUNTS)))
-
-
-def test_a_shard_is_complete_when_a_checkpoint_is_committed_not_when_it_was_read(catalog: Path) -> None:
-    with loader(catalog) as batches:
-        copies(batches, 8)
-        state = batches.state_dict()
-        copies(batches, 3)
-        assert shards_completed(catalog) == []
-        for _ in range(2):  # again does no harm
-            batches.commit(json.loads(json.dumps(state)))
-            assert shards_completed(catalog) == [0, 1]
-
-
-def test_nothing_is_complete_before_the_last_epoch(catalog: Path) -> None:
-    with loader(catalog, epochs=2, micro_batch_size=5) as batches:
-        found = []
-        for _ in batches:
-            batches.commit(batches.state_dict())
-            found.append(len(shards_completed(catalog)))
-    assert found[:5] == [0] * 5
-    assert found[-1] == len(COUNTS)
-
-
-def test_ranks_that_are_ahead_are_counted_by_their_acknowledgements(catalog: Path) -> None:
-    """Rank 0 is done, and its shards are freed, when rank 1 begins: rank 1 still takes as many steps."""
-    with loader(catalog, 0, 2) as ahead:
-        steps = len(copies(ahead))
-        ahead.commit(ahead.state_dict())
-    remove(catalog, *shards_completed(catalog))
-    assert not list(catalog.glob("shard-000000*"))
-    with loader(catalog, 1, 2) as behind:
-        taken = copies(behind)
-    assert len(taken) == steps == 16
-    assert sorted(names_of(taken)) == [name for shard in (1, 3, 5) for name in names(shard, COUNTS[shard])]
-
-
-def test_freed_shards_that_nobody_acknowledged_cannot_be_counted(catalog: Path) -> None:
-    remove(catalog, 0)
-    with loader(catalog, 1, 2) as batches, pytest.raises(SFTIndexError, match="shard-000000: 6 have been published"):
-        copies(batches)
-
-
-def test_a_run_that_was_given_up_does_not_mix_with_the_next(catalog: Path) -> None:
-    """Two ways on from one checkpoint, with other sizes: acknowledgements of the first do not count for the second."""
-    with loader(catalog) as batches:
-        copies(batches, 2)
-        states = [batches.state_dict()]
-    for size in (3, 2):
-        for rank in range(size):
-            with loader(catalog, rank, size) as batches:
-                batches.load_state_dict(states)
-                copies(batches, 4 if size == 3 else 1)
-                batches.commit(batches.state_dict())
-        acks = read_acks(str(catalog / "_acks"))["train"]
-        assert {(ack.generation, ack.size) for ack in acks} == {(1, 3) if size == 3 else (2, 2)}
-
-
-def test_acknowledgements_go_where_they_are_told_to(catalog: Path, tmp_path: Path) -> None:
-    with loader(catalog, ack_dir=tmp_path / "acks", consumer="run-1") as batches:
-        copies(batches)
-        batches.commit(batches.state_dict())
-    assert shards_completed(catalog, tmp_path / "acks") == list(range(len(COUNTS)))
-    assert not (catalog / "_acks").exists()
-
-
-@pytest.fixture
-def readable() -> Iterator[Path]:
-    """A folder that another user reaches."""
-    with tempfile.TemporaryDirectory() as made:
-        Path(made).chmod(0o755)
-        yield Path(made)
-
-
-def test_a_catalog_that_consumers_may_not_write_to(readable: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make_catalog(readable / "limited", COUNTS, max_ahead_shards=5)
-    make_catalog(readable / "free", COUNTS)
-    (readable / "acks").mkdir(mode=0o777)
-    (readable / "acks").chmod(0o777)
-
-    def as_another() -> None:
-        with (
-            loader(readable / "limited") as batches,
-            pytest.raises(SFTIndexError, match=r"cannot be written.*--ack-dir"),
-        ):
-            next(batches)
-        with loader(readable / "limited", ack_dir=readable / "acks") as batches:
-            assert names_of(copies(batches)) != []
-            batches.commit(batches.state_dict())
-        assert shards_completed(readable / "limited", readable / "acks") == list(range(len(COUNTS)))
-        caplog.set_level(logging.INFO)
-        with loader(readable / "free") as batches:
-            copies(batches)
-            batches.commit(batches.state_dict())
-        assert sum("cannot be written here; nothing depends on them" in line for line in caplog.messages) == 1
-
-    in_a_child(as_another, user=NOBODY)
 
 
 # ---- refusals, limits, logs ----
@@ -333,6 +239,14 @@ def test_a_shard_that_breaks_the_promise_is_named(catalog: Path) -> None:
         loader(catalog) as batches,
         pytest.raises(FormatError, match=r"shard-000001: 5 sequences in a pack.*promised 3"),
     ):
+        copies(batches)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_shard_with_a_broken_index_is_named(catalog: Path, window: int) -> None:
+    starts = Path(Catalog(catalog).shard_prefix(1) + ".seq.bin")
+    starts.write_bytes(b"\x09" + starts.read_bytes()[1:])
+    with loader(catalog, window=window) as batches, pytest.raises(FormatError, match=r"shard-000001: .*verify says"):
         copies(batches)
 
 

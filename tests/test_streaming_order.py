@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,15 @@ def test_every_pack_comes_once_an_epoch_and_ranks_take_equal_steps(
         padded = [(b.state.base.epoch, b.num_masked > 0) for b in batches]
         assert padded == sorted(padded)  # no real row comes after one of padding
         assert all(len(b.shards) == rows for b in batches)
+
+
+@pytest.mark.parametrize("counts", [[4, 0], [0, 4], [0, 0], [3, 0, 2, 0, 0]])
+@pytest.mark.parametrize("window", [1, 2])
+def test_empty_shards_bring_nothing_and_hide_nothing(counts: list[int], window: int) -> None:
+    for catalog in (MemoryShards, LateEnd):
+        taken = list(walk(catalog(counts), start(1, 0, window=window, rows=3)))
+        assert Counter(pack for batch in taken for pack in packs_of(batch)) == all_packs(counts)
+        assert len(taken) == -(-sum(counts) // 3)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -238,3 +248,9 @@ def test_a_state_of_another_catalog_is_refused(change: dict[str, Any]) -> None:
     state = RankState.from_json({**saved(steps=1)[0], "packs": 2000, **change})
     with pytest.raises(FormatError, match="memory: the state"):
         list(walk(MemoryShards([4, 4, 4, 4]), state))
+
+
+def test_a_damaged_state_is_not_followed_far() -> None:
+    first, second = (RankState.from_json(state) for state in saved())
+    with pytest.raises(FormatError, match="shards ahead of another"):
+        resume([replace(first, items=2**60), second], 3, 0, window=1, batch_rows=1, step_rows=1)

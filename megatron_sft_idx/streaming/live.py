@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LiveLimits", "LiveShards", "OpenPacks", "Stopped", "Waiter"]
+__all__ = ["Indexed", "LiveLimits", "LiveShards", "OpenPacks", "Stopped", "Waiter"]
 
 
 class Stopped(Exception):  # noqa: N818
@@ -83,6 +83,17 @@ class OpenPacks(Protocol):
         They hold at least the packs that ``segments`` was last asked for: a shard may be read as it is needed.
         """
         ...
+
+
+@runtime_checkable
+class Indexed(Protocol):
+    """``OpenPacks`` that are all there: the packs of several such shards are found in one call.
+
+    Attributes:
+        index: offsets of sequences and of tokens by pack, starts of sequences, and how many tokens there are.
+    """
+
+    index: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32], int]
 
 
 class LiveShards(Protocol):

@@ -178,7 +178,7 @@ class OpenShard:
         files = shard.files
         self.num_packs = files.num_packs
         self.num_tokens: int | None = files.num_tokens
-        self._index = files.sequence_offsets[:], files.token_offsets[:], files.starts[:], files.num_tokens
+        self.index = files.sequence_offsets[:], files.token_offsets[:], files.starts[:], files.num_tokens
         self._arrays = files.tokens[:], files.loss[:]
         whole = np.zeros(1, np.int64), np.array([files.num_tokens])
         for array in self._arrays:
@@ -187,7 +187,7 @@ class OpenShard:
     def segments(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """See ``OpenPacks``. FormatError where index entries break a rule of the format."""
         try:
-            offsets, _, starts, lengths = _native.pack_segments([self._index], np.zeros_like(packs), packs)
+            offsets, _, starts, lengths = _native.pack_segments([self.index], np.zeros_like(packs), packs)
         except ValueError as error:
             raise FormatError(
                 f"{self._shard.prefix}: {error}; megatron-sft-idx verify says of which file: restore it from a copy"

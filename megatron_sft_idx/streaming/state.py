@@ -18,6 +18,8 @@ VERSION = 1
 _NAME = "state_dict"
 _LEAST = {"size": 1, "batch_rows": 1, "step_rows": 1}
 _COUNTS = ("size", "rank", "generation", "batch_rows", "step_rows", "rows", "items", "packs", "offset")
+# Bounds what a damaged state makes anyone do.
+_MOST_SKIPPED = 10_000_000
 # What is the same on all ranks at one step.
 _SHARED = ("base", "shuffle", "size", "generation", "batch_rows", "step_rows", "rows")
 
@@ -126,7 +128,10 @@ def resume(
     begun = [Leftover(state.shards, state.offset) for state in states if state.shards]
     # From this item on nobody has touched any: the last one that a rank has begun is next_item - old.
     beyond = max(len(base.leftovers), *(state.next_item - old + 1 for state in states))
-    skipped = [item(base, number) for number in range(beyond) if number >= states[number % old].next_item]
+    first = min(state.next_item for state in states)
+    if beyond - first > _MOST_SKIPPED:
+        raise FormatError(f"{_NAME}: one rank is {beyond - first} shards ahead of another, so no state of one run")
+    skipped = [item(base, number) for number in range(first, beyond) if number >= states[number % old].next_item]
     begun += [left for left in skipped if left.offset]
     fresh = dataclasses.replace(
         base,

@@ -104,7 +104,8 @@ class Walk:
         state, known = self.state, set(there)
         mine = items_of(state.base, state.size, state.rank, there[-1] + 1, state.items)
         gone = sorted({shard for left in mine for shard in left.shards} - known)
-        if gone := [shard for shard in gone if shard < there[-1]]:
+        # Looked at again: whoever lists a folder that grows may see a shard and miss an older one.
+        if gone := [shard for shard in gone if shard < there[-1] and self._shards.count(shard) is None]:
             raise FormatError(
                 f"{self._shards.folder}: {_listed(gone)} not there any more, and rank {state.rank} of {state.size} has"
                 " still to read them: a later checkpoint was committed and they were freed, or somebody removed them;"
@@ -121,30 +122,33 @@ class Walk:
                 f"{self._shards.folder}: the state was inside shards {list(state.shards)}, which are not what rank"
                 f" {state.rank} of {state.size} comes to here; resume with the catalog and the state that go together"
             )
-        if state.offset >= len(self._rows[0]):
+        if not self._group.offset < state.offset < len(self._rows[0]):
             raise FormatError(
-                f"{self._shards.folder}: the state is {state.offset} packs into shards {list(state.shards)}, which hold"
-                f" {len(self._rows[0])}; another shard was published in place of one of them"
+                f"{self._shards.folder}: the state is {state.offset} packs into shards {list(state.shards)}, of which"
+                f" packs {self._group.offset} to {len(self._rows[0])} are this rank's; another shard was published in"
+                " place of one of them: resume with the catalog and the state that go together"
             )
         self._taken = state.offset
 
     # ---- the two ways to end ----
 
     def _pad(self) -> Iterator[MicroBatch]:
-        size, total, filler = self.state.batch_rows, None, None
-        while True:
+        size = self.state.batch_rows
+        shards, packs = self._take(size)
+        while len(shards) == size:
+            yield self._micro_batch(shards, packs, 0)
             shards, packs = self._take(size)
-            if (missing := size - len(shards)) and total is None:
-                have = self._counts.all()
-                total = rows_of(have, self.state.step_rows, "pad")
-                self._say_end(total, f"{total - have[self.state.rank]:,} rows of padding")
-            if missing and self.state.rows >= (total or 0):
-                return
-            if missing:
-                filler = filler or self._filler()
-                shards = np.append(shards, np.full(missing, filler[0]))
-                packs = np.append(packs, np.full(missing, filler[1]))
-            yield self._micro_batch(shards, packs, missing)
+        have = self._counts.all()
+        total = rows_of(have, self.state.step_rows, "pad")
+        self._say_end(total, f"{total - have[self.state.rank]:,} rows of padding")
+        if self.state.rows >= total:
+            return
+        shard, pack = self._filler()
+        while self.state.rows < total:
+            missing = size - len(shards)
+            filled = np.append(shards, np.full(missing, shard)), np.append(packs, np.full(missing, pack))
+            yield self._micro_batch(*filled, missing)
+            shards, packs = _NOTHING
 
     def _drop(self) -> Iterator[MicroBatch]:
         step = self.state.step_rows
@@ -164,8 +168,10 @@ class Walk:
         """A pack for rows of padding: of the rank that is last to end, whose shards are the last to be freed."""
         state, have = self.state, self._counts.all()
         longest = list(items_of(state.base, state.size, int(np.argmax(have)), self._end or 0))
-        wanted = [shard for left in reversed(longest) for shard in reversed(left.shards)]
-        for shard in (*wanted, *reversed(self._shards.numbers())):
+        there = self._shards.numbers()
+        known = set(there)
+        wanted = [shard for left in reversed(longest) for shard in reversed(left.shards) if shard in known]
+        for shard in (*wanted, *reversed(there)):
             if self._shards.count(shard):
                 return shard, 0
         raise FormatError(

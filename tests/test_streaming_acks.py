@@ -1,0 +1,124 @@
+"""Acknowledgements: what makes a shard complete, who may write that, and what is known of shards that are gone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from disks import NOBODY, in_a_child
+from live_catalogs import copies, loader, make_catalog, names, names_of, remove
+
+from megatron_sft_idx.catalog import completed, read_acks
+from megatron_sft_idx.errors import SFTIndexError
+
+COUNTS = [5, 3, 0, 7, 4, 6]
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Path:
+    make_catalog(tmp_path / "catalog", COUNTS)
+    return tmp_path / "catalog"
+
+
+def shards_completed(catalog: Path, ack_dir: Path | None = None) -> list[int]:
+    return completed(read_acks(str(ack_dir or catalog / "_acks")), 1, range(len(COUNTS)))
+
+
+def test_a_shard_is_complete_when_a_checkpoint_is_committed_not_when_it_was_read(catalog: Path) -> None:
+    with loader(catalog) as batches:
+        copies(batches, 8)
+        state = batches.state_dict()
+        copies(batches, 3)
+        assert shards_completed(catalog) == []
+        for _ in range(2):  # again does no harm
+            batches.commit(json.loads(json.dumps(state)))
+            assert shards_completed(catalog) == [0, 1]
+
+
+def test_nothing_is_complete_before_the_last_epoch(catalog: Path) -> None:
+    with loader(catalog, epochs=2, micro_batch_size=5) as batches:
+        found = []
+        for _ in batches:
+            batches.commit(batches.state_dict())
+            found.append(len(shards_completed(catalog)))
+    assert found[:5] == [0] * 5
+    assert found[-1] == len(COUNTS)
+
+
+def test_ranks_that_are_ahead_are_counted_by_their_acknowledgements(catalog: Path) -> None:
+    """Rank 0 is done, and its shards are freed, when rank 1 begins: rank 1 still takes as many steps."""
+    with loader(catalog, 0, 2) as ahead:
+        steps = len(copies(ahead))
+        ahead.commit(ahead.state_dict())
+    remove(catalog, *shards_completed(catalog))
+    assert not list(catalog.glob("shard-000000*"))
+    with loader(catalog, 1, 2) as behind:
+        taken = copies(behind)
+    assert len(taken) == steps == 16
+    assert sorted(names_of(taken)) == [name for shard in (1, 3, 5) for name in names(shard, COUNTS[shard])]
+
+
+def test_freed_shards_that_nobody_acknowledged_cannot_be_counted(catalog: Path) -> None:
+    remove(catalog, 0)
+    with loader(catalog, 1, 2) as batches, pytest.raises(SFTIndexError, match="shard-000000: 6 have been published"):
+        copies(batches)
+
+
+def test_a_run_that_was_given_up_does_not_mix_with_the_next(catalog: Path) -> None:
+    """Two ways on from one checkpoint, with other sizes: acknowledgements of the first do not count for the second."""
+    with loader(catalog) as batches:
+        copies(batches, 2)
+        states = [batches.state_dict()]
+    for size in (3, 2):
+        for rank in range(size):
+            with loader(catalog, rank, size) as batches:
+                batches.load_state_dict(states)
+                copies(batches, 4 if size == 3 else 1)
+                batches.commit(batches.state_dict())
+        acks = read_acks(str(catalog / "_acks"))["train"]
+        assert {(ack.generation, ack.size) for ack in acks} == {(1, 3) if size == 3 else (2, 2)}
+
+
+def test_acknowledgements_go_where_they_are_told_to(catalog: Path, tmp_path: Path) -> None:
+    with loader(catalog, ack_dir=tmp_path / "acks", consumer="run-1") as batches:
+        copies(batches)
+        batches.commit(batches.state_dict())
+    assert shards_completed(catalog, tmp_path / "acks") == list(range(len(COUNTS)))
+    assert not (catalog / "_acks").exists()
+
+
+@pytest.fixture
+def readable() -> Iterator[Path]:
+    """A folder that another user reaches."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        yield Path(made)
+
+
+def test_a_catalog_that_consumers_may_not_write_to(readable: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_catalog(readable / "limited", COUNTS, max_ahead_shards=5)
+    make_catalog(readable / "free", COUNTS)
+    (readable / "acks").mkdir(mode=0o777)
+    (readable / "acks").chmod(0o777)
+
+    def as_another() -> None:
+        with (
+            loader(readable / "limited") as batches,
+            pytest.raises(SFTIndexError, match=r"cannot be written.*--ack-dir"),
+        ):
+            next(batches)
+        with loader(readable / "limited", ack_dir=readable / "acks") as batches:
+            assert names_of(copies(batches)) != []
+            batches.commit(batches.state_dict())
+        assert shards_completed(readable / "limited", readable / "acks") == list(range(len(COUNTS)))
+        caplog.set_level(logging.INFO)
+        with loader(readable / "free") as batches:
+            copies(batches)
+            batches.commit(batches.state_dict())
+        assert sum("cannot be written here; nothing depends on them" in line for line in caplog.messages) == 1
+
+    in_a_child(as_another, user=NOBODY)
