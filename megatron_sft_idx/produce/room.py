@@ -62,7 +62,7 @@ class Room:
         published = [number for number in numbers if number < self._keeper.state.published]
         done = completed(read_acks(self._acks), self._limits.consumers, published)
         if self._limits.keep_recent is not None:
-            self._remove(published, done[: len(done) - self._limits.keep_recent])
+            self._remove(published, done[: max(len(done) - self._limits.keep_recent, 0)])
         gone = set(done)
         return [number for number in numbers if number not in gone]
 
