@@ -15,6 +15,7 @@ from packs import opens
 
 from megatron_sft_idx.layout.journal import PACK, read_blocks, read_head
 from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder, corpus, pipeline, source
+from megatron_sft_idx.produce import production
 from megatron_sft_idx.shard import Shard, find_remains, recover
 
 PIECE_NBYTES = 1500
@@ -32,6 +33,7 @@ def be_quick(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(source, "PIECE_NBYTES", PIECE_NBYTES)
     patch.setattr(pipeline, "RowEncoder", encoder)
     patch.setattr(corpus, "RowEncoder", encoder)
+    patch.setattr(production, "RowEncoder", encoder)
     patch.setenv("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
 
 

@@ -18,12 +18,12 @@ def killed_at(step: int, work: Callable[[], Any]) -> bool:
         taken = 0
 
         def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-            def counting(*arguments: Any) -> Any:
+            def counting(*arguments: Any, **more: Any) -> Any:
                 nonlocal taken
                 if taken == step:
                     os.kill(os.getpid(), signal.SIGKILL)
                 taken += 1
-                return call(*arguments)
+                return call(*arguments, **more)
 
             return counting
 

@@ -8,6 +8,7 @@ prefix of the unpacked shard.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +79,8 @@ def main(plan: str, out: str) -> None:
     from megatron.core import parallel_state
 
     torch.set_num_threads(1)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("megatron_sft_idx").setLevel(logging.INFO)
     with megatron_device():
         connect()
         parallel_state.initialize_model_parallel()

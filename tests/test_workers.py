@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_sft_idx.errors import SequenceError, SFTIndexError
-from megatron_sft_idx.preprocess.workers import map_in_order
+from megatron_sft_idx.preprocess.workers import NOT_YET, map_in_order
 
 
 class Square:
@@ -40,6 +40,25 @@ def squares(folder: Path, numbers, *, deadly: int = -1, deaths: int = 0, workers
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_results_come_in_order(tmp_path, workers):
     assert squares(tmp_path, range(40), workers=workers) == [n * n for n in range(40)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_results_do_not_wait_for_items_that_are_not_there_yet(tmp_path, workers):
+    """The third item comes only once the results of the first two have been taken."""
+    taken: list[int] = []
+
+    def items():
+        yield from (1, 2)
+        while len(taken) < 2:
+            yield NOT_YET
+        yield 3
+        yield NOT_YET
+
+    results = map_in_order(Square, (str(tmp_path), -1, 0), items(), workers=workers, name_of=str)
+    for result in results:
+        if result is not NOT_YET:
+            taken.append(result)
+    assert taken == [1, 4, 9]
 
 
 def test_work_of_killed_workers_is_done_again(tmp_path):

@@ -5,12 +5,17 @@ On a GPU or on none, in one process or under ``torchrun`` (data parallel)::
     python tools/pretrain_sft.py --data-path data/chats --seq-length 4096 --train-iters 1000
     torchrun --nproc-per-node 8 tools/pretrain_sft.py --data-path 0.7 data/chats 0.3 data/code --attention te --bf16 ...
 
+or while the data is still being made, from a catalog or a folder of JSONL chunks::
+
+    python tools/pretrain_sft.py --data-path live:data/catalog --seq-length 4096 --train-iters 20000
+
 Options are named as in Megatron-LM and mean the same. A checkpoint can be continued by another number of processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import time
@@ -30,6 +35,9 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options, encoding_options
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.streaming.megatron import LiveData, add_live_options, check_live_options, is_live, open_live
 from megatron_sft_idx.training.attention import ATTENTION, Batch, layer_spec, model_inputs
 from megatron_sft_idx.training.cpu import connect, current_device, megatron_device, seed_everything
 from megatron_sft_idx.training.dataset import PackedSFTDataset
@@ -42,13 +50,16 @@ from megatron_sft_idx.training.sampler import PackedBatchSampler
 Observer = Callable[[Batch], None]
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     data = parser.add_argument_group("data")
     data.add_argument(
-        "--data-path", nargs="+", required=True, help="one prefix, folder or glob; or weights and prefixes"
+        "--data-path",
+        nargs="+",
+        required=True,
+        help="one prefix, folder or glob; or weights and prefixes; or live:FOLDER",
     )
     data.add_argument("--split", default="1,0,0", help="parts for training, validation and test, such as 98,1,1")
     data.add_argument("--data-cache-path", help="folder for indices that are built once")
@@ -76,7 +87,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     training.add_argument("--micro-batch-size", type=int, default=1)
     training.add_argument("--global-batch-size", type=int, default=4)
     training.add_argument("--balance-attention", action="store_true", help="give processes equal attention to compute")
-    training.add_argument("--train-iters", type=int, default=50)
+    training.add_argument("--train-iters", type=int, help="steps; default: 50, but to be given with live data")
     training.add_argument("--eval-iters", type=int, default=0, help="validation steps after training")
     training.add_argument("--lr", type=float, default=1e-3)
     training.add_argument("--clip-grad", type=float, default=1.0)
@@ -89,7 +100,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     training.add_argument("--load", type=Path, help="folder of checkpoints; its latest is continued")
     training.add_argument("--log-interval", type=int, default=1)
     training.add_argument("--log", type=Path, help="write each step's loss and gradient norm here as JSON lines")
-    return parser.parse_args(argv)
+
+    add_live_options(parser)
+    add_row_options(parser.add_argument_group("live chunks of raw chats"), required=False)
+    add_mask_options(parser)
+    return parser
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if is_live(args):
+        try:
+            check_live_options(args)
+        except FormatError as error:
+            parser.error(str(error))
+    args.encoding = encoding_options(args, parser) if args.tokenizer_model else None
+    args.train_iters = 50 if args.train_iters is None else args.train_iters
+    return args
 
 
 def build_model(args: argparse.Namespace) -> DistributedDataParallel:
@@ -187,26 +215,35 @@ def checkpoint_state(
     return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading)}
 
 
-def save_checkpoint(folder: Path, step: int, model: DistributedDataParallel, optimizer: MegatronOptimizer) -> None:
+def save_checkpoint(
+    folder: Path, step: int, model: DistributedDataParallel, optimizer: MegatronOptimizer, live: LiveData | None
+) -> None:
     """Write ``folder/iter_N``; it counts once the file that names the latest one is replaced."""
     target, first = folder / f"iter_{step:07d}", torch.distributed.get_rank() == 0
     if first:
         target.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    dist_checkpointing.save({**checkpoint_state(model, optimizer), "step": step}, str(target))
+    common = {"step": step} if live is None else {"step": step, "live": live.gather_states()}
+    dist_checkpointing.save({**checkpoint_state(model, optimizer), **common}, str(target))
     if first:
         fresh = folder / "latest.tmp"
         fresh.write_text(str(step), encoding="utf-8")
         fresh.replace(folder / "latest_checkpointed_iteration.txt")
+    if live:
+        live.commit()  # what the checkpoint includes will not be asked for again: its producer may remove it
 
 
-def load_checkpoint(folder: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer) -> int:
+def load_checkpoint(
+    folder: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer, live: LiveData | None
+) -> int:
     """Take the latest checkpoint of a folder; the number of steps behind it."""
     latest = int((folder / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
     wanted = {**checkpoint_state(model, optimizer, loading=True), "step": latest}
     found = dist_checkpointing.load(wanted, str(folder / f"iter_{latest:07d}"))
     model.module.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"])
+    if live:
+        live.load_states(found.get("live"))
     return int(found["step"])
 
 
@@ -226,7 +263,12 @@ class Log:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         if step % self.interval == 0:
             shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-            print(f"step {step:>6}  {shown}  {time.perf_counter() - self.begin:.1f} s", flush=True)
+            self.say(f"step {step:>6}  {shown}  {time.perf_counter() - self.begin:.1f} s")
+
+    def say(self, line: str) -> None:
+        """Print a line, once."""
+        if self.speaks:
+            print(line, flush=True)
 
 
 def train(
@@ -237,8 +279,9 @@ def train(
     *,
     step: int = 0,
     observe: Observer | None = None,
+    live: LiveData | None = None,
 ) -> list[float]:
-    """Train from ``step`` to the last one; the loss of every step.
+    """Train from ``step`` to the last one, or to the end of live data; the loss of every step.
 
     Args:
         args: as ``parse_arguments`` gives them.
@@ -247,29 +290,40 @@ def train(
         batches: micro-batches of this process.
         step: steps already taken.
         observe: is shown every micro-batch before it is used.
+        live: the batches' source, where it is live.
     """
-    log, losses = Log(args), []
+    log, losses, saved = Log(args), [], step
     model.train()
     for now in range(step + 1, args.train_iters + 1):
+        # Live data ends for all processes at once, between two steps.
+        if (first := next(batches, None)) is None:
+            log.say(f"the data ended after step {now - 1}, before --train-iters {args.train_iters}")
+            break
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        loss = run_step(args, model, batches, observe=observe)
+        loss = run_step(args, model, itertools.chain([first], batches), observe=observe)
         _, norm, _ = optimizer.step()
         losses.append(loss)
         log(now, loss=loss, grad_norm=float(norm))
-        due = now == args.train_iters or (args.save_interval and now % args.save_interval == 0)
-        if args.save and due:
-            save_checkpoint(args.save, now, model, optimizer)
+        if args.save and args.save_interval and now % args.save_interval == 0:
+            save_checkpoint(args.save, now, model, optimizer, live)
+            saved = now
+    if args.save and step + len(losses) > saved:
+        save_checkpoint(args.save, step + len(losses), model, optimizer, live)
     return losses
 
 
 def vocabulary_of(dataset: Any) -> int:
-    """A vocabulary for the tokenizer that made the shards, rounded up to what suits a GPU."""
-    members = getattr(dataset, "datasets", [dataset])
-    headers = [header for member in members for header in member.source.shards.headers]
-    known = [header.metadata.get("tokenizer", {}).get("vocab_size") for header in headers]
+    """A vocabulary for the tokenizer that made the data, rounded up to what suits a GPU."""
+    known: list[Any]
+    if isinstance(dataset, LiveData):
+        known = [dataset.vocab_size]
+    else:
+        members = getattr(dataset, "datasets", [dataset])
+        headers = [header for member in members for header in member.source.shards.headers]
+        known = [header.metadata.get("tokenizer", {}).get("vocab_size") for header in headers]
     if None in known:
-        raise SystemExit("some shards do not say how many tokens their tokenizer has: give --vocab-size")
+        raise SystemExit("the data does not say how many tokens their tokenizer has: give --vocab-size")
     return int(-(-max(known) // 128) * 128)
 
 
@@ -301,17 +355,26 @@ def evaluate(args: argparse.Namespace, model: DistributedDataParallel, batches: 
 
 def pretrain(args: argparse.Namespace, observe: Observer | None = None) -> list[float]:
     """Everything, in a process group that exists; the losses of the steps taken."""
+    if is_live(args):
+        with open_live(args, args.encoding) as live:
+            return fit(args, live, None, observe)
     samples = [steps * args.global_batch_size for steps in (args.train_iters, args.eval_iters, 0)]
     training, validation, _ = build_datasets(args, samples, index_only_packing=args.repack)
+    return fit(args, training, validation, observe)
+
+
+def fit(args: argparse.Namespace, training: Any, validation: Any, observe: Observer | None) -> list[float]:
+    """Train a new model, or one from a checkpoint, and evaluate it."""
     args.vocab_size = args.vocab_size or vocabulary_of(training)
     seed_everything(args.seed)
     model = build_model(args)
     optimizer = build_optimizer(args, model)
-    step = load_checkpoint(args.load, model, optimizer) if args.load else 0
+    live = training if isinstance(training, LiveData) else None
+    step = load_checkpoint(args.load, model, optimizer, live) if args.load else 0
     losses: list[float] = []
     if step < args.train_iters:
-        batches = load_batches(args, training, step * args.global_batch_size)
-        losses = train(args, model, optimizer, batches, step=step, observe=observe)
+        batches = live or load_batches(args, training, step * args.global_batch_size)
+        losses = train(args, model, optimizer, batches, step=step, observe=observe, live=live)
     if args.eval_iters:
         loss = evaluate(args, model, load_batches(args, validation, 0))
         if torch.distributed.get_rank() == 0:

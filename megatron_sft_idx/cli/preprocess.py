@@ -22,7 +22,7 @@ from megatron_sft_idx.preprocess import EncodingOptions, PreprocessOptions, Prev
 from megatron_sft_idx.preprocess.workers import available_cpus
 from megatron_sft_idx.report import mark_pack
 
-__all__ = ["add_parser"]
+__all__ = ["add_mask_options", "add_parser", "add_row_options", "add_workers_option", "encoding_options"]
 
 _EXAMPLES = """\
 examples:
@@ -58,7 +58,7 @@ def add_parser(verbs: Verbs) -> None:
         formatter_class=HelpFormatter,
     )
     _add_input_options(parser)
-    _add_mask_options(parser)
+    add_mask_options(parser)
     add_packing_options(parser)
     add_output_options(parser)
     group = parser.add_argument_group("running")
@@ -99,9 +99,25 @@ def add_parser(verbs: Verbs) -> None:
 def _add_input_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input")
     group.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, globs, save_to_disk folders")
+    add_row_options(group)
+
+
+def add_workers_option(group: argparse._ActionsContainer) -> None:
+    """How many processes tokenise."""
+    group.add_argument(
+        "--workers",
+        type=natural,
+        default=available_cpus(),
+        metavar="N",
+        help="tokenising processes, 0 for none but this one; changes no byte of the output (default: %(default)s)",
+    )
+
+
+def add_row_options(group: argparse._ActionsContainer, *, required: bool = True) -> None:
+    """The tokenizer, which may not be needed, and how rows are read."""
     group.add_argument(
         "--tokenizer-model",
-        required=True,
+        required=required,
         metavar="PATH",
         help="local folder of the tokenizer, or its tokenizer.json",
     )
@@ -135,7 +151,8 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--append-eod", action="store_true", help="end every sequence with the end-of-sequence token")
 
 
-def _add_mask_options(parser: argparse.ArgumentParser) -> None:
+def add_mask_options(parser: argparse.ArgumentParser) -> None:
+    """The chat template, and what is trained on."""
     group = parser.add_argument_group("chat template and masks")
     group.add_argument("--chat-template", metavar="FILE", help="Jinja file that replaces the tokenizer's own template")
     group.add_argument(
@@ -180,7 +197,8 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _encoding_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> EncodingOptions:
+def encoding_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> EncodingOptions:
+    """The parsed options of rows, template and masks."""
     template = None
     if arguments.chat_template is not None:
         try:
@@ -221,7 +239,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     options = PreprocessOptions(
         inputs=arguments.input,
         prefix=arguments.output_prefix,
-        encoding=_encoding_options(arguments, parser),
+        encoding=encoding_options(arguments, parser),
         packing=packing_options(arguments),
         engine=arguments.engine,
         ray_address=arguments.ray_address,

@@ -19,7 +19,18 @@ from megatron_sft_idx.preprocess.source import Source
 from megatron_sft_idx.preprocess.workers import map_in_order
 from megatron_sft_idx.shard import ShardWriter
 
-__all__ = ["MAX_LISTED", "CorpusReport", "CorpusRun", "build_corpus", "corpus_report", "note_bad_row"]
+__all__ = [
+    "MAX_LISTED",
+    "CorpusReport",
+    "CorpusRun",
+    "add_piece",
+    "build_corpus",
+    "corpus_report",
+    "make_encode_task",
+    "name_of_piece",
+    "note_bad_row",
+    "note_rows",
+]
 
 MAX_LISTED = 10_000
 
@@ -69,14 +80,9 @@ class CorpusRun:
 
     def add(self, piece: EncodedPiece, on_bad_row: str, log: Callable[[str], None]) -> None:
         """Take in one piece, and mark that it is done."""
-        if piece.loss_mask.dtype == np.float32:
-            self.writer.promote_mask_dtype()
-        ones = np.ones(len(piece.lengths), np.int64)
-        self.writer.add_packs(
-            piece.input_ids, piece.loss_mask, np.zeros_like(ones), piece.lengths, ones, mask_alignment="token"
-        )
+        add_piece(self.writer, piece)
         listed = len(self.report.bad_rows)
-        _note(self.report, piece, on_bad_row, log)
+        note_rows(self.report, piece, on_bad_row, log)
         self.notes.update(piece.notes)
         self.num_bytes += piece.num_bytes
         self.num_pieces += 1
@@ -97,11 +103,21 @@ class CorpusRun:
         self.writer.mark(state | more)
 
 
-def _make_task(options: EncodingOptions) -> Callable[[Piece], EncodedPiece]:
+def add_piece(writer: ShardWriter, piece: EncodedPiece) -> None:
+    """Add the sequences of a piece, one a pack; masks become float32 from the first weight on that needs it."""
+    if piece.loss_mask.dtype == np.float32:
+        writer.promote_mask_dtype()
+    ones = np.ones(len(piece.lengths), np.int64)
+    writer.add_packs(piece.input_ids, piece.loss_mask, np.zeros_like(ones), piece.lengths, ones, mask_alignment="token")
+
+
+def make_encode_task(options: EncodingOptions) -> Callable[[Piece], EncodedPiece]:
+    """What a worker does."""
     return RowEncoder(options).encode
 
 
-def _name_of(piece: Piece) -> str:
+def name_of_piece(piece: Piece) -> str:
+    """The piece's first row, as errors about it say."""
     return f"{piece.path}:{piece.first}"
 
 
@@ -123,7 +139,7 @@ def build_corpus(
         SequenceError: a bad row, with its file and line, unless bad rows are skipped.
         FormatError: the input has no usable row.
     """
-    results = map_in_order(_make_task, (encoder.options,), run.source, workers=workers, name_of=_name_of)
+    results = map_in_order(make_encode_task, (encoder.options,), run.source, workers=workers, name_of=name_of_piece)
     progress = Progress("tokenising", total_bytes(files), unit="B", log_interval=log_interval, items="rows")
     report, writer = run.report, run.writer
     rows_kept = report.rows
@@ -151,7 +167,12 @@ def build_corpus(
     return report
 
 
-def _note(report: CorpusReport, piece: EncodedPiece, on_bad_row: str, log: Callable[[str], None]) -> None:
+def note_rows(report: CorpusReport, piece: EncodedPiece, on_bad_row: str, log: Callable[[str], None]) -> None:
+    """Count the rows of a piece, and say which are skipped.
+
+    Raises:
+        SequenceError: there is a bad row, and bad rows are not skipped.
+    """
     report.rows += piece.rows
     for error in piece.bad_rows:
         note_bad_row(report, error, on_bad_row, log)
@@ -167,7 +188,7 @@ def note_bad_row(report: CorpusReport, error: SequenceError, on_bad_row: str, lo
     if report.skipped <= 20:
         log(f"skipped {error}")
     elif report.skipped == 21:
-        log("skipped more rows; the summary file lists them")
+        log("skipped more rows, which are not shown")
 
 
 def corpus_report(header: Header) -> CorpusReport:

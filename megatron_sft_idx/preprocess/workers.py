@@ -3,6 +3,9 @@
 Each worker has a pipe of its own and at most one item, and gets the next when it has answered. So a send never waits
 for a reader that is gone, and when a worker dies it is known which item it had. (``ProcessPoolExecutor`` shares one
 queue between its workers; before Python 3.12 it can hang for ever when one of them is killed while the queue is full.)
+
+Items that come slowly, from a stream or a growing folder, must not hold back results that are ready: an iterator that
+would have to wait for its next item gives ``NOT_YET`` instead.
 """
 
 from __future__ import annotations
@@ -12,20 +15,32 @@ import os
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from enum import Enum
 from multiprocessing.connection import Connection, wait
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 from megatron_sft_idx.errors import SFTIndexError
 
-__all__ = ["available_cpus", "map_in_order"]
+__all__ = ["NOT_YET", "NotYet", "available_cpus", "map_in_order"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _MAX_ATTEMPTS = 3
+# How long to wait for a result before items are asked for again that were not there yet.
+_ASK_AGAIN_SECONDS = 0.1
 # spawn: forking a process with threads (tokenizers, progress) can deadlock the child.
 _PROCESSES = multiprocessing.get_context("spawn")
+
+
+class NotYet(Enum):
+    """The type of ``NOT_YET``."""
+
+    NOT_YET = "there is no item now, there may be one later"
+
+
+NOT_YET = NotYet.NOT_YET
 
 
 def available_cpus() -> int:
@@ -33,6 +48,7 @@ def available_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
+@overload
 def map_in_order(
     make_task: Callable[..., Callable[[Item], Result]],
     make_args: tuple[Any, ...],
@@ -40,7 +56,28 @@ def map_in_order(
     *,
     workers: int,
     name_of: Callable[[Item], str],
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]: ...
+
+
+@overload
+def map_in_order(
+    make_task: Callable[..., Callable[[Item], Result]],
+    make_args: tuple[Any, ...],
+    items: Iterable[Item | NotYet],
+    *,
+    workers: int,
+    name_of: Callable[[Item], str],
+) -> Generator[Result | NotYet, None, None]: ...
+
+
+def map_in_order(
+    make_task: Callable[..., Callable[[Item], Result]],
+    make_args: tuple[Any, ...],
+    items: Iterable[Item | NotYet],
+    *,
+    workers: int,
+    name_of: Callable[[Item], str],
+) -> Generator[Result | NotYet, None, None]:
     """``make_task(*make_args)(item)`` for every item, in order, computed by worker processes.
 
     Each worker makes its task once. Only a few items a worker are held at a time, so memory is bounded by them. A
@@ -49,7 +86,8 @@ def map_in_order(
     Args:
         make_task: a function of a module, called in each worker.
         make_args: its arguments; picklable.
-        items: picklable.
+        items: picklable. Where they give ``NOT_YET``, so do the results, once all items before it are done: whoever
+            takes them decides how long to wait before asking again.
         workers: number of processes; 0 computes in this one.
         name_of: names an item in the error about it.
 
@@ -58,7 +96,9 @@ def map_in_order(
         Exception: whatever the task raises, when its item's turn comes.
     """
     if workers == 0:
-        yield from map(make_task(*make_args), items)
+        task = make_task(*make_args)
+        for item in items:
+            yield NOT_YET if isinstance(item, NotYet) else task(item)
         return
     pool = _Pool[Item, Result](make_task, make_args, workers, name_of)
     try:
@@ -116,41 +156,50 @@ class _Pool(Generic[Item, Result]):
         for _ in range(workers):
             self._workers.append(_Worker(*self._make))
 
-    def run(self, items: Iterator[Item]) -> Iterator[Result]:
+    def run(self, items: Iterator[Item | NotYet]) -> Iterator[Result | NotYet]:
         while True:
-            self._hand_out(items)
+            more_later = self._hand_out(items)
             if not self._held:
-                return
-            if self._held[0].done:
+                if not more_later:
+                    return
+                yield NOT_YET
+            elif self._held[0].done:
                 job = self._held.popleft()
                 if job.error is not None:
                     raise job.error
                 yield job.result
             else:
-                self._receive()
+                self._receive(_ASK_AGAIN_SECONDS if more_later else None)
 
-    def _hand_out(self, items: Iterator[Item]) -> None:
-        """Give every idle worker a job, as long as there are items and not too many are held."""
+    def _hand_out(self, items: Iterator[Item | NotYet]) -> bool:
+        """Give every idle worker a job, as long as there are items and not too many are held.
+
+        Returns:
+            Whether an item was asked for and is not there yet.
+        """
         for worker in list(self._workers):
             if worker.job is not None:
                 continue
             if self._again:
                 job = self._again.popleft()
             elif len(self._held) < self._most_held and (new := next(items, _NO_MORE)) is not _NO_MORE:
+                if isinstance(new, NotYet):
+                    return True
                 job = _Job[Item, Result](new)  # type: ignore[arg-type]
                 self._held.append(job)
             else:
-                return
+                return False
             worker.job = job
             try:
                 worker.pipe.send(job.item)
             except OSError:
                 self._replace(worker)
+        return False
 
-    def _receive(self) -> None:
-        """Wait until a worker answers or dies; take what has come."""
+    def _receive(self, seconds: float | None) -> None:
+        """Wait until a worker answers or dies, or so long; take what has come."""
         busy = {worker.pipe: worker for worker in self._workers if worker.job is not None}
-        for pipe in wait(list(busy)):
+        for pipe in wait(list(busy), seconds):
             worker = busy[pipe]  # type: ignore[index]
             assert worker.job is not None
             try:

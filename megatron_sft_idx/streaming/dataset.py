@@ -252,7 +252,9 @@ class LiveDataset(IterableDataset[Tensors]):
 def _placed(walk: Walk, source: LiveSource) -> Iterator[tuple[MicroBatch, Any]]:
     for batch in walk:
         yield batch, source.place(batch.shards, batch.packs)
-        source.close_all_but(walk.shards)
+        # What pads this batch pads the next ones too.
+        filling = batch.shards[len(batch.shards) - batch.num_masked :]
+        source.close_all_but([*walk.shards, *filling.tolist()])
 
 
 def _refuse(catalog: Any, shuffle: Any) -> None:

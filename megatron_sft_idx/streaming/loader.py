@@ -23,6 +23,8 @@ __all__ = ["LiveLoader"]
 
 logger = logging.getLogger("megatron_sft_idx.streaming")
 _Delivery: TypeAlias = tuple[Tensors, RankState]
+# What a worker process hands over: an error as a value, as torch would make a RuntimeError of one that is raised.
+_Outcome: TypeAlias = _Delivery | SFTIndexError
 
 
 class LiveLoader(Iterator[Tensors]):
@@ -69,7 +71,7 @@ class LiveLoader(Iterator[Tensors]):
         self._start = start
         self._stop: Event = torch.multiprocessing.get_context(start).Event() if num_workers else threading.Event()
         weakref.finalize(self, self._stop.set)
-        self._batches: Iterator[_Delivery] | None = None
+        self._batches: Iterator[_Outcome] | None = None
         self._state = dataset.state
         self._closed = False
 
@@ -79,7 +81,10 @@ class LiveLoader(Iterator[Tensors]):
         try:
             if self._batches is None:
                 self._batches = self._begin()
-            tensors, self._state = next(self._batches)
+            delivery = next(self._batches)
+            if isinstance(delivery, SFTIndexError):
+                raise delivery
+            tensors, self._state = delivery
         except (Stopped, StopIteration):
             self.close()
             raise StopIteration from None
@@ -88,7 +93,7 @@ class LiveLoader(Iterator[Tensors]):
             raise
         return tensors
 
-    def _begin(self) -> Iterator[_Delivery]:
+    def _begin(self) -> Iterator[_Outcome]:
         dataset = self.dataset
         dataset.prepare(dataset.waiter(self._stop))
         dataset.may_acknowledge()
@@ -101,7 +106,7 @@ class LiveLoader(Iterator[Tensors]):
         )
         if not self.num_workers:
             return _of_thread(dataset, self._stop, pin_memory=self._pin_memory, **self._buffers)
-        made: DataLoader[_Delivery] = DataLoader(
+        made: DataLoader[_Outcome] = DataLoader(
             _InWorkers(dataset, self._stop),
             batch_size=None,
             num_workers=self.num_workers,
@@ -180,15 +185,18 @@ def _noted(batches: Iterator[tuple[MicroBatch, Any]], made: deque[MicroBatch]) -
         yield packs
 
 
-class _InWorkers(IterableDataset[_Delivery]):
+class _InWorkers(IterableDataset[_Outcome]):
     """A worker process's share of the deliveries."""
 
     def __init__(self, dataset: LiveDataset, stop: Event) -> None:
         super().__init__()
         self._dataset, self._stop = dataset, stop
 
-    def __iter__(self) -> Iterator[_Delivery]:
-        return self._dataset.deliveries(self._dataset.waiter(self._stop))
+    def __iter__(self) -> Iterator[_Outcome]:
+        try:
+            yield from self._dataset.deliveries(self._dataset.waiter(self._stop))
+        except SFTIndexError as error:
+            yield error
 
 
 def _as_it_is(delivery: Any) -> Any:

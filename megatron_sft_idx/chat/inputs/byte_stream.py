@@ -5,11 +5,12 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterator
+from io import BufferedReader
 from typing import BinaryIO, Literal
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 
-__all__ = ["UTF8_BOM", "Compression", "compression_of", "read_blocks"]
+__all__ = ["UTF8_BOM", "Compression", "compression_of", "read_blocks", "stream_blocks"]
 
 Compression = Literal["", "gzip", "zstd"]
 
@@ -38,8 +39,32 @@ def read_blocks(path: str, compression: Compression) -> Iterator[tuple[bytes, in
     Raises:
         FormatError: the file cannot be read, or its compressed data is broken or ends early.
     """
+    yield from _without_mark(_raw_blocks(path, compression))
+
+
+def stream_blocks(stream: BufferedReader, name: str) -> Iterator[tuple[bytes, int]]:
+    """As ``read_blocks``, of what comes in a pipe, as it comes.
+
+    Raises:
+        FormatError: it is compressed, or cannot be read.
+    """
+    yield from _without_mark(_arriving(stream, name))
+
+
+def _arriving(stream: BufferedReader, name: str) -> Iterator[tuple[bytes, int]]:
+    position = 0
+    try:
+        while block := stream.read1(_BLOCK_NBYTES):
+            if not position and (compression := compression_of(block)):
+                raise FormatError(f"{name}: {compression} data; unpack it on the way: {compression} -dc FILE | ...")
+            position += len(block)
+            yield block, position
+    except OSError as error:
+        raise FormatError(f"{name}: cannot be read: {error.strerror or error}") from None
+
+
+def _without_mark(blocks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
     head, position = b"", 0
-    blocks = _raw_blocks(path, compression)
     for block, at in blocks:
         position = at
         head += block

@@ -9,20 +9,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.inputs.byte_stream import read_blocks
+from megatron_sft_idx.chat.inputs.byte_stream import read_blocks, stream_blocks
 from megatron_sft_idx.chat.inputs.columnar import arrow_batches, parquet_batches, rows_of_stream
-from megatron_sft_idx.chat.inputs.cutting import MAX_ROW_NBYTES, cut_array, cut_lines
+from megatron_sft_idx.chat.inputs.cutting import MAX_ROW_NBYTES, Run, cut_array, cut_lines
 from megatron_sft_idx.chat.inputs.files import InputFile
 from megatron_sft_idx.chat.inputs.json_value import parse_json
 from megatron_sft_idx.errors import SequenceError
 
-__all__ = ["ColumnarPiece", "JsonPiece", "Piece", "iter_pieces"]
+__all__ = ["ColumnarPiece", "JsonPiece", "Piece", "iter_pieces", "stream_pieces"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,13 +117,34 @@ def iter_pieces(
             yield from _columnar_pieces(file, piece_nbytes)
 
 
+def stream_pieces(
+    stream: BufferedReader, *, name: str, piece_nbytes: int, max_row_nbytes: int = MAX_ROW_NBYTES
+) -> Iterator[Piece]:
+    """As ``iter_pieces``, of JSON lines that come in a pipe.
+
+    Where the pieces are cut depends on the bytes alone, not on how they came.
+
+    Raises:
+        FormatError: the pipe cannot be read, holds compressed data, or a row longer than ``max_row_nbytes``.
+    """
+    blocks = stream_blocks(stream, name)
+    runs = cut_lines(blocks, path=name, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes)
+    yield from _pieces_of_runs(runs, name, is_array=False)
+
+
 def _json_pieces(file: InputFile, piece_nbytes: int, max_row_nbytes: int) -> Iterator[Piece]:
-    cut = cut_array if file.kind == "array" else cut_lines
+    is_array = file.kind == "array"
+    cut = cut_array if is_array else cut_lines
     blocks = read_blocks(file.path, file.compression)
+    runs = cut(blocks, path=file.path, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes)
+    yield from _pieces_of_runs(runs, file.path, is_array=is_array)
+
+
+def _pieces_of_runs(runs: Iterable[Run], path: str, *, is_array: bool) -> Iterator[Piece]:
     first, consumed = 1, 0
-    for run in cut(blocks, path=file.path, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes):
+    for run in runs:
         num_bytes, consumed = run.position - consumed, run.position
-        yield JsonPiece(file.path, first, num_bytes, run.payload, run.ends, file.kind == "array")
+        yield JsonPiece(path, first, num_bytes, run.payload, run.ends, is_array)
         first += len(run.ends)
 
 

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
 
-__all__ = ["chunk_name", "chunk_numbers", "chunk_paths", "line_bounds"]
+__all__ = ["COMPLETED", "chunk_name", "chunk_numbers", "chunk_paths", "ends_whole", "line_bounds", "read_line"]
 
+# What a consumer leaves beside a chunk that it is done with, the chunk's name and this; the producer may delete both.
+COMPLETED = ".completed"
 _NAME = re.compile(r"chunk_([0-9]+)\.jsonl")
-# What a consumer leaves beside a chunk that it has read; the producer may then delete both.
-_CONSUMED = ".jsonl.completed"
+_CONSUMED = f".jsonl{COMPLETED}"
 _BLOCK_NBYTES = 1 << 20
 _LISTED = 10
 _BLANK = b" \t\r\n"  # JSON's white space
@@ -101,18 +102,50 @@ def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
             filled[line] = bool(raw.strip(_BLANK))
         file.seek(complete)
         last = file.read()
+        _require_whole(last, path, len(stops) + 1)
         if not last.strip(_BLANK):
             return starts[filled], stops[filled]
-        _require_whole(last, path, len(stops) + 1)
     return np.append(starts[filled], complete), np.append(stops[filled], size)
 
 
-def _require_whole(last: bytes, path: str, number: int) -> None:
-    """A line without a newline may be whole all the same: no beginning of an object is an object."""
+def read_line(fd: int, path: str, start: int, stop: int) -> bytes:
+    """The bytes of a line of an open chunk.
+
+    Raises:
+        FormatError: the chunk is shorter than when its lines were found.
+    """
+    raw = b""
+    while len(raw) < stop - start and (more := os.pread(fd, stop - start - len(raw), start + len(raw))):
+        raw += more
+    if len(raw) != stop - start:
+        raise FormatError(f"{path}: it was cut short since it was opened; open it again")
+    return raw
+
+
+def ends_whole(path: str) -> bool:
+    """Whether a chunk ends with a whole line, or is empty; reads its last line alone."""
+    with open(path, "rb", buffering=0) as file:
+        end, last = file.seek(0, os.SEEK_END), b""
+        while end and b"\n" not in last:
+            begin = max(end - _BLOCK_NBYTES, 0)
+            last, end = os.pread(file.fileno(), end - begin, begin) + last, begin
+    return _is_whole(last.rpartition(b"\n")[2])
+
+
+def _is_whole(last: bytes) -> bool:
+    """Whether what follows the last newline is whole: no beginning of an object is an object."""
+    if not last.strip(_BLANK):
+        return True
     try:
         orjson.loads(last)
     except ValueError:
+        return False
+    return True
+
+
+def _require_whole(last: bytes, path: str, number: int) -> None:
+    if not _is_whole(last):
         raise FormatError(
             f"{path}:{number}: the last line ends in the middle; the chunk is still being written, or was torn when"
             " its producer died: wait for it, or write it again"
-        ) from None
+        )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-__all__ = ["FIELDS", "UNTRAINED", "Line", "parse"]
+from megatron_sft_idx.formats.base import PackRun
+from megatron_sft_idx.formats.checks import checked_run
+
+__all__ = ["FIELDS", "UNTRAINED", "Line", "parse", "run_of"]
 
 FIELDS = ("input_ids", "labels", "position_ids", "lengths", "pack_length", "num_samples")
 # What labels hold where nothing is trained: PyTorch's index to ignore.
@@ -40,7 +44,8 @@ def parse(raw: bytes) -> Line:
     if not isinstance(row, dict):
         raise ValueError(f"found {type(row).__name__}, expected an object with {', '.join(FIELDS)}")
     if missing := [name for name in FIELDS if name not in row]:
-        remedy = "; chats that are not tokenised yet go through preprocess" if "messages" in row else ""
+        chats = "; chats that are not tokenised yet go through preprocess, live ones need --tokenizer-model"
+        remedy = chats if "messages" in row else ""
         raise ValueError(f"no {', '.join(missing)}; every line has {', '.join(FIELDS)}{remedy}")
     tokens, labels, positions, lengths = (_integers(row[name], name) for name in FIELDS[:4])
     _check_counts(row, len(tokens), len(labels), len(positions), lengths)
@@ -59,6 +64,25 @@ def parse(raw: bytes) -> Line:
             " place, labels that are shifted already have to be shifted back"
         )
     return Line(tokens, trained, lengths)
+
+
+def run_of(path: str, first_pack: int, lines: Sequence[Line]) -> PackRun:
+    """The packs of one or more lines as a checked run; path and number of the first pack are for errors.
+
+    Raises:
+        SequenceError: a rule is broken, with the number of the pack.
+    """
+    return checked_run(
+        path,
+        first_pack,
+        np.concatenate([line.tokens for line in lines]),
+        np.concatenate([line.trained for line in lines]),
+        np.concatenate([line.starts for line in lines]),
+        [len(line.tokens) for line in lines],
+        [len(line.lengths) for line in lines],
+        mask_alignment="token",
+        token_dtype=np.int32,
+    )
 
 
 def _check_counts(row: dict[str, Any], tokens: int, labels: int, positions: int, lengths: NDArray[np.int64]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import orjson
@@ -12,9 +12,9 @@ import xxhash
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackRun
-from megatron_sft_idx.formats.checks import checked_alignment, checked_run
-from megatron_sft_idx.formats.jsonl_chunks.chunks import chunk_paths, line_bounds
-from megatron_sft_idx.formats.jsonl_chunks.lines import FIELDS, Line, parse
+from megatron_sft_idx.formats.checks import checked_alignment
+from megatron_sft_idx.formats.jsonl_chunks.chunks import chunk_paths, line_bounds, read_line
+from megatron_sft_idx.formats.jsonl_chunks.lines import FIELDS, Line, parse, run_of
 from megatron_sft_idx.formats.masks import MaskAlignment
 from megatron_sft_idx.formats.reading import file_identity
 from megatron_sft_idx.formats.runs import Counts, IndexedRun, note_unplaced
@@ -126,7 +126,7 @@ class Reader(PackedReader):
         chunk = bisect_right(self._first_packs, index) - 1
         with open(self._paths[chunk], "rb", buffering=0) as file:
             line = self._line(file.fileno(), chunk, index)
-        return IndexedRun(self._run(index, [line])).pack(0)
+        return IndexedRun(run_of(self.path, index, [line])).pack(0)
 
     def runs(self) -> Iterator[PackRun]:
         """All packs, chunk by chunk.
@@ -143,37 +143,20 @@ class Reader(PackedReader):
                     held.append(self._line(file.fileno(), chunk, index))
                     tokens += len(held[-1].tokens)
                     if tokens >= RUN_TOKENS:
-                        run = self._run(first, held)
+                        run = run_of(self.path, first, held)
                         held, first, tokens, unplaced = [], index + 1, 0, unplaced + run.unplaced
                         yield run
         if held:
-            run = self._run(first, held)
+            run = run_of(self.path, first, held)
             unplaced += run.unplaced
             yield run
         note_unplaced(self.notes, unplaced, "token")
 
     def _line(self, fd: int, chunk: int, index: int) -> Line:
         start, stop = int(self._starts[index]), int(self._stops[index])
-        raw = b""
-        while len(raw) < stop - start and (more := os.pread(fd, stop - start - len(raw), start + len(raw))):
-            raw += more
-        if len(raw) != stop - start:
-            raise FormatError(f"{self._paths[chunk]}: it was cut short since it was opened; open it again")
+        raw = read_line(fd, self._paths[chunk], start, stop)
         try:
             return parse(raw)
         except (ValueError, RecursionError) as error:
             line = f"{os.path.basename(self._paths[chunk])}, pack {index - self._first_packs[chunk]} in it"
             raise SequenceError(self.path, index, f"{line}: {error}") from None
-
-    def _run(self, first: int, lines: Sequence[Line]) -> PackRun:
-        return checked_run(
-            self.path,
-            first,
-            np.concatenate([line.tokens for line in lines]),
-            np.concatenate([line.trained for line in lines]),
-            np.concatenate([line.starts for line in lines]),
-            [len(line.tokens) for line in lines],
-            [len(line.lengths) for line in lines],
-            mask_alignment="token",
-            token_dtype=np.int32,
-        )

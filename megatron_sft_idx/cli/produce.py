@@ -1,0 +1,186 @@
+"""``megatron-sft-idx produce``: chats to a catalog of shards that training reads while it is being made."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_packing_options, natural, packing_options, positive
+from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options, add_workers_option, encoding_options
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.preprocess import EncodingOptions
+from megatron_sft_idx.produce import AheadLimits, ProduceOptions, produce
+
+__all__ = ["add_parser"]
+
+_EXAMPLES = """\
+examples:
+  shards of about 50 million tokens each, while training reads them as they appear:
+    megatron-sft-idx produce --input 'raw/*.jsonl' --tokenizer-model ./Qwen3-8B \\
+        --seq-length 4096 --tokens-per-shard 50000000 --catalog data/live
+
+  input that is still being made: the files of a folder as they appear, until a file raw/_END does:
+    megatron-sft-idx produce --watch raw ... --catalog data/live
+  or what another program prints, one JSON object a line:
+    make-chats | megatron-sft-idx produce --input - ... --catalog data/live
+
+  little disk: no more than 20 shards ahead of training, and what training has completed is removed:
+    megatron-sft-idx produce ... --max-ahead-shards 20 --keep-recent 0
+
+The same command goes on with the catalog it was making, whatever ended it, to the same bytes: no row is missing and
+none comes twice. Options that change no byte (--workers, --max-ahead-*, --keep-recent, --consumers) may be others then;
+other input or options are refused, and it is said what differs. What comes from a pipe must be piped again from its
+beginning: rows that are in a shard already are compared and passed over. To start anew, name another folder.
+
+A shard counts as completed when every consumer has saved a checkpoint that includes it. Who watches a folder should
+write files under a name that begins with . or _ or ends in .tmp, and rename them when they are whole; other files are
+taken when a later one is there, or when their size has not changed for --settle seconds.
+
+Training fixes the shape of its batches before it has seen the data. So the most sequences of a pack are fixed too: by
+--max-sequences-per-pack, or else the 32nd part of --seq-length, and no less than 64.
+"""
+
+_MAX_SEQUENCES_LEAST, _MAX_SEQUENCES_SHARE = 64, 32
+
+
+def add_parser(verbs: Verbs) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "produce",
+        help="chats to shards that training reads while they are being made",
+        description="Tokenise and pack an input shard by shard, into a folder that training reads meanwhile.",
+        epilog=_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    _add_input_options(parser)
+    add_mask_options(parser)
+    add_packing_options(parser)
+    _add_catalog_options(parser)
+    group = parser.add_argument_group("running")
+    add_workers_option(group)
+    parser.set_defaults(run=_run)
+
+
+def _add_input_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("input")
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--input", nargs="+", metavar="PATH", help="files, globs, save_to_disk folders; - for JSON lines in a pipe"
+    )
+    source.add_argument(
+        "--watch", metavar="FOLDER", help="take the files of FOLDER in order of name as they appear, until _END does"
+    )
+    group.add_argument(
+        "--end-after",
+        type=_seconds,
+        metavar="SECONDS",
+        help="with --watch: end when nothing new has appeared for so long (default: wait for _END)",
+    )
+    group.add_argument(
+        "--settle",
+        type=_seconds,
+        default=5.0,
+        metavar="SECONDS",
+        help="with --watch: the last file is whole when its size has not changed for so long (default: %(default)s)",
+    )
+    add_row_options(group)
+
+
+def _add_catalog_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("catalog")
+    group.add_argument("--catalog", required=True, metavar="FOLDER", help="where the shards go")
+    group.add_argument(
+        "--tokens-per-shard",
+        type=positive,
+        required=True,
+        metavar="N",
+        help="a shard ends as soon as it has N tokens; each is packed by itself, so many packs make a good fill",
+    )
+    group.add_argument(
+        "--max-ahead-shards",
+        type=positive,
+        metavar="N",
+        help="wait while N published shards are not completed (default: no limit)",
+    )
+    group.add_argument(
+        "--max-ahead-gb",
+        type=_gigabytes,
+        metavar="G",
+        help="wait while another shard would make these more than G times 10^9 bytes (default: no limit)",
+    )
+    group.add_argument(
+        "--consumers",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="training runs that read the catalog; a shard is completed when all have (default: %(default)s)",
+    )
+    group.add_argument(
+        "--keep-recent",
+        type=natural,
+        metavar="N",
+        help="remove completed shards but for the N newest; 0 keeps none (default: remove nothing)",
+    )
+    group.add_argument(
+        "--ack-dir",
+        metavar="FOLDER",
+        help="where consumers acknowledge that may not write in the catalog (default: _acks in the catalog)",
+    )
+
+
+def _seconds(text: str) -> float:
+    return _real(text, "seconds")
+
+
+def _gigabytes(text: str) -> int:
+    return max(1, int(_real(text, "gigabytes") * 1e9))
+
+
+def _real(text: str, unit: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of {unit} above 0")
+    return value
+
+
+def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if arguments.end_after is not None and arguments.watch is None:
+        parser.error("--end-after goes with --watch: other input has an end of its own")
+    if arguments.input and "-" in arguments.input and len(arguments.input) > 1:
+        parser.error("--input - takes everything from the pipe: name it alone")
+    try:
+        options = _options(arguments, encoding_options(arguments, parser))
+    except FormatError as error:
+        parser.error(str(error))
+    summary = produce(options, log=lambda line: print(line, file=sys.stderr, flush=True))
+    print("\n".join(summary.lines()))
+
+
+def _options(arguments: argparse.Namespace, encoding: EncodingOptions) -> ProduceOptions:
+    packing = packing_options(arguments)
+    if packing.max_sequences_per_pack is None:
+        most = max(_MAX_SEQUENCES_LEAST, packing.capacity // _MAX_SEQUENCES_SHARE)
+        packing = dataclasses.replace(packing, max_sequences_per_pack=most)
+    return ProduceOptions(
+        inputs=arguments.input or (),
+        watch=arguments.watch,
+        catalog=arguments.catalog,
+        encoding=encoding,
+        packing=packing,
+        tokens_per_shard=arguments.tokens_per_shard,
+        workers=arguments.workers,
+        ahead=AheadLimits(
+            max_shards=arguments.max_ahead_shards,
+            max_nbytes=arguments.max_ahead_gb,
+            consumers=arguments.consumers,
+            keep_recent=arguments.keep_recent,
+            ack_dir=arguments.ack_dir,
+        ),
+        end_after=arguments.end_after,
+        settle=arguments.settle,
+    )

@@ -1,0 +1,269 @@
+"""Input in, shards out, one after the other, until the input ends.
+
+A shard's bytes depend on the input, the options and the seed alone. Its header holds the place in the input behind it,
+so there is no moment at which the shards and that place disagree: whatever ends a producer, the next one begins
+behind the last shard that is there and makes anew what was half made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_sft_idx.catalog import Catalog, ProducerState
+from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.preprocess import (
+    CorpusReport,
+    EncodedPiece,
+    NotYet,
+    RowEncoder,
+    add_piece,
+    make_encode_task,
+    map_in_order,
+    name_of_piece,
+    note_rows,
+    pack_shard,
+)
+from megatron_sft_idx.produce.feed import Feed
+from megatron_sft_idx.produce.growing import GrowingFolder
+from megatron_sft_idx.produce.input_log import INPUTS, InputLog
+from megatron_sft_idx.produce.inputs import FixedFiles, Input, StandardInput
+from megatron_sft_idx.produce.keeper import StateKeeper, ended
+from megatron_sft_idx.produce.options import ProduceOptions
+from megatron_sft_idx.produce.pace import Pace
+from megatron_sft_idx.produce.room import Room
+from megatron_sft_idx.produce.start import CURSOR, Cursor, find_start
+from megatron_sft_idx.produce.waiting import Waiting
+from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard.lock import lock_journal
+
+__all__ = ["ProduceSummary", "produce"]
+
+# The tokenised sequences of the shard in the making; thrown away with each.
+_WORK = "_work"
+# Locked by the one producer of a catalog.
+_LOCK = "_producer"
+
+
+@dataclass(slots=True)
+class ProduceSummary:
+    """What is in the catalog, and what this run did for it.
+
+    Attributes:
+        catalog: its folder.
+        shards: published, by all runs.
+        rows: read, by all runs, bad ones included.
+        skipped: of these, rows that could not be used.
+        made: shards that this run published.
+        removed: shards that this run removed.
+        seconds: that this run took.
+        found: the catalog was complete already.
+    """
+
+    catalog: str
+    shards: int
+    rows: int
+    skipped: int
+    made: int = 0
+    removed: int = 0
+    seconds: float = 0.0
+    found: bool = False
+
+    def lines(self) -> list[str]:
+        """The summary as a person reads it."""
+        return [
+            f"{'found' if self.found else 'wrote'} {self.catalog}",
+            f"shards          {self.shards:,} ({self.made:,} made by this run, {self.removed:,} removed by it)",
+            f"rows            {self.rows:,}",
+            *([f"  skipped       {self.skipped:,}"] if self.skipped else []),
+            f"seconds         {self.seconds:.1f}",
+        ]
+
+
+def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: None) -> ProduceSummary:
+    """Make the catalog, or go on with it; see ``ProduceOptions``.
+
+    Raises:
+        SFTIndexError: an input, a row, an option, another producer at work, or a catalog made from something else.
+        OSError: the disk says no.
+    """
+    begin = time.monotonic()
+    catalog = Catalog(options.catalog)
+    encoder = RowEncoder(options.encoding)
+    with _held(catalog), contextlib.closing(InputLog(os.path.join(catalog.folder, INPUTS))) as taken:
+        files = [] if options.watch is not None or options.from_stdin else expand_inputs(options.inputs)
+        state, cursor = find_start(catalog, options, encoder, len(files))
+        if not state.published:
+            taken.clear()
+        source = _open_input(options, files, taken, log)
+        summary = ProduceSummary(catalog.folder, state.published, cursor.rows, cursor.skipped)
+        shutil.rmtree(os.path.join(catalog.folder, _WORK), ignore_errors=True)
+        if catalog.end() is not None:
+            log(f"{catalog.folder}: complete already, with the same input and options")
+            room = Room(catalog, StateKeeper(catalog, ended(state)), options.ahead.ack_dir, log)
+            room.remove_remains()
+            room.free_completed()
+            summary.found, summary.removed = True, room.removed
+        else:
+            if state.published:
+                log(f"{catalog.folder}: going on behind {state.published:,} shards, {cursor.rows:,} rows")
+            _Production(options, catalog, encoder, source, state, cursor, log).run(summary)
+    summary.seconds = time.monotonic() - begin
+    return summary
+
+
+@contextlib.contextmanager
+def _held(catalog: Catalog) -> Iterator[None]:
+    """The catalog's folder, made where it is missing, for this producer alone."""
+    os.makedirs(catalog.folder, exist_ok=True)
+    paths = ShardPaths.of(os.path.join(catalog.folder, _LOCK))
+    lock = lock_journal(paths, create=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(paths.journal)
+        os.close(lock)
+
+
+def _open_input(
+    options: ProduceOptions, files: Sequence[InputFile], taken: InputLog, log: Callable[[str], None]
+) -> Input:
+    piece_nbytes = options.piece_nbytes
+    if options.watch is not None:
+        if os.path.realpath(options.watch) == os.path.realpath(options.catalog):
+            raise FormatError(f"{options.catalog}: input and shards in one folder; name another one for the catalog")
+        return GrowingFolder(
+            options.watch, piece_nbytes, taken, settle=options.settle, end_after=options.end_after, log=log
+        )
+    return StandardInput(piece_nbytes) if options.from_stdin else FixedFiles(files, piece_nbytes, taken)
+
+
+class _Production:
+    """One run over what is left of the input."""
+
+    def __init__(
+        self,
+        options: ProduceOptions,
+        catalog: Catalog,
+        encoder: RowEncoder,
+        source: Input,
+        state: ProducerState,
+        cursor: Cursor,
+        log: Callable[[str], None],
+    ) -> None:
+        self._options, self._catalog, self._encoder, self._log = options, catalog, encoder, log
+        self._corpus = os.path.join(catalog.folder, _WORK, "corpus")
+        self._keeper = StateKeeper(catalog, state)
+        self._room = Room(catalog, self._keeper, options.ahead.ack_dir, log)
+        self._waiting = Waiting(self._keeper, "waiting for input", log, longest_pause=0.25)
+        self._feed = Feed(source, cursor.position, catalog.folder)
+        self._cursor = cursor
+        self._report = CorpusReport(cursor.rows, cursor.skipped)
+        self._pace = Pace(source.num_bytes(0), source.num_bytes(cursor.position.file))
+
+    def run(self, summary: ProduceSummary) -> None:
+        """Make shards until the input ends; then say how many there are."""
+        results = map_in_order(
+            make_encode_task,
+            (self._options.encoding,),
+            self._feed,
+            workers=self._options.workers,
+            name_of=name_of_piece,
+        )
+        with self._keeper as keeper, contextlib.closing(results):
+            self._room.remove_remains()
+            while self._tokenise(results):
+                self._publish()
+                summary.made += 1
+            shutil.rmtree(os.path.dirname(self._corpus), ignore_errors=True)
+            self._room.free_completed()
+            if not keeper.state.published:
+                raise FormatError(
+                    f"{self._catalog.folder}: no usable row in the input ({self._report.rows} rows,"
+                    f" {self._report.skipped} skipped)"
+                )
+            keeper.end()
+            self._catalog.write_end(keeper.state.published)
+        summary.shards, summary.removed = keeper.state.published, self._room.removed
+        summary.rows, summary.skipped = self._report.rows, self._report.skipped
+
+    def _tokenise(self, results: Iterator[EncodedPiece | NotYet]) -> bool:
+        """Fill the corpus of one shard; False where the input has nothing left to fill one with."""
+        before = self._cursor
+        writer = ShardWriter(
+            self._corpus,
+            token_dtype=self._encoder.token_dtype,
+            pad_id=self._encoder.tokenizer.pad_id,
+            overwrite=True,
+            durable=False,
+        )
+        with writer:
+            notes: Counter[str] = Counter()
+            kept = 0
+            while kept < self._options.tokens_per_shard and (piece := self._next(results)) is not None:
+                add_piece(writer, piece)
+                note_rows(self._report, piece, self._options.encoding.on_bad_row, self._log)
+                notes.update(piece.notes)
+                position, path, first = self._feed.done()
+                kept += self._tokens_kept(piece, path, first)
+                self._cursor = Cursor(position, self._report.rows, self._report.skipped)
+                self._pace.add(piece)
+            if not kept:
+                writer.abandon()
+                return False
+            notes["first_token_masks_dropped"] = writer.dropped_first_tokens
+            writer.metadata = self._encoder.describe() | {
+                "sources": {
+                    "fingerprint": self._cursor.position.fingerprint,
+                    "rows": self._cursor.rows - before.rows,
+                    "skipped": self._cursor.skipped - before.skipped,
+                },
+                "notes": {name: count for name, count in sorted(notes.items()) if count},
+                "sharding": self._options.sharding(),
+                CURSOR: self._cursor.to_json(),
+            }
+        return True
+
+    def _next(self, results: Iterator[EncodedPiece | NotYet]) -> EncodedPiece | None:
+        """The next piece, as soon as there is one; None at the end of the input."""
+        while isinstance(piece := next(results, None), NotYet):
+            self._waiting.go_on(lambda: f"{self._report.rows:,} rows so far")
+        self._waiting.over()
+        return piece
+
+    def _tokens_kept(self, piece: EncodedPiece, path: str, first: int) -> int:
+        """Tokens of a piece that packing will keep, where it drops what is too long; an error where it would be one."""
+        lengths, packing = piece.lengths, self._options.packing
+        long = lengths > packing.longest_sequence
+        if packing.overlong == "error" and long.any():
+            raise SequenceError(
+                path,
+                first,
+                f"among the {piece.rows} rows from this one on, {long.sum()} are longer than"
+                f" {packing.longest_sequence} tokens, the longest has {lengths.max()}; choose --overlong drop, truncate"
+                " or split, or a larger --seq-length",
+            )
+        return int(lengths[~long].sum() if packing.overlong == "drop" else lengths.sum())
+
+    def _publish(self) -> None:
+        """Pack the corpus into the next shard, once there is room for it."""
+        number = self._keeper.state.published
+        paths = ShardPaths.of(self._corpus)
+        # About what the packed shard will take: the tokens are the same, and its indexes are shorter.
+        self._room.wait_for(sum(os.path.getsize(path) for path in paths.all))
+        report = pack_shard(
+            Shard(self._corpus), self._catalog.shard_prefix(number), self._options.packing, overwrite=True
+        )
+        self._keeper.update(published=number + 1, input=self._cursor.to_json())
+        self._log(
+            f"shard {number}: {report.packs:,} packs, {report.sequences:,} sequences, {report.tokens:,} tokens,"
+            f" fill {100 * report.fill:.1f}%; {self._report.rows:,} rows so far, {self._pace.line(self._feed)}"
+        )

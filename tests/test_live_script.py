@@ -1,0 +1,144 @@
+"""What tools/pretrain_sft.py does with live data, in one process: refusals, ends, and going on after a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from chats import TOKENIZER, write_rows
+from pretrain_runs import run
+from test_live_training import LENGTH, chat, pack
+from test_pretrain_script import assert_bitwise
+from training_twin import lone_process
+
+from megatron_sft_idx.catalog import Catalog
+from megatron_sft_idx.errors import FormatError, SFTIndexError
+
+PACKS = ["--vocab-size", 2048]
+RAW = ["--tokenizer-model", TOKENIZER, "--num-workers", 0]
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    with lone_process() as module:
+        yield module
+
+
+def finished(folder: Path, rows: list[dict[str, Any]], size: int = 3) -> Path:
+    """A folder of chunks that nobody writes any more."""
+    folder.mkdir()
+    numbers = range(0, len(rows), size)
+    for number, begin in enumerate(numbers):
+        write_rows(folder / f"chunk_{number:05d}.jsonl", rows[begin : begin + size])
+    Catalog(folder).write_end(len(numbers))
+    return folder
+
+
+def options(folder: Path, *more: object, steps: int | None = 100) -> list[str]:
+    data = ["--data-path", f"live:{folder}", "--seq-length", LENGTH, "--global-batch-size", 2]
+    model = ["--hidden-size", 32, "--log-interval", 1000, "--max-wait", 30]
+    taken = [] if steps is None else ["--train-iters", steps]
+    return [str(option) for option in (*data, *model, *taken, *more)]
+
+
+@pytest.mark.parametrize(
+    ("more", "steps", "why"),
+    [
+        ([], None, "nobody knows yet how much data will come; give --train-iters"),
+        (["--split", "98,1,1"], 5, "leave --split out: what will come cannot be split"),
+        (["--repack"], 5, "leave --repack out: packs are planned over all sequences"),
+        (["--balance-attention"], 5, "leave --balance-attention out"),
+        (["--eval-iters", "2"], 5, "leave --eval-iters out"),
+        (["--data-cache-path", "cache"], 5, "leave --data-cache-path out"),
+        (["--data-path", "0.5", "live:a", "0.5", "live:b"], 5, "a blend needs to know how much there is of each part"),
+        (["--live-window", "-1"], 5, "--live-window -1, expected 0 or more"),
+        (["--end-after", "nan"], 5, "--end-after nan, expected 0 or more"),
+        (["--chat-template", "x.jinja"], 5, "--chat-template is for raw chats: give --tokenizer-model too"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    more: list[str], steps: int | None, why: str, script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leaving:
+        script.parse_arguments(options(tmp_path, *more, steps=steps))
+    assert leaving.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_finished_folder_is_data_as_any_other(script: ModuleType, tmp_path: Path) -> None:
+    args = script.parse_arguments(["--data-path", str(tmp_path), "--seq-length", "64", "--split", "98,1,1"])
+    assert (args.train_iters, args.split) == (50, "98,1,1")
+
+
+@pytest.mark.parametrize("kind", ["raw", "packed"])
+def test_a_killed_run_goes_on_where_its_checkpoint_ended(kind: str, script: ModuleType, tmp_path: Path) -> None:
+    row, more = (chat, RAW) if kind == "raw" else (pack, PACKS)
+    folder = finished(tmp_path / "chunks", [row(i) for i in range(23)])
+    more = [*more, "--live-window", 2]
+    whole = run(script, options(folder, *more))
+    assert len(whole.rows) == 24
+    saves = ["--save", tmp_path / "checkpoints", "--save-interval", 5]
+    assert not run(script, options(folder, *more, *saves, "--consumer", "killed"), kill_at=14).losses
+    # Ten rows are committed: the first group of two chunks, and most of the next.
+    markers = sorted(path.name for path in folder.glob("*.completed"))
+    assert markers == ["chunk_00000.jsonl.completed", "chunk_00001.jsonl.completed"]
+    resumed = run(script, options(folder, *more, "--consumer", "killed", "--load", tmp_path / "checkpoints"))
+    assert_bitwise(resumed.rows, whole.rows[10:])
+
+
+def test_the_end_of_the_data_is_said_and_saved(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = finished(tmp_path / "chunks", [pack(i) for i in range(5)])
+    assert len(run(script, options(folder, *PACKS, "--save", tmp_path / "checkpoints")).losses) == 3
+    assert "the data ended after step 3, before --train-iters 100" in capsys.readouterr().out
+    assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "3"
+    assert len(list(folder.glob("*.completed"))) == 2
+    dropped = run(script, options(folder, *PACKS, "--live-end", "drop", "--consumer", "other"))
+    assert len(dropped.losses) == 2
+
+
+def test_chunks_are_marked_once_all_consumers_have_committed(script: ModuleType, tmp_path: Path) -> None:
+    folder = finished(tmp_path / "chunks", [pack(i) for i in range(4)])
+    for consumer, marked in (("one", 0), ("two", 2)):
+        saves = ["--save", tmp_path / consumer, "--consumer", consumer, "--consumers", 2]
+        run(script, options(folder, *PACKS, *saves))
+        assert len(list(folder.glob("*.completed"))) == marked
+
+
+def test_a_checkpoint_of_other_data_is_refused(script: ModuleType, tmp_path: Path) -> None:
+    folder = finished(tmp_path / "chunks", [pack(i) for i in range(5)])
+    live = script.open_live(script.parse_arguments(options(folder, *PACKS)))
+    with live, pytest.raises(FormatError, match="the checkpoint does not say where its run was in live data"):
+        live.load_states(None)
+
+
+def test_nothing_comes(script: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SFTIndexError, match=r"0.5 s have passed \(--max-wait\) and there is neither"):
+        run(script, options(tmp_path / "nothing", "--max-wait", 0.5))
+
+
+def test_a_vocabulary_is_asked_for_where_nobody_names_one(script: ModuleType, tmp_path: Path) -> None:
+    folder = finished(tmp_path / "chunks", [pack(i) for i in range(5)])
+    with pytest.raises(SystemExit, match="--vocab-size"):
+        run(script, options(folder))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_rows_stop_the_run_or_are_left_out(workers: int, script: ModuleType, tmp_path: Path) -> None:
+    rows = [chat(i) for i in range(6)]
+    rows[4] = {"messages": []}
+    folder = finished(tmp_path / "chunks", rows)
+    more = [*RAW, "--num-workers", workers, "--live-window", 0]
+    with pytest.raises(ValueError, match=r"chunk_00001.jsonl:2: messages is empty; --on-bad-row skip"):
+        run(script, options(folder, *more))
+    lenient = run(script, options(folder, *more, "--on-bad-row", "skip"))
+    assert [bool(row["loss_mask"].any()) for row in lenient.rows] == [True, True, True, True, False, True]
+
+
+def test_chunks_are_found_by_their_names(script: ModuleType, tmp_path: Path) -> None:
+    folder = finished(tmp_path / "chunks", [pack(i) for i in range(4)])
+    assert len(run(script, options(folder, *PACKS, "--live-window", 0)).rows) == 4

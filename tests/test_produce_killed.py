@@ -1,0 +1,133 @@
+"""``produce``, killed: wherever it was, the same command ends with the bytes of a run that nobody killed."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+from chats import command
+from disks import in_a_child
+from interrupted_runs import be_quick
+from kills import killed_at
+from productions import (
+    Production,
+    acknowledge,
+    arguments,
+    assert_clean,
+    producing,
+    shards_of,
+    state_of,
+    until,
+)
+
+from megatron_sft_idx.catalog import Catalog
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with pytest.MonkeyPatch.context() as patch:
+        be_quick(patch)
+        yield
+
+
+@pytest.fixture(scope="module")
+def production(quick, tmp_path_factory) -> Production:
+    return Production(tmp_path_factory.mktemp("production"))
+
+
+@pytest.fixture
+def catalog(tmp_path) -> Path:
+    return tmp_path / "catalog"
+
+
+def test_killed_at_any_step_of_what_changes_the_folder(production, tmp_path):
+    for step in range(0, 600, 37):
+        at = tmp_path / str(step)
+        if not killed_at(step, lambda at=at: production.run(at)):
+            break
+        production.check_what_is_left(at)
+        production.assert_ends_the_same(at)
+    assert step > 100
+
+
+@pytest.mark.parametrize("source", ["--watch", "-"])
+def test_killed_with_input_that_comes_bit_by_bit(production, tmp_path, source):
+    for step in range(5, 600, 83):
+        at = tmp_path / str(step)
+        if not killed_at(step, lambda at=at: production.run(at, source)):
+            break
+        production.check_what_is_left(at)
+        production.assert_ends_the_same(at, source)
+    assert step > 100
+
+
+def test_killed_while_it_removes_what_is_completed(production, tmp_path):
+    """Nothing is removed that is not counted: the shards that are gone are neither made again nor skipped."""
+    last = state_of(production.folder / "calm")
+    for step in range(20, 600, 61):
+        at = tmp_path / str(step)
+        acknowledge(at, 10**6)
+        if not killed_at(step, lambda at=at: production.run(at, "--input", "--keep-recent", 0)):
+            break
+        done = production.run(at, "--input", "--keep-recent", 0)
+        assert done.code == 0, done.err
+        assert Catalog(at).present() == []
+        state = state_of(at)
+        assert (state.published, state.freed, state.input) == (last.published, last.published, last.input)
+        assert Catalog(at).end() == last.published
+    assert step > 100
+
+
+def test_a_removal_that_was_cut_short_is_finished(production, catalog):
+    """The ``.seq.idx`` goes first; what a kill leaves of the rest is no shard, and is not left for ever."""
+    shutil.copytree(production.folder / "calm", catalog)
+    for number, suffixes in ((0, (".seq.idx",)), (2, (".seq.idx", ".idx", ".bin"))):
+        for suffix in suffixes:
+            Path(Catalog(catalog).shard_prefix(number) + suffix).unlink()
+    assert Catalog(catalog).present() == sorted(range(len(production.shards)))
+    assert production.run(catalog).code == 0
+    assert Catalog(catalog).present() == [1, *range(3, len(production.shards))]
+
+
+@pytest.mark.parametrize("limit", [300, 3000])
+def test_a_file_limit_ends_it_and_the_next_run_goes_on(production, catalog, limit):
+    """As a full disk does; with the lower limit not even the state can be written."""
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        failed = production.run(catalog)
+        assert (failed.code, "File too large" in failed.err) == (1, True), failed
+
+    in_a_child(limited)
+    assert limit == 300 or (state_of(catalog).state, "File too large" in state_of(catalog).reason) == ("failed", True)
+    production.assert_ends_the_same(catalog)
+
+
+def test_killed_with_worker_processes(production, catalog):
+    run = producing(catalog, "--input", production.rows, "--on-bad-row", "skip", "--workers", 2)
+    until(lambda: Catalog(catalog).is_published(0), run)
+    run.kill()
+    run.communicate()
+    production.check_what_is_left(catalog)
+    production.assert_ends_the_same(catalog)
+
+
+def test_of_runs_at_the_same_time_one_makes_the_catalog(production, catalog, tmp_path):
+    runs = [
+        producing(catalog, "--input", production.rows, "--on-bad-row", "skip", stdin=-1),
+        producing(catalog, "--input", production.rows, "--on-bad-row", "skip", stdin=-1),
+    ]
+    outcomes = {(run.communicate()[1], run.returncode) for run in runs}
+    assert any(code == 0 for _, code in outcomes)
+    assert all(code == 0 or "another writer is at work here now" in err for err, code in outcomes)
+    assert shards_of(catalog) == production.shards
+    assert_clean(catalog, len(production.shards))
+
+
+def test_a_process_killed_by_another_is_gone_on_with_by_the_plain_command(production, catalog):
+    assert killed_at(60, lambda: command(*arguments(catalog, "--input", production.rows, "--on-bad-row", "skip")))
+    done = production.run(catalog)
+    assert (done.code, "going on behind " in done.err) == (0, True)
+    assert shards_of(catalog) == production.shards

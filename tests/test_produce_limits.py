@@ -1,0 +1,178 @@
+"""``produce`` beside training: how far ahead it runs, and what becomes of shards that training is done with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from pathlib import Path
+
+import pytest
+from chats import write_rows
+from interrupted_runs import be_quick
+from productions import acknowledge, ended, produced, producing, state_of, until
+
+from megatron_sft_idx.catalog import Ack, Base, Catalog, CatalogWatch, ack_folder, write_ack
+from megatron_sft_idx.shard import Shard
+
+PACKS = ("--seq-length", 40, "--tokens-per-shard", 400, "--packing", "sequential")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    with pytest.MonkeyPatch.context() as patch:
+        be_quick(patch)
+        yield
+
+
+def numbered_rows(path: Path, count: int) -> Path:
+    """Rows whose first token is their number."""
+    ids = ([number, *[1] * 39] for number in range(count))
+    return write_rows(path, [{"input_ids": row, "loss_mask": [1] * 40} for row in ids])
+
+
+@pytest.fixture
+def rows(tmp_path) -> Path:
+    return numbered_rows(tmp_path / "rows.jsonl", 120)
+
+
+@pytest.fixture
+def catalog(tmp_path) -> Catalog:
+    return Catalog(tmp_path / "catalog")
+
+
+def consume(catalog: Catalog, seen: int) -> None:
+    """Train on every shard as it appears, and commit each: what a rank does, with a pipe in the place of a model."""
+    watch = CatalogWatch(catalog)
+    number = 0
+    while watch.wait(number, who="rank 0", max_wait=100) == "published":
+        shard = Shard(catalog.shard_prefix(number))
+        first = [int(ids[0]) for i in range(len(shard)) for ids, _ in shard.sequences(i)]
+        os.write(seen, "".join(f"{row}\n" for row in first).encode())
+        number += 1
+        ack = Ack("trainer", 0, Base(), size=1, rank=0, items_done=number, packs_done=number)
+        write_ack(ack_folder(catalog), ack)
+        write_ack(ack_folder(catalog), ack)  # twice is once
+
+
+def consuming(catalog: Catalog, seen: Path) -> int:
+    """``consume`` as a process of its own."""
+    if child := os.fork():
+        return child
+    status = 1
+    try:
+        consume(catalog, os.open(seen, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def test_fifty_shards_through_a_catalog_of_five(tmp_path, catalog):
+    limit = 5
+    rows = numbered_rows(tmp_path / "rows.jsonl", 600)
+    run = producing(Path(catalog.folder), "--input", rows, *PACKS, "--max-ahead-shards", limit, "--keep-recent", 0)
+    until(lambda: catalog.producer() is not None, run)
+    consumer = consuming(catalog, tmp_path / "seen")
+    most, looks = 0, 0
+    while run.poll() is None:
+        most = max(most, len(catalog.present()))
+        looks += 1
+    out, _ = ended(run)
+    assert os.waitstatus_to_exitcode(os.waitpid(consumer, 0)[1]) == 0
+    assert (catalog.end() or 0) >= 50, out
+    assert looks > 100
+    assert 0 < most <= limit + 1
+    assert list(map(int, (tmp_path / "seen").read_text().split())) == list(range(600))
+    # The last ones were completed after the producer ended: the same command removes them.
+    again = produced(Path(catalog.folder), "--input", rows, *PACKS, "--keep-recent", 0)
+    assert (again.code, catalog.present()) == (0, []), again.err
+
+
+def test_without_acknowledgements_it_stops_at_the_limit_and_says_why(rows, catalog):
+    run = producing(Path(catalog.folder), "--input", rows, *PACKS, "--max-ahead-shards", 2)
+    until(lambda: state_of(Path(catalog.folder)).state == "waiting for consumers" if catalog.producer() else 0, run)
+    assert catalog.present() == [0, 1]
+    assert state_of(Path(catalog.folder)).limits.max_ahead_shards == 2
+    beat = state_of(Path(catalog.folder)).beat
+    until(lambda: state_of(Path(catalog.folder)).beat > beat, run)  # alive, and says so
+    acknowledge(Path(catalog.folder), 1)
+    until(lambda: catalog.is_published(2), run)
+    until(lambda: state_of(Path(catalog.folder)).state == "waiting for consumers", run)
+    assert catalog.present() == [0, 1, 2]
+    run.send_signal(signal.SIGTERM)
+    _, err = ended(run, 143)
+    assert "2 shards are ahead of training, the first is 0; a shard is completed when a checkpoint" in err
+    assert "0 of 1 consumers have acknowledged anything in " in err
+
+
+def test_a_limit_in_bytes(rows, catalog):
+    folder = Path(catalog.folder)
+    nbytes = 6000
+    run = producing(folder, "--input", rows, *PACKS, "--max-ahead-gb", nbytes / 1e9)
+    until(lambda: state_of(folder).state == "waiting for consumers" if catalog.producer() else 0, run)
+    ahead = sum(map(catalog.shard_nbytes, catalog.numbers()))
+    assert 0 < ahead <= nbytes
+    run.kill()
+    run.communicate()
+    refused = produced(folder, "--input", rows, *PACKS, "--max-ahead-gb", 1000 / 1e9)
+    assert refused.code == 1
+    assert "raise --max-ahead-gb, or lower --tokens-per-shard" in refused.err
+    assert state_of(folder).state == "failed"
+
+
+def test_as_many_completed_shards_are_kept_as_were_asked_for(rows, catalog):
+    folder = Path(catalog.folder)
+    assert produced(folder, "--input", rows, *PACKS).code == 0
+    shards = len(catalog.numbers())
+    acknowledge(folder, 6)
+    assert produced(folder, "--input", rows, *PACKS).code == 0
+    assert len(catalog.present()) == shards  # off by default
+    for keep in (100, 8, 6, 4, 1, 0):
+        assert produced(folder, "--input", rows, *PACKS, "--keep-recent", keep).code == 0
+        first = max(6 - keep, 0)
+        assert catalog.present() == list(range(first, shards))
+        assert state_of(folder).freed == first
+
+
+def test_every_consumer_counts(rows, catalog):
+    folder = Path(catalog.folder)
+    options = ("--input", rows, *PACKS, "--keep-recent", 0)
+    assert produced(folder, *options).code == 0
+    shards = len(catalog.numbers())
+    acknowledge(folder, 6, "one")
+    assert produced(folder, *options, "--consumers", 2).code == 0
+    assert len(catalog.present()) == shards
+    acknowledge(folder, 4, "other")
+    assert produced(folder, *options, "--consumers", 2).code == 0
+    assert catalog.present() == list(range(4, shards))
+
+
+def test_acknowledgements_elsewhere(rows, catalog, tmp_path):
+    options = ("--input", rows, *PACKS, "--keep-recent", 0, "--ack-dir", tmp_path / "acks")
+    ack = Ack("one", 0, Base(), size=1, rank=0, items_done=3, packs_done=3)
+    write_ack(ack_folder(catalog, tmp_path / "acks"), ack)
+    assert produced(Path(catalog.folder), *options).code == 0
+    assert catalog.numbers()[0] == 3
+
+
+def test_shards_are_removed_out_of_order_where_ranks_are(rows, catalog):
+    folder = Path(catalog.folder)
+    for rank, items in ((0, 0), (1, 3)):
+        ack = Ack("one", 0, Base(), size=2, rank=rank, items_done=items, packs_done=items)
+        write_ack(ack_folder(catalog), ack)
+    assert produced(folder, "--input", rows, *PACKS, "--keep-recent", 0).code == 0
+    assert catalog.numbers()[:5] == [0, 2, 4, 6, 7]
+    assert state_of(folder).freed == 0
+
+
+def test_a_damaged_acknowledgement_stops_it_and_is_named(rows, catalog):
+    folder = Path(catalog.folder)
+    acknowledge(folder, 1)
+    path = folder / "_acks/one/rank-00000.json"
+    path.write_text(path.read_text()[:-5])
+    refused = produced(folder, "--input", rows, *PACKS, "--keep-recent", 0)
+    assert refused.code == 1
+    assert f"{path}: not a JSON document" in refused.err
+    assert str(path) in (state_of(folder).reason or "")
