@@ -1,0 +1,91 @@
+"""Two shards as sets of sequences, whatever packs these are in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx import _native
+from megatron_sft_idx.report.repeats import HashSample
+from megatron_sft_idx.report.windows import Window
+from megatron_sft_idx.shard import Shard
+
+__all__ = ["SequenceDifference", "SequenceSamples"]
+
+_MOST = 1 << 20
+_UPPER = np.uint64(0xFFFFFFFF00000000)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDifference:
+    """How two shards' sequences differ, copies counted.
+
+    Attributes:
+        share: of all sequences that the counts are of; below 1 they are a sample, chosen by hash, the same in both.
+        shared: sequences in both, with the same mask.
+        other_mask: sequences in both whose masks differ.
+        only_here: sequences whose ids the other does not have.
+        only_there: the same, the other way round.
+        first_here: numbers, among all of the shard, of the first of those that only it has, in ids or mask.
+        first_there: the same of the other.
+    """
+
+    share: float
+    shared: int
+    other_mask: int
+    only_here: int
+    only_there: int
+    first_here: tuple[int, ...]
+    first_there: tuple[int, ...]
+
+    @property
+    def same(self) -> bool:
+        """Whether both hold the same sequences, as far as the sample tells."""
+        return not (self.other_mask or self.only_here or self.only_there)
+
+
+class SequenceSamples:
+    """Hashes of a shard's sequences: of their ids, and of ids and mask together."""
+
+    def __init__(self, shard: Shard, parts: Iterable[Window], most: int = _MOST) -> None:
+        self._ids, self._whole = HashSample(most), HashSample(most)
+        for window in parts:
+            ids = _native.hash_runs(shard.files.tokens[window.tokens], window.bounds)
+            masks = _native.hash_runs(shard.files.loss[window.tokens], window.bounds)
+            self._ids.add(ids, window.sequence)
+            # The upper half decides what is kept, and must do so alike whatever the mask.
+            self._whole.add(ids & _UPPER | (ids ^ masks) & ~_UPPER, window.sequence)
+
+    def difference(self, other: SequenceSamples, most: int) -> SequenceDifference:
+        """How the sequences differ; ``most`` are named."""
+        bits = max(sample.bits for samples in (self, other) for sample in (samples._ids, samples._whole))
+        for samples in (self, other):
+            samples._ids.thin(bits)
+            samples._whole.thin(bits)
+        common_ids = _common(self._ids.hashes, other._ids.hashes)
+        common = _common(self._whole.hashes, other._whole.hashes)
+        return SequenceDifference(
+            share=0.5**bits,
+            shared=common,
+            other_mask=max(0, common_ids - common),
+            only_here=len(self._ids) - common_ids,
+            only_there=len(other._ids) - common_ids,
+            first_here=_first_alone(self._whole, other._whole, most),
+            first_there=_first_alone(other._whole, self._whole, most),
+        )
+
+
+def _common(here: NDArray[np.uint64], there: NDArray[np.uint64]) -> int:
+    """How many elements two multisets share."""
+    values, counts = np.unique(here, return_counts=True)
+    others, other_counts = np.unique(there, return_counts=True)
+    _, at, other_at = np.intersect1d(values, others, assume_unique=True, return_indices=True)
+    return int(np.minimum(counts[at], other_counts[other_at]).sum())
+
+
+def _first_alone(sample: HashSample, other: HashSample, most: int) -> tuple[int, ...]:
+    alone = np.flatnonzero(~np.isin(sample.hashes, other.hashes))[:most]
+    return tuple(sample.numbers[alone].tolist())
