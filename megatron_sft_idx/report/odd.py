@@ -27,7 +27,7 @@ class Odd:
     Attributes:
         kind: in a few words.
         count: of all there are; None for the largest of something.
-        unit: what is counted.
+        unit: what is counted, in the singular.
         places: the first few, or the largest.
         exact: whether all of the shard was looked at for it.
     """
@@ -37,6 +37,14 @@ class Odd:
     unit: str
     places: Sequence[Place]
     exact: bool = True
+
+    @property
+    def counted(self) -> str:
+        """``3 packs``, ``none``, or nothing where nothing is counted."""
+        if not self.count:
+            return "" if self.count is None else "none"
+        plural = self.unit[:-1] + "ies" if self.unit.endswith("y") else self.unit + "s"
+        return f"{self.count:,} {self.unit if self.count == 1 else plural}"
 
 
 class Top:

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.report.odd import Odd, Place
+from megatron_sft_idx.report.odd import Place
 from megatron_sft_idx.report.survey import Survey
 from megatron_sft_idx.report.tally import Tally
 from megatron_sft_idx.shard.fingerprints import source_of, template_of, tokenizer_of
 
 __all__ = ["fingerprints", "losses", "place_name", "shard_nbytes", "summary_dict", "summary_lines"]
 
-_LOSSES = {"overlong_sequences": "sequences longer than the capacity", "dropped_tokens": "tokens dropped by packing"}
+_LOSSES = {"overlong_sequences": "overlong sequences", "dropped_tokens": "dropped tokens"}
 
 
 def fingerprints(header: Header) -> dict[str, str]:
@@ -60,7 +60,7 @@ def summary_lines(prefix: str, survey: Survey) -> list[str]:
         f"{prefix}",
         *_table(_facts(survey)),
         "",
-        f"{'':18}{'min':>10}{'5%':>10}{'half':>10}{'95%':>10}{'max':>10}{'mean':>12}",
+        f"{'':22}{'min':>10}{'5%':>10}{'half':>10}{'95%':>10}{'max':>10}{'mean':>12}",
         _row("sequence length", survey.sequence_lengths),
         _row("pack length", survey.pack_lengths),
         _row("sequences a pack", survey.sequences),
@@ -98,8 +98,7 @@ def _provenance(header: Header) -> Iterator[tuple[str, str]]:
 
 def _table(rows: Iterator[tuple[str, str]]) -> list[str]:
     found = list(rows)
-    width = max((len(name) for name, _ in found), default=0) + 2
-    return [f"{name:{max(width, 18)}}{value}" for name, value in found]
+    return [f"{name:22}{value}" for name, value in found]
 
 
 def _row(name: str, tally: Tally, scale: float = 1) -> str:
@@ -107,23 +106,17 @@ def _row(name: str, tally: Tally, scale: float = 1) -> str:
         return f"{value:,.1f}" if scale != 1 else f"{value:,.0f}"
 
     values = [tally.least, *(tally.quantile(share) for share in (0.05, 0.5, 0.95)), tally.largest]
-    return f"{name:18}" + "".join(f"{shown(value * scale):>10}" for value in values) + f"{tally.mean * scale:>12,.1f}"
+    return f"{name:22}" + "".join(f"{shown(value * scale):>10}" for value in values) + f"{tally.mean * scale:>12,.1f}"
 
 
 def _odd_lines(survey: Survey) -> Iterator[str]:
     for odd in survey.odd:
-        if odd.places or odd.count:
-            yield f"{odd.kind:18}{odd_text(odd)}"
+        sampled = "" if odd.exact else " among those sampled"
+        places = [f"{place_name(place)} ({place.note})" if place.note else place_name(place) for place in odd.places]
+        if shown := [*([odd.counted + sampled] if odd.count else []), *places]:
+            yield f"{odd.kind.lower():22}{shown[0]}"
+            yield from (f"{'':22}{line}" for line in shown[1:])
     yield ""
-
-
-def odd_text(odd: Odd) -> str:
-    """Count and places in one line."""
-    count = "" if odd.count is None else f"{odd.count:,} {odd.unit}{'' if odd.exact else ' among those sampled'}: "
-    names = [
-        f"{place_name(p)}" + (f" ({p.note})" if odd.count is None or p.sequence is not None else "") for p in odd.places
-    ]
-    return count + "; ".join(names)
 
 
 def summary_dict(prefix: str, survey: Survey) -> dict[str, Any]:

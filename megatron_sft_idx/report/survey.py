@@ -61,7 +61,8 @@ class Survey:
         self.sequence_lengths = Tally(header.longest_pack)
         self.pack_lengths = Tally(header.longest_pack)
         self.sequences = Tally(header.most_sequences)
-        self.cost = Profile(header.num_packs, _COLUMNS)
+        most = header.longest_pack
+        self.cost = Profile(header.num_packs, _COLUMNS, most * (most + 1) // 2)
         self.trained = Tally(PERMILLE)
 
     @property
@@ -130,9 +131,9 @@ class _Counter:
         extra, places = self._repeated()
         exact = survey.complete
         survey.odd = [
-            Odd("All masked", header.num_masked_packs, "packs", masked),
-            Odd("One-token sequences", self._single_sequences, "sequences", single),
-            Odd("Repeated sequences", extra, "copies", places, exact and not self._repeats.bits),
+            Odd("All masked", header.num_masked_packs, "pack", masked),
+            Odd("One-token sequences", self._single_sequences, "sequence", single),
+            Odd("Repeated sequences", extra, "copy", places, exact and not self._repeats.bits),
             Odd("Longest sequences", None, "", [self._sequence_place(*pair) for pair in self._longest.found]),
             Odd("Most sequences", None, "", _noted(self._most_sequences, "{:,} sequences")),
             Odd("Costliest attention", None, "", _noted(self._costliest, "{:,} pairs of tokens")),

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.report.marked import Decode, ids_as_text
 from megatron_sft_idx.report.page.shapes import bar_paths, histogram, profile
-from megatron_sft_idx.report.page.viewer import chosen_packs, shown_pack, spread
+from megatron_sft_idx.report.page.viewer import shown_numbers, shown_pack, spread
 from megatron_sft_idx.report.summary import fingerprints, losses, shard_nbytes
 from megatron_sft_idx.report.survey import PERMILLE, Survey
 from megatron_sft_idx.report.tally import Tally
@@ -27,7 +27,7 @@ from megatron_sft_idx.shard import Shard
 __all__ = ["MAX_NBYTES", "make_page"]
 
 MAX_NBYTES = 1_000_000
-_DRAWN, _SHOWN, _BINS = 40, 40, 48
+_DRAWN, _BINS = 40, 48
 # Bytes for the viewer's text; where the rest of the page leaves no room for that, it is made again with less.
 _TEXT_NBYTES = (520_000, 260_000, 60_000, 0)
 _MOST_CHARACTERS = 400
@@ -82,7 +82,8 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: i
     }
     if not header.num_packs:
         return context
-    numbers = chosen_packs(survey, _SHOWN)
+    drawn = spread(header.num_packs, _DRAWN)
+    numbers = shown_numbers(survey, drawn)
     left, packs = text_nbytes, []
     for done, number in enumerate(numbers):
         pack = shown_pack(shard, number, decode or ids_as_text, left // (len(numbers) - done))
@@ -91,7 +92,7 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: i
     return context | {
         "lede": _lede(survey),
         "figures": list(_figures(survey)),
-        "rows": [_row(shard, number) for number in spread(header.num_packs, _DRAWN)],
+        "rows": [_row(shard, number) for number in drawn],
         "charts": list(_charts(survey)),
         "cost": _cost(survey),
         "packs": packs,
@@ -126,22 +127,18 @@ def _plural(count: int, word: str) -> str:
 
 
 def _figures(survey: Survey) -> Iterator[tuple[str, str, str]]:
-    header, lengths = survey.header, survey.sequence_lengths
+    header, counts = survey.header, survey.sequences
     masked = f"{header.num_masked_packs:,} all masked" if header.num_masked_packs else "none all masked"
     yield "packs", f"{header.num_packs:,}", masked
-    yield (
-        "sequences",
-        f"{header.num_sequences:,}",
-        f"{survey.sequences.mean:.1f} a pack, at most {survey.sequences.largest:,}",
-    )
+    yield "sequences", f"{header.num_sequences:,}", f"{counts.mean:.1f} a pack, at most {counts.largest:,}"
     yield (
         "tokens",
         _brief(header.num_tokens),
-        f"{header.token_dtype.name}, half the sequences have {lengths.quantile(0.5):,} or fewer",
+        f"{header.token_dtype.name}, {survey.sequence_lengths.mean:,.0f} a sequence",
     )
     share = 100 * header.num_trained_tokens / header.num_tokens
-    yield "trained", f"{share:.1f}%", f"{header.num_trained_tokens:,} tokens, masks {header.mask_dtype.name}"
-    yield "filled", f"{100 * survey.fill:.1f}%", f"of {header.capacity:,} positions a pack"
+    yield "trained", f"{share:.1f}%", f"{_brief(header.num_trained_tokens)} tokens"
+    yield "filled", f"{100 * survey.fill:.1f}%", f"of {header.capacity:,} positions"
     total = sum(shard_nbytes(header).values())
     yield "on disk", _bytes(total), f"{total / header.num_tokens:.2f} bytes a token"
 
@@ -197,7 +194,9 @@ def _cost(survey: Survey) -> Chart:
         f" The costliest pack costs {survey.cost_spread:.2f} times the mean."
     )
     if width > 1:
-        caption += f" The line is the mean of {width:,} packs, the band reaches from their least to their largest."
+        caption += (
+            f" The line is the mean of {width:,} packs; nine of ten of them lie in the band, none above the thin line."
+        )
     return Chart("", caption, profile(survey.cost, header.num_packs, f"attention cost by pack: {caption}"))
 
 

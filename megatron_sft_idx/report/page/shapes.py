@@ -121,26 +121,44 @@ def histogram(
         span = f"{low * scale:,.6g}" + (f" to {last:,.6g}" if last > low * scale else "")
         if count:
             bars.append(frame.bar(low, high, share, f"{span} {unit}: {count:,} {of} ({share:.2g}%)"))
-    ticks = [(value / scale, text) for value, text in nice_ticks(edges[0] * scale, edges[-1] * scale, 5)]
+    # A class of one value is named in its middle, one of several where it begins.
+    low, high, middle = edges[0] * scale, edges[-1] * scale, 0.5 if edges[1] - edges[0] == 1 and scale == 1 else 0.0
+    sign = "%" if unit == "%" else ""
+    ticks = [
+        (value / scale + middle, text + sign)
+        for value, text in nice_ticks(low, high - 2 * middle, 6, whole=scale == 1)
+        if low <= value
+    ]
     return frame.svg(label, joined(bars), ticks, "%")
 
 
 def profile(values: Profile, places: int, label: str) -> Markup:
-    """A value along the shard, in means of all: its mean as a line, least to largest as a band behind it."""
+    """A value along the shard, in means of all: a bar a place, or of many places the mean, 5 to 95% and the largest."""
     mean = float(values.sums.sum()) / max(1, places) or 1.0
-    low, high, means = ((array / mean).tolist() for array in (values.least, values.largest, values.means))
+    high, means = (values.largest / mean).tolist(), (values.means / mean).tolist()
     frame = _Frame(1000, 230, (0.0, float(places)), max(high, default=1.0))
     columns = list(pairwise(min(k * values.width, places) for k in range(len(means) + 1)))
+    ticks = nice_ticks(0, places, 6, whole=True)
     if values.width == 1:
-        marks = joined(
-            frame.bar(a, b, value, f"pack {a}: {value:.2f} times the mean")
-            for (a, b), value in zip(columns, means, strict=True)
+        bars = zip(columns, means, strict=True)
+        marks = joined(frame.bar(a, b, value, f"pack {a}: {value:.2f} times the mean") for (a, b), value in bars)
+        return frame.svg(label, marks, [(value + 0.5, text) for value, text in ticks if value < places], "×")
+
+    def steps(heights: Sequence[float]) -> list[str]:
+        spans = zip(columns, heights, strict=True)
+        return [f"{number(frame.x(a))} {number(frame.y(v))}H{number(frame.x(b))}" for (a, b), v in spans]
+
+    def back(heights: Sequence[float]) -> list[str]:
+        spans = list(zip(columns, heights, strict=True))[::-1]
+        return [f"{number(frame.x(b))} {number(frame.y(v))}H{number(frame.x(a))}" for (a, b), v in spans]
+
+    low, upper = ((values.quantile(share) / mean).tolist() for share in (0.05, 0.95))
+    marks = joined(
+        element("path", class_=name, d=f"M{'L'.join(points)}{end}")
+        for name, points, end in (
+            ("band", steps(upper) + back(low), "z"),
+            ("most", steps(high), ""),
+            ("line", steps(means), ""),
         )
-    else:
-        there = [(a, b, value) for (a, b), value in zip(columns, high, strict=True)]
-        back = [(b, a, value) for (a, b), value in zip(columns, low, strict=True)][::-1]
-        band = "L".join(f"{number(frame.x(a))} {number(frame.y(v))}H{number(frame.x(b))}" for a, b, v in there + back)
-        middles = zip(((a + b) / 2 for a, b in columns), means, strict=True)
-        line = "L".join(f"{number(frame.x(x))} {number(frame.y(v))}" for x, v in middles)
-        marks = element("path", class_="band", d=f"M{band}z") + element("path", class_="line", d=f"M{line}")
-    return frame.svg(label, marks, nice_ticks(0, places, 6), "×")
+    )
+    return frame.svg(label, marks, ticks, "×")

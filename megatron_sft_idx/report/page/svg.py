@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 __all__ = ["element", "joined", "number"]
 
@@ -22,7 +22,7 @@ def element(name: str, content: str = "", **attributes: str | float) -> Markup:
     written = joined(
         Markup(' {}="{}"').format(key, value if isinstance(value, str) else number(value)) for key, value in pairs
     )
-    return Markup("<" + name + written + ">") + escape(content) + Markup("</" + name + ">")
+    return Markup("<{}{}>{}</{}>").format(name, written, content, name)
 
 
 def number(value: float) -> str:

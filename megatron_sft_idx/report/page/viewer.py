@@ -14,7 +14,7 @@ from megatron_sft_idx.report.page.shapes import bar_paths
 from megatron_sft_idx.report.survey import Survey
 from megatron_sft_idx.shard import Shard
 
-__all__ = ["ShownPack", "ShownSequence", "chosen_packs", "shown_pack", "spread"]
+__all__ = ["ShownPack", "ShownSequence", "shown_numbers", "shown_pack", "spread"]
 
 # What a run costs beside its text, in bytes of the page.
 _RUN_NBYTES, _SEQUENCE_NBYTES = 24, 260
@@ -50,13 +50,10 @@ def spread(count: int, most: int) -> list[int]:
     return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist())) if count else []
 
 
-def chosen_packs(survey: Survey, most: int) -> list[int]:
-    """The first packs, the odd ones, and others evenly spread, in order."""
-    count = survey.header.num_packs
-    wanted: dict[int, None] = dict.fromkeys(range(min(count, 3)))
-    wanted.update(dict.fromkeys(place.pack for odd in survey.odd for place in odd.places))
-    wanted.update(dict.fromkeys(spread(count, most)))
-    return sorted(list(wanted)[:most])
+def shown_numbers(survey: Survey, drawn: Iterable[int]) -> list[int]:
+    """The first packs, the odd ones, and those drawn, in order."""
+    odd = (place.pack for one in survey.odd for place in one.places)
+    return sorted({*range(min(survey.header.num_packs, 3)), *odd, *drawn})
 
 
 def shown_pack(shard: Shard, number: int, decode: Decode, nbytes: int) -> ShownPack:
