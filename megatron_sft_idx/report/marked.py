@@ -53,14 +53,14 @@ def mark_pack(
         color: mark with a green background for terminals, instead of ``[[`` and ``]]``.
 
     Returns:
-        Lines of text. A weight other than 1 follows the marked text, as in ``[[text]]x0.5``.
+        Lines of text; sequences are counted from 0. A weight other than 1 follows the marked text, as in
+        ``[[text]]x0.5``.
     """
     lines = []
-    count = len(boundaries) - 1
-    for number, (start, stop) in enumerate(pairwise(boundaries), 1):
+    for number, (start, stop) in enumerate(pairwise(boundaries)):
         weights = trained_tokens(loss_mask[start:stop])
         rule = (
-            f"── sequence {number} of {count}, positions {start} to {stop - 1}, "
+            f"── sequence {number}, positions {start} to {stop - 1}, "
             f"{np.count_nonzero(weights)} of {stop - start} tokens trained ──"
         )
         lines.append(f"{DIM}{rule}{RESET}" if color else rule)

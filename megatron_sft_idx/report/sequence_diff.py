@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.report.repeats import HashSample
+from megatron_sft_idx.report.repeats import Counted, HashSample
 from megatron_sft_idx.report.windows import Window
 from megatron_sft_idx.shard import Shard
 
@@ -65,27 +64,26 @@ class SequenceSamples:
         for samples in (self, other):
             samples._ids.thin(bits)
             samples._whole.thin(bits)
-        common_ids = _common(self._ids.hashes, other._ids.hashes)
-        common = _common(self._whole.hashes, other._whole.hashes)
+        ids, other_ids = self._ids.counted(), other._ids.counted()
+        whole, other_whole = self._whole.counted(), other._whole.counted()
+        common_ids, common = _common(ids, other_ids), _common(whole, other_whole)
         return SequenceDifference(
             share=0.5**bits,
             shared=common,
             other_mask=max(0, common_ids - common),
-            only_here=len(self._ids) - common_ids,
-            only_there=len(other._ids) - common_ids,
-            first_here=_first_alone(self._whole, other._whole, most),
-            first_there=_first_alone(other._whole, self._whole, most),
+            only_here=int(ids.times.sum()) - common_ids,
+            only_there=int(other_ids.times.sum()) - common_ids,
+            first_here=_first_alone(whole, other_whole, most),
+            first_there=_first_alone(other_whole, whole, most),
         )
 
 
-def _common(here: NDArray[np.uint64], there: NDArray[np.uint64]) -> int:
+def _common(here: Counted, there: Counted) -> int:
     """How many elements two multisets share."""
-    values, counts = np.unique(here, return_counts=True)
-    others, other_counts = np.unique(there, return_counts=True)
-    _, at, other_at = np.intersect1d(values, others, assume_unique=True, return_indices=True)
-    return int(np.minimum(counts[at], other_counts[other_at]).sum())
+    _, at, other = np.intersect1d(here.hashes, there.hashes, assume_unique=True, return_indices=True)
+    return int(np.minimum(here.times[at], there.times[other]).sum())
 
 
-def _first_alone(sample: HashSample, other: HashSample, most: int) -> tuple[int, ...]:
-    alone = np.flatnonzero(~np.isin(sample.hashes, other.hashes))[:most]
-    return tuple(sample.numbers[alone].tolist())
+def _first_alone(here: Counted, there: Counted, most: int) -> tuple[int, ...]:
+    alone = here.first[~np.isin(here.hashes, there.hashes)]
+    return tuple(np.sort(alone)[:most].tolist())

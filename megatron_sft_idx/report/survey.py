@@ -22,7 +22,7 @@ from megatron_sft_idx.shard import Shard
 __all__ = ["CONTENT_TOKENS", "Survey", "survey"]
 
 # Tokens whose ids and masks are read: a few seconds' worth.
-CONTENT_TOKENS = 1 << 30
+CONTENT_TOKENS = 1 << 29
 PERMILLE = 1000
 _COLUMNS = 240
 _PLACES = 4
