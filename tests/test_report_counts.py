@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from packs import Sample, sample_of, write_samples
 
@@ -27,6 +27,7 @@ def joined(parts: list[list[int]]) -> list[int]:
     return [value for part in parts for value in part]
 
 
+@settings(max_examples=40)
 @given(pieces)
 def test_a_tally_knows_what_all_values_tell(parts: list[list[int]]) -> None:
     tally, values = Tally(300), joined(parts)
@@ -39,6 +40,7 @@ def test_a_tally_knows_what_all_values_tell(parts: list[list[int]]) -> None:
             assert tally.quantile(share) == np.quantile(values, share, method="inverted_cdf")
 
 
+@settings(max_examples=40)
 @given(pieces, st.integers(1, 60), st.integers(0, 5))
 def test_a_histogram_counts_every_value_once(parts: list[list[int]], bins: int, low: int) -> None:
     tally, values = Tally(300), joined(parts)
@@ -60,6 +62,7 @@ def test_large_values_share_counts_but_not_extremes() -> None:
     assert len(edges) <= 49
 
 
+@settings(max_examples=40)
 @given(pieces, st.integers(1, 9))
 def test_a_profile_is_the_columns_of_all_values(parts: list[list[int]], columns: int) -> None:
     values, first = joined(parts), 0
@@ -78,6 +81,7 @@ def test_a_profile_is_the_columns_of_all_values(parts: list[list[int]], columns:
         assert np.abs(profile.quantile(share) - exact).max(initial=0) <= 2  # a class is two values wide
 
 
+@settings(max_examples=40)
 @given(pieces, st.integers(1, 5))
 def test_top_and_first_are_those_of_all_values(parts: list[list[int]], most: int) -> None:
     top, firsts, first = Top(most), First(most), 0
@@ -93,6 +97,7 @@ def test_top_and_first_are_those_of_all_values(parts: list[list[int]], most: int
     assert (firsts.count, firsts.found) == (len(holds), holds[:most])
 
 
+@settings(max_examples=40)
 @given(st.lists(st.lists(st.integers(0, 40), max_size=30), max_size=6), st.integers(2, 40))
 def test_a_sample_keeps_all_copies_or_none(parts: list[list[int]], most: int) -> None:
     spread = [(number * 0x9E3779B97F4A7C15 + number**5) % 2**64 for number in range(41)]  # 0 among them
