@@ -135,8 +135,8 @@ def test_sequences_of_one_shard_only_and_masks_that_changed_are_counted(tmp_path
     found = compared(tmp_path, here, there).sequences
     # 9 is only here, 20 and the second 2 only there, 3 has another mask.
     assert (found.shared, found.other_mask, found.only_here, found.only_there) == (8, 1, 1, 2)
-    assert found.first_here == (3, 9)
-    assert found.first_there == (0, 4)
+    assert found.first_here == ((3, 0), (9, 0))
+    assert found.first_there == ((0, 0), (4, 0))
 
 
 def test_large_shards_are_compared_by_a_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if arguments.html:
         _write_page(shard, arguments, decode)
         return 0
-    with _Reading(shard, arguments) as tell:
+    with _progress(shard, arguments) as tell:
         found = survey(shard, tell=tell)
     if arguments.json:
         _print_json(summary_dict(arguments.shard, found))
@@ -127,16 +128,14 @@ def _decoder(shard: Shard, path: str | None) -> Decode | None:
     return tokenizer.decode
 
 
-class _Reading(Progress):
-    """Progress over the packs of a shard; entered, it is what the work tells."""
-
-    def __init__(self, shard: Shard, arguments: argparse.Namespace, what: str = "reading") -> None:
-        total = shard.header.num_tokens
-        super().__init__(what, total, unit="tokens", log_interval=arguments.log_interval, items="packs")
-
-    def __enter__(self) -> Callable[[int, int], None]:  # type: ignore[override]
-        super().__enter__()
-        return self.update
+@contextmanager
+def _progress(
+    shard: Shard, arguments: argparse.Namespace, what: str = "reading"
+) -> Iterator[Callable[[int, int], None]]:
+    """What work that goes through the packs of a shard is to call."""
+    total, interval = shard.header.num_tokens, arguments.log_interval
+    with Progress(what, total, unit="tokens", log_interval=interval, items="packs") as progress:
+        yield progress.update
 
 
 def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> None:
@@ -158,7 +157,7 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
 
 def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode) -> int:
     found = []
-    with _Reading(shard, arguments, "searching") as tell:
+    with _progress(shard, arguments, "searching") as tell:
         for match in islice(find_text(shard, arguments.find, decode, tell=tell), arguments.limit):
             found.append(match._asdict())
             if not arguments.json:
@@ -178,7 +177,7 @@ def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode) -> int:
 
 def _diff(shard: Shard, arguments: argparse.Namespace) -> int:
     other = Shard(arguments.diff, backend="pread")
-    with _Reading(shard, arguments, "comparing") as tell:
+    with _progress(shard, arguments, "comparing") as tell:
         comparison = compare_shards(shard, other, most=arguments.limit, tell=tell)
     if arguments.json:
         _print_json({"here": shard.prefix, "there": other.prefix, **comparison.to_dict()})
@@ -191,7 +190,7 @@ def _write_page(shard: Shard, arguments: argparse.Namespace, decode: Decode | No
     path = Path(arguments.html)
     if path.exists() and not arguments.overwrite:
         raise FormatError(f"{path}: a file is there; choose another name, or replace it with --overwrite")
-    with _Reading(shard, arguments) as tell:
+    with _progress(shard, arguments) as tell:
         found = survey(shard, tell=tell)
     page = make_page(shard, found, decode)
     # Whoever has the old page open never sees half of the new one.

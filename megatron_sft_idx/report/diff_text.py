@@ -12,6 +12,7 @@ from megatron_sft_idx.report.sequence_diff import SequenceDifference
 __all__ = ["diff_lines"]
 
 _MOST_FIELDS = 40
+_OTHER = {"here": "there", "there": "here"}
 
 
 def diff_lines(comparison: Comparison, here: str, there: str) -> list[str]:
@@ -75,6 +76,10 @@ def _sequence_lines(found: SequenceDifference | None) -> Iterator[str]:
         f"as sequences, whatever their packs{of}: {found.shared:,} are in both, {found.other_mask:,} in both with other"
         f" masks, {found.only_here:,} only here, {found.only_there:,} only there"
     )
+    for where, places in (("here", found.first_here), ("there", found.first_there)):
+        yield from (
+            f"  pack {pack}, sequence {sequence} {where}: not {_OTHER[where]} like this" for pack, sequence in places
+        )
 
 
 def _short(value: Any) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.report.repeats import Counted, HashSample
-from megatron_sft_idx.report.windows import Window
+from megatron_sft_idx.report.windows import Window, locate_sequence
 from megatron_sft_idx.shard import Shard
 
 __all__ = ["SequenceDifference", "SequenceSamples"]
@@ -28,7 +28,7 @@ class SequenceDifference:
         other_mask: sequences in both whose masks differ.
         only_here: sequences whose ids the other does not have.
         only_there: the same, the other way round.
-        first_here: numbers, among all of the shard, of the first of those that only it has, in ids or mask.
+        first_here: pack and number in it of the first of those that only this shard has, in ids or mask.
         first_there: the same of the other.
     """
 
@@ -37,8 +37,8 @@ class SequenceDifference:
     other_mask: int
     only_here: int
     only_there: int
-    first_here: tuple[int, ...]
-    first_there: tuple[int, ...]
+    first_here: tuple[tuple[int, int], ...]
+    first_there: tuple[tuple[int, int], ...]
 
     @property
     def same(self) -> bool:
@@ -50,6 +50,7 @@ class SequenceSamples:
     """Hashes of a shard's sequences: of their ids, and of ids and mask together."""
 
     def __init__(self, shard: Shard, parts: Iterable[Window], most: int = _MOST) -> None:
+        self._shard = shard
         self._ids, self._whole = HashSample(most), HashSample(most)
         for window in parts:
             ids = _native.hash_runs(shard.files.tokens[window.tokens], window.bounds)
@@ -73,17 +74,16 @@ class SequenceSamples:
             other_mask=max(0, common_ids - common),
             only_here=int(ids.times.sum()) - common_ids,
             only_there=int(other_ids.times.sum()) - common_ids,
-            first_here=_first_alone(whole, other_whole, most),
-            first_there=_first_alone(other_whole, whole, most),
+            first_here=self._first_alone(whole, other_whole, most),
+            first_there=other._first_alone(other_whole, whole, most),
         )
+
+    def _first_alone(self, here: Counted, there: Counted, most: int) -> tuple[tuple[int, int], ...]:
+        alone = np.sort(here.first[~np.isin(here.hashes, there.hashes)])[:most]
+        return tuple(locate_sequence(self._shard, number)[:2] for number in alone.tolist())
 
 
 def _common(here: Counted, there: Counted) -> int:
     """How many elements two multisets share."""
     _, at, other = np.intersect1d(here.hashes, there.hashes, assume_unique=True, return_indices=True)
     return int(np.minimum(here.times[at], there.times[other]).sum())
-
-
-def _first_alone(here: Counted, there: Counted, most: int) -> tuple[int, ...]:
-    alone = here.first[~np.isin(here.hashes, there.hashes)]
-    return tuple(np.sort(alone)[:most].tolist())

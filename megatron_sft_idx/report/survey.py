@@ -16,7 +16,7 @@ from megatron_sft_idx.layout import Header
 from megatron_sft_idx.report.odd import First, Odd, Place, Top
 from megatron_sft_idx.report.repeats import HashSample
 from megatron_sft_idx.report.tally import Profile, Tally
-from megatron_sft_idx.report.windows import Window, windows
+from megatron_sft_idx.report.windows import Window, locate_sequence, windows
 from megatron_sft_idx.shard import Shard
 
 __all__ = ["CONTENT_TOKENS", "Survey", "survey"]
@@ -147,23 +147,12 @@ class _Counter:
         for group in groups:
             length = 0
             for number in group.sequences[:2]:
-                pack, sequence, length = self._locate(number)
+                pack, sequence, length = locate_sequence(self._shard, number)
                 places.append(Place(pack, sequence, f"{length:,} tokens, {group.times:,} times"))
         return extra, places
 
-    def _locate(self, number: int) -> tuple[int, int, int]:
-        """Pack of a sequence of the shard, its number there, its tokens."""
-        offsets = self._shard.files.sequence_offsets
-        low, high = 0, len(self._shard)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if int(offsets[middle : middle + 1][0]) <= number else (low, middle)
-        bounds = self._shard[low]["seq_boundaries"]
-        sequence = number - int(offsets[low : low + 1][0])
-        return low, sequence, int(bounds[sequence + 1] - bounds[sequence])
-
     def _sequence_place(self, value: int, number: int) -> Place:
-        pack, sequence, _ = self._locate(number)
+        pack, sequence, _ = locate_sequence(self._shard, number)
         return Place(pack, sequence, f"{value:,} tokens")
 
 

@@ -13,7 +13,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard
 
-__all__ = ["Window", "read_window", "windows"]
+__all__ = ["Window", "locate_sequence", "read_window", "windows"]
 
 # What a window holds at most, or one pack where that is larger: some 50 MiB with all that is computed from it.
 _PACKS, _SEQUENCES, _TOKENS = 1 << 15, 1 << 18, 1 << 22
@@ -94,3 +94,15 @@ def read_window(shard: Shard, first: int, stop: int) -> Window:
 def _fitting(offsets: NDArray[np.int64], most: int) -> int:
     """How many packs have at most so many tokens, or sequences, together."""
     return min(int(np.searchsorted(offsets, offsets[0] + most, "right")), len(offsets)) - 1
+
+
+def locate_sequence(shard: Shard, number: int) -> tuple[int, int, int]:
+    """Of sequence ``number`` among all of a shard: its pack, its number in that, its tokens."""
+    offsets = shard.files.sequence_offsets
+    low, high = 0, len(shard)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if offsets[middle : middle + 1][0] <= number else (low, middle)
+    sequence = number - int(offsets[low : low + 1][0])
+    start, stop = shard[low]["seq_boundaries"][sequence : sequence + 2].tolist()
+    return low, sequence, stop - start

@@ -22,9 +22,11 @@
   }
 
   addEventListener("hashchange", showLinked);
-  // A link to where we are already changes no hash.
+  // A link to where we are already changes no hash, and following it would take the focus away again.
   addEventListener("click", (event) => {
-    if (event.target.closest?.("a")?.getAttribute("href") === location.hash) showLinked();
+    if (event.target.closest?.("a")?.getAttribute("href") !== location.hash) return;
+    event.preventDefault();
+    showLinked();
   });
   addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
