@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from packs import demo_samples, sample_of, write_samples
 from pages import HOSTILE, Markup, colours, decode_hostile, markup_of, write_hostile
 
-from megatron_sft_idx.report import make_page, survey
+from megatron_sft_idx.report import make_page, survey_shard
 from megatron_sft_idx.report.page import MAX_NBYTES, render
 from megatron_sft_idx.report.page.ticks import nice_ticks
 from megatron_sft_idx.shard import Shard, ShardWriter
@@ -23,7 +23,7 @@ from megatron_sft_idx.shard import Shard, ShardWriter
 
 def page_of(prefix: Path, decode: Any = None, **options: Any) -> bytes:
     shard = Shard(prefix)
-    return make_page(shard, survey(shard, **options), decode)
+    return make_page(shard, survey_shard(shard, **options), decode)
 
 
 def attributes(page: Markup, name: str) -> list[str]:
@@ -110,11 +110,18 @@ def test_what_is_cut_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_sampled_page_says_so(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples(), capacity=64)
-    found = survey(Shard(tmp_path / "x"))
+    found = survey_shard(Shard(tmp_path / "x"))
     assert "Ids and masks were read" not in make_page(Shard(tmp_path / "x"), found).decode()
     found.read_packs = 3
     text = make_page(Shard(tmp_path / "x"), found).decode()
     assert "Ids and masks were read of 3 packs" in text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"), [(999, "999 B"), (1023 << 20, "1,023 MiB"), (1 << 30, "1.00 GiB"), (12345 << 20, "12.1 GiB")]
+)
+def test_sizes_are_written_for_people(nbytes: int, shown: str) -> None:
+    assert render._bytes(nbytes) == shown
 
 
 def test_weights_other_than_one_are_named(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packs import Sample, sample_of, write_samples
+from reseal import set_fields
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.report import survey, windows
+from megatron_sft_idx.report import survey_shard, windows
 from megatron_sft_idx.report.odd import First, Top
 from megatron_sft_idx.report.repeats import HashSample
 from megatron_sft_idx.report.tally import Profile, Tally
@@ -158,7 +159,7 @@ def test_a_survey_equals_the_slow_one(tmp_path: Path, small: bool, monkeypatch: 
         monkeypatch.setattr(windows, "_TOKENS", 20)
         monkeypatch.setattr(windows, "_SEQUENCES", 6)
     told: list[tuple[int, int]] = []
-    found = survey(Shard(tmp_path / "x"), tell=lambda tokens, packs: told.append((tokens, packs)))
+    found = survey_shard(Shard(tmp_path / "x"), tell=lambda tokens, packs: told.append((tokens, packs)))
     slow = slow_survey(packs)
     assert counted(found.sequence_lengths) == slow["lengths"]
     assert found.cost.sums.tolist() == slow["cost"]
@@ -181,7 +182,7 @@ def test_repeated_and_longest_sequences_are_named_where_they_are(tmp_path: Path)
     packs[1].tokens[3:] = packs[4].tokens[3:] = [7, 7, 7, 7]
     packs[3] = sample_of([2, 9, 1], lambda p: 1, lambda p: 90 + p)
     write_samples(tmp_path / "x", packs, capacity=64)
-    odd = {one.kind: one for one in survey(Shard(tmp_path / "x")).odd}
+    odd = {one.kind: one for one in survey_shard(Shard(tmp_path / "x")).odd}
     repeated = odd["Repeated sequences"]
     assert repeated.counted == "1 copy"
     assert [(place.pack, place.sequence, place.note) for place in repeated.places] == [
@@ -195,7 +196,7 @@ def test_repeated_and_longest_sequences_are_named_where_they_are(tmp_path: Path)
 def test_a_large_shard_is_sampled_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_samples(tmp_path / "x", random_packs(60), capacity=64)
     monkeypatch.setattr(windows, "_PACKS", 5)
-    found = survey(Shard(tmp_path / "x"), content_tokens=200)
+    found = survey_shard(Shard(tmp_path / "x"), content_tokens=200)
     assert 0 < found.read_packs < 60
     assert not found.complete
     assert found.pack_lengths.total == 60
@@ -205,7 +206,7 @@ def test_a_large_shard_is_sampled_and_says_so(tmp_path: Path, monkeypatch: pytes
 
 def test_an_empty_shard_has_an_empty_survey(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", [], capacity=64)
-    found = survey(Shard(tmp_path / "x"))
+    found = survey_shard(Shard(tmp_path / "x"))
     assert found.complete
     assert (found.fill, found.cost_spread, found.sequence_lengths.total) == (0, 0, 0)
 
@@ -222,7 +223,16 @@ def test_offsets_that_cannot_be_are_an_error(tmp_path: Path, values: list[int]) 
     raw[offset : offset + 24] = np.array(values, "<i8").tobytes()
     path.write_bytes(raw)
     with pytest.raises(FormatError, match=r"x.*rule.*O2"):
-        survey(Shard(tmp_path / "x", backend="pread"))
+        survey_shard(Shard(tmp_path / "x", backend="pread"))
+
+
+@pytest.mark.parametrize(("name", "value"), [("longest_pack", 6), ("most_sequences", 1)])
+def test_packs_larger_than_the_header_says_are_an_error(tmp_path: Path, name: str, value: int) -> None:
+    write_samples(tmp_path / "x", [sample_of([3, 4], lambda p: 1, lambda p: p)])
+    path = tmp_path / "x.seq.idx"
+    path.write_bytes(set_fields(path.read_bytes(), **{name: value}))
+    with pytest.raises(FormatError, match=rf"{name} {value} in the header, {value + 1} by the data \(rule H9\)"):
+        survey_shard(Shard(tmp_path / "x"))
 
 
 def test_a_window_knows_the_places_of_its_sequences(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from megatron_sft_idx.chat.tokenizer.tokenizer import load_tokenizer
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, natural, positive, writable
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.preprocess.progress import Progress
-from megatron_sft_idx.report import compare_shards, find_text, make_page, mark_pack, survey
+from megatron_sft_idx.report import compare_shards, find_text, make_page, mark_pack, survey_shard
 from megatron_sft_idx.report.diff_text import diff_lines
 from megatron_sft_idx.report.marked import Decode, ids_as_text, on_one_line, trained_tokens
 from megatron_sft_idx.report.summary import summary_dict, summary_lines
@@ -104,7 +104,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         _write_page(shard, arguments, decode)
         return 0
     with _progress(shard, arguments) as tell:
-        found = survey(shard, tell=tell)
+        found = survey_shard(shard, tell=tell)
     if arguments.json:
         _print_json(summary_dict(arguments.shard, found))
     else:
@@ -191,7 +191,7 @@ def _write_page(shard: Shard, arguments: argparse.Namespace, decode: Decode | No
     if path.exists() and not arguments.overwrite:
         raise FormatError(f"{path}: a file is there; choose another name, or replace it with --overwrite")
     with _progress(shard, arguments) as tell:
-        found = survey(shard, tell=tell)
+        found = survey_shard(shard, tell=tell)
     page = make_page(shard, found, decode)
     # Whoever has the old page open never sees half of the new one.
     temporary = path.with_name(f".{path.name}.tmp")

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.report.odd import First, Odd, Place, Top
 from megatron_sft_idx.report.repeats import HashSample
@@ -19,7 +21,7 @@ from megatron_sft_idx.report.tally import Profile, Tally
 from megatron_sft_idx.report.windows import Window, locate_sequence, windows
 from megatron_sft_idx.shard import Shard
 
-__all__ = ["CONTENT_TOKENS", "Survey", "survey"]
+__all__ = ["CONTENT_TOKENS", "Survey", "survey_shard"]
 
 # Tokens whose ids and masks are read: a few seconds' worth.
 CONTENT_TOKENS = 1 << 29
@@ -42,7 +44,6 @@ class Survey:
         cost: attention pairs of every pack, by its place in the shard.
         trained: of every pack that was read, the trained share of its tokens, in thousandths.
         read_packs: packs whose ids and masks were read.
-        read_sequences: sequences in them.
         odd: kinds of odd packs.
     """
 
@@ -53,7 +54,6 @@ class Survey:
     cost: Profile = field(init=False)
     trained: Tally = field(init=False)
     read_packs: int = 0
-    read_sequences: int = 0
     odd: list[Odd] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -100,6 +100,7 @@ class _Counter:
         survey, first = self.survey, window.first
         pack_lengths, counts = np.diff(window.pack_bounds), np.diff(window.sequence_offsets)
         lengths = np.diff(window.bounds)
+        self._hold_to_header(pack_lengths, counts)
         cost = window.by_pack(lengths * (lengths + 1) // 2)
         survey.sequence_lengths.add(lengths)
         survey.pack_lengths.add(pack_lengths)
@@ -113,6 +114,19 @@ class _Counter:
         self._longest.add(window.sequence, lengths)
         self._emptiest.add(first, -pack_lengths)
 
+    def _hold_to_header(self, pack_lengths: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """FormatError where packs are larger than the header says; distributions have room for no others."""
+        header = self.survey.header
+        for name, found, said in (
+            ("longest_pack", pack_lengths, header.longest_pack),
+            ("most_sequences", counts, header.most_sequences),
+        ):
+            if (most := int(found.max())) > said:
+                raise FormatError(
+                    f"{self._shard.prefix}: {name} {said} in the header, {most} by the data (rule H9);"
+                    " megatron-sft-idx rebuild derives the header anew"
+                )
+
     def add_content(self, window: Window) -> None:
         """What the ids and masks of a window tell."""
         survey, files = self.survey, self._shard.files
@@ -121,7 +135,6 @@ class _Counter:
         survey.trained.add(trained * PERMILLE // np.diff(window.pack_bounds))
         self._repeats.add(_native.hash_runs(files.tokens[window.tokens], window.bounds), window.sequence)
         survey.read_packs += len(window)
-        survey.read_sequences += len(window.bounds) - 1
 
     def finish(self) -> Survey:
         """The survey, with its odd packs named."""
@@ -130,6 +143,9 @@ class _Counter:
         single = [Place(pack, None, "has a sequence of one token") for pack in self._single.found]
         extra, places = self._repeated()
         exact = survey.complete
+        # A pack that is as full as can be is nowhere the odd one, though it be among the least filled.
+        below = [(-length, pack) for length, pack in self._emptiest.found if -length < header.longest_pack]
+        emptiest = [Place(pack, None, f"{length:,} tokens") for length, pack in below]
         survey.odd = [
             Odd("All masked", header.num_masked_packs, "pack", masked),
             Odd("One-token sequences", self._single_sequences, "sequence", single),
@@ -137,7 +153,7 @@ class _Counter:
             Odd("Longest sequences", None, "", [self._sequence_place(*pair) for pair in self._longest.found]),
             Odd("Most sequences", None, "", _noted(self._most_sequences, "{:,} sequences")),
             Odd("Costliest attention", None, "", _noted(self._costliest, "{:,} pairs of tokens")),
-            Odd("Least filled", None, "", _noted(self._emptiest, "{:,} tokens", -1)),
+            Odd("Least filled", None, "", emptiest),
         ]
         return survey
 
@@ -145,7 +161,6 @@ class _Counter:
         extra, groups = self._repeats.repeated(_PLACES)
         places = []
         for group in groups:
-            length = 0
             for number in group.sequences[:2]:
                 pack, sequence, length = locate_sequence(self._shard, number)
                 places.append(Place(pack, sequence, f"{length:,} tokens, {group.times:,} times"))
@@ -156,11 +171,11 @@ class _Counter:
         return Place(pack, sequence, f"{value:,} tokens")
 
 
-def _noted(top: Top, text: str, sign: int = 1) -> list[Place]:
-    return [Place(pack, None, text.format(sign * value)) for value, pack in top.found]
+def _noted(top: Top, text: str) -> list[Place]:
+    return [Place(pack, None, text.format(value)) for value, pack in top.found]
 
 
-def survey(shard: Shard, *, content_tokens: int = CONTENT_TOKENS, tell: Tell | None = None) -> Survey:
+def survey_shard(shard: Shard, *, content_tokens: int = CONTENT_TOKENS, tell: Tell | None = None) -> Survey:
     """Counts a shard in bounded memory, best opened with the backend ``pread``: maps would count as memory.
 
     Args:
@@ -169,7 +184,7 @@ def survey(shard: Shard, *, content_tokens: int = CONTENT_TOKENS, tell: Tell | N
         tell: is given, now and again, how many tokens and packs more are done.
 
     Raises:
-        FormatError: the indexes do not divide the tokens into packs and sequences.
+        FormatError: the indexes do not divide the tokens into packs and sequences, or not as the header says.
     """
     counter = _Counter(shard)
     header = shard.header

@@ -17,7 +17,7 @@ from chats import TOKENIZER, command, preprocess
 from packs import Sample, sample_of
 from pages import HOSTILE, decode_hostile, write_hostile
 
-from megatron_sft_idx.report import make_page, survey
+from megatron_sft_idx.report import make_page, survey_shard
 from megatron_sft_idx.shard import Shard, ShardWriter
 
 pytestmark = pytest.mark.browser
@@ -167,7 +167,7 @@ def test_hostile_text_runs_nothing(chromium: Any, tmp_path: Path) -> None:
     write_hostile(tmp_path / "x")
     shard = Shard(tmp_path / "x")
     path = tmp_path / "x.html"
-    path.write_bytes(make_page(shard, survey(shard), decode_hostile))
+    path.write_bytes(make_page(shard, survey_shard(shard), decode_hostile))
     page = opened(chromium, path)
     page.evaluate("document.querySelectorAll('details').forEach(pack => { pack.open = true })")
     assert page.evaluate("window.hacked") is None
@@ -189,7 +189,7 @@ def test_the_page_of_many_packs(chromium: Any, tmp_path: Path) -> None:
     assert command("inspect", tmp_path / "x", "--html", tmp_path / "x.html").code == 0
     page = opened(chromium, tmp_path / "x.html")
     assert page.locator("#attention path.band").bounding_box()["width"] > 500
-    assert page.locator("table.packs tbody tr").count() == 40
-    assert page.locator("table.packs tbody a").count() == 40
+    assert page.locator("table.packs tbody tr").count() == 48
+    assert page.locator("table.packs tbody a").count() == 48
     assert page.problems == []
     kept(page, "many-packs")

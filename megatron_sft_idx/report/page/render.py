@@ -27,7 +27,7 @@ from megatron_sft_idx.shard import Shard
 __all__ = ["MAX_NBYTES", "make_page"]
 
 MAX_NBYTES = 1_000_000
-_DRAWN, _BINS = 40, 48
+_DRAWN, _BINS = 48, 48
 # Bytes for the viewer's text; where the rest of the page leaves no room for that, it is made again with less.
 _TEXT_NBYTES = (520_000, 260_000, 60_000, 0)
 _MOST_CHARACTERS = 400
@@ -86,9 +86,8 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: i
     numbers = shown_numbers(survey, drawn)
     left, packs = text_nbytes, []
     for done, number in enumerate(numbers):
-        pack = shown_pack(shard, number, decode or ids_as_text, left // (len(numbers) - done))
-        packs.append(pack)
-        left -= min(left // (len(numbers) - done), _text_nbytes(pack.sequences))
+        packs.append(shown_pack(shard, number, decode or ids_as_text, left // (len(numbers) - done)))
+        left -= packs[-1].nbytes
     return context | {
         "lede": _lede(survey),
         "figures": list(_figures(survey)),
@@ -99,10 +98,6 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: i
         "linked": set(numbers),
         "decoded": decode is not None,
     }
-
-
-def _text_nbytes(sequences: Any) -> int:
-    return sum(260 + sum(24 + len(text.encode("utf-8", "replace")) for text, _ in one.runs) for one in sequences)
 
 
 def _row(shard: Shard, number: int) -> Row:
@@ -146,15 +141,20 @@ def _figures(survey: Survey) -> Iterator[tuple[str, str, str]]:
 def _brief(count: int) -> str:
     for size, name in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
         if count >= size:
-            return f"{count / size:.3g} {name}"
+            return f"{_three_digits(count / size)} {name}"
     return f"{count:,}"
 
 
 def _bytes(count: int) -> str:
     for size, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if count >= size:
-            return f"{count / size:.3g} {name}"
+            return f"{_three_digits(count / size)} {name}"
     return f"{count} B"
+
+
+def _three_digits(value: float) -> str:
+    """At least three of them: 1.23, 12.3, 123, 1,023."""
+    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
 def _charts(survey: Survey) -> Iterator[Chart]:

@@ -34,7 +34,7 @@ class ShownSequence:
 
 @dataclass(frozen=True, slots=True)
 class ShownPack:
-    """A pack in the viewer; ``hidden_sequences`` at its end are left out."""
+    """A pack in the viewer; ``hidden_sequences`` at its end are left out, the others take ``nbytes`` of the page."""
 
     number: int
     length: int
@@ -43,6 +43,7 @@ class ShownPack:
     sequences: Sequence[ShownSequence]
     num_sequences: int
     hidden_sequences: int
+    nbytes: int
 
 
 def spread(count: int, most: int) -> list[int]:
@@ -57,19 +58,20 @@ def shown_numbers(survey: Survey, drawn: Iterable[int]) -> list[int]:
 
 
 def shown_pack(shard: Shard, number: int, decode: Decode, nbytes: int) -> ShownPack:
-    """One pack, of whose text about ``nbytes`` of the page are filled."""
+    """One pack, whose text fills about ``nbytes`` of the page at most."""
+    left = nbytes
     pack = shard[number]
     ids, mask = pack["input_ids"], pack["loss_mask"]
     bounds = pack["seq_boundaries"].tolist()
     shown: list[ShownSequence] = []
     for index, (start, stop) in enumerate(pairwise(bounds)):
-        nbytes -= _SEQUENCE_NBYTES
-        if nbytes <= 0:
+        left -= _SEQUENCE_NBYTES
+        if left <= 0:
             break
         weights = trained_tokens(mask[start:stop])
         # A token is a byte of the page at least: more of them are never shown.
-        runs, tokens, used = _cut(marked_runs(ids[start:stop][:nbytes], weights[:nbytes], decode), nbytes)
-        nbytes -= used
+        runs, tokens, used = _cut(marked_runs(ids[start:stop][:left], weights[:left], decode), left)
+        left -= used
         trained = int(np.count_nonzero(weights))
         shown.append(ShownSequence(index, start, stop, trained, runs, stop - start - tokens))
     return ShownPack(
@@ -80,6 +82,7 @@ def shown_pack(shard: Shard, number: int, decode: Decode, nbytes: int) -> ShownP
         shown,
         len(bounds) - 1,
         len(bounds) - 1 - len(shown),
+        nbytes - max(left, 0),
     )
 
 
