@@ -11,7 +11,7 @@ SANITIZED := build/sanitize/lib
 
 .DEFAULT_GOAL := help
 FUZZ_SECONDS ?= 600
-.PHONY: help venv build lint format test test-slow test-ray sanitize fuzz bench demo clean
+.PHONY: help venv build lint format test test-slow test-ray test-browser sanitize fuzz bench demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,13 @@ test-slow: $(VENV)/built  ## the longer checks that test leaves out
 test-ray: $(VENV)/built  ## preprocess --engine ray on clusters of several nodes on this machine, killed and not; installs Ray
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test,ray]'
 	@$(BIN)/python -m pytest -m 'slow or not slow' tests/test_ray_stretches.py tests/test_ray_parts.py tests/test_ray_engine.py tests/slow/test_ray_scale.py
+
+test-browser: $(VENV)/built  ## the inspector's page in Chromium, from Debian's package where there is none; screenshots in build/
+	@command -v chromium >/dev/null || apt-get install -qq -y --no-install-recommends chromium >/dev/null || \
+	{ echo "make test-browser needs chromium in the PATH: install it with your system's package manager"; exit 1; }
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[browser]'
+	@mkdir -p build/screenshots
+	@SFT_IDX_BROWSER=1 $(BIN)/python -m pytest -m browser tests/browser
 
 # pytest is called as a script, not as a module, so that the working folder with its plain build of the
 # extension stays off sys.path; tests/native then checks that what it imported is the sanitized one.

@@ -46,7 +46,7 @@ def test_brackets_hold_exactly_what_is_trained() -> None:
     assert body(shown) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Hello!<|im_end|>]]"
     trained = int(mask.sum())
     assert shown.startswith(
-        f"── sequence 1 of 1, positions 0 to {len(ids) - 1}, {trained} of {len(ids)} tokens trained ──\n"
+        f"── sequence 0, positions 0 to {len(ids) - 1}, {trained} of {len(ids)} tokens trained ──\n"
     )
 
 
@@ -64,7 +64,7 @@ def test_sequences_are_apart_and_no_mark_crosses_them() -> None:
     boundaries = np.array([0, len(first), len(ids)], np.int32)
     shown = mark_pack(ids, mask, boundaries, decode)
     assert body(shown) == "a[[ b]]\n c[[ d]]"
-    assert "sequence 2 of 2, positions 2 to 3, 1 of 2 tokens trained" in shown
+    assert "sequence 1, positions 2 to 3, 1 of 2 tokens trained" in shown
 
 
 def test_weights_are_told_apart() -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "natural",
     "packing_options",
     "positive",
+    "writable",
 ]
 
 Verbs = Any  # argparse names the type of add_subparsers() only privately
@@ -53,7 +54,7 @@ def _whole(text: str, least: int) -> int:
     return value
 
 
-def _writable(text: str) -> str:
+def writable(text: str) -> str:
     """A file that can be made; asked before hours of work, of which it is to tell."""
     path = Path(text)
     if path.is_dir():
@@ -137,7 +138,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         " (default: one shard, at PREFIX)",
     )
     group.add_argument("--overwrite", action="store_true", help="replace what is at the prefix")
-    group.add_argument("--summary", type=_writable, metavar="FILE", help="write counts and seconds as JSON")
+    group.add_argument("--summary", type=writable, metavar="FILE", help="write counts and seconds as JSON")
     add_log_interval(group, "rows")
 
 

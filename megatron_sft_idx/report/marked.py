@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["mark_pack", "trained_tokens"]
+__all__ = ["Decode", "ids_as_text", "mark_pack", "marked_runs", "on_one_line", "trained_tokens"]
 
 GREEN, DIM, RESET = "\x1b[30;42m", "\x1b[2m", "\x1b[0m"
 # Text comes from anywhere, and a terminal obeys escape codes: control characters are shown as their pictures.
@@ -53,14 +53,14 @@ def mark_pack(
         color: mark with a green background for terminals, instead of ``[[`` and ``]]``.
 
     Returns:
-        Lines of text. A weight other than 1 follows the marked text, as in ``[[text]]x0.5``.
+        Lines of text; sequences are counted from 0. A weight other than 1 follows the marked text, as in
+        ``[[text]]x0.5``.
     """
     lines = []
-    count = len(boundaries) - 1
-    for number, (start, stop) in enumerate(pairwise(boundaries), 1):
+    for number, (start, stop) in enumerate(pairwise(boundaries)):
         weights = trained_tokens(loss_mask[start:stop])
         rule = (
-            f"── sequence {number} of {count}, positions {start} to {stop - 1}, "
+            f"── sequence {number}, positions {start} to {stop - 1}, "
             f"{np.count_nonzero(weights)} of {stop - start} tokens trained ──"
         )
         lines.append(f"{DIM}{rule}{RESET}" if color else rule)
@@ -68,12 +68,29 @@ def mark_pack(
     return "\n".join(lines)
 
 
-def _marked_runs(ids: NDArray[np.integer], weights: NDArray[np.float32], decode: Decode, color: bool) -> Iterator[str]:
+def ids_as_text(ids: Sequence[int] | NDArray[np.integer]) -> str:
+    """Stands in for a tokenizer's decoding where there is none."""
+    return "".join(f"{number} " for number in np.asarray(ids).tolist())
+
+
+def on_one_line(text: str) -> str:
+    """A text with every control character, ends of lines too, as its picture."""
+    return text.translate(PICTURES | {9: 0x2409, 10: 0x240A})
+
+
+def marked_runs(
+    ids: NDArray[np.integer], weights: NDArray[np.float32], decode: Decode
+) -> Iterator[tuple[str, float, int]]:
+    """One sequence as text, weight and tokens of each run of equal weights, control characters shown as pictures."""
     position = 0
     for weight, run in groupby(weights.tolist()):
         length = sum(1 for _ in run)
-        text = decode(ids[position : position + length].tolist()).translate(PICTURES)
+        yield decode(ids[position : position + length].tolist()).translate(PICTURES), weight, length
         position += length
+
+
+def _marked_runs(ids: NDArray[np.integer], weights: NDArray[np.float32], decode: Decode, color: bool) -> Iterator[str]:
+    for text, weight, _ in marked_runs(ids, weights, decode):
         if weight == 0:
             yield text
             continue

@@ -1,0 +1,70 @@
+#include "runs.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+namespace sft_idx {
+namespace {
+
+void check_bounds(const std::int64_t* bounds, std::size_t runs, std::size_t size) {
+  if (bounds[0] < 0 || bounds[runs] > static_cast<std::int64_t>(size)) {
+    throw std::invalid_argument("bounds from " + std::to_string(bounds[0]) + " to " + std::to_string(bounds[runs]) +
+                                " leave an array of " + std::to_string(size));
+  }
+  for (std::size_t i = 0; i < runs; ++i) {
+    if (bounds[i + 1] < bounds[i]) throw std::invalid_argument("bounds[" + std::to_string(i + 1) + "] descends");
+  }
+}
+
+// A number that equal values of different types share: ids as they are, masks by the bits of their float32.
+template <typename Value>
+std::uint64_t number_of(Value value) {
+  if constexpr (std::is_same_v<Value, std::uint8_t> || std::is_same_v<Value, float>) {
+    const float weight = static_cast<float>(value) + 0.0f;  // -0 becomes 0
+    std::uint32_t bits;
+    std::memcpy(&bits, &weight, sizeof bits);
+    return bits;
+  } else {
+    return static_cast<std::uint32_t>(value);
+  }
+}
+
+}  // namespace
+
+template <typename Mask>
+void count_positive(const Mask* values, std::size_t size, const std::int64_t* bounds, std::size_t runs,
+                    std::int64_t* out) {
+  check_bounds(bounds, runs, size);
+  for (std::size_t i = 0; i < runs; ++i) {
+    std::int64_t count = 0;
+    for (std::int64_t j = bounds[i]; j < bounds[i + 1]; ++j) count += values[j] > 0;
+    out[i] = count;
+  }
+}
+
+template void count_positive(const std::uint8_t*, std::size_t, const std::int64_t*, std::size_t, std::int64_t*);
+template void count_positive(const float*, std::size_t, const std::int64_t*, std::size_t, std::int64_t*);
+
+template <typename Value>
+void hash_runs(const Value* values, std::size_t size, const std::int64_t* bounds, std::size_t runs,
+               std::uint64_t* out) {
+  check_bounds(bounds, runs, size);
+  for (std::size_t i = 0; i < runs; ++i) {
+    // One multiplication a value, of MurmurHash3's finalizer; the shift brings high bits back down.
+    std::uint64_t hash = 0x9e3779b97f4a7c15u;
+    for (std::int64_t j = bounds[i]; j < bounds[i + 1]; ++j) {
+      hash = (hash ^ number_of(values[j])) * 0xff51afd7ed558ccdu;
+      hash ^= hash >> 32;
+    }
+    out[i] = hash;
+  }
+}
+
+template void hash_runs(const std::uint16_t*, std::size_t, const std::int64_t*, std::size_t, std::uint64_t*);
+template void hash_runs(const std::int32_t*, std::size_t, const std::int64_t*, std::size_t, std::uint64_t*);
+template void hash_runs(const std::uint8_t*, std::size_t, const std::int64_t*, std::size_t, std::uint64_t*);
+template void hash_runs(const float*, std::size_t, const std::int64_t*, std::size_t, std::uint64_t*);
+
+}  // namespace sft_idx

@@ -1,0 +1,211 @@
+"""``megatron-sft-idx inspect``: what a shard holds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_sft_idx.chat.tokenizer.tokenizer import load_tokenizer
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, natural, positive, writable
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.preprocess.progress import Progress
+from megatron_sft_idx.report import compare_shards, find_text, make_page, mark_pack, survey_shard
+from megatron_sft_idx.report.diff_text import diff_lines
+from megatron_sft_idx.report.marked import Decode, ids_as_text, on_one_line, trained_tokens
+from megatron_sft_idx.report.summary import summary_dict, summary_lines
+from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard.fingerprints import tokenizer_of
+
+__all__ = ["add_parser"]
+
+_EXAMPLES = """\
+examples:
+  counts, lengths, trained share, odd packs, fingerprints:
+    megatron-sft-idx inspect data/train
+
+  the same and some packs as a page for the browser, one file without network:
+    megatron-sft-idx inspect data/train --tokenizer ./Qwen3-8B --html train.html
+
+  one pack as text, the tokens that are trained on marked:
+    megatron-sft-idx inspect data/train --tokenizer ./Qwen3-8B --pack 17
+
+  where a text occurs:
+    megatron-sft-idx inspect data/train --tokenizer ./Qwen3-8B --find 'as an AI'
+
+  what differs between two shards, down to the mask of one token:
+    megatron-sft-idx inspect data/train --diff data/train-again
+
+Packs, sequences and tokens are counted from 0. Memory does not grow with the shard.
+
+exit code: 0 done, and for --find found, for --diff equal; 1 not found, not equal, or bad data; 2 wrong usage.
+"""
+
+
+def add_parser(verbs: Verbs) -> None:
+    """Add the verb."""
+    parser = verbs.add_parser(
+        "inspect",
+        help="what a shard holds: summary, packs as text, a page, a search, a comparison",
+        description="Show what a shard holds.",
+        epilog=_EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("shard", metavar="PREFIX", help="prefix of the shard")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="folder or tokenizer.json that made the ids, to show text; refused where the shard names another",
+    )
+    show = parser.add_mutually_exclusive_group()
+    show.add_argument("--pack", type=natural, metavar="N", help="show pack N instead of the summary")
+    show.add_argument("--find", metavar="TEXT", help="show where TEXT, as it is, occurs in a sequence")
+    show.add_argument("--diff", metavar="OTHER", help="show what differs from the shard at this prefix")
+    show.add_argument("--html", type=writable, metavar="FILE", help="write a page that needs nothing else")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file that --html names")
+    parser.add_argument(
+        "--limit",
+        type=positive,
+        default=20,
+        metavar="N",
+        help="matches and differences to name; --find stops there (default: %(default)s)",
+    )
+    add_log_interval(parser, "packs", default=1_000_000)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if arguments.find is not None and not arguments.tokenizer:
+        parser.error("--find looks for text: say with --tokenizer what made the ids")
+    if arguments.find == "":
+        parser.error("--find: an empty text is everywhere")
+    if arguments.html and arguments.json:
+        parser.error("--html writes a page: leave out --json, or ask for it without --html")
+    # By pread: the pages of a map would count as this process's memory.
+    shard = Shard(arguments.shard, backend="pread")
+    decode = _decoder(shard, arguments.tokenizer)
+    if arguments.pack is not None:
+        _show_pack(shard, arguments, decode)
+        return 0
+    if arguments.find is not None:
+        return _find(shard, arguments, decode or ids_as_text)
+    if arguments.diff is not None:
+        return _diff(shard, arguments)
+    if arguments.html:
+        _write_page(shard, arguments, decode)
+        return 0
+    with _progress(shard, arguments) as tell:
+        found = survey_shard(shard, tell=tell)
+    if arguments.json:
+        _print_json(summary_dict(arguments.shard, found))
+    else:
+        print("\n".join(summary_lines(arguments.shard, found)))
+    return 0
+
+
+def _decoder(shard: Shard, path: str | None) -> Decode | None:
+    """Ids to text, by the tokenizer that made them. FormatError where it is another."""
+    if path is None:
+        return None
+    tokenizer = load_tokenizer(path, backend="tokenizers")
+    made = tokenizer_of(shard.header)
+    if made is None:
+        print(f"{shard.prefix}: does not say which tokenizer made its ids; taking {path}", file=sys.stderr)
+    elif made != tokenizer.fingerprint:
+        raise FormatError(
+            f"{path}: a tokenizer of fingerprint {tokenizer.fingerprint}, the ids of {shard.prefix} were made by"
+            f" {made}; name that one, or leave --tokenizer out to see ids"
+        )
+    return tokenizer.decode
+
+
+@contextmanager
+def _progress(
+    shard: Shard, arguments: argparse.Namespace, what: str = "reading"
+) -> Iterator[Callable[[int, int], None]]:
+    """What work that goes through the packs of a shard is to call."""
+    total, interval = shard.header.num_tokens, arguments.log_interval
+    with Progress(what, total, unit="tokens", log_interval=interval, items="packs") as progress:
+        yield progress.update
+
+
+def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> None:
+    if arguments.pack >= len(shard):
+        raise FormatError(f"{shard.prefix}: pack {arguments.pack}, the shard has {len(shard)}, counted from 0")
+    pack = shard[arguments.pack]
+    ids, mask, bounds = pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"].tolist()
+    if not arguments.json:
+        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        print(mark_pack(ids, mask, bounds, decode or ids_as_text, color=color))
+        return
+    sequences = []
+    for sequence, (some, labels) in enumerate(shard.sequences(arguments.pack)):
+        shown: dict[str, Any] = {"start": bounds[sequence], "input_ids": some.tolist()}
+        shown["trained"] = trained_tokens(labels).astype(mask.dtype).tolist()
+        sequences.append(shown | ({"text": decode(some.tolist())} if decode else {}))
+    _print_json({"prefix": shard.prefix, "pack": arguments.pack, "tokens": len(ids), "sequences": sequences})
+
+
+def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode) -> int:
+    found = []
+    with _progress(shard, arguments, "searching") as tell:
+        for match in islice(find_text(shard, arguments.find, decode, tell=tell), arguments.limit):
+            found.append(match._asdict())
+            if not arguments.json:
+                before, text, after = map(on_one_line, (match.before, match.text, match.after))
+                trained = ", trained" if match.trained else ""
+                place = f"pack {match.pack}, sequence {match.sequence}, token {match.token}{trained}"
+                print(f"{place}: {before}[[{text}]]{after}", flush=True)
+    stopped = len(found) == arguments.limit
+    if arguments.json:
+        _print_json({"prefix": shard.prefix, "find": arguments.find, "stopped_at_limit": stopped, "matches": found})
+    elif not found:
+        print(f"{shard.prefix}: not found in any of {shard.header.num_sequences:,} sequences")
+    elif stopped:
+        print(f"stopped after {len(found)}: --limit says how many")
+    return 0 if found else 1
+
+
+def _diff(shard: Shard, arguments: argparse.Namespace) -> int:
+    other = Shard(arguments.diff, backend="pread")
+    with _progress(shard, arguments, "comparing") as tell:
+        comparison = compare_shards(shard, other, most=arguments.limit, tell=tell)
+    if arguments.json:
+        _print_json({"here": shard.prefix, "there": other.prefix, **comparison.to_dict()})
+    else:
+        print("\n".join(diff_lines(comparison, shard.prefix, other.prefix)))
+    return 0 if comparison.same else 1
+
+
+def _write_page(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> None:
+    path = Path(arguments.html)
+    if path.exists() and not arguments.overwrite:
+        raise FormatError(f"{path}: a file is there; choose another name, or replace it with --overwrite")
+    with _progress(shard, arguments) as tell:
+        found = survey_shard(shard, tell=tell)
+    page = make_page(shard, found, decode)
+    # Whoever has the old page open never sees half of the new one.
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(page)
+    temporary.replace(path)
+    of = "" if found.complete else f"; ids and masks sampled from {found.read_packs:,} packs"
+    print(f"wrote {path}: {len(page):,} bytes, {shard.header.num_packs:,} packs{of}")
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} in a report")

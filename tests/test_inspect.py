@@ -1,0 +1,199 @@
+"""The inspect verb: what it says of shards, to people and to programs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chats import ROOT, TOKENIZER, command, files_of, preprocess
+from packs import demo_samples, sample_of, write_samples
+from tokenizers import Tokenizer
+
+from megatron_sft_idx.shard import Shard
+
+TEXT = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prefix = tmp_path_factory.mktemp("inspect") / "chats"
+    assert preprocess(prefix).code == 0
+    return prefix
+
+
+def ids_of(text: str) -> list[int]:
+    ids: list[int] = TEXT.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def write_texts(prefix: Path, packs: list[list[str]], **options: Any) -> None:
+    """Packs of these texts as sequences, the second half of each trained."""
+    samples = []
+    for texts in packs:
+        ids = [ids_of(text) for text in texts]
+        flat = [number for some in ids for number in some]
+        mask = [int(2 * k >= len(some)) for some in ids for k in range(len(some))]
+        samples.append(sample_of([*map(len, ids)], mask.__getitem__, flat.__getitem__))
+    write_samples(prefix, samples, capacity=4096, **options)
+
+
+def test_the_summary_says_what_the_header_and_the_data_hold(chats: Path) -> None:
+    outcome = command("inspect", chats)
+    header = Shard(chats).header
+    assert outcome.code == 0
+    lines = {line[:22].strip(): line[22:] for line in outcome.out.splitlines() if line[:22].strip()}
+    assert lines["packs"] == f"{header.num_packs}"
+    assert lines["trained tokens"].startswith(f"{header.num_trained_tokens:,} (")
+    assert lines["capacity"] == "1,024, sequence multiple 1"
+    assert lines["dropped tokens"] == "0"
+    assert lines["tokenizer"] == header.metadata["tokenizer"]["fingerprint"]
+    size = sum(len(raw) for raw in files_of(chats).values())
+    assert lines["on disk"].startswith(f"{size:,} bytes: .bin ")
+    assert "sampled" not in outcome.out
+
+
+def test_the_summary_as_json(chats: Path) -> None:
+    found = json.loads(command("inspect", chats, "--json").out)
+    shard = Shard(chats)
+    lengths = [len(ids) for i in range(len(shard)) for ids, _ in shard.sequences(i)]
+    assert found["sequence_length"]["max"] == max(lengths)
+    assert found["sequence_length"]["mean"] == pytest.approx(np.mean(lengths), abs=1e-3)
+    assert (found["packs"], found["packs_read"]) == (len(shard), len(shard))
+    assert found["metadata"] == shard.header.metadata
+    assert {one["kind"] for one in found["odd"]} >= {"All masked", "Repeated sequences"}
+
+
+def test_a_pack_as_text_and_as_ids(chats: Path) -> None:
+    text = command("inspect", chats, "--pack", 3, "--tokenizer", TOKENIZER)
+    assert text.code == 0
+    assert text.out.startswith("── sequence 0, positions 0 to ")
+    assert "<|im_start|>assistant\n[[" in text.out
+    pack = Shard(chats)[3]
+    ids = command("inspect", chats, "--pack", 3).out
+    numbers = "".join(line for line in ids.splitlines() if not line.startswith("──"))
+    assert [int(word) for word in numbers.replace("[[", " ").replace("]]", " ").split()] == pack["input_ids"].tolist()
+
+
+def test_a_pack_as_json(chats: Path) -> None:
+    found = json.loads(command("inspect", chats, "--pack", 0, "--json", "--tokenizer", TOKENIZER).out)
+    pairs = Shard(chats).sequences(0)
+    assert [one["input_ids"] for one in found["sequences"]] == [ids.tolist() for ids, _ in pairs]
+    assert [one["trained"] for one in found["sequences"]] == [[0, *mask[:-1].tolist()] for _, mask in pairs]
+    assert all(one["text"] == TEXT.decode(one["input_ids"], skip_special_tokens=False) for one in found["sequences"])
+
+
+def test_find_names_pack_sequence_and_token(tmp_path: Path) -> None:
+    write_texts(tmp_path / "x", [["one needle, two", "nothing"], ["none here nee", "dle but a needle"]])
+    outcome = command("inspect", tmp_path / "x", "--find", "needle", "--tokenizer", TOKENIZER)
+    assert outcome.code == 0
+    first, second = outcome.out.splitlines()
+    assert first.startswith("pack 0, sequence 0, token ")
+    assert first.endswith(": one [[needle]], two")
+    assert second.startswith("pack 1, sequence 1, token ")
+    found = json.loads(command("inspect", tmp_path / "x", "--find", "needle", "--tokenizer", TOKENIZER, "--json").out)
+    shard = Shard(tmp_path / "x")
+    for match in found["matches"]:
+        ids, mask = shard.sequences(match["pack"])[match["sequence"]]
+        ahead = TEXT.decode(ids[: match["token"]].tolist(), skip_special_tokens=False)
+        through = TEXT.decode(ids[: match["token"] + 1].tolist(), skip_special_tokens=False)
+        assert len(ahead) <= len(match["before"]) < len(through)
+        assert match["trained"] == bool(mask[match["token"] - 1])
+
+
+@pytest.mark.parametrize("text", ["🫖", "สวัสดี", "𓀀𓀁", "\n"])
+def test_find_looks_for_text_not_for_tokens(tmp_path: Path, text: str) -> None:
+    write_texts(tmp_path / "x", [["zzz", f"a{text}b{text}"]])
+    found = json.loads(command("inspect", tmp_path / "x", "--find", text, "--tokenizer", TOKENIZER, "--json").out)
+    assert [(m["before"], m["text"]) for m in found["matches"]] == [("a", text), (f"a{text}b", text)]
+    assert command("inspect", tmp_path / "x", "--find", text * 2, "--tokenizer", TOKENIZER).code == 1
+
+
+def test_find_stops_at_its_limit(tmp_path: Path) -> None:
+    write_texts(tmp_path / "x", [["ha ha ha ha"]])
+    outcome = command("inspect", tmp_path / "x", "--find", "ha", "--limit", 2, "--tokenizer", TOKENIZER)
+    assert [line.split(":")[0] for line in outcome.out.splitlines()][2:] == ["stopped after 2"]
+
+
+def test_another_tokenizer_is_refused(chats: Path, tmp_path: Path) -> None:
+    other = json.loads((TOKENIZER / "tokenizer.json").read_text())
+    last = max(other["added_tokens"], key=lambda token: token["id"])
+    other["added_tokens"].append(last | {"id": TEXT.get_vocab_size(), "content": "<|new|>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    outcome = command("inspect", chats, "--pack", 0, "--tokenizer", tmp_path / "tokenizer.json")
+    assert outcome.code == 1
+    assert Shard(chats).header.metadata["tokenizer"]["fingerprint"] in outcome.err
+    assert "leave --tokenizer out" in outcome.err
+
+
+def test_a_shard_that_names_no_tokenizer_takes_any(tmp_path: Path) -> None:
+    write_texts(tmp_path / "x", [["hello"]])
+    outcome = command("inspect", tmp_path / "x", "--pack", 0, "--tokenizer", TOKENIZER)
+    assert outcome.code == 0
+    assert "hel" in outcome.out
+    assert "does not say which tokenizer" in outcome.err
+
+
+def test_what_cannot_be_asked(chats: Path, tmp_path: Path) -> None:
+    assert command("inspect", tmp_path / "nothing").code == 1
+    assert "needs" not in command("inspect", chats, "--pack", 10_000).err
+    assert "pack 10000, the shard has" in command("inspect", chats, "--pack", 10_000).err
+    for arguments in (
+        ["--find", "x"],
+        ["--find", "", "--tokenizer", TOKENIZER],
+        ["--pack", -1],
+        ["--html", tmp_path / "x.html", "--json"],
+        ["--html", tmp_path / "no/x.html"],
+        ["--pack", 0, "--diff", chats],
+    ):
+        assert command("inspect", chats, *arguments).code == 2
+
+
+def test_a_page_is_not_overwritten_unasked(chats: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.html"
+    assert command("inspect", chats, "--html", path).code == 0
+    before = path.read_bytes()
+    again = command("inspect", chats, "--html", path)
+    assert again.code == 1
+    assert "--overwrite" in again.err
+    outcome = command("inspect", chats, "--html", path, "--overwrite", "--tokenizer", TOKENIZER)
+    assert outcome.code == 0
+    assert path.read_bytes() != before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.html"]
+
+
+def test_an_empty_shard_and_one_that_was_rebuilt(tmp_path: Path) -> None:
+    write_samples(tmp_path / "empty", [], capacity=8)
+    assert "empty shard" in command("inspect", tmp_path / "empty").out
+    assert command("inspect", tmp_path / "empty", "--html", tmp_path / "x.html").code == 0
+    write_samples(tmp_path / "x", demo_samples())
+    Path(tmp_path / "x.seq.idx").unlink()
+    assert command("rebuild", tmp_path / "x", "--capacity", 64).code == 0
+    assert "rebuilt" in command("inspect", tmp_path / "x").out
+
+
+def test_metadata_of_any_kind_is_survived(tmp_path: Path) -> None:
+    metadata = {"tokenizer": [1], "chat_template": 7, "sources": "x", "packing": {"dropped_tokens": "many"}}
+    write_samples(tmp_path / "x", demo_samples(), metadata=metadata)
+    assert command("inspect", tmp_path / "x").code == 0
+    assert command("inspect", tmp_path / "x", "--html", tmp_path / "x.html").code == 0
+    assert command("inspect", tmp_path / "x", "--diff", tmp_path / "x").code == 0
+
+
+def test_inspecting_imports_neither_torch_nor_megatron(chats: Path) -> None:
+    program = (
+        "import sys; from megatron_sft_idx.cli.main import main; main(sys.argv[1:]);"
+        "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules)"
+    )
+    run = [sys.executable, "-c", program, "inspect", str(chats), "--tokenizer", str(TOKENIZER)]
+    subprocess.run(run, cwd=ROOT, check=True, capture_output=True)
+
+
+def test_the_script_in_tools_is_the_verb(chats: Path) -> None:
+    run = [sys.executable, "tools/inspect_sft.py", str(chats)]
+    done = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    assert done.stdout == command("inspect", chats).out
