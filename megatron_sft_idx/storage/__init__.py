@@ -1,4 +1,4 @@
-"""Where bytes lie: on local disks (``local``)."""
+"""Where bytes lie: on local disks (``local``) or in object stores (``remote``)."""
 
 from megatron_sft_idx.storage.local import (
     Array,
@@ -10,5 +10,16 @@ from megatron_sft_idx.storage.local import (
     open_array,
     sync_folder,
 )
+from megatron_sft_idx.storage.remote.paths import is_remote
 
-__all__ = ["Array", "Backend", "OutputFile", "PreadArray", "as_bytes", "check_size", "open_array", "sync_folder"]
+__all__ = [
+    "Array",
+    "Backend",
+    "OutputFile",
+    "PreadArray",
+    "as_bytes",
+    "check_size",
+    "is_remote",
+    "open_array",
+    "sync_folder",
+]
