@@ -145,7 +145,14 @@ def failure_of(error: BaseException | None) -> Failure | None:
             | exceptions.TokenRetrievalError,
         ):
             return Denied(name)
-        if isinstance(error, exceptions.HTTPClientError | exceptions.IncompleteReadError | HTTPError | OSError):
+        if isinstance(
+            error,
+            exceptions.HTTPClientError
+            | exceptions.ConnectionError
+            | exceptions.IncompleteReadError
+            | HTTPError
+            | OSError,
+        ):
             return Temporary(name)
         if isinstance(error, exceptions.BotoCoreError | ValueError):
             return Refused(name)
