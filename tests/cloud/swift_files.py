@@ -1,4 +1,4 @@
-"""OpenStack Swift on disk: its installation, its configuration and its rings, for one machine and one copy of the data."""
+"""OpenStack Swift on disk: its installation, configuration and rings, for one machine and one copy of the data."""
 
 from __future__ import annotations
 
