@@ -34,10 +34,20 @@ class RemoteArray:
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
         start, stop, _ = index.indices(self._count)
+        found = self.fetch(start, max(start, stop))
+        self.confirm()
+        return found
+
+    def fetch(self, start: int, stop: int) -> NDArray[Any]:
+        """Items from ``start`` on and before ``stop``, which are only known to be right after ``confirm``."""
         size = self.dtype.itemsize
-        raw = self._store.read(self._key, start * size, max(stop - start, 0) * size, etag=self._etag)
+        raw = self._store.fetch(self._key, start * size, (stop - start) * size, etag=self._etag)
         out = np.frombuffer(raw, self.dtype)
         if not out.flags.aligned:
             out = out.copy()
         out.flags.writeable = False
         return out
+
+    def confirm(self) -> None:
+        """FormatError unless all that was fetched so far is of the object that the etag names."""
+        self._store.confirm(self._key, self._etag)
