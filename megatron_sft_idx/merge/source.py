@@ -104,7 +104,7 @@ class SourceShard:
 
     def __init__(self, prefix: str, shard_id: bytes, tick: Tick) -> None:
         # Maps would be as fast, but pages of a shard larger than memory would count as this process's.
-        require_local(prefix, "merging and splitting")
+        require_local(prefix, "merging or splitting")
         self.prefix = prefix
         self._shard = shard = Shard(prefix, backend="pread")
         require_same(prefix, shard.shard_id, shard_id)
