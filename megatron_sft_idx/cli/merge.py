@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, positive
+from megatron_sft_idx.cli.shown_progress import ShownProgress
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.merge import Parts, merge, split
-from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.shards import find_prefixes
 
 __all__ = ["add_parser"]
@@ -41,7 +40,6 @@ examples:
   go on after an interruption:
     megatron-sft-idx split data/train --shards 8 --output-prefix data/train --resume
 """
-_MIB = 1 << 20
 _UNITS = {"": 1} | {
     f"{letter}{binary}B": base ** (power + 1)
     for power, letter in enumerate("KMGT")
@@ -107,28 +105,6 @@ def _add_output_options(parser: argparse.ArgumentParser, prefix: str) -> None:
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help=prefix)
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     add_log_interval(parser, "MiB")
-
-
-class ShownProgress:
-    """Progress as a person sees it, from sums of bytes; the total is known when the work begins."""
-
-    def __init__(self, what: str, log_interval: int) -> None:
-        self._what, self._interval = what, log_interval
-        self._progress: Progress | None = None
-        self._done = 0
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._progress is None:
-            self._progress = Progress(self._what, total, unit="B", log_interval=self._interval, items="MiB")
-        self._progress.update(done - self._done, done // _MIB - self._done // _MIB)
-        self._done = done
-
-    def __enter__(self) -> ShownProgress:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._progress is not None:
-            self._progress.__exit__(*error)
 
 
 def _once_a_shard(sources: Sequence[str]) -> list[str]:
