@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_sft_idx.cli.output import add_staging
 from megatron_sft_idx.packing import METHODS
 from megatron_sft_idx.preprocess import PackOptions
 
@@ -126,8 +127,9 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         "--output-prefix",
         required=True,
         metavar="PREFIX",
-        help="path that the five files share; --data-path takes it",
+        help="path that the five files share, also s3:// or msc://; --data-path takes it",
     )
+    add_staging(group)
     group.add_argument("--overwrite", action="store_true", help="replace what is at the prefix")
     group.add_argument("--summary", type=_writable, metavar="FILE", help="write counts and seconds as JSON")
     add_log_interval(group, "rows")

@@ -18,7 +18,8 @@ from megatron_sft_idx.cli.options import (
     natural,
     packing_options,
 )
-from megatron_sft_idx.preprocess import EncodingOptions, PreprocessOptions, Preview, preprocess, preview
+from megatron_sft_idx.cli.output import Output
+from megatron_sft_idx.preprocess import EncodingOptions, PreprocessOptions, Preview, corpus_prefix, preprocess, preview
 from megatron_sft_idx.preprocess.workers import available_cpus
 from megatron_sft_idx.report import mark_pack
 
@@ -36,6 +37,10 @@ examples:
 
   go on after a kill, a power failure or Ctrl-C, from the last complete piece:
     megatron-sft-idx preprocess ... --resume
+
+  from a bucket into a bucket: built in ./megatron-sft-idx-staging, then uploaded:
+    megatron-sft-idx preprocess --input 's3://bucket/raw/*.jsonl.zst' --tokenizer-model ./tok \\
+        --seq-length 4096 --output-prefix s3://bucket/sft/train
 
   look before you leap:
     megatron-sft-idx preprocess ... --dry-run
@@ -199,9 +204,12 @@ def _encoding_options(arguments: argparse.Namespace, parser: argparse.ArgumentPa
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if arguments.resume and arguments.overwrite:
         parser.error("--resume goes on with what is there, --overwrite starts anew: choose one")
+    output = Output(arguments)
+    if not arguments.dry_run:
+        output.prepare(resume=arguments.resume)
     options = PreprocessOptions(
         inputs=arguments.input,
-        prefix=arguments.output_prefix,
+        prefix=output.local,
         encoding=_encoding_options(arguments, parser),
         packing=packing_options(arguments),
         workers=arguments.workers,
@@ -214,7 +222,8 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         _show(preview(options))
         return
     summary = preprocess(options, log=lambda line: print(line, file=sys.stderr, flush=True))
-    print("\n".join([f"{'found' if summary.found else 'wrote'} {options.prefix}", *summary.lines()]))
+    output.publish(suffixes=("", corpus_prefix("")) if arguments.keep_corpus else ("",))
+    print("\n".join([f"{'found' if summary.found else 'wrote'} {output.prefix}", *summary.lines()]))
     if arguments.summary:
         summary.write(arguments.summary)
 

@@ -2,7 +2,7 @@
 
 from megatron_sft_idx.preprocess.encoding import EncodingOptions, RowEncoder
 from megatron_sft_idx.preprocess.pack import PackOptions, pack_shard
-from megatron_sft_idx.preprocess.pipeline import PreprocessOptions, preprocess
+from megatron_sft_idx.preprocess.pipeline import PreprocessOptions, corpus_prefix, preprocess
 from megatron_sft_idx.preprocess.preview import Preview, preview
 from megatron_sft_idx.preprocess.summary import Summary
 
@@ -13,6 +13,7 @@ __all__ = [
     "Preview",
     "RowEncoder",
     "Summary",
+    "corpus_prefix",
     "pack_shard",
     "preprocess",
     "preview",

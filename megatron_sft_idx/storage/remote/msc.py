@@ -16,7 +16,7 @@ from megatron_sft_idx.storage.remote.transport import (
     Temporary,
 )
 
-__all__ = ["MultiStorage"]
+__all__ = ["MultiStorage", "translated"]
 
 _T = TypeVar("_T")
 
@@ -53,7 +53,7 @@ class MultiStorage:
 
     def head(self, key: str) -> ObjectInfo:
         """What is at a key."""
-        found = _translated(lambda: self._client.info(key, strict=False))
+        found = translated(lambda: self._client.info(key, strict=False))
         if found.type != "file":
             raise Missing(found.type)
         return _info(key, found)
@@ -62,13 +62,13 @@ class MultiStorage:
         """Bytes of an object; ``etag`` is left to the store."""
         del etag
         wanted = self._range(offset=offset, size=nbytes)
-        return _translated(lambda: bytes(self._client.read(key, byte_range=wanted)))
+        return translated(lambda: bytes(self._client.read(key, byte_range=wanted)))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key begins with a prefix."""
         # It lists folders, not prefixes.
         folder = prefix.rpartition("/")[0]
-        for found in _translated(lambda: list(self._client.list(path=folder + "/" if folder else ""))):
+        for found in translated(lambda: list(self._client.list(path=folder + "/" if folder else ""))):
             key = found.key.lstrip("/")
             if found.type == "file" and key.startswith(prefix):
                 yield _info(key, found)
@@ -80,7 +80,7 @@ def _info(key: str, found: Any) -> ObjectInfo:
     return ObjectInfo(key, int(found.content_length), etag.strip('"'))
 
 
-def _translated(request: Callable[[], _T]) -> _T:
+def translated(request: Callable[[], _T]) -> _T:
     """What a request gives; its exceptions as failures."""
     try:
         return request()

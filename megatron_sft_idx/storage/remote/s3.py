@@ -23,7 +23,7 @@ from megatron_sft_idx.storage.remote.transport import (
     Transport,
 )
 
-__all__ = ["CONNECT_SECONDS", "READ_SECONDS", "S3", "connect", "failure_of"]
+__all__ = ["CONNECT_SECONDS", "READ_SECONDS", "S3", "connect", "failure_of", "translated"]
 
 _T = TypeVar("_T")
 CONNECT_SECONDS, READ_SECONDS = 5, 20
@@ -76,11 +76,11 @@ class S3:
             max_pool_connections=CONNECTIONS,
             retries={"total_max_attempts": 1},  # the store retries
         )
-        self.client = _translated(lambda: self.session.client("s3", config=config))
+        self.client = translated(lambda: self.session.client("s3", config=config))
 
     def head(self, key: str) -> ObjectInfo:
         """What is at a key."""
-        found = _translated(lambda: self.client.head_object(Bucket=self.bucket, Key=key))
+        found = translated(lambda: self.client.head_object(Bucket=self.bucket, Key=key))
         return ObjectInfo(key, int(found["ContentLength"]), found["ETag"].strip('"'))
 
     def get(self, key: str, offset: int, nbytes: int, etag: str | None) -> bytes:
@@ -99,7 +99,7 @@ class S3:
             raw: bytes = body.read()
             return raw
 
-        return _translated(request)
+        return translated(request)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key begins with a prefix."""
@@ -109,7 +109,7 @@ class S3:
                 yield ObjectInfo(found["Key"], int(found["Size"]), found["ETag"].strip('"'))
 
 
-def _translated(request: Callable[[], _T]) -> _T:
+def translated(request: Callable[[], _T]) -> _T:
     """What a request gives; its exceptions as failures."""
     try:
         return request()
@@ -123,7 +123,7 @@ def _translated(request: Callable[[], _T]) -> _T:
 
 def _translated_each(pages: Any) -> Iterator[Any]:
     iterator = iter(pages)
-    while (page := _translated(lambda: next(iterator, None))) is not None:
+    while (page := translated(lambda: next(iterator, None))) is not None:
         yield page
 
 
