@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError, StorageError
 from megatron_sft_idx.formats.dataset import open_dataset
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.merge import merge
+from megatron_sft_idx.preprocess import PackOptions
+from megatron_sft_idx.preprocess.pack import pack_shard
+from megatron_sft_idx.rebuild import rebuild
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.published import missing_files
 from megatron_sft_idx.shards import ShardSet, find_prefixes
@@ -215,19 +220,29 @@ def test_verify_and_open_dataset(folder: Path, url: str, capsys: pytest.CaptureF
     assert f"{url}/s/x.idx" in shown
 
 
-def test_what_can_not_be_done_remotely_says_so(folder: Path, url: str, tmp_path: Path) -> None:
+def test_what_can_not_be_done_remotely_says_so(
+    folder: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_samples(folder / "x", demo_samples(), capacity=64)
     with pytest.raises(FormatError, match="local disk"):
         ShardWriter(f"{url}/new")
     for refused in (
         ["rebuild", f"{url}/x"],
         ["merge", f"{url}/x", "--output-prefix", str(tmp_path / "m")],
-        ["merge", str(folder / "x"), "--output-prefix", f"{url}/m"],
         ["split", f"{url}/x", "--shards", "2", "--output-prefix", str(tmp_path / "m")],
         ["pack", f"{url}/x", "--seq-length", "64", "--output-prefix", str(tmp_path / "m")],
-        ["convert", f"{url}/x", f"{url}/m.npy", "--to", "npy"],
     ):
-        assert main(refused) == 1, refused
+        with pytest.raises(SystemExit) as ended:
+            sys.exit(main(refused))
+        assert ended.value.code
+        assert "megatron-sft-idx copy" in capsys.readouterr().err
+    for work in (
+        lambda: rebuild(f"{url}/x"),
+        lambda: merge([f"{url}/x"], str(tmp_path / "m")),
+        lambda: pack_shard(Shard(f"{url}/x"), str(tmp_path / "m"), PackOptions(capacity=64)),
+    ):
+        with pytest.raises(FormatError, match="needs files on a local disk"):
+            work()
     assert sorted(path.name for path in folder.iterdir()) == sorted(f"x{suffix}" for suffix in SUFFIXES)
 
 

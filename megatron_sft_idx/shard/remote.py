@@ -7,7 +7,6 @@ then on every range is read under the etag that its object had.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,13 +18,13 @@ from megatron_sft_idx.layout.header import peek_nbytes
 from megatron_sft_idx.shard.index_cache import IndexCache
 from megatron_sft_idx.storage import Backend, check_size, open_array
 from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, RemoteStore, open_store
+from megatron_sft_idx.storage.remote.files import read_ahead
 from megatron_sft_idx.storage.remote.threads import threads
 
 __all__ = ["RemoteFiles", "find_missing", "open_remote", "read_raw_header"]
 
 # One request reads the whole header of nearly every shard: 256 bytes and a few KiB of JSON.
 _HEADER_NBYTES = 16 << 10
-_PIECE_NBYTES, _PIECES = 8 << 20, 8
 
 
 class RemoteFiles(NamedTuple):
@@ -131,20 +130,11 @@ def _open_index(
     """The offsets behind the header, as bytes, and the starts."""
     nbytes = header.seq_idx_nbytes - header.nbytes
     local = cache.path(
-        header.arrays_checksum, nbytes, lambda: _pieces(store, seq_idx, header.nbytes), source=paths.seq_idx
+        header.arrays_checksum, nbytes, lambda: read_ahead(store, seq_idx, offset=header.nbytes), source=paths.seq_idx
     )
     offsets = open_array(local, np.dtype("u1"), nbytes, nbytes=nbytes, backend=backend)[:]
     local = cache.path(
-        header.digests[3].checksum, starts.nbytes, lambda: _pieces(store, starts, 0), source=paths.starts
+        header.digests[3].checksum, starts.nbytes, lambda: read_ahead(store, starts), source=paths.starts
     )
     count = header.num_sequences
     return offsets, open_array(local, np.dtype("<u4"), count, nbytes=starts.nbytes, backend=backend)[:]
-
-
-def _pieces(store: RemoteStore, info: ObjectInfo, begin: int) -> Iterator[bytes | memoryview]:
-    """An object from a byte on, several pieces at once in bounded memory."""
-    step = _PIECE_NBYTES * _PIECES
-    for first in range(begin, info.nbytes, step):
-        last = min(first + step, info.nbytes)
-        ranges = [(at, min(_PIECE_NBYTES, last - at)) for at in range(first, last, _PIECE_NBYTES)]
-        yield from store.read_many(info.key, ranges, etag=info.etag)
