@@ -158,6 +158,15 @@ def test_a_shard_replaced_under_a_reader_is_an_error(folder: Path, url: str) -> 
         pickle.loads(state)[0]
 
 
+def test_a_shorter_object_is_not_waited_for(folder: Path, url: str) -> None:
+    write_samples(folder / "x", demo_samples())
+    shard = Shard(f"{url}/x")
+    raw = (folder / "x.bin").read_bytes()
+    (folder / "x.bin").write_bytes(raw[:-1])
+    with pytest.raises(FormatError, match="replaced since it was opened"):
+        shard[-1]
+
+
 def test_an_object_that_is_gone_is_an_error(folder: Path, url: str) -> None:
     write_samples(folder / "x", demo_samples())
     shard = Shard(f"{url}/x")

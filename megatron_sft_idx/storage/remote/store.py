@@ -131,6 +131,8 @@ class RemoteStore:
             found = self.transport.get(key, offset, nbytes, etag)
             # Libraries have answered with nothing, or with what came before the connection broke, and no error.
             if len(found) != nbytes:
+                if etag is not None:
+                    self.confirm(key, etag)  # one that was replaced by a shorter one stays short
                 raise Temporary(f"{len(found)} bytes for the {nbytes} at {offset}")
             return found
 
