@@ -233,9 +233,9 @@ def report(arguments: argparse.Namespace, folder: Path) -> Iterator[str]:
     yield (
         f"{machine()}; one shard of {arguments.packs:,} packs of {LENGTH:,} tokens, {nbytes:.0f} MiB of tokens and"
         f" masks; micro-batches of {BATCH}, {arguments.seconds:g} s each way. Server, proxy and reader share the cores."
-        " Memory is the peak beyond what is resident once all is imported and open. A stock chunk of the default 256 MiB"
-        " is larger than this shard, which is small for a bench; of one that is larger than the chunk, shuffled reading"
-        " fetches a chunk a pack, as the smaller chunks show here.\n"
+        " Memory is the peak beyond what is resident once all is imported and open. The stock chunk of 256 MiB is more"
+        " than this shard, which is small for a bench; where it is not, shuffled reading fetches a chunk a pack, as the"
+        " smaller chunk shows here.\n"
     )
     for name, serve in (("OpenStack Swift", swift), ("a server of ranges alone", ranges)):
         with serve(prefix) as (port, environment):
