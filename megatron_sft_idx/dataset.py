@@ -15,6 +15,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.shard.published import missing_files
+from megatron_sft_idx.storage import is_remote
 
 __all__ = ["MMapIndexedDataset", "SFTIndexedDataset"]
 
@@ -120,6 +121,8 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         """Open the shard; arguments as the constructor's."""
         if multimodal:
             raise FormatError(f"{path_prefix}: multimodal=True, but packed SFT shards hold text only; pass False")
+        if object_storage_config and not is_remote(path_prefix):
+            raise FormatError(f"{path_prefix}: object storage is configured, but this is a local path; leave that out")
         cache = object_storage_config.path_to_idx_cache if object_storage_config else None
         shard = Shard(path_prefix, backend="mmap" if mmap else "pread", copy=copy, index_cache=cache)
         self._take(shard, object_storage_config)
