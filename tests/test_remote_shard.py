@@ -26,6 +26,7 @@ from megatron_sft_idx.rebuild import rebuild
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.published import missing_files
 from megatron_sft_idx.shards import ShardSet, find_prefixes
+from megatron_sft_idx.storage.remote.threads import CONNECTIONS
 from megatron_sft_idx.verify import verify_shard
 
 
@@ -199,6 +200,12 @@ def test_folders_globs_and_lists(folder: Path, url: str) -> None:
     with pytest.raises(ShardNotFoundError, match=f"missing {url}/none.bin"):
         Shard(find_prefixes(f"{url}/none")[0])
     assert len(ShardSet.open(f"{url}/a")) == 9
+
+
+def test_many_shards_that_are_missing_are_an_error_and_no_standstill(folder: Path, url: str) -> None:
+    write_samples(folder / "x", demo_samples())
+    with pytest.raises(ShardNotFoundError, match="none-0"):
+        ShardSet([f"{url}/none-{i}" for i in range(3 * CONNECTIONS)])
 
 
 def test_a_set_of_local_and_remote_shards(folder: Path, url: str) -> None:
