@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from megatron_sft_idx import _native
+from megatron_sft_idx.shards import budgets
 
 # The same examples in every run, so that a failure is of the change that is tested. Another profile looks further:
 # HYPOTHESIS_PROFILE=default make test
@@ -36,3 +37,17 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if count := config.stash.get(_LEFT_OUT, 0):
         terminalreporter.write_line(f"LEFT OUT: {count} tests that need a real object store; make test-cloud runs them")
+
+
+@pytest.fixture
+def no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any set has more shards than are mapped."""
+    monkeypatch.setattr(budgets.MAPPED_SHARDS, "most", 0)
+
+
+@pytest.fixture(params=["held", "reopened"])
+def many(request: pytest.FixtureRequest, no_maps: None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Sets are not mapped, and are held in memory or not even that."""
+    if request.param == "reopened":
+        monkeypatch.setattr(budgets.MEMORY_NBYTES, "most", 0)
+    return str(request.param)

@@ -115,22 +115,22 @@ def test_what_is_fetched_ahead_stays_within_the_budget(places: tuple[Path, str])
     plans = [assembler.plan(batch) for batch in BATCHES]
     shards = [assembler._shards(plan) for plan in plans]
     probe = Fetcher()
-    for plan, arrays in zip(plans, shards, strict=True):
-        probe.announce(plan, arrays)
+    for plan, (arrays, slots) in zip(plans, shards, strict=True):
+        probe.announce(plan, slots, arrays)
     sizes = [batch.nbytes for batch in probe._line.batches]
     probe.forget()
     budget = 3 * max(sizes)
     fetcher = Fetcher(budget)
-    for plan, arrays in zip(plans, shards, strict=True):
-        fetcher.announce(plan, arrays)
-    for i, (plan, arrays) in enumerate(zip(plans, shards, strict=True)):
+    for plan, (arrays, slots) in zip(plans, shards, strict=True):
+        fetcher.announce(plan, slots, arrays)
+    for i, (plan, (arrays, slots)) in enumerate(zip(plans, shards, strict=True)):
         waiting = list(fetcher._line.batches)
         under_way = [batch for batch in waiting if batch.requests is not None]
         assert under_way == waiting[: len(under_way)]
         held = sum(batch.nbytes for batch in under_way)
         assert held <= budget
         assert len(under_way) == len(waiting) or held + sizes[i + len(under_way)] > budget
-        fetcher.gather(plan, arrays)
+        fetcher.gather(plan, slots, arrays)
     assert not fetcher._line.batches
 
 
@@ -140,7 +140,8 @@ def test_batches_that_are_not_filled_are_let_go(places: tuple[Path, str]) -> Non
     plans = [assembler.plan(batch) for batch in BATCHES[:4]]
     for plan in plans:
         assembler.will_need(plan)
-    assembler._fetcher.gather(plans[2], assembler._shards(plans[2]))
+    pairs, slots = assembler._shards(plans[2])
+    assembler._fetcher.gather(plans[2], slots, pairs)
     assert [batch.segments for batch in assembler._fetcher._line.batches] == [plans[3]]
     assembler.forget_needs()
     assert not assembler._fetcher._line.batches

@@ -47,3 +47,4 @@ void bind_training(py::module_& m);
 void bind_formats(py::module_& m);
 void bind_verify(py::module_& m);
 void bind_rebuild(py::module_& m);
+void bind_storage(py::module_& m);

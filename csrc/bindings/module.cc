@@ -9,4 +9,5 @@ PYBIND11_MODULE(_native, m) {
   bind_formats(m);
   bind_verify(m);
   bind_rebuild(m);
+  bind_storage(m);
 }

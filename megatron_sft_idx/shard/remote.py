@@ -80,7 +80,7 @@ def open_remote(paths: ShardPaths, cache: IndexCache, backend: Backend) -> Remot
     Args:
         paths: of the shard.
         cache: for its index files.
-        backend: how those are read.
+        backend: how those are read; ``reopen`` holds neither maps nor descriptors.
 
     Raises:
         ShardNotFoundError: some of the five files are missing.
@@ -128,6 +128,7 @@ def _open_index(
     starts: ObjectInfo,
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
     """The offsets behind the header, as bytes, and the starts."""
+    backend = "mmap" if backend == "mmap" else "pread"  # the copies of pread need no open file
     nbytes = header.seq_idx_nbytes - header.nbytes
     local = cache.path(
         header.arrays_checksum, nbytes, lambda: read_ahead(store, seq_idx, offset=header.nbytes), source=paths.seq_idx

@@ -18,18 +18,17 @@ and there are two kinds of boundaries, which Transformer Engine takes side by si
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.storage import Array
 from megatron_sft_idx.storage.remote import RemoteArray
-from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Arrays, Fetcher, InMemory
+from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Fetcher
 from megatron_sft_idx.training.layout import Batch, BatchLayout, Form, Tensors
-from megatron_sft_idx.training.segments import PackSource, Segments
+from megatron_sft_idx.training.placing import advise, place
+from megatron_sft_idx.training.segments import PackSource, Pair, Segments, in_slots
 
 __all__ = ["Batch", "BatchAssembler", "widen"]
 
@@ -117,12 +116,16 @@ class BatchAssembler:
         if out.layout != self.layout(out.layout.rows):
             raise ValueError(f"buffers of {out.layout}, this assembler fills {self.layout(out.layout.rows)}")
         arrays = out.arrays
-        segments, shards = self._in_memory(segments)
+        pairs, slots = self._shards(segments)
+        where_from = segments
+        if _any_remote(pairs):
+            where_from, pairs = self._fetcher.gather(segments, slots, pairs)
+        placed = place(pairs, slots, where_from)
         where = (
-            shards,
+            placed.arrays,
             segments.offsets,
-            segments.shards,
-            segments.starts,
+            placed.slots,
+            placed.starts,
             segments.lengths,
             self.sequence_multiple,
             self.pad_id,
@@ -158,54 +161,40 @@ class BatchAssembler:
         Of local shards the kernel is asked to read them from disk. Of remote ones they are fetched, for ``fill`` to
         take when it is given the same object.
         """
-        stops = segments.starts + segments.lengths
-        shards = self._shards(segments)
-        for shard, arrays in enumerate(shards):
-            of_shard = segments.shards == shard
-            for array in arrays or ():
-                if isinstance(array, np.ndarray):
-                    _native.will_need(array, segments.starts[of_shard], stops[of_shard])
-        if _any_remote(shards):
-            self._fetcher.announce(segments, shards)
+        pairs, slots = self._shards(segments)
+        if _any_remote(pairs):
+            self._fetcher.announce(segments, slots, pairs)
+        else:
+            advise(pairs, slots, segments)
 
     def forget_needs(self) -> None:
         """Let go what was fetched for batches that will not be filled."""
         self._fetcher.forget()
 
-    def _in_memory(self, segments: Segments) -> tuple[Segments, InMemory]:
-        """The segments and what they point into, of remote shards once it is fetched."""
-        shards = self._shards(segments)
-        if _any_remote(shards):
-            return self._fetcher.gather(segments, shards)
-        return segments, cast("InMemory", shards)
-
-    def _shards(self, segments: Segments) -> Arrays:
-        """The arrays of the shards that are read, at their number; None at every other."""
-        used = set(segments.shards.tolist())
-        if not used:
-            return []
-        if min(used) < 0:
-            raise ValueError(f"a sequence is said to lie in shard {min(used)}")
-        arrays: list[tuple[Array, Array] | None] = [None] * (max(used) + 1)
-        for shard in used:
-            arrays[shard] = pair = self.source.arrays(shard)
-            if self.random_access:
+    def _shards(self, segments: Segments) -> tuple[list[Pair], NDArray[np.int32]]:
+        """The shards that are read, and for each sequence which of them is its own."""
+        used, slots = in_slots(segments.shards)
+        if used and used[0] < 0:
+            raise ValueError(f"a sequence is said to lie in shard {used[0]}")
+        pairs = [self.source.arrays(shard) for shard in used]
+        if self.random_access:
+            for shard, pair in zip(used, pairs, strict=True):
                 self._advise(shard, pair)
-        return arrays
+        return pairs, slots
 
-    def _advise(self, shard: int, arrays: tuple[Array, Array]) -> None:
-        tokens, loss = arrays
-        if not (isinstance(tokens, np.ndarray) and isinstance(loss, np.ndarray)):
+    def _advise(self, shard: int, pair: Pair) -> None:
+        tokens, loss = pair
+        if not isinstance(tokens, np.ndarray) or not isinstance(loss, np.ndarray):
             return
         address = tokens.ctypes.data
         if self._advised.get(shard) != address:
-            _native.read_at_random(tokens, True)
-            _native.read_at_random(loss, True)
+            for array in (tokens, loss):
+                _native.read_at_random(array, True)
             self._advised[shard] = address
 
 
-def _any_remote(shards: Arrays) -> bool:
-    return any(isinstance(pair[0], RemoteArray) for pair in shards if pair is not None)
+def _any_remote(pairs: Sequence[Pair]) -> bool:
+    return any(isinstance(tokens, RemoteArray) for tokens, _ in pairs)
 
 
 def widen(batch: Tensors, pad_id: int, device: torch.device | str | None = None) -> Tensors:

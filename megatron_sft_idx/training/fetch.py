@@ -15,22 +15,16 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.storage import Array
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.storage.remote.threads import threads
-from megatron_sft_idx.training.segments import Segments
+from megatron_sft_idx.training.segments import Pair, Segments
 
-__all__ = ["BUDGET_NBYTES", "Arrays", "Fetcher", "InMemory", "Ranges", "coalesce"]
-
-# Tokens and loss mask of a shard by its number; None where no sequence lies in it.
-Arrays: TypeAlias = "Sequence[tuple[Array, Array] | None]"
-# The same where all of it is mapped or fetched.
-InMemory: TypeAlias = "list[tuple[NDArray[Any], NDArray[Any]] | None]"
+__all__ = ["BUDGET_NBYTES", "Fetcher", "Ranges", "coalesce"]
 
 BUDGET_NBYTES = 256 << 20
 # Tokens between two sequences that are rather fetched and thrown away than asked for apart, and tokens of one request:
@@ -122,7 +116,7 @@ class _Batch:
 
     segments: Segments
     moved: Segments
-    arrays: InMemory
+    arrays: list[Pair]
     readings: list[_Reading]
     requests: list[Future[None]] | None = None
     nbytes: int = field(init=False)
@@ -131,13 +125,13 @@ class _Batch:
         self.nbytes = sum(reading.out.nbytes for reading in self.readings)
 
     @classmethod
-    def plan(cls, segments: Segments, arrays: Arrays) -> _Batch:
+    def plan(cls, segments: Segments, slots: NDArray[np.int32], arrays: Sequence[Pair]) -> _Batch:
         starts, readings = segments.starts.copy(), []
-        found = cast("InMemory", list(arrays))  # the remote ones are replaced
+        found = list(arrays)  # the remote ones are replaced
         for shard, pair in enumerate(arrays):
-            if pair is None or not isinstance(pair[0], RemoteArray):
+            if not isinstance(pair[0], RemoteArray):
                 continue
-            here = np.flatnonzero(segments.shards == shard)
+            here = np.flatnonzero(slots == shard)
             first, lengths = segments.starts[here], segments.lengths[here]
             if first.min() < 0 or lengths.min() < 0 or int((first + lengths).max()) > len(pair[0]):
                 raise ValueError(f"sequences outside the {len(pair[0])} tokens of shard {shard}")
@@ -152,7 +146,7 @@ class _Batch:
         if self.requests is None:
             self.requests = [request for reading in self.readings for request in reading.start()]
 
-    def wait(self) -> tuple[Segments, InMemory]:
+    def wait(self) -> tuple[Segments, list[Pair]]:
         self.start()
         try:
             for request in self.requests or ():
@@ -198,14 +192,16 @@ class Fetcher:
             self._made = _Line()
         return self._made
 
-    def announce(self, segments: Segments, arrays: Arrays) -> None:
+    def announce(self, segments: Segments, slots: NDArray[np.int32], arrays: Sequence[Pair]) -> None:
         """Fetch ahead what these segments need, when there is room; returns at once."""
-        batch, line = _Batch.plan(segments, arrays), self._line
+        batch, line = _Batch.plan(segments, slots, arrays), self._line
         with line.lock:
             line.batches.append(batch)
             self._start(line)
 
-    def gather(self, segments: Segments, arrays: Arrays) -> tuple[Segments, InMemory]:
+    def gather(
+        self, segments: Segments, slots: NDArray[np.int32], arrays: Sequence[Pair]
+    ) -> tuple[Segments, list[Pair]]:
         """The segments as they lie in memory, and what they lie in; waits until all is there.
 
         Raises:
@@ -224,7 +220,7 @@ class Fetcher:
                     else:
                         batch.drop()
             else:
-                found = _Batch.plan(segments, arrays)
+                found = _Batch.plan(segments, slots, arrays)
             found.start()
             self._start(line)
         return found.wait()
