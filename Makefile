@@ -11,7 +11,7 @@ SANITIZED := build/sanitize/lib
 
 .DEFAULT_GOAL := help
 FUZZ_SECONDS ?= 600
-.PHONY: help venv build lint format test test-slow test-ray test-browser sanitize fuzz bench demo clean
+.PHONY: help venv build lint format test test-slow test-ray test-browser test-cloud sanitize fuzz bench demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,11 @@ test-browser: $(VENV)/built  ## the inspector's page in Chromium, from Debian's 
 	@mkdir -p build/screenshots
 	@SFT_IDX_BROWSER=1 $(BIN)/python -m pytest -m browser tests/browser
 
+# OpenStack Swift gets an environment of its own, .venv-swift, once.
+test-cloud: $(VENV)/built  ## the checks against a real object store, which they start on this machine
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test,cloud]'
+	@$(BIN)/python -m pytest -m cloud
+
 # pytest is called as a script, not as a module, so that the working folder with its plain build of the
 # extension stays off sys.path; tests/native then checks that what it imported is the sanitized one.
 # Capturing Python's output only lets the sanitizer's report reach the terminal. Leaks are not looked for: the interpreter keeps memory until it ends. libstdc++ is loaded up front because
@@ -73,7 +78,7 @@ demo: $(VENV)/built  ## bundled chats become a packed shard in demo-out, are rea
 	@$(BIN)/python -W 'ignore:Transformer Engine and Apex' tools/demo/run.py
 
 clean:  ## remove everything the targets made, .venv included
-	rm -rf $(VENV) build dist demo-out *.egg-info megatron_sft_idx/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-swift .venv-swift.lock build dist demo-out *.egg-info megatron_sft_idx/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/installed: pyproject.toml setup.py constraints.txt

@@ -26,6 +26,7 @@ _HOMES = {
     "Shard": "shard",
     "ShardNotFoundError": "errors",
     "ShardWriter": "shard",
+    "StorageError": "errors",
     "UnsupportedVersionError": "errors",
     "open_dataset": "formats.dataset",
     "pack_sequences": "packing",

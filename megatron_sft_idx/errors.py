@@ -7,7 +7,8 @@
     ├── FormatError (ValueError)                 bytes that are not what FORMAT.md says
     │   ├── UnsupportedVersionError              a version this package does not read
     │   └── CorruptShardError                    path, byte offset and rule
-    └── SequenceError (ValueError)               a row, sequence or pack that cannot be used
+    ├── SequenceError (ValueError)               a row, sequence or pack that cannot be used
+    └── StorageError (OSError)                   an object store that does not give or take what it should
 
 A class exists only where a caller would act differently. Every message starts with the path (or says which
 argument), then what was found and expected, the rule of FORMAT.md where there is one, and a remedy.
@@ -23,6 +24,7 @@ __all__ = [
     "SFTIndexError",
     "SequenceError",
     "ShardNotFoundError",
+    "StorageError",
     "UnsupportedVersionError",
 ]
 
@@ -108,3 +110,20 @@ class SequenceError(SFTIndexError, ValueError):
     def __str__(self) -> str:
         where = self.source if self.position is None else f"{self.source}:{self.position}"
         return f"{where}: {self.reason}"
+
+
+class StorageError(SFTIndexError, OSError):
+    """An object store did not give or take bytes; the data themselves may be sound.
+
+    Attributes:
+        path: the object.
+        reason: what the store said, how long it was asked, and what would help.
+        missing: whether there is no such object.
+    """
+
+    def __init__(self, path: str, reason: str, missing: bool = False) -> None:
+        self.path, self.reason, self.missing = path, reason, missing
+        super().__init__(path, reason, missing)
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"

@@ -1,9 +1,10 @@
-"""Says in pytest's header which build of the native kernels is tested; makes property tests repeatable."""
+"""Says which build of the native kernels is tested, and what was left out; makes property tests repeatable."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import settings
@@ -22,6 +23,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_report_header() -> str:
     return f"native kernels: {_native.__file__}"
+
+
+_LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("cloud"):
+            item.config.stash[_LEFT_OUT] = item.config.stash.get(_LEFT_OUT, 0) + 1
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if count := config.stash.get(_LEFT_OUT, 0):
+        terminalreporter.write_line(f"LEFT OUT: {count} tests that need a real object store; make test-cloud runs them")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import contextlib
 from typing import Any
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, positive
+from megatron_sft_idx.cli.output import local_path
 from megatron_sft_idx.convert import ConvertOptions, ConvertReport, convert
 from megatron_sft_idx.formats.masks import MASK_ALIGNMENTS
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE
@@ -66,8 +67,10 @@ def add_parser(verbs: Verbs) -> None:
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("source", nargs="+", metavar="SRC", help="files, folders, prefixes or globs of one format")
-    parser.add_argument("destination", metavar="DST", help="file, folder or prefix to write")
+    parser.add_argument(
+        "source", nargs="+", type=local_path, metavar="SRC", help="files, folders, prefixes or globs of one format"
+    )
+    parser.add_argument("destination", type=local_path, metavar="DST", help="file, folder or prefix to write")
     parser.add_argument("--to", required=True, choices=WRITABLE, help="format to write")
     parser.add_argument("--from", dest="source_format", choices=READABLE, help="format to read (default: by content)")
     parser.add_argument(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, positive
+from megatron_sft_idx.cli.output import Output, add_staging, local_path
+from megatron_sft_idx.cli.shown_progress import ShownProgress
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.merge import Parts, merge, split
-from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.shards import find_prefixes
 
 __all__ = ["add_parser"]
@@ -41,7 +41,6 @@ examples:
   go on after an interruption:
     megatron-sft-idx split data/train --shards 8 --output-prefix data/train --resume
 """
-_MIB = 1 << 20
 _UNITS = {"": 1} | {
     f"{letter}{binary}B": base ** (power + 1)
     for power, letter in enumerate("KMGT")
@@ -70,12 +69,15 @@ def add_parser(verbs: Verbs) -> None:
         epilog=_MERGE_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="prefixes, folders of shards, globs; in order")
+    parser.add_argument(
+        "sources", nargs="+", type=local_path, metavar="SOURCE", help="prefixes, folders of shards, globs; in order"
+    )
     parser.add_argument(
         "--mixed-capacity", action="store_true", help="let capacities differ; the merged shard has the largest"
     )
     parser.add_argument("--mixed-templates", action="store_true", help="let chat templates differ")
-    _add_output_options(parser, "path that the five files share; --data-path takes it")
+    _add_output_options(parser, "path that the five files share, also s3:// or msc://; --data-path takes it")
+    add_staging(parser)
     parser.set_defaults(run=_merge)
 
     parser = verbs.add_parser(
@@ -86,7 +88,7 @@ def add_parser(verbs: Verbs) -> None:
         epilog=_SPLIT_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("source", metavar="SOURCE", help="prefix of the shard")
+    parser.add_argument("source", type=local_path, metavar="SOURCE", help="prefix of the shard")
     size = parser.add_mutually_exclusive_group(required=True)
     size.add_argument("--packs", type=positive, metavar="N", help="most packs in a part")
     size.add_argument(
@@ -96,39 +98,17 @@ def add_parser(verbs: Verbs) -> None:
         help="most bytes of a part's five files, such as 2GiB, headers not counted; a larger pack is alone in its part",
     )
     size.add_argument("--shards", type=positive, metavar="N", help="number of parts, of equally many packs")
-    _add_output_options(parser, "what the parts' prefixes begin with: PREFIX-00000-of-00012")
+    _add_output_options(parser, "what the parts' prefixes begin with: PREFIX-00000-of-00012", local_path)
     parser.add_argument(
         "--resume", action="store_true", help="keep the parts that a split which was interrupted was done with"
     )
     parser.set_defaults(run=_split)
 
 
-def _add_output_options(parser: argparse.ArgumentParser, prefix: str) -> None:
-    parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help=prefix)
+def _add_output_options(parser: argparse.ArgumentParser, prefix: str, accepted: Callable[[str], str] = str) -> None:
+    parser.add_argument("--output-prefix", required=True, type=accepted, metavar="PREFIX", help=prefix)
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     add_log_interval(parser, "MiB")
-
-
-class ShownProgress:
-    """Progress as a person sees it, from sums of bytes; the total is known when the work begins."""
-
-    def __init__(self, what: str, log_interval: int) -> None:
-        self._what, self._interval = what, log_interval
-        self._progress: Progress | None = None
-        self._done = 0
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._progress is None:
-            self._progress = Progress(self._what, total, unit="B", log_interval=self._interval, items="MiB")
-        self._progress.update(done - self._done, done // _MIB - self._done // _MIB)
-        self._done = done
-
-    def __enter__(self) -> ShownProgress:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._progress is not None:
-            self._progress.__exit__(*error)
 
 
 def _once_a_shard(sources: Sequence[str]) -> list[str]:
@@ -145,18 +125,21 @@ def _once_a_shard(sources: Sequence[str]) -> list[str]:
 
 
 def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
+    output = Output(arguments)
+    output.prepare()
     with ShownProgress("merging", arguments.log_interval) as progress:
         report = merge(
             find_prefixes(_once_a_shard(arguments.sources)),
-            arguments.output_prefix,
+            output.local,
             overwrite=arguments.overwrite,
             mixed_capacity=arguments.mixed_capacity,
             mixed_templates=arguments.mixed_templates,
             progress=progress,
         )
+    output.publish()
     header = report.header
     lines = [
-        f"wrote {report.prefix}",
+        f"wrote {output.prefix}",
         f"shards merged   {report.num_sources:,}",
         f"packs           {header.num_packs:,}",
         f"sequences       {header.num_sequences:,}",

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_sft_idx.cli.output import add_staging
 from megatron_sft_idx.packing import METHODS
 from megatron_sft_idx.preprocess import PackOptions
 
@@ -127,7 +128,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         "--output-prefix",
         required=True,
         metavar="PREFIX",
-        help="path that the five files share; --data-path takes it",
+        help="path that the five files share, also s3:// or msc://; --data-path takes it",
     )
     group.add_argument(
         "--output-shards",
@@ -137,6 +138,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         help="cut the packs into N shards, PREFIX-00000-of-0000N and so on; a glob or the folder names them all"
         " (default: one shard, at PREFIX)",
     )
+    add_staging(group)
     group.add_argument("--overwrite", action="store_true", help="replace what is at the prefix")
     group.add_argument("--summary", type=writable, metavar="FILE", help="write counts and seconds as JSON")
     add_log_interval(group, "rows")

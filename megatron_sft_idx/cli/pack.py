@@ -6,6 +6,7 @@ import argparse
 import time
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_output_options, add_packing_options, packing_options
+from megatron_sft_idx.cli.output import Output, local_path
 from megatron_sft_idx.preprocess import Summary, pack_shard
 from megatron_sft_idx.shard import Shard
 
@@ -30,7 +31,7 @@ def add_parser(verbs: Verbs) -> None:
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("source", metavar="SOURCE", help="prefix of the shard whose sequences are packed")
+    parser.add_argument("source", type=local_path, metavar="SOURCE", help="prefix of the shard to be packed")
     add_packing_options(parser)
     add_output_options(parser)
     parser.set_defaults(run=_run)
@@ -38,10 +39,12 @@ def add_parser(verbs: Verbs) -> None:
 
 def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
     options = packing_options(arguments)
+    output = Output(arguments, shards=arguments.output_shards)
+    output.prepare()
     begin = time.monotonic()
     report = pack_shard(
         Shard(arguments.source),
-        arguments.output_prefix,
+        output.local,
         options,
         shards=arguments.output_shards,
         overwrite=arguments.overwrite,
@@ -49,7 +52,7 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
     )
     seconds = {"packing": time.monotonic() - begin}
     summary = Summary(arguments.output_prefix, options.capacity, None, report, seconds)
-    shards = f"-*-of-{arguments.output_shards:05d}" if arguments.output_shards > 1 else ""
-    print("\n".join([f"wrote {arguments.output_prefix}{shards}", *summary.lines()]))
+    output.publish()
+    print("\n".join([f"wrote {output.shown}", *summary.lines()]))
     if arguments.summary:
         summary.write(arguments.summary)

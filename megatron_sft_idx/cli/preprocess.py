@@ -18,7 +18,8 @@ from megatron_sft_idx.cli.options import (
     natural,
     packing_options,
 )
-from megatron_sft_idx.preprocess import EncodingOptions, PreprocessOptions, Preview, preprocess, preview
+from megatron_sft_idx.cli.output import Output
+from megatron_sft_idx.preprocess import EncodingOptions, PreprocessOptions, Preview, corpus_prefix, preprocess, preview
 from megatron_sft_idx.preprocess.workers import available_cpus
 from megatron_sft_idx.report import mark_pack
 
@@ -39,6 +40,10 @@ examples:
 
   on a Ray cluster, from one of its nodes, to eight shards:
     megatron-sft-idx preprocess ... --engine ray --ray-address auto --output-shards 8
+
+  from a bucket into a bucket: built in ./megatron-sft-idx-staging, then uploaded:
+    megatron-sft-idx preprocess --input 's3://bucket/raw/*.jsonl.zst' --tokenizer-model ./tok \\
+        --seq-length 4096 --output-prefix s3://bucket/sft/train
 
   look before you leap:
     megatron-sft-idx preprocess ... --dry-run
@@ -236,9 +241,12 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         parser.error("--ray-address goes with --engine ray")
     if arguments.engine == "ray" and arguments.workers == 0:
         parser.error("--engine ray needs at least one task at once: --workers 1")
+    output = Output(arguments, shards=arguments.output_shards)
+    if not arguments.dry_run:
+        output.prepare(resume=arguments.resume)
     options = PreprocessOptions(
         inputs=arguments.input,
-        prefix=arguments.output_prefix,
+        prefix=output.local,
         encoding=encoding_options(arguments, parser),
         packing=packing_options(arguments),
         engine=arguments.engine,
@@ -254,8 +262,8 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         _show(preview(options))
         return
     summary = preprocess(options, log=lambda line: print(line, file=sys.stderr, flush=True))
-    shards = f"-*-of-{options.output_shards:05d}" if options.output_shards > 1 else ""
-    print("\n".join([f"{'found' if summary.found else 'wrote'} {options.prefix}{shards}", *summary.lines()]))
+    output.publish(*([corpus_prefix("")] if arguments.keep_corpus else []))
+    print("\n".join([f"{'found' if summary.found else 'wrote'} {output.shown}", *summary.lines()]))
     if arguments.summary:
         summary.write(arguments.summary)
 

@@ -6,6 +6,7 @@ import argparse
 import os
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval
+from megatron_sft_idx.cli.output import local_path
 from megatron_sft_idx.formats.modalities import create_raw_index
 from megatron_sft_idx.preprocess.progress import Progress
 
@@ -36,7 +37,7 @@ def add_parser(verbs: Verbs) -> None:
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("file", metavar="FILE.jsonl", help="plain JSON lines, not compressed")
+    parser.add_argument("file", type=local_path, metavar="FILE.jsonl", help="plain JSON lines, not compressed")
     parser.add_argument("--output", metavar="FILE.idx", help="the index (default: FILE.idx beside the file)")
     parser.add_argument("--drop-faulty", action="store_true", help="leave out lines that are no JSON, and count them")
     parser.add_argument("--overwrite", action="store_true", help="replace a raw index that is there")

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, natural, positive
+from megatron_sft_idx.cli.output import local_path
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.rebuild import Advance, Known, Report, rebuild
@@ -46,7 +47,7 @@ def add_parser(verbs: Verbs) -> None:
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("prefix", metavar="PREFIX", help="path that the five files share")
+    parser.add_argument("prefix", type=local_path, metavar="PREFIX", help="path that the five files share")
     parser.add_argument("--dry-run", action="store_true", help="say what would happen, write nothing")
     add_log_interval(parser, "bytes or tokens", 1 << 30)
     group = parser.add_argument_group("what the files do not say any more")

@@ -3,8 +3,9 @@
 from megatron_sft_idx.preprocess.corpus import CorpusReport, add_piece, make_encode_task, name_of_piece, note_rows
 from megatron_sft_idx.preprocess.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.preprocess.identity import option_differences, packing_differences
+from megatron_sft_idx.preprocess.outputs import output_prefixes
 from megatron_sft_idx.preprocess.pack import PackOptions, PackReport, pack_shard
-from megatron_sft_idx.preprocess.pipeline import PreprocessOptions, preprocess
+from megatron_sft_idx.preprocess.pipeline import PreprocessOptions, corpus_prefix, preprocess
 from megatron_sft_idx.preprocess.preview import Preview, preview
 from megatron_sft_idx.preprocess.summary import Summary
 from megatron_sft_idx.preprocess.workers import NOT_YET, NotYet, available_cpus, map_in_order
@@ -23,11 +24,13 @@ __all__ = [
     "Summary",
     "add_piece",
     "available_cpus",
+    "corpus_prefix",
     "make_encode_task",
     "map_in_order",
     "name_of_piece",
     "note_rows",
     "option_differences",
+    "output_prefixes",
     "pack_shard",
     "packing_differences",
     "preprocess",

@@ -15,6 +15,7 @@ from megatron_sft_idx.preprocess.overlong import Overlong
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.fingerprints import source_of
+from megatron_sft_idx.storage import require_local
 
 __all__ = ["Overlong", "PackOptions", "PackReport", "pack_report", "pack_shard"]
 
@@ -81,6 +82,8 @@ def pack_shard(
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
         FormatError: an option that cannot be, nothing left to pack, or ``prefix`` is that of the source.
     """
+    for path in (source.prefix, prefix):
+        require_local(path, "packing")
     where = os.path.realpath(ShardPaths.of(source.prefix).seq_idx)
     if where in (os.path.realpath(ShardPaths.of(path).seq_idx) for path in output_prefixes(prefix, shards)):
         raise FormatError(f"{prefix}: this is the shard to be packed, which would be replaced; choose another prefix")

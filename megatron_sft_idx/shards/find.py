@@ -11,6 +11,8 @@ from typing import TypeAlias
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage.remote.listing import exists, folders_matching, in_folder, matching
 
 __all__ = ["Source", "find_prefixes", "natural_key"]
 
@@ -40,6 +42,8 @@ def find_prefixes(source: Source) -> list[str]:
             raise FormatError("an empty list of shards; name at least one")
         return [prefix for entry in source for prefix in find_prefixes(entry)]
     path = os.fspath(source)
+    if is_remote(path):
+        return _find_remote(path)
     if os.path.isdir(path):
         found = _in_folder(path)
         if not found:
@@ -68,3 +72,25 @@ def _matching(pattern: str) -> list[str]:
         elif path.endswith(SUFFIXES) and os.path.exists(ShardPaths.of(path).seq_idx):
             found.add(ShardPaths.of(path).prefix)
     return sorted(found, key=natural_key)
+
+
+def _find_remote(path: str) -> list[str]:
+    """As ``find_prefixes``, in an object store, where a folder is nothing but the start of some keys."""
+    is_folder = path.endswith("/")
+    if not is_folder:
+        prefix = ShardPaths.of(path).prefix
+        if exists(prefix + ".seq.idx"):
+            return [prefix]
+    if glob.has_magic(path):
+        paths = matching(path + ".seq.idx") + matching(path)
+        paths += [entry for folder in folders_matching(path) for entry in in_folder(folder)]
+        wanted, why = path + ".seq.idx", "no shard and no folder of shards matches the pattern"
+    else:
+        paths = in_folder(path)
+        wanted, why = path.rstrip("/") + "/*.seq.idx", "the folder holds no shard of its own"
+    found = {ShardPaths.of(entry).prefix for entry in paths if entry.endswith(".seq.idx")}
+    if found:
+        return sorted(found, key=natural_key)
+    if is_folder or glob.has_magic(path):
+        raise ShardNotFoundError(path, [wanted], why)
+    return [prefix]

@@ -6,7 +6,7 @@ import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -20,14 +20,15 @@ from megatron_sft_idx.shard.reader import Pack, read_header, require_same
 from megatron_sft_idx.shards.budgets import MAPPED_SHARDS, MEMORY_NBYTES
 from megatron_sft_idx.shards.find import Source, find_prefixes
 from megatron_sft_idx.shards.held import HeldShards, held_nbytes
-from megatron_sft_idx.storage import Backend
+from megatron_sft_idx.storage import Backend, is_remote
+from megatron_sft_idx.storage.remote.threads import threads
 
 __all__ = ["ShardSet"]
 
 # Of the index arrays that a set holds of shards that are opened for each read: 13 million sequences take 80 MB.
 INDEX_NBYTES = 256 << 20
 
-_State = tuple[str, Backend, bytes]
+_State: TypeAlias = tuple[str, Backend, bytes, "str | None"]
 
 
 class ShardSet:
@@ -50,6 +51,7 @@ class ShardSet:
             that shall hold no more than index arrays, whatever their size.
         same_capacity: refuse packs of different capacities. Not for corpora that are packed later, where the capacity
             is that of the longest sequence.
+        index_cache: local folder for the index files of remote shards; None for the usual one.
         alike: refuse shards that cannot be trained on together, of different tokenizers or dtypes of tokens.
 
     Attributes:
@@ -61,23 +63,39 @@ class ShardSet:
     """
 
     def __init__(
-        self, prefixes: Sequence[str], *, backend: Backend = "mmap", same_capacity: bool = True, alike: bool = True
+        self,
+        prefixes: Sequence[str],
+        *,
+        backend: Backend = "mmap",
+        same_capacity: bool = True,
+        alike: bool = True,
+        index_cache: str | None = None,
     ) -> None:
         if not prefixes:
             raise FormatError("an empty list of shards; name at least one")
-        self._take(tuple(ShardPaths.of(prefix).prefix for prefix in prefixes), backend, b"")
+        self._take(tuple(ShardPaths.of(prefix).prefix for prefix in prefixes), backend, b"", index_cache)
         if alike:
             self._check(same_capacity)
         else:
             _ = self.headers
 
     @classmethod
-    def open(cls, source: Source, *, backend: Backend = "mmap", same_capacity: bool = True) -> ShardSet:
+    def open(
+        cls,
+        source: Source,
+        *,
+        backend: Backend = "mmap",
+        same_capacity: bool = True,
+        index_cache: str | None = None,
+    ) -> ShardSet:
         """Open what ``find_prefixes`` finds; arguments and errors as there and in the constructor."""
-        return cls(find_prefixes(source), backend=backend, same_capacity=same_capacity)
+        found = find_prefixes(source)
+        return cls(found, backend=backend, same_capacity=same_capacity, index_cache=index_cache)
 
-    def _take(self, prefixes: tuple[str, ...], backend: Backend, fingerprint: bytes) -> None:
+    def _take(self, prefixes: tuple[str, ...], backend: Backend, fingerprint: bytes, index_cache: str | None) -> None:
         self.prefixes = prefixes
+        self._index_cache = index_cache
+        self._remote = any(map(is_remote, prefixes))
         self._backend: Backend = backend
         self._expected = fingerprint  # empty: whatever is there
         # Entries come and go one by one, which threads may do at once: no lock that a fork could catch in their hands.
@@ -85,11 +103,11 @@ class ShardSet:
 
     def __getstate__(self) -> _State:
         # A path holds no zero byte; thousands of strings would each add their own few.
-        return "\0".join(self.prefixes), self._backend, self._fingerprint
+        return "\0".join(self.prefixes), self._backend, self._fingerprint, self._index_cache
 
     def __setstate__(self, state: _State) -> None:
-        prefixes, backend, fingerprint = state
-        self._take(tuple(prefixes.split("\0")), backend, fingerprint)
+        prefixes, backend, fingerprint, index_cache = state
+        self._take(tuple(prefixes.split("\0")), backend, fingerprint, index_cache)
 
     @classmethod
     def reopen(cls, state: _State) -> ShardSet:
@@ -120,7 +138,9 @@ class ShardSet:
     @cached_property
     def headers(self) -> list[Header]:
         """Header of each shard."""
-        headers = [read_header(prefix) for prefix in self.prefixes]
+        # Remote ones take a request or two each, local ones no time worth a thread.
+        each = threads().map if self._remote else map
+        headers = list(each(read_header, self.prefixes))
         if self._expected and self._expected != _digest(headers):
             others = f" and {len(self.prefixes) - 1} others" if len(self.prefixes) > 1 else ""
             raise FormatError(
@@ -172,11 +192,11 @@ class ShardSet:
     def held(self) -> HeldShards | None:
         """The shards in memory, where that is how they are read."""
         alike = len({(header.token_dtype, header.mask_dtype) for header in self.headers}) == 1
-        if self._mapped or self._backend == "reopen" or not alike:
+        if self._mapped or self._remote or self._backend == "reopen" or not alike:
             return None
         if not MEMORY_NBYTES.grant(self, held_nbytes(self.headers)):
             return None
-        return HeldShards(self.headers, partial(_open, self.prefixes, self.headers, "reopen"))
+        return HeldShards(self.headers, partial(_open, self.prefixes, self.headers, "reopen", None))
 
     @property
     def _index_nbytes(self) -> list[int]:
@@ -194,7 +214,8 @@ class ShardSet:
         held = self._shards
         shard = held.get(number)
         if shard is None:
-            shard = _open(self.prefixes, self.headers, self._backend if self._mapped else "reopen", number)
+            backend = self._backend if self._mapped else "reopen"
+            shard = _open(self.prefixes, self.headers, backend, self._index_cache, number)
         elif self._most_held == len(self.prefixes):
             return shard
         else:
@@ -239,9 +260,11 @@ def _running(counts: list[int]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
-def _open(prefixes: Sequence[str], headers: Sequence[Header], backend: Backend, number: int) -> Shard:
+def _open(
+    prefixes: Sequence[str], headers: Sequence[Header], backend: Backend, index_cache: str | None, number: int
+) -> Shard:
     """Shard ``number``. FormatError where another one was published over it."""
-    shard = Shard(prefixes[number], backend=backend)
+    shard = Shard(prefixes[number], backend=backend, index_cache=index_cache)
     require_same(shard.prefix, shard.shard_id, headers[number].shard_id)
     return shard
 

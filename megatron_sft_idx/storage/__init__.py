@@ -1,4 +1,4 @@
-"""Where bytes lie: on local disks (``local``)."""
+"""Where bytes lie: on local disks (``local``) or in object stores (``remote``)."""
 
 from megatron_sft_idx.storage.local import (
     Array,
@@ -10,6 +10,7 @@ from megatron_sft_idx.storage.local import (
     open_array,
     sync_folder,
 )
+from megatron_sft_idx.storage.remote.paths import is_remote, require_local
 from megatron_sft_idx.storage.reopened import ReopenedArray, advise_runs, read_runs
 
 __all__ = [
@@ -21,7 +22,9 @@ __all__ = [
     "advise_runs",
     "as_bytes",
     "check_size",
+    "is_remote",
     "open_array",
     "read_runs",
+    "require_local",
     "sync_folder",
 ]

@@ -24,6 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
+from megatron_sft_idx.storage.remote import RemoteArray
+from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Fetcher
 from megatron_sft_idx.training.layout import Batch, BatchLayout, Form, Tensors
 from megatron_sft_idx.training.placing import advise, place
 from megatron_sft_idx.training.segments import PackSource, Pair, Segments, in_slots
@@ -47,6 +49,7 @@ class BatchAssembler:
         form: ``wide``, or one of the narrow ones (see ``BatchLayout``).
         random_access: switch the kernel's read-ahead off for the maps that are read. Good only together with
             ``will_need`` a few batches ahead: by itself it makes cold reads several times slower.
+        fetch_nbytes: of remote shards, what ``will_need`` may fetch ahead.
 
     Raises:
         ValueError: arguments that do not go together, or a source whose rows need not fit.
@@ -62,6 +65,7 @@ class BatchAssembler:
         pad_id: int | None = None,
         form: Form = "wide",
         random_access: bool = False,
+        fetch_nbytes: int = BUDGET_NBYTES,
     ) -> None:
         if seq_length % sequence_multiple:
             raise ValueError(
@@ -86,6 +90,7 @@ class BatchAssembler:
         # Address of each shard's tokens that were advised on: shards may close and be mapped again elsewhere.
         self._advised: dict[int, int] = {}
         self._layouts: dict[int, BatchLayout] = {}
+        self._fetcher = Fetcher(fetch_nbytes)
 
     def layout(self, rows: int) -> BatchLayout:
         """What a batch of so many packs consists of."""
@@ -104,12 +109,18 @@ class BatchAssembler:
 
         Raises:
             ValueError: a row that does not fit, or one whose sequences do not lie within their shard.
+            FormatError: a remote shard was replaced since it was opened.
+            StorageError: the object store of a remote shard does not answer.
         """
         out = out.head(len(segments.offsets) - 1)
         if out.layout != self.layout(out.layout.rows):
             raise ValueError(f"buffers of {out.layout}, this assembler fills {self.layout(out.layout.rows)}")
         arrays = out.arrays
-        placed = place(*self._shards(segments), segments)
+        pairs, slots = self._shards(segments)
+        where_from = segments
+        if _any_remote(pairs):
+            where_from, pairs = self._fetcher.gather(segments, slots, pairs)
+        placed = place(pairs, slots, where_from)
         where = (
             placed.arrays,
             segments.offsets,
@@ -145,8 +156,20 @@ class BatchAssembler:
         return {name: tensor[0] for name, tensor in batch.items()}
 
     def will_need(self, segments: Segments) -> None:
-        """Ask the kernel to read these sequences from disk in the background; returns at once."""
-        advise(*self._shards(segments), segments)
+        """Read these sequences in the background; returns at once.
+
+        Of local shards the kernel is asked to read them from disk. Of remote ones they are fetched, for ``fill`` to
+        take when it is given the same object.
+        """
+        pairs, slots = self._shards(segments)
+        if _any_remote(pairs):
+            self._fetcher.announce(segments, slots, pairs)
+        else:
+            advise(pairs, slots, segments)
+
+    def forget_needs(self) -> None:
+        """Let go what was fetched for batches that will not be filled."""
+        self._fetcher.forget()
 
     def _shards(self, segments: Segments) -> tuple[list[Pair], NDArray[np.int32]]:
         """The shards that are read, and for each sequence which of them is its own."""
@@ -168,6 +191,10 @@ class BatchAssembler:
             for array in (tokens, loss):
                 _native.read_at_random(array, True)
             self._advised[shard] = address
+
+
+def _any_remote(pairs: Sequence[Pair]) -> bool:
+    return any(isinstance(tokens, RemoteArray) for tokens, _ in pairs)
 
 
 def widen(batch: Tensors, pad_id: int, device: torch.device | str | None = None) -> Tensors:

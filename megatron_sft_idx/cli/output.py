@@ -1,0 +1,89 @@
+"""Outputs that may be remote, and inputs that may not."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from megatron_sft_idx.cli.shown_progress import ShownProgress
+from megatron_sft_idx.errors import SFTIndexError
+from megatron_sft_idx.preprocess import output_prefixes
+from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.transfer import StagedOutput, shard_nbytes
+from megatron_sft_idx.transfer.staging import STAGING
+
+__all__ = ["Output", "add_staging", "local_path"]
+
+
+def local_path(text: str) -> str:
+    """A path on a disk, for what cannot be done inside an object store."""
+    if is_remote(text):
+        raise argparse.ArgumentTypeError(
+            f"{text}: this works on local files; bring the shard here and back with megatron-sft-idx copy SRC DST"
+        )
+    return text
+
+
+def add_staging(parser: Any) -> None:
+    """Where a shard for an object store is built."""
+    parser.add_argument(
+        "--staging",
+        default=STAGING,
+        metavar="DIR",
+        help="for s3:// and msc:// prefixes: local folder to build in, with room for it (preprocess: twice);"
+        " what an interrupted run or upload left there is gone on with (default: ./%(default)s)",
+    )
+
+
+class Output:
+    """The prefix a verb writes: local as it is, remote by way of a local folder.
+
+    Args:
+        arguments: with ``output_prefix``, ``staging`` and ``overwrite``.
+        shards: how many the output is cut into.
+
+    Attributes:
+        prefix: as the user gave it.
+        local: to build at.
+        shown: what was written, as the user reads it; a glob where it is several shards.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, *, shards: int = 1) -> None:
+        self.prefix: str = arguments.output_prefix
+        self.shown = self.prefix + (f"-*-of-{shards:05d}" if shards > 1 else "")
+        self._suffixes = output_prefixes("", shards)
+        self._staged: StagedOutput | None = None
+        if is_remote(self.prefix):
+            self._staged = StagedOutput(self.prefix, arguments.staging, overwrite=arguments.overwrite)
+        self.local = self._staged.local if self._staged else self.prefix
+
+    def prepare(self, *, resume: bool = False) -> None:
+        """Before the work: SFTIndexError where it could not be published in the end."""
+        if self._staged:
+            self._staged.prepare(self._suffixes, resume=resume)
+
+    def publish(self, *beside: str) -> None:
+        """After the work: upload what was built for a remote prefix, and what lies ``beside`` it, by suffix."""
+        if self._staged is not None:
+            for suffix in (*self._suffixes, *beside):
+                self._upload(self._staged, suffix)
+
+    def _upload(self, staged: StagedOutput, suffix: str) -> None:
+        total, done = shard_nbytes(staged.local + suffix), 0
+        with ShownProgress("uploading", 1024) as progress:
+
+            def advance(nbytes: int) -> None:
+                nonlocal done
+                done += nbytes
+                progress(done, total)
+
+            try:
+                staged.publish(suffix, advance)
+            except (SFTIndexError, KeyboardInterrupt, SystemExit):
+                print(
+                    f"the shard is built, and kept at {staged.local + suffix}; send it when the store is up again:"
+                    f" megatron-sft-idx copy {staged.local + suffix} {self.prefix + suffix}",
+                    file=sys.stderr,
+                )
+                raise

@@ -1,0 +1,112 @@
+"""NVIDIA's multi-storage-client: profiles that reach S3, GCS, Azure, OCI and plain folders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.storage.remote.transport import (
+    Changed,
+    Denied,
+    Failure,
+    Missing,
+    ObjectInfo,
+    Refused,
+    Temporary,
+)
+
+__all__ = ["MultiStorage", "translated"]
+
+_T = TypeVar("_T")
+
+
+class MultiStorage:
+    """One profile.
+
+    Args:
+        profile: its name in the configuration of multi-storage-client.
+
+    Raises:
+        FormatError: the library is not installed, or does not know the profile.
+    """
+
+    # Its reads take no condition.
+    conditional = False
+
+    def __init__(self, profile: str) -> None:
+        try:
+            import multistorageclient
+        except ModuleNotFoundError:
+            raise FormatError(
+                f"msc://{profile}: needs multi-storage-client; pip install 'megatron-sft-idx[cloud]'"
+            ) from None
+        self._range = multistorageclient.types.Range
+        try:
+            self._client, _ = multistorageclient.resolve_storage_client(f"msc://{profile}/")
+        except (ValueError, KeyError) as error:
+            # Without its message, which may quote the configuration.
+            raise FormatError(
+                f"msc://{profile}: multi-storage-client does not take this profile ({type(error).__name__});"
+                " check the file that MSC_CONFIG names"
+            ) from None
+
+    def head(self, key: str) -> ObjectInfo:
+        """What is at a key."""
+        found = translated(lambda: self._client.info(key, strict=False))
+        if found.type != "file":
+            raise Missing(found.type)
+        return _info(key, found)
+
+    def get(self, key: str, offset: int, nbytes: int, etag: str | None) -> bytes:
+        """Bytes of an object; ``etag`` is left to the store."""
+        del etag
+        wanted = self._range(offset=offset, size=nbytes)
+        return translated(lambda: bytes(self._client.read(key, byte_range=wanted)))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects whose key begins with a prefix."""
+        # It lists folders, not prefixes.
+        folder = prefix.rpartition("/")[0]
+        for found in translated(lambda: list(self._client.list(path=folder + "/" if folder else ""))):
+            key = found.key.lstrip("/")
+            if found.type == "file" and key.startswith(prefix):
+                yield _info(key, found)
+
+
+def _info(key: str, found: Any) -> ObjectInfo:
+    # Plain folders have no etags: size and time of change tell as much as they can.
+    etag = found.etag or f"{found.content_length}-{found.last_modified.timestamp()}"
+    return ObjectInfo(key, int(found.content_length), etag.strip('"'))
+
+
+def translated(request: Callable[[], _T]) -> _T:
+    """What a request gives; its exceptions as failures."""
+    try:
+        return request()
+    except Exception as error:
+        raise _failure_of(error) from None
+
+
+def _failure_of(error: Exception) -> Failure:
+    from multistorageclient.types import PreconditionFailedError, RetryableError
+
+    name = type(error).__name__
+    if isinstance(error, FileNotFoundError):
+        return Missing(name)
+    if isinstance(error, PermissionError):
+        return Denied(name)
+    if isinstance(error, PreconditionFailedError):
+        return Changed(name)
+    if isinstance(error, RetryableError):
+        return Temporary(name)
+    # Whatever else S3 answers comes as a RuntimeError over botocore's own, which says more.
+    try:
+        from megatron_sft_idx.storage.remote.s3 import failure_of
+
+        known = failure_of(error)
+    except ModuleNotFoundError:
+        known = None
+    if known is not None:
+        return known
+    return Temporary(name) if isinstance(error, OSError) else Refused(name)

@@ -1,0 +1,63 @@
+"""Paths of objects: ``s3://bucket/key`` and ``msc://profile/key``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from megatron_sft_idx.errors import FormatError
+
+__all__ = ["SCHEMES", "RemotePath", "is_remote", "require_local"]
+
+# msc is NVIDIA's multi-storage-client, whose profiles reach S3, GCS, Azure, OCI and plain folders.
+SCHEMES = ("s3", "msc")
+_STARTS = tuple(scheme + "://" for scheme in SCHEMES)
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path names something in an object store rather than a file."""
+    return os.fspath(path).startswith(_STARTS)
+
+
+def require_local(path: str | os.PathLike[str], what: str) -> None:
+    """FormatError for a path in an object store, where ``what`` needs files on a disk."""
+    if is_remote(path):
+        raise FormatError(
+            f"{os.fspath(path)}: {what} needs files on a local disk; work there, and let megatron-sft-idx copy bring"
+            " the shard from the bucket or to it"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePath:
+    """A path in an object store, taken apart.
+
+    Attributes:
+        scheme: ``s3`` or ``msc``.
+        bucket: of S3, or the profile of multi-storage-client.
+        key: of the object, without a slash before it; empty for the bucket itself.
+    """
+
+    scheme: str
+    bucket: str
+    key: str
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> RemotePath:
+        """Take a path apart; ``str`` puts it together again.
+
+        Raises:
+            FormatError: another scheme, or no bucket.
+        """
+        text = os.fspath(path)
+        scheme, found, rest = text.partition("://")
+        if not found or scheme not in SCHEMES:
+            raise FormatError(f"{text}: not a path in an object store; it begins with {' or '.join(_STARTS)}")
+        bucket, _, key = rest.partition("/")
+        if not bucket:
+            what = "bucket" if scheme == "s3" else "profile"
+            raise FormatError(f"{text}: no {what} is named; expected {scheme}://{what.upper()}/path")
+        return cls(scheme, bucket, key)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}"

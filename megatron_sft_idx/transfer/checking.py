@@ -1,0 +1,54 @@
+"""Files held to the checksums of the shard's header."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+
+import xxhash
+
+from megatron_sft_idx.errors import CorruptShardError
+from megatron_sft_idx.layout.header import FileDigest
+
+__all__ = ["checked", "corrupt", "has_digest"]
+
+_CHUNK_NBYTES = 1 << 20
+
+
+def checked(
+    chunks: Iterable[bytes | memoryview], digest: FileDigest, path: str, on_progress: Callable[[int], None]
+) -> Iterator[bytes | memoryview]:
+    """The chunks as they come, and CorruptShardError (rule F3) after the last one unless they are what they must be.
+
+    Args:
+        chunks: the whole file ``path``.
+        digest: its size and checksum.
+        path: named in the error.
+        on_progress: told the size of every chunk.
+    """
+    hashed, nbytes = xxhash.xxh3_128(), 0
+    for chunk in chunks:
+        hashed.update(chunk)
+        nbytes += len(chunk)
+        yield chunk
+        on_progress(len(chunk))
+    if nbytes != digest.nbytes or hashed.digest() != digest.checksum:
+        raise corrupt(path, digest)
+
+
+def corrupt(path: str, digest: FileDigest) -> CorruptShardError:
+    """What is wrong with a file that is not what its digest says."""
+    expected = f"{digest.nbytes:,} bytes with checksum {digest.checksum.hex()}"
+    detail = f"its bytes are not the {expected} that the header says; it was changed or damaged: restore it"
+    return CorruptShardError(path, 0, "F3", detail)
+
+
+def has_digest(path: str, digest: FileDigest) -> bool:
+    """Whether a local file is what a digest says; reads it where the size fits."""
+    with open(path, "rb", buffering=0) as file:
+        if os.fstat(file.fileno()).st_size != digest.nbytes:
+            return False
+        hashed = xxhash.xxh3_128()
+        while chunk := file.read(_CHUNK_NBYTES):
+            hashed.update(chunk)
+    return hashed.digest() == digest.checksum

@@ -1,0 +1,47 @@
+"""The object store that the tests of this folder talk to: started once, with a bucket of its own for each test."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from swift_server import SwiftServer, serving
+
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def swift_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwiftServer]:
+    """The running server; a test that kills one of its four processes starts it again."""
+    with serving(tmp_path_factory.mktemp("swift")) as server:
+        yield server
+
+
+@pytest.fixture
+def swift(swift_server: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> SwiftServer:
+    """All four processes at work, and an environment in which S3 clients find them and nothing of their user's."""
+    swift_server.start()
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "MSC_")) or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    for name, value in swift_server.environment().items():
+        monkeypatch.setenv(name, value)
+    return swift_server
+
+
+@pytest.fixture
+def s3(swift: SwiftServer) -> Any:
+    """A boto3 client, to look at what is there and to damage it."""
+    boto3 = pytest.importorskip("boto3", reason="pip install 'megatron-sft-idx[cloud]'")
+    return boto3.session.Session().client("s3")
+
+
+@pytest.fixture
+def bucket(s3: Any) -> str:
+    """The name of an empty bucket."""
+    name = f"bucket-{os.getpid()}-{next(_NUMBERS)}"
+    s3.create_bucket(Bucket=name)
+    return name
