@@ -100,7 +100,8 @@ class _Upload:
         present = {suffix: self.writer.stored(self.key + suffix) for suffix in SUFFIXES}
         kept = {suffix for suffix, found in present.items() if found == self._expected(suffix)}
         foreign = [suffix for suffix, found in present.items() if found and suffix not in kept]
-        if foreign and not overwrite:
+        # Beside a .seq.idx of this shard they are this shard's, damaged.
+        if foreign and not overwrite and ".seq.idx" not in kept:
             names = ", ".join(self._paths.prefix + suffix for suffix in foreign)
             raise FormatError(
                 f"{self._paths.prefix}: {names} exist already and are not of this shard; choose another prefix,"
