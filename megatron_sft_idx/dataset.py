@@ -12,8 +12,9 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout import Header
 from megatron_sft_idx.shard import Pack, Shard
+from megatron_sft_idx.shard.published import missing_files
 
 __all__ = ["MMapIndexedDataset", "SFTIndexedDataset"]
 
@@ -72,7 +73,9 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         path_prefix: the path the five files share.
         multimodal: not supported; must be False.
         mmap: memory maps; False reads with pread, for file systems where mapping is slow or refused.
-        object_storage_config: not supported here; must be None.
+        object_storage_config: Megatron's, for ``s3://`` and ``msc://`` prefixes: its ``path_to_idx_cache`` is where
+            index files are kept; None for the usual folder. Tokens and masks are read by exact ranges, so
+            ``bin_chunk_nbytes`` has no effect, and ``mmap`` is of the cached index files only.
         s3_config: the parent's older name for it.
         fast_cache_load: accepted and without effect: opening parses nothing but the header anyway.
         sequences_per_dataset: accepted and without effect, as ``fast_cache_load``.
@@ -117,23 +120,23 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         """Open the shard; arguments as the constructor's."""
         if multimodal:
             raise FormatError(f"{path_prefix}: multimodal=True, but packed SFT shards hold text only; pass False")
-        if object_storage_config:
-            raise FormatError(f"{path_prefix}: object storage is not read yet; copy the five files to a local folder")
-        self._take(Shard(path_prefix, backend="mmap" if mmap else "pread", copy=copy))
+        cache = object_storage_config.path_to_idx_cache if object_storage_config else None
+        shard = Shard(path_prefix, backend="mmap" if mmap else "pread", copy=copy, index_cache=cache)
+        self._take(shard, object_storage_config)
 
-    def _take(self, shard: Shard) -> None:
+    def _take(self, shard: Shard, object_storage_config: Any) -> None:
         """Set all state; the constructor and unpickling both come through here."""
         self.path_prefix = shard.prefix
         self.multimodal = False
         self.mmap = shard.backend == "mmap"
-        self.object_storage_config = None
+        self.object_storage_config = object_storage_config
         self.shard = shard
         self._index: _Index | None = None
 
-    def __getstate__(self) -> tuple[Shard]:
-        return (self.shard,)
+    def __getstate__(self) -> tuple[Shard, Any]:
+        return self.shard, self.object_storage_config
 
-    def __setstate__(self, state: tuple[Shard]) -> None:
+    def __setstate__(self, state: tuple[Shard, Any]) -> None:
         self._take(*state)
 
     def __del__(self) -> None:
@@ -185,7 +188,7 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
     @staticmethod
     def exists(path_prefix: str) -> bool:
         """Whether the five files are all there; a stock ``.bin`` and ``.idx`` alone are no shard."""
-        return not ShardPaths.of(path_prefix).missing()
+        return not missing_files(path_prefix)
 
 
 MMapIndexedDataset = SFTIndexedDataset

@@ -20,11 +20,14 @@ from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.fingerprints import tokenizer_of
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same
-from megatron_sft_idx.storage import Backend
+from megatron_sft_idx.storage import Backend, is_remote
+from megatron_sft_idx.storage.remote.listing import exists, folders_matching, in_folder, matching
+from megatron_sft_idx.storage.remote.threads import threads
 
 __all__ = ["ShardSet", "Source", "find_prefixes"]
 
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
+_State: TypeAlias = tuple[tuple[str, ...], Backend, bytes, "str | None"]
 
 # Each open shard holds four maps, and some cluster file systems refuse a process more than about 590 of them.
 _MAX_OPEN = 100
@@ -54,6 +57,8 @@ def find_prefixes(source: Source) -> list[str]:
             raise FormatError("an empty list of shards; name at least one")
         return [prefix for entry in source for prefix in find_prefixes(entry)]
     path = os.fspath(source)
+    if is_remote(path):
+        return _find_remote(path)
     if os.path.isdir(path):
         found = _in_folder(path)
         if not found:
@@ -84,6 +89,28 @@ def _matching(pattern: str) -> list[str]:
     return sorted(found, key=natural_key)
 
 
+def _find_remote(path: str) -> list[str]:
+    """As ``find_prefixes``, in an object store, where a folder is nothing but the start of some keys."""
+    is_folder = path.endswith("/")
+    if not is_folder:
+        prefix = ShardPaths.of(path).prefix
+        if exists(prefix + ".seq.idx"):
+            return [prefix]
+    if glob.has_magic(path):
+        paths = matching(path + ".seq.idx") + matching(path)
+        paths += [entry for folder in folders_matching(path) for entry in in_folder(folder)]
+        wanted, why = path + ".seq.idx", "no shard and no folder of shards matches the pattern"
+    else:
+        paths = in_folder(path)
+        wanted, why = path.rstrip("/") + "/*.seq.idx", "the folder holds no shard of its own"
+    found = {ShardPaths.of(entry).prefix for entry in paths if entry.endswith(".seq.idx")}
+    if found:
+        return sorted(found, key=natural_key)
+    if is_folder or glob.has_magic(path):
+        raise ShardNotFoundError(path, [wanted], why)
+    return [prefix]
+
+
 class ShardSet:
     """Shards read as one: pack ``i`` counts through all of them in order.
 
@@ -96,6 +123,7 @@ class ShardSet:
         backend: ``mmap``, or ``pread`` where mapping is slow or refused.
         same_capacity: refuse packs of different capacities. Not for corpora that are packed later, where the capacity
             is that of the longest sequence.
+        index_cache: local folder for the index files of remote shards; None for the usual one.
 
     Attributes:
         prefixes: of the shards, in order.
@@ -105,33 +133,51 @@ class ShardSet:
         FormatError: a header breaks a rule, or the shards do not go together.
     """
 
-    def __init__(self, prefixes: Sequence[str], *, backend: Backend = "mmap", same_capacity: bool = True) -> None:
+    def __init__(
+        self,
+        prefixes: Sequence[str],
+        *,
+        backend: Backend = "mmap",
+        same_capacity: bool = True,
+        index_cache: str | None = None,
+    ) -> None:
         if not prefixes:
             raise FormatError("an empty list of shards; name at least one")
-        self._take(tuple(ShardPaths.of(prefix).prefix for prefix in prefixes), backend, None)
+        self._take(tuple(ShardPaths.of(prefix).prefix for prefix in prefixes), backend, None, index_cache)
         self._ids = b"".join(header.shard_id for header in self.headers)
         self._check(same_capacity)
 
     @classmethod
-    def open(cls, source: Source, *, backend: Backend = "mmap", same_capacity: bool = True) -> ShardSet:
+    def open(
+        cls,
+        source: Source,
+        *,
+        backend: Backend = "mmap",
+        same_capacity: bool = True,
+        index_cache: str | None = None,
+    ) -> ShardSet:
         """Open what ``find_prefixes`` finds; arguments and errors as there and in the constructor."""
-        return cls(find_prefixes(source), backend=backend, same_capacity=same_capacity)
+        found = find_prefixes(source)
+        return cls(found, backend=backend, same_capacity=same_capacity, index_cache=index_cache)
 
-    def _take(self, prefixes: tuple[str, ...], backend: Backend, ids: bytes | None) -> None:
+    def _take(
+        self, prefixes: tuple[str, ...], backend: Backend, ids: bytes | None, index_cache: str | None = None
+    ) -> None:
         self.prefixes = prefixes
         self._backend: Backend = backend
+        self._index_cache = index_cache
         self._ids = ids or b""
         # Replaced, never changed: no lock that a fork could catch in a thread's hands.
         self._shards: dict[int, Shard] = {}
 
-    def __getstate__(self) -> tuple[tuple[str, ...], Backend, bytes]:
-        return self.prefixes, self._backend, self._ids
+    def __getstate__(self) -> _State:
+        return self.prefixes, self._backend, self._ids, self._index_cache
 
-    def __setstate__(self, state: tuple[tuple[str, ...], Backend, bytes]) -> None:
+    def __setstate__(self, state: _State) -> None:
         self._take(*state)
 
     @classmethod
-    def reopen(cls, state: tuple[tuple[str, ...], Backend, bytes]) -> ShardSet:
+    def reopen(cls, state: _State) -> ShardSet:
         """The set that ``__getstate__`` gave ``state`` of."""
         found = cls.__new__(cls)
         found._take(*state)
@@ -159,7 +205,9 @@ class ShardSet:
     @cached_property
     def headers(self) -> list[Header]:
         """Header of each shard."""
-        headers = [read_header(prefix) for prefix in self.prefixes]
+        # Remote ones take a request or two each, local ones no time worth a thread.
+        each = threads().map if any(map(is_remote, self.prefixes)) else map
+        headers = list(each(read_header, self.prefixes))
         for i, header in enumerate(headers if self._ids else ()):
             require_same(self.prefixes[i], header.shard_id, self._id(i))
         return headers
@@ -192,7 +240,7 @@ class ShardSet:
         """Shard ``number``, open."""
         if (shard := self._shards.get(number)) is not None:
             return shard
-        shard = Shard(self.prefixes[number], backend=self._backend)
+        shard = Shard(self.prefixes[number], backend=self._backend, index_cache=self._index_cache)
         require_same(shard.prefix, shard.shard_id, self._id(number))
         # The oldest ones are let go; their views outlive them, so they may still be in use.
         kept = list(self._shards.items())[1 - _MAX_OPEN :]

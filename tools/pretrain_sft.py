@@ -48,10 +48,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     data = parser.add_argument_group("data")
     data.add_argument(
-        "--data-path", nargs="+", required=True, help="one prefix, folder or glob; or weights and prefixes"
+        "--data-path",
+        nargs="+",
+        required=True,
+        help="a prefix, folder or glob, local, s3:// or msc://; or weights and such",
     )
     data.add_argument("--split", default="1,0,0", help="parts for training, validation and test, such as 98,1,1")
     data.add_argument("--data-cache-path", help="folder for indices that are built once")
+    data.add_argument("--object-storage-cache-path", help="folder for the index files of shards at s3:// or msc://")
     data.add_argument("--seq-length", type=int, required=True, help="positions of a training row")
     data.add_argument("--repack", action="store_true", help="plan packs for --seq-length at start-up; rewrites nothing")
 

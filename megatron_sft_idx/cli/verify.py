@@ -15,6 +15,9 @@ from megatron_sft_idx.errors import SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.shards import natural_key
+from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage.remote import open_store
+from megatron_sft_idx.storage.remote.listing import exists, in_folder, matching
 from megatron_sft_idx.verify import Report, verify_shard
 
 __all__ = ["add_parser"]
@@ -29,6 +32,9 @@ examples:
 
   for a program: one JSON document, in which each finding has path, offset, pack, rule, found, expected, remedy
     megatron-sft-idx verify --full --json 'data/train-*' > report.json
+
+  in a bucket, each object read once where it lies
+    megatron-sft-idx verify --full s3://bucket/data/
 
 Without --full: the header and its checksum, the sizes of the five files, the ends of all arrays. With it: the checksums
 of all files, .idx byte for byte as Megatron writes it, every pack and mask, every id against the vocabulary, the
@@ -89,7 +95,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 def _verify(prefix: str, arguments: argparse.Namespace) -> Report:
     if not arguments.full:
         return verify_shard(prefix)
-    size = sum(os.path.getsize(path) for path in ShardPaths.of(prefix).all if os.path.isfile(path))
+    size = sum(map(_nbytes, ShardPaths.of(prefix).all))
     what = f"verifying {os.path.basename(prefix)}"
     with Progress(what, size, unit="B", log_interval=_LINE_MIB, items="MiB") as progress:
         done = 0
@@ -102,6 +108,14 @@ def _verify(prefix: str, arguments: argparse.Namespace) -> Report:
         return verify_shard(prefix, full=True, vocab_size=arguments.vocab_size, on_progress=tell)
 
 
+def _nbytes(path: str) -> int:
+    if is_remote(path):
+        store, key = open_store(path)
+        found = store.head(key)
+        return found.nbytes if found else 0
+    return os.path.getsize(path) if os.path.isfile(path) else 0
+
+
 def _prefixes(sources: list[str]) -> list[str]:
     """Prefixes in the order given, each once; those of a folder or a glob by name, numbers as numbers.
 
@@ -109,7 +123,12 @@ def _prefixes(sources: list[str]) -> list[str]:
     """
     found: dict[str, None] = {}
     for source in sources:
-        if os.path.isdir(source):
+        if is_remote(source):
+            paths = _remote_paths(source)
+            if not paths:
+                found[_prefix(source)] = None
+                continue
+        elif os.path.isdir(source):
             paths = [entry.path for entry in os.scandir(source)]
         elif glob.has_magic(source) and not os.path.exists(ShardPaths.of(source).seq_idx):
             paths = [path for pattern in (source, source + ".seq.idx") for path in glob.glob(pattern)]
@@ -121,6 +140,15 @@ def _prefixes(sources: list[str]) -> list[str]:
             raise ShardNotFoundError(source, [f"*{_MARKS[0]}"], "no file of a shard is there: check the path")
         found.update(dict.fromkeys(sorted(prefixes, key=natural_key)))
     return list(found)
+
+
+def _remote_paths(source: str) -> list[str]:
+    """Objects of a folder or a glob; none where the source is a prefix."""
+    if not source.endswith("/") and any(exists(path) for path in ShardPaths.of(source).all):
+        return []
+    if not glob.has_magic(source):
+        return in_folder(source)
+    return [path for pattern in (source, source + ".seq.idx") for path in matching(pattern)]
 
 
 def _prefix(path: str) -> str:

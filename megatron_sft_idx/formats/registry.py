@@ -13,7 +13,8 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.formats.masks import MaskAlignment
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.shards import natural_key
+from megatron_sft_idx.shards import find_prefixes, natural_key
+from megatron_sft_idx.storage import is_remote, require_local
 
 __all__ = [
     "READABLE",
@@ -83,6 +84,7 @@ def create(
     """
     if name not in WRITABLE:
         raise FormatError(f"{path}: format {name!r} is not written; choose one of {', '.join(WRITABLE)}")
+    require_local(path, f"writing {name}")
     made = _module(name).Writer
     if unknown := sorted(options.keys() - signature(made).parameters.keys()):
         raise FormatError(f"{path}: {name} output has no option {', '.join(unknown)}; leave it out")
@@ -131,6 +133,10 @@ def find(source: Source, name: str | None = None) -> tuple[str, list[str]]:
 
 def _found(path: str, name: str | None) -> list[tuple[str, str]]:
     """Formats and paths of what one entry stands for, in order."""
+    if is_remote(path):
+        if name not in (None, "sft-idx"):
+            require_local(path, f"reading {name}")
+        return [("sft-idx", prefix) for prefix in find_prefixes(path)]
     if (itself := _one(path, name)) is not None:
         return [itself]
     inside: list[str] = []

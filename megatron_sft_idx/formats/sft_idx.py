@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.errors import FormatError, SFTIndexError, StorageError
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.checks import checked_alignment, checked_run
 from megatron_sft_idx.formats.masks import MaskAlignment
@@ -28,6 +28,8 @@ def recognise(path: str) -> str | None:
     try:
         prefix = ShardPaths.of(path).prefix
         header = read_header(prefix)
+    except StorageError:
+        raise  # whether there is one is not known
     except (SFTIndexError, OSError):
         return None
     return f"{prefix}.seq.idx is the index of a packed SFT shard of {header.num_packs} packs"
@@ -41,6 +43,7 @@ class Reader(PackedReader):
         mask_alignment: label, as in every shard.
         backend: ``mmap``, or ``pread`` where mapping is slow or refused.
         copy: hand out writable copies instead of read-only views.
+        index_cache: local folder for the index files of a remote shard; None for the usual one.
 
     Raises:
         ShardNotFoundError, FormatError: see ``Shard``.
@@ -55,6 +58,7 @@ class Reader(PackedReader):
         mask_alignment: MaskAlignment = "label",
         backend: Backend = "mmap",
         copy: bool = False,
+        index_cache: str | None = None,
     ) -> None:
         self.path = ShardPaths.of(path).prefix
         if checked_alignment(self.path, mask_alignment) != "label":
@@ -66,11 +70,12 @@ class Reader(PackedReader):
         self.notes = []
         self._backend: Backend = backend
         self._copy = copy
+        self._index_cache = index_cache
 
     @cached_property
     def shard(self) -> Shard:
         """The shard, open."""
-        shard = Shard(self.path, backend=self._backend, copy=self._copy)
+        shard = Shard(self.path, backend=self._backend, copy=self._copy, index_cache=self._index_cache)
         require_same(self.path, shard.shard_id, self.header.shard_id)
         return shard
 

@@ -15,7 +15,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import DATA_SUFFIXES
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.reader import require_same
-from megatron_sft_idx.storage import Array, PreadArray, as_bytes
+from megatron_sft_idx.storage import Array, PreadArray, as_bytes, require_local
 
 __all__ = ["Content", "SourceShard", "Tick", "copied_nbytes", "nbytes_of"]
 
@@ -104,6 +104,7 @@ class SourceShard:
 
     def __init__(self, prefix: str, shard_id: bytes, tick: Tick) -> None:
         # Maps would be as fast, but pages of a shard larger than memory would count as this process's.
+        require_local(prefix, "merging or splitting")
         self.prefix = prefix
         self._shard = shard = Shard(prefix, backend="pread")
         require_same(prefix, shard.shard_id, shard_id)

@@ -16,6 +16,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.storage import require_local
 
 __all__ = ["Overlong", "PackOptions", "PackReport", "pack_report", "pack_shard"]
 
@@ -113,6 +114,8 @@ def pack_shard(
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
         FormatError: an option that cannot be, nothing left to pack, or ``prefix`` is that of the source.
     """
+    for path in (source.prefix, prefix):
+        require_local(path, "packing")
     if os.path.realpath(ShardPaths.of(prefix).seq_idx) == os.path.realpath(ShardPaths.of(source.prefix).seq_idx):
         raise FormatError(f"{prefix}: this is the shard to be packed, which would be replaced; choose another prefix")
     ranges = _ranges(source, options)

@@ -19,6 +19,7 @@ from megatron_sft_idx.rebuild.watch import Watch, unwatched
 from megatron_sft_idx.shard.lock import lock_journal
 from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
 from megatron_sft_idx.shard.remains import where_to_look
+from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.verify import verify_shard
 
 __all__ = ["FileState", "Report", "rebuild"]
@@ -96,6 +97,7 @@ def rebuild(
         OSError: the disk says no.
     """
     paths = ShardPaths.of(prefix)
+    require_local(paths.prefix, "rebuild")
     known = known or Known()
     if _has_remains(paths) and (remains := find_remains(prefix)) is not None:
         return _recovered(paths, remains, dry_run, watch)

@@ -17,7 +17,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.journal import DONE, encode_block
 from megatron_sft_idx.shard.lock import lock_file, lock_journal
-from megatron_sft_idx.storage import OutputFile, sync_folder
+from megatron_sft_idx.storage import OutputFile, require_local, sync_folder
 
 __all__ = ["WIDENED", "Publication", "check_free", "remove_shard", "remove_temporaries"]
 
@@ -29,7 +29,8 @@ _COPY_NBYTES = 1 << 20
 
 
 def check_free(paths: ShardPaths, *, overwrite: bool) -> None:
-    """FormatError where any of the five files exists and may not be replaced."""
+    """FormatError where any of the five files exists and may not be replaced, or where none can be written."""
+    require_local(paths.prefix, "writing a shard")
     if not overwrite and (present := paths.present()):
         raise FormatError(
             f"{paths.prefix}: {', '.join(present)} exist already;"

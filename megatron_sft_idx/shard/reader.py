@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
-from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
-from megatron_sft_idx.layout.header import peek_nbytes
-from megatron_sft_idx.shard.remains import where_to_look
-from megatron_sft_idx.storage import Array, Backend, check_size, open_array
+from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.shard.index_cache import IndexCache
+from megatron_sft_idx.shard.published import not_found, read_header, read_raw_header, require_same
+from megatron_sft_idx.shard.remote import open_remote
+from megatron_sft_idx.storage import Array, Backend, check_size, is_remote, open_array
 
 __all__ = ["Pack", "Shard", "read_header", "require_same"]
 
@@ -33,56 +34,6 @@ class Pack(TypedDict):
     seq_boundaries: NDArray[np.int32]
 
 
-def read_header(prefix: str | os.PathLike[str]) -> Header:
-    """The header of a shard; reads nothing else.
-
-    Raises:
-        ShardNotFoundError: no ``.seq.idx``.
-        CorruptShardError, UnsupportedVersionError: see ``Header.decode``.
-    """
-    paths = ShardPaths.of(prefix)
-    return Header.decode(_read_raw_header(paths), paths.seq_idx)
-
-
-def _read_raw_header(paths: ShardPaths) -> bytes:
-    if not os.path.isfile(paths.seq_idx):  # whoever opens a pipe waits for its other end
-        raise _not_found(paths)
-    try:
-        with open(paths.seq_idx, "rb", buffering=0) as file:
-            raw = file.read(HEADER_FIXED_NBYTES)
-            size = peek_nbytes(raw, paths.seq_idx)
-            while len(raw) < size and (more := file.read(size - len(raw))):
-                raw += more
-            return raw
-    except FileNotFoundError:
-        raise _not_found(paths) from None
-
-
-def _not_found(paths: ShardPaths) -> ShardNotFoundError:
-    missing = paths.missing()
-    if paths.seq_idx in missing and os.path.exists(paths.journal):
-        remedy = (
-            "a build was interrupted here: go on with it (preprocess --resume), recover its packs (megatron-sft-idx"
-            f" rebuild {paths.prefix}), or start anew with overwrite (--overwrite)"
-        )
-    elif len(missing) == len(paths.all):
-        remedy = where_to_look(paths)
-    elif missing == [paths.seq_idx] or paths.loss in missing:
-        remedy = "the files beside them may be a stock Megatron dataset without loss masks, or a shard copied in part"
-    else:
-        remedy = "copy all five files"
-    return ShardNotFoundError(paths.prefix, missing or [paths.seq_idx], remedy)
-
-
-def require_same(prefix: str, found: bytes, expected: bytes) -> None:
-    """FormatError unless the shard that is at a prefix now is the one that a dataset was made from."""
-    if found != expected:
-        raise FormatError(
-            f"{prefix}: shard {found.hex()} is here now, this dataset was made from {expected.hex()};"
-            " another shard was published over it: start again"
-        )
-
-
 class _Files(NamedTuple):
     """What an open shard holds: the header and five arrays, and the two offsets of a pack by its number."""
 
@@ -97,6 +48,15 @@ class _Files(NamedTuple):
     token_offsets: Array
     sequence_pair: _Pair
     token_pair: _Pair
+
+    @classmethod
+    def of(
+        cls, header: Header, tokens: Array, loss: Array, starts: Array, sequence_offsets: Array, token_offsets: Array
+    ) -> _Files:
+        """What follows from the header and the arrays."""
+        counts = header.num_packs, header.num_sequences, header.num_tokens
+        pairs = _pair(sequence_offsets), _pair(token_offsets)
+        return cls(header, *counts, tokens, loss, starts, sequence_offsets, token_offsets, *pairs)
 
 
 _Pair = Callable[[int], tuple[int, int]]
@@ -123,38 +83,53 @@ class Shard:
     when another shard is published over it. A shard pickles as its path and id, and whoever unpickles it opens the
     files again on first use. Threads may share one.
 
+    Of a shard at ``s3://`` or ``msc://`` the index files are fetched when it is opened, unless the cache has them; a
+    pack is two requests, for its tokens and its mask. Where the shard is replaced after that, reading is an error.
+
     Args:
         prefix: the path the five files share.
         backend: ``mmap``, or ``pread`` where mapping is slow or refused (slices are then copies).
         copy: hand out writable copies instead of read-only views.
+        index_cache: local folder for the index files of a remote shard; None for the usual one, see ``IndexCache``.
 
     Raises:
         ShardNotFoundError: some of the five files are missing.
         FormatError: a rule of FORMAT.md is broken in the header or the sizes.
+        StorageError: an object store does not answer, or not to these credentials.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str], *, backend: Backend = "mmap", copy: bool = False) -> None:
+    def __init__(
+        self,
+        prefix: str | os.PathLike[str],
+        *,
+        backend: Backend = "mmap",
+        copy: bool = False,
+        index_cache: str | None = None,
+    ) -> None:
         self._paths = ShardPaths.of(prefix)
         self._backend: Backend = backend
         self._copy = copy
+        self._index_cache = index_cache
         self._files: _Files | None = self._open_files()
         self._shard_id = self._files.header.shard_id
 
-    def __getstate__(self) -> tuple[str, Backend, bool, bytes]:
-        return self._paths.prefix, self._backend, self._copy, self._shard_id
+    def __getstate__(self) -> tuple[str, Backend, bool, bytes, str | None]:
+        return self._paths.prefix, self._backend, self._copy, self._shard_id, self._index_cache
 
-    def __setstate__(self, state: tuple[str, Backend, bool, bytes]) -> None:
-        prefix, self._backend, self._copy, self._shard_id = state
+    def __setstate__(self, state: tuple[str, Backend, bool, bytes, str | None]) -> None:
+        prefix, self._backend, self._copy, self._shard_id, self._index_cache = state
         self._paths = ShardPaths(prefix)
         self._files = None
 
     def _open_files(self) -> _Files:
         paths = self._paths
-        raw = _read_raw_header(paths)
+        if is_remote(paths.prefix):
+            return _Files.of(*open_remote(paths, IndexCache(self._index_cache), self._backend))
+        raw = read_raw_header(paths)
         header = Header.decode(raw, paths.seq_idx)
         if missing := paths.missing():
             if paths.seq_idx in missing:
-                raise _not_found(paths)
+                raise not_found(paths)
             remedy = paths.index_remedy if missing == [paths.idx] else "copy all five files"
             raise ShardNotFoundError(paths.prefix, missing, remedy)
         nbytes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
@@ -164,23 +139,16 @@ class Shard:
         def array(path: str, dtype: np.dtype[Any], count: int) -> Array:
             return open_array(path, dtype, count, nbytes=nbytes[path], backend=self._backend)
 
-        sequence_offsets, token_offsets = self._open_offsets(header)
-        files = _Files(
+        files = _Files.of(
             header,
-            header.num_packs,
-            header.num_sequences,
-            header.num_tokens,
             array(paths.tokens, header.token_dtype, header.num_tokens),
             array(paths.loss, header.mask_dtype, header.num_tokens),
             array(paths.starts, np.dtype("<u4"), header.num_sequences),
-            sequence_offsets,
-            token_offsets,
-            _pair(sequence_offsets),
-            _pair(token_offsets),
+            *self._open_offsets(header),
         )
         # Whoever replaces a shard removes its .seq.idx first (rule W3). Where it is still the same one, every file
         # opened in between belongs to it; sizes alone would not tell, a shuffled shard has the same.
-        if _read_raw_header(paths) != raw:
+        if read_raw_header(paths) != raw:
             raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")
         return files
 

@@ -10,7 +10,7 @@ from megatron_sft_idx.storage.local import (
     open_array,
     sync_folder,
 )
-from megatron_sft_idx.storage.remote.paths import is_remote
+from megatron_sft_idx.storage.remote.paths import is_remote, require_local
 
 __all__ = [
     "Array",
@@ -21,5 +21,6 @@ __all__ = [
     "check_size",
     "is_remote",
     "open_array",
+    "require_local",
     "sync_folder",
 ]

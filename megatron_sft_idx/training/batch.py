@@ -18,13 +18,16 @@ and there are two kinds of boundaries, which Transformer Engine takes side by si
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
+from megatron_sft_idx.storage import Array
+from megatron_sft_idx.storage.remote import RemoteArray
+from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Arrays, Fetcher, InMemory
 from megatron_sft_idx.training.layout import Batch, BatchLayout, Form, Tensors
 from megatron_sft_idx.training.segments import PackSource, Segments
 
@@ -47,6 +50,7 @@ class BatchAssembler:
         form: ``wide``, or one of the narrow ones (see ``BatchLayout``).
         random_access: switch the kernel's read-ahead off for the maps that are read. Good only together with
             ``will_need`` a few batches ahead: by itself it makes cold reads several times slower.
+        fetch_nbytes: of remote shards, what ``will_need`` may fetch ahead.
 
     Raises:
         ValueError: arguments that do not go together, or a source whose rows need not fit.
@@ -62,6 +66,7 @@ class BatchAssembler:
         pad_id: int | None = None,
         form: Form = "wide",
         random_access: bool = False,
+        fetch_nbytes: int = BUDGET_NBYTES,
     ) -> None:
         if seq_length % sequence_multiple:
             raise ValueError(
@@ -86,6 +91,7 @@ class BatchAssembler:
         # Address of each shard's tokens that were advised on: shards may close and be mapped again elsewhere.
         self._advised: dict[int, int] = {}
         self._layouts: dict[int, BatchLayout] = {}
+        self._fetcher = Fetcher(fetch_nbytes)
 
     def layout(self, rows: int) -> BatchLayout:
         """What a batch of so many packs consists of."""
@@ -104,13 +110,16 @@ class BatchAssembler:
 
         Raises:
             ValueError: a row that does not fit, or one whose sequences do not lie within their shard.
+            FormatError: a remote shard was replaced since it was opened.
+            StorageError: the object store of a remote shard does not answer.
         """
         out = out.head(len(segments.offsets) - 1)
         if out.layout != self.layout(out.layout.rows):
             raise ValueError(f"buffers of {out.layout}, this assembler fills {self.layout(out.layout.rows)}")
         arrays = out.arrays
+        segments, shards = self._in_memory(segments)
         where = (
-            self._shards(segments),
+            shards,
             segments.offsets,
             segments.shards,
             segments.starts,
@@ -144,34 +153,59 @@ class BatchAssembler:
         return {name: tensor[0] for name, tensor in batch.items()}
 
     def will_need(self, segments: Segments) -> None:
-        """Ask the kernel to read these sequences from disk in the background; returns at once."""
-        stops = segments.starts + segments.lengths
-        for shard, arrays in enumerate(self._shards(segments)):
-            if arrays is not None:
-                of_shard = segments.shards == shard
-                for array in arrays:
-                    _native.will_need(array, segments.starts[of_shard], stops[of_shard])
+        """Read these sequences in the background; returns at once.
 
-    def _shards(self, segments: Segments) -> list[tuple[NDArray[Any], NDArray[Any]] | None]:
+        Of local shards the kernel is asked to read them from disk. Of remote ones they are fetched, for ``fill`` to
+        take when it is given the same object.
+        """
+        stops = segments.starts + segments.lengths
+        shards = self._shards(segments)
+        for shard, arrays in enumerate(shards):
+            of_shard = segments.shards == shard
+            for array in arrays or ():
+                if isinstance(array, np.ndarray):
+                    _native.will_need(array, segments.starts[of_shard], stops[of_shard])
+        if _any_remote(shards):
+            self._fetcher.announce(segments, shards)
+
+    def forget_needs(self) -> None:
+        """Let go what was fetched for batches that will not be filled."""
+        self._fetcher.forget()
+
+    def _in_memory(self, segments: Segments) -> tuple[Segments, InMemory]:
+        """The segments and what they point into, of remote shards once it is fetched."""
+        shards = self._shards(segments)
+        if _any_remote(shards):
+            return self._fetcher.gather(segments, shards)
+        return segments, cast("InMemory", shards)
+
+    def _shards(self, segments: Segments) -> Arrays:
         """The arrays of the shards that are read, at their number; None at every other."""
         used = set(segments.shards.tolist())
         if not used:
             return []
         if min(used) < 0:
             raise ValueError(f"a sequence is said to lie in shard {min(used)}")
-        arrays: list[tuple[NDArray[Any], NDArray[Any]] | None] = [None] * (max(used) + 1)
+        arrays: list[tuple[Array, Array] | None] = [None] * (max(used) + 1)
         for shard in used:
             arrays[shard] = pair = self.source.arrays(shard)
             if self.random_access:
                 self._advise(shard, pair)
         return arrays
 
-    def _advise(self, shard: int, arrays: tuple[NDArray[Any], NDArray[Any]]) -> None:
-        address = arrays[0].ctypes.data
+    def _advise(self, shard: int, arrays: tuple[Array, Array]) -> None:
+        tokens, loss = arrays
+        if not (isinstance(tokens, np.ndarray) and isinstance(loss, np.ndarray)):
+            return
+        address = tokens.ctypes.data
         if self._advised.get(shard) != address:
-            for array in arrays:
-                _native.read_at_random(array, True)
+            _native.read_at_random(tokens, True)
+            _native.read_at_random(loss, True)
             self._advised[shard] = address
+
+
+def _any_remote(shards: Arrays) -> bool:
+    return any(isinstance(pair[0], RemoteArray) for pair in shards if pair is not None)
 
 
 def widen(batch: Tensors, pad_id: int, device: torch.device | str | None = None) -> Tensors:

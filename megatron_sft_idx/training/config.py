@@ -22,6 +22,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.shard.fingerprints import tokenizer_of
 from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.training.sources import PlanOptions, require_fit
 
 __all__ = ["PackedSFTDatasetConfig"]
@@ -38,8 +39,9 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
 
     Of the parent's fields, ``random_seed``, ``sequence_length``, ``blend`` or ``blend_per_split``, ``split``,
     ``path_to_cache`` and ``num_dataset_builder_threads`` mean what they mean there; a path of a blend may be one shard,
-    a folder or a glob of shards. The tokenizer may be None. What has to do with stock documents (resetting positions
-    and masks, EOD) is not looked at: rows carry their sequence boundaries.
+    a folder or a glob of shards, on disk or at ``s3://`` or ``msc://``, whose index files are then kept in
+    ``object_storage_cache_path`` (None for the usual folder). The tokenizer may be None. What has to do with stock
+    documents (resetting positions and masks, EOD) is not looked at: rows carry their sequence boundaries.
 
     Attributes:
         index_only_packing: pack the sequences of the shards for ``sequence_length`` when training starts, instead of
@@ -80,7 +82,8 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         """
         if self.blend is None and not any(self.blend_per_split or ()):
             raise FormatError("neither blend nor blend_per_split is given; name the shards to train on (--data-path)")
-        if not self.mmap_bin_files:
+        # Megatron wants it off for object storage, where nothing is mapped here either.
+        if not self.mmap_bin_files and not self._all_remote():
             raise FormatError("mmap_bin_files=False, but batches are gathered from memory maps; leave it at True")
         self._check_weights()
         # Not GPTDatasetConfig's, which insists on a tokenizer.
@@ -101,6 +104,9 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         for split, blend in zip(Split, self.blend_per_split or (), strict=False):
             if blend is not None:
                 yield split, blend
+
+    def _all_remote(self) -> bool:
+        return all(is_remote(path) for _, (paths, _) in self._blends() for path in paths)
 
     def _check_weights(self) -> None:
         for _, (paths, weights) in self._blends():
@@ -155,7 +161,9 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
 
     def open_shards(self, path: str) -> ShardSet:
         """The shards of one path of a blend."""
-        return ShardSet.open(path, same_capacity=not self.index_only_packing)
+        return ShardSet.open(
+            path, same_capacity=not self.index_only_packing, index_cache=self.object_storage_cache_path
+        )
 
     @property
     def plan_options(self) -> PlanOptions:

@@ -54,7 +54,8 @@ class BatchLoader:
         batches: lists of packs, as a Megatron batch sampler gives them; iterated in the thread.
         packs_of: what makes packs of the indices that ``batches`` holds, where they are something else.
         prefetch: batches that are kept ready.
-        ahead: further batches whose pages the kernel is asked for; 0 for none, where all data is in memory.
+        ahead: further batches whose pages the kernel is asked for, or that are fetched where shards are remote; 0 for
+            none, where all data is in memory.
         keep: batches that stay valid beside each other.
         copy: hand out fresh tensors.
         pin_memory: buffers that a GPU copies from without waiting; None for where there is a GPU.
@@ -198,6 +199,8 @@ def _produce(loader: BatchLoader, line: _Line) -> None:
         line.ready.put(error)
     else:
         line.ready.put(None)
+    finally:
+        assembler.forget_needs()
 
 
 def _looking_ahead(items: Iterable[_T], ahead: int, tell: Callable[[_T], None]) -> Iterator[_T]:

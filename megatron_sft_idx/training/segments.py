@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from megatron_sft_idx.storage import Array
 
 __all__ = ["PackSource", "Segments"]
 
@@ -51,6 +53,6 @@ class PackSource(Protocol):
         """Where the sequences of these packs lie."""
         ...
 
-    def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Tokens and label-aligned loss mask of one shard, whole: arrays over its maps, or copies."""
+    def arrays(self, shard: int) -> tuple[Array, Array]:
+        """Tokens and label-aligned loss mask of one shard, whole: numpy arrays over its maps, copies, or remote."""
         ...

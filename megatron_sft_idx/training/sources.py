@@ -18,6 +18,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.storage import Array, is_remote
 from megatron_sft_idx.training.plan_cache import PlacedPlan, load_or_make
 from megatron_sft_idx.training.segments import Segments
 
@@ -51,8 +52,10 @@ def _fingerprint(shards: ShardSet, **options: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps([shards.fingerprint, options], sort_keys=True).encode())
 
 
-def _whole(shards: ShardSet, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def _whole(shards: ShardSet, shard: int) -> tuple[Array, Array]:
     files = shards.shard(shard).files
+    if is_remote(shards.prefixes[shard]):
+        return files.tokens, files.loss  # to be fetched by ranges
     return files.tokens[:], files.loss[:]
 
 
@@ -103,7 +106,7 @@ class StoredPacks:
                 f"{where}: {error}; megatron-sft-idx verify says of which file: restore it from a copy"
             ) from None
 
-    def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    def arrays(self, shard: int) -> tuple[Array, Array]:
         """Tokens and label-aligned loss mask of one shard, whole."""
         return _whole(self.shards, shard)
 
@@ -204,7 +207,7 @@ class PlannedPacks:
         taken = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], ends - begins)
         return Segments(offsets, plan.shards[taken], plan.starts[taken], plan.lengths[taken].astype(np.int64))
 
-    def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    def arrays(self, shard: int) -> tuple[Array, Array]:
         """Tokens and label-aligned loss mask of one shard, whole."""
         return _whole(self.shards, shard)
 

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.mmididx import IDX_HEADER, IDX_HEADER_NBYTES, idx_nbytes, pack_idx_header
+from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.verify.claims import Claims
 from megatron_sft_idx.verify.files import CheckedFile
 from megatron_sft_idx.verify.findings import Findings
+from megatron_sft_idx.verify.remote import RemoteFile
 
 __all__ = ["IdxPlaces", "check_arrays", "check_corners", "check_idx_alone", "check_sizes", "open_files", "remains"]
 
@@ -29,11 +31,11 @@ class IdxPlaces:
 
 def open_files(paths: ShardPaths, findings: Findings) -> dict[str, CheckedFile]:
     """The files that are there, by suffix; the others break rule F1."""
-    files = {}
+    files: dict[str, CheckedFile] = {}
     recover = "megatron-sft-idx rebuild PREFIX recovers what the build left" if os.path.exists(paths.journal) else None
     for suffix, path in zip(SUFFIXES, paths.all, strict=True):
         try:
-            files[suffix] = CheckedFile(path)
+            files[suffix] = RemoteFile(path) if is_remote(path) else CheckedFile(path)
         except (FileNotFoundError, NotADirectoryError):
             if os.path.lexists(path):
                 found, remedy = "something that is no regular file", f"remove it, then {findings.remedy(path)}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_sft_idx.errors import FormatError
 
-__all__ = ["SCHEMES", "RemotePath", "is_remote"]
+__all__ = ["SCHEMES", "RemotePath", "is_remote", "require_local"]
 
 # msc is NVIDIA's multi-storage-client, whose profiles reach S3, GCS, Azure, OCI and plain folders.
 SCHEMES = ("s3", "msc")
@@ -17,6 +17,15 @@ _STARTS = tuple(scheme + "://" for scheme in SCHEMES)
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Whether a path names something in an object store rather than a file."""
     return os.fspath(path).startswith(_STARTS)
+
+
+def require_local(path: str | os.PathLike[str], what: str) -> None:
+    """FormatError for a path in an object store, where ``what`` needs files on a disk."""
+    if is_remote(path):
+        raise FormatError(
+            f"{os.fspath(path)}: {what} needs files on a local disk; work there, and let megatron-sft-idx copy bring"
+            " the shard from the bucket or to it"
+        )
 
 
 @dataclass(frozen=True, slots=True)

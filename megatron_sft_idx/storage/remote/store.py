@@ -44,6 +44,14 @@ class ObjectStore(Protocol):
         """As ``read``, for many (offset, nbytes) at once."""
         ...
 
+    def fetch(self, key: str, offset: int, nbytes: int, *, etag: str) -> bytes | memoryview:
+        """As ``read``, but of the object that ``etag`` names only if ``confirm`` says so afterwards."""
+        ...
+
+    def confirm(self, key: str, etag: str) -> None:
+        """FormatError unless all that was fetched so far is of the object that ``etag`` names."""
+        ...
+
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key begins with ``prefix``, in any order."""
         ...
@@ -98,7 +106,8 @@ class RemoteStore:
     def read(self, key: str, offset: int, nbytes: int, *, etag: str | None = None) -> bytes | memoryview:
         """Exactly these bytes of an object; with ``etag``, of the object that it names and no other."""
         found = self._read(key, offset, nbytes, etag)
-        self._check_after(key, etag)
+        if etag is not None:
+            self.confirm(key, etag)
         return found
 
     def read_many(
@@ -106,8 +115,13 @@ class RemoteStore:
     ) -> list[bytes | memoryview]:
         """As ``read``, for many (offset, nbytes) at once."""
         found = list(threads().map(lambda wanted: self._read(key, wanted[0], wanted[1], etag), ranges))
-        self._check_after(key, etag)
+        if etag is not None:
+            self.confirm(key, etag)
         return found
+
+    def fetch(self, key: str, offset: int, nbytes: int, *, etag: str) -> bytes | memoryview:
+        """As ``read``, but of the object that ``etag`` names only if ``confirm`` says so afterwards."""
+        return self._read(key, offset, nbytes, etag)
 
     def _read(self, key: str, offset: int, nbytes: int, etag: str | None) -> bytes | memoryview:
         if not nbytes:
@@ -122,12 +136,13 @@ class RemoteStore:
 
         return self._run(key, attempt)
 
-    def _check_after(self, key: str, etag: str | None) -> None:
-        """Hold what was read to its etag, where the transport could not.
+    def confirm(self, key: str, etag: str) -> None:
+        """FormatError unless all that was fetched so far is of the object that ``etag`` names.
 
-        Objects are replaced as a whole: one that is the same after reading was so all along.
+        One request for many ranges where the transport could not hold each to its etag, none where it could. Objects
+        are replaced as a whole: one that is the same after reading was so all along.
         """
-        if etag is None or self.transport.conditional:
+        if self.transport.conditional:
             return
         found = self.head(key)
         if found is None:

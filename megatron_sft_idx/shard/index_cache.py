@@ -1,0 +1,86 @@
+"""Index files of remote shards, kept in a local folder.
+
+A copy's name there is the checksum that the header knows its bytes by, so a shard that replaces another finds other
+names, and equal shards share one copy wherever they lie. Copies are held to that checksum whenever they are opened: one
+that was cut short or damaged is fetched again, and is never read.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from megatron_sft_idx.errors import CorruptShardError, FormatError
+from megatron_sft_idx.storage import as_bytes, open_array
+
+__all__ = ["IndexCache"]
+
+_VARIABLE = "SFT_IDX_CACHE"
+
+
+class IndexCache:
+    """A folder of index files by checksum; processes may share one.
+
+    Args:
+        folder: where; None for what ``SFT_IDX_CACHE`` names, else ``megatron-sft-idx`` in the user's cache folder.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        self.folder = Path(folder or os.environ.get(_VARIABLE) or _users() / "megatron-sft-idx")
+
+    def path(
+        self, checksum: bytes, nbytes: int, fetch: Callable[[], Iterable[bytes | memoryview]], *, source: str
+    ) -> str:
+        """The local copy of some bytes, whole and checked.
+
+        Args:
+            checksum: their xxh3_128.
+            nbytes: how many there are.
+            fetch: gives them, piece by piece; called where there is no good copy.
+            source: where they are from, for messages.
+
+        Raises:
+            CorruptShardError: what was fetched has another checksum (rule F3).
+            FormatError: the folder cannot be written.
+        """
+        local = self.folder / f"{checksum.hex()}.index"
+        if _is_good(local, checksum, nbytes):
+            return str(local)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, fresh = tempfile.mkstemp(prefix=local.name, dir=self.folder)
+        except OSError as error:
+            raise FormatError(
+                f"{self.folder}: index files of remote shards cannot be kept here ({error.strerror}); name another"
+                f" folder with {_VARIABLE}, or --object-storage-cache-path in training"
+            ) from None
+        try:
+            with open(handle, "wb") as file:
+                for piece in fetch():
+                    file.write(piece)
+            if not _is_good(Path(fresh), checksum, nbytes):
+                raise CorruptShardError(
+                    source, 0, "F3", f"checksum is not {checksum.hex()}, which the header expects; restore the file"
+                )
+            os.replace(fresh, local)
+        except BaseException:
+            os.unlink(fresh)
+            raise
+        return str(local)
+
+
+def _is_good(path: Path, checksum: bytes, nbytes: int) -> bool:
+    try:
+        content = open_array(str(path), np.dtype("u1"), nbytes, nbytes=nbytes)[:]
+    except (OSError, CorruptShardError):
+        return False
+    return xxhash.xxh3_128_digest(as_bytes(content)) == checksum
+
+
+def _users() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

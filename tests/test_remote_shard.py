@@ -1,0 +1,247 @@
+"""Shards behind ``msc://``: opened, read, cached and checked as on disk, without a server."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from object_folders import serve_folder
+from packs import Sample, assert_holds, demo_samples, five_files, sample_of, write_samples
+
+from megatron_sft_idx.cli.main import main
+from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError, StorageError
+from megatron_sft_idx.formats.dataset import open_dataset
+from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard.published import missing_files
+from megatron_sft_idx.shards import ShardSet, find_prefixes
+from megatron_sft_idx.verify import verify_shard
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "bucket"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def url(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    return serve_folder(folder, tmp_path / "msc.json", monkeypatch)
+
+
+def other_samples() -> list[Sample]:
+    """As long as the demo's, and no token is the same."""
+    return [Sample([token + 500 for token in pack.tokens], pack.mask, pack.starts) for pack in demo_samples()]
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_a_remote_shard_holds_what_the_local_one_does(folder: Path, url: str, backend: Any) -> None:
+    header = write_samples(folder / "x", demo_samples())
+    shard = Shard(f"{url}/x", backend=backend)
+    assert shard.header == header
+    assert_holds(shard, demo_samples())
+    assert not missing_files(f"{url}/x")
+    local = Shard(folder / "x")
+    assert shard.get(3, 1, 2).tolist() == local.get(3, 1, 2).tolist()
+    assert [ids.tolist() for ids, _ in shard.sequences(3)] == [ids.tolist() for ids, _ in local.sequences(3)]
+    assert shard.read(3, 7).tolist() == local.read(3, 7).tolist()
+    assert shard.sequence_bounds().tolist() == local.sequence_bounds().tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        shard[0]["input_ids"][0] = 1
+    assert Shard(f"{url}/x", copy=True)[0]["input_ids"].flags.writeable
+
+
+def test_an_empty_shard(folder: Path, url: str) -> None:
+    write_samples(folder / "x", [], capacity=8)
+    assert len(Shard(f"{url}/x")) == 0
+    assert verify_shard(f"{url}/x", full=True).ok
+
+
+def test_a_shard_pickles_as_its_path(folder: Path, url: str) -> None:
+    write_samples(folder / "x", demo_samples())
+    shard = Shard(f"{url}/x")
+    assert len(pickle.dumps(shard)) < 250
+    assert_holds(pickle.loads(pickle.dumps(shard)), demo_samples())
+
+
+def _reads_all(shard: Any, packs: list[Sample], answers: Any) -> None:
+    assert_holds(shard, packs)
+    answers.put("same")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_another_process_reads_it_too(folder: Path, url: str, method: str) -> None:
+    write_samples(folder / "x", demo_samples())
+    shard = Shard(f"{url}/x")
+    assert_holds(shard, demo_samples())  # so that a fork inherits threads' and clients' remains
+    context = multiprocessing.get_context(method)
+    answers = context.Queue()
+    process = context.Process(target=_reads_all, args=(shard, demo_samples(), answers))
+    process.start()
+    assert answers.get(timeout=60) == "same"
+    process.join(60)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_missing_file_is_named(folder: Path, url: str, suffix: str) -> None:
+    write_samples(folder / "x", demo_samples())
+    (folder / f"x{suffix}").unlink()
+    with pytest.raises(ShardNotFoundError) as caught:
+        Shard(f"{url}/x")
+    assert caught.value.missing == missing_files(f"{url}/x") == [f"{url}/x{suffix}"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_file_that_was_cut_short_is_refused(folder: Path, url: str, suffix: str) -> None:
+    write_samples(folder / "x", demo_samples())
+    path = folder / f"x{suffix}"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CorruptShardError, match="F2") as caught:
+        Shard(f"{url}/x")
+    assert caught.value.path == f"{url}/x{suffix}"
+
+
+@pytest.mark.parametrize("suffix", [".seq.idx", ".seq.bin"])
+def test_index_files_are_held_to_their_checksums(folder: Path, url: str, suffix: str) -> None:
+    write_samples(folder / "x", demo_samples())
+    path = folder / f"x{suffix}"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(CorruptShardError, match="F3"):
+        Shard(f"{url}/x")
+    assert not list(Path(os.environ["SFT_IDX_CACHE"]).glob("*")) or suffix == ".seq.bin"
+
+
+def test_a_damaged_copy_in_the_cache_is_fetched_again(folder: Path, url: str, tmp_path: Path) -> None:
+    write_samples(folder / "x", demo_samples())
+    cache = tmp_path / "named"
+    assert_holds(Shard(f"{url}/x", index_cache=str(cache)), demo_samples())
+    copies = sorted(cache.iterdir())
+    assert len(copies) == 2
+    for damage in (lambda raw: raw[:-1], lambda raw: bytes(len(raw))):
+        for copy in copies:
+            copy.write_bytes(damage(copy.read_bytes()))
+        assert_holds(Shard(f"{url}/x", index_cache=str(cache)), demo_samples())
+    assert sorted(cache.iterdir()) == copies
+
+
+def test_a_shard_that_replaces_another_never_meets_its_index(folder: Path, url: str) -> None:
+    write_samples(folder / "x", demo_samples())
+    assert_holds(Shard(f"{url}/x"), demo_samples())
+    write_samples(folder / "x", demo_samples(11), overwrite=True)
+    assert_holds(Shard(f"{url}/x"), demo_samples(11))
+
+
+def test_a_shard_replaced_under_a_reader_is_an_error(folder: Path, url: str) -> None:
+    write_samples(folder / "x", demo_samples())
+    shard = Shard(f"{url}/x")
+    state = pickle.dumps(shard)
+    assert_holds(shard, demo_samples())
+    write_samples(folder / "x", other_samples(), overwrite=True)
+    for _ in range(2):
+        with pytest.raises(FormatError, match="replaced"):
+            shard[0]
+    with pytest.raises(FormatError, match="this dataset was made from"):
+        pickle.loads(state)[0]
+
+
+def test_an_object_that_is_gone_is_an_error(folder: Path, url: str) -> None:
+    write_samples(folder / "x", demo_samples())
+    shard = Shard(f"{url}/x")
+    (folder / "x.bin").unlink()
+    with pytest.raises(StorageError, match="no such object") as caught:
+        shard[0]
+    assert caught.value.missing
+
+
+def test_a_cache_that_cannot_be_written_is_said(folder: Path, url: str, tmp_path: Path) -> None:
+    write_samples(folder / "x", demo_samples())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FormatError, match="SFT_IDX_CACHE"):
+        Shard(f"{url}/x", index_cache=str(tmp_path / "file/inside"))
+
+
+def test_folders_globs_and_lists(folder: Path, url: str) -> None:
+    for name in ("a/t-10", "a/t-9", "b/t-1", "b/deep/t-1", "a/u-1"):
+        write_samples(folder / name, demo_samples(3))
+    (folder / "a/notes.txt").write_text("no shard")
+    assert find_prefixes(f"{url}/a") == find_prefixes(f"{url}/a/") == [f"{url}/a/{n}" for n in ("t-9", "t-10", "u-1")]
+    assert find_prefixes(f"{url}/a/t-*") == [f"{url}/a/t-9", f"{url}/a/t-10"]
+    assert find_prefixes(f"{url}/*/t-1*") == [f"{url}/a/t-10", f"{url}/b/t-1"]
+    assert find_prefixes(f"{url}/[ab]") == [f"{url}/a/t-9", f"{url}/a/t-10", f"{url}/a/u-1", f"{url}/b/t-1"]
+    assert find_prefixes(f"{url}/a/t-9.bin") == [f"{url}/a/t-9"]
+    assert find_prefixes([f"{url}/b", str(folder / "a/u-1")]) == [f"{url}/b/t-1", str(folder / "a/u-1")]
+    for nothing in (f"{url}/c/", f"{url}/a/w-*"):
+        with pytest.raises(ShardNotFoundError):
+            find_prefixes(nothing)
+    with pytest.raises(ShardNotFoundError, match=f"missing {url}/none.bin"):
+        Shard(find_prefixes(f"{url}/none")[0])
+    assert len(ShardSet.open(f"{url}/a")) == 9
+
+
+def test_a_set_of_local_and_remote_shards(folder: Path, url: str) -> None:
+    write_samples(folder / "a", demo_samples())
+    write_samples(folder / "b", other_samples())
+    shards = ShardSet([f"{url}/a", str(folder / "b")])
+    assert_holds(shards, demo_samples() + other_samples())
+    assert_holds(pickle.loads(pickle.dumps(shards)), demo_samples() + other_samples())
+    assert shards.fingerprint == ShardSet([str(folder / "a"), f"{url}/b"]).fingerprint
+
+
+def test_verify_and_open_dataset(folder: Path, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_samples(folder / "s/x", demo_samples())
+    write_samples(folder / "s/y", other_samples())
+    assert_holds(open_dataset(f"{url}/s"), demo_samples() + other_samples())
+    assert_holds(open_dataset(f"{url}/s/x", format="sft-idx", backend="pread"), demo_samples())
+    for options in ([], ["--full"]):
+        assert main(["verify", *options, f"{url}/s"]) == 0
+        assert main(["verify", *options, f"{url}/s/x", f"{url}/s/[y]*"]) == 0
+    path = folder / "s/y.bin"
+    path.write_bytes(path.read_bytes()[::-1])
+    (folder / "s/x.idx").unlink()
+    capsys.readouterr()
+    assert main(["verify", f"{url}/s/y"]) == 0
+    assert main(["verify", "--full", f"{url}/s"]) == 1
+    shown = capsys.readouterr().out
+    assert f"{url}/s/y.bin" in shown
+    assert f"{url}/s/x.idx" in shown
+
+
+def test_what_can_not_be_done_remotely_says_so(folder: Path, url: str, tmp_path: Path) -> None:
+    write_samples(folder / "x", demo_samples(), capacity=64)
+    with pytest.raises(FormatError, match="local disk"):
+        ShardWriter(f"{url}/new")
+    for refused in (
+        ["rebuild", f"{url}/x"],
+        ["merge", f"{url}/x", "--output-prefix", str(tmp_path / "m")],
+        ["merge", str(folder / "x"), "--output-prefix", f"{url}/m"],
+        ["split", f"{url}/x", "--shards", "2", "--output-prefix", str(tmp_path / "m")],
+        ["pack", f"{url}/x", "--seq-length", "64", "--output-prefix", str(tmp_path / "m")],
+        ["convert", f"{url}/x", f"{url}/m.npy", "--to", "npy"],
+    ):
+        assert main(refused) == 1, refused
+    assert sorted(path.name for path in folder.iterdir()) == sorted(f"x{suffix}" for suffix in SUFFIXES)
+
+
+def test_a_large_shard_is_verified_in_windows(folder: Path, url: str) -> None:
+    rng = np.random.default_rng(0)
+    ids = rng.integers(1, 9, 40_000)
+    pack = sample_of([20_000, 20_000], lambda p: 1, lambda p: int(ids[p]))
+    write_samples(folder / "x", [pack] * 60, capacity=40_000)
+    assert (folder / "x.bin").stat().st_size > 4 << 20
+    assert verify_shard(f"{url}/x", full=True).ok
+    assert verify_shard(f"{url}/x", full=True) == verify_shard(f"{url}/x", full=True)
+    shutil.copy(folder / "x.bin", folder / "y")
+    raw = bytearray((folder / "x.bin").read_bytes())
+    raw[-1] ^= 64
+    (folder / "x.bin").write_bytes(raw)
+    assert not verify_shard(f"{url}/x", full=True).ok
+    assert five_files(folder / "x")[".bin"] == bytes(raw)

@@ -1,0 +1,290 @@
+"""Paths, retries and what a store makes of a server that misbehaves: a real one, which answers over TCP."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import pickle
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_sft_idx.errors import FormatError, SFTIndexError, StorageError
+from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage.remote import ObjectInfo, RemotePath, RemoteStore, RetryPolicy, forget_stores, open_store
+from megatron_sft_idx.storage.remote.s3 import S3
+from megatron_sft_idx.storage.remote.s3_obstore import FastS3
+from megatron_sft_idx.storage.remote.transport import Missing, Temporary
+
+BODY = bytes(range(256)) * 40
+SECRET = "not-a-secret-but-must-not-be-seen"
+LIBRARIES = ("boto3", "obstore")
+
+
+# ---- paths ----
+
+
+@given(st.sampled_from(["s3", "msc"]), st.text("abc-.", min_size=1), st.text("abc/_-. "))
+def test_a_path_is_taken_apart_and_put_together(scheme: str, bucket: str, key: str) -> None:
+    path = f"{scheme}://{bucket}/{key}"
+    assert is_remote(path)
+    assert RemotePath.of(path) == RemotePath(scheme, bucket, key)
+    assert str(RemotePath.of(path)) == path
+
+
+@pytest.mark.parametrize("path", ["data/x", "/data/s3://x", "gs://b/x", "s3:/b/x", "s3", ""])
+def test_other_paths_are_local(path: str) -> None:
+    assert not is_remote(path)
+    with pytest.raises(FormatError, match="s3:// or msc://"):
+        RemotePath.of(path)
+
+
+def test_a_path_without_a_bucket_is_refused() -> None:
+    with pytest.raises(FormatError, match="no bucket"):
+        open_store("s3:///x")
+    with pytest.raises(FormatError, match="no profile"):
+        open_store("msc://")
+
+
+def test_a_store_pickles_as_its_address() -> None:
+    store, key = open_store("s3://bucket/a/b")
+    assert key == "a/b"
+    assert open_store("s3://bucket/c")[0] is store
+    again = pickle.loads(pickle.dumps(store))
+    assert (again.scheme, again.bucket, again.policy) == (store.scheme, store.bucket, store.policy)
+
+
+# ---- retries ----
+
+
+def failing(times: int) -> Callable[[], int]:
+    left = iter([True] * times)
+
+    def attempt() -> int:
+        if next(left, False):
+            raise Temporary("HTTP 503")
+        return 7
+
+    return attempt
+
+
+def test_what_passes_is_tried_again() -> None:
+    assert RetryPolicy(total_seconds=60, first_delay=0.001).run(failing(5)) == 7
+
+
+def test_the_bound_is_of_the_whole() -> None:
+    begin = time.monotonic()
+    with pytest.raises(Temporary, match=r"[2-9] attempts in 0\.\d s, the last one: HTTP 503"):
+        RetryPolicy(total_seconds=0.3, first_delay=0.1).run(failing(10**6))
+    assert time.monotonic() - begin < 30
+    with pytest.raises(Temporary, match="1 attempts"):
+        RetryPolicy(total_seconds=0).run(failing(1))
+
+
+def test_what_does_not_pass_is_not_tried_again() -> None:
+    calls = []
+
+    def attempt() -> None:
+        calls.append(1)
+        raise Missing("HTTP 404")
+
+    with pytest.raises(Missing):
+        RetryPolicy().run(attempt)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "nan"])
+def test_a_bound_that_is_none(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SFT_IDX_STORAGE_SECONDS", text)
+    with pytest.raises(FormatError, match="SFT_IDX_STORAGE_SECONDS"):
+        RetryPolicy.from_environment()
+
+
+# ---- a server that misbehaves ----
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """Answers a range of BODY, once the server's ``moods`` are over: each spoils one answer."""
+
+    protocol_version = "HTTP/1.1"
+    server: Any
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.server.asked += 1
+        mood = self.server.moods.pop(0) if self.server.moods else "good"
+        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        begin, end = (int(found[1]), int(found[2]) + 1) if found else (0, len(BODY))
+        body = BODY[begin:end]
+        if isinstance(mood, int):
+            self.answer(mood, b"<Error><Code>Code%d</Code><Message>%s</Message></Error>" % (mood, SECRET.encode()))
+        elif mood == "hang up":
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+        elif mood == "half":
+            self.head(206, len(body), begin, end)
+            self.wfile.write(body[: len(body) // 2])
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+        elif mood == "nothing":
+            self.answer(206, b"", begin, end)
+        elif mood == "less":
+            self.answer(206, body[:-1], begin, end - 1)
+        elif mood == "all":
+            self.answer(200, BODY)
+        else:
+            self.answer(206, body, begin, end)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def answer(self, status: int, body: bytes, begin: int = 0, end: int = 0) -> None:
+        self.head(status, len(body) if self.command == "GET" else len(BODY), begin, end)
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def head(self, status: int, nbytes: int, begin: int, end: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(nbytes))
+        self.send_header("ETag", '"an-etag"')
+        self.send_header("Last-Modified", "Sat, 01 Jan 2000 00:00:00 GMT")
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {begin}-{max(end - 1, begin)}/{len(BODY)}")
+        self.end_headers()
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[tuple[Any, pytest.MonkeyPatch]]:
+    """The server, and an environment in which boto3 finds it and nothing of its user's."""
+    made: Any = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    made.daemon_threads = True
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith("AWS_") or name.lower().endswith("_proxy"):
+                patch.delenv(name)
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{made.server_address[1]}",
+            "AWS_ACCESS_KEY_ID": "somebody",
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }.items():
+            patch.setenv(name, value)
+        yield made, patch
+    made.shutdown()
+    made.server_close()
+    forget_stores()
+
+
+@pytest.fixture
+def server(address: tuple[Any, pytest.MonkeyPatch]) -> Any:
+    made, _ = address
+    made.moods, made.asked = [], 0
+    forget_stores()
+    return made
+
+
+def open_through(library: str) -> RemoteStore:
+    """A store over boto3 or obstore, patient enough for a few failures."""
+    made = RemoteStore("s3", "bucket", RetryPolicy(total_seconds=0.7, first_delay=0.01))
+    slow = S3("bucket")
+    made._transport = os.getpid(), slow if library == "boto3" else FastS3(slow)
+    return made
+
+
+@pytest.fixture(scope="module", params=LIBRARIES)
+def shared_store(request: pytest.FixtureRequest, address: Any) -> RemoteStore:
+    for library in {"boto3", request.param}:
+        pytest.importorskip(library, reason="pip install 'megatron-sft-idx[cloud]'")
+    return open_through(request.param)
+
+
+@pytest.fixture
+def store(shared_store: RemoteStore, server: Any) -> RemoteStore:
+    return shared_store
+
+
+@pytest.mark.parametrize("mood", ["hang up", "half", "nothing", "less", 500, 503, 429])
+def test_an_answer_that_is_none_is_asked_for_again(store: RemoteStore, server: Any, mood: Any) -> None:
+    server.moods = [mood, mood]
+    assert bytes(store.read("x", 1000, 300)) == BODY[1000:1300]
+    assert server.asked == 3
+
+
+@pytest.mark.parametrize("mood", ["hang up", "half", "nothing", "less", 503])
+def test_a_server_that_never_answers_is_an_error_in_time(store: RemoteStore, server: Any, mood: Any) -> None:
+    server.moods = [mood] * 10**5
+    with pytest.raises(StorageError, match=r"s3://bucket/x: no complete answer \(\d+ attempts in [\d.]+ s") as caught:
+        store.read("x", 1000, 300)
+    assert not caught.value.missing
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "words"),
+    [
+        (403, StorageError, "access denied"),
+        (401, StorageError, "access denied"),
+        (404, StorageError, "no such object"),
+        (412, FormatError, "replaced since it was opened"),
+        (416, FormatError, "ends before"),
+        (400, StorageError, "refuses the request"),
+    ],
+)
+def test_an_answer_that_will_not_change_is_an_error_at_once(
+    store: RemoteStore, server: Any, status: int, kind: type[SFTIndexError], words: str
+) -> None:
+    server.moods = [status]
+    with pytest.raises(kind, match=words) as caught:
+        store.read("x", 1000, 300, etag="an-etag")
+    assert server.asked == 1
+    shown = f"{caught.value!r} {caught.value} {caught.value.__cause__!r}"
+    assert caught.value.__suppress_context__
+    assert SECRET not in shown
+    assert "somebody" not in shown
+
+
+def test_a_server_without_ranges_is_not_read_to_the_end(store: RemoteStore, server: Any) -> None:
+    server.moods = ["all"] * 10**5
+    with pytest.raises(StorageError, match="s3://bucket/x"):
+        store.read("x", 1000, 300)
+
+
+def test_head_and_many_ranges(store: RemoteStore, server: Any) -> None:
+    assert store.head("x") == ObjectInfo("x", len(BODY), "an-etag")
+    server.moods = ["hang up", "half", 503]
+    ranges = [(i * 100, i) for i in range(50)]
+    found = store.read_many("x", ranges, etag="an-etag")
+    assert [bytes(each) for each in found] == [BODY[at : at + n] for at, n in ranges]
+    server.moods = [404]
+    assert store.head("x") is None
+
+
+def test_nobody_at_the_endpoint(store: RemoteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free.getsockname()[1]}")
+    alone = open_through("obstore" if isinstance(store.transport, FastS3) else "boto3")
+    for request in (lambda: alone.head("x"), lambda: alone.read("x", 0, 9)):
+        with pytest.raises(StorageError, match="is the store up"):
+            request()
+
+
+def test_no_credentials_at_all(server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    pytest.importorskip("boto3", reason="pip install 'megatron-sft-idx[cloud]'")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    store, key = open_store("s3://bucket/x")
+    with pytest.raises(StorageError, match=r"access denied \(NoCredentialsError\); check the credentials"):
+        store.head(key)

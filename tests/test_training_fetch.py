@@ -1,0 +1,200 @@
+"""Ranges that cover sequences, and batches of remote shards that equal local ones, fetched ahead within a budget."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from blends import build, config_of, digest_of, write_packs
+from hypothesis import given
+from hypothesis import strategies as st
+from object_folders import serve_folder
+from packs import write_samples
+from torch.utils.data import DataLoader
+from training_source import random_samples
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.storage.remote import RemoteArray
+from megatron_sft_idx.training.batch import BatchAssembler
+from megatron_sft_idx.training.fetch import Fetcher, coalesce
+from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
+from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks
+
+CAPACITY, COUNT = 40, 30
+BATCHES = np.random.default_rng(0).integers(0, 2 * COUNT, (25, 3)).tolist()
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40)), min_size=1, max_size=30),
+    st.integers(0, 50),
+    st.integers(1, 100),
+)
+def test_ranges_cover_every_sequence_and_little_else(pieces: list[tuple[int, int]], gap: int, most: int) -> None:
+    starts, lengths = (np.array(column, np.int64) for column in zip(*pieces, strict=True))
+    ranges = coalesce(starts, lengths, gap, most)
+    data = np.arange(400)
+    fetched = np.concatenate([data[a:b] for a, b in zip(ranges.begins, ranges.ends, strict=True)])
+    assert ranges.tokens == len(fetched)
+    for (start, length), place in zip(pieces, ranges.places.tolist(), strict=True):
+        assert fetched[place : place + length].tolist() == list(range(start, start + length))
+    # No token comes twice, ranges ascend, and each wasted run is one that the gap allows.
+    assert (np.diff(fetched) > 0).all()
+    wanted = {token for start, length in pieces for token in range(start, start + length)}
+    runs = np.split(
+        fetched, np.flatnonzero(~np.isin(fetched, list(wanted))[:-1] != ~np.isin(fetched, list(wanted))[1:]) + 1
+    )
+    assert all(len(run) <= gap for run in runs if run[0] not in wanted)
+    # Neighbours that could share a range do, unless it would be too long.
+    for left, right in zip(range(len(ranges.begins) - 1), range(1, len(ranges.begins)), strict=True):
+        first = min(length for start, length in pieces if start == ranges.begins[right])
+        assert (
+            ranges.begins[right] - ranges.ends[left] > gap or ranges.begins[right] + first - ranges.begins[left] > most
+        )
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
+    """Two shards of different dtypes; their folder, and the same behind ``msc://``."""
+    folder = tmp_path / "bucket"
+    rng = np.random.default_rng(3)
+    for name, weights in (("a", False), ("b", True)):
+        options: dict[str, Any] = {"mask_dtype": np.float32} if weights else {}
+        write_samples(folder / name, random_samples(COUNT, CAPACITY, rng, weights), capacity=CAPACITY, **options)
+    return folder, serve_folder(folder, tmp_path / "msc.json", monkeypatch)
+
+
+def same(found: Any, expected: Any) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def local_batches(folder: Path) -> list[Any]:
+    assembler = BatchAssembler(StoredPacks(ShardSet.open(folder)), CAPACITY)
+    return [assembler.assemble(batch) for batch in BATCHES]
+
+
+@pytest.mark.parametrize("budget", [0, 500, 1 << 20])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_loader_gives_what_it_gives_of_local_shards(places: tuple[Path, str], budget: int, mixed: bool) -> None:
+    folder, url = places
+    shards = ShardSet([f"{url}/a", str(folder / "b") if mixed else f"{url}/b"])
+    assembler = BatchAssembler(StoredPacks(shards), CAPACITY, fetch_nbytes=budget)
+    expected = local_batches(folder)
+    for _ in range(2):
+        found = list(BatchLoader(assembler, BATCHES, copy=True))
+        assert len(found) == len(expected)
+        assert all(map(same, found, expected))
+
+
+def test_packs_made_at_start_up(places: tuple[Path, str]) -> None:
+    folder, url = places
+    sources = [PlannedPacks(ShardSet.open(path), PlanOptions(CAPACITY)) for path in (folder, url)]
+    local, remote = (BatchAssembler(source, CAPACITY) for source in sources)
+    for pack in range(0, sources[0].num_packs, 4):
+        batch = [pack, 0, pack]
+        assert same(remote.assemble(batch), local.assemble(batch))
+
+
+@pytest.mark.parametrize("method", [None, "fork", "spawn"])
+def test_a_data_loader_gives_it_too(places: tuple[Path, str], method: str | None) -> None:
+    folder, url = places
+    assembler = BatchAssembler(StoredPacks(ShardSet.open(url)), CAPACITY)
+    assembler.assemble(BATCHES[0])  # so that a fork inherits threads' and clients' remains
+    workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": method} if method else {}
+    loader = DataLoader(PackRows(assembler), batch_sampler=BATCHES, collate_fn=whole_batch, **workers)
+    assert all(map(same, loader, local_batches(folder)))
+
+
+def test_what_is_fetched_ahead_stays_within_the_budget(places: tuple[Path, str]) -> None:
+    _, url = places
+    assembler = BatchAssembler(StoredPacks(ShardSet.open(url)), CAPACITY)
+    plans = [assembler.plan(batch) for batch in BATCHES]
+    shards = [assembler._shards(plan) for plan in plans]
+    probe = Fetcher()
+    for plan, arrays in zip(plans, shards, strict=True):
+        probe.announce(plan, arrays)
+    sizes = [batch.nbytes for batch in probe._line.batches]
+    probe.forget()
+    budget = 3 * max(sizes)
+    fetcher = Fetcher(budget)
+    for plan, arrays in zip(plans, shards, strict=True):
+        fetcher.announce(plan, arrays)
+    for i, (plan, arrays) in enumerate(zip(plans, shards, strict=True)):
+        waiting = list(fetcher._line.batches)
+        under_way = [batch for batch in waiting if batch.requests is not None]
+        assert under_way == waiting[: len(under_way)]
+        held = sum(batch.nbytes for batch in under_way)
+        assert held <= budget
+        assert len(under_way) == len(waiting) or held + sizes[i + len(under_way)] > budget
+        fetcher.gather(plan, arrays)
+    assert not fetcher._line.batches
+
+
+def test_batches_that_are_not_filled_are_let_go(places: tuple[Path, str]) -> None:
+    _, url = places
+    assembler = BatchAssembler(StoredPacks(ShardSet.open(url)), CAPACITY)
+    plans = [assembler.plan(batch) for batch in BATCHES[:4]]
+    for plan in plans:
+        assembler.will_need(plan)
+    assembler._fetcher.gather(plans[2], assembler._shards(plans[2]))
+    assert [batch.segments for batch in assembler._fetcher._line.batches] == [plans[3]]
+    assembler.forget_needs()
+    assert not assembler._fetcher._line.batches
+    with iter(BatchLoader(assembler, BATCHES, copy=True)) as batches:
+        next(batches)
+    assert not assembler._fetcher._line.batches
+    assert not pickle.loads(pickle.dumps(assembler))._fetcher._line.batches
+
+
+def test_a_shard_that_is_replaced_is_an_error_and_never_a_batch(places: tuple[Path, str]) -> None:
+    folder, url = places
+    assembler = BatchAssembler(StoredPacks(ShardSet.open(url)), CAPACITY)
+    assembler.assemble([0, COUNT])
+    write_samples(
+        folder / "a", random_samples(COUNT, CAPACITY, np.random.default_rng(9)), capacity=CAPACITY, overwrite=True
+    )
+    with pytest.raises(FormatError, match="replaced since it was opened"):
+        list(BatchLoader(assembler, BATCHES))
+    with pytest.raises(FormatError, match="replaced since it was opened"):
+        assembler.assemble([1])
+
+
+def test_a_sequence_outside_its_shard_is_refused(places: tuple[Path, str]) -> None:
+    _, url = places
+    assembler = BatchAssembler(StoredPacks(ShardSet.open(url)), CAPACITY)
+    plan = assembler.plan([0])
+    plan.starts[-1] += 10**6
+    with pytest.raises(ValueError, match="outside"):
+        assembler.fill(plan, assembler_batch(assembler))
+    assert isinstance(assembler.source.arrays(0)[0], RemoteArray)
+
+
+def assembler_batch(assembler: BatchAssembler) -> Any:
+    from megatron_sft_idx.training.layout import Batch
+
+    return Batch(assembler.layout(1))
+
+
+def test_megatron_builds_data_sets_of_remote_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "bucket"
+    write_packs(folder / "x", 40)
+    url = serve_folder(folder, tmp_path / "msc.json", monkeypatch)
+    cache = tmp_path / "index-cache"
+    remote = config_of(f"{url}/x", split="80,20,0", mmap_bin_files=False, object_storage_cache_path=str(cache))
+    sizes = (100, 8, 0)
+    for found, expected in zip(
+        build(remote, sizes), build(config_of(str(folder / "x"), split="80,20,0"), sizes), strict=True
+    ):
+        if expected is None:
+            assert found is None
+            continue
+        assert [digest_of(found[i]) for i in range(len(found))] == [digest_of(expected[i]) for i in range(len(found))]
+        again = pickle.loads(pickle.dumps(found))
+        assert digest_of(again[3]) == digest_of(expected[3])
+    assert len(list(cache.iterdir())) == 2
+    with pytest.raises(FormatError, match="mmap_bin_files=False"):
+        config_of(str(folder / "x"), mmap_bin_files=False)
