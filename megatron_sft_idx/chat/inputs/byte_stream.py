@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator
 from typing import BinaryIO, Literal
 
+from megatron_sft_idx.chat.inputs.opening import open_stream
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 
 __all__ = ["Compression", "compression_of", "read_blocks"]
@@ -29,17 +30,25 @@ def compression_of(head: bytes) -> Compression:
     return ""
 
 
-def read_blocks(path: str, compression: Compression) -> Iterator[tuple[bytes, int]]:
+def read_blocks(
+    path: str, compression: Compression, etag: str | None = None, *, peek: bool = False
+) -> Iterator[tuple[bytes, int]]:
     """Yields non-empty blocks and the bytes read so far of the file as it is on disk.
 
     A UTF-8 byte order mark at the start is taken off. Gzip members and zstd frames one after another are read
     as one stream.
 
+    Args:
+        path: the file, local or remote.
+        compression: how it is compressed.
+        etag: for a remote one, which object it must be.
+        peek: only the beginning is wanted, so that no more of a remote one is fetched.
+
     Raises:
         FormatError: the file cannot be read, or its compressed data is broken or ends early.
     """
     head, position = b"", 0
-    blocks = _raw_blocks(path, compression)
+    blocks = _raw_blocks(path, compression, etag, peek)
     for block, at in blocks:
         position = at
         head += block
@@ -50,15 +59,17 @@ def read_blocks(path: str, compression: Compression) -> Iterator[tuple[bytes, in
     yield from blocks
 
 
-def _raw_blocks(path: str, compression: Compression) -> Iterator[tuple[bytes, int]]:
+def _raw_blocks(path: str, compression: Compression, etag: str | None, peek: bool) -> Iterator[tuple[bytes, int]]:
     try:
-        with open(path, "rb") as file:
+        with open_stream(path, etag, peek=peek) as file:
             if compression == "zstd":
                 yield from _zstd_blocks(path, file)
                 return
             source = gzip.GzipFile(fileobj=file) if compression == "gzip" else file
             while block := source.read(_BLOCK_NBYTES):
                 yield block, file.tell()
+    except SFTIndexError:
+        raise  # of an object store, whose errors are OSErrors too
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise FormatError(f"{path}: broken gzip data: {error}; make or download the file again") from None
     except OSError as error:

@@ -118,7 +118,7 @@ def iter_pieces(
 
 def _json_pieces(file: InputFile, piece_nbytes: int, max_row_nbytes: int) -> Iterator[Piece]:
     cut = cut_array if file.kind == "array" else cut_lines
-    blocks = read_blocks(file.path, file.compression)
+    blocks = read_blocks(file.path, file.compression, file.etag)
     first, consumed = 1, 0
     for run in cut(blocks, path=file.path, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes):
         num_bytes, consumed = run.position - consumed, run.position
@@ -129,6 +129,6 @@ def _json_pieces(file: InputFile, piece_nbytes: int, max_row_nbytes: int) -> Ite
 def _columnar_pieces(file: InputFile, piece_nbytes: int) -> Iterator[Piece]:
     batches = parquet_batches if file.kind == "parquet" else arrow_batches
     first, consumed = 1, 0
-    for payload, num_rows, position in batches(file.path, piece_nbytes):
+    for payload, num_rows, position in batches(file.path, piece_nbytes, file.etag):
         yield ColumnarPiece(file.path, first, position - consumed, payload)
         first, consumed = first + num_rows, position
