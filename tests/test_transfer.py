@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from chats import command
+from chats import command, preprocess
 from kills import killed_at
 from object_folders import serve_folder
 from packs import demo_samples, five_files, write_samples
@@ -129,6 +129,19 @@ def test_staged_output_refuses_before_the_work(shard: str, store: str, tmp_path:
     with pytest.raises(FormatError, match="a shard is here"):
         output.prepare()
     StagedOutput(f"{store}/x", str(tmp_path / "staging"), overwrite=True).prepare()
+
+
+def test_resume_sends_what_an_earlier_run_had_built(store: str, tmp_path: Path) -> None:
+    output = StagedOutput(f"{store}/x", str(tmp_path / "staging"))
+    output.prepare()
+    assert preprocess(Path(output.local)).code == 0
+    built = five_files(output.local)
+    to = ("--output-prefix", f"{store}/x", "--staging", tmp_path / "staging")
+    assert "not uploaded" in preprocess(tmp_path, *to).err
+    outcome = preprocess(tmp_path, *to, "--resume")
+    assert (outcome.code, f"found {store}/x" in outcome.out) == (0, True), outcome.err
+    assert five_files(tmp_path / "store/x") == built
+    assert not (tmp_path / "staging").exists()
 
 
 def test_pack_and_merge_write_to_a_store(shard: str, store: str, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_an_input_replaced_while_it_is_read_is_an_error(
         faults.count("input replaced under a run", "refused")
 
 
-def test_an_upload_that_fails_keeps_what_was_built_and_resume_sends_it(
+def test_an_upload_that_fails_keeps_what_was_built_and_says_how_to_send_it(
     swift: SwiftServer, s3: Any, bucket: str, tmp_path: Path, faults: Faults
 ) -> None:
     large, staging = write_shard(tmp_path / "large", 8000, 8), tmp_path / "staging"
