@@ -57,6 +57,7 @@ class Output:
         """Before the work: SFTIndexError where it could not be published in the end."""
         if self._staged:
             self._staged.prepare(resume=resume)
+            print(f"building at {self.local}, to be uploaded to {self.prefix}", file=sys.stderr, flush=True)
 
     def publish(self, *, suffixes: tuple[str, ...] = ("",)) -> None:
         """After the work: upload what was built for a remote prefix, and those beside it."""

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-import xxhash
-
 from megatron_sft_idx.errors import FormatError, StorageError
-from megatron_sft_idx.layout import FileDigest, ShardPaths
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
 from megatron_sft_idx.storage.remote import open_store
 from megatron_sft_idx.storage.remote.writing import ObjectWriter, Stored, open_writer
 from megatron_sft_idx.transfer.checking import checked
 from megatron_sft_idx.transfer.claim import Claim
 from megatron_sft_idx.transfer.report import Copied
-from megatron_sft_idx.transfer.source import Source
+from megatron_sft_idx.transfer.source import Source, digests_of
 
 __all__ = ["upload"]
 
@@ -59,9 +57,7 @@ class _Upload:
         self._source, self._paths, self._on_progress = source, paths, on_progress
         self._store, self.key = open_store(paths.prefix)
         self.writer: ObjectWriter = open_writer(paths.prefix)[0]
-        self._digests = dict(zip(DATA_SUFFIXES, source.header.digests, strict=True))
-        index = source.seq_idx
-        self._digests[".seq.idx"] = FileDigest(len(index), xxhash.xxh3_128_digest(index))
+        self._digests = digests_of(source)
         self._claim = Claim(self._store, self.writer, self.key, paths.prefix, source.header.shard_id)
         self.nbytes = sum(digest.nbytes for digest in self._digests.values())
         self.sent = 0

@@ -16,14 +16,14 @@ class Faults:
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def count(self, fault: str, end: str) -> None:
-        """``fault`` was met, and ``end`` is what came of it: recovered, refused."""
+        """``fault`` was met, and ``end`` is what came of it; called once the test has looked at what is left."""
         self._counts[fault, end] += 1
 
     def lines(self) -> list[str]:
         """One a fault, and the sum."""
         lines = [f"fault: {fault}: {number} {end}" for (fault, end), number in sorted(self._counts.items())]
         total = sum(self._counts.values())
-        return [*lines, f"faults: {total}, wrong or half shards seen: 0"] if total else []
+        return [*lines, f"faults: {total}, each looked at afterwards: a whole shard, or none"] if total else []
 
 
 COUNTS = pytest.StashKey[Faults]()
