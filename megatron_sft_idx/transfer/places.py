@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.remote import open_store
+from megatron_sft_idx.storage.remote.threads import threads
 
 __all__ = ["destinations", "shard_nbytes"]
 
@@ -31,9 +33,7 @@ def destinations(prefixes: Sequence[str], target: str) -> list[str]:
 
 def shard_nbytes(prefix: str) -> int:
     """What a shard's files take together, for progress; those that are missing are for others to notice."""
-    paths = ShardPaths.of(prefix).all
     if not is_remote(prefix):
-        return sum(os.path.getsize(path) for path in paths if os.path.isfile(path))
+        return sum(os.path.getsize(path) for path in ShardPaths.of(prefix).all if os.path.isfile(path))
     store, key = open_store(prefix)
-    wanted = {os.path.basename(path) for path in paths}
-    return sum(info.nbytes for info in store.list(key + ".") if os.path.basename(info.key) in wanted)
+    return sum(info.nbytes for info in threads().map(store.head, [key + suffix for suffix in SUFFIXES]) if info)

@@ -48,8 +48,7 @@ def upload(
             on_progress(job.nbytes)
         else:
             job.send(overwrite=overwrite)
-    aborted = sum(job.writer.abort_uploads(job.key + suffix) for suffix in SUFFIXES)
-    return Copied(paths.prefix, job.sent, job.nbytes - job.sent, aborted)
+    return Copied(paths.prefix, job.sent, job.nbytes - job.sent, job.clear())
 
 
 class _Upload:
@@ -111,6 +110,16 @@ class _Upload:
             else:
                 self._put(suffix)
         self._publish()
+
+    def clear(self) -> int:
+        """Remove the parts that killed uploads of this shard's files have left; returns of how many.
+
+        The shard is there without it, and not everybody who may write may also list what is unfinished.
+        """
+        try:
+            return sum(self.writer.abort_uploads(self.key + suffix) for suffix in SUFFIXES)
+        except StorageError:
+            return 0
 
     def _put(self, suffix: str) -> None:
         self._claim.take()
