@@ -35,7 +35,7 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if count := config.stash.get(_LEFT_OUT, 0):
+    if (count := config.stash.get(_LEFT_OUT, 0)) and "not cloud" in config.option.markexpr:
         terminalreporter.write_line(f"LEFT OUT: {count} tests that need a real object store; make test-cloud runs them")
 
 

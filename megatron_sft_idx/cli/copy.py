@@ -7,8 +7,7 @@ import argparse
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval
 from megatron_sft_idx.cli.shown_progress import ShownProgress
 from megatron_sft_idx.shards import find_prefixes
-from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.transfer import copy_shard, destinations, remote_prefixes, shard_nbytes
+from megatron_sft_idx.transfer import copy_shard, destinations, shard_nbytes
 
 __all__ = ["add_parser"]
 
@@ -53,7 +52,7 @@ def add_parser(verbs: Verbs) -> None:
 
 
 def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
-    prefixes = [prefix for source in arguments.source for prefix in _prefixes(source)]
+    prefixes = find_prefixes(arguments.source)
     targets = destinations(prefixes, arguments.destination)
     total, done = sum(map(shard_nbytes, prefixes)), 0
     sent = found = aborted = 0
@@ -72,7 +71,3 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
     print(f"copied {what}: {sent:,} bytes sent, {found:,} bytes were there already")
     if aborted:
         print(f"unfinished uploads of earlier attempts removed: {aborted:,}")
-
-
-def _prefixes(source: str) -> list[str]:
-    return remote_prefixes(source) if is_remote(source) else find_prefixes(source)

@@ -62,6 +62,7 @@ class Output:
         """Before the work: SFTIndexError where it could not be published in the end."""
         if self._staged:
             self._staged.prepare(self._suffixes, resume=resume)
+            print(f"building at {self.local}, to be uploaded to {self.prefix}", file=sys.stderr, flush=True)
 
     def publish(self, *beside: str) -> None:
         """After the work: upload what was built for a remote prefix, and what lies ``beside`` it, by suffix."""

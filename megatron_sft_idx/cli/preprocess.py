@@ -49,7 +49,8 @@ examples:
     megatron-sft-idx preprocess ... --dry-run
 
 rows: OpenAI messages, ShareGPT conversations, instruction/input/output columns, prompt/completion, or already tokenised
-input_ids with loss_mask or labels. files: .json, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, save_to_disk folders, globs.
+input_ids with loss_mask or labels. files: .json, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, save_to_disk folders, globs;
+in s3:// and msc:// objects, globs, and all that lies right in PREFIX/, read by ranges and never downloaded whole.
 """
 
 
@@ -103,7 +104,13 @@ def add_parser(verbs: Verbs) -> None:
 
 def _add_input_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input")
-    group.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, globs, save_to_disk folders")
+    group.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, globs, save_to_disk folders; also s3://, msc://",
+    )
     add_row_options(group)
 
 

@@ -2,7 +2,7 @@
 
 from megatron_sft_idx.transfer.copying import copy_shard
 from megatron_sft_idx.transfer.download import download
-from megatron_sft_idx.transfer.places import destinations, remote_prefixes, shard_nbytes
+from megatron_sft_idx.transfer.places import destinations, shard_nbytes
 from megatron_sft_idx.transfer.report import Copied
 from megatron_sft_idx.transfer.source import Source, open_source
 from megatron_sft_idx.transfer.staging import StagedOutput
@@ -16,7 +16,6 @@ __all__ = [
     "destinations",
     "download",
     "open_source",
-    "remote_prefixes",
     "shard_nbytes",
     "upload",
 ]

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator
 import xxhash
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout import FileDigest, ShardPaths
-from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard.lock import lock_journal
 from megatron_sft_idx.shard.publish import remove_temporaries
 from megatron_sft_idx.storage import OutputFile, sync_folder
 from megatron_sft_idx.transfer.checking import corrupt, has_digest
 from megatron_sft_idx.transfer.report import Copied
-from megatron_sft_idx.transfer.source import Source
+from megatron_sft_idx.transfer.source import Source, digests_of
 
 __all__ = ["download"]
 
@@ -82,9 +82,7 @@ def _locked(paths: ShardPaths, *, overwrite: bool) -> Iterator[None]:
 class _Download:
     def __init__(self, source: Source, paths: ShardPaths, on_progress: Callable[[int], None]) -> None:
         self._source, self._paths, self._on_progress = source, paths, on_progress
-        index = source.seq_idx
-        self.digests = dict(zip(DATA_SUFFIXES, source.header.digests, strict=True))
-        self.digests[".seq.idx"] = FileDigest(len(index), xxhash.xxh3_128_digest(index))
+        self.digests = digests_of(source)
 
     def present(self, *, overwrite: bool) -> set[str]:
         """Suffixes of the files that are there as they will be.

@@ -9,14 +9,14 @@ from typing import Protocol
 import xxhash
 
 from megatron_sft_idx.errors import CorruptShardError, ShardNotFoundError
-from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.files import DATA_SUFFIXES
 from megatron_sft_idx.storage import check_size, is_remote
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
 from megatron_sft_idx.storage.remote.files import read_ahead
 from megatron_sft_idx.storage.remote.threads import threads
 
-__all__ = ["Source", "open_source"]
+__all__ = ["Source", "digests_of", "open_source"]
 
 _CHUNK_NBYTES = 8 << 20
 
@@ -83,6 +83,13 @@ class _RemoteSource:
 
     def chunks(self, suffix: str, offset: int = 0) -> Iterator[bytes | memoryview]:
         return read_ahead(self._store, self._objects[suffix], offset=offset, range_nbytes=_CHUNK_NBYTES)
+
+
+def digests_of(source: Source) -> dict[str, FileDigest]:
+    """Size and checksum of each of the five files, by suffix."""
+    digests = dict(zip(DATA_SUFFIXES, source.header.digests, strict=True))
+    digests[".seq.idx"] = FileDigest(len(source.seq_idx), xxhash.xxh3_128_digest(source.seq_idx))
+    return digests
 
 
 def checked_header(raw: bytes, path: str) -> Header:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-import xxhash
-
 from megatron_sft_idx.errors import FormatError, StorageError
-from megatron_sft_idx.layout import FileDigest, ShardPaths
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
 from megatron_sft_idx.storage.remote import open_store
 from megatron_sft_idx.storage.remote.writing import ObjectWriter, Stored, open_writer
 from megatron_sft_idx.transfer.checking import checked
 from megatron_sft_idx.transfer.claim import Claim
 from megatron_sft_idx.transfer.report import Copied
-from megatron_sft_idx.transfer.source import Source
+from megatron_sft_idx.transfer.source import Source, digests_of
 
 __all__ = ["upload"]
 
@@ -50,8 +48,7 @@ def upload(
             on_progress(job.nbytes)
         else:
             job.send(overwrite=overwrite)
-    aborted = sum(job.writer.abort_uploads(job.key + suffix) for suffix in SUFFIXES)
-    return Copied(paths.prefix, job.sent, job.nbytes - job.sent, aborted)
+    return Copied(paths.prefix, job.sent, job.nbytes - job.sent, job.clear())
 
 
 class _Upload:
@@ -59,9 +56,7 @@ class _Upload:
         self._source, self._paths, self._on_progress = source, paths, on_progress
         self._store, self.key = open_store(paths.prefix)
         self.writer: ObjectWriter = open_writer(paths.prefix)[0]
-        self._digests = dict(zip(DATA_SUFFIXES, source.header.digests, strict=True))
-        index = source.seq_idx
-        self._digests[".seq.idx"] = FileDigest(len(index), xxhash.xxh3_128_digest(index))
+        self._digests = digests_of(source)
         self._claim = Claim(self._store, self.writer, self.key, paths.prefix, source.header.shard_id)
         self.nbytes = sum(digest.nbytes for digest in self._digests.values())
         self.sent = 0
@@ -100,7 +95,8 @@ class _Upload:
         present = {suffix: self.writer.stored(self.key + suffix) for suffix in SUFFIXES}
         kept = {suffix for suffix, found in present.items() if found == self._expected(suffix)}
         foreign = [suffix for suffix, found in present.items() if found and suffix not in kept]
-        if foreign and not overwrite:
+        # Beside a .seq.idx of this shard they are this shard's, damaged.
+        if foreign and not overwrite and ".seq.idx" not in kept:
             names = ", ".join(self._paths.prefix + suffix for suffix in foreign)
             raise FormatError(
                 f"{self._paths.prefix}: {names} exist already and are not of this shard; choose another prefix,"
@@ -114,6 +110,16 @@ class _Upload:
             else:
                 self._put(suffix)
         self._publish()
+
+    def clear(self) -> int:
+        """Remove the parts that killed uploads of this shard's files have left; returns of how many.
+
+        The shard is there without it, and not everybody who may write may also list what is unfinished.
+        """
+        try:
+            return sum(self.writer.abort_uploads(self.key + suffix) for suffix in SUFFIXES)
+        except StorageError:
+            return 0
 
     def _put(self, suffix: str) -> None:
         self._claim.take()

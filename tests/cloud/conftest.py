@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from faults import COUNTS, Faults
 from swift_server import SwiftServer, serving
 
 _NUMBERS = itertools.count()
@@ -45,3 +46,16 @@ def bucket(s3: Any) -> str:
     name = f"bucket-{os.getpid()}-{next(_NUMBERS)}"
     s3.create_bucket(Bucket=name)
     return name
+
+
+@pytest.fixture
+def faults(request: pytest.FixtureRequest) -> Faults:
+    """Where a test counts what it has done to the store; printed at the end of the run."""
+    return request.config.stash.setdefault(COUNTS, Faults())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if (counts := config.stash.get(COUNTS, None)) and not terminalreporter.stats.get("failed"):
+        terminalreporter.section("faults")
+        for line in counts.lines():
+            terminalreporter.write_line(line)

@@ -34,6 +34,7 @@ pipeline = {name}-server
 [app:{name}-server]
 use = egg:swift#{name}
 """
+# The proxy asks the one object server again soon after it was down: there is no other one to go to meanwhile.
 # s3api asks tempauth whether a request's signature is right; slo joins the parts of multipart uploads.
 _PROXY_CONF = """\
 [DEFAULT]
@@ -48,8 +49,9 @@ pipeline = catch_errors gatekeeper healthcheck cache listing_formats bulk s3api 
 [app:proxy-server]
 use = egg:swift#proxy
 account_autocreate = true
+node_timeout = 5
 # After ten failures the proxy leaves a server alone, for a minute where nothing is said; tests start theirs sooner.
-error_suppression_interval = 1
+error_suppression_interval = 0.5
 [filter:tempauth]
 use = egg:swift#tempauth
 user_{account}_{name} = {secret} .admin

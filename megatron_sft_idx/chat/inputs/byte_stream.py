@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from io import BufferedReader
 from typing import BinaryIO, Literal
 
+from megatron_sft_idx.chat.inputs.opening import open_stream
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 
 __all__ = ["UTF8_BOM", "Compression", "compression_of", "read_blocks", "stream_blocks"]
@@ -30,16 +31,24 @@ def compression_of(head: bytes) -> Compression:
     return ""
 
 
-def read_blocks(path: str, compression: Compression) -> Iterator[tuple[bytes, int]]:
+def read_blocks(
+    path: str, compression: Compression, etag: str | None = None, *, peek: bool = False
+) -> Iterator[tuple[bytes, int]]:
     """Yields non-empty blocks and the bytes read so far of the file as it is on disk.
 
     A UTF-8 byte order mark at the start is taken off. Gzip members and zstd frames one after another are read
     as one stream.
 
+    Args:
+        path: the file, local or remote.
+        compression: how it is compressed.
+        etag: for a remote one, which object it must be.
+        peek: only the beginning is wanted, so that no more of a remote one is fetched.
+
     Raises:
         FormatError: the file cannot be read, or its compressed data is broken or ends early.
     """
-    yield from _without_mark(_raw_blocks(path, compression))
+    yield from _without_mark(_raw_blocks(path, compression, etag, peek))
 
 
 def stream_blocks(stream: BufferedReader, name: str) -> Iterator[tuple[bytes, int]]:
@@ -75,15 +84,17 @@ def _without_mark(blocks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, 
     yield from blocks
 
 
-def _raw_blocks(path: str, compression: Compression) -> Iterator[tuple[bytes, int]]:
+def _raw_blocks(path: str, compression: Compression, etag: str | None, peek: bool) -> Iterator[tuple[bytes, int]]:
     try:
-        with open(path, "rb") as file:
+        with open_stream(path, etag, peek=peek) as file:
             if compression == "zstd":
                 yield from _zstd_blocks(path, file)
                 return
             source = gzip.GzipFile(fileobj=file) if compression == "gzip" else file
             while block := source.read(_BLOCK_NBYTES):
                 yield block, file.tell()
+    except SFTIndexError:
+        raise  # of an object store, whose errors are OSErrors too
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise FormatError(f"{path}: broken gzip data: {error}; make or download the file again") from None
     except OSError as error:

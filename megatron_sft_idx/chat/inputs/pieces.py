@@ -135,7 +135,7 @@ def stream_pieces(
 def _json_pieces(file: InputFile, piece_nbytes: int, max_row_nbytes: int) -> Iterator[Piece]:
     is_array = file.kind == "array"
     cut = cut_array if is_array else cut_lines
-    blocks = read_blocks(file.path, file.compression)
+    blocks = read_blocks(file.path, file.compression, file.etag)
     runs = cut(blocks, path=file.path, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes)
     yield from _pieces_of_runs(runs, file.path, is_array=is_array)
 
@@ -151,6 +151,6 @@ def _pieces_of_runs(runs: Iterable[Run], path: str, *, is_array: bool) -> Iterat
 def _columnar_pieces(file: InputFile, piece_nbytes: int) -> Iterator[Piece]:
     batches = parquet_batches if file.kind == "parquet" else arrow_batches
     first, consumed = 1, 0
-    for payload, num_rows, position in batches(file.path, piece_nbytes):
+    for payload, num_rows, position in batches(file.path, piece_nbytes, file.etag):
         yield ColumnarPiece(file.path, first, position - consumed, payload)
         first, consumed = first + num_rows, position

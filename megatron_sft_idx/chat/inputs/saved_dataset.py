@@ -13,19 +13,21 @@ from typing import Any
 from megatron_sft_idx.chat.inputs.json_value import parse_json
 from megatron_sft_idx.errors import FormatError
 
-__all__ = ["KNOWN_FILES", "files_of_folder", "is_saved_dataset"]
+__all__ = ["KNOWN_FILES", "SAVED_DATASET_NAMES", "files_of_folder", "is_saved_dataset"]
 
 KNOWN_FILES = ".json, .jsonl (each also .gz or .zst), .parquet, .arrow, or a folder made by datasets' save_to_disk"
 
 _STATE = "state.json"
 _INFO = "dataset_info.json"
 _SPLITS = "dataset_dict.json"
+# One of these in a folder tells that it is a saved dataset, or a folder of splits.
+SAVED_DATASET_NAMES = {_STATE, _INFO, _SPLITS}
 
 
 def is_saved_dataset(folder: str | os.PathLike[str]) -> bool:
     """Whether ``files_of_folder`` has something to say about this folder; a folder of splits included."""
     path = Path(folder)
-    return any((path / name).is_file() for name in (_STATE, _INFO, _SPLITS))
+    return any((path / name).is_file() for name in SAVED_DATASET_NAMES)
 
 
 def files_of_folder(folder: str) -> list[str]:

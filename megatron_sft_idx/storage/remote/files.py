@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,7 +25,7 @@ def read_ahead(
     offset: int = 0,
     range_nbytes: int = _RANGE_NBYTES,
     ahead: int = _RANGES_AHEAD,
-) -> Iterator[bytes | memoryview]:
+) -> Generator[bytes | memoryview, None, None]:
     """The bytes of an object from ``offset`` on, in order; ``ahead`` ranges are being fetched at any time.
 
     Raises:

@@ -166,8 +166,7 @@ class RemoteStore:
         path = self.path(key)
         if isinstance(failure, Changed):
             return FormatError(
-                f"{path}: the object was replaced since it was opened (rule W3); another shard was published over it:"
-                " start again"
+                f"{path}: the object was replaced since it was opened (of a shard, that is rule W3): start again"
             )
         if isinstance(failure, Beyond):
             return FormatError(f"{path}: the object ends before the bytes that are wanted (rule F2); restore it")

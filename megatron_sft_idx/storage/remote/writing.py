@@ -138,12 +138,18 @@ def _connect(where: RemotePath) -> WritingTransport:
         raise StorageError(str(where), why) from None
 
 
+_writers: dict[tuple[int, str, str], ObjectWriter] = {}
+
+
 def open_writer(path: str | os.PathLike[str]) -> tuple[ObjectWriter, str]:
-    """The writer for the bucket that a path lies in, and the path's key in it.
+    """The writer for the bucket that a path lies in, one a bucket and process, and the path's key in it.
 
     Raises:
         FormatError: not a path in an object store.
         StorageError: a library is missing.
     """
     where = RemotePath.of(path)
-    return ObjectWriter(where), where.key
+    place = os.getpid(), where.scheme, where.bucket
+    if (writer := _writers.get(place)) is None:
+        writer = _writers.setdefault(place, ObjectWriter(where))
+    return writer, where.key

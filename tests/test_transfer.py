@@ -1,0 +1,183 @@
+"""Copies of shards from folder to folder, and to a store that is a folder: what is kept, refused, resumed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from chats import command, preprocess
+from kills import killed_at
+from object_folders import serve_folder
+from packs import demo_samples, five_files, write_samples
+
+from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
+from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.transfer import StagedOutput, copy_shard, open_source
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> str:
+    write_samples(tmp_path / "here/train", demo_samples())
+    return str(tmp_path / "here/train")
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "store").mkdir()
+    return serve_folder(tmp_path / "store", tmp_path / "msc.json", monkeypatch)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_copy_killed_at_any_step_is_no_shard_or_a_whole_one_and_the_next_ends_it(shard: str, tmp_path: Path) -> None:
+    step, killed = 0, True
+    while killed:
+        target = tmp_path / f"to-{step}/train"
+        killed = killed_at(step, lambda target=target: copy_shard(shard, str(target)))
+        if (target.parent / "train.seq.idx").exists():
+            assert five_files(target) == five_files(shard)
+        copy_shard(shard, str(target))
+        assert five_files(target) == five_files(shard)
+        assert names(target.parent) == {"train" + suffix for suffix in SUFFIXES}
+        step += 1
+    assert step > 10
+
+
+def test_replacing_killed_at_any_step_never_shows_a_mixture(shard: str, tmp_path: Path) -> None:
+    write_samples(tmp_path / "other", demo_samples(4))
+    old, new = five_files(tmp_path / "other"), five_files(shard)
+    step, killed = 0, True
+    while killed:
+        target = tmp_path / f"to-{step}/train"
+        copy_shard(str(tmp_path / "other"), str(target))
+        killed = killed_at(step, lambda target=target: copy_shard(shard, str(target), overwrite=True))
+        if (target.parent / "train.seq.idx").exists():
+            assert five_files(target) in (old, new)
+        copy_shard(shard, str(target), overwrite=True)
+        assert five_files(target) == new
+        step += 1
+
+
+def test_progress_ends_at_the_size_of_the_shard_whatever_was_there(shard: str, tmp_path: Path) -> None:
+    size = sum(map(len, five_files(shard).values()))
+    for missing in [SUFFIXES, (".bin",), (".seq.idx", ".idx"), ()]:
+        for suffix in missing:
+            (tmp_path / f"back{suffix}").unlink(missing_ok=True)
+        (tmp_path / "back.bin.copy").write_bytes(b"not of this shard")
+        told: list[int] = []
+        copy_shard(shard, str(tmp_path / "back"), on_progress=told.append)
+        assert sum(told) == size
+        assert five_files(tmp_path / "back") == five_files(shard)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_damaged_source_is_refused(shard: str, store: str, tmp_path: Path, suffix: str) -> None:
+    path = Path(shard + suffix)
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    for target in (str(tmp_path / "back/x"), f"{store}/x"):
+        with pytest.raises(CorruptShardError, match="rule F3"):
+            copy_shard(shard, target)
+    assert not (tmp_path / "back").exists() or not names(tmp_path / "back") & {"x" + each for each in SUFFIXES}
+    assert "x.seq.idx" not in names(tmp_path / "store")
+    path.write_bytes(raw[:-1])
+    with pytest.raises(CorruptShardError):
+        open_source(shard)
+
+
+def test_a_missing_source_says_what_is_missing(shard: str, store: str) -> None:
+    os.unlink(shard + ".loss.bin")
+    with pytest.raises(ShardNotFoundError, match=r"missing .*train\.loss\.bin \(rule F1\)"):
+        open_source(shard)
+    with pytest.raises(ShardNotFoundError, match=r"missing .*x\.bin, .*x\.seq\.idx"):
+        open_source(f"{store}/x")
+
+
+def test_a_build_at_work_at_the_target_keeps_copies_out(shard: str, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/train.journal").write_bytes(b"of a build that was interrupted")
+    with pytest.raises(FormatError, match="left by a build that was interrupted"):
+        copy_shard(shard, str(tmp_path / "there/train"))
+    copy_shard(shard, str(tmp_path / "there/train"), overwrite=True)
+    assert names(tmp_path / "there") == {"train" + suffix for suffix in SUFFIXES}
+
+
+@pytest.mark.parametrize("claim", [b"", b"[]", b"{", b'{"version": 2}', b'{"version": 1, "shard_id": 5}', b"x" * 5000])
+def test_a_claim_that_cannot_be_read_is_another_shards(shard: str, store: str, tmp_path: Path, claim: bytes) -> None:
+    (tmp_path / "store/x.upload").write_bytes(claim)
+    with pytest.raises(FormatError, match="another shard is being uploaded"):
+        copy_shard(shard, f"{store}/x")
+    copy_shard(shard, f"{store}/x", overwrite=True)
+    assert five_files(tmp_path / "store/x") == five_files(shard)
+    assert not (tmp_path / "store/x.upload").exists()
+
+
+def test_staged_output_refuses_before_the_work(shard: str, store: str, tmp_path: Path) -> None:
+    output = StagedOutput(f"{store}/x", str(tmp_path / "staging"))
+    output.prepare()
+    copy_shard(shard, output.local)
+    with pytest.raises(FormatError, match="built by an earlier run, and not uploaded; send it: megatron-sft-idx copy"):
+        output.prepare()
+    output.publish()
+    assert five_files(tmp_path / "store/x") == five_files(shard)
+    assert not (tmp_path / "staging").exists()
+    assert names(tmp_path / "store") == {"x" + suffix for suffix in SUFFIXES}
+    with pytest.raises(FormatError, match="a shard is here"):
+        output.prepare()
+    StagedOutput(f"{store}/x", str(tmp_path / "staging"), overwrite=True).prepare()
+
+
+def test_resume_sends_what_an_earlier_run_had_built(store: str, tmp_path: Path) -> None:
+    output = StagedOutput(f"{store}/x", str(tmp_path / "staging"))
+    output.prepare()
+    assert preprocess(Path(output.local)).code == 0
+    built = five_files(output.local)
+    to = ("--output-prefix", f"{store}/x", "--staging", tmp_path / "staging")
+    assert "not uploaded" in preprocess(tmp_path, *to).err
+    outcome = preprocess(tmp_path, *to, "--resume")
+    assert (outcome.code, f"found {store}/x" in outcome.out) == (0, True), outcome.err
+    assert five_files(tmp_path / "store/x") == built
+    assert not (tmp_path / "staging").exists()
+
+
+def test_pack_and_merge_write_to_a_store(shard: str, store: str, tmp_path: Path) -> None:
+    staging = ("--staging", tmp_path / "staging")
+    for arguments in (("pack", shard, "--seq-length", 64), ("merge", shard, shard)):
+        name = arguments[0]
+        local = command(*arguments, "--output-prefix", tmp_path / f"local/{name}")
+        remote = command(*arguments, "--output-prefix", f"{store}/out/{name}", *staging)
+        assert (local.code, remote.code) == (0, 0), remote.err
+        assert f"wrote {store}/out/{name}" in remote.out
+        assert five_files(tmp_path / f"store/out/{name}") == five_files(tmp_path / f"local/{name}")
+    assert not (tmp_path / "staging").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("split", "{url}/x", "--shards", "2", "--output-prefix", "y"),
+        ("split", "x", "--shards", "2", "--output-prefix", "{url}/y"),
+        ("merge", "{url}/x", "--output-prefix", "y"),
+        ("convert", "{url}/x", "y", "--to", "parquet"),
+        ("convert", "x", "{url}/y", "--to", "sft-idx"),
+        ("rebuild", "{url}/x"),
+        ("pack", "{url}/x", "--seq-length", "8", "--output-prefix", "y"),
+        ("create-raw-index", "{url}/x.jsonl"),
+    ],
+)
+def test_what_cannot_be_done_in_a_store_names_copy(arguments: tuple[str, ...]) -> None:
+    outcome = command(*(each.format(url="s3://bucket") for each in arguments))
+    assert outcome.code == 2
+    assert "bring the shard here and back with megatron-sft-idx copy SRC DST" in outcome.err
+
+
+def test_destinations_that_cannot_be(shard: str, tmp_path: Path) -> None:
+    write_samples(tmp_path / "there/train", demo_samples(2))
+    two = (shard, tmp_path / "there/train")
+    assert "one prefix for 2 shards; end it with /" in command("copy", *two, tmp_path / "x").err
+    assert "two of the shards are called train" in command("copy", *two, f"{tmp_path}/out/").err
+    assert not (tmp_path / "out").exists()
