@@ -8,9 +8,10 @@ from numpy.typing import NDArray
 def offsets_from_lengths(lengths: NDArray[np.int64], scale: int = 1, start: int = 0) -> NDArray[np.int64]: ...
 
 _PackIndex = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32], int]
+_PackIndexes = list[_PackIndex] | list[_PackIndex | None]
 
 def pack_segments(
-    indexes: list[_PackIndex | None], shards: NDArray[np.int64], packs: NDArray[np.int64]
+    indexes: _PackIndexes, shards: NDArray[np.int64], packs: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]: ...
 
 class PackStage:
@@ -109,7 +110,8 @@ def packing_permutation(count: int, seed: int) -> NDArray[np.int64]: ...
 
 # ---- micro-batches ----
 
-_Shards = list[tuple[NDArray[Any], NDArray[Any]] | None]
+_Arrays = tuple[NDArray[Any], NDArray[Any]]
+_Shards = list[_Arrays] | list[_Arrays | None]
 
 def assemble_wide(
     shards: _Shards,
@@ -191,3 +193,15 @@ def first_fits(
 
 def count_positive(values: NDArray[Any], bounds: NDArray[np.int64]) -> NDArray[np.int64]: ...
 def hash_runs(values: NDArray[Any], bounds: NDArray[np.int64]) -> NDArray[np.uint64]: ...
+
+# ---- files that are opened for each read ----
+
+class StampedFile:
+    def __init__(self, path: bytes) -> None: ...
+    def read(self, offset: int, out: NDArray[Any]) -> bool: ...
+    nbytes: int
+
+def read_ranges(
+    files: tuple[StampedFile, ...], offsets: NDArray[np.int64], nbytes: NDArray[np.int64], out: NDArray[Any]
+) -> int: ...
+def advise_ranges(files: tuple[StampedFile, ...], offsets: NDArray[np.int64], nbytes: NDArray[np.int64]) -> int: ...

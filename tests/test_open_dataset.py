@@ -262,7 +262,11 @@ def test_it_pickles_small_and_opens_again(tmp_path: Path, kind: str) -> None:
     again = pickle.loads(raw)
     with pytest.raises(FormatError, match="the content is another one than when this dataset was opened"):
         again[0]
-    assert_is(again[-1], PACKS[-1])
+    if kind == "sft-idx":  # shards are one set, whose fingerprint is another
+        with pytest.raises(FormatError, match="another shard was published"):
+            again[-1]
+    else:
+        assert_is(again[-1], PACKS[-1])
 
 
 @pytest.mark.parametrize(("kind", "method"), [*((kind, "fork") for kind in KINDS), ("memmap", "spawn")])

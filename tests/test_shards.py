@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packs import Sample, assert_is, demo_samples, samples, write_samples
 
-from megatron_sft_idx import shards as shards_module
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.shards import ShardSet, find_prefixes
 
@@ -98,18 +97,6 @@ def test_packs_count_through_all_shards(tmp_path_factory: pytest.TempPathFactory
             found[outside]
     for pack, sample in zip(found, everything, strict=True):
         assert_is(pack, sample)
-
-
-def test_few_shards_are_held_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards_module, "_MAX_OPEN", 3)
-    packs = write(tmp_path, {f"s{i}": 1 for i in range(7)})
-    found = ShardSet.open(tmp_path)
-    kept = [found[i] for i in range(7)]
-    maps = Path("/proc/self/maps").read_text()
-    assert sum(f"{tmp_path}/s{i}.seq.idx" in maps for i in range(7)) == 3
-    for i in (0, 6, 3, 0):
-        assert_is(found[i], packs[i])
-        assert_is(kept[i], packs[i])  # views of shards that were closed since
 
 
 # ---- pickling ----

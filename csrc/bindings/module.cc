@@ -10,4 +10,5 @@ PYBIND11_MODULE(_native, m) {
   bind_verify(m);
   bind_rebuild(m);
   bind_report(m);
+  bind_storage(m);
 }

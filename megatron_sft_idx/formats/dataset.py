@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, overload
 
@@ -13,8 +14,10 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.joined import MAX_OPEN, JoinedReader
+from megatron_sft_idx.formats.joined_shards import JoinedShards
 from megatron_sft_idx.formats.masks import MaskAlignment
 from megatron_sft_idx.formats.registry import Source, find
+from megatron_sft_idx.formats.sft_idx import FORMAT as SHARDS
 from megatron_sft_idx.formats.sft_idx import Reader as ShardReader
 from megatron_sft_idx.shard.reader import Pack, Shard
 
@@ -36,7 +39,7 @@ def open_dataset(
         format: its name, such as ``"parquet"``; None has it recognised by content.
         mask_alignment: of the loss masks in the files, where a format does not say: ``"label"``, ``"token"`` or
             ``"rolled-right"``. What ``ds[i]`` hands out is label-aligned in any case.
-        max_open: how many files, folders or shards are held open at once.
+        max_open: how many files or folders are held open at once; shards take care of themselves (``ShardSet``).
         options: of the format's reader, such as ``backend="pread"`` for shards.
 
     Raises:
@@ -49,6 +52,8 @@ def open_dataset(
         >>> ds[-1]["loss_mask"], len(ds), ds.capacity
     """
     name, paths = find(source, format)
+    if name == SHARDS and len(paths) > 1 and mask_alignment == "label" and options.keys() <= {"backend", "copy"}:
+        return PackedDataset(JoinedShards(paths, **options))
     return PackedDataset(
         JoinedReader(name, paths, mask_alignment=mask_alignment, max_open=max_open, options=options),
     )
@@ -66,20 +71,22 @@ class PackedDataset:
         parts: the files.
     """
 
-    def __init__(self, parts: JoinedReader) -> None:
+    def __init__(self, parts: JoinedReader | JoinedShards) -> None:
         self._parts = parts
         self._take()
 
     def _take(self) -> None:
-        self._before = [0, *accumulate(self._parts.lengths)]
-        self._len = self._before[-1]
         # One shard of ours is asked directly: nothing to find, and it is safe in threads and forks by itself.
         self._only: Shard | None = None
 
-    def __getstate__(self) -> JoinedReader:
+    @cached_property
+    def _before(self) -> list[int]:
+        return [0, *accumulate(self._parts.lengths)]
+
+    def __getstate__(self) -> JoinedReader | JoinedShards:
         return self._parts
 
-    def __setstate__(self, parts: JoinedReader) -> None:
+    def __setstate__(self, parts: JoinedReader | JoinedShards) -> None:
         self._parts = parts
         self._take()
 
@@ -109,7 +116,7 @@ class PackedDataset:
         return self._parts.notes
 
     def __len__(self) -> int:
-        return self._len
+        return self._before[-1]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.format}, {list(self.paths)!r})"
@@ -129,15 +136,15 @@ class PackedDataset:
         if self._only is not None:
             return self._only[index]
         if isinstance(index, slice):
-            start, stop, step = index.indices(self._len)
+            start, stop, step = index.indices(self._before[-1])
             if step != 1:
                 raise ValueError(f"{self.paths[0]}: slice step {step}, slices of packs are contiguous: use step 1")
             return [self[i] for i in range(start, stop)]
         i = operator.index(index)
         if i < 0:
-            i += self._len
-        if not 0 <= i < self._len:
-            raise IndexError(f"{self.paths[0]}: pack {operator.index(index)}, the dataset has {self._len}")
+            i += self._before[-1]
+        if not 0 <= i < self._before[-1]:
+            raise IndexError(f"{self.paths[0]}: pack {operator.index(index)}, the dataset has {self._before[-1]}")
         if len(self._before) == 2 and (shard := self._shard(0)) is not None:
             self._only = shard
             return shard[i]
@@ -145,7 +152,7 @@ class PackedDataset:
         return self._parts.read(number, i - self._before[number])
 
     def __iter__(self) -> Iterator[Pack]:
-        return (self[i] for i in range(self._len))
+        return (self[i] for i in range(self._before[-1]))
 
     def read(self, offset: int, nbytes: int, *, part: int = 0) -> NDArray[np.uint8]:
         """Bytes ``[offset, offset + nbytes)`` of the token file of shard number ``part``, without a copy where mapped.
@@ -165,5 +172,7 @@ class PackedDataset:
         return shard.read(offset, nbytes)
 
     def _shard(self, number: int) -> Shard | None:
+        if isinstance(self._parts, JoinedShards):
+            return self._parts.shard(number)
         reader = self._parts.reader(number)
         return reader.shard if isinstance(reader, ShardReader) else None

@@ -18,7 +18,7 @@ from megatron_sft_idx.formats.masks import MaskAlignment
 from megatron_sft_idx.formats.registry import open_reader
 from megatron_sft_idx.shard.reader import Pack
 
-__all__ = ["MAX_OPEN", "JoinedReader"]
+__all__ = ["MAX_OPEN", "JoinedReader", "joined_spec"]
 
 # An open reader may hold five maps, and some cluster file systems refuse a process more than about 590 of them.
 MAX_OPEN = 64
@@ -118,27 +118,7 @@ class JoinedReader:
         Raises:
             FormatError: they come from different tokenizers.
         """
-        specs = [self.reader(number).spec for number in range(len(self.paths))]
-        first = specs[0]
-        pads = {spec.pad_id for spec in specs} - {None}
-        tokenizers = {_tokenizer_of(spec) for spec in specs} - {None}
-        for what, values in (("pad ids", pads), ("tokenizers", tokenizers)):
-            if len(values) > 1:
-                listed = ", ".join(sorted(map(str, values)))
-                raise FormatError(f"{self.paths[0]} and others: different {what} ({listed}); keep them apart")
-        return dataclasses.replace(
-            first,
-            num_packs=sum(spec.num_packs for spec in specs),
-            num_sequences=sum(spec.num_sequences for spec in specs),
-            num_tokens=sum(spec.num_tokens for spec in specs),
-            longest_pack=max(spec.longest_pack for spec in specs),
-            token_dtype=np.result_type(*{spec.token_dtype for spec in specs}),
-            mask_dtype=np.result_type(*{spec.mask_dtype for spec in specs}),
-            capacity=max(spec.capacity for spec in specs),
-            sequence_multiple=math.gcd(*(spec.sequence_multiple for spec in specs)),
-            pad_id=next(iter(pads), None),
-            metadata={key: value for key, value in first.metadata.items() if _said_by_all(key, value, specs)},
-        )
+        return joined_spec(self.paths[0], [self.reader(number).spec for number in range(len(self.paths))])
 
     @property
     def notes(self) -> list[str]:
@@ -153,6 +133,30 @@ class JoinedReader:
         """All packs of all files in order, each file closed before the next is opened."""
         for number in range(len(self.paths)):
             yield from self.reader(number).runs()
+
+
+def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
+    """What is known of files together, the first of which is at ``path``. FormatError: of different tokenizers."""
+    first = specs[0]
+    pads = {spec.pad_id for spec in specs} - {None}
+    tokenizers = {_tokenizer_of(spec) for spec in specs} - {None}
+    for what, values in (("pad ids", pads), ("tokenizers", tokenizers)):
+        if len(values) > 1:
+            listed = ", ".join(sorted(map(str, values)))
+            raise FormatError(f"{path} and others: different {what} ({listed}); keep them apart")
+    return dataclasses.replace(
+        first,
+        num_packs=sum(spec.num_packs for spec in specs),
+        num_sequences=sum(spec.num_sequences for spec in specs),
+        num_tokens=sum(spec.num_tokens for spec in specs),
+        longest_pack=max(spec.longest_pack for spec in specs),
+        token_dtype=np.result_type(*{spec.token_dtype for spec in specs}),
+        mask_dtype=np.result_type(*{spec.mask_dtype for spec in specs}),
+        capacity=max(spec.capacity for spec in specs),
+        sequence_multiple=math.gcd(*(spec.sequence_multiple for spec in specs)),
+        pad_id=next(iter(pads), None),
+        metadata={key: value for key, value in first.metadata.items() if _said_by_all(key, value, specs)},
+    )
 
 
 def _tokenizer_of(spec: PackedSpec) -> str | None:

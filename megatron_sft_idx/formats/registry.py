@@ -13,6 +13,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.formats.masks import MaskAlignment
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shards import natural_key
 
 __all__ = [
@@ -138,7 +139,7 @@ def _found(path: str, name: str | None) -> list[tuple[str, str]]:
         inside = [os.path.join(path, entry) for entry in os.listdir(path) if not entry.startswith(".")]
     elif glob.has_magic(path):
         inside = glob.glob(path) or glob.glob(path + ".seq.idx") or glob.glob(path + ".idx")
-    if found := _several(inside, name):
+    if found := (_nothing_but_shards(inside) if name in (None, "sft-idx") else []) or _several(inside, name):
         return found
     if name is not None:
         return [(name, path)]  # its reader says what is wrong with it
@@ -158,6 +159,14 @@ def _one(path: str, name: str | None) -> tuple[str, str] | None:
     for kind in found:
         return kind, prefix_of(path) if kind in _PREFIXES else path
     return None
+
+
+def _nothing_but_shards(paths: list[str]) -> list[tuple[str, str]]:
+    """The shards that all of these files are of, told by their names: there may be thousands. Else nothing."""
+    found = {prefix_of(path) for path in paths if path.endswith(SUFFIXES[-1])}
+    if any(prefix_of(path) not in found for path in paths):
+        return []
+    return [("sft-idx", prefix) for prefix in sorted(found, key=natural_key)]
 
 
 def _several(paths: list[str], name: str | None) -> list[tuple[str, str]]:

@@ -13,12 +13,12 @@ from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.formats.checks import checked_alignment, checked_run
 from megatron_sft_idx.formats.masks import MaskAlignment
 from megatron_sft_idx.formats.reading import run_bounds
-from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same
 from megatron_sft_idx.storage import Backend
 
-__all__ = ["FORMAT", "Reader", "Writer", "recognise"]
+__all__ = ["FORMAT", "Reader", "Writer", "recognise", "spec_of"]
 
 FORMAT = "sft-idx"
 
@@ -31,6 +31,23 @@ def recognise(path: str) -> str | None:
     except (SFTIndexError, OSError):
         return None
     return f"{prefix}.seq.idx is the index of a packed SFT shard of {header.num_packs} packs"
+
+
+def spec_of(header: Header) -> PackedSpec:
+    """What a shard's header says, as every format says it."""
+    return PackedSpec(
+        num_packs=header.num_packs,
+        num_sequences=header.num_sequences,
+        num_tokens=header.num_tokens,
+        longest_pack=header.longest_pack,
+        token_dtype=header.token_dtype,
+        mask_dtype=header.mask_dtype,
+        capacity=header.capacity,
+        sequence_multiple=header.sequence_multiple,
+        pad_id=header.pad_id,
+        # The writer's revision is of the file that was read, not of what will be written.
+        metadata={key: value for key, value in header.metadata.items() if key != "format_writer"},
+    )
 
 
 class Reader(PackedReader):
@@ -77,20 +94,7 @@ class Reader(PackedReader):
     @property
     def spec(self) -> PackedSpec:
         """What the header says."""
-        header = self.header
-        return PackedSpec(
-            num_packs=header.num_packs,
-            num_sequences=header.num_sequences,
-            num_tokens=header.num_tokens,
-            longest_pack=header.longest_pack,
-            token_dtype=header.token_dtype,
-            mask_dtype=header.mask_dtype,
-            capacity=header.capacity,
-            sequence_multiple=header.sequence_multiple,
-            pad_id=header.pad_id,
-            # The writer's revision is of the file that was read, not of what will be written.
-            metadata={key: value for key, value in header.metadata.items() if key != "format_writer"},
-        )
+        return spec_of(self.header)
 
     @property
     def identity(self) -> str:

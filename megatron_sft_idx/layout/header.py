@@ -11,6 +11,7 @@ import json
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -305,7 +306,7 @@ def _header_of(values: dict[str, Any], raw: bytes) -> Header:
         "mask_dtype": MASK_DTYPES[values["mask_dtype"]],
         "pad_id": None if values["pad_id"] < 0 else values["pad_id"],
         "digests": tuple(FileDigest(values[f"{n}_nbytes"], values[f"{n}_checksum"]) for n in _DIGESTS),
-        "metadata": json.loads(raw[HEADER_FIXED_NBYTES : HEADER_FIXED_NBYTES + values["json_nbytes"]]),
+        "metadata": decode_metadata(raw[HEADER_FIXED_NBYTES : HEADER_FIXED_NBYTES + values["json_nbytes"]]),
         "rebuilt": values["flags"] == FLAG_REBUILT,
     }
     return Header(**plain)
@@ -365,8 +366,10 @@ def _broken_block(values: dict[str, Any], raw: bytes) -> Iterator[Broken]:
         yield Broken(HEADER_FIXED_NBYTES, "H7", "another JSON block", expected)
 
 
+# A header's block is checked and then taken, and shards of one dataset often have the same.
+@lru_cache(maxsize=1)
 def decode_metadata(block: bytes) -> dict[str, Any] | None:
-    """The JSON block's object; None where it is not one in canonical form."""
+    """The JSON block's object, not to be changed; None where it is not one in canonical form."""
     try:
         metadata = json.loads(block.decode("utf-8"))
         return metadata if isinstance(metadata, dict) and encode_metadata(metadata) == block else None

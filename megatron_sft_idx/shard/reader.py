@@ -16,7 +16,7 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoun
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
 from megatron_sft_idx.layout.header import peek_nbytes
 from megatron_sft_idx.shard.remains import where_to_look
-from megatron_sft_idx.storage import Array, Backend, check_size, open_array
+from megatron_sft_idx.storage import Array, Backend, ReopenedArray, check_size, open_array
 
 __all__ = ["Pack", "Shard", "read_header", "require_same"]
 
@@ -125,7 +125,9 @@ class Shard:
 
     Args:
         prefix: the path the five files share.
-        backend: ``mmap``, or ``pread`` where mapping is slow or refused (slices are then copies).
+        backend: ``mmap``; ``pread`` where mapping is slow or refused (slices are then copies); ``reopen`` to hold
+            neither maps nor descriptors, where shards are thousands: the index arrays are read into memory, which
+            takes as long as there are packs, and tokens and masks are copies, their files opened for each slice.
         copy: hand out writable copies instead of read-only views.
 
     Raises:
@@ -162,9 +164,10 @@ class Shard:
         check_size(paths.idx, os.stat(paths.idx).st_size, nbytes[paths.idx])
 
         def array(path: str, dtype: np.dtype[Any], count: int) -> Array:
-            return open_array(path, dtype, count, nbytes=nbytes[path], backend=self._backend)
+            return self._open_array(header, path, dtype, count, nbytes[path])
 
         sequence_offsets, token_offsets = self._open_offsets(header)
+        starts = array(paths.starts, np.dtype("<u4"), header.num_sequences)
         files = _Files(
             header,
             header.num_packs,
@@ -172,7 +175,7 @@ class Shard:
             header.num_tokens,
             array(paths.tokens, header.token_dtype, header.num_tokens),
             array(paths.loss, header.mask_dtype, header.num_tokens),
-            array(paths.starts, np.dtype("<u4"), header.num_sequences),
+            starts[:] if self._backend == "reopen" else starts,
             sequence_offsets,
             token_offsets,
             _pair(sequence_offsets),
@@ -184,12 +187,21 @@ class Shard:
             raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")
         return files
 
+    def _open_array(self, header: Header, path: str, dtype: np.dtype[Any], count: int, nbytes: int) -> Array:
+        """All of a file."""
+        if self._backend == "reopen":
+            prefix, own = self._paths.prefix, header.shard_id
+            return ReopenedArray(
+                path, dtype, count, nbytes, lambda: require_same(prefix, read_header(prefix).shard_id, own)
+            )
+        return open_array(path, dtype, count, nbytes=nbytes, backend=self._backend)
+
     def _open_offsets(self, header: Header) -> tuple[Array, Array]:
         path, int64, count = self._paths.seq_idx, np.dtype("<i8"), header.num_packs + 1
         first, second, nbytes = header.nbytes, header.token_offsets_offset, header.seq_idx_nbytes
-        if self._backend == "mmap":
-            # Both arrays live in one file: one map serves them.
-            whole = open_array(path, np.dtype("u1"), nbytes, nbytes=nbytes)[:]
+        if self._backend != "pread":
+            # Both arrays live in one file: one map, or one read, serves them.
+            whole = self._open_array(header, path, np.dtype("u1"), nbytes, nbytes)[:]
             return whole[first : first + 8 * count].view(int64), whole[second:].view(int64)
         return (
             open_array(path, int64, count, nbytes=nbytes, offset=first, backend=self._backend),

@@ -18,11 +18,16 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError
 
 __all__ = ["Array", "Backend", "OutputFile", "PreadArray", "as_bytes", "check_size", "open_array", "sync_folder"]
 
-Backend = Literal["mmap", "pread"]
+Backend = Literal["mmap", "pread", "reopen"]
 
 
 class Array(Protocol):
     """A one-dimensional array on disk: slices give numpy arrays."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of its items."""
+        ...
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]: ...
     def __len__(self) -> int: ...
@@ -42,7 +47,8 @@ class PreadArray:
     """
 
     def __init__(self, path: str, dtype: np.dtype[Any], count: int, offset: int) -> None:
-        self._path, self._dtype, self._count, self._offset = path, dtype, count, offset
+        self._path, self._count, self._offset = path, count, offset
+        self.dtype = dtype
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def __len__(self) -> int:
@@ -50,9 +56,9 @@ class PreadArray:
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
         start, stop, _ = index.indices(self._count)
-        out = np.empty(max(stop - start, 0), self._dtype)
+        out = np.empty(max(stop - start, 0), self.dtype)
         view = as_bytes(out)
-        offset = self._offset + start * self._dtype.itemsize
+        offset = self._offset + start * self.dtype.itemsize
         done = 0
         while done < len(view):
             got = os.preadv(self._fd, [view[done:]], offset + done)

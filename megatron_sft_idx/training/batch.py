@@ -18,7 +18,6 @@ and there are two kinds of boundaries, which Transformer Engine takes side by si
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,8 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.training.layout import Batch, BatchLayout, Form, Tensors
-from megatron_sft_idx.training.segments import PackSource, Segments
+from megatron_sft_idx.training.placing import advise, place
+from megatron_sft_idx.training.segments import PackSource, Pair, Segments, in_slots
 
 __all__ = ["Batch", "BatchAssembler", "widen"]
 
@@ -109,11 +109,12 @@ class BatchAssembler:
         if out.layout != self.layout(out.layout.rows):
             raise ValueError(f"buffers of {out.layout}, this assembler fills {self.layout(out.layout.rows)}")
         arrays = out.arrays
+        placed = place(*self._shards(segments), segments)
         where = (
-            self._shards(segments),
+            placed.arrays,
             segments.offsets,
-            segments.shards,
-            segments.starts,
+            placed.slots,
+            placed.starts,
             segments.lengths,
             self.sequence_multiple,
             self.pad_id,
@@ -145,31 +146,26 @@ class BatchAssembler:
 
     def will_need(self, segments: Segments) -> None:
         """Ask the kernel to read these sequences from disk in the background; returns at once."""
-        stops = segments.starts + segments.lengths
-        for shard, arrays in enumerate(self._shards(segments)):
-            if arrays is not None:
-                of_shard = segments.shards == shard
-                for array in arrays:
-                    _native.will_need(array, segments.starts[of_shard], stops[of_shard])
+        advise(*self._shards(segments), segments)
 
-    def _shards(self, segments: Segments) -> list[tuple[NDArray[Any], NDArray[Any]] | None]:
-        """The arrays of the shards that are read, at their number; None at every other."""
-        used = set(segments.shards.tolist())
-        if not used:
-            return []
-        if min(used) < 0:
-            raise ValueError(f"a sequence is said to lie in shard {min(used)}")
-        arrays: list[tuple[NDArray[Any], NDArray[Any]] | None] = [None] * (max(used) + 1)
-        for shard in used:
-            arrays[shard] = pair = self.source.arrays(shard)
-            if self.random_access:
+    def _shards(self, segments: Segments) -> tuple[list[Pair], NDArray[np.int32]]:
+        """The shards that are read, and for each sequence which of them is its own."""
+        used, slots = in_slots(segments.shards)
+        if used and used[0] < 0:
+            raise ValueError(f"a sequence is said to lie in shard {used[0]}")
+        pairs = [self.source.arrays(shard) for shard in used]
+        if self.random_access:
+            for shard, pair in zip(used, pairs, strict=True):
                 self._advise(shard, pair)
-        return arrays
+        return pairs, slots
 
-    def _advise(self, shard: int, arrays: tuple[NDArray[Any], NDArray[Any]]) -> None:
-        address = arrays[0].ctypes.data
+    def _advise(self, shard: int, pair: Pair) -> None:
+        tokens, loss = pair
+        if not isinstance(tokens, np.ndarray) or not isinstance(loss, np.ndarray):
+            return
+        address = tokens.ctypes.data
         if self._advised.get(shard) != address:
-            for array in arrays:
+            for array in (tokens, loss):
                 _native.read_at_random(array, True)
             self._advised[shard] = address
 

@@ -69,6 +69,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
     global_batch_size: int | None = None
     plan_cache: str | None = None
     _most_sequences: int = field(init=False, default=0, repr=False)
+    _opened: dict[str, ShardSet] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         """Fill in what is derived, and check everything that needs no more than headers.
@@ -154,8 +155,10 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
                         yield path, each, ends
 
     def open_shards(self, path: str) -> ShardSet:
-        """The shards of one path of a blend."""
-        return ShardSet.open(path, same_capacity=not self.index_only_packing)
+        """The shards of one path of a blend; what was checked is what is trained on, and headers are read once."""
+        if path not in self._opened:
+            self._opened[path] = ShardSet.open(path, same_capacity=not self.index_only_packing)
+        return self._opened[path]
 
     @property
     def plan_options(self) -> PlanOptions:

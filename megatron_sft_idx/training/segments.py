@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PackSource", "Segments"]
+from megatron_sft_idx.storage import Array
+
+__all__ = ["PackSource", "Pair", "Segments", "dense", "in_slots"]
+
+Pair: TypeAlias = tuple[Array, Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +21,8 @@ class Segments:
 
     Attributes:
         offsets: int64 [packs + 1], CSR: pack i holds segments offsets[i] to offsets[i + 1].
-        shards: int32 [segments], which shard each sequence lies in.
-        starts: int64 [segments], its first token in that shard's token file.
+        shards: int32 [segments], which of the source's ``arrays`` each sequence lies in.
+        starts: int64 [segments], its first token there.
         lengths: int64 [segments], its tokens.
     """
 
@@ -51,6 +55,20 @@ class PackSource(Protocol):
         """Where the sequences of these packs lie."""
         ...
 
-    def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Tokens and label-aligned loss mask of one shard, whole: arrays over its maps, or copies."""
+    def arrays(self, shard: int) -> Pair:
+        """Tokens and label-aligned loss mask of a shard, whole: numpy's where mapped or in memory, or read by slices.
+
+        A number is what ``segments`` says; several shards may lie in one pair of arrays.
+        """
         ...
+
+
+def in_slots(shards: NDArray[Any]) -> tuple[list[int], NDArray[Any]]:
+    """The shards that are named, ascending, and for each entry which of these it names: lists stay short that way."""
+    used = sorted(set(shards.tolist()))
+    return used, shards if dense(used) else np.searchsorted(np.array(used), shards).astype(shards.dtype)
+
+
+def dense(used: list[int]) -> bool:
+    """Whether ascending numbers are 0, 1, ... to the last, so that they are their own slots."""
+    return not used or (used[0] >= 0 and used[-1] == len(used) - 1)

@@ -19,7 +19,7 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.shards import ShardSet
 from megatron_sft_idx.training.plan_cache import PlacedPlan, load_or_make
-from megatron_sft_idx.training.segments import Segments
+from megatron_sft_idx.training.segments import Pair, Segments, dense, in_slots
 
 __all__ = ["PlanOptions", "PlannedPacks", "StoredPacks", "reopen", "require_fit"]
 
@@ -51,9 +51,11 @@ def _fingerprint(shards: ShardSet, **options: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps([shards.fingerprint, options], sort_keys=True).encode())
 
 
-def _whole(shards: ShardSet, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
+def _whole(shards: ShardSet, shard: int) -> Pair:
+    if shards.held is not None:
+        return shards.held.tokens, shards.held.loss
     files = shards.shard(shard).files
-    return files.tokens[:], files.loss[:]
+    return files.tokens, files.loss
 
 
 class StoredPacks:
@@ -90,20 +92,25 @@ class StoredPacks:
             FormatError: a pack's index entries break a rule of the format.
         """
         shards, local = self.shards.locate(packs + self.first)
-        used = set(shards.tolist())
-        indexes: list[Any] = [None] * (max(used, default=-1) + 1)
-        for number in used:
-            files = self.shards.shard(number).files
-            indexes[number] = files.sequence_offsets[:], files.token_offsets[:], files.starts[:], files.num_tokens
+        numbers, slots = in_slots(shards)
+        if (held := self.shards.held) is not None:  # one shard, as far as arrays go
+            held.need(numbers)
+            numbers, slots, local = [0], np.zeros_like(slots), packs + self.first
+            indexes = [(held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens))]
+        else:
+            files = [self.shards.shard(number).files for number in numbers]
+            indexes = [(f.sequence_offsets[:], f.token_offsets[:], f.starts[:], f.num_tokens) for f in files]
         try:
-            return Segments(*_native.pack_segments(indexes, shards, local))
+            offsets, own, starts, lengths = _native.pack_segments(indexes, slots, local)
         except ValueError as error:
-            where = ", ".join(self.shards.prefixes[number] for number in sorted(used))
+            where = ", ".join(self.shards.prefixes[number] for number in numbers)
             raise FormatError(
                 f"{where}: {error}; megatron-sft-idx verify says of which file: restore it from a copy"
             ) from None
+        # Slots are the numbers where shards are used from the first on, as the only one is.
+        return Segments(offsets, own if dense(numbers) else np.array(numbers, np.int32)[own], starts, lengths)
 
-    def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    def arrays(self, shard: int) -> Pair:
         """Tokens and label-aligned loss mask of one shard, whole."""
         return _whole(self.shards, shard)
 
@@ -202,9 +209,13 @@ class PlannedPacks:
         begins, ends = plan.offsets[packs], plan.offsets[packs + 1]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - begins)])
         taken = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], ends - begins)
-        return Segments(offsets, plan.shards[taken], plan.starts[taken], plan.lengths[taken].astype(np.int64))
+        shards, starts, lengths = plan.shards[taken], plan.starts[taken], plan.lengths[taken].astype(np.int64)
+        if (held := self.shards.held) is not None:
+            held.need(set(shards.tolist()))
+            return Segments(offsets, np.zeros_like(shards), starts + held.tokens_before[shards], lengths)
+        return Segments(offsets, shards, starts, lengths)
 
-    def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    def arrays(self, shard: int) -> Pair:
         """Tokens and label-aligned loss mask of one shard, whole."""
         return _whole(self.shards, shard)
 

@@ -1,0 +1,82 @@
+// Files that are opened for each read.
+#include <cerrno>
+
+#include "bindings/common.h"
+#include "stamped_file.h"
+
+namespace {
+
+using sft_idx::StampedFile;
+
+// An OSError with the path, of the subclass that goes with its number.
+void translate(std::exception_ptr raised) {
+  try {
+    if (raised) std::rethrow_exception(raised);
+  } catch (const sft_idx::FileError& failed) {
+    errno = failed.error;
+    const py::object name = py::reinterpret_steal<py::object>(PyUnicode_DecodeFSDefault(failed.path.c_str()));
+    PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, name.ptr());
+  }
+}
+
+StampedFile look_at(const py::bytes& name) {
+  std::string path = name;
+  if (path.find('\0') != std::string::npos) throw std::invalid_argument("a path holds no zero byte");
+  return StampedFile(std::move(path));
+}
+
+// The tuple keeps the files alive: unlike a list it is the same when the call ends.
+std::vector<sft_idx::FileRange> ranges_of(const py::tuple& files, const Array<std::int64_t>& offsets,
+                                          const Array<std::int64_t>& nbytes) {
+  require_vector(offsets, "offsets");
+  require_vector(nbytes, "nbytes");
+  const auto count = static_cast<py::ssize_t>(files.size());
+  if (offsets.size() != count || nbytes.size() != count) throw std::invalid_argument("one offset and one size a file");
+  std::vector<sft_idx::FileRange> ranges;
+  ranges.reserve(files.size());
+  for (py::ssize_t i = 0; i < count; ++i) {
+    ranges.push_back({&files[static_cast<std::size_t>(i)].cast<const StampedFile&>(), offsets.data()[i], nbytes.data()[i]});
+  }
+  return ranges;
+}
+
+bool read_into(const StampedFile& file, std::int64_t offset, py::array out) {
+  require_vector(out, "out");
+  const sft_idx::FileRange range{&file, offset, out.nbytes()};
+  void* to = out.mutable_data();
+  py::gil_scoped_release unlocked;
+  return sft_idx::read_ranges(&range, 1, to, static_cast<std::size_t>(range.nbytes)) == 1;
+}
+
+std::size_t read_ranges(const py::tuple& files, const Array<std::int64_t>& offsets, const Array<std::int64_t>& nbytes,
+                        py::array out) {
+  require_vector(out, "out");
+  const auto ranges = ranges_of(files, offsets, nbytes);
+  void* to = out.mutable_data();
+  const auto room = static_cast<std::size_t>(out.nbytes());
+  py::gil_scoped_release unlocked;
+  return sft_idx::read_ranges(ranges.data(), ranges.size(), to, room);
+}
+
+std::size_t advise_ranges(const py::tuple& files, const Array<std::int64_t>& offsets,
+                          const Array<std::int64_t>& nbytes) {
+  const auto ranges = ranges_of(files, offsets, nbytes);
+  py::gil_scoped_release unlocked;
+  return sft_idx::advise_ranges(ranges.data(), ranges.size());
+}
+
+}  // namespace
+
+void bind_storage(py::module_& m) {
+  py::register_local_exception_translator(&translate);
+  py::class_<StampedFile>(m, "StampedFile", "A file as it was when it was looked at, opened anew for each read.")
+      .def(py::init(&look_at), "path"_a)
+      .def_property_readonly("nbytes", &StampedFile::nbytes)
+      .def("read", &read_into, "offset"_a, py::arg("out").noconvert(),
+           "Fill out from byte offset on; False where the file is no longer the one that was looked at.");
+  m.def("read_ranges", &read_ranges, "files"_a, py::arg("offsets").noconvert(), py::arg("nbytes").noconvert(),
+        py::arg("out").noconvert(),
+        "Read a range of each StampedFile, end to end, into out: how many were read before one that has changed.");
+  m.def("advise_ranges", &advise_ranges, "files"_a, py::arg("offsets").noconvert(), py::arg("nbytes").noconvert(),
+        "Ask the kernel to read ranges of StampedFiles in advance: how many it took the advice for.");
+}

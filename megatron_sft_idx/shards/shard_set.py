@@ -1,0 +1,250 @@
+"""``ShardSet``: many shards read as one."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard.fingerprints import tokenizer_of
+from megatron_sft_idx.shard.reader import Pack, read_header, require_same
+from megatron_sft_idx.shards.budgets import MAPPED_SHARDS, MEMORY_NBYTES
+from megatron_sft_idx.shards.find import Source, find_prefixes
+from megatron_sft_idx.shards.held import HeldShards, held_nbytes
+from megatron_sft_idx.storage import Backend
+
+__all__ = ["ShardSet"]
+
+# Of the index arrays that a set holds of shards that are opened for each read: 13 million sequences take 80 MB.
+INDEX_NBYTES = 256 << 20
+
+_State = tuple[str, Backend, bytes]
+
+
+class ShardSet:
+    """Shards read as one: pack ``i`` counts through all of them in order.
+
+    Opening reads one header a shard; the other files are opened when first needed. How they are held depends on what
+    the sets of a process hold together (``budgets``), the first to read first:
+
+    - shards of a set that is small in number are mapped;
+    - of one that is small in bytes, each is read into memory when it is first needed (``HeldShards``);
+    - of any other only the index arrays are, up to ``INDEX_NBYTES``; tokens and masks are read from files that are
+      opened for each read and closed again.
+
+    So thousands of shards take no map and no descriptor. A set pickles as its paths and a fingerprint; whoever
+    unpickles it finds the same content or an error. Threads may share one.
+
+    Args:
+        prefixes: of the shards, in order.
+        backend: of shards that are few: ``mmap``, or ``pread`` where mapping is slow or refused. ``reopen`` for sets
+            that shall hold no more than index arrays, whatever their size.
+        same_capacity: refuse packs of different capacities. Not for corpora that are packed later, where the capacity
+            is that of the longest sequence.
+        alike: refuse shards that cannot be trained on together, of different tokenizers or dtypes of tokens.
+
+    Attributes:
+        prefixes: of the shards, in order.
+
+    Raises:
+        ShardNotFoundError: a shard is not there.
+        FormatError: a header breaks a rule, or the shards do not go together.
+    """
+
+    def __init__(
+        self, prefixes: Sequence[str], *, backend: Backend = "mmap", same_capacity: bool = True, alike: bool = True
+    ) -> None:
+        if not prefixes:
+            raise FormatError("an empty list of shards; name at least one")
+        self._take(tuple(ShardPaths.of(prefix).prefix for prefix in prefixes), backend, b"")
+        if alike:
+            self._check(same_capacity)
+        else:
+            _ = self.headers
+
+    @classmethod
+    def open(cls, source: Source, *, backend: Backend = "mmap", same_capacity: bool = True) -> ShardSet:
+        """Open what ``find_prefixes`` finds; arguments and errors as there and in the constructor."""
+        return cls(find_prefixes(source), backend=backend, same_capacity=same_capacity)
+
+    def _take(self, prefixes: tuple[str, ...], backend: Backend, fingerprint: bytes) -> None:
+        self.prefixes = prefixes
+        self._backend: Backend = backend
+        self._expected = fingerprint  # empty: whatever is there
+        # Entries come and go one by one, which threads may do at once: no lock that a fork could catch in their hands.
+        self._shards: dict[int, Shard] = {}
+
+    def __getstate__(self) -> _State:
+        # A path holds no zero byte; thousands of strings would each add their own few.
+        return "\0".join(self.prefixes), self._backend, self._fingerprint
+
+    def __setstate__(self, state: _State) -> None:
+        prefixes, backend, fingerprint = state
+        self._take(tuple(prefixes.split("\0")), backend, fingerprint)
+
+    @classmethod
+    def reopen(cls, state: _State) -> ShardSet:
+        """The set that ``__getstate__`` gave ``state`` of."""
+        found = cls.__new__(cls)
+        found.__setstate__(state)
+        return found
+
+    def _check(self, same_capacity: bool) -> None:
+        self._same("tokens are", lambda header: header.token_dtype, "write all shards of a dataset with one dtype")
+        self._same("pad id is", lambda header: header.pad_id, "they come from different tokenizers")
+        self._same("tokenizer is", tokenizer_of, "they come from different tokenizers")
+        if same_capacity:
+            remedy = "pack them again for one --seq-length, or let training pack them when it starts"
+            self._same("capacity is", lambda header: header.capacity, remedy)
+
+    def _same(self, what: str, value_of: Callable[[Header], Any], remedy: str) -> None:
+        """FormatError where two shards that both know a value differ in it."""
+        first: tuple[str, Any] | None = None
+        for prefix, header in zip(self.prefixes, self.headers, strict=True):
+            value = value_of(header)
+            if value is None:
+                continue
+            first = first or (prefix, value)
+            if value != first[1]:
+                raise FormatError(f"{prefix}: {what} {value}, in {first[0]} {first[1]}; {remedy}")
+
+    @cached_property
+    def headers(self) -> list[Header]:
+        """Header of each shard."""
+        headers = [read_header(prefix) for prefix in self.prefixes]
+        if self._expected and self._expected != _digest(headers):
+            others = f" and {len(self.prefixes) - 1} others" if len(self.prefixes) > 1 else ""
+            raise FormatError(
+                f"{self.prefixes[0]}{others}: the content is another one than when this dataset was opened; another"
+                " shard was published over one of them: start again"
+            )
+        return headers
+
+    @property
+    def _fingerprint(self) -> bytes:
+        if not self._expected:
+            self._expected = _digest(self.headers)
+        return self._expected
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex; equal shards in equal order, equal fingerprint, wherever they lie."""
+        return self._fingerprint.hex()
+
+    @cached_property
+    def packs_before(self) -> NDArray[np.int64]:
+        """Packs in all shards before each one, and in all of them: int64 [shards + 1]."""
+        return _running([header.num_packs for header in self.headers])
+
+    @cached_property
+    def _before(self) -> list[int]:
+        before: list[int] = self.packs_before.tolist()
+        return before
+
+    @cached_property
+    def sequences_before(self) -> NDArray[np.int64]:
+        """As ``packs_before``, of sequences."""
+        return _running([header.num_sequences for header in self.headers])
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in all shards."""
+        return int(self.sequences_before[-1])
+
+    def total(self, count: str) -> int:
+        """Sum over the shards of a header's count, such as ``num_tokens``."""
+        return sum(int(getattr(header, count)) for header in self.headers)
+
+    @cached_property
+    def _mapped(self) -> bool:
+        return self._backend != "reopen" and MAPPED_SHARDS.grant(self, len(self.prefixes))
+
+    @cached_property
+    def held(self) -> HeldShards | None:
+        """The shards in memory, where that is how they are read."""
+        alike = len({(header.token_dtype, header.mask_dtype) for header in self.headers}) == 1
+        if self._mapped or self._backend == "reopen" or not alike:
+            return None
+        if not MEMORY_NBYTES.grant(self, held_nbytes(self.headers)):
+            return None
+        return HeldShards(self.headers, partial(_open, self.prefixes, self.headers, "reopen"))
+
+    @property
+    def _index_nbytes(self) -> list[int]:
+        return [16 * (header.num_packs + 1) + 4 * header.num_sequences for header in self.headers]
+
+    @cached_property
+    def _most_held(self) -> int:
+        """Shards that are held at once: all, unless their index arrays alone would take too much memory."""
+        if self._mapped or sum(self._index_nbytes) <= INDEX_NBYTES:
+            return len(self.prefixes)
+        return max(INDEX_NBYTES // max(self._index_nbytes), 1)
+
+    def shard(self, number: int) -> Shard:
+        """Shard ``number``, open."""
+        held = self._shards
+        shard = held.get(number)
+        if shard is None:
+            shard = _open(self.prefixes, self.headers, self._backend if self._mapped else "reopen", number)
+        elif self._most_held == len(self.prefixes):
+            return shard
+        else:
+            held.pop(number, None)
+        held[number] = shard  # last: in the order of their use
+        # Views of a shard outlive it, so one that is let go may still be in use.
+        for oldest in list(held)[: -self._most_held]:
+            held.pop(oldest, None)
+        return shard
+
+    def locate(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Shard of each pack, and its number inside that shard; ``packs`` are 0 to ``len(self) - 1``."""
+        # Sizes are uneven and may be zero: right of all boundaries that a pack is not before.
+        shards = np.searchsorted(self.packs_before, packs, side="right") - 1
+        return shards, packs - self.packs_before[shards]
+
+    def __len__(self) -> int:
+        return int(self.packs_before[-1])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self.prefixes)!r})"
+
+    def __getitem__(self, index: int | np.integer[Any]) -> Pack:
+        """One pack; negative indices count from the end of the last shard. IndexError where there is none."""
+        i, total = operator.index(index), self._before[-1]
+        if not -total <= i < total:
+            raise IndexError(f"{self.prefixes[0]}: pack {i}, the {len(self.prefixes)} shards have {total}")
+        i %= total
+        number = bisect_right(self._before, i) - 1  # several times faster than numpy for one value
+        return self.pack(number, i - self._before[number])
+
+    def pack(self, number: int, index: int) -> Pack:
+        """Pack ``index`` of shard ``number``; both are there."""
+        held = self.held
+        return self.shard(number)[index] if held is None else held.pack(number, self._before[number] + index)
+
+    def __iter__(self) -> Iterator[Pack]:
+        return (self[i] for i in range(len(self)))
+
+
+def _running(counts: list[int]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
+
+
+def _open(prefixes: Sequence[str], headers: Sequence[Header], backend: Backend, number: int) -> Shard:
+    """Shard ``number``. FormatError where another one was published over it."""
+    shard = Shard(prefixes[number], backend=backend)
+    require_same(shard.prefix, shard.shard_id, headers[number].shard_id)
+    return shard
+
+
+def _digest(headers: Sequence[Header]) -> bytes:
+    return xxhash.xxh3_128_digest(b"".join(header.shard_id for header in headers))
