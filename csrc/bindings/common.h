@@ -47,5 +47,5 @@ void bind_training(py::module_& m);
 void bind_formats(py::module_& m);
 void bind_verify(py::module_& m);
 void bind_rebuild(py::module_& m);
-void bind_storage(py::module_& m);
 void bind_report(py::module_& m);
+void bind_storage(py::module_& m);

@@ -9,6 +9,6 @@ PYBIND11_MODULE(_native, m) {
   bind_formats(m);
   bind_verify(m);
   bind_rebuild(m);
-  bind_storage(m);
   bind_report(m);
+  bind_storage(m);
 }
