@@ -108,7 +108,8 @@ class StoredPacks:
                 f"{where}: {error}; megatron-sft-idx verify says of which file: restore it from a copy"
             ) from None
         # Slots are the numbers where shards are used from the first on, as the only one is.
-        return Segments(offsets, own if dense(numbers) else np.array(numbers, np.int32)[own], starts, lengths)
+        own = own if dense(numbers) else np.array(numbers, np.int32)[own]
+        return Segments(offsets, own, starts, lengths, numbers if len(packs) else None)
 
     def arrays(self, shard: int) -> Pair:
         """Tokens and label-aligned loss mask of one shard, whole."""
