@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.preprocess.distributed import state
 from megatron_sft_idx.preprocess.distributed.parts import Part, PartInfo, write_part
 from megatron_sft_idx.preprocess.distributed.reader import PartsReader
 from megatron_sft_idx.preprocess.distributed.state import RunFolder
@@ -112,6 +114,20 @@ def test_one_driver_a_folder(tmp_path):
         pass
     with folder.locked():
         pass
+
+
+def test_a_driver_that_ends_takes_no_folder_from_the_next_one(tmp_path, monkeypatch):
+    folder, lock, ended = RunFolder.of(str(tmp_path / "x")), state.lock_journal, []
+
+    def late(*arguments, **named):
+        if not ended:  # between the two steps of this driver, another one is done
+            ended.append(shutil.rmtree(folder.path))
+        return lock(*arguments, **named)
+
+    monkeypatch.setattr(state, "lock_journal", late)
+    with folder.locked(), pytest.raises(FormatError, match="another writer is at work"), folder.locked():
+        pass
+    assert ended
 
 
 def test_without_ray_the_error_names_what_brings_it_and_nothing_is_left(tmp_path, monkeypatch):

@@ -19,13 +19,14 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.preprocess.distributed.stretches import Cutting
 from megatron_sft_idx.preprocess.encoding import RowEncoder
 from megatron_sft_idx.preprocess.identity import option_differences
-from megatron_sft_idx.shard.lock import lock_file
+from megatron_sft_idx.shard.lock import lock_journal
 from megatron_sft_idx.storage import OutputFile, sync_folder
 
 __all__ = ["RunFolder"]
 
 _MAX_NBYTES = 1 << 28
 _VERSION = 1
+_LOCK = "run.journal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +63,20 @@ class RunFolder:
         Raises:
             FormatError: another driver is at work.
         """
-        os.makedirs(self.path, exist_ok=True)
-        fd = os.open(os.path.join(self.path, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = self._lock()
         try:
-            lock_file(fd, ShardPaths(self.path))
-            try:
-                yield
-            finally:
-                if not self.exists:
-                    shutil.rmtree(self.path, ignore_errors=True)
+            yield
         finally:
+            if not self.exists:
+                shutil.rmtree(self.path, ignore_errors=True)
             os.close(fd)
+
+    def _lock(self) -> int:
+        """The descriptor of the lock, held."""
+        while True:
+            os.makedirs(self.path, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # a driver that ended meanwhile took the folder with it
+                return lock_journal(ShardPaths(os.path.join(self.path, "run")), create=True)
 
     def write(self, files: Sequence[InputFile], encoder: RowEncoder, cutting: Cutting, *, overwrite: bool) -> None:
         """Say what the run is of, durably."""
@@ -137,7 +141,7 @@ class RunFolder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._state)  # first: a kill on the way leaves nothing that seems worth resuming
         for entry in os.scandir(self.path):
-            if entry.name != "lock":
+            if entry.name != _LOCK:
                 os.unlink(entry.path)
 
     def has_parts(self) -> bool:
