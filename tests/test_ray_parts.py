@@ -130,6 +130,24 @@ def test_a_driver_that_ends_takes_no_folder_from_the_next_one(tmp_path, monkeypa
     assert ended
 
 
+@pytest.mark.parametrize("name", ["notes.txt", "chats.part", "folder/notes.txt"])
+def test_a_folder_of_somebody_else_is_refused_and_stays(tmp_path, name):
+    there = tmp_path / "x.parts" / name
+    there.parent.mkdir(parents=True)
+    there.write_text("mine")
+    refused = preprocess(tmp_path / "x", "--engine", "ray", "--workers", 1, "--overwrite")
+    assert (refused.code, "which is not of a run" in refused.err) == (1, True), refused
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [there]
+
+
+def test_what_somebody_puts_beside_the_parts_stays(tmp_path):
+    folder = RunFolder.of(str(tmp_path / "x"))
+    with folder.locked():
+        (tmp_path / "x.parts" / "000000-000000.part").touch()
+        (tmp_path / "x.parts" / "notes.txt").touch()
+    assert [path.name for path in (tmp_path / "x.parts").iterdir()] == ["notes.txt"]
+
+
 def test_without_ray_the_error_names_what_brings_it_and_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     refused = preprocess(tmp_path / "x", "--engine", "ray", "--workers", 1)

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from packs import assert_holds, assert_is, demo_samples, samples, write_samples
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
-from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard import reader as reader_module
@@ -216,23 +215,6 @@ def test_a_shard_replaced_while_it_is_opened_is_not_mixed(
     with pytest.raises(FormatError, match="published here while it was opened"):
         Shard(tmp_path / "x", backend=backend)
     assert_holds(Shard(tmp_path / "x", backend=backend), PACKS[::-1])
-
-
-@pytest.mark.parametrize("backend", ["mmap", "pread", "reopen"])
-def test_a_file_that_goes_while_a_shard_is_opened_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: Any
-) -> None:
-    write_samples(tmp_path / "x", demo_samples(3), capacity=64)
-    look = ShardPaths.missing
-
-    def late(paths: ShardPaths) -> list[str]:
-        found = look(paths)
-        Path(paths.loss).unlink(missing_ok=True)
-        return found
-
-    monkeypatch.setattr(ShardPaths, "missing", late)
-    with pytest.raises(ShardNotFoundError, match=r"x: no shard here, missing .*x\.loss\.bin"):
-        Shard(tmp_path / "x", backend=backend)
 
 
 def test_a_file_cut_short_under_pread_is_an_error(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ __all__ = ["RunFolder"]
 _MAX_NBYTES = 1 << 28
 _VERSION = 1
 _LOCK = "run.journal"
+# The lock, what the run is of, parts, and what a kill left of them; a file that is open somewhere on NFS.
+_OURS = re.compile(r"run\.journal|run\.json(\.tmp)?|\d+-\d+\.part(\.[0-9a-f]+\.tmp)?|\.nfs.+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +63,28 @@ class RunFolder:
         """Keep other drivers out; the folder is made where it is missing, and goes where nothing is left to resume.
 
         Raises:
-            FormatError: another driver is at work.
+            FormatError: another driver is at work, or the folder is not of such runs.
         """
+        with contextlib.suppress(FileNotFoundError):
+            if other := next((entry.name for entry in os.scandir(self.path) if not _OURS.fullmatch(entry.name)), None):
+                raise FormatError(
+                    f"{self.path}: holds {other}, which is not of a run; the folder is made for one and removed after"
+                    " it: move it away, or choose another --output-prefix"
+                )
         fd = self._lock()
         try:
             yield
         finally:
             if not self.exists:
-                shutil.rmtree(self.path, ignore_errors=True)
+                self._remove()
             os.close(fd)
+
+    def _remove(self) -> None:
+        """Remove the folder with what is left in it; one in which somebody put something else stays."""
+        with contextlib.suppress(OSError):
+            self.clear()
+            os.unlink(os.path.join(self.path, _LOCK))
+            os.rmdir(self.path)
 
     def _lock(self) -> int:
         """The descriptor of the lock, held."""
@@ -141,7 +156,7 @@ class RunFolder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._state)  # first: a kill on the way leaves nothing that seems worth resuming
         for entry in os.scandir(self.path):
-            if entry.name != _LOCK:
+            if entry.name != _LOCK and _OURS.fullmatch(entry.name):
                 os.unlink(entry.path)
 
     def has_parts(self) -> bool:
