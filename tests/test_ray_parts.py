@@ -148,6 +148,11 @@ def test_what_somebody_puts_beside_the_parts_stays(tmp_path):
     assert [path.name for path in (tmp_path / "x.parts").iterdir()] == ["notes.txt"]
 
 
+def test_a_remote_prefix_is_refused_before_anything_is_asked_of_it(tmp_path):
+    refused = preprocess(tmp_path / "x", "--engine", "ray", "--workers", 1, "--output-prefix", "s3://bucket/x")
+    assert (refused.code, "a file system that all nodes share" in refused.err) == (2, True), refused
+
+
 def test_without_ray_the_error_names_what_brings_it_and_nothing_is_left(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     refused = preprocess(tmp_path / "x", "--engine", "ray", "--workers", 1)
