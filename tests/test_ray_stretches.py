@@ -7,7 +7,6 @@ import gzip
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from object_folders import serve_folder
 
 from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
 from megatron_sft_idx.chat.inputs.pieces import iter_pieces
@@ -67,14 +66,3 @@ def test_other_files_are_one_stretch_each(tmp_path):
         assert [p.payload for p in read_pieces(stretch, Cutting(16, 2))] == [
             p.payload for p in iter_pieces([file], piece_nbytes=16)
         ]
-
-
-def test_remote_files_are_one_stretch_each(tmp_path, monkeypatch):
-    rows = b"".join(b'{"row": %d}\n' % number for number in range(50))
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store/a.jsonl").write_bytes(rows)
-    (tmp_path / "store/b.jsonl.gz").write_bytes(gzip.compress(rows))
-    url = serve_folder(tmp_path / "store", tmp_path / "msc.json", monkeypatch)
-    for file in expand_inputs([f"{url}/*"]):
-        (stretch,) = cut_file(file, 0, Cutting(100, 2))
-        assert b"\n".join(p.payload for p in read_pieces(stretch, Cutting(100, 2))) == rows.rstrip()

@@ -15,7 +15,6 @@ from megatron_sft_idx.chat.inputs.cutting import MAX_ROW_NBYTES, cut_lines
 from megatron_sft_idx.chat.inputs.files import InputFile
 from megatron_sft_idx.chat.inputs.pieces import JsonPiece, Piece, iter_pieces
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage import is_remote
 
 __all__ = ["Cutting", "Stretch", "cut_file", "read_pieces"]
 
@@ -64,10 +63,9 @@ class Stretch:
 
 
 def cut_file(file: InputFile, number: int, cutting: Cutting) -> Iterator[Stretch]:
-    """The stretches of one file: a part each where it is cut by byte ranges, else one; remote ones are not cut."""
-    remote = is_remote(file.path)
-    whole = Stretch(file if remote else replace(file, path=os.path.abspath(file.path)), file.path, number)
-    if remote or file.kind != "lines" or file.compression:
+    """The stretches of one file: a part each where it is cut by byte ranges, else one."""
+    whole = Stretch(replace(file, path=os.path.abspath(file.path)), file.path, number)
+    if file.kind != "lines" or file.compression:
         yield whole
         return
     with open(file.path, "rb", buffering=0) as source:
