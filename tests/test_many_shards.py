@@ -16,8 +16,10 @@ from shard_folders import PACKS, SIZES, files_of, is_held, maps_of, rewritten, w
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.formats.dataset import open_dataset
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shards import ShardSet, budgets, shard_set
+from megatron_sft_idx.storage import Backend
 
 
 def test_packs_are_the_same_and_nothing_is_open(tmp_path: Path, many: str) -> None:
@@ -136,6 +138,23 @@ def test_a_change_is_an_error_and_never_other_tokens(
         with pytest.raises(error, match="s0"):
             shards[1]
     assert_is(shards[8], packs[8])
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread", "reopen"])
+def test_a_file_that_goes_while_a_shard_is_opened_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: Backend
+) -> None:
+    write_samples(tmp_path / "x", PACKS[:3], capacity=64)
+    look = ShardPaths.missing
+
+    def late(paths: ShardPaths) -> list[str]:
+        found = look(paths)
+        Path(paths.loss).unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(ShardPaths, "missing", late)
+    with pytest.raises(ShardNotFoundError, match=r"x: no shard here, missing .*x\.loss\.bin"):
+        Shard(tmp_path / "x", backend=backend)
 
 
 def test_the_index_is_held_to_its_rules_before_packs_are_read(tmp_path: Path, many: str) -> None:

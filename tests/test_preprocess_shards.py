@@ -62,24 +62,44 @@ def test_another_number_of_shards_beside_them_is_refused(tmp_path):
     assert preprocess(tmp_path / "x", *THREE).code == 0
     refused = preprocess(tmp_path / "x", "--output-shards", 2)
     assert (refused.code, "-of-00003.seq.idx" in refused.err) == (1, True)
+    packing = ("--seq-length", 1024, "--output-prefix", tmp_path / "x", "--output-shards", 2)
+    refused = command("pack", tmp_path / PARTS[0], *packing)
+    assert (refused.code, "-of-00003.seq.idx" in refused.err) == (1, True)
     again = preprocess(tmp_path / "x", *THREE)
     assert (again.code, "exist already" in again.err) == (1, True)
 
 
-def test_shards_that_are_done_are_kept_and_the_others_made(tmp_path, monkeypatch):
-    assert preprocess(tmp_path / "calm" / "x", *THREE).code == 0
-    prefix = tmp_path / "shot" / "x"
+def killed_over_the_second(prefix, *options):
+    """Whether the run was killed while it wrote the second of its shards."""
     write_packs, written = pack.write_packs, []
 
-    def dies_over_the_second(*arguments):
+    def dies(*arguments):
         written.append(arguments)
         if len(written) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         write_packs(*arguments)
 
-    monkeypatch.setattr(pack, "write_packs", dies_over_the_second)
-    assert killed_at(10**9, lambda: preprocess(prefix, *THREE))
-    monkeypatch.setattr(pack, "write_packs", write_packs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack, "write_packs", dies)
+        return killed_at(10**9, lambda: preprocess(prefix, *options))
+
+
+def test_new_shards_are_never_beside_those_they_replace(tmp_path):
+    prefix, seed = tmp_path / "x", ("--seed", 3)
+    assert preprocess(prefix, *THREE).code == 0
+    assert killed_over_the_second(prefix, *THREE, *seed, "--overwrite")
+    assert [name for name in PARTS if (tmp_path / f"{name}.seq.idx").exists()] == PARTS[:1]
+    assert preprocess(prefix, *THREE, *seed, "--resume").code == 0
+    assert preprocess(tmp_path / "calm" / "x", *THREE, *seed).code == 0
+    assert {name: files_of(tmp_path / name) for name in PARTS} == {
+        name: files_of(tmp_path / "calm" / name) for name in PARTS
+    }
+
+
+def test_shards_that_are_done_are_kept_and_the_others_made(tmp_path):
+    assert preprocess(tmp_path / "calm" / "x", *THREE).code == 0
+    prefix = tmp_path / "shot" / "x"
+    assert killed_over_the_second(prefix, *THREE)
     first = os.stat(prefix.parent / f"{PARTS[0]}.bin").st_ino
     other = preprocess(prefix, *THREE, "--resume", "--seed", 3)
     assert (other.code, "packing seed was 0, is 3" in other.err) == (1, True)

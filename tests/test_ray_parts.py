@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.preprocess.distributed import state
 from megatron_sft_idx.preprocess.distributed.parts import Part, PartInfo, write_part
 from megatron_sft_idx.preprocess.distributed.reader import PartsReader
 from megatron_sft_idx.preprocess.distributed.state import RunFolder
@@ -112,6 +114,43 @@ def test_one_driver_a_folder(tmp_path):
         pass
     with folder.locked():
         pass
+
+
+def test_a_driver_that_ends_takes_no_folder_from_the_next_one(tmp_path, monkeypatch):
+    folder, lock, ended = RunFolder.of(str(tmp_path / "x")), state.lock_journal, []
+
+    def late(*arguments, **named):
+        if not ended:  # between the two steps of this driver, another one is done
+            ended.append(shutil.rmtree(folder.path))
+        return lock(*arguments, **named)
+
+    monkeypatch.setattr(state, "lock_journal", late)
+    with folder.locked(), pytest.raises(FormatError, match="another writer is at work"), folder.locked():
+        pass
+    assert ended
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "chats.part", "folder/notes.txt"])
+def test_a_folder_of_somebody_else_is_refused_and_stays(tmp_path, name):
+    there = tmp_path / "x.parts" / name
+    there.parent.mkdir(parents=True)
+    there.write_text("mine")
+    refused = preprocess(tmp_path / "x", "--engine", "ray", "--workers", 1, "--overwrite")
+    assert (refused.code, "which is not of a run" in refused.err) == (1, True), refused
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [there]
+
+
+def test_what_somebody_puts_beside_the_parts_stays(tmp_path):
+    folder = RunFolder.of(str(tmp_path / "x"))
+    with folder.locked():
+        (tmp_path / "x.parts" / "000000-000000.part").touch()
+        (tmp_path / "x.parts" / "notes.txt").touch()
+    assert [path.name for path in (tmp_path / "x.parts").iterdir()] == ["notes.txt"]
+
+
+def test_a_remote_prefix_is_refused_before_anything_is_asked_of_it(tmp_path):
+    refused = preprocess(tmp_path / "x", "--engine", "ray", "--workers", 1, "--output-prefix", "s3://bucket/x")
+    assert (refused.code, "a file system that all nodes share" in refused.err) == (2, True), refused
 
 
 def test_without_ray_the_error_names_what_brings_it_and_nothing_is_left(tmp_path, monkeypatch):

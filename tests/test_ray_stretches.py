@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,21 +13,29 @@ from megatron_sft_idx.chat.inputs.pieces import iter_pieces
 from megatron_sft_idx.preprocess.distributed import stretches
 from megatron_sft_idx.preprocess.distributed.stretches import Cutting, cut_file, read_pieces
 
-ROW = st.integers(0, 40).map(lambda count: b"x" * count)
+# Any byte but the end of a line may stand in a row: a carriage return, half a character, a zero, what only Unicode
+# calls the end of a line.
+ROW = st.one_of(
+    st.integers(0, 40).map(lambda count: b"x" * count),
+    st.lists(st.sampled_from([b"\r", b"\0", b" ", b"\xe2\x80\xa8", b"\xc2\x85", b"\xff", "日🙂é".encode(), b"{}"])).map(
+        b"".join
+    ),
+)
 
 
 @settings(deadline=None)  # it waits for the disk
 @given(
     rows=st.lists(ROW, max_size=30),
-    ending=st.sampled_from([b"", b"\n", b"\n\n"]),
+    line=st.sampled_from([b"\n", b"\r\n"]),
+    ending=st.sampled_from([b"", b"\n", b"\n\n", b"\r\n", b"\r"]),
     mark=st.booleans(),
     piece=st.integers(1, 60),
     pieces=st.integers(1, 3),
     tail=st.sampled_from([1, 7, 1 << 14]),
 )
-def test_ranges_give_the_pieces_of_the_whole_file(tmp_path_factory, rows, ending, mark, piece, pieces, tail):
+def test_ranges_give_the_pieces_of_the_whole_file(tmp_path_factory, rows, line, ending, mark, piece, pieces, tail):
     path = tmp_path_factory.mktemp("cut") / "rows.jsonl"
-    path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + b"\n".join(rows) + ending)
+    path.write_bytes((b"\xef\xbb\xbf" if mark else b"") + line.join(rows) + ending)
     file = InputFile(str(path), "lines", "", path.stat().st_size)
     before, stretches._TAIL_NBYTES = stretches._TAIL_NBYTES, tail
     try:
@@ -37,9 +46,14 @@ def test_ranges_give_the_pieces_of_the_whole_file(tmp_path_factory, rows, ending
     assert all(len(group) <= pieces for group in found)
     assert [len(group) == pieces for group in found[:-1]] == [True] * (len(found) - 1)
     wanted = list(iter_pieces([file], piece_nbytes=piece))
-    assert [(p.payload, p.ends.tolist()) for group in found for p in group] == [
-        (p.payload, p.ends.tolist()) for p in wanted
-    ]
+    made = [p for group in found for p in group]
+    assert [(p.payload, p.ends.tolist()) for p in made] == [(p.payload, p.ends.tolist()) for p in wanted]
+    assert [p.fingerprint() for p in made] == [p.fingerprint() for p in wanted]
+    # The driver adds up the rows of the parts before, blank ones included, to tell the number of a bad one.
+    before = 0
+    for group, first in zip(found, np.cumsum([0, *map(len, found)]).tolist(), strict=False):
+        assert [before + p.first for p in group] == [p.first for p in wanted[first : first + len(group)]]
+        before += sum(len(p.ends) for p in group)
 
 
 def test_other_files_are_one_stretch_each(tmp_path):

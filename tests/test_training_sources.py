@@ -40,6 +40,9 @@ def rows_of(source: Any, packs: Sequence[int]) -> list[Pairs]:
         np.int64,
     ]
     assert len(found.offsets) == len(packs) + 1
+    used, slots = found.in_slots()
+    assert used == sorted(set(found.shards.tolist()))
+    assert [used[slot] for slot in slots] == found.shards.tolist()
     rows = []
     for a, b in pairwise(found.offsets):
         row = []

@@ -22,6 +22,7 @@ from megatron_sft_idx.cli.output import Output
 from megatron_sft_idx.preprocess import EncodingOptions, PreprocessOptions, Preview, corpus_prefix, preprocess, preview
 from megatron_sft_idx.preprocess.workers import available_cpus
 from megatron_sft_idx.report import mark_pack
+from megatron_sft_idx.storage import is_remote
 
 __all__ = ["add_mask_options", "add_parser", "add_row_options", "add_workers_option", "encoding_options"]
 
@@ -248,6 +249,11 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         parser.error("--ray-address goes with --engine ray")
     if arguments.engine == "ray" and arguments.workers == 0:
         parser.error("--engine ray needs at least one task at once: --workers 1")
+    if arguments.engine == "ray" and is_remote(arguments.output_prefix):
+        parser.error(
+            "--engine ray writes to a file system that all nodes share; name a prefix there, and send the shards"
+            " afterwards: megatron-sft-idx copy"
+        )
     output = Output(arguments, shards=arguments.output_shards)
     if not arguments.dry_run:
         output.prepare(resume=arguments.resume)

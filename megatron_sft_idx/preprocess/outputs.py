@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -14,9 +14,9 @@ from megatron_sft_idx.merge import part_prefix
 from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.preprocess.gather import PackedRun
 from megatron_sft_idx.preprocess.overlong import Cuts, Overlong, cut_sequences
-from megatron_sft_idx.shard import ShardWriter, read_header
+from megatron_sft_idx.shard import ShardWriter, check_free, read_header, remove_shard
 
-__all__ = ["Output", "PackOptions", "Packing", "output_prefixes", "plan_packs"]
+__all__ = ["Output", "PackOptions", "Packing", "make_room", "output_prefixes", "plan_packs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,33 @@ class Output:
             overwrite=overwrite,
             metadata=self.metadata,
         )
+
+
+def make_room(outputs: Sequence[Output], *, overwrite: bool, keep: bool) -> dict[str, Header]:
+    """Remove the shards that are to be replaced, all of them before the first is written.
+
+    New shards beside old ones would open as a dataset that lacks some sequences and repeats others.
+
+    Args:
+        outputs: all shards of a run.
+        overwrite: whether shards may be removed.
+        keep: leave those that are the very ones that would be made.
+
+    Returns:
+        The headers of those that are left, by prefix.
+
+    Raises:
+        FormatError: a shard is there that is another one, and may not be replaced.
+    """
+    kept = {}
+    for output in outputs:
+        paths = ShardPaths.of(output.prefix)
+        if keep and (found := output.found()) is not None:
+            kept[output.prefix] = found
+        else:
+            check_free(paths, overwrite=overwrite)
+            remove_shard(paths)
+    return kept
 
 
 @dataclass(frozen=True, slots=True, eq=False)

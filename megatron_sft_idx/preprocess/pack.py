@@ -9,8 +9,9 @@ from typing import Any
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.merge import refuse_other_splits
 from megatron_sft_idx.preprocess.gather import CorpusReader, write_packs
-from megatron_sft_idx.preprocess.outputs import PackOptions, output_prefixes, plan_packs
+from megatron_sft_idx.preprocess.outputs import PackOptions, make_room, output_prefixes, plan_packs
 from megatron_sft_idx.preprocess.overlong import Overlong
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.shard import Shard
@@ -82,28 +83,28 @@ def pack_shard(
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
         FormatError: an option that cannot be, nothing left to pack, or ``prefix`` is that of the source.
     """
-    for path in (source.prefix, prefix):
-        require_local(path, "packing")
-    where = os.path.realpath(ShardPaths.of(source.prefix).seq_idx)
-    if where in (os.path.realpath(ShardPaths.of(path).seq_idx) for path in output_prefixes(prefix, shards)):
-        raise FormatError(f"{prefix}: this is the shard to be packed, which would be replaced; choose another prefix")
+    _require_apart(source, prefix, shards)
     reader, header = CorpusReader(source), source.header
     packing = plan_packs(reader.lengths, options, shards=shards, source=source.prefix)
-    outputs = packing.outputs(
-        prefix,
-        header.metadata,
-        _identity(header),
-        reader.count_trained(packing.cuts.parted, packing.cuts.parted_at),
-        token_dtype=header.token_dtype.name,
-        mask_dtype=header.mask_dtype.name,
-        pad_id=header.pad_id,
+    outputs = list(
+        packing.outputs(
+            prefix,
+            header.metadata,
+            _identity(header),
+            reader.count_trained(packing.cuts.parted, packing.cuts.parted_at),
+            token_dtype=header.token_dtype.name,
+            mask_dtype=header.mask_dtype.name,
+            pad_id=header.pad_id,
+        )
     )
+    # What one shard replaces stays until that is written; of several it would be mixed with what is new.
+    kept = make_room(outputs, overwrite=overwrite, keep=keep) if shards > 1 else {}
     headers = []
     total = len(packing.cuts.lengths)
     with Progress("packing", total, unit="seq", log_interval=log_interval, items="sequences") as progress:
         for number, output in enumerate(outputs):
             run = packing.run(number)
-            if keep and (found := output.found()) is not None:
+            if (found := kept.get(output.prefix)) is not None:
                 progress.update(len(run.selection), len(run.selection))
                 headers.append(found)
                 continue
@@ -111,6 +112,17 @@ def pack_shard(
                 write_packs(reader, run, writer, progress.update)
                 headers.append(writer.finalize())
     return pack_report(headers)
+
+
+def _require_apart(source: Shard, prefix: str, shards: int) -> None:
+    """FormatError where the output would replace its source, or lie beside shards that it could be taken for."""
+    for path in (source.prefix, prefix):
+        require_local(path, "packing")
+    where = os.path.realpath(ShardPaths.of(source.prefix).seq_idx)
+    if where in (os.path.realpath(ShardPaths.of(path).seq_idx) for path in output_prefixes(prefix, shards)):
+        raise FormatError(f"{prefix}: this is the shard to be packed, which would be replaced; choose another prefix")
+    if shards > 1:
+        refuse_other_splits(prefix, shards)
 
 
 def _identity(source: Header) -> str:

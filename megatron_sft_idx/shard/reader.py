@@ -127,6 +127,14 @@ class Shard:
         paths = self._paths
         if is_remote(paths.prefix):
             return _Files.of(*open_remote(paths, IndexCache(self._index_cache), self._backend))
+        try:
+            return self._open_local(paths)
+        except ShardNotFoundError:
+            raise
+        except FileNotFoundError:  # gone since it was looked for, as when another shard is being published
+            raise not_found(paths) from None
+
+    def _open_local(self, paths: ShardPaths) -> _Files:
         raw = read_raw_header(paths)
         header = Header.decode(raw, paths.seq_idx)
         if missing := paths.missing():

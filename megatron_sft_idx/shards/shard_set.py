@@ -228,6 +228,8 @@ class ShardSet:
 
     def locate(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Shard of each pack, and its number inside that shard; ``packs`` are 0 to ``len(self) - 1``."""
+        if len(self.prefixes) == 1:
+            return np.zeros(len(packs), np.int64), packs
         # Sizes are uneven and may be zero: right of all boundaries that a pack is not before.
         shards = np.searchsorted(self.packs_before, packs, side="right") - 1
         return shards, packs - self.packs_before[shards]

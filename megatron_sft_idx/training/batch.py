@@ -27,8 +27,8 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Fetcher
 from megatron_sft_idx.training.layout import Batch, BatchLayout, Form, Tensors
-from megatron_sft_idx.training.placing import advise, place
-from megatron_sft_idx.training.segments import PackSource, Pair, Segments, in_slots
+from megatron_sft_idx.training.placing import Placed, advise, in_memory, place
+from megatron_sft_idx.training.segments import PackSource, Pair, Segments
 
 __all__ = ["Batch", "BatchAssembler", "widen"]
 
@@ -117,10 +117,7 @@ class BatchAssembler:
             raise ValueError(f"buffers of {out.layout}, this assembler fills {self.layout(out.layout.rows)}")
         arrays = out.arrays
         pairs, slots = self._shards(segments)
-        where_from = segments
-        if _any_remote(pairs):
-            where_from, pairs = self._fetcher.gather(segments, slots, pairs)
-        placed = place(pairs, slots, where_from)
+        placed = in_memory(pairs, slots, segments) or self._read(pairs, slots, segments)
         where = (
             placed.arrays,
             segments.offsets,
@@ -171,9 +168,14 @@ class BatchAssembler:
         """Let go what was fetched for batches that will not be filled."""
         self._fetcher.forget()
 
+    def _read(self, pairs: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) -> Placed:
+        if _any_remote(pairs):
+            segments, pairs = self._fetcher.gather(segments, slots, pairs)
+        return place(pairs, slots, segments)
+
     def _shards(self, segments: Segments) -> tuple[list[Pair], NDArray[np.int32]]:
         """The shards that are read, and for each sequence which of them is its own."""
-        used, slots = in_slots(segments.shards)
+        used, slots = segments.in_slots()
         if used and used[0] < 0:
             raise ValueError(f"a sequence is said to lie in shard {used[0]}")
         pairs = [self.source.arrays(shard) for shard in used]

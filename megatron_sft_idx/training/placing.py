@@ -12,7 +12,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.storage import ReopenedArray, advise_runs, read_runs
 from megatron_sft_idx.training.segments import Pair, Segments
 
-__all__ = ["Placed", "advise", "place"]
+__all__ = ["Placed", "advise", "in_memory", "place"]
 
 _Arrays = tuple[NDArray[Any], NDArray[Any]]
 
@@ -31,24 +31,30 @@ class Placed(NamedTuple):
     starts: NDArray[np.int64]
 
 
-def place(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) -> Placed:
-    """Arrays that hold these sequences: the shards' own where they are in memory or mapped, else what is read of them.
+def in_memory(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) -> Placed | None:
+    """These sequences in the arrays of their shards; None where those are not all in memory or mapped.
 
     Args:
         shards: tokens and loss mask of each shard that is used.
         slots: int32 [segments], which of them each sequence lies in.
         segments: the sequences.
+    """
+    mapped = _mapped(shards)
+    return Placed(mapped, slots, segments.starts) if len(mapped) == len(shards) else None
+
+
+def place(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) -> Placed:
+    """These sequences in memory, read where they are not there; arguments as of ``in_memory``.
 
     Raises:
         ValueError: a sequence that does not lie within its shard.
         FormatError: a shard is another one by now.
     """
-    mapped = _mapped(shards)
-    return Placed(mapped, slots, segments.starts) if len(mapped) == len(shards) else _read(shards, slots, segments)
+    return in_memory(shards, slots, segments) or _read(shards, slots, segments)
 
 
 def advise(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) -> None:
-    """Ask the kernel to read these sequences from disk in the background; arguments as of ``place``."""
+    """Ask the kernel to read these sequences from disk in the background; arguments as of ``in_memory``."""
     stops = segments.starts + segments.lengths
     for slot, pair in enumerate(_mapped(shards)):
         mine = slots == slot
@@ -94,7 +100,7 @@ def _read(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) 
     """One pair of arrays for each dtype of masks, with the runs that have it end to end."""
     runs = Runs.join(segments, slots)
     of_run = [shards[slot] for slot in runs.slots.tolist()]
-    kinds = sorted({loss.dtype for _, loss in shards}, key=str)
+    kinds = list(dict.fromkeys(loss.dtype for _, loss in shards))
     kind_of_run = np.array([kinds.index(loss.dtype) for _, loss in of_run], np.int32)
     placed, places = [], np.empty(len(of_run), np.int64)
     for kind, dtype in enumerate(kinds):

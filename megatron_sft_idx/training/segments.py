@@ -24,12 +24,18 @@ class Segments:
         shards: int32 [segments], which of the source's ``arrays`` each sequence lies in.
         starts: int64 [segments], its first token there.
         lengths: int64 [segments], its tokens.
+        used: the values of ``shards``, ascending, where they are known already; None where nobody looked.
     """
 
     offsets: NDArray[np.int64]
     shards: NDArray[np.int32]
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
+    used: list[int] | None = None
+
+    def in_slots(self) -> tuple[list[int], NDArray[np.int32]]:
+        """As the function of that name, of ``shards``."""
+        return in_slots(self.shards, self.used)
 
 
 class PackSource(Protocol):
@@ -63,9 +69,15 @@ class PackSource(Protocol):
         ...
 
 
-def in_slots(shards: NDArray[Any]) -> tuple[list[int], NDArray[Any]]:
-    """The shards that are named, ascending, and for each entry which of these it names: lists stay short that way."""
-    used = sorted(set(shards.tolist()))
+def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[int], NDArray[Any]]:
+    """The shards that are named, ascending, and for each entry which of these it names: lists stay short that way.
+
+    Args:
+        shards: numbers, in any order.
+        used: what they name, where that is known.
+    """
+    if used is None:
+        used = sorted(set(shards.tolist()))
     return used, shards if dense(used) else np.searchsorted(np.array(used), shards).astype(shards.dtype)
 
 

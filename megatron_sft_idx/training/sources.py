@@ -91,13 +91,14 @@ class StoredPacks:
         Raises:
             FormatError: a pack's index entries break a rule of the format.
         """
-        shards, local = self.shards.locate(packs + self.first)
-        numbers, slots = in_slots(shards)
+        wanted = packs + self.first
+        shards, local = self.shards.locate(wanted)
         if (held := self.shards.held) is not None:  # one shard, as far as arrays go
-            held.need(numbers)
-            numbers, slots, local = [0], np.zeros_like(slots), packs + self.first
+            held.need(set(shards.tolist()))
+            numbers, slots, local = [0], np.zeros_like(shards), wanted
             indexes = [(held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens))]
         else:
+            numbers, slots = in_slots(shards)
             files = [self.shards.shard(number).files for number in numbers]
             indexes = [(f.sequence_offsets[:], f.token_offsets[:], f.starts[:], f.num_tokens) for f in files]
         try:
@@ -108,7 +109,8 @@ class StoredPacks:
                 f"{where}: {error}; megatron-sft-idx verify says of which file: restore it from a copy"
             ) from None
         # Slots are the numbers where shards are used from the first on, as the only one is.
-        return Segments(offsets, own if dense(numbers) else np.array(numbers, np.int32)[own], starts, lengths)
+        own = own if dense(numbers) else np.array(numbers, np.int32)[own]
+        return Segments(offsets, own, starts, lengths, numbers if len(packs) else None)
 
     def arrays(self, shard: int) -> Pair:
         """Tokens and label-aligned loss mask of one shard, whole."""

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,15 +195,26 @@ def run(folder: Path, engine: str, workers: int) -> Outcome:
     return Outcome(json.loads(summary.read_text())["seconds"], wall, user, digest.hexdigest())
 
 
-def run_rows(folder: Path, rounds: int) -> Iterator[list[object]]:
-    engines = ["local", *(["ray"] if importlib.util.find_spec("ray") else [])]
-    runs: dict[tuple[str, int], list[Outcome]] = {}
+Runs = dict[tuple[str, int], list[Outcome]]
+
+
+def run_all(folder: Path, engines: Sequence[str], rounds: int) -> Runs:
+    runs: Runs = {}
     for _ in range(rounds):
         for engine in engines:
             for workers in (1, 2):
                 runs.setdefault((engine, workers), []).append(run(folder, engine, workers))
     if len({outcome.digest for outcomes in runs.values() for outcome in outcomes}) != 1:
         raise SystemExit("the runs differ in their bytes")
+    return runs
+
+
+def speed_up(runs: Runs, engine: str, seconds: Callable[[Outcome], float]) -> float:
+    one, two = (statistics.median(map(seconds, runs[engine, workers])) for workers in (1, 2))
+    return one / two
+
+
+def run_rows(runs: Runs) -> Iterator[list[object]]:
     for (engine, workers), outcomes in runs.items():
         tokenising, wall = (
             statistics.median(values)
@@ -274,13 +285,21 @@ def lines(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
     yield "User seconds are of the whole run with all its processes; Ray's are not children of the command."
     yield ""
     header = ["engine", "workers", "tokenising s", "speed-up", "whole run s", "speed-up", "user CPU s"]
-    yield from table(header, list(run_rows(folder, arguments.rounds)))
+    runs = run_all(folder, arguments.engines, arguments.rounds)
+    yield from table(header, list(run_rows(runs)))
+    for engine in arguments.engines:
+        tokenising = speed_up(runs, engine, lambda one: one.stages["tokenising"])
+        whole = speed_up(runs, engine, lambda one: one.wall)
+        yield f"Engine {engine}, two workers against one: tokenising {tokenising:.2f} times, the whole run {whole:.2f}."
+    yield ""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chats", type=int, default=40_000, help="how many (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of whole runs (default: %(default)s)")
+    engines = ["local", *(["ray"] if importlib.util.find_spec("ray") else [])]
+    parser.add_argument("--engines", nargs="+", choices=engines, default=engines, help="(default: all that are there)")
     parser.add_argument("--folder", help="for some hundred MB of temporary files (default: the system's)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:

@@ -33,12 +33,12 @@ from megatron_sft_idx.preprocess.distributed.tasks import (
 )
 from megatron_sft_idx.preprocess.encoding import RowEncoder
 from megatron_sft_idx.preprocess.identity import option_differences, packing_differences, shards_differences
-from megatron_sft_idx.preprocess.outputs import Output, Packing, output_prefixes, plan_packs
+from megatron_sft_idx.preprocess.outputs import Output, Packing, make_room, output_prefixes, plan_packs
 from megatron_sft_idx.preprocess.pack import pack_report
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.preprocess.start import has_journal, require_not_output
 from megatron_sft_idx.preprocess.summary import Summary, timed
-from megatron_sft_idx.shard import check_free, read_header, remove_shard
+from megatron_sft_idx.shard import check_free, read_header
 
 if TYPE_CHECKING:
     from megatron_sft_idx.preprocess.pipeline import PreprocessOptions
@@ -194,7 +194,7 @@ class _Run:
                     pad_id=encoder.tokenizer.pad_id,
                 )
             )
-            _make_room(outputs, replaces)
+            make_room(outputs, overwrite=replaces, keep=not replaces)
         with timed(self.seconds, "gathering"):
             return report, self._gather(cluster, table, packing, outputs)
 
@@ -292,19 +292,6 @@ def _lean(packing: Packing, number: int) -> Any:
     run = packing.run(number)
     selection = dataclasses.replace(run.selection, lengths=run.selection.lengths.astype(np.uint32))
     return dataclasses.replace(run, selection=selection)
-
-
-def _make_room(outputs: Sequence[Output], replaces: bool) -> None:
-    """Remove shards that are to be replaced, those that are the very ones excepted.
-
-    Raises:
-        FormatError: a shard is there that is another one, and may not be replaced.
-    """
-    for output in outputs:
-        paths = ShardPaths.of(output.prefix)
-        if output.found() is None or replaces:
-            check_free(paths, overwrite=replaces)
-            remove_shard(paths)
 
 
 def _untrained_by_cut(cluster: Cluster, table: PartsTable, packing: Packing) -> int:

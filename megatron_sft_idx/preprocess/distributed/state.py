@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,13 +19,16 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.preprocess.distributed.stretches import Cutting
 from megatron_sft_idx.preprocess.encoding import RowEncoder
 from megatron_sft_idx.preprocess.identity import option_differences
-from megatron_sft_idx.shard.lock import lock_file
+from megatron_sft_idx.shard.lock import lock_journal
 from megatron_sft_idx.storage import OutputFile, sync_folder
 
 __all__ = ["RunFolder"]
 
 _MAX_NBYTES = 1 << 28
 _VERSION = 1
+_LOCK = "run.journal"
+# The lock, what the run is of, parts, and what a kill left of them; a file that is open somewhere on NFS.
+_OURS = re.compile(r"run\.journal|run\.json(\.tmp)?|\d+-\d+\.part(\.[0-9a-f]+\.tmp)?|\.nfs.+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +63,35 @@ class RunFolder:
         """Keep other drivers out; the folder is made where it is missing, and goes where nothing is left to resume.
 
         Raises:
-            FormatError: another driver is at work.
+            FormatError: another driver is at work, or the folder is not of such runs.
         """
-        os.makedirs(self.path, exist_ok=True)
-        fd = os.open(os.path.join(self.path, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(FileNotFoundError):
+            if other := next((entry.name for entry in os.scandir(self.path) if not _OURS.fullmatch(entry.name)), None):
+                raise FormatError(
+                    f"{self.path}: holds {other}, which is not of a run; the folder is made for one and removed after"
+                    " it: move it away, or choose another --output-prefix"
+                )
+        fd = self._lock()
         try:
-            lock_file(fd, ShardPaths(self.path))
-            try:
-                yield
-            finally:
-                if not self.exists:
-                    shutil.rmtree(self.path, ignore_errors=True)
+            yield
         finally:
+            if not self.exists:
+                self._remove()
             os.close(fd)
+
+    def _remove(self) -> None:
+        """Remove the folder with what is left in it; one in which somebody put something else stays."""
+        with contextlib.suppress(OSError):
+            self.clear()
+            os.unlink(os.path.join(self.path, _LOCK))
+            os.rmdir(self.path)
+
+    def _lock(self) -> int:
+        """The descriptor of the lock, held."""
+        while True:
+            os.makedirs(self.path, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # a driver that ended meanwhile took the folder with it
+                return lock_journal(ShardPaths(os.path.join(self.path, "run")), create=True)
 
     def write(self, files: Sequence[InputFile], encoder: RowEncoder, cutting: Cutting, *, overwrite: bool) -> None:
         """Say what the run is of, durably."""
@@ -137,7 +156,7 @@ class RunFolder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._state)  # first: a kill on the way leaves nothing that seems worth resuming
         for entry in os.scandir(self.path):
-            if entry.name != "lock":
+            if entry.name != _LOCK and _OURS.fullmatch(entry.name):
                 os.unlink(entry.path)
 
     def has_parts(self) -> bool:
