@@ -46,6 +46,7 @@ class CatalogShards:
         self.folder = folder
         self._max_wait, self._producer_timeout, self._backend = max_wait, producer_timeout, backend
         self._catalog = Catalog(folder)
+        self._watch = CatalogWatch(self._catalog)
         self._limits: LiveLimits | None = None
         self._counts: dict[int, int] = {}
 
@@ -110,12 +111,13 @@ class CatalogShards:
             if waiter.pause(seconds):
                 raise Stopped
 
-        found = CatalogWatch(self._catalog, pause=pause).wait(
+        found = self._watch.wait(
             number,
             who=waiter.who,
             max_wait=self._max_wait,
             producer_timeout=self._producer_timeout,
-            uncommitted=uncommitted(),
+            uncommitted=uncommitted,
+            pause=pause,
             log=logger.info if waiter.speaks else lambda line: None,
         )
         return found == "published"
