@@ -176,3 +176,23 @@ def test_a_damaged_acknowledgement_stops_it_and_is_named(rows, catalog):
     assert refused.code == 1
     assert f"{path}: not a JSON document" in refused.err
     assert str(path) in (state_of(folder).reason or "")
+
+
+def test_the_folder_is_not_listed_again_for_every_shard(catalog, rows, monkeypatch):
+    """It may hold hundreds of thousands of files."""
+    listings = []
+    numbers = Catalog.numbers
+    monkeypatch.setattr(Catalog, "numbers", lambda self: listings.append(self) or numbers(self))
+    acknowledge(Path(catalog.folder), 1000)
+    given = (Path(catalog.folder), "--input", rows, *PACKS)
+    assert produced(*given, "--keep-recent", 2, "--max-ahead-shards", 3).code == 0
+    assert len(listings) == 1
+    assert numbers(catalog) == [8, 9]
+
+
+@pytest.mark.parametrize("option", ["--catalog", "--ack-dir"])
+def test_a_bucket_is_no_folder_for_shards_that_come_and_go(catalog, rows, option):
+    refused = produced(Path(catalog.folder), "--input", rows, *PACKS, option, "s3://bucket/live")
+    assert refused.code == 2
+    assert "s3://bucket/live: a" in refused.err
+    assert "needs files on a local disk" in refused.err
