@@ -65,6 +65,10 @@ class Acknowledgements:
         ours = self.ack(state)
         return newest[0].generation + (not all(ours.agrees_with(ack) for ack in newest))
 
+    def exist(self) -> bool:
+        """Whether this consumer has acknowledged anything, in any run."""
+        return bool(self._newest())
+
     def may_write(self) -> bool:
         """Whether acknowledgements can be written here; makes their folder."""
         home = os.path.join(self.path, self._consumer)
