@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_catalogs import all_names, dataset, loader, names, names_in, names_of
+from live_catalogs import all_names, dataset, loader, make_catalog, names, names_in, names_of
 from live_producers import PATIENCE, producing
 
 from megatron_sft_idx.catalog import Base, completed, read_acks, shard_name
@@ -197,6 +197,17 @@ def test_a_wait_says_so_once_at_once(tmp_path: Path, caplog: pytest.LogCaptureFi
     waits = [line for line in caplog.messages if "waits" in line]
     assert len(waits) == 1
     assert waits[0].startswith("rank 3 waits 0 s for shard 3; producer not seen alive yet, 1 published")
+
+
+def test_a_shard_that_is_listed_and_not_there_is_no_hang(tmp_path: Path) -> None:
+    make_catalog(tmp_path / "c", [3, 2])
+    for path in (tmp_path / "c").glob("shard-000001.*"):
+        path.unlink()
+    (tmp_path / "c" / "shard-000001.seq.idx").symlink_to(tmp_path / "nowhere")
+    taking = Taking(loader(impatient(tmp_path / "c")))
+    with pytest.raises(SFTIndexError, match="shard-000001: 2 have been published and this one is not there any more"):
+        taking.ended()
+    assert sorted(taking.names) == names(0, 3)
 
 
 # ---- what is killed and comes again ----

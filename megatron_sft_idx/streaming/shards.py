@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from megatron_sft_idx.storage import Backend
 from megatron_sft_idx.streaming.live import LiveLimits, Stopped, Waiter
 
 __all__ = ["CatalogShards"]
+
+_SECONDS_BETWEEN_LISTINGS = 0.05
 
 logger = logging.getLogger("megatron_sft_idx.streaming")
 
@@ -72,14 +75,15 @@ class CatalogShards:
     def _any_header(self, waiter: Waiter) -> Header | None:
         """The header of the newest shard; waits for one. None where all are freed and no more will come."""
         while True:
-            if there := self.numbers():
-                try:
-                    return read_header(self._catalog.shard_prefix(there[-1]))
-                except ShardNotFoundError:
-                    continue  # freed in between; a newer one is there, or will be
+            for number in reversed(self.numbers()):
+                # One that is listed may be freed in between, or not be there for all that a listing says.
+                with contextlib.suppress(ShardNotFoundError):
+                    return read_header(self._catalog.shard_prefix(number))
             producer = self._catalog.producer()
             if not self.wait(0 if producer is None else producer.published, waiter):
                 return None
+            if waiter.pause(_SECONDS_BETWEEN_LISTINGS):
+                raise Stopped
 
     def _limits_of_headers(self) -> LiveLimits:
         if self.end() is None:
