@@ -220,9 +220,10 @@ class LiveData(Iterator[Tensors]):
                 header = read_header(Catalog(shards.folder).shard_prefix(number))
             except ShardNotFoundError:
                 continue  # freed in between
-            size = header.metadata.get("tokenizer", {}).get("vocab_size")
-            return size if isinstance(size, int) else None
-        return None
+            return _vocab_size(header.metadata)
+        # All of them are freed: a run that was through is started again.
+        producer = Catalog(shards.folder).producer()
+        return None if producer is None else _vocab_size(producer.options)
 
     def gather_states(self) -> list[dict[str, Any]]:
         """Every rank's state, for the part of a checkpoint that all ranks share; called by all of them together."""
@@ -265,6 +266,13 @@ class LiveData(Iterator[Tensors]):
         if self._decider:
             self._decider.stop()
         self._loader.close()
+
+
+def _vocab_size(description: dict[str, Any]) -> int | None:
+    """Of the tokenizer in what a shard's header or its producer says of itself."""
+    tokenizer = description.get("tokenizer")
+    size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
+    return size if isinstance(size, int) else None
 
 
 def _leads() -> bool:
