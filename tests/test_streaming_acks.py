@@ -15,7 +15,7 @@ from live_catalogs import all_names, copies, loader, make_catalog, names, names_
 from torch.utils.data import get_worker_info
 
 from megatron_sft_idx.catalog import completed, read_acks
-from megatron_sft_idx.errors import SFTIndexError
+from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.streaming import CatalogShards
 
 COUNTS = [5, 3, 0, 7, 4, 6]
@@ -152,6 +152,12 @@ def test_acknowledgements_go_where_they_are_told_to(catalog: Path, tmp_path: Pat
         batches.commit(batches.state_dict())
     assert shards_completed(catalog, tmp_path / "acks") == list(range(len(COUNTS)))
     assert not (catalog / "_acks").exists()
+
+
+@pytest.mark.parametrize("consumer", ["", "../others", "a/b", ".hidden"])
+def test_a_name_that_is_no_folders_is_refused_before_training(catalog: Path, consumer: str) -> None:
+    with pytest.raises(FormatError, match="expected up to 100 letters"):
+        loader(catalog, consumer=consumer)
 
 
 @pytest.fixture
