@@ -15,7 +15,7 @@ from test_live_training import LENGTH, chat, pack
 from test_pretrain_script import assert_bitwise
 from training_twin import lone_process
 
-from megatron_sft_idx.catalog import Catalog, completed, read_acks
+from megatron_sft_idx.catalog import Catalog, Limits, ProducerState, completed, read_acks
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 
 PACKS = ["--vocab-size", 2048]
@@ -149,6 +149,16 @@ def test_a_vocabulary_is_asked_for_where_nobody_names_one(script: ModuleType, tm
     folder = finished(tmp_path / "chunks", [pack(i) for i in range(5)])
     with pytest.raises(SystemExit, match="--vocab-size"):
         run(script, options(folder))
+
+
+def test_the_vocabulary_is_known_when_every_shard_is_freed(script: ModuleType, tmp_path: Path) -> None:
+    """A run that was through is started again, by a script that does not know."""
+    described = {"tokenizer": {"vocab_size": 2000}}
+    catalog = Catalog(tmp_path)
+    catalog.write_producer(ProducerState(Limits(LENGTH, 8), published=2, freed=2, options=described))
+    catalog.write_end(2)
+    with script.open_live(script.parse_arguments(options(tmp_path))) as live:
+        assert script.vocabulary_of(live) == 2048
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -89,7 +89,7 @@ def launch(folder: Path, runs: dict[str, list[str]], ranks: int = RANKS, **more:
     plan.write_text(json.dumps({name: {"options": wanted, **more} for name, wanted in runs.items()}))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.Popen(
-        [*torchrun, str(ROOT / "tests/pretrain_runs.py"), str(plan), str(folder)],
+        [*torchrun, str(ROOT / "tests/pretrain_ranks.py"), str(plan), str(folder)],
         env={**os.environ, **THREADS},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
