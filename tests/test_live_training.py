@@ -25,6 +25,9 @@ from test_pretrain_script import ROOT, THREADS
 from megatron_sft_idx.catalog import Catalog
 from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder
 
+# Four ranks that import torch and Megatron take most of a minute of two cores.
+pytestmark = pytest.mark.slow
+
 RANKS, LENGTH, LINES, ROWS, CHATS = 4, 64, 3, 41, 200
 PATIENCE = 240.0
 # The producers stop in this row, in the middle of a chunk, until training has come so far.
