@@ -103,9 +103,13 @@ class Room:
         return most is None or sum(map(self._catalog.shard_nbytes, ahead)) + nbytes <= most
 
     def _why(self, ahead: list[int]) -> str:
-        there = len(read_acks(self._acks))
-        missing = f"; {there} of {self._limits.consumers} consumers have acknowledged anything in {self._acks}"
+        acks, consumers = read_acks(self._acks), self._limits.consumers
+        if len(acks) < consumers:
+            whose = f"{len(acks)} of {consumers} consumers have acknowledged anything in {self._acks}"
+        else:
+            behind = [name for name, of_one in acks.items() if not completed({name: of_one}, 1, ahead[:1])]
+            whose = f"in {self._acks} it is not by {', '.join(behind)}; remove the folder of one that reads no more"
         return (
             f"{len(ahead)} shards are ahead of training, the first is {ahead[0]}; a shard is completed when a"
-            f" checkpoint that includes it is saved{missing if there < self._limits.consumers else ''}"
+            f" checkpoint that includes it is saved; {whose}"
         )
