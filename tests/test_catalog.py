@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from packs import demo_samples, write_samples
 from megatron_sft_idx.catalog import Catalog, Limits, ProducerState, documents, shard_name
 from megatron_sft_idx.errors import FormatError, UnsupportedVersionError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.produce import keeper
 from megatron_sft_idx.shard import remove_shard
 
 STATE = ProducerState(
@@ -197,3 +200,25 @@ def test_readers_see_the_old_document_or_the_new_one(catalog):
     catalog.write_end(1)  # what a killed writer left is in nobody's way
     catalog.write_producer(STATE)
     assert sorted(os.listdir(catalog.folder)) == ["_END.json", "_producer.json"]
+
+
+def test_a_heart_goes_on_beating_when_a_beat_was_not_written(tmp_path, monkeypatch):
+    """A disk that was full for a moment; consumers would take the producer for dead."""
+    monkeypatch.setattr(keeper, "_SECONDS_BETWEEN_BEATS", 0.01)
+    catalog, left = Catalog(tmp_path), [3]
+    write = Catalog.write_producer
+
+    def full(self: Catalog, state: ProducerState) -> None:
+        if state.beat > 1 and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(self, state)
+
+    monkeypatch.setattr(Catalog, "write_producer", full)
+    with keeper.StateKeeper(catalog, ProducerState(Limits(64, 8))) as beating:
+        deadline = time.monotonic() + 60
+        while catalog.producer().beat < 6:
+            assert time.monotonic() < deadline, "no beat"
+            time.sleep(0.01)
+        beating.update(published=1)
+    assert catalog.producer().published == 1

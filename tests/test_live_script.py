@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,7 @@ from test_live_training import LENGTH, chat, pack
 from test_pretrain_script import assert_bitwise
 from training_twin import lone_process
 
-from megatron_sft_idx.catalog import Catalog
+from megatron_sft_idx.catalog import Catalog, Limits, ProducerState, completed, read_acks
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 
 PACKS = ["--vocab-size", 2048]
@@ -56,6 +57,7 @@ def options(folder: Path, *more: object, steps: int | None = 100) -> list[str]:
         (["--data-path", "0.5", "live:a", "0.5", "live:b"], 5, "a blend needs to know how much there is of each part"),
         (["--live-window", "-1"], 5, "--live-window -1, expected 0 or more"),
         (["--end-after", "nan"], 5, "--end-after nan, expected 0 or more"),
+        (["--data-path", "live:s3://bucket/a"], 5, "s3://bucket/a: live data needs files on a local disk"),
         (["--chat-template", "x.jinja"], 5, "--chat-template is for raw chats: give --tokenizer-model too"),
     ],
 )
@@ -109,6 +111,25 @@ def test_chunks_are_marked_once_all_consumers_have_committed(script: ModuleType,
         assert len(list(folder.glob("*.completed"))) == marked
 
 
+def test_a_run_without_checkpoints_is_told_that_it_acknowledges_nothing(
+    script: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = finished(tmp_path / "chunks", [pack(i) for i in range(4)])
+    run(script, options(folder, *PACKS, "--save", tmp_path / "checkpoints", steps=1))
+    assert "no --save" not in caplog.text
+    run(script, options(folder, *PACKS, "--consumer", "other", steps=1))
+    assert f"{folder}: no --save: a run without checkpoints acknowledges nothing" in caplog.text
+
+
+def test_a_run_from_the_beginning_takes_back_what_is_complete(script: ModuleType, tmp_path: Path) -> None:
+    folder = finished(tmp_path / "chunks", [pack(i) for i in range(4)])
+    run(script, options(folder, *PACKS, "--save", tmp_path / "checkpoints"))
+    acks = str(folder / "_acks")
+    assert completed(read_acks(acks), 1, range(2)) == [0, 1]
+    run(script, options(folder, *PACKS, steps=1))
+    assert completed(read_acks(acks), 1, range(2)) == []
+
+
 def test_a_checkpoint_of_other_data_is_refused(script: ModuleType, tmp_path: Path) -> None:
     folder = finished(tmp_path / "chunks", [pack(i) for i in range(5)])
     live = script.open_live(script.parse_arguments(options(folder, *PACKS)))
@@ -116,15 +137,28 @@ def test_a_checkpoint_of_other_data_is_refused(script: ModuleType, tmp_path: Pat
         live.load_states(None)
 
 
-def test_nothing_comes(script: ModuleType, tmp_path: Path) -> None:
+def test_nothing_comes(script: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "megatron_sft_idx.streaming")
     with pytest.raises(SFTIndexError, match=r"0.5 s have passed \(--max-wait\) and there is neither"):
         run(script, options(tmp_path / "nothing", "--max-wait", 0.5))
+    waits = [line for line in caplog.messages if "waits" in line]
+    assert waits == [f"rank 0 waits 0 s for {tmp_path / 'nothing'}: neither a catalog nor chunks are there yet"]
 
 
 def test_a_vocabulary_is_asked_for_where_nobody_names_one(script: ModuleType, tmp_path: Path) -> None:
     folder = finished(tmp_path / "chunks", [pack(i) for i in range(5)])
     with pytest.raises(SystemExit, match="--vocab-size"):
         run(script, options(folder))
+
+
+def test_the_vocabulary_is_known_when_every_shard_is_freed(script: ModuleType, tmp_path: Path) -> None:
+    """A run that was through is started again, by a script that does not know."""
+    described = {"tokenizer": {"vocab_size": 2000}}
+    catalog = Catalog(tmp_path)
+    catalog.write_producer(ProducerState(Limits(LENGTH, 8), published=2, freed=2, options=described))
+    catalog.write_end(2)
+    with script.open_live(script.parse_arguments(options(tmp_path))) as live:
+        assert script.vocabulary_of(live) == 2048
 
 
 @pytest.mark.parametrize("workers", [0, 2])

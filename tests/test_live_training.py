@@ -25,6 +25,9 @@ from test_pretrain_script import ROOT, THREADS
 from megatron_sft_idx.catalog import Catalog
 from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder
 
+# Four ranks that import torch and Megatron take most of a minute of two cores.
+pytestmark = pytest.mark.slow
+
 RANKS, LENGTH, LINES, ROWS, CHATS = 4, 64, 3, 41, 200
 PATIENCE = 240.0
 # The producers stop in this row, in the middle of a chunk, until training has come so far.
@@ -89,7 +92,7 @@ def launch(folder: Path, runs: dict[str, list[str]], ranks: int = RANKS, **more:
     plan.write_text(json.dumps({name: {"options": wanted, **more} for name, wanted in runs.items()}))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return subprocess.Popen(
-        [*torchrun, str(ROOT / "tests/pretrain_runs.py"), str(plan), str(folder)],
+        [*torchrun, str(ROOT / "tests/pretrain_ranks.py"), str(plan), str(folder)],
         env={**os.environ, **THREADS},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -216,7 +216,10 @@ def test_two_producers_at_a_time_are_one_too_many(rows, tmp_path):
     first = producing(tmp_path, "--input", "-", stdin=-1)
     until(lambda: Catalog(tmp_path).producer() is not None, first)
     refused = make(tmp_path, rows)
-    assert (refused.code, "another writer is at work here now" in refused.err) == (1, True)
+    assert (
+        refused.code,
+        "another producer is at work here now; wait for it, or name another folder" in refused.err,
+    ) == (1, True)
     first.kill()
     first.communicate()
 

@@ -149,6 +149,38 @@ def test_a_file_that_grows_after_it_was_taken_is_an_error(scene):
         next(pieces)
 
 
+@pytest.mark.parametrize("then", ["nothing", "b.jsonl", "_END"])
+def test_a_file_that_grows_after_it_settled_is_an_error(scene, then):
+    """All of it was read, and its writer had only paused: what came then must not be lost without a word."""
+    scene.put("a.jsonl")
+    assert [scene.next(), scene.next(6)] == [None, "a.jsonl"]
+    assert scene.next() is None
+    scene.put("a.jsonl")
+    if then != "nothing":
+        scene.put(then)
+    with pytest.raises(FormatError, match=r"a\.jsonl: had 9 bytes when it was taken, and has 18 bytes.*raise --settle"):
+        scene.next()
+
+
+def test_a_file_that_settled_may_be_removed_once_it_was_read(scene):
+    scene.put("a.jsonl")
+    assert [scene.next(), scene.next(6)] == [None, "a.jsonl"]
+    (scene.folder / "a.jsonl").unlink()
+    scene.put("_END")
+    assert scene.next() == "end"
+
+
+def test_many_files_are_found_with_few_looks(scene, monkeypatch):
+    names = [f"{number}.jsonl" for number in range(50)]
+    for name in [*names, "_END"]:
+        scene.put(name)
+    looks = []
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: looks.append(path) or listdir(path))
+    assert [scene.next() for _ in range(51)] == [*names, "end"]
+    assert len(looks) == 2
+
+
 def test_a_file_that_is_gone_is_an_error(scene):
     for name in ("a.jsonl", "_END"):
         scene.put(name)

@@ -121,7 +121,7 @@ def test_of_runs_at_the_same_time_one_makes_the_catalog(production, catalog, tmp
     ]
     outcomes = {(run.communicate()[1], run.returncode) for run in runs}
     assert any(code == 0 for _, code in outcomes)
-    assert all(code == 0 or "another writer is at work here now" in err for err, code in outcomes)
+    assert all(code == 0 or "another producer is at work here now" in err for err, code in outcomes)
     assert shards_of(catalog) == production.shards
     assert_clean(catalog, len(production.shards))
 

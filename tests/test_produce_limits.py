@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 from chats import write_rows
 from interrupted_runs import be_quick
+from live_catalogs import publish
 from productions import acknowledge, ended, produced, producing, state_of, until
 
-from megatron_sft_idx.catalog import Ack, Base, Catalog, CatalogWatch, ack_folder, write_ack
+from megatron_sft_idx.catalog import Ack, Base, Catalog, CatalogWatch, Limits, ProducerState, ack_folder, write_ack
+from megatron_sft_idx.produce.keeper import StateKeeper
+from megatron_sft_idx.produce.room import Room
 from megatron_sft_idx.shard import Shard
 
 PACKS = ("--seq-length", 40, "--tokens-per-shard", 400, "--packing", "sequential")
@@ -23,6 +26,10 @@ def quick():
     with pytest.MonkeyPatch.context() as patch:
         be_quick(patch)
         yield
+
+
+class SaidError(Exception):
+    """Ends a wait with what was said of it."""
 
 
 def numbered_rows(path: Path, count: int) -> Path:
@@ -176,3 +183,40 @@ def test_a_damaged_acknowledgement_stops_it_and_is_named(rows, catalog):
     assert refused.code == 1
     assert f"{path}: not a JSON document" in refused.err
     assert str(path) in (state_of(folder).reason or "")
+
+
+def test_the_folder_is_not_listed_again_for_every_shard(catalog, rows, monkeypatch):
+    """It may hold hundreds of thousands of files."""
+    listings = []
+    numbers = Catalog.numbers
+    monkeypatch.setattr(Catalog, "numbers", lambda self: listings.append(self) or numbers(self))
+    acknowledge(Path(catalog.folder), 1000)
+    given = (Path(catalog.folder), "--input", rows, *PACKS)
+    assert produced(*given, "--keep-recent", 2, "--max-ahead-shards", 3).code == 0
+    assert len(listings) == 1
+    assert numbers(catalog) == [8, 9]
+
+
+@pytest.mark.parametrize("option", ["--catalog", "--ack-dir"])
+def test_a_bucket_is_no_folder_for_shards_that_come_and_go(catalog, rows, option):
+    refused = produced(Path(catalog.folder), "--input", rows, *PACKS, option, "s3://bucket/live")
+    assert refused.code == 2
+    assert "s3://bucket/live: a" in refused.err
+    assert "needs files on a local disk" in refused.err
+
+
+def test_a_consumer_that_holds_everything_up_is_named(catalog):
+    """Such as one of an earlier run under another name, which nobody will hear of again."""
+    Path(catalog.folder).mkdir()
+    catalog.write_producer(ProducerState(Limits(40, 8, max_ahead_shards=1), published=1))
+    publish(Path(catalog.folder), 0, 2)
+    acknowledge(Path(catalog.folder), 1, "present")
+    acknowledge(Path(catalog.folder), 0, "of-last-week")
+
+    def said(line: str) -> None:
+        raise SaidError(line)
+
+    state = catalog.producer()
+    room = Room(catalog, StateKeeper(catalog, state), None, said)
+    with pytest.raises(SaidError, match="it is not by of-last-week; remove the folder of one that reads no more"):
+        room.wait_for(1)

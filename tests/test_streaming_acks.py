@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from disks import NOBODY, in_a_child
-from live_catalogs import copies, loader, make_catalog, names, names_of, remove
+from live_catalogs import all_names, copies, loader, make_catalog, names, names_in, names_of, remove
+from torch.utils.data import get_worker_info
 
 from megatron_sft_idx.catalog import completed, read_acks
-from megatron_sft_idx.errors import SFTIndexError
+from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.streaming import CatalogShards
 
 COUNTS = [5, 3, 0, 7, 4, 6]
 
@@ -83,12 +86,78 @@ def test_a_run_that_was_given_up_does_not_mix_with_the_next(catalog: Path) -> No
         assert {(ack.generation, ack.size) for ack in acks} == {(1, 3) if size == 3 else (2, 2)}
 
 
+def test_empty_shards_at_the_end_are_complete_too(tmp_path: Path) -> None:
+    """No micro-batch follows them, so only who comes to the end knows that they are done."""
+    counts = [3, 0, 2, 1, 0, 0]
+    make_catalog(tmp_path / "c", counts)
+    for workers in (0, 2):
+        for rank in range(2):
+            with loader(tmp_path / "c", rank, 2, workers=workers, consumer=f"with-{workers}") as batches:
+                copies(batches)
+                batches.commit(batches.state_dict())
+        acks = read_acks(str(tmp_path / "c" / "_acks"))
+        assert completed({"one": acks[f"with-{workers}"]}, 1, range(6)) == list(range(6))
+
+
+def test_a_run_from_an_older_checkpoint_takes_back_what_is_complete(catalog: Path) -> None:
+    """Or the producer would remove under its eyes what it has still to read."""
+    with loader(catalog) as batches:
+        copies(batches, 6)
+        older = batches.state_dict()
+        copies(batches, 6)
+        batches.commit(batches.state_dict())
+    assert shards_completed(catalog) == [0, 1, 2]
+    with loader(catalog) as batches:
+        batches.load_state_dict(older)
+        batches.commit()
+        assert shards_completed(catalog) == [0]
+    with loader(catalog) as batches:
+        batches.commit()
+        assert shards_completed(catalog) == []
+
+
+def test_a_first_run_says_nothing_before_its_first_checkpoint(catalog: Path) -> None:
+    with loader(catalog) as batches:
+        batches.commit()
+        assert not (catalog / "_acks").exists()
+        copies(batches, 3)
+
+
+class SlowWorker(CatalogShards):
+    """A catalog that the last of three worker processes comes to late."""
+
+    def numbers(self) -> list[int]:
+        if (info := get_worker_info()) and info.id == 2:
+            time.sleep(1.5)
+        return super().numbers()
+
+
+def test_shards_stay_until_the_slowest_worker_has_passed_them(tmp_path: Path) -> None:
+    counts = [1] * 9
+    make_catalog(tmp_path / "c", counts, keep_recent=0)
+    found = []
+    with loader(SlowWorker(str(tmp_path / "c")), workers=3) as batches:
+        for batch in batches:
+            found += names_in(batch)
+            batches.commit(batches.state_dict())
+            remove(tmp_path / "c", *completed(read_acks(str(tmp_path / "c" / "_acks")), 1, range(9)))
+        batches.commit(batches.state_dict())
+    assert sorted(found) == all_names(counts)
+    assert completed(read_acks(str(tmp_path / "c" / "_acks")), 1, range(9)) == list(range(9))
+
+
 def test_acknowledgements_go_where_they_are_told_to(catalog: Path, tmp_path: Path) -> None:
     with loader(catalog, ack_dir=tmp_path / "acks", consumer="run-1") as batches:
         copies(batches)
         batches.commit(batches.state_dict())
     assert shards_completed(catalog, tmp_path / "acks") == list(range(len(COUNTS)))
     assert not (catalog / "_acks").exists()
+
+
+@pytest.mark.parametrize("consumer", ["", "../others", "a/b", ".hidden"])
+def test_a_name_that_is_no_folders_is_refused_before_training(catalog: Path, consumer: str) -> None:
+    with pytest.raises(FormatError, match="expected up to 100 letters"):
+        loader(catalog, consumer=consumer)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_catalogs import all_names, dataset, loader, names, names_in, names_of
+from live_catalogs import all_names, dataset, loader, make_catalog, names, names_in, names_of
 from live_producers import PATIENCE, producing
 
 from megatron_sft_idx.catalog import Base, completed, read_acks, shard_name
@@ -70,9 +70,11 @@ def impatient(folder: Path, **options: Any) -> CatalogShards:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_training_starts_before_the_producer_ends(tmp_path: Path, workers: int) -> None:
     with producing(tmp_path / "c") as producer:
-        ranks = [Taking(loader(impatient(tmp_path / "c"), rank, 2, workers=workers)) for rank in range(2)]
         producer("publish", *COUNTS[:2])
+        ranks = [Taking(loader(impatient(tmp_path / "c"), 0, 2, workers=workers))]
         ranks[0].until(lambda: len(ranks[0].names) == 4)
+        # Not before: a process of many threads forks one worker at a time.
+        ranks.append(Taking(loader(impatient(tmp_path / "c"), 1, 2, workers=workers)))
         ranks[1].until(lambda: len(ranks[1].names) == 3)
         producer("publish", *COUNTS[2:])
         producer("end")
@@ -194,7 +196,18 @@ def test_a_wait_says_so_once_at_once(tmp_path: Path, caplog: pytest.LogCaptureFi
         taking.ended()
     waits = [line for line in caplog.messages if "waits" in line]
     assert len(waits) == 1
-    assert waits[0].startswith("rank 3 waits 0 s for shard 3; producer alive 0 s ago, 1 published")
+    assert waits[0].startswith("rank 3 waits 0 s for shard 3; producer not seen alive yet, 1 published")
+
+
+def test_a_shard_that_is_listed_and_not_there_is_no_hang(tmp_path: Path) -> None:
+    make_catalog(tmp_path / "c", [3, 2])
+    for path in (tmp_path / "c").glob("shard-000001.*"):
+        path.unlink()
+    (tmp_path / "c" / "shard-000001.seq.idx").symlink_to(tmp_path / "nowhere")
+    taking = Taking(loader(impatient(tmp_path / "c")))
+    with pytest.raises(SFTIndexError, match="shard-000001: 2 have been published and this one is not there any more"):
+        taking.ended()
+    assert sorted(taking.names) == names(0, 3)
 
 
 # ---- what is killed and comes again ----

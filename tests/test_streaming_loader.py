@@ -187,6 +187,9 @@ def test_a_state_that_does_not_fit_is_refused(catalog: Path) -> None:
         given: dict[str, Any] = {"rank": 0, "size": 2, **options}
         with pytest.raises(FormatError, match=says):
             dataset(catalog, **given).load_state_dict(state)
+    with pytest.raises(FormatError, match="the state is in epoch 2, and there are to be 1"):
+        # Its acknowledgements would be damaged ones, and end the producer.
+        dataset(catalog, 0, 2).load_state_dict({**state, "base": {**state["base"], "epoch": 1}})
     with loader(catalog, 0, 2) as batches:
         next(batches)
         with pytest.raises(SFTIndexError, match="into a new loader"):

@@ -236,6 +236,7 @@ def test_states_of_several_steps_or_jobs_do_not_go_together() -> None:
         ([], "empty list"),
         ([first], r"ranks \[0\]"),
         ([first, first], r"ranks \[0, 0\]"),
+        ([replace(first, size=2**62)], r"expected one of each of the 4611686018427387904"),
         ([first, later], "one step"),
     ):
         with pytest.raises(FormatError, match=says):

@@ -10,7 +10,16 @@
 Whoever reads here must expect that everything may be gone, torn or hostile a moment later.
 """
 
-from megatron_sft_idx.catalog.acks import Ack, Base, Leftover, ack_folder, completed, read_acks, write_ack
+from megatron_sft_idx.catalog.acks import (
+    Ack,
+    Base,
+    Leftover,
+    ack_folder,
+    completed,
+    read_acks,
+    require_consumer,
+    write_ack,
+)
 from megatron_sft_idx.catalog.folder import Catalog, shard_name
 from megatron_sft_idx.catalog.producer_state import Limits, ProducerState
 from megatron_sft_idx.catalog.watch import CatalogWatch
@@ -26,6 +35,7 @@ __all__ = [
     "ack_folder",
     "completed",
     "read_acks",
+    "require_consumer",
     "shard_name",
     "write_ack",
 ]

@@ -17,7 +17,7 @@ from megatron_sft_idx.catalog.documents import Document, read_document, write_do
 from megatron_sft_idx.catalog.folder import ACKS, Catalog
 from megatron_sft_idx.errors import FormatError
 
-__all__ = ["Ack", "Base", "Leftover", "ack_folder", "completed", "read_acks", "write_ack"]
+__all__ = ["Ack", "Base", "Leftover", "ack_folder", "completed", "read_acks", "require_consumer", "write_ack"]
 
 _CONSUMER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})\.json")
@@ -139,6 +139,14 @@ def ack_folder(catalog: Catalog, ack_dir: str | os.PathLike[str] | None = None) 
     return os.fspath(ack_dir) if ack_dir is not None else os.path.join(catalog.folder, ACKS)
 
 
+def require_consumer(name: str) -> None:
+    """FormatError where a consumer's name is no name of a folder."""
+    if not _CONSUMER.fullmatch(name):
+        raise FormatError(
+            f"consumer {name!r}: expected up to 100 letters, digits, '.', '_' and '-', a letter or digit first"
+        )
+
+
 def write_ack(folder: str, ack: Ack) -> None:
     """Replace a rank's acknowledgement in ``ack_folder(...)``, durably.
 
@@ -146,10 +154,7 @@ def write_ack(folder: str, ack: Ack) -> None:
         FormatError: the consumer's name is no name of a folder.
         OSError: it may not be written there.
     """
-    if not _CONSUMER.fullmatch(ack.consumer):
-        raise FormatError(
-            f"consumer {ack.consumer!r}: expected up to 100 letters, digits, '.', '_' and '-', a letter or digit first"
-        )
+    require_consumer(ack.consumer)
     home = os.path.join(folder, ack.consumer)
     os.makedirs(home, exist_ok=True)
     write_document(os.path.join(home, f"rank-{ack.rank:05d}.json"), ack.to_json())

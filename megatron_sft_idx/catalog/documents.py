@@ -129,7 +129,7 @@ def read_document(path: str | os.PathLike[str]) -> Document | None:
     except orjson.JSONDecodeError as error:
         raise FormatError(
             f"{name}: not a JSON document ({error.msg} at character {error.pos + 1}): damaged, or not written by"
-            " megatron-sft-idx, which replaces it as a whole"
+            " megatron-sft-idx, which replaces it as a whole; restore it from a copy, or make its folder anew"
         ) from None
     if not isinstance(content, dict):
         raise FormatError(f"{name}: found a JSON {type(content).__name__}, expected an object")

@@ -16,6 +16,8 @@ Outcome = Literal["published", "ended"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 _SECONDS_BETWEEN_LINES = 60.0
+# A network file system may show a document before it shows a shard that was published before it.
+_SECONDS_UNTIL_MISSING = 5.0
 
 
 class CatalogWatch:
@@ -27,32 +29,37 @@ class CatalogWatch:
     Args:
         catalog: to be watched.
         clock: seconds since some moment.
-        pause: sleeps so many seconds; may raise to end a wait.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], object] = time.sleep,
-    ) -> None:
+    def __init__(self, catalog: Catalog, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.catalog = catalog
-        self._clock, self._pause = clock, pause
+        self._clock = clock
         self._state: ProducerState | None = None
         self._changed_at = clock()
+        self._looked = self._seen_alive = False
 
     def look(self) -> ProducerState | None:
         """What the producer says now; a beat that is another than at the last look is noted as a sign of life."""
         state = self.catalog.producer()
         if state is not None and (self._state is None or state.beat != self._state.beat):
             self._changed_at = self._clock()
-        self._state = state
+            # The first look shows no more than that somebody was here once.
+            self._seen_alive = self._looked
+        self._state, self._looked = state, True
         return state
 
     def seconds_silent(self) -> float:
-        """Since the producer's beat was last seen to change."""
+        """Since the producer's beat was last seen to change, or was first looked at."""
         return self._clock() - self._changed_at
+
+    def describe(self) -> str:
+        """The producer as it was at the last look, in a few words."""
+        state, silent = self._state, self.seconds_silent()
+        if state is None:
+            return "no producer has been here yet"
+        doing = "" if state.state == "running" else f", {state.state}"
+        alive = f"producer alive {silent:.0f} s ago" if self._seen_alive else "producer not seen alive yet"
+        return f"{alive}{doing}, {state.published} published"
 
     def wait(
         self,
@@ -61,7 +68,8 @@ class CatalogWatch:
         who: str,
         max_wait: float | None = None,
         producer_timeout: float = 120.0,
-        uncommitted: int = 0,
+        uncommitted: Callable[[], int] = lambda: 0,
+        pause: Callable[[float], object] = time.sleep,
         log: Callable[[str], None] = lambda line: None,
     ) -> Outcome:
         """Return when shard ``number`` is published, or when it is known that there will be none.
@@ -71,7 +79,9 @@ class CatalogWatch:
             who: waits, as lines and errors name it: ``rank 3``.
             max_wait: seconds after which to give up; keep it below the timeout of collectives.
             producer_timeout: seconds without a beat after which the producer is dead.
-            uncommitted: shards that this consumer has read and no committed checkpoint includes.
+            uncommitted: asked again and again: how many shards this consumer has read that no committed checkpoint
+                includes.
+            pause: sleeps so many seconds; may raise to end the wait.
             log: takes one line at once and one a minute.
 
         Raises:
@@ -98,12 +108,12 @@ class CatalogWatch:
             if max_wait is not None and waited >= max_wait:
                 raise SFTIndexError(
                     f"{wait.what()}: not there after {waited:.0f} s, the longest wait allowed ({max_wait:g} s);"
-                    f" {wait.about(state)}; raise it, or let the producer make shards faster (--workers)"
+                    f" {self.describe()}; raise it, or let the producer make shards faster (--workers)"
                 )
             if waited - told_at >= _SECONDS_BETWEEN_LINES:
                 told_at = waited
-                log(f"{who} waits {waited:.0f} s for shard {number}; {wait.about(state)}")
-            self._pause(seconds)
+                log(f"{who} waits {waited:.0f} s for shard {number}; {self.describe()}")
+            pause(seconds)
             seconds = min(2 * seconds, _LONGEST_PAUSE)
 
 
@@ -111,38 +121,51 @@ class _Wait:
     """One wait, and the reasons why it can have no end."""
 
     def __init__(
-        self, watch: CatalogWatch, number: int, who: str, begin: float, timeout: float, uncommitted: int
+        self,
+        watch: CatalogWatch,
+        number: int,
+        who: str,
+        begin: float,
+        timeout: float,
+        uncommitted: Callable[[], int],
     ) -> None:
         self._watch, self._number, self._who, self._timeout = watch, number, who, timeout
         self._begin = begin
         self._uncommitted = uncommitted
-        self._stuck_since: float | None = None
+        self._missing_since: float | None = None
+        # Since when, and how many shards there were and were not committed then.
+        self._stuck: tuple[float, int, int] | None = None
 
     def what(self) -> str:
         return f"{self._watch.catalog.folder}: {self._who} waits for {shard_name(self._number)}"
 
-    def about(self, state: ProducerState | None) -> str:
-        """The producer, in a few words."""
-        if state is None:
-            return "no producer has been here yet"
-        doing = "" if state.state == "running" else f", {state.state}"
-        return f"producer alive {self._watch.seconds_silent():.0f} s ago{doing}, {state.published} published"
-
     def check(self, state: ProducerState | None, end: int | None) -> None:
         """Raise where waiting on is of no use."""
+        now = self._watch._clock()
         if end is not None or (state is not None and self._number < state.published):
-            raise self._missing(state, end)
+            self._check_missing(state, end, now)
+            return
         if state is not None and state.state == "failed":
             raise SFTIndexError(
                 f"{self.what()}: the producer failed: {state.reason or 'no reason given'}; mend that, start the same"
                 " command again, and go on from the last checkpoint"
             )
         # Nobody looked before the wait began: silence is counted from then on.
-        now = self._watch._clock()
         silent = min(now - self._begin, self._watch.seconds_silent())
         if silent >= self._timeout:
             raise self._dead(state, silent)
         self._check_stuck(state, now)
+
+    def _check_missing(self, state: ProducerState | None, end: int | None, now: float) -> None:
+        """A shard that was published and is not there: removed, or not yet seen from here."""
+        catalog = self._watch.catalog
+        if self._missing_since is None:
+            self._missing_since = now
+        if state is None or self._number >= state.freed:
+            catalog.numbers()  # listing a folder makes a network file system look again
+            if now - self._missing_since < _SECONDS_UNTIL_MISSING or catalog.is_published(self._number):
+                return
+        raise self._missing(state, end)
 
     def _missing(self, state: ProducerState | None, end: int | None) -> SFTIndexError:
         published = end if end is not None else state.published if state is not None else 0
@@ -177,17 +200,19 @@ class _Wait:
 
     def _check_stuck(self, state: ProducerState | None, now: float) -> None:
         """The producer waits for us, and we wait for it; not at once, a commit may be under way."""
-        if state is None or state.state != "waiting for consumers" or not self._uncommitted:
-            self._stuck_since = None
+        uncommitted = self._uncommitted() if state is not None and state.state == "waiting for consumers" else 0
+        if state is None or not uncommitted:
+            self._stuck = None
             return
-        if self._stuck_since is None:
-            self._stuck_since = now
-        if now - self._stuck_since >= self._timeout:
+        if self._stuck is None or self._stuck[1:] != (state.published, uncommitted):
+            self._stuck = now, state.published, uncommitted
+        since = self._stuck[0]
+        if now - since >= self._timeout:
             limits = state.limits
             raise SFTIndexError(
                 f"{self.what()}: the producer waits for consumers to complete shards (it may be"
                 f" {_ahead(limits.max_ahead_shards, limits.max_ahead_nbytes)} ahead), and this one has read"
-                f" {self._uncommitted} that no checkpoint includes, for {now - self._stuck_since:.0f} s: neither can go"
+                f" {uncommitted} that no checkpoint includes, for {now - since:.0f} s: neither can go"
                 " on; save checkpoints more often, or raise --max-ahead-shards or --max-ahead-gb"
             )
 

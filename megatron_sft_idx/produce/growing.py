@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from megatron_sft_idx.chat.inputs.files import expand_inputs
@@ -26,7 +27,8 @@ class GrowingFolder:
     """Files of a folder as they appear, until a file named ``_END`` does, or nothing new for too long.
 
     The first file by name is taken when another one follows it, when ``_END`` is there, or when it has not changed
-    for ``settle`` seconds of this process's own clock. Names that begin with ``.`` or ``_`` or end in ``.tmp``,
+    for ``settle`` seconds of this process's own clock; then its size is held against what it was until another file
+    or the end is there. Names that begin with ``.`` or ``_`` or end in ``.tmp``,
     ``.part`` or ``.partial`` are being written; folders are passed over.
 
     Args:
@@ -58,6 +60,10 @@ class GrowingFolder:
         self._folder, self._piece_nbytes, self._taken = folder, piece_nbytes, taken
         self._settle, self._end_after, self._log, self._clock = settle, end_after, log, clock
         self._names = {file.name for file in taken.files}
+        # Whole ones of the last look, in order: looking costs as much as there are files.
+        self._whole: deque[str] = deque()
+        # Taken for its age alone.
+        self._settled: TakenFile | None = None
         # What the first file looked like, since when, and when anything was last new.
         self._seen: tuple[str, int, int] | None = None
         self._seen_at = self._news_at = clock()
@@ -86,31 +92,48 @@ class GrowingFolder:
 
     def _look(self) -> TakenFile | NotYet | None:
         """The next file that is whole; None at the end."""
+        if self._whole:
+            return self._taken_now(self._whole.popleft())
         now = self._clock()
         if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
             return NOT_YET
         # In this order no file is missed that was there before the end was.
         ended = os.path.lexists(os.path.join(self._folder, END_OF_INPUT))
         names = sorted(filter(self._is_new, os.listdir(self._folder)), key=natural_key)
+        self._require_settled()
         if not names:
             self._looked_at = now
             silent = self._end_after is not None and now - self._news_at >= self._end_after
             return None if ended or silent else NOT_YET
+        self._settled = None
+        self._whole.extend(names if ended else names[:-1])
+        if self._whole:
+            return self._taken_now(self._whole.popleft())
         path = os.path.join(self._folder, names[0])
         try:
             status = os.stat(path)
         except FileNotFoundError:  # renamed or removed since it was listed
             return NOT_YET
         file = TakenFile(names[0], status.st_size)
-        if ended or len(names) > 1:
-            return file
         if self._seen != (seen := (file.name, file.num_bytes, status.st_mtime_ns)):
             self._seen, self._seen_at, self._news_at = seen, now, now
         elif now - self._seen_at >= self._settle:
             self._log(f"{path}: taken, its size has not changed for {now - self._seen_at:.0f} s")
+            self._settled = file
             return file
         self._looked_at = now
         return NOT_YET
+
+    def _taken_now(self, name: str) -> TakenFile | NotYet:
+        try:
+            return TakenFile(name, os.stat(os.path.join(self._folder, name)).st_size)
+        except FileNotFoundError:  # renamed or removed since it was listed
+            return NOT_YET
+
+    def _require_settled(self) -> None:
+        """FormatError where a file that was taken for its age has grown since; it may be gone, it was read."""
+        if self._settled is not None and os.path.exists(path := os.path.join(self._folder, self._settled.name)):
+            self._require_same_size(path, self._settled)
 
     def _is_new(self, name: str) -> bool:
         if name in self._names or name.startswith((".", "_")) or name.endswith(_BEING_WRITTEN):

@@ -33,7 +33,6 @@ class StateKeeper:
         self._state = state
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._failure: OSError | None = None
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     @property
@@ -45,10 +44,8 @@ class StateKeeper:
         """Replace fields of the state; they are on disk when this returns.
 
         Raises:
-            OSError: the disk says no, now or at an earlier beat.
+            OSError: the disk says no.
         """
-        if self._failure is not None:
-            raise self._failure
         self._write(**changes)
 
     def __enter__(self) -> StateKeeper:
@@ -86,8 +83,6 @@ class StateKeeper:
 
     def _beat(self) -> None:
         while not self._over.wait(_SECONDS_BETWEEN_BEATS):
-            try:
+            # A disk that is full now may have room at the next beat; work that needs it meets the error by itself.
+            with contextlib.suppress(OSError):
                 self._write()
-            except OSError as error:
-                self._failure = error
-                return

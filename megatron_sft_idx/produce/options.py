@@ -9,6 +9,7 @@ from typing import Any
 from megatron_sft_idx.catalog import Limits
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.preprocess import EncodingOptions, PackOptions, RowEncoder
+from megatron_sft_idx.storage import require_local
 
 __all__ = ["AheadLimits", "ProduceOptions"]
 
@@ -68,6 +69,13 @@ class ProduceOptions:
     settle: float = 5.0
 
     def __post_init__(self) -> None:
+        for path, what in (
+            (self.catalog, "a live catalog"),
+            (self.watch, "a folder that is watched"),
+            (self.ahead.ack_dir, "a folder of acknowledgements"),
+        ):
+            if path is not None:
+                require_local(path, what)
         if self.packing.max_sequences_per_pack is None:
             raise FormatError("max_sequences_per_pack must be set: the width of every batch of a live catalog")
         if self.tokens_per_shard < self.packing.capacity:

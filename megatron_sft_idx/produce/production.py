@@ -124,7 +124,8 @@ def _held(catalog: Catalog) -> Iterator[None]:
     """The catalog's folder, made where it is missing, for this producer alone."""
     os.makedirs(catalog.folder, exist_ok=True)
     paths = ShardPaths.of(os.path.join(catalog.folder, _LOCK))
-    lock = lock_journal(paths, create=True)
+    busy = f"{catalog.folder}: another producer is at work here now; wait for it, or name another folder"
+    lock = lock_journal(paths, create=True, busy=busy)
     try:
         yield
     finally:

@@ -37,6 +37,9 @@ class Room:
         self._acks = ack_folder(catalog, ack_dir)
         self._waiting = Waiting(keeper, "waiting for consumers", log, longest_pause=1.0)
         self.removed = 0
+        # Listed once, then counted along: the folder of a long run has hundreds of thousands of files.
+        self._there: list[int] | None = None
+        self._counted = 0
 
     def wait_for(self, nbytes: int) -> None:
         """Return when another shard of about ``nbytes`` may be published.
@@ -55,16 +58,15 @@ class Room:
         self._waiting.over()
 
     def free_completed(self) -> list[int]:
-        """Remove completed shards that are not kept; those that are there and not completed, by number."""
-        numbers = self._catalog.numbers()
+        """Remove completed shards that are not kept; those that are not completed, by number, where these count."""
         if not self._limits.needs_acks:
-            return numbers
-        published = [number for number in numbers if number < self._keeper.state.published]
+            return []
+        published = self._published()
         done = completed(read_acks(self._acks), self._limits.consumers, published)
         if self._limits.keep_recent is not None:
             self._remove(published, done[: max(len(done) - self._limits.keep_recent, 0)])
         gone = set(done)
-        return [number for number in numbers if number not in gone]
+        return [number for number in published if number not in gone]
 
     def remove_remains(self) -> None:
         """Finish removals that a kill cut short."""
@@ -72,6 +74,16 @@ class Room:
         for number in self._catalog.present():
             if number < published and not self._catalog.is_published(number):
                 remove_shard(ShardPaths.of(self._catalog.shard_prefix(number)))
+
+    def _published(self) -> list[int]:
+        """The shards that are there."""
+        published = self._keeper.state.published
+        if self._there is None:
+            self._there = [number for number in self._catalog.numbers() if number < published]
+        else:
+            self._there.extend(range(self._counted, published))
+        self._counted = published
+        return list(self._there)
 
     def _remove(self, published: list[int], free: list[int]) -> None:
         if not free:
@@ -81,6 +93,7 @@ class Room:
         self._keeper.update(freed=min(kept, default=self._keeper.state.published))
         for number in free:
             remove_shard(ShardPaths.of(self._catalog.shard_prefix(number)))
+        self._there = sorted(kept)
         self.removed += len(free)
 
     def _fits(self, ahead: list[int], nbytes: int) -> bool:
@@ -90,9 +103,13 @@ class Room:
         return most is None or sum(map(self._catalog.shard_nbytes, ahead)) + nbytes <= most
 
     def _why(self, ahead: list[int]) -> str:
-        there = len(read_acks(self._acks))
-        missing = f"; {there} of {self._limits.consumers} consumers have acknowledged anything in {self._acks}"
+        acks, consumers = read_acks(self._acks), self._limits.consumers
+        if len(acks) < consumers:
+            whose = f"{len(acks)} of {consumers} consumers have acknowledged anything in {self._acks}"
+        else:
+            behind = [name for name, of_one in acks.items() if not completed({name: of_one}, 1, ahead[:1])]
+            whose = f"in {self._acks} it is not by {', '.join(behind)}; remove the folder of one that reads no more"
         return (
             f"{len(ahead)} shards are ahead of training, the first is {ahead[0]}; a shard is completed when a"
-            f" checkpoint that includes it is saved{missing if there < self._limits.consumers else ''}"
+            f" checkpoint that includes it is saved; {whose}"
         )

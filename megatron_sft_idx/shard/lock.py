@@ -17,13 +17,14 @@ __all__ = ["lock_file", "lock_journal"]
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
-def lock_journal(paths: ShardPaths, *, create: bool, shared: bool = False) -> int:
+def lock_journal(paths: ShardPaths, *, create: bool, shared: bool = False, busy: str | None = None) -> int:
     """Open the journal and lock it: a living writer holds the lock, a killed one left only the file.
 
     Args:
         paths: of the shard.
         create: make the journal where there is none.
         shared: only look: keeps writers out, not other lookers, and needs no right to write.
+        busy: the error where another process is at work here; None for a shard's.
 
     Returns:
         The descriptor; the lock is given up when it is closed.
@@ -43,7 +44,7 @@ def lock_journal(paths: ShardPaths, *, create: bool, shared: bool = False) -> in
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise _no_file(path)
-            lock_file(fd, paths, shared=shared)
+            lock_file(fd, paths, shared=shared, busy=busy)
             # A writer that was done between the two calls has removed the file this lock is on.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.stat(path)):
@@ -58,13 +59,13 @@ def _no_file(path: str) -> FormatError:
     return FormatError(f"{path}: something that is no file is where the journal of the build would be; remove it")
 
 
-def lock_file(fd: int, paths: ShardPaths, *, shared: bool = False) -> None:
+def lock_file(fd: int, paths: ShardPaths, *, shared: bool = False, busy: str | None = None) -> None:
     """Lock an open journal. FormatError as in ``lock_journal``."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         raise FormatError(
-            f"{paths.prefix}: another writer is at work here now; wait for it, or choose another prefix"
+            busy or f"{paths.prefix}: another writer is at work here now; wait for it, or choose another prefix"
         ) from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from megatron_sft_idx.catalog import Ack, Catalog, ack_folder, read_acks, write_ack
+from megatron_sft_idx.catalog import Ack, Catalog, ack_folder, read_acks, require_consumer, write_ack
 from megatron_sft_idx.streaming.state import RankState
 
 __all__ = ["Acknowledgements"]
@@ -19,11 +19,15 @@ class Acknowledgements:
         epochs: how often it reads everything.
         ack_dir: where they are kept instead of in the catalog.
 
+    Raises:
+        FormatError: the name is no name of a folder.
+
     Attributes:
         path: the folder of acknowledgements, of all consumers.
     """
 
     def __init__(self, folder: str, consumer: str, epochs: int, ack_dir: str | os.PathLike[str] | None) -> None:
+        require_consumer(consumer)
         self.path = ack_folder(Catalog(folder), ack_dir)
         self._consumer, self._epochs = consumer, epochs
 
@@ -64,6 +68,10 @@ class Acknowledgements:
             return state.generation
         ours = self.ack(state)
         return newest[0].generation + (not all(ours.agrees_with(ack) for ack in newest))
+
+    def exist(self) -> bool:
+        """Whether this consumer has acknowledged anything, in any run."""
+        return bool(self._newest())
 
     def may_write(self) -> bool:
         """Whether acknowledgements can be written here; makes their folder."""

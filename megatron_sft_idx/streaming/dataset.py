@@ -149,6 +149,11 @@ class LiveDataset(IterableDataset[Tensors]):
                     f"{self.shards.folder}: the state is of seed {one.base.seed}, shuffle {one.shuffle}; found seed"
                     f" {now.base.seed}, shuffle {now.shuffle}: packs would come twice or never; resume with the same"
                 )
+            if one.base.epoch >= self.epochs:
+                raise FormatError(
+                    f"{self.shards.folder}: the state is in epoch {one.base.epoch + 1}, and there are to be"
+                    f" {self.epochs}; resume with as many epochs as before, or more"
+                )
         if several:
             self.state = resume(
                 found,
@@ -174,8 +179,12 @@ class LiveDataset(IterableDataset[Tensors]):
                 )
         self.state = own
 
-    def prepare(self, waiter: Waiter) -> None:
+    def prepare(self, waiter: Waiter, *, lagging: bool = False) -> None:
         """Learn what the catalog promises, once; waits for it.
+
+        Args:
+            waiter: who waits.
+            lagging: acknowledgements stay some batches behind checkpoints; see ``LiveLoader``.
 
         Raises:
             FormatError: rows that cannot be made of such packs, or limits with which training must come to a stop.
@@ -186,7 +195,7 @@ class LiveDataset(IterableDataset[Tensors]):
         limits = self.shards.limits(waiter)
         state = self.state
         # To end one group a rank may need the first packs of its next, and shards are published in their order.
-        least = (2 * state.base.window - 1) * state.size + 1
+        least = (2 * state.base.window - 1) * state.size + (state.size if lagging else 1)
         if limits.max_ahead_shards is not None and limits.max_ahead_shards < least:
             raise FormatError(
                 f"{self.shards.folder}: the producer is at most {limits.max_ahead_shards} shards ahead, and"
@@ -216,8 +225,8 @@ class LiveDataset(IterableDataset[Tensors]):
         except ValueError as error:
             raise FormatError(f"{self.shards.folder}: {error}") from None
 
-    def open(self, waiter: Waiter) -> tuple[BatchAssembler, Iterator[tuple[MicroBatch, Any]]]:
-        """What makes the micro-batches, and all of them, each with its packs as the assembler takes them.
+    def open(self, waiter: Waiter) -> tuple[BatchAssembler, Walk, Iterator[tuple[MicroBatch, Any]]]:
+        """What makes the micro-batches, who walks, and all of them, each with its packs as the assembler takes them.
 
         The packs of one are read before the next is asked for.
         """
@@ -233,20 +242,24 @@ class LiveDataset(IterableDataset[Tensors]):
             waiter=waiter,
             opened=source.open,
         )
-        return self._assembler(source), _placed(walk, source)
+        return self._assembler(source), walk, _placed(walk, source)
 
     def deliveries(self, waiter: Waiter) -> Iterator[tuple[Any, RankState]]:
-        """This process's share of the micro-batches, each with the state of the rank after it."""
+        """This process's share of the micro-batches, each with the state of the rank after it.
+
+        Last comes None with the state at the end: behind shards without packs too, which no micro-batch follows.
+        """
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        assembler, batches = self.open(waiter)
+        assembler, walk, batches = self.open(waiter)
         for number, (batch, packs) in enumerate(batches):
             if number % workers == worker:
                 masked = np.arange(len(packs)) >= len(packs) - batch.num_masked
                 yield whole_rows(assembler, packs, masked).whole(), batch.state
+        yield None, walk.state
 
     def __iter__(self) -> Iterator[Tensors]:
-        return (tensors for tensors, _ in self.deliveries(self.waiter()))
+        return (tensors for tensors, _ in self.deliveries(self.waiter()) if tensors is not None)
 
 
 def _placed(walk: Walk, source: LiveSource) -> Iterator[tuple[MicroBatch, Any]]:

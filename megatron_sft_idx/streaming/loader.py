@@ -22,7 +22,8 @@ from megatron_sft_idx.training import BatchLoader, Tensors
 __all__ = ["LiveLoader"]
 
 logger = logging.getLogger("megatron_sft_idx.streaming")
-_Delivery: TypeAlias = tuple[Tensors, RankState]
+# The last one, which comes of every process, is of no batch: where the rank stands at the end of the data.
+_Delivery: TypeAlias = tuple[Tensors | None, RankState]
 # What a worker process hands over: an error as a value, as torch would make a RuntimeError of one that is raised.
 _Outcome: TypeAlias = _Delivery | SFTIndexError
 
@@ -45,7 +46,8 @@ class LiveLoader(Iterator[Tensors]):
     Args:
         dataset: of this rank.
         num_workers: processes that prepare batches; 0 for a thread of this one, which is enough unless chats are
-            tokenised as they are read.
+            tokenised as they are read. With processes, what is acknowledged stays as many micro-batches behind the
+            checkpoint, as the slowest of them may still look at what the others have delivered.
         prefetch: batches that are kept ready, for each worker.
         keep: batches that stay valid beside each other; of the thread's.
         copy: the thread hands out fresh tensors.
@@ -73,6 +75,8 @@ class LiveLoader(Iterator[Tensors]):
         weakref.finalize(self, self._stop.set)
         self._batches: Iterator[_Outcome] | None = None
         self._state = dataset.state
+        # After each of the last deliveries, one of every process: which all of them have walked past the first.
+        self._passed = deque([self._state], maxlen=max(num_workers, 1))
         self._closed = False
 
     def __next__(self) -> Tensors:
@@ -85,19 +89,23 @@ class LiveLoader(Iterator[Tensors]):
             if isinstance(delivery, SFTIndexError):
                 raise delivery
             tensors, self._state = delivery
+            if tensors is None:
+                raise StopIteration
         except (Stopped, StopIteration):
             self.close()
             raise StopIteration from None
         except BaseException:
             self.close()
             raise
+        self._passed.append(self._state)
         return tensors
 
     def _begin(self) -> Iterator[_Outcome]:
         dataset = self.dataset
-        dataset.prepare(dataset.waiter(self._stop))
+        self._prepare()
         dataset.may_acknowledge()
-        self._state = state = dataset.state
+        state = self._state
+        self._passed.extend([state] * max(self.num_workers, 1))
         logger.info(
             "data-parallel rank %d of %d: catalog %s, window %d, %s, epoch %d of %d, %d workers, from row %d",
             *(state.rank, state.size, dataset.shards.folder, state.base.window),
@@ -117,6 +125,11 @@ class LiveLoader(Iterator[Tensors]):
         )
         return iter(made)
 
+    def _prepare(self) -> None:
+        self.dataset.prepare(self.dataset.waiter(self._stop), lagging=self.num_workers > 0)
+        if self._batches is None and not self._closed:
+            self._state = self.dataset.state
+
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
@@ -132,24 +145,38 @@ class LiveLoader(Iterator[Tensors]):
         self.dataset.load_state_dict(state)
         self._state = self.dataset.state
 
-    def commit(self, state: dict[str, Any]) -> None:
+    def commit(self, state: dict[str, Any] | None = None) -> None:
         """Say that a checkpoint that holds ``state`` is durable: what it includes need not be read again.
 
         Where several processes share a data-parallel rank, one of them commits. Committing twice does no harm.
 
+        Args:
+            state: of ``state_dict``. None, before the first batch, for where this run begins: whatever an earlier one
+                of the same name acknowledged beyond that will be read again, and must not be removed. A run that
+                begins from nothing after nobody has nothing to say.
+
         Raises:
             OSError: the acknowledgement could not be written.
         """
-        found = RankState.from_json(state)
-        self.dataset.prepare(self.dataset.waiter(self._stop))
-        if not self.dataset.may_acknowledge():
+        self._prepare()
+        found = self._state if state is None else RankState.from_json(state)
+        begins = state is None and not found.rows and not found.generation
+        if (begins and not self.dataset.acks.exist()) or not self.dataset.may_acknowledge():
             return
+        found = self._passed_by_all(found)
         self.dataset.acks.write(found)
         self.dataset.shards.committed()
         logger.info(
             "rank %d: committed epoch %d, %d items, %s packs of shards that are complete",
             *(found.rank, found.base.epoch + 1, found.items, f"{found.packs_of_items:,}"),
         )
+
+    def _passed_by_all(self, state: RankState) -> RankState:
+        """A state, or an earlier one behind which no worker process still has to look at shards."""
+        slowest = self._passed[0]
+        if self.num_workers and self._batches is not None and slowest.is_before(state):
+            return slowest
+        return state
 
     def close(self) -> None:
         """End the thread or the workers, also while they wait for a shard; may be called twice and by any thread."""
@@ -166,7 +193,7 @@ class LiveLoader(Iterator[Tensors]):
 
 def _of_thread(dataset: LiveDataset, stop: Event, **options: Any) -> Iterator[_Delivery]:
     """Deliveries of a thread of this process."""
-    assembler, batches = dataset.open(dataset.waiter(stop))
+    assembler, walk, batches = dataset.open(dataset.waiter(stop))
     made: deque[MicroBatch] = deque()
     # No looking ahead: a batch that is ready must not be held back until the next shard is published.
     loader = BatchLoader(assembler, _noted(batches, made), ahead=0, **options)
@@ -176,6 +203,7 @@ def _of_thread(dataset: LiveDataset, stop: Event, **options: Any) -> Iterator[_D
             if batch.num_masked:
                 tensors["loss_mask"][-batch.num_masked :] = 0
             yield tensors, batch.state
+    yield None, walk.state
 
 
 def _noted(batches: Iterator[tuple[MicroBatch, Any]], made: deque[MicroBatch]) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundErr
 from megatron_sft_idx.formats.jsonl_chunks.chunks import chunk_numbers
 from megatron_sft_idx.preprocess import EncodingOptions
 from megatron_sft_idx.shard.reader import read_header
+from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.streaming.chunk_end import EndDecider
 from megatron_sft_idx.streaming.chunk_markers import Markers
 from megatron_sft_idx.streaming.chunk_rows import LineKind, PackedLines, RawLines, RowLimits
@@ -28,6 +30,8 @@ from megatron_sft_idx.streaming.state import RankState
 from megatron_sft_idx.training import Tensors
 
 __all__ = ["LiveData", "add_live_options", "check_live_options", "is_live", "open_live"]
+
+logger = logging.getLogger("megatron_sft_idx.streaming")
 
 LIVE = "live:"
 # Options that only chunks have: whoever gives one says what is in the folder, or will be.
@@ -113,6 +117,9 @@ def check_live_options(args: argparse.Namespace) -> None:
             f"--data-path {name}: a blend needs to know how much there is of each part, and of live data nobody knows;"
             " produce one catalog from all inputs, or train on finished folders"
         )
+    require_local(args.data_path[0][len(LIVE) :], "live data")
+    if args.ack_dir is not None:
+        require_local(args.ack_dir, "a folder of acknowledgements")
     if args.train_iters is None:
         raise FormatError(f"--data-path {name}: nobody knows yet how much data will come; give --train-iters")
     for option, off, why in (
@@ -168,6 +175,12 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     )
     raw = isinstance(shards, LiveChunks) and isinstance(shards.options.kind, RawLines)
     workers = args.num_workers if args.num_workers is not None else 2 * raw
+    if args.save is None and _leads() and not dataset.state.rank:
+        logger.warning(
+            "%s: no --save: a run without checkpoints acknowledges nothing, so no shard is removed behind it and a"
+            " producer with --max-ahead-shards or --max-ahead-gb comes to wait for it without end",
+            folder,
+        )
     decider = None
     if isinstance(shards, LiveChunks) and args.end_after is not None and _leads() and not dataset.state.rank:
         decider = EndDecider(folder, args.end_after, partial(_declare_end, shards.options.end_folders))
@@ -185,8 +198,14 @@ class LiveData(Iterator[Tensors]):
     def __init__(self, loader: LiveLoader, decider: EndDecider | None = None) -> None:
         self._loader, self._decider = loader, decider
         self._saved = loader.state_dict()
+        self._begun = False
 
     def __next__(self) -> Tensors:
+        if not self._begun:
+            self._begun = True
+            # What an earlier run acknowledged beyond this point will be read again; what it did not, is done.
+            if _leads():
+                self._loader.commit()
         return next(self._loader)
 
     @property
@@ -201,9 +220,10 @@ class LiveData(Iterator[Tensors]):
                 header = read_header(Catalog(shards.folder).shard_prefix(number))
             except ShardNotFoundError:
                 continue  # freed in between
-            size = header.metadata.get("tokenizer", {}).get("vocab_size")
-            return size if isinstance(size, int) else None
-        return None
+            return _vocab_size(header.metadata)
+        # All of them are freed: a run that was through is started again.
+        producer = Catalog(shards.folder).producer()
+        return None if producer is None else _vocab_size(producer.options)
 
     def gather_states(self) -> list[dict[str, Any]]:
         """Every rank's state, for the part of a checkpoint that all ranks share; called by all of them together."""
@@ -248,6 +268,13 @@ class LiveData(Iterator[Tensors]):
         self._loader.close()
 
 
+def _vocab_size(description: dict[str, Any]) -> int | None:
+    """Of the tokenizer in what a shard's header or its producer says of itself."""
+    tokenizer = description.get("tokenizer")
+    size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
+    return size if isinstance(size, int) else None
+
+
 def _leads() -> bool:
     """Whether this process speaks for its data-parallel rank, whose other processes read the same."""
     ranks = (
@@ -288,11 +315,16 @@ def _declare_end(folders: tuple[str, ...], chunks: int) -> None:
 def _holds_chunks(folder: str, max_wait: float, sleep: Callable[[float], None] = time.sleep) -> bool:
     """Whether a folder holds chunks, or is a catalog of shards; waits until it is one of them."""
     begin, catalog = time.monotonic(), Catalog(folder)
-    while time.monotonic() - begin <= max_wait:
+    line_at = 0.0
+    while (waited := time.monotonic() - begin) <= max_wait:
         if catalog.producer() is not None or catalog.numbers():
             return False
         if os.path.isdir(folder) and chunk_numbers(folder):
             return True
+        if waited >= line_at:
+            line_at = waited + 60.0
+            rank = parallel_state.get_data_parallel_rank()
+            logger.info("rank %d waits %.0f s for %s: neither a catalog nor chunks are there yet", rank, waited, folder)
         sleep(0.2)
     raise SFTIndexError(
         f"{folder}: {max_wait:g} s have passed (--max-wait) and there is neither a catalog's _producer.json nor"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from megatron_sft_idx.storage import Backend
 from megatron_sft_idx.streaming.live import LiveLimits, Stopped, Waiter
 
 __all__ = ["CatalogShards"]
+
+_SECONDS_BETWEEN_LISTINGS = 0.05
 
 logger = logging.getLogger("megatron_sft_idx.streaming")
 
@@ -46,6 +49,7 @@ class CatalogShards:
         self.folder = folder
         self._max_wait, self._producer_timeout, self._backend = max_wait, producer_timeout, backend
         self._catalog = Catalog(folder)
+        self._watch = CatalogWatch(self._catalog)
         self._limits: LiveLimits | None = None
         self._counts: dict[int, int] = {}
 
@@ -71,14 +75,15 @@ class CatalogShards:
     def _any_header(self, waiter: Waiter) -> Header | None:
         """The header of the newest shard; waits for one. None where all are freed and no more will come."""
         while True:
-            if there := self.numbers():
-                try:
-                    return read_header(self._catalog.shard_prefix(there[-1]))
-                except ShardNotFoundError:
-                    continue  # freed in between; a newer one is there, or will be
+            for number in reversed(self.numbers()):
+                # One that is listed may be freed in between, or not be there for all that a listing says.
+                with contextlib.suppress(ShardNotFoundError):
+                    return read_header(self._catalog.shard_prefix(number))
             producer = self._catalog.producer()
             if not self.wait(0 if producer is None else producer.published, waiter):
                 return None
+            if waiter.pause(_SECONDS_BETWEEN_LISTINGS):
+                raise Stopped
 
     def _limits_of_headers(self) -> LiveLimits:
         if self.end() is None:
@@ -110,12 +115,13 @@ class CatalogShards:
             if waiter.pause(seconds):
                 raise Stopped
 
-        found = CatalogWatch(self._catalog, pause=pause).wait(
+        found = self._watch.wait(
             number,
             who=waiter.who,
             max_wait=self._max_wait,
             producer_timeout=self._producer_timeout,
-            uncommitted=uncommitted(),
+            uncommitted=uncommitted,
+            pause=pause,
             log=logger.info if waiter.speaks else lambda line: None,
         )
         return found == "published"

@@ -66,6 +66,10 @@ class RankState:
     def _first_open(self) -> Leftover:
         return item(self.base, self.rank + self.items * self.size)
 
+    def is_before(self, other: RankState) -> bool:
+        """Whether the rank came to this state before it came to another one of the same order."""
+        return (self.base.epoch, self.rows) < (other.base.epoch, other.rows)
+
     @property
     def next_item(self) -> int:
         """The number, among the items of all ranks, of the first one that this rank has not touched."""
@@ -152,7 +156,7 @@ def _require_one_step(states: Sequence[RankState]) -> None:
         raise FormatError(f"{_NAME}: an empty list; give the states of all data-parallel ranks of one checkpoint")
     first = states[0]
     ranks = sorted(state.rank for state in states)
-    if ranks != list(range(first.size)):
+    if len(ranks) != first.size or ranks != list(range(first.size)):
         raise FormatError(
             f"{_NAME}: states of ranks {ranks[:20]}, expected one of each of the {first.size} data-parallel ranks of"
             " one checkpoint"
