@@ -31,19 +31,37 @@ LIBRARIES = ("boto3", "obstore")
 # ---- paths ----
 
 
-@given(st.sampled_from(["s3", "msc"]), st.text("abc-.", min_size=1), st.text("abc/_-. "))
-def test_a_path_is_taken_apart_and_put_together(scheme: str, bucket: str, key: str) -> None:
+@given(
+    st.sampled_from(["s3", "msc"]),
+    st.text("abc-.", min_size=1),
+    st.lists(st.text("ab_-. %#?+*[é", min_size=1).filter(lambda name: name not in {".", ".."})),
+    st.sampled_from(["", "/"]),
+)
+def test_a_path_is_taken_apart_and_put_together(scheme: str, bucket: str, names: list[str], end: str) -> None:
+    key = "/".join(names) + (end if names else "")
     path = f"{scheme}://{bucket}/{key}"
     assert is_remote(path)
     assert RemotePath.of(path) == RemotePath(scheme, bucket, key)
     assert str(RemotePath.of(path)) == path
 
 
-@pytest.mark.parametrize("path", ["data/x", "/data/s3://x", "gs://b/x", "s3:/b/x", "s3", ""])
+@pytest.mark.parametrize("path", ["data/x", "/data/s3://x", "s3:/b/x", "s3", ""])
 def test_other_paths_are_local(path: str) -> None:
     assert not is_remote(path)
     with pytest.raises(FormatError, match="s3:// or msc://"):
         RemotePath.of(path)
+
+
+@pytest.mark.parametrize("path", ["gs://b/x", "S3://b/x", "https://b/x", "abfs+s://b/x"])
+def test_stores_of_another_kind_are_no_local_folders(path: str) -> None:
+    with pytest.raises(FormatError, match="msc://PROFILE"):
+        is_remote(path)
+
+
+@pytest.mark.parametrize("key", ["a//b", "/a", "//", "a/./b", "a/../b", "..", "a/.", "a\nb", "a\0b"])
+def test_a_key_that_libraries_change_is_refused(key: str) -> None:
+    with pytest.raises(FormatError, match="name it without"):
+        open_store(f"s3://bucket/{key}")
 
 
 def test_a_path_without_a_bucket_is_refused() -> None:

@@ -154,7 +154,13 @@ class RemoteStore:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key begins with ``prefix``, in any order."""
-        return iter(self._run(prefix, lambda: list(self.transport.list(prefix))))
+        try:
+            return iter(self._run(prefix, lambda: list(self.transport.list(prefix))))
+        except StorageError as error:
+            if error.missing:
+                where = f"{self.scheme}://{self.bucket}"
+                raise StorageError(where, "there is no such bucket; check its name", missing=True) from None
+            raise
 
     def _run(self, key: str, attempt: Callable[[], _T]) -> _T:
         try:
