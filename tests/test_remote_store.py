@@ -7,12 +7,16 @@ import os
 import pickle
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from chats import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -143,7 +147,9 @@ class Answers(http.server.BaseHTTPRequestHandler):
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         begin, end = (int(found[1]), int(found[2]) + 1) if found else (0, len(BODY))
         body = BODY[begin:end]
-        if isinstance(mood, int):
+        if mood == "expired":
+            self.answer(400, b"<Error><Code>ExpiredToken</Code><Message>%s</Message></Error>" % SECRET.encode())
+        elif isinstance(mood, int):
             self.answer(mood, b"<Error><Code>Code%d</Code><Message>%s</Message></Error>" % (mood, SECRET.encode()))
         elif mood == "hang up":
             self.connection.shutdown(socket.SHUT_RDWR)
@@ -256,10 +262,11 @@ def test_a_server_that_never_answers_is_an_error_in_time(store: RemoteStore, ser
         (412, FormatError, "replaced since it was opened"),
         (416, FormatError, "ends before"),
         (400, StorageError, "refuses the request"),
+        ("expired", StorageError, r"access denied \(HTTP 400 ExpiredToken\); check the credentials"),
     ],
 )
 def test_an_answer_that_will_not_change_is_an_error_at_once(
-    store: RemoteStore, server: Any, status: int, kind: type[SFTIndexError], words: str
+    store: RemoteStore, server: Any, status: Any, kind: type[SFTIndexError], words: str
 ) -> None:
     server.moods = [status]
     with pytest.raises(kind, match=words) as caught:
@@ -269,6 +276,46 @@ def test_an_answer_that_will_not_change_is_an_error_at_once(
     assert caught.value.__suppress_context__
     assert SECRET not in shown
     assert "somebody" not in shown
+
+
+def test_a_head_that_is_refused_without_a_word_is_about_credentials(store: RemoteStore, server: Any) -> None:
+    server.moods = ["expired"]
+    with pytest.raises(StorageError, match=r"access denied \(HTTP 400\)"):
+        store.head("x")
+
+
+def test_threads_that_come_first_share_a_connection(server: Any) -> None:
+    pytest.importorskip("boto3", reason="pip install 'megatron-sft-idx[cloud]'")
+    store = RemoteStore("s3", "bucket")
+    together = threading.Barrier(16)
+
+    def connect(_: int) -> int:
+        together.wait(60)
+        return id(store.transport)
+
+    with ThreadPoolExecutor(16) as pool:
+        assert len(set(pool.map(connect, range(16)))) == 1
+
+
+_LEAVING = """
+from megatron_sft_idx.storage.remote import open_store
+from megatron_sft_idx.storage.remote.threads import threads
+store, key = open_store("s3://bucket/x")
+asked = [threads().submit(store.read, key, 0, 9) for _ in range(500)]
+while not any(each.running() for each in asked):
+    pass
+print("leaving")
+"""
+
+
+def test_a_process_does_not_wait_for_a_store_that_does_not_answer(server: Any) -> None:
+    pytest.importorskip("boto3", reason="pip install 'megatron-sft-idx[cloud]'")
+    server.moods = [503] * 10**6
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SFT_IDX_STORAGE_SECONDS": "3600"}
+    done = subprocess.run(
+        [sys.executable, "-c", _LEAVING], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "leaving\n"), done
 
 
 def test_a_server_without_ranges_is_not_read_to_the_end(store: RemoteStore, server: Any) -> None:

@@ -7,15 +7,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_sft_idx.storage.remote.s3 import CONNECT_SECONDS, READ_SECONDS, S3
+from megatron_sft_idx.storage.remote.s3 import CONNECT_SECONDS, READ_SECONDS, S3, failure_of_status
 from megatron_sft_idx.storage.remote.transport import (
-    Beyond,
     Changed,
     Denied,
     Failure,
     Missing,
     ObjectInfo,
-    Refused,
     Temporary,
 )
 
@@ -25,6 +23,7 @@ __all__ = ["FastS3", "failure_of", "make_store", "usable"]
 _runs_in: int | None = None
 
 _STATUS = re.compile(r"\b(?:status|response error)\D{0,20}([45]\d\d)\b", re.IGNORECASE)
+_CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
 
 
 def usable() -> bool:
@@ -116,10 +115,7 @@ def failure_of(error: Exception) -> Failure:
         return Missing("HTTP 404")
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         return Denied(type(error).__name__)
-    found = _STATUS.search(str(error))
-    status = int(found[1]) if found else None
-    if status == 416:
-        return Beyond("HTTP 416")
-    if status is None or status >= 500 or status in (408, 429):
-        return Temporary(f"HTTP {status}" if status else type(error).__name__)
-    return Refused(f"HTTP {status}")
+    found, code = _STATUS.search(str(error)), _CODE.search(str(error))
+    if not found:
+        return Temporary(type(error).__name__)
+    return failure_of_status(int(found[1]), code[1] if code else "")
