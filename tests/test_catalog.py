@@ -197,3 +197,9 @@ def test_readers_see_the_old_document_or_the_new_one(catalog):
     catalog.write_end(1)  # what a killed writer left is in nobody's way
     catalog.write_producer(STATE)
     assert sorted(os.listdir(catalog.folder)) == ["_END.json", "_producer.json"]
+
+
+@pytest.mark.parametrize("folder", ["s3://bucket/live", "msc://profile/live"])
+def test_a_catalog_in_an_object_store_is_refused(folder: str) -> None:
+    with pytest.raises(FormatError, match="share a file system; shards that are done may be copied to a bucket"):
+        Catalog(folder)

@@ -33,13 +33,13 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
     return False
 
 
-def require_local(path: str | os.PathLike[str], what: str) -> None:
+_WORK_THERE = "work there, and let megatron-sft-idx copy bring the shard from the bucket or to it"
+
+
+def require_local(path: str | os.PathLike[str], what: str, remedy: str = _WORK_THERE) -> None:
     """FormatError for a path in an object store, where ``what`` needs files on a disk."""
     if is_remote(path):
-        raise FormatError(
-            f"{os.fspath(path)}: {what} needs files on a local disk; work there, and let megatron-sft-idx copy bring"
-            " the shard from the bucket or to it"
-        )
+        raise FormatError(f"{os.fspath(path)}: {what} needs files on a local disk; {remedy}")
 
 
 @dataclass(frozen=True, slots=True)

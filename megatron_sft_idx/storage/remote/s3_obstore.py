@@ -22,6 +22,9 @@ __all__ = ["FastS3", "failure_of", "make_store", "usable"]
 # The process that obstore's threads run in. A fork has none of them, and would wait for them for ever.
 _runs_in: int | None = None
 
+# For the largest ranges that are read, at a quarter of a MiB a second.
+_TRANSFER_SECONDS = 32
+
 _STATUS = re.compile(r"\b(?:status|response error)\D{0,20}([45]\d\d)\b", re.IGNORECASE)
 _CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
 
@@ -79,8 +82,8 @@ class FastS3:
         import obstore
 
         self._boto3, self._obstore = boto3, obstore
-        # The retries are the store's own.
-        self._store = make_store(boto3, timeout=f"{READ_SECONDS}s", retry_config={"max_retries": 0})
+        # The retries are the store's own. The timeout is of the whole answer: 8 MiB over a slow line take a while.
+        self._store = make_store(boto3, timeout=f"{READ_SECONDS + _TRANSFER_SECONDS}s", retry_config={"max_retries": 0})
 
     def head(self, key: str) -> ObjectInfo:
         """What is at a key."""
