@@ -218,9 +218,12 @@ def server(address: tuple[Any, pytest.MonkeyPatch]) -> Any:
     return made
 
 
+PATIENT, IMPATIENT = (RetryPolicy(total_seconds=seconds, first_delay=0.01) for seconds in (60, 0.7))
+
+
 def open_through(library: str) -> RemoteStore:
-    """A store over boto3 or obstore, patient enough for a few failures."""
-    made = RemoteStore("s3", "bucket", RetryPolicy(total_seconds=0.7, first_delay=0.01))
+    """A store over boto3 or obstore, which gives up soon."""
+    made = RemoteStore("s3", "bucket", IMPATIENT)
     slow = S3("bucket")
     made._transport = os.getpid(), slow if library == "boto3" else FastS3(slow)
     return made
@@ -235,11 +238,13 @@ def shared_store(request: pytest.FixtureRequest, address: Any) -> RemoteStore:
 
 @pytest.fixture
 def store(shared_store: RemoteStore, server: Any) -> RemoteStore:
+    shared_store.policy = IMPATIENT
     return shared_store
 
 
 @pytest.mark.parametrize("mood", ["hang up", "half", "nothing", "less", 500, 503, 429])
 def test_an_answer_that_is_none_is_asked_for_again(store: RemoteStore, server: Any, mood: Any) -> None:
+    store.policy = PATIENT
     server.moods = [mood, mood]
     assert bytes(store.read("x", 1000, 300)) == BODY[1000:1300]
     assert server.asked == 3
@@ -325,6 +330,7 @@ def test_a_server_without_ranges_is_not_read_to_the_end(store: RemoteStore, serv
 
 
 def test_head_and_many_ranges(store: RemoteStore, server: Any) -> None:
+    store.policy = PATIENT
     assert store.head("x") == ObjectInfo("x", len(BODY), "an-etag")
     server.moods = ["hang up", "half", 503]
     ranges = [(i * 100, i) for i in range(50)]
