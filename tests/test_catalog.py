@@ -222,3 +222,9 @@ def test_a_heart_goes_on_beating_when_a_beat_was_not_written(tmp_path, monkeypat
             time.sleep(0.01)
         beating.update(published=1)
     assert catalog.producer().published == 1
+
+
+@pytest.mark.parametrize("folder", ["s3://bucket/live", "msc://profile/live"])
+def test_a_catalog_in_an_object_store_is_refused(folder: str) -> None:
+    with pytest.raises(FormatError, match="share a file system; shards that are done may be copied to a bucket"):
+        Catalog(folder)

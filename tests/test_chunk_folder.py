@@ -250,3 +250,8 @@ def test_no_descriptor_stays_open(tmp_path: Path) -> None:
     for _ in range(3):
         ChunkFile(str(path))
     assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
+def test_chunks_in_an_object_store_are_refused():
+    with pytest.raises(FormatError, match="share a file system"):
+        ChunkFolder("s3://bucket/chunks", settle_seconds=1.0, log=print)

@@ -201,6 +201,8 @@ def test_an_empty_file_is_taken_and_gives_nothing(scene):
 def test_a_folder_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(FormatError, match="no such folder to watch"):
         GrowingFolder(str(tmp_path / "x"), 1, InputLog(str(tmp_path / "log")), settle=1, end_after=None, log=print)
+    with pytest.raises(FormatError, match="copy what appears in the bucket"):
+        GrowingFolder("s3://bucket/x", 1, InputLog(str(tmp_path / "log")), settle=1, end_after=None, log=print)
 
 
 def test_the_log_is_read_back_but_for_a_torn_line(tmp_path):

@@ -7,6 +7,7 @@ import gzip
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from object_folders import serve_folder
 
 from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
 from megatron_sft_idx.chat.inputs.pieces import iter_pieces
@@ -66,3 +67,14 @@ def test_other_files_are_one_stretch_each(tmp_path):
         assert [p.payload for p in read_pieces(stretch, Cutting(16, 2))] == [
             p.payload for p in iter_pieces([file], piece_nbytes=16)
         ]
+
+
+def test_objects_are_one_stretch_each(tmp_path, monkeypatch):
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store/a.jsonl").write_bytes(b'{"a": 1}\n' * 50)
+    url = serve_folder(tmp_path / "store", tmp_path / "msc.json", monkeypatch)
+    (file,) = expand_inputs([f"{url}/a.jsonl"])
+    (stretch,) = cut_file(file, 0, Cutting(16, 2))
+    pieces = list(read_pieces(stretch, Cutting(16, 2)))
+    assert len(pieces) > 2
+    assert [p.payload for p in pieces] == [p.payload for p in iter_pieces([file], piece_nbytes=16)]

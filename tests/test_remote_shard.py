@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from disks import filled, mounted
 from object_folders import serve_folder
 from packs import Sample, assert_holds, demo_samples, five_files, sample_of, write_samples
 
@@ -182,6 +183,28 @@ def test_a_cache_that_cannot_be_written_is_said(folder: Path, url: str, tmp_path
     (tmp_path / "file").write_text("")
     with pytest.raises(FormatError, match="SFT_IDX_CACHE"):
         Shard(f"{url}/x", index_cache=str(tmp_path / "file/inside"))
+
+
+def test_a_cache_on_a_full_disk_is_said_and_nothing_is_left(folder: Path, url: str) -> None:
+    write_samples(folder / "x", demo_samples(400))
+    with mounted("size=1m") as disk:
+        with filled(disk, 0), pytest.raises(FormatError, match=r"cannot be kept here \(No space left"):
+            Shard(f"{url}/x", index_cache=str(disk))
+        assert not list(disk.iterdir())
+        assert_holds(Shard(f"{url}/x", index_cache=str(disk)), demo_samples(400))
+
+
+def test_shards_of_a_set_are_opened_at_once(folder: Path, url: str) -> None:
+    for number in range(40):
+        write_samples(folder / f"s-{number}", demo_samples(1 + number % 3))
+    shards = ShardSet.open(f"{url}/", same_capacity=False)
+    wanted = [39, 0, 7, *range(10, 30)]
+    found = shards.opened(wanted)
+    assert [shard.prefix for shard in found] == [f"{url}/s-{number}" for number in wanted]
+    assert shards.opened(wanted) == found
+    os.unlink(folder / "s-3.bin")
+    with pytest.raises(ShardNotFoundError, match=r"s-3\.bin"):
+        shards.opened(range(40))
 
 
 def test_folders_globs_and_lists(folder: Path, url: str) -> None:

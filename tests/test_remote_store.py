@@ -7,12 +7,16 @@ import os
 import pickle
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from chats import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,19 +35,37 @@ LIBRARIES = ("boto3", "obstore")
 # ---- paths ----
 
 
-@given(st.sampled_from(["s3", "msc"]), st.text("abc-.", min_size=1), st.text("abc/_-. "))
-def test_a_path_is_taken_apart_and_put_together(scheme: str, bucket: str, key: str) -> None:
+@given(
+    st.sampled_from(["s3", "msc"]),
+    st.text("abc-.", min_size=1),
+    st.lists(st.text("ab_-. %#?+*[é", min_size=1).filter(lambda name: name not in {".", ".."})),
+    st.sampled_from(["", "/"]),
+)
+def test_a_path_is_taken_apart_and_put_together(scheme: str, bucket: str, names: list[str], end: str) -> None:
+    key = "/".join(names) + (end if names else "")
     path = f"{scheme}://{bucket}/{key}"
     assert is_remote(path)
     assert RemotePath.of(path) == RemotePath(scheme, bucket, key)
     assert str(RemotePath.of(path)) == path
 
 
-@pytest.mark.parametrize("path", ["data/x", "/data/s3://x", "gs://b/x", "s3:/b/x", "s3", ""])
+@pytest.mark.parametrize("path", ["data/x", "/data/s3://x", "s3:/b/x", "s3", ""])
 def test_other_paths_are_local(path: str) -> None:
     assert not is_remote(path)
     with pytest.raises(FormatError, match="s3:// or msc://"):
         RemotePath.of(path)
+
+
+@pytest.mark.parametrize("path", ["gs://b/x", "S3://b/x", "https://b/x", "abfs+s://b/x"])
+def test_stores_of_another_kind_are_no_local_folders(path: str) -> None:
+    with pytest.raises(FormatError, match="msc://PROFILE"):
+        is_remote(path)
+
+
+@pytest.mark.parametrize("key", ["a//b", "/a", "//", "a/./b", "a/../b", "..", "a/.", "a\nb", "a\0b"])
+def test_a_key_that_libraries_change_is_refused(key: str) -> None:
+    with pytest.raises(FormatError, match="name it without"):
+        open_store(f"s3://bucket/{key}")
 
 
 def test_a_path_without_a_bucket_is_refused() -> None:
@@ -125,7 +147,9 @@ class Answers(http.server.BaseHTTPRequestHandler):
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         begin, end = (int(found[1]), int(found[2]) + 1) if found else (0, len(BODY))
         body = BODY[begin:end]
-        if isinstance(mood, int):
+        if mood == "expired":
+            self.answer(400, b"<Error><Code>ExpiredToken</Code><Message>%s</Message></Error>" % SECRET.encode())
+        elif isinstance(mood, int):
             self.answer(mood, b"<Error><Code>Code%d</Code><Message>%s</Message></Error>" % (mood, SECRET.encode()))
         elif mood == "hang up":
             self.connection.shutdown(socket.SHUT_RDWR)
@@ -194,9 +218,12 @@ def server(address: tuple[Any, pytest.MonkeyPatch]) -> Any:
     return made
 
 
+PATIENT, IMPATIENT = (RetryPolicy(total_seconds=seconds, first_delay=0.01) for seconds in (60, 0.7))
+
+
 def open_through(library: str) -> RemoteStore:
-    """A store over boto3 or obstore, patient enough for a few failures."""
-    made = RemoteStore("s3", "bucket", RetryPolicy(total_seconds=0.7, first_delay=0.01))
+    """A store over boto3 or obstore, which gives up soon."""
+    made = RemoteStore("s3", "bucket", IMPATIENT)
     slow = S3("bucket")
     made._transport = os.getpid(), slow if library == "boto3" else FastS3(slow)
     return made
@@ -211,11 +238,13 @@ def shared_store(request: pytest.FixtureRequest, address: Any) -> RemoteStore:
 
 @pytest.fixture
 def store(shared_store: RemoteStore, server: Any) -> RemoteStore:
+    shared_store.policy = IMPATIENT
     return shared_store
 
 
 @pytest.mark.parametrize("mood", ["hang up", "half", "nothing", "less", 500, 503, 429])
 def test_an_answer_that_is_none_is_asked_for_again(store: RemoteStore, server: Any, mood: Any) -> None:
+    store.policy = PATIENT
     server.moods = [mood, mood]
     assert bytes(store.read("x", 1000, 300)) == BODY[1000:1300]
     assert server.asked == 3
@@ -238,10 +267,11 @@ def test_a_server_that_never_answers_is_an_error_in_time(store: RemoteStore, ser
         (412, FormatError, "replaced since it was opened"),
         (416, FormatError, "ends before"),
         (400, StorageError, "refuses the request"),
+        ("expired", StorageError, r"access denied \(HTTP 400 ExpiredToken\); check the credentials"),
     ],
 )
 def test_an_answer_that_will_not_change_is_an_error_at_once(
-    store: RemoteStore, server: Any, status: int, kind: type[SFTIndexError], words: str
+    store: RemoteStore, server: Any, status: Any, kind: type[SFTIndexError], words: str
 ) -> None:
     server.moods = [status]
     with pytest.raises(kind, match=words) as caught:
@@ -253,6 +283,46 @@ def test_an_answer_that_will_not_change_is_an_error_at_once(
     assert "somebody" not in shown
 
 
+def test_a_head_that_is_refused_without_a_word_is_about_credentials(store: RemoteStore, server: Any) -> None:
+    server.moods = ["expired"]
+    with pytest.raises(StorageError, match=r"access denied \(HTTP 400\)"):
+        store.head("x")
+
+
+def test_threads_that_come_first_share_a_connection(server: Any) -> None:
+    pytest.importorskip("boto3", reason="pip install 'megatron-sft-idx[cloud]'")
+    store = RemoteStore("s3", "bucket")
+    together = threading.Barrier(16)
+
+    def connect(_: int) -> int:
+        together.wait(60)
+        return id(store.transport)
+
+    with ThreadPoolExecutor(16) as pool:
+        assert len(set(pool.map(connect, range(16)))) == 1
+
+
+_LEAVING = """
+from megatron_sft_idx.storage.remote import open_store
+from megatron_sft_idx.storage.remote.threads import threads
+store, key = open_store("s3://bucket/x")
+asked = [threads().submit(store.read, key, 0, 9) for _ in range(500)]
+while not any(each.running() for each in asked):
+    pass
+print("leaving")
+"""
+
+
+def test_a_process_does_not_wait_for_a_store_that_does_not_answer(server: Any) -> None:
+    pytest.importorskip("boto3", reason="pip install 'megatron-sft-idx[cloud]'")
+    server.moods = [503] * 10**6
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SFT_IDX_STORAGE_SECONDS": "3600"}
+    done = subprocess.run(
+        [sys.executable, "-c", _LEAVING], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "leaving\n"), done
+
+
 def test_a_server_without_ranges_is_not_read_to_the_end(store: RemoteStore, server: Any) -> None:
     server.moods = ["all"] * 10**5
     with pytest.raises(StorageError, match="s3://bucket/x"):
@@ -260,6 +330,7 @@ def test_a_server_without_ranges_is_not_read_to_the_end(store: RemoteStore, serv
 
 
 def test_head_and_many_ranges(store: RemoteStore, server: Any) -> None:
+    store.policy = PATIENT
     assert store.head("x") == ObjectInfo("x", len(BODY), "an-etag")
     server.moods = ["hang up", "half", 503]
     ranges = [(i * 100, i) for i in range(50)]

@@ -22,6 +22,7 @@ from megatron_sft_idx.shards import ShardSet
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.fetch import Fetcher, coalesce
+from megatron_sft_idx.training.layout import Batch
 from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks
 
@@ -199,3 +200,20 @@ def test_megatron_builds_data_sets_of_remote_shards(tmp_path: Path, monkeypatch:
     assert len(list(cache.iterdir())) == 2
     with pytest.raises(FormatError, match="mmap_bin_files=False"):
         config_of(str(folder / "x"), mmap_bin_files=False)
+
+
+def test_a_batch_that_fails_lets_go_what_is_announced(places: tuple[Path, str]) -> None:
+    folder, url = places
+    assembler = BatchAssembler(StoredPacks(ShardSet.open(url)), CAPACITY, fetch_nbytes=1 << 20)
+    plans = [assembler.plan(batch) for batch in BATCHES]
+    write_samples(
+        folder / "a",
+        random_samples(COUNT, CAPACITY, np.random.default_rng(4), False),
+        capacity=CAPACITY,
+        overwrite=True,
+    )
+    for plan in plans:
+        assembler.will_need(plan)
+    with pytest.raises(FormatError, match="replaced"):
+        [assembler.fill(plan, Batch(assembler.layout(len(plan.offsets) - 1))) for plan in plans]
+    assert not assembler._fetcher._line.batches

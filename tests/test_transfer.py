@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,37 @@ def test_what_cannot_be_done_in_a_store_names_copy(arguments: tuple[str, ...]) -
     outcome = command(*(each.format(url="s3://bucket") for each in arguments))
     assert outcome.code == 2
     assert "bring the shard here and back with megatron-sft-idx copy SRC DST" in outcome.err
+
+
+def test_several_shards_go_to_a_store_and_those_that_did_not_arrive_are_named(store: str, tmp_path: Path) -> None:
+    arguments = "--packing", "sequential", "--output-shards", 3
+    assert preprocess(tmp_path / "local/x", *arguments).code == 0
+    foreign = tmp_path / "store/x-00001-of-00003.bin"
+    foreign.write_bytes(b"in the way")
+    failed = preprocess(
+        tmp_path, "--output-prefix", f"{store}/x", "--staging", tmp_path / "staging", *arguments
+    )  # fmt: skip
+    assert (failed.code, "x-00001-of-00003.bin exist already" in failed.err) == (1, True), failed
+    left = re.findall(rf"megatron-sft-idx copy (\S+) {store}/x(-\S+)", failed.err)
+    assert [suffix for _, suffix in left] == ["-00001-of-00003", "-00002-of-00003"]
+    foreign.unlink()
+    for local, suffix in left:
+        copy_shard(local, f"{store}/x{suffix}")
+    for number in range(3):
+        name = f"x-{number:05}-of-00003"
+        assert five_files(tmp_path / "store" / name) == five_files(tmp_path / "local" / name)
+
+
+@pytest.mark.parametrize("target", ["s3://bucket", "s3://", "s3:///x", "gs://bucket/x", "S3://bucket/x"])
+def test_a_store_that_is_named_wrongly_is_no_local_folder(
+    shard: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = names(tmp_path)
+    outcome = command("copy", shard, target)
+    assert names(tmp_path) == before
+    assert outcome.code == 1
+    assert outcome.err.startswith(f"megatron-sft-idx: error: {target.removesuffix('/x')}"), outcome.err
 
 
 def test_destinations_that_cannot_be(shard: str, tmp_path: Path) -> None:

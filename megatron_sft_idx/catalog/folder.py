@@ -8,10 +8,15 @@ import re
 from megatron_sft_idx.catalog.documents import read_document, write_document
 from megatron_sft_idx.catalog.producer_state import ProducerState
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.storage import require_local
 
 __all__ = ["ACKS", "END", "PRODUCER", "Catalog", "shard_name"]
 
 PRODUCER, END, ACKS = "_producer.json", "_END.json", "_acks"
+_REMEDY = (
+    "keep it where producer and trainers share a file system; shards that are done may be copied to a bucket"
+    " (megatron-sft-idx copy), and trained on from there"
+)
 _NAME = re.compile(r"shard-([0-9]{6,18})\.")
 
 
@@ -24,10 +29,11 @@ class Catalog:
     """One catalog, as it is on disk at the moment of each call; holds nothing but its path.
 
     Args:
-        folder: need not be there yet.
+        folder: need not be there yet; FormatError for one in an object store.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
+        require_local(folder, "a live catalog", _REMEDY)
         self.folder = os.fspath(folder)
 
     def shard_prefix(self, number: int) -> str:

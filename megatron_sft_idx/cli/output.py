@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from megatron_sft_idx.cli.shown_progress import ShownProgress
-from megatron_sft_idx.errors import SFTIndexError
+from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.preprocess import output_prefixes
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.transfer import StagedOutput, shard_nbytes
@@ -18,7 +18,11 @@ __all__ = ["Output", "add_staging", "local_path"]
 
 def local_path(text: str) -> str:
     """A path on a disk, for what cannot be done inside an object store."""
-    if is_remote(text):
+    try:
+        remote = is_remote(text)
+    except FormatError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if remote:
         raise argparse.ArgumentTypeError(
             f"{text}: this works on local files; bring the shard here and back with megatron-sft-idx copy SRC DST"
         )
@@ -66,9 +70,20 @@ class Output:
 
     def publish(self, *beside: str) -> None:
         """After the work: upload what was built for a remote prefix, and what lies ``beside`` it, by suffix."""
-        if self._staged is not None:
-            for suffix in (*self._suffixes, *beside):
+        if self._staged is None:
+            return
+        suffixes = [*self._suffixes, *beside]
+        for done, suffix in enumerate(suffixes):
+            try:
                 self._upload(self._staged, suffix)
+            except (SFTIndexError, KeyboardInterrupt, SystemExit):
+                for left in suffixes[done:]:
+                    print(
+                        f"the shard is built, and kept at {self.local + left}; send it when the store is up again:"
+                        f" megatron-sft-idx copy {self.local + left} {self.prefix + left}",
+                        file=sys.stderr,
+                    )
+                raise
 
     def _upload(self, staged: StagedOutput, suffix: str) -> None:
         total, done = shard_nbytes(staged.local + suffix), 0
@@ -79,12 +94,4 @@ class Output:
                 done += nbytes
                 progress(done, total)
 
-            try:
-                staged.publish(suffix, advance)
-            except (SFTIndexError, KeyboardInterrupt, SystemExit):
-                print(
-                    f"the shard is built, and kept at {staged.local + suffix}; send it when the store is up again:"
-                    f" megatron-sft-idx copy {staged.local + suffix} {self.prefix + suffix}",
-                    file=sys.stderr,
-                )
-                raise
+            staged.publish(suffix, advance)

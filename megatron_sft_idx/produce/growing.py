@@ -15,6 +15,7 @@ from megatron_sft_idx.preprocess import NOT_YET, NotYet
 from megatron_sft_idx.produce.input_log import InputLog, TakenFile
 from megatron_sft_idx.produce.inputs import PiecesOfAFile
 from megatron_sft_idx.shards import natural_key
+from megatron_sft_idx.storage import require_local
 
 __all__ = ["END_OF_INPUT", "GrowingFolder"]
 
@@ -55,6 +56,7 @@ class GrowingFolder:
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        require_local(folder, "watching a folder", "name a local one, and copy what appears in the bucket to it")
         if not os.path.isdir(folder):
             raise FormatError(f"{folder}: no such folder to watch; make it, or name the one where input appears")
         self._folder, self._piece_nbytes, self._taken = folder, piece_nbytes, taken

@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from megatron_sft_idx.errors import CorruptShardError, FormatError
+from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
 from megatron_sft_idx.storage import as_bytes, open_array
 
 __all__ = ["IndexCache"]
 
 _VARIABLE = "SFT_IDX_CACHE"
+_Fetch = Callable[[], Iterable["bytes | memoryview"]]
 
 
 class IndexCache:
@@ -33,9 +34,7 @@ class IndexCache:
     def __init__(self, folder: str | None = None) -> None:
         self.folder = Path(folder or os.environ.get(_VARIABLE) or _users() / "megatron-sft-idx")
 
-    def path(
-        self, checksum: bytes, nbytes: int, fetch: Callable[[], Iterable[bytes | memoryview]], *, source: str
-    ) -> str:
+    def path(self, checksum: bytes, nbytes: int, fetch: _Fetch, *, source: str) -> str:
         """The local copy of some bytes, whole and checked.
 
         Args:
@@ -46,19 +45,25 @@ class IndexCache:
 
         Raises:
             CorruptShardError: what was fetched has another checksum (rule F3).
-            FormatError: the folder cannot be written.
+            FormatError: the folder cannot be written, or is full.
         """
         local = self.folder / f"{checksum.hex()}.index"
         if _is_good(local, checksum, nbytes):
             return str(local)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle, fresh = tempfile.mkstemp(prefix=local.name, dir=self.folder)
+            self._keep(local, checksum, nbytes, fetch, source)
+        except SFTIndexError:  # of the store, which may be an OSError too
+            raise
         except OSError as error:
             raise FormatError(
                 f"{self.folder}: index files of remote shards cannot be kept here ({error.strerror}); name another"
                 f" folder with {_VARIABLE}, or --object-storage-cache-path in training"
             ) from None
+        return str(local)
+
+    def _keep(self, local: Path, checksum: bytes, nbytes: int, fetch: _Fetch, source: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        handle, fresh = tempfile.mkstemp(prefix=local.name, dir=self.folder)
         try:
             with open(handle, "wb") as file:
                 for piece in fetch():
@@ -71,7 +76,6 @@ class IndexCache:
         except BaseException:
             os.unlink(fresh)
             raise
-        return str(local)
 
 
 def _is_good(path: Path, checksum: bytes, nbytes: int) -> bool:

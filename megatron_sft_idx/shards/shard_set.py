@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
@@ -23,10 +24,12 @@ from megatron_sft_idx.shards.held import HeldShards, held_nbytes
 from megatron_sft_idx.storage import Backend, is_remote
 from megatron_sft_idx.storage.remote.threads import threads
 
-__all__ = ["ShardSet"]
+__all__ = ["OPENED_AT_ONCE", "ShardSet"]
 
 # Of the index arrays that a set holds of shards that are opened for each read: 13 million sequences take 80 MB.
 INDEX_NBYTES = 256 << 20
+# Remote shards that are being opened at a time; a few requests of each are under way.
+OPENED_AT_ONCE = 16
 
 _State: TypeAlias = tuple[str, Backend, bytes, "str | None"]
 
@@ -56,6 +59,7 @@ class ShardSet:
 
     Attributes:
         prefixes: of the shards, in order.
+        remote: whether some lie in an object store.
 
     Raises:
         ShardNotFoundError: a shard is not there.
@@ -95,7 +99,7 @@ class ShardSet:
     def _take(self, prefixes: tuple[str, ...], backend: Backend, fingerprint: bytes, index_cache: str | None) -> None:
         self.prefixes = prefixes
         self._index_cache = index_cache
-        self._remote = any(map(is_remote, prefixes))
+        self.remote = any(map(is_remote, prefixes))
         self._backend: Backend = backend
         self._expected = fingerprint  # empty: whatever is there
         # Entries come and go one by one, which threads may do at once: no lock that a fork could catch in their hands.
@@ -139,7 +143,7 @@ class ShardSet:
     def headers(self) -> list[Header]:
         """Header of each shard."""
         # Remote ones take a request or two each, local ones no time worth a thread.
-        each = threads().map if self._remote else map
+        each = threads().map if self.remote else map
         headers = list(each(read_header, self.prefixes))
         if self._expected and self._expected != _digest(headers):
             others = f" and {len(self.prefixes) - 1} others" if len(self.prefixes) > 1 else ""
@@ -192,7 +196,7 @@ class ShardSet:
     def held(self) -> HeldShards | None:
         """The shards in memory, where that is how they are read."""
         alike = len({(header.token_dtype, header.mask_dtype) for header in self.headers}) == 1
-        if self._mapped or self._remote or self._backend == "reopen" or not alike:
+        if self._mapped or self.remote or self._backend == "reopen" or not alike:
             return None
         if not MEMORY_NBYTES.grant(self, held_nbytes(self.headers)):
             return None
@@ -225,6 +229,14 @@ class ShardSet:
         for oldest in list(held)[: -self._most_held]:
             held.pop(oldest, None)
         return shard
+
+    def opened(self, numbers: Sequence[int]) -> list[Shard]:
+        """These shards, open; remote ones at once, as each takes several requests one after another."""
+        if not self.remote or sum(number not in self._shards for number in numbers) < 2:
+            return [self.shard(number) for number in numbers]
+        # Not the pool of requests, whose threads must not wait for each other.
+        with ThreadPoolExecutor(OPENED_AT_ONCE, "opening") as pool:
+            return list(pool.map(self.shard, numbers))
 
     def locate(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Shard of each pack, and its number inside that shard; ``packs`` are 0 to ``len(self) - 1``."""

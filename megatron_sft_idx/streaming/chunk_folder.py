@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.jsonl_chunks.chunks import chunk_name, chunk_numbers, ends_whole
+from megatron_sft_idx.storage import require_local
 
 __all__ = ["ChunkFolder"]
 
@@ -39,6 +40,7 @@ class ChunkFolder:
     """
 
     def __init__(self, path: str, *, settle_seconds: float, log: Callable[[str], None]) -> None:
+        require_local(path, "a folder of chunks", "keep it where who writes them and trainers share a file system")
         self.path, self.settle_seconds, self._log = path, settle_seconds, log
         self._looks: dict[int, _Look] = {}
 

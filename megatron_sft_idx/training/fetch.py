@@ -223,7 +223,12 @@ class Fetcher:
                 found = _Batch.plan(segments, slots, arrays)
             found.start()
             self._start(line)
-        return found.wait()
+        try:
+            return found.wait()
+        except BaseException:
+            # Else all that is announced is asked of a store that does not answer, before the process may end.
+            self.forget()
+            raise
 
     def forget(self) -> None:
         """Let go what was announced."""

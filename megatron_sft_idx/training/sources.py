@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.packing import PackPlan, pack_sequences
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shards import OPENED_AT_ONCE, ShardSet
 from megatron_sft_idx.training.plan_cache import PlacedPlan, load_or_make
 from megatron_sft_idx.training.segments import Pair, Segments, dense, in_slots
 
@@ -99,7 +99,7 @@ class StoredPacks:
             indexes = [(held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens))]
         else:
             numbers, slots = in_slots(shards)
-            files = [self.shards.shard(number).files for number in numbers]
+            files = [shard.files for shard in self.shards.opened(numbers)]
             indexes = [(f.sequence_offsets[:], f.token_offsets[:], f.starts[:], f.num_tokens) for f in files]
         try:
             offsets, own, starts, lengths = _native.pack_segments(indexes, slots, local)
@@ -215,6 +215,8 @@ class PlannedPacks:
         if (held := self.shards.held) is not None:
             held.need(set(shards.tolist()))
             return Segments(offsets, np.zeros_like(shards), starts + held.tokens_before[shards], lengths)
+        if self.shards.remote:
+            self.shards.opened(in_slots(shards)[0])
         return Segments(offsets, shards, starts, lengths)
 
     def arrays(self, shard: int) -> Pair:
@@ -251,7 +253,10 @@ class PlannedPacks:
 def _starts(shards: ShardSet, first: int, last: int) -> tuple[list[tuple[int, NDArray[np.int64]]], NDArray[np.int64]]:
     """Of sequences ``first`` to ``last``: by shard where each begins and the last one ends, in tokens; all lengths."""
     parts = []
-    for number, begin, end in _pieces(shards.sequences_before, first, last):
+    pieces = _pieces(shards.sequences_before, first, last)
+    for at, (number, begin, end) in enumerate(pieces):
+        if at % OPENED_AT_ONCE == 0 and shards.remote:
+            shards.opened([ahead for ahead, _, _ in pieces[at : at + OPENED_AT_ONCE]])
         shard = shards.shard(number)
         shard.check_ends()
         if shard.header.num_sequences == shard.header.num_packs:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.storage.remote import open_store
+from megatron_sft_idx.storage.remote import RemotePath, open_store
 from megatron_sft_idx.storage.remote.threads import threads
 
-__all__ = ["destinations", "shard_nbytes"]
+__all__ = ["destinations", "remote_target", "shard_nbytes"]
+
+
+def remote_target(prefix: str) -> ShardPaths:
+    """Paths of a shard that is to lie in an object store. FormatError where the prefix has no name."""
+    paths = ShardPaths.of(prefix)
+    if not RemotePath.of(paths.prefix).key.rpartition("/")[2]:
+        raise FormatError(
+            f"{prefix}: a bucket or a folder, where a shard needs a name: {paths.prefix.rstrip('/')}/NAME"
+        )
+    return paths
 
 
 def destinations(prefixes: Sequence[str], target: str) -> list[str]:
@@ -25,10 +36,11 @@ def destinations(prefixes: Sequence[str], target: str) -> list[str]:
         if len(prefixes) == 1:
             return [ShardPaths.of(target).prefix]
         raise FormatError(f"{target}: one prefix for {len(prefixes)} shards; end it with / to name a folder")
-    names = [os.path.basename(prefix) for prefix in prefixes]
-    if twice := [name for name in names if names.count(name) > 1]:
+    names = Counter(os.path.basename(prefix) for prefix in prefixes)
+    if twice := [name for name, count in names.items() if count > 1]:
         raise FormatError(f"{target}: two of the shards are called {twice[0]}; copy them to folders of their own")
-    return [target.rstrip("/") + "/" + name for name in names]
+    folder = target if target.endswith("/") else target + "/"
+    return [folder + name for name in names]
 
 
 def shard_nbytes(prefix: str) -> int:

@@ -13,6 +13,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import remove_shard
 from megatron_sft_idx.storage.remote.writing import open_writer
+from megatron_sft_idx.transfer.places import remote_target
 from megatron_sft_idx.transfer.report import Copied
 from megatron_sft_idx.transfer.source import open_source
 from megatron_sft_idx.transfer.upload import upload
@@ -33,10 +34,13 @@ class StagedOutput:
 
     Attributes:
         local: the prefix to build at.
+
+    Raises:
+        FormatError: the prefix is no path of a shard in an object store.
     """
 
     def __init__(self, prefix: str, staging: str = STAGING, *, overwrite: bool = False) -> None:
-        self.prefix = ShardPaths.of(prefix).prefix
+        self.prefix = remote_target(prefix).prefix
         self._overwrite = overwrite
         self._folder = Path(staging)
         # Prefixes of one name in two buckets do not meet.

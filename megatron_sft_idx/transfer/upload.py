@@ -12,6 +12,7 @@ from megatron_sft_idx.storage.remote import open_store
 from megatron_sft_idx.storage.remote.writing import ObjectWriter, Stored, open_writer
 from megatron_sft_idx.transfer.checking import checked
 from megatron_sft_idx.transfer.claim import Claim
+from megatron_sft_idx.transfer.places import remote_target
 from megatron_sft_idx.transfer.report import Copied
 from megatron_sft_idx.transfer.source import Source, digests_of
 
@@ -37,7 +38,7 @@ def upload(
         FormatError: something else is at the prefix, or another shard is being uploaded to it.
         StorageError: the store cannot be reached, or does not let these credentials.
     """
-    paths = ShardPaths.of(prefix)
+    paths = remote_target(prefix)
     job = _Upload(source, paths, on_progress)
     if job.is_published(overwrite=overwrite):
         on_progress(job.nbytes)

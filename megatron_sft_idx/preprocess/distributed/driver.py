@@ -39,6 +39,7 @@ from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.preprocess.start import has_journal, require_not_output
 from megatron_sft_idx.preprocess.summary import Summary, timed
 from megatron_sft_idx.shard import check_free, read_header
+from megatron_sft_idx.storage import is_remote
 
 if TYPE_CHECKING:
     from megatron_sft_idx.preprocess.pipeline import PreprocessOptions
@@ -75,7 +76,7 @@ class _Run:
                 f"{options.prefix}: --keep-corpus with --engine ray: there is no corpus, only parts in many files; use"
                 " --engine local, or --packing none to make an unpacked shard that pack takes"
             )
-        if "://" in options.prefix:
+        if is_remote(options.prefix):
             raise FormatError(
                 f"{options.prefix}: --engine ray writes to a file system that all nodes share; name a prefix there, and"
                 " copy the shards afterwards"

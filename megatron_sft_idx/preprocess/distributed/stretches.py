@@ -15,6 +15,7 @@ from megatron_sft_idx.chat.inputs.cutting import MAX_ROW_NBYTES, cut_lines
 from megatron_sft_idx.chat.inputs.files import InputFile
 from megatron_sft_idx.chat.inputs.pieces import JsonPiece, Piece, iter_pieces
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.storage import is_remote
 
 __all__ = ["Cutting", "Stretch", "cut_file", "read_pieces"]
 
@@ -63,7 +64,11 @@ class Stretch:
 
 
 def cut_file(file: InputFile, number: int, cutting: Cutting) -> Iterator[Stretch]:
-    """The stretches of one file: a part each where it is cut by byte ranges, else one."""
+    """The stretches of one file: a part each where it is cut by byte ranges, as local JSON lines are, else one."""
+    if is_remote(file.path):
+        # One task reads it from front to back: to find the ends of ranges would take the driver a request each.
+        yield Stretch(file, file.path, number)
+        return
     whole = Stretch(replace(file, path=os.path.abspath(file.path)), file.path, number)
     if file.kind != "lines" or file.compression:
         yield whole

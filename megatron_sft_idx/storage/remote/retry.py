@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.storage.remote.threads import is_ending
 from megatron_sft_idx.storage.remote.transport import Temporary
 
 __all__ = ["RetryPolicy"]
@@ -55,6 +56,8 @@ class RetryPolicy:
         begin, delay, attempts = time.monotonic(), self.first_delay, 0
         while True:
             attempts += 1
+            if is_ending():
+                raise Temporary("the process ends")
             try:
                 return attempt()
             except Temporary as failure:

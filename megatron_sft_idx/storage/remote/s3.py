@@ -23,7 +23,7 @@ from megatron_sft_idx.storage.remote.transport import (
     Transport,
 )
 
-__all__ = ["CONNECT_SECONDS", "READ_SECONDS", "S3", "connect", "failure_of", "translated"]
+__all__ = ["CONNECT_SECONDS", "READ_SECONDS", "S3", "connect", "failure_of", "failure_of_status", "translated"]
 
 _T = TypeVar("_T")
 CONNECT_SECONDS, READ_SECONDS = 5, 20
@@ -33,6 +33,8 @@ _BY_STATUS: dict[int, type[Failure]] = {
 }  # fmt: skip
 # Some stores say these with a status of 400.
 _PASSING = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "Throttling", "ThrottlingException"}
+# Credentials that were good once.
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"}
 
 
 def connect(bucket: str) -> Transport:
@@ -163,5 +165,15 @@ def failure_of(error: BaseException | None) -> Failure | None:
 def _of_answer(answer: Any) -> Failure:
     code = str(answer.get("Error", {}).get("Code", ""))
     status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    if code.isdigit():  # of a HEAD, whose answer has no body
+        # There is nothing in it that could be wrong but who asks.
+        return Denied("HTTP 400") if status == 400 else failure_of_status(status, "")
+    return failure_of_status(status, code)
+
+
+def failure_of_status(status: int, code: str) -> Failure:
+    """What an answer of S3 means; ``code`` is the word in its body, empty where there is none."""
     kind = _BY_STATUS.get(status, Temporary if status >= 500 or code in _PASSING else Refused)
-    return kind(f"HTTP {status}" + (f" {code}" if code and not code.isdigit() else ""))
+    if code in _EXPIRED:
+        kind = Denied
+    return kind(f"HTTP {status} {code}".rstrip())

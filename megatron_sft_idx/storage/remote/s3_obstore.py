@@ -7,15 +7,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_sft_idx.storage.remote.s3 import CONNECT_SECONDS, READ_SECONDS, S3
+from megatron_sft_idx.storage.remote.s3 import CONNECT_SECONDS, READ_SECONDS, S3, failure_of_status
 from megatron_sft_idx.storage.remote.transport import (
-    Beyond,
     Changed,
     Denied,
     Failure,
     Missing,
     ObjectInfo,
-    Refused,
     Temporary,
 )
 
@@ -24,7 +22,11 @@ __all__ = ["FastS3", "failure_of", "make_store", "usable"]
 # The process that obstore's threads run in. A fork has none of them, and would wait for them for ever.
 _runs_in: int | None = None
 
+# For the largest ranges that are read, at a quarter of a MiB a second.
+_TRANSFER_SECONDS = 32
+
 _STATUS = re.compile(r"\b(?:status|response error)\D{0,20}([45]\d\d)\b", re.IGNORECASE)
+_CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
 
 
 def usable() -> bool:
@@ -80,8 +82,8 @@ class FastS3:
         import obstore
 
         self._boto3, self._obstore = boto3, obstore
-        # The retries are the store's own.
-        self._store = make_store(boto3, timeout=f"{READ_SECONDS}s", retry_config={"max_retries": 0})
+        # The retries are the store's own. The timeout is of the whole answer: 8 MiB over a slow line take a while.
+        self._store = make_store(boto3, timeout=f"{READ_SECONDS + _TRANSFER_SECONDS}s", retry_config={"max_retries": 0})
 
     def head(self, key: str) -> ObjectInfo:
         """What is at a key."""
@@ -116,10 +118,7 @@ def failure_of(error: Exception) -> Failure:
         return Missing("HTTP 404")
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         return Denied(type(error).__name__)
-    found = _STATUS.search(str(error))
-    status = int(found[1]) if found else None
-    if status == 416:
-        return Beyond("HTTP 416")
-    if status is None or status >= 500 or status in (408, 429):
-        return Temporary(f"HTTP {status}" if status else type(error).__name__)
-    return Refused(f"HTTP {status}")
+    found, code = _STATUS.search(str(error)), _CODE.search(str(error))
+    if not found:
+        return Temporary(type(error).__name__)
+    return failure_of_status(int(found[1]), code[1] if code else "")

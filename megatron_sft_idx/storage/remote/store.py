@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
@@ -84,10 +85,13 @@ class RemoteStore:
 
     @property
     def transport(self) -> Transport:
-        """This process's. Two threads that come first both make one; either serves."""
+        """This process's; made by the thread that comes first, as that takes longer than a request."""
         made = self._transport
         if made is None or made[0] != os.getpid():
-            made = self._transport = os.getpid(), _connect(self.scheme, self.bucket)
+            with _connecting:
+                made = self._transport
+                if made is None or made[0] != os.getpid():
+                    made = self._transport = os.getpid(), _connect(self.scheme, self.bucket)
         return made[1]
 
     def path(self, key: str) -> str:
@@ -154,7 +158,13 @@ class RemoteStore:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key begins with ``prefix``, in any order."""
-        return iter(self._run(prefix, lambda: list(self.transport.list(prefix))))
+        try:
+            return iter(self._run(prefix, lambda: list(self.transport.list(prefix))))
+        except StorageError as error:
+            if error.missing:
+                where = f"{self.scheme}://{self.bucket}"
+                raise StorageError(where, "there is no such bucket; check its name", missing=True) from None
+            raise
 
     def _run(self, key: str, attempt: Callable[[], _T]) -> _T:
         try:
@@ -178,6 +188,18 @@ class RemoteStore:
             Refused: f"the store refuses the request ({failure})",
         }[type(failure)]
         return StorageError(path, why, missing=isinstance(failure, Missing))
+
+
+_connecting = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _connecting  # noqa: PLW0603
+    _connecting = threading.Lock()
+
+
+# A thread that stays behind in the parent may hold it.
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _connect(scheme: str, bucket: str) -> Transport:
