@@ -66,7 +66,9 @@ def test_progress_is_plain_lines_without_a_terminal(tmp_path, chats):
     assert "\r" not in done.err
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_interrupted_runs_keep_what_is_done(tmp_path, chats, sent, code):
     given = write_rows(tmp_path / "rows.jsonl", chats * 60)
     arguments = ["preprocess", "--input", given, "--tokenizer-model", TOKENIZER, "--seq-length", 1024]

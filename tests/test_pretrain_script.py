@@ -157,6 +157,7 @@ def test_a_stopped_run_goes_on_with_the_same_batches(
     assert difference(resumed.losses, whole.losses[STOP:]) <= TOLERANCE
 
 
+@pytest.mark.slow
 def test_the_script_learns_the_demo_data(data: Path) -> None:
     log = data / "log.jsonl"
     started = subprocess.run(

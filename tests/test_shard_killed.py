@@ -159,7 +159,7 @@ def test_a_build_killed_halfway_leaves_a_journal_and_no_shard(tmp_path: Path) ->
     assert_holds(Shard(tmp_path / "x"), packs)
 
 
-@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("replaces", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_killed_at_any_step_of_publication_a_whole_shard_opens_or_none(tmp_path: Path, replaces: bool) -> None:
     old, new = demo_samples(3), demo_samples(5)
     states = []

@@ -156,7 +156,7 @@ def test_a_kill_while_masks_are_widened_loses_nothing(
     assert folder_of(tmp_path) == WHOLE
 
 
-@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("replaces", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_recovery_killed_at_any_step_can_be_run_again(tmp_path: Path, replaces: bool) -> None:
     old, packs = demo_samples(3), demo_samples(8)
     leave(tmp_path / "left" / "x", packs, weights_from=4)
@@ -179,7 +179,7 @@ def test_a_recovery_killed_at_any_step_can_be_run_again(tmp_path: Path, replaces
     assert_holds(Shard(tmp_path / "0" / "x"), packs)
 
 
-@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("replaces", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_publication_killed_halfway_is_finished_as_it_was_meant(tmp_path: Path, replaces: bool) -> None:
     packs = demo_samples(5)
     write_samples(tmp_path / "calm" / "x", packs, metadata={"a": 1})

@@ -62,7 +62,7 @@ def resume(prefix: Path, *, weights_from: int | None = None) -> int:
     return int(state["done"])
 
 
-@pytest.mark.parametrize("weights_from", [None, 17])
+@pytest.mark.parametrize("weights_from", [None, pytest.param(17, marks=pytest.mark.slow)])
 def test_killed_at_any_step_and_gone_on_with_it_ends_the_same(tmp_path: Path, weights_from: int | None) -> None:
     build(tmp_path / "calm" / "x", weights_from=weights_from)
     expected = five_files(tmp_path / "calm" / "x")

@@ -247,7 +247,7 @@ def train(folder: Path, out: Path, rank: int, size: int, workers: int, die_after
     (out / f"done-{rank}.json").write_text(json.dumps(trained))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_consumer_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path, workers: int) -> None:
     context = multiprocessing.get_context("fork")
     counts = [8, 6, 7, 9, 5, 8]
