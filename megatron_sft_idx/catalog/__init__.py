@@ -21,7 +21,8 @@ from megatron_sft_idx.catalog.acks import (
     write_ack,
 )
 from megatron_sft_idx.catalog.folder import Catalog, shard_name
-from megatron_sft_idx.catalog.producer_state import Limits, ProducerState
+from megatron_sft_idx.catalog.patience import Patience
+from megatron_sft_idx.catalog.producer_state import Limits, ProducerState, default_max_sequences
 from megatron_sft_idx.catalog.watch import CatalogWatch
 
 __all__ = [
@@ -31,9 +32,11 @@ __all__ = [
     "CatalogWatch",
     "Leftover",
     "Limits",
+    "Patience",
     "ProducerState",
     "ack_folder",
     "completed",
+    "default_max_sequences",
     "read_acks",
     "require_consumer",
     "shard_name",

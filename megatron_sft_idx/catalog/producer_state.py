@@ -7,9 +7,14 @@ from typing import Any, Literal, cast, get_args
 
 from megatron_sft_idx.catalog.documents import Document
 
-__all__ = ["Limits", "ProducerState", "State"]
+__all__ = ["Limits", "ProducerState", "State", "default_max_sequences"]
 
 State = Literal["running", "waiting for consumers", "waiting for input", "failed", "stopped"]
+
+
+def default_max_sequences(capacity: int) -> int:
+    """Most sequences of a pack where nobody says: batches are shaped by it before the data is there."""
+    return max(64, capacity // 32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from megatron_sft_idx.catalog.folder import Catalog, shard_name
+from megatron_sft_idx.catalog.patience import Patience
 from megatron_sft_idx.catalog.producer_state import ProducerState
 from megatron_sft_idx.errors import SFTIndexError
 
@@ -14,8 +15,6 @@ __all__ = ["CatalogWatch", "Outcome"]
 
 Outcome = Literal["published", "ended"]
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
-_SECONDS_BETWEEN_LINES = 60.0
 # A network file system may show a document before it shows a shard that was published before it.
 _SECONDS_UNTIL_MISSING = 5.0
 
@@ -91,10 +90,8 @@ class CatalogWatch:
         """
         if self.catalog.is_published(number):
             return "published"
-        begin = self._clock()
-        wait = _Wait(self, number, who, begin, producer_timeout, uncommitted)
-        told_at = -_SECONDS_BETWEEN_LINES
-        seconds = _FIRST_PAUSE
+        wait = _Wait(self, number, who, self._clock(), producer_timeout, uncommitted)
+        patience = Patience(pause, self._clock)
         while True:
             state = self.look()
             end = self.catalog.end()
@@ -104,17 +101,15 @@ class CatalogWatch:
             if end is not None and number >= end:
                 return "ended"
             wait.check(state, end)
-            waited = self._clock() - begin
+            waited = patience.waited
             if max_wait is not None and waited >= max_wait:
                 raise SFTIndexError(
                     f"{wait.what()}: not there after {waited:.0f} s, the longest wait allowed ({max_wait:g} s);"
                     f" {self.describe()}; raise it, or let the producer make shards faster (--workers)"
                 )
-            if waited - told_at >= _SECONDS_BETWEEN_LINES:
-                told_at = waited
+            if patience.line_is_due():
                 log(f"{who} waits {waited:.0f} s for shard {number}; {self.describe()}")
-            pause(seconds)
-            seconds = min(2 * seconds, _LONGEST_PAUSE)
+            patience.pause()
 
 
 class _Wait:

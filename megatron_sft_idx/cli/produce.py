@@ -7,6 +7,7 @@ import dataclasses
 import math
 import sys
 
+from megatron_sft_idx.catalog import default_max_sequences
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_packing_options, natural, packing_options, positive
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options, add_workers_option, encoding_options
 from megatron_sft_idx.errors import FormatError
@@ -41,8 +42,6 @@ taken when a later one is there, or when their size has not changed for --settle
 Training fixes the shape of its batches before it has seen the data. So the most sequences of a pack are fixed too: by
 --max-sequences-per-pack, or else the 32nd part of --seq-length, and no less than 64.
 """
-
-_MAX_SEQUENCES_LEAST, _MAX_SEQUENCES_SHARE = 64, 32
 
 
 def add_parser(verbs: Verbs) -> None:
@@ -164,8 +163,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
 def _options(arguments: argparse.Namespace, encoding: EncodingOptions) -> ProduceOptions:
     packing = packing_options(arguments)
     if packing.max_sequences_per_pack is None:
-        most = max(_MAX_SEQUENCES_LEAST, packing.capacity // _MAX_SEQUENCES_SHARE)
-        packing = dataclasses.replace(packing, max_sequences_per_pack=most)
+        packing = dataclasses.replace(packing, max_sequences_per_pack=default_max_sequences(packing.capacity))
     return ProduceOptions(
         inputs=arguments.input or (),
         watch=arguments.watch,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.catalog import Catalog
+from megatron_sft_idx.catalog import Catalog, Patience
 from megatron_sft_idx.catalog.folder import END
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.base import PackRun
@@ -20,7 +19,7 @@ from megatron_sft_idx.formats.jsonl_chunks.chunk_file import ChunkFile
 from megatron_sft_idx.formats.jsonl_chunks.chunks import chunk_name, chunk_numbers
 from megatron_sft_idx.streaming.chunk_folder import ChunkFolder
 from megatron_sft_idx.streaming.chunk_rows import ChunkRows, LineKind, OnBadRow, RowLimits
-from megatron_sft_idx.streaming.live import LiveLimits, Stopped, Waiter
+from megatron_sft_idx.streaming.live import LiveLimits, Waiter
 
 __all__ = ["ChunkOptions", "LiveChunks", "OpenChunk"]
 
@@ -29,8 +28,6 @@ logger = logging.getLogger("megatron_sft_idx.streaming")
 _NOTHING = PackRun(
     np.zeros(0, np.int32), np.zeros(0, np.uint8), np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
 )
-_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.05, 1.0
-_LINE_EVERY_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -149,8 +146,7 @@ class LiveChunks:
             SFTIndexError: it did not come in time.
             Stopped: the waiter stopped.
         """
-        begin = time.monotonic()
-        pause, line_at = _FIRST_POLL_SECONDS, 0.0
+        patience = Patience(waiter.pause_or_stop)
         while True:
             end = self.end()
             self._require_even()
@@ -159,21 +155,18 @@ class LiveChunks:
                 return False
             if self._chunks.is_whole(number, self._declared_end()):
                 return True
-            waited = time.monotonic() - begin
+            waited = patience.waited
             if waited >= self.options.max_wait:
                 raise SFTIndexError(
                     f"{self._chunks.path_of(number)}: {waiter.who} waited {waited:.0f} s for it, as long as it may"
                     f" (--max-wait): {self._chunks.describe(number)}; see whether its producer is alive, have the end"
                     " declared (--end-after), or wait longer"
                 )
-            if waiter.speaks and waited >= line_at:
-                line_at = waited + _LINE_EVERY_SECONDS
+            if waiter.speaks and patience.line_is_due():
                 logger.info(
                     "%s waits %.0f s for %s; %s", waiter.who, waited, self.name(number), self._chunks.describe(number)
                 )
-            if waiter.pause(pause):
-                raise Stopped
-            pause = min(2 * pause, _LAST_POLL_SECONDS)
+            patience.pause()
 
     def count(self, number: int) -> int | None:
         """Lines of a chunk; None where it is not there, whole."""

@@ -36,6 +36,11 @@ class Waiter:
     pause: Callable[[float], bool] = _sleep
     speaks: bool = True
 
+    def pause_or_stop(self, seconds: float) -> None:
+        """Sleep so many seconds; Stopped as soon as the waiter is to stop."""
+        if self.pause(seconds):
+            raise Stopped
+
 
 @dataclass(frozen=True)
 class LiveLimits:

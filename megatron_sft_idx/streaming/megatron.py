@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from megatron_sft_idx.catalog import Catalog, ack_folder
-from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError
+from megatron_sft_idx.catalog import Catalog, Patience, ack_folder, default_max_sequences
+from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.jsonl_chunks.chunks import chunk_numbers
 from megatron_sft_idx.preprocess import EncodingOptions
-from megatron_sft_idx.shard.reader import read_header
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.streaming.chunk_end import EndDecider
 from megatron_sft_idx.streaming.chunk_markers import Markers
@@ -214,12 +212,9 @@ class LiveData(Iterator[Tensors]):
         shards = self._loader.dataset.shards
         if isinstance(shards, LiveChunks):
             return shards.options.kind.vocab_size
+        assert isinstance(shards, CatalogShards)  # open_live makes no others
         shards.limits(self._loader.dataset.waiter())
-        for number in reversed(shards.numbers()):
-            try:
-                header = read_header(Catalog(shards.folder).shard_prefix(number))
-            except ShardNotFoundError:
-                continue  # freed in between
+        if (header := shards.newest_header()) is not None:
             return _vocab_size(header.metadata)
         # All of them are freed: a run that was through is started again.
         producer = Catalog(shards.folder).producer()
@@ -287,7 +282,7 @@ def _leads() -> bool:
 
 def _live_chunks(args: argparse.Namespace, folder: str, encoding: EncodingOptions | None) -> LiveChunks:
     kind: LineKind = RawLines(encoding) if encoding else PackedLines()
-    most = 1 if encoding else args.max_sequences_per_pack or max(64, args.seq_length // 32)
+    most = 1 if encoding else args.max_sequences_per_pack or default_max_sequences(args.seq_length)
     options = ChunkOptions(
         folder,
         kind,
@@ -312,20 +307,18 @@ def _declare_end(folders: tuple[str, ...], chunks: int) -> None:
     raise FormatError(f"{folders[-1]}: {reason}; give --ack-dir, a folder that this run may write to")
 
 
-def _holds_chunks(folder: str, max_wait: float, sleep: Callable[[float], None] = time.sleep) -> bool:
+def _holds_chunks(folder: str, max_wait: float) -> bool:
     """Whether a folder holds chunks, or is a catalog of shards; waits until it is one of them."""
-    begin, catalog = time.monotonic(), Catalog(folder)
-    line_at = 0.0
-    while (waited := time.monotonic() - begin) <= max_wait:
+    catalog, patience = Catalog(folder), Patience()
+    while (waited := patience.waited) <= max_wait:
         if catalog.producer() is not None or catalog.numbers():
             return False
         if os.path.isdir(folder) and chunk_numbers(folder):
             return True
-        if waited >= line_at:
-            line_at = waited + 60.0
+        if patience.line_is_due():
             rank = parallel_state.get_data_parallel_rank()
             logger.info("rank %d waits %.0f s for %s: neither a catalog nor chunks are there yet", rank, waited, folder)
-        sleep(0.2)
+        patience.pause()
     raise SFTIndexError(
         f"{folder}: {max_wait:g} s have passed (--max-wait) and there is neither a catalog's _producer.json nor"
         " chunk_00000.jsonl; start the producer, or name its folder"

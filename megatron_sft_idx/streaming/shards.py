@@ -18,7 +18,7 @@ from megatron_sft_idx.layout import Header
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.reader import read_header
 from megatron_sft_idx.storage import Backend
-from megatron_sft_idx.streaming.live import LiveLimits, Stopped, Waiter
+from megatron_sft_idx.streaming.live import LiveLimits, Waiter
 
 __all__ = ["CatalogShards"]
 
@@ -72,18 +72,23 @@ class CatalogShards:
                 self._limits = self._limits_of_headers()
         return self._limits
 
+    def newest_header(self) -> Header | None:
+        """The header of the newest shard that is there now; None where there is none."""
+        for number in reversed(self.numbers()):
+            # One that is listed may be freed in between, or not be there for all that a listing says.
+            with contextlib.suppress(ShardNotFoundError):
+                return read_header(self._catalog.shard_prefix(number))
+        return None
+
     def _any_header(self, waiter: Waiter) -> Header | None:
         """The header of the newest shard; waits for one. None where all are freed and no more will come."""
         while True:
-            for number in reversed(self.numbers()):
-                # One that is listed may be freed in between, or not be there for all that a listing says.
-                with contextlib.suppress(ShardNotFoundError):
-                    return read_header(self._catalog.shard_prefix(number))
+            if (header := self.newest_header()) is not None:
+                return header
             producer = self._catalog.producer()
             if not self.wait(0 if producer is None else producer.published, waiter):
                 return None
-            if waiter.pause(_SECONDS_BETWEEN_LISTINGS):
-                raise Stopped
+            waiter.pause_or_stop(_SECONDS_BETWEEN_LISTINGS)
 
     def _limits_of_headers(self) -> LiveLimits:
         if self.end() is None:
@@ -110,18 +115,13 @@ class CatalogShards:
         """See ``LiveShards``."""
         if self._catalog.is_published(number):
             return True
-
-        def pause(seconds: float) -> None:
-            if waiter.pause(seconds):
-                raise Stopped
-
         found = self._watch.wait(
             number,
             who=waiter.who,
             max_wait=self._max_wait,
             producer_timeout=self._producer_timeout,
             uncommitted=uncommitted,
-            pause=pause,
+            pause=waiter.pause_or_stop,
             log=logger.info if waiter.speaks else lambda line: None,
         )
         return found == "published"
@@ -158,22 +158,27 @@ class CatalogShards:
 
 
 def _require_kept(shard: Shard, limits: LiveLimits) -> None:
+    """FormatError where a shard is not what its catalog's producer promised."""
     header = shard.header
-    for what, found, most in (
-        ("packs of up to", header.capacity, limits.capacity),
-        ("sequences in a pack", header.most_sequences, limits.most_sequences),
-        ("as the id of padding", header.pad_id or 0, header.pad_id or 0 if limits.pad_id is None else limits.pad_id),
+    for found, promised, kept in (
+        (f"packs of up to {header.capacity} tokens", limits.capacity, header.capacity <= limits.capacity),
+        (
+            f"{header.most_sequences} sequences in a pack",
+            limits.most_sequences,
+            header.most_sequences <= limits.most_sequences,
+        ),
+        (f"padding id {header.pad_id}", limits.pad_id, limits.pad_id in (None, header.pad_id or 0)),
+        (
+            f"sequence multiple {header.sequence_multiple}",
+            limits.sequence_multiple,
+            header.sequence_multiple % limits.sequence_multiple == 0,
+        ),
     ):
-        if found > most or (what.startswith("as") and found != most):
+        if not kept:
             raise FormatError(
-                f"{shard.prefix}: {found} {what}, the catalog's producer promised {most}; somebody else wrote this"
-                " shard: make the catalog anew"
+                f"{shard.prefix}: {found}, the catalog's producer promised {promised}; somebody else wrote this shard:"
+                " make the catalog anew"
             )
-    if header.sequence_multiple % limits.sequence_multiple:
-        raise FormatError(
-            f"{shard.prefix}: sequence multiple {header.sequence_multiple}, the catalog's producer promised"
-            f" {limits.sequence_multiple}; somebody else wrote this shard: make the catalog anew"
-        )
 
 
 class OpenShard:
