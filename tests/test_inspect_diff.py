@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from packs import Sample, sample_of, samples, write_samples
 from test_report_counts import random_packs
 
-from megatron_sft_idx.report import compare_shards, sequence_diff, windows
+from megatron_sft_idx.report import compare_shards, set_diff, windows
 from megatron_sft_idx.shard import Shard
 
 
@@ -143,10 +143,10 @@ def test_large_shards_are_compared_by_a_sample(tmp_path: Path, monkeypatch: pyte
     packs = [sample_of([4], lambda p: 1, lambda p, i=i: (97 * i + p) % 65536) for i in range(400)]
     write_samples(tmp_path / "here", packs)
     write_samples(tmp_path / "there", packs[::-1])
-    monkeypatch.setattr(sequence_diff, "_MOST", 64)
+    monkeypatch.setattr(set_diff, "_MOST", 64)
     shards = [Shard(tmp_path / name) for name in ("here", "there")]
-    left, right = (sequence_diff.SequenceSamples(shard, windows.windows(shard), 64) for shard in shards)
-    found = left.difference(right, 5)
+    left, right = (set_diff.ShardSamples(shard, windows.windows(shard), 64) for shard in shards)
+    found = left.sequence_difference(right, 5)
     assert found.share < 1
     assert 0 < found.shared < 400
     assert found.same

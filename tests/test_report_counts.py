@@ -138,7 +138,7 @@ def slow_survey(packs: list[Sample]) -> dict[str, Any]:
     return {
         "lengths": sorted(length for some in lengths for length in some),
         "cost": [sum(length * (length + 1) // 2 for length in some) for some in lengths],
-        "trained": [1000 * sum(p.label_mask) // len(p.tokens) for p in packs],
+        "trained": [int(1000 * sum(p.label_mask) / len(p.tokens) + 0.5) for p in packs],
         "masked": [i for i, p in enumerate(packs) if not any(p.label_mask)],
         "single": sum(length == 1 for some in lengths for length in some),
         "copies": len(sequences) - len(set(sequences)),

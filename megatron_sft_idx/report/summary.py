@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.report.marked import shortened
 from megatron_sft_idx.report.odd import Place
 from megatron_sft_idx.report.survey import Survey
 from megatron_sft_idx.report.tally import Tally
@@ -91,7 +92,8 @@ def _facts(survey: Survey) -> Iterator[tuple[str, str]]:
 
 
 def _provenance(header: Header) -> Iterator[tuple[str, str]]:
-    yield from ((f"{name} id" if name == "shard" else name, value) for name, value in fingerprints(header).items())
+    for name, value in fingerprints(header).items():
+        yield f"{name} id" if name == "shard" else name, shortened(value, 200)
     if header.rebuilt:
         yield "rebuilt", "the header was derived from the data; what only it knew is lost"
 

@@ -42,7 +42,7 @@ class Survey:
         pack_lengths: tokens of every pack.
         sequences: of every pack.
         cost: attention pairs of every pack, by its place in the shard.
-        trained: of every pack that was read, the trained share of its tokens, in thousandths.
+        trained: of every pack that was read, the trained share of its tokens, in thousandths, rounded.
         read_packs: packs whose ids and masks were read.
         odd: kinds of odd packs.
     """
@@ -132,7 +132,8 @@ class _Counter:
         survey, files = self.survey, self._shard.files
         trained = _native.count_positive(files.loss[window.tokens], window.pack_bounds)
         self._masked.add(window.first, trained == 0)
-        survey.trained.add(trained * PERMILLE // np.diff(window.pack_bounds))
+        lengths = np.diff(window.pack_bounds)
+        survey.trained.add((2 * trained * PERMILLE + lengths) // (2 * lengths))
         self._repeats.add(_native.hash_runs(files.tokens[window.tokens], window.bounds), window.sequence)
         survey.read_packs += len(window)
 
