@@ -110,9 +110,9 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     with _progress(shard, arguments) as tell:
         found = survey_shard(shard, tell=tell)
     if arguments.json:
-        _print_json(summary_dict(arguments.shard, found))
+        _print_json(summary_dict(shard.prefix, found))
     else:
-        print("\n".join(summary_lines(arguments.shard, found)))
+        print("\n".join(summary_lines(shard.prefix, found)))
     return 0
 
 

@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SFTIndexError as error:
         return _fail(str(error))
     except BrokenPipeError:
-        # Whoever read our output has seen enough; Python must not complain about it when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()  # whoever read it has seen enough
         return 1
     except OSError as error:
+        _forget_output()
         return _fail(message_of(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -76,6 +76,14 @@ def _cleaning_up_when_terminated() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _forget_output() -> None:
+    """Where stdout takes no more, keep Python from trying again, and complaining, when it exits."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str) -> int:

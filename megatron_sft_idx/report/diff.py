@@ -54,7 +54,7 @@ class Comparison:
         reshaped: packs of the same number whose lengths or boundaries differ.
         first: the first few differences.
         pack_set: of shards that differ by more than single values: the packs as a set.
-        sequences: of the same, unless the packs are the same set: the sequences as a set.
+        sequences: of the same: the sequences as a set.
     """
 
     header: dict[str, tuple[Any, Any]]
@@ -110,8 +110,7 @@ def compare_shards(here: Shard, there: Shard, *, most: int = 20, tell: Tell | No
     if result.reshaped or result.tokens > most or len(here) != len(there):
         left, right = (ShardSamples(shard, windows(shard)) for shard in (here, there))
         result.pack_set = left.pack_difference(right, most)
-        if not result.pack_set.same:
-            result.sequences = left.sequence_difference(right, most)
+        result.sequences = left.sequence_difference(right, most)
     return result
 
 

@@ -33,7 +33,7 @@ def diff_lines(comparison: Comparison, here: str, there: str) -> list[str]:
             "both say they hold the same bytes, and do not: one was changed after it was written; verify --full says"
             " which"
         )
-    return [*lines, *_pack_lines(comparison), *_set_lines(comparison.pack_set), *_sequence_lines(comparison.sequences)]
+    return [*lines, *_pack_lines(comparison), *_set_lines(comparison)]
 
 
 def _pack_lines(comparison: Comparison) -> Iterator[str]:
@@ -68,13 +68,19 @@ def difference_text(one: Difference) -> str:
     return f"{place}: mask {one.here:g} here, {one.there:g} there: {told}"
 
 
-def _set_lines(found: PackDifference | None) -> Iterator[str]:
-    if found is None:
+def _set_lines(comparison: Comparison) -> Iterator[str]:
+    packs, sequences = comparison.pack_set, comparison.sequences
+    if packs is None or sequences is None:
         return
+    if packs.same:
+        yield f"both hold the same {counted(packs.shared, 'pack')}, in another order{_sampled(packs.share)}"
+        return
+    yield from _pack_set_lines(packs)
+    yield from _sequence_lines(sequences)
+
+
+def _pack_set_lines(found: PackDifference) -> Iterator[str]:
     of = _sampled(found.share)
-    if found.same:
-        yield f"both hold the same {counted(found.shared, 'pack')}, in another order{of}"
-        return
     yield (
         f"as packs, whatever their order{of}: {found.shared:,} {'is' if found.shared == 1 else 'are'} in both,"
         f" {found.only_here:,} only here, {found.only_there:,} only there"
@@ -88,9 +94,7 @@ def _set_lines(found: PackDifference | None) -> Iterator[str]:
             yield f"  {where}: more copies of packs that are {_OTHER[where]} too"
 
 
-def _sequence_lines(found: SequenceDifference | None) -> Iterator[str]:
-    if found is None:
-        return
+def _sequence_lines(found: SequenceDifference) -> Iterator[str]:
     of = _sampled(found.share)
     if found.same:
         yield f"both hold the same {counted(found.shared, 'sequence')}, packed otherwise{of}"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout import Header
 from megatron_sft_idx.report.marked import shortened
 from megatron_sft_idx.report.odd import Place
 from megatron_sft_idx.report.survey import Survey
@@ -61,7 +61,7 @@ def summary_lines(prefix: str, survey: Survey) -> list[str]:
         f"{prefix}",
         *_table(_facts(survey)),
         "",
-        f"{'':22}{'min':>10}{'5%':>10}{'half':>10}{'95%':>10}{'max':>10}{'mean':>12}",
+        f"{'':22}{'min':>10}{'5%':>10}{'median':>10}{'95%':>10}{'max':>10}{'mean':>12}",
         _row("sequence length", survey.sequence_lengths),
         _row("pack length", survey.pack_lengths),
         _row("sequences a pack", survey.sequences),
@@ -125,7 +125,7 @@ def summary_dict(prefix: str, survey: Survey) -> dict[str, Any]:
     """As plain values."""
     header = survey.header
     return {
-        "prefix": ShardPaths.of(prefix).prefix,
+        "prefix": prefix,
         "packs": header.num_packs,
         "sequences": header.num_sequences,
         "tokens": header.num_tokens,

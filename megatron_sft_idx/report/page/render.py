@@ -18,7 +18,7 @@ from markupsafe import Markup
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.report.marked import Decode, ids_as_text
 from megatron_sft_idx.report.page.shapes import bar_paths, histogram, profile
-from megatron_sft_idx.report.page.viewer import shown_numbers, shown_pack, spread
+from megatron_sft_idx.report.page.viewer import ShownPack, shown_numbers, shown_pack, spread
 from megatron_sft_idx.report.summary import fingerprints, losses, shard_nbytes
 from megatron_sft_idx.report.survey import PERMILLE, Survey
 from megatron_sft_idx.report.tally import Tally
@@ -84,7 +84,8 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: i
         return context
     drawn = spread(header.num_packs, _DRAWN)
     numbers = shown_numbers(survey, drawn)
-    left, packs = text_nbytes, []
+    left = text_nbytes
+    packs: list[ShownPack] = []
     for done, number in enumerate(numbers):
         packs.append(shown_pack(shard, number, decode or ids_as_text, left // (len(numbers) - done)))
         left -= packs[-1].nbytes
@@ -96,8 +97,16 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: i
         "cost": _cost(survey),
         "packs": packs,
         "linked": set(numbers),
+        "anchors": _anchors(survey, packs),
         "decoded": decode is not None,
     }
+
+
+def _anchors(survey: Survey, packs: list[ShownPack]) -> set[tuple[int, int]]:
+    """Pack and number of the sequences that are both linked to and shown."""
+    shown = {(pack.number, sequence.number) for pack in packs for sequence in pack.sequences}
+    linked = {(place.pack, place.sequence) for odd in survey.odd for place in odd.places if place.sequence is not None}
+    return shown & linked
 
 
 def _row(shard: Shard, number: int) -> Row:
@@ -164,16 +173,16 @@ def _charts(survey: Survey) -> Iterator[Chart]:
     percent = 100 / header.capacity
     edges, counts = fill.histogram(_BINS, 0 if fill.quantile(0.02) * percent < 60 else fill.least, header.capacity)
     caption = (
-        f"half the packs are filled to {percent * fill.quantile(0.5):.1f}% or less,"
-        f" 5% of them to {percent * fill.quantile(0.05):.1f}%; the least to {percent * fill.least:.1f}%"
+        f"median {percent * fill.quantile(0.5):.1f}%, 5th percentile {percent * fill.quantile(0.05):.1f}%,"
+        f" least {percent * fill.least:.1f}%"
     )
     yield Chart("Fill of a pack", caption, histogram(edges, counts, caption, unit="%", of="packs", scale=percent))
     trained = survey.trained
     edges, counts = trained.histogram(_BINS, 0, PERMILLE)
     sampled = "" if survey.complete else " (sampled)"
     caption = (
-        f"half the packs train {trained.quantile(0.5) / 10:.1f}% of their tokens or less,"
-        f" 5% of them {trained.quantile(0.05) / 10:.1f}% or less{sampled}"
+        f"median {trained.quantile(0.5) / 10:.1f}%, 5th percentile {trained.quantile(0.05) / 10:.1f}%,"
+        f" least {trained.least / 10:.1f}%{sampled}"
     )
     svg = histogram(edges, counts, caption, unit="%", of="packs", scale=100 / PERMILLE)
     yield Chart("Trained share of a pack", caption, svg)
@@ -182,7 +191,7 @@ def _charts(survey: Survey) -> Iterator[Chart]:
 
 def _chart(title: str, tally: Tally, high: int, unit: str, of: str) -> Chart:
     half, most = tally.quantile(0.5), tally.quantile(0.95)
-    caption = f"half have {half:,} {unit} or fewer, 95% {most:,} or fewer; the most is {tally.largest:,}"
+    caption = f"median {half:,}, 95th percentile {most:,}, largest {tally.largest:,} {unit}"
     edges, counts = tally.histogram(_BINS, min(tally.least, 1), high)
     return Chart(title, caption, histogram(edges, counts, f"{title}: {caption}", unit=unit, of=of))
 

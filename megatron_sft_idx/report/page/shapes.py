@@ -91,7 +91,7 @@ class _Frame:
     def svg(self, label: str, marks: Markup, x_ticks: Sequence[tuple[float, str]], unit: str) -> Markup:
         """The whole picture; ``label`` says what it shows to those who do not see it, ``unit`` is of the values."""
         grid, numbers = [], []
-        for value, text in nice_ticks(0, self._top, 3):
+        for value, text in nice_ticks(0, self._top, 4):
             grid.append(self._line("grid", self.y(value)))
             numbers.append(element("text", text + unit, class_="y", x=self.left - 6, y=self.y(value) + 3.5))
         for value, text in x_ticks:
