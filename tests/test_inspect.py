@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chats import ROOT, TOKENIZER, command, files_of, preprocess
+from object_folders import serve_folder
 from packs import demo_samples, sample_of, write_samples
 from tokenizers import Tokenizer
 
@@ -228,6 +229,18 @@ def test_the_only_shard_of_a_folder_or_glob_is_taken(chats: Path, tmp_path: Path
     assert f"{tmp_path}: 7 shards are here, one is inspected at a time; name it: {tmp_path}/a, " in outcome.err
     (tmp_path / "b").mkdir()  # a folder beside the shard of its name
     assert command("inspect", tmp_path / "b").code == 0
+
+
+def test_a_remote_shard_is_inspected_like_a_local_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "bucket"
+    folder.mkdir()
+    url = serve_folder(folder, tmp_path / "msc.json", monkeypatch)
+    write_samples(folder / "x", demo_samples())
+    wanted = command("inspect", folder / "x").out.replace(str(folder / "x"), f"{url}/x")
+    for remote in (f"{url}/x", f"{url}/", f"{url}/*"):
+        assert command("inspect", remote).out == wanted
+    assert command("inspect", folder / "x", "--diff", f"{url}/x").code == 0
+    assert command("inspect", f"{url}/x", "--html", tmp_path / "x.html").code == 0
 
 
 def write_damaged(prefix: Path) -> None:

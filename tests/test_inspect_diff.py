@@ -117,6 +117,20 @@ def test_other_boundaries_and_lengths_are_named(tmp_path: Path) -> None:
     assert "pack 1: sequences begin at [0, 3] here, at [0, 2] there" in text
 
 
+@pytest.mark.parametrize("parts", [1 << 22, 30])
+def test_the_first_differences_are_named_in_order(tmp_path: Path, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "_TOKENS", parts)
+    here = [sample_of([4], lambda p: 1, lambda p: p) for _ in range(12)]
+    there = [sample_of([4], lambda p: int(p > 2), lambda p: 7 + p) for _ in range(12)]
+    there[1] = there[9] = sample_of([3, 2], lambda p: 1, lambda p: p)
+    found = compared(tmp_path, here, there)
+    # The mask is label-aligned: its entry 1 tells of token 2.
+    assert [(one.what, one.pack, one.position) for one in found.first] == [
+        *(("token", 0, 0), ("mask", 0, 0), ("token", 0, 1), ("mask", 0, 1), ("token", 0, 2)),
+    ]
+    assert (found.reshaped, found.tokens, found.masks) == (2, 40, 20)
+
+
 def test_the_same_sequences_packed_otherwise_are_recognised(tmp_path: Path) -> None:
     here = random_packs(30)
     there = [Sample(pack.tokens[a:b], pack.mask[a:b], [0]) for pack in here[::-1] for a, b in pairwise(pack.bounds)]

@@ -118,7 +118,8 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 def _only_prefix(path: str) -> str:
     """The prefix, or that of the only shard in a folder or of a glob."""
-    if not (os.path.isdir(path) or glob.has_magic(path)) or os.path.exists(f"{path}.seq.idx"):
+    many = os.path.isdir(path) or glob.has_magic(path) or path.endswith("/")
+    if not many or os.path.exists(f"{path}.seq.idx"):
         return path
     found = find_prefixes(path)
     if len(found) > 1:

@@ -184,12 +184,14 @@ class _Pair:
             else:
                 starts = [_starts(window, i) for window in self._windows]
                 found.append(Difference("boundaries", pack, None, None, None, *starts))
+        values: list[Difference] = []
         for i in np.flatnonzero(packs & ~reshaped).tolist():
-            found += self._within(result, i, most)
-        _add(result, found, most)
+            # Naming one takes far longer than counting it.
+            values += self._within(result, i, max(0, most - len(values) - len(result.first)))
+        _add(result, found + values, most)
 
     def _within(self, result: Comparison, i: int, most: int) -> Iterator[Difference]:
-        """Differences inside the window's pack ``i``, which has the same shape in both; counts them too."""
+        """Up to ``most`` differences of each kind in pack ``i``, which has the same shape in both; counts all."""
         begins = [int(window.pack_bounds[i]) for window in self._windows]
         length = int(self._windows[0].pack_bounds[i + 1]) - begins[0]
         for what, pair in (("token", self._ids), ("mask", self._masks)):

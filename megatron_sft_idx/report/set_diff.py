@@ -91,34 +91,24 @@ class ShardSamples:
     def pack_difference(self, other: ShardSamples, most: int) -> PackDifference:
         """How the packs differ; ``most`` are named."""
         bits = _same_limit(self._packs, other._packs)
-        here, there = self._packs.counted(), other._packs.counted()
-        common = _common(here, there)
-        return PackDifference(
-            share=0.5**bits,
-            shared=common,
-            only_here=int(here.times.sum()) - common,
-            only_there=int(there.times.sum()) - common,
-            first_here=tuple(_first_alone(here, there, most)),
-            first_there=tuple(_first_alone(there, here, most)),
-        )
+        return PackDifference(0.5**bits, *_compared(self._packs, other._packs, most))
 
     def sequence_difference(self, other: ShardSamples, most: int) -> SequenceDifference:
         """How the sequences differ; ``most`` are named."""
         bits = _same_limit(self._ids, self._whole, other._ids, other._whole)
-        ids, other_ids = self._ids.counted(), other._ids.counted()
-        whole, other_whole = self._whole.counted(), other._whole.counted()
-        common_ids, common = _common(ids, other_ids), _common(whole, other_whole)
+        same_ids, only_here, only_there, _, _ = _compared(self._ids, other._ids, 0)
+        shared, _, _, first_here, first_there = _compared(self._whole, other._whole, most)
         return SequenceDifference(
             share=0.5**bits,
-            shared=common,
-            other_mask=max(0, common_ids - common),
-            only_here=int(ids.times.sum()) - common_ids,
-            only_there=int(other_ids.times.sum()) - common_ids,
-            first_here=self._places(_first_alone(whole, other_whole, most)),
-            first_there=other._places(_first_alone(other_whole, whole, most)),
+            shared=shared,
+            other_mask=max(0, same_ids - shared),
+            only_here=only_here,
+            only_there=only_there,
+            first_here=self._places(first_here),
+            first_there=other._places(first_there),
         )
 
-    def _places(self, numbers: list[int]) -> tuple[tuple[int, int], ...]:
+    def _places(self, numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
         return tuple(locate_sequence(self._shard, number)[:2] for number in numbers)
 
 
@@ -143,13 +133,14 @@ def _same_limit(*samples: HashSample) -> int:
     return bits
 
 
-def _first_alone(here: Counted, there: Counted, most: int) -> list[int]:
-    """Numbers of the first that only one has."""
-    alone: list[int] = np.sort(here.first[~np.isin(here.hashes, there.hashes)])[:most].tolist()
-    return alone
+def _compared(here: HashSample, there: HashSample, most: int) -> tuple[int, int, int, tuple[int, ...], tuple[int, ...]]:
+    """Two multisets: how many elements they share and how many only one has; numbers of the first that only one has."""
+    left, right = here.counted(), there.counted()
+    _, at, other = np.intersect1d(left.hashes, right.hashes, assume_unique=True, return_indices=True)
+    common = int(np.minimum(left.times[at], right.times[other]).sum())
+    only_here, only_there = int(left.times.sum()) - common, int(right.times.sum()) - common
+    return common, only_here, only_there, _first_alone(left, right, most), _first_alone(right, left, most)
 
 
-def _common(here: Counted, there: Counted) -> int:
-    """How many elements two multisets share."""
-    _, at, other = np.intersect1d(here.hashes, there.hashes, assume_unique=True, return_indices=True)
-    return int(np.minimum(here.times[at], there.times[other]).sum())
+def _first_alone(here: Counted, there: Counted, most: int) -> tuple[int, ...]:
+    return tuple(np.sort(here.first[~np.isin(here.hashes, there.hashes)])[:most].tolist())
