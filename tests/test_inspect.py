@@ -189,12 +189,30 @@ def test_a_page_is_not_overwritten_unasked(chats: Path, tmp_path: Path) -> None:
 
 def test_an_empty_shard_and_one_that_was_rebuilt(tmp_path: Path) -> None:
     write_samples(tmp_path / "empty", [], capacity=8)
-    assert "empty shard" in command("inspect", tmp_path / "empty").out
+    outcome = command("inspect", tmp_path / "empty")
+    assert "empty shard" in outcome.out
+    assert f"\nshard id              {Shard(tmp_path / 'empty').shard_id.hex()}\n" in outcome.out
     assert command("inspect", tmp_path / "empty", "--html", tmp_path / "x.html").code == 0
     write_samples(tmp_path / "x", demo_samples())
     Path(tmp_path / "x.seq.idx").unlink()
     assert command("rebuild", tmp_path / "x", "--capacity", 64).code == 0
     assert "rebuilt" in command("inspect", tmp_path / "x").out
+
+
+def test_what_was_lost_is_counted(tmp_path: Path) -> None:
+    metadata = {
+        "sources": {"skipped": 2},
+        "packing": {"overlong_sequences": 1234, "dropped_tokens": 56789, "untrained_by_cut": 7},
+    }
+    write_samples(tmp_path / "x", [], capacity=8, metadata=metadata)
+    out = command("inspect", tmp_path / "x").out
+    for line in (
+        "rows skipped          2",
+        "overlong sequences    1,234",
+        "dropped tokens        56,789",
+        "labels lost to cuts   7",
+    ):
+        assert f"\n{line}\n" in out
 
 
 def test_metadata_of_any_kind_is_survived(tmp_path: Path) -> None:

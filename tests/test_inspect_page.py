@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import itertools
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +112,12 @@ def test_a_page_is_less_than_a_megabyte(tmp_path: Path, name: str, decode: Any) 
     page = page_of(tmp_path / "x", decode)
     assert len(page) < MAX_NBYTES
     markup_of(page)
+
+
+def test_the_command_for_other_packs_can_be_pasted(tmp_path: Path) -> None:
+    write_samples(tmp_path / "it's <b>", demo_samples(), capacity=64)
+    (shown,) = re.findall(r"<code>(megatron-sft-idx inspect .*) N</code>", page_of(tmp_path / "it's <b>").decode())
+    assert shlex.split(html.unescape(shown)) == ["megatron-sft-idx", "inspect", str(tmp_path / "it's <b>"), "--pack"]
 
 
 def test_what_is_cut_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

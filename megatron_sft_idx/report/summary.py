@@ -15,7 +15,11 @@ from megatron_sft_idx.shard.fingerprints import source_of, template_of, tokenize
 
 __all__ = ["fingerprints", "losses", "place_name", "shard_nbytes", "summary_dict", "summary_lines"]
 
-_LOSSES = {"overlong_sequences": "overlong sequences", "dropped_tokens": "dropped tokens"}
+_LOSSES = {
+    "overlong_sequences": "overlong sequences",
+    "dropped_tokens": "dropped tokens",
+    "untrained_by_cut": "labels lost to cuts",
+}
 
 
 def fingerprints(header: Header) -> dict[str, str]:
@@ -56,7 +60,7 @@ def summary_lines(prefix: str, survey: Survey) -> list[str]:
     """As a person reads it."""
     header = survey.header
     if not header.num_packs:
-        return [f"{prefix}: an empty shard: no packs"]
+        return [f"{prefix}: an empty shard: no packs", *_table(_kept(header)), "", *_table(_provenance(header))]
     return [
         f"{prefix}",
         *_table(_facts(survey)),
@@ -80,15 +84,19 @@ def _facts(survey: Survey) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{header.num_tokens:,} ({header.token_dtype.name})"
     share = 100 * header.num_trained_tokens / header.num_tokens
     yield "trained tokens", f"{header.num_trained_tokens:,} ({share:.1f}%; masks {header.mask_dtype.name})"
-    yield "capacity", f"{header.capacity:,}, sequence multiple {header.sequence_multiple}"
     yield "fill", f"{100 * survey.fill:.2f}%"
     yield "attention", f"the costliest pack costs {survey.cost_spread:.2f} times the mean"
+    yield from _kept(header)
+    if not survey.complete:
+        yield "sampled", f"masks and ids of {survey.read_packs:,} packs, evenly spread; all else is of all packs"
+
+
+def _kept(header: Header) -> Iterator[tuple[str, str]]:
+    yield "capacity", f"{header.capacity:,}, sequence multiple {header.sequence_multiple}"
     for name, count in losses(header).items():
         yield name, f"{count:,}"
     sizes = shard_nbytes(header)
     yield "on disk", f"{sum(sizes.values()):,} bytes: " + ", ".join(f"{k} {v:,}" for k, v in sizes.items())
-    if not survey.complete:
-        yield "sampled", f"masks and ids of {survey.read_packs:,} packs, evenly spread; all else is of all packs"
 
 
 def _provenance(header: Header) -> Iterator[tuple[str, str]]:
