@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import resource
@@ -17,6 +19,7 @@ from object_folders import serve_folder
 from packs import demo_samples, sample_of, write_samples
 from tokenizers import Tokenizer
 
+from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.shard import Shard
 
 TEXT = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
@@ -80,6 +83,26 @@ def test_a_pack_as_text_and_as_ids(chats: Path) -> None:
     ids = command("inspect", chats, "--pack", 3).out
     numbers = "".join(line for line in ids.splitlines() if not line.startswith("──"))
     assert [int(word) for word in numbers.replace("[[", " ").replace("]]", " ").split()] == pack["input_ids"].tolist()
+
+
+class Terminal(io.StringIO):
+    """Says that it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("term", "no_color", "colored"), [("xterm", "", True), ("xterm", "1", False), ("dumb", "", False)]
+)
+def test_color_is_for_terminals_that_have_it(
+    chats: Path, term: str, no_color: str, colored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    with contextlib.redirect_stdout(Terminal()) as out:
+        assert main(["inspect", str(chats), "--pack", "0"]) == 0
+    assert ("\x1b[" in out.getvalue(), "[[" in out.getvalue()) == (colored, not colored)
 
 
 def test_a_pack_as_json(chats: Path) -> None:

@@ -193,6 +193,11 @@ def test_repeated_and_longest_sequences_are_named_where_they_are(tmp_path: Path)
     assert odd["One-token sequences"].places[0].pack == 3
 
 
+def test_where_all_are_alike_none_is_odd(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", [sample_of([3, 3], lambda p: 1, lambda p, i=i: 10 * i + p) for i in range(5)])
+    assert [place for odd in survey_shard(Shard(tmp_path / "x")).odd for place in odd.places] == []
+
+
 def test_a_large_shard_is_sampled_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_samples(tmp_path / "x", random_packs(60), capacity=64)
     monkeypatch.setattr(windows, "_PACKS", 5)

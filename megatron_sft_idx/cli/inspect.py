@@ -160,7 +160,8 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
     pack = shard[arguments.pack]
     ids, mask, bounds = pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"].tolist()
     if not arguments.json:
-        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        color = sys.stdout.isatty() and not plain
         print(mark_pack(ids, mask, bounds, decode or ids_as_text, color=color))
         return
     sequences = []
