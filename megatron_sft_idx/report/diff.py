@@ -152,8 +152,10 @@ class _Pair:
             found += [self._difference(what, i, values[i], others[i]) for i in at[:most].tolist()]
         result.tokens += len(changed[0])
         result.masks += len(changed[1])
-        packs = np.searchsorted(window.pack_bounds, np.concatenate(changed), "right")
-        result.differing_packs += len(np.unique(packs))
+        differs = np.zeros(int(window.pack_bounds[-1]), np.bool_)
+        for at in changed:
+            differs[at] = True
+        result.differing_packs += int(np.count_nonzero(np.logical_or.reduceat(differs, window.pack_bounds[:-1])))
         _add(result, found, most)
 
     def _difference(self, what: str, at: int, value: Any, other: Any) -> Difference:

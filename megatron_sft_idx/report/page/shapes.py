@@ -51,7 +51,10 @@ def _runs(pack: Pack) -> Iterator[tuple[int, int, int, bool, bool]]:
     trained = trained_tokens(pack["loss_mask"]) > 0
     trained[bounds[:-1]] = False
     length = len(trained)
-    edges = np.union1d(bounds, np.flatnonzero(trained[1:] != trained[:-1]) + 1)
+    changes = np.zeros(length + 1, np.bool_)
+    changes[bounds] = True
+    changes[1:length] |= trained[1:] != trained[:-1]
+    edges = np.flatnonzero(changes)
     if len(edges) > _MOST_RUNS:
         edges = np.unique(np.linspace(0, length, _MOST_RUNS + 1).astype(np.int64))
     middles = (edges[:-1] + edges[1:]) // 2
