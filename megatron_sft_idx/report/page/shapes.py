@@ -72,12 +72,13 @@ class _Frame:
     """A plot's box: where values lie in it, and its axes."""
 
     def __init__(self, width: int, height: int, x: tuple[float, float], top: float) -> None:
-        self.width, self.height, self.left, self.base = width, height, 46, height - 22
+        self.width, self.height, self.base = width, height, height - 22
+        self.left, self.right = 46, width - 18  # half of the last number lies behind the end
         self._x, self._top = x, top
 
     def x(self, value: float) -> float:
         low, high = self._x
-        return self.left + (self.width - self.left - 8) * (value - low) / max(high - low, 1e-9)
+        return self.left + (self.right - self.left) * (value - low) / max(high - low, 1e-9)
 
     def y(self, value: float) -> float:
         return self.base - (self.base - 10) * value / max(self._top, 1e-9)
@@ -89,7 +90,7 @@ class _Frame:
         return element("rect", element("title", title), class_="bar", x=x, y=y, width=width, height=self.base - y)
 
     def _line(self, name: str, y: float) -> Markup:
-        return element("line", class_=name, x1=self.left, x2=self.width - 8, y1=y, y2=y)
+        return element("line", class_=name, x1=self.left, x2=self.right, y1=y, y2=y)
 
     def svg(self, label: str, marks: Markup, x_ticks: Sequence[tuple[float, str]], unit: str) -> Markup:
         """The whole picture; ``label`` says what it shows to those who do not see it, ``unit`` is of the values."""
