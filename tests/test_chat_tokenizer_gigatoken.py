@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 import unicodedata
 from functools import lru_cache
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizer_zoo as zoo
+from chats import ROOT, TOKENIZER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -223,6 +227,28 @@ def test_the_encoder_is_renewed_before_it_remembers_too_much(monkeypatch: pytest
     monkeypatch.setattr(fast_engine, "RENEWAL_NBYTES", 100)
     assert differing(fast, exact, texts) == []
     assert fast._encoder is not before
+
+
+LOADS = """
+import os, sys
+from pathlib import Path
+from megatron_sft_idx.chat.tokenizer import load_tokenizer
+
+def loaded(times):
+    for _ in range(times):
+        load_tokenizer(sys.argv[1], backend="gigatoken")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+print(-loaded(4) + loaded(8))
+"""
+
+
+def test_what_the_sample_took_is_given_back() -> None:
+    """The tokenizers library keeps a thread's words after their tokenizer is gone: of the sample, three megabytes."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", LOADS, TOKENIZER], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 8 << 20
 
 
 def test_no_texts_are_no_rows() -> None:
