@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -26,12 +27,25 @@ def pytest_report_header() -> str:
 
 
 _LEFT_OUT = pytest.StashKey[int]()
+_SENT = "tests left out"
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cloud"):
             item.config.stash[_LEFT_OUT] = item.config.stash.get(_LEFT_OUT, 0) + 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if sent := getattr(session.config, "workeroutput", None):
+        sent[_SENT] = session.config.stash.get(_LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Where xdist's workers collected the tests, all of them left out the same ones."""
+    if sent := getattr(node, "workeroutput", None):
+        node.config.stash[_LEFT_OUT] = sent[_SENT]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -30,6 +31,14 @@ def load(kind: str, backend: str = "auto") -> Tokenizer:
 @lru_cache
 def library(kind: str) -> Library:
     return build_tokenizer(zoo.spec_of(kind))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    """Tokenizers hold 10 MB each, whose page tables every later fork of this process would copy."""
+    yield
+    load.cache_clear()
+    library.cache_clear()
 
 
 @st.composite
