@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Sequence
@@ -24,6 +25,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_report_header() -> str:
     return f"native kernels: {_native.__file__}"
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection of garbage need look at it again, here or in a fork."""
+    gc.collect()
+    gc.freeze()
 
 
 _LEFT_OUT = pytest.StashKey[int]()
