@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.shards import budgets
 
-# The same examples in every run, so that a failure is of the change that is tested. Another profile looks further:
-# HYPOTHESIS_PROFILE=default make test
-settings.register_profile("repeatable", derandomize=True)
+# The same examples in every run, however slow the machine, so that a failure is of the change that is tested.
+# Another profile looks further: HYPOTHESIS_PROFILE=default make test
+settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # Whoever runs the tests may ignore Ctrl-C, as shells let their background jobs do; tests and their children do not.
