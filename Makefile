@@ -29,8 +29,10 @@ format: $(VENV)/built  ## let ruff rewrite the sources
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format .
 
+# Two processes, each with whole files, because modules share what is slow to make. More would not fit where memory
+# is small: some tests start processes of their own, and most of those import torch.
 test: $(VENV)/built  ## the test suite; what it skips it names at the end
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-slow: $(VENV)/built  ## the longer checks that test leaves out
 	@$(BIN)/python -m pytest -m slow

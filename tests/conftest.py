@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.shards import budgets
 
-# The same examples in every run, so that a failure is of the change that is tested, and not of a machine that had much
-# else to do. Another profile looks further: HYPOTHESIS_PROFILE=default make test
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+# The same examples in every run, however slow the machine, so that a failure is of the change that is tested.
+# Another profile looks further: HYPOTHESIS_PROFILE=default make test
+settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # Whoever runs the tests may ignore Ctrl-C, as shells let their background jobs do; tests and their children do not.
@@ -25,13 +27,32 @@ def pytest_report_header() -> str:
     return f"native kernels: {_native.__file__}"
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: no collection of garbage need look at it again, here or in a fork."""
+    gc.collect()
+    gc.freeze()
+
+
 _LEFT_OUT = pytest.StashKey[int]()
+_SENT = "tests left out"
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cloud"):
             item.config.stash[_LEFT_OUT] = item.config.stash.get(_LEFT_OUT, 0) + 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if sent := getattr(session.config, "workeroutput", None):
+        sent[_SENT] = session.config.stash.get(_LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Where xdist's workers collected the tests, all of them left out the same ones."""
+    if sent := getattr(node, "workeroutput", None):
+        node.config.stash[_LEFT_OUT] = sent[_SENT]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

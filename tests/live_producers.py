@@ -19,7 +19,7 @@ from megatron_sft_idx.catalog import Catalog, Limits, ProducerState
 from megatron_sft_idx.layout import ShardPaths
 
 BEAT_SECONDS = 0.05
-PATIENCE = 60
+PATIENCE = 300
 
 
 class Producer:

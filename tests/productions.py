@@ -19,7 +19,7 @@ from megatron_sft_idx.catalog import Ack, Base, Catalog, ProducerState, ack_fold
 
 SMALL = ("--seq-length", 512, "--tokens-per-shard", 2000, "--overlong", "split")
 # Generous: what is waited for comes in a second, and on a busy machine in ten.
-PATIENCE = 120.0
+PATIENCE = 300.0
 
 
 def arguments(catalog: Path, *more: object) -> list[str]:

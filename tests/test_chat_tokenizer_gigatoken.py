@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 import unicodedata
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
 import tokenizer_zoo as zoo
+from chats import ROOT, TOKENIZER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,10 +39,20 @@ def engines_of(kind: str) -> tuple[FastEngine, TokenizersEngine]:
     return engines(zoo.spec_of(kind))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    """Encoders hold 30 MB each, whose page tables every later fork of this process would copy, and words."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")  # threads of the library's own would keep those for good
+        yield
+    engines_of.cache_clear()
+
+
 def differing(fast: FastEngine, exact: TokenizersEngine, texts: list[str]) -> list[str]:
     """The texts whose ids differ."""
     ours = fast.ids(texts, [text.encode() for text in texts]).rows()
-    theirs = exact.ids(texts, []).rows()
+    with ThreadPoolExecutor(1) as thread:  # the tokenizers library keeps a thread's words until the thread ends
+        theirs = thread.submit(exact.ids, texts, []).result().rows()
     return [text for text, a, b in zip(texts, ours, theirs, strict=True) if not np.array_equal(a, b)]
 
 
@@ -223,6 +239,27 @@ def test_the_encoder_is_renewed_before_it_remembers_too_much(monkeypatch: pytest
     monkeypatch.setattr(fast_engine, "RENEWAL_NBYTES", 100)
     assert differing(fast, exact, texts) == []
     assert fast._encoder is not before
+
+
+LOADS = """
+import os, sys
+from pathlib import Path
+from megatron_sft_idx.chat.tokenizer import load_tokenizer
+
+def loaded(times):
+    for _ in range(times):
+        load_tokenizer(sys.argv[1], backend="gigatoken")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+print(-loaded(4) + loaded(8))
+"""
+
+
+def test_what_the_sample_took_is_given_back() -> None:
+    """The tokenizers library keeps a thread's words after their tokenizer is gone: of the sample, three megabytes."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    grown = subprocess.run([sys.executable, "-c", LOADS, TOKENIZER], check=True, env=environment, capture_output=True)
+    assert int(grown.stdout) < 8 << 20
 
 
 def test_no_texts_are_no_rows() -> None:

@@ -24,7 +24,7 @@ from megatron_sft_idx.streaming.chunk_folder import ChunkFolder
 from megatron_sft_idx.streaming.chunk_rows import ChunkRows, PackedLines, RawLines, RowLimits
 
 SETTLE = 0.2
-PATIENCE = 30.0
+PATIENCE = 300.0
 
 
 def folder_of(path: Path, said: list[str] | None = None) -> ChunkFolder:

@@ -34,7 +34,7 @@ from megatron_sft_idx.streaming.chunks import ChunkOptions, LiveChunks
 from megatron_sft_idx.streaming.live import Stopped, Waiter
 
 PRODUCER = Path(__file__).with_name("chunk_producer.py")
-PATIENCE = 60.0
+PATIENCE = 300.0
 WAITER = Waiter("rank 0")
 
 

@@ -135,7 +135,7 @@ def test_the_script_merges_and_after_the_word_split_splits(tmp_path: Path) -> No
     def run(*arguments: str) -> str:
         command = [sys.executable, "-W", "error", str(ROOT / "tools" / "merge_sft.py"), *arguments]
         environment = {"PYTHONPATH": f"{ROOT}"}
-        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=60).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=300).stdout
 
     assert "packs           8" in run(str(tmp_path / "parts"), "--output-prefix", str(tmp_path / "m"))
     assert "parts           2" in run(

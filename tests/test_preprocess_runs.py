@@ -20,6 +20,16 @@ def chats():
     return [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.fixture(scope="module")
+def long(tmp_path_factory, chats):
+    """Input that takes long enough to be interrupted, and the shard that comes of it where nobody does."""
+    folder = tmp_path_factory.mktemp("long")
+    given = write_rows(folder / "rows.jsonl", chats * 60)
+    done = preprocess(folder / "calm", "--input", given)
+    assert done.code == 0, done
+    return given, files_of(folder / "calm")
+
+
 def test_refuses_to_overwrite(tmp_path):
     assert preprocess(tmp_path / "x").code == 0
     before = files_of(tmp_path / "x")
@@ -69,10 +79,9 @@ def test_progress_is_plain_lines_without_a_terminal(tmp_path, chats):
 @pytest.mark.parametrize(
     ("sent", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
-def test_interrupted_runs_keep_what_is_done(tmp_path, chats, sent, code):
-    given = write_rows(tmp_path / "rows.jsonl", chats * 60)
+def test_interrupted_runs_keep_what_is_done(tmp_path, long, sent, code):
+    given, calm = long
     arguments = ["preprocess", "--input", given, "--tokenizer-model", TOKENIZER, "--seq-length", 1024]
-    assert command(*arguments, "--output-prefix", tmp_path / "calm", "--workers", 0).code == 0
     arguments += ["--output-prefix", tmp_path / "x", "--log-interval", 1000]
     with subprocess.Popen(
         [sys.executable, "-m", "megatron_sft_idx", *map(str, arguments), "--workers", "2"],
@@ -90,13 +99,12 @@ def test_interrupted_runs_keep_what_is_done(tmp_path, chats, sent, code):
     resumed = command(*arguments, "--workers", 0, "--resume")
     assert resumed.code == 0, resumed
     assert "resuming after" in resumed.err
-    assert files_of(tmp_path / "x") == files_of(tmp_path / "calm")
+    assert files_of(tmp_path / "x") == calm
 
 
-def test_a_killed_worker_changes_no_byte(tmp_path, chats):
-    source = write_rows(tmp_path / "rows.jsonl", chats * 60)
-    arguments = ["preprocess", "--input", source, "--tokenizer-model", TOKENIZER, "--seq-length", "1024"]
-    assert command(*arguments, "--output-prefix", tmp_path / "calm", "--workers", 0).code == 0
+def test_a_killed_worker_changes_no_byte(tmp_path, long):
+    given, calm = long
+    arguments = ["preprocess", "--input", given, "--tokenizer-model", TOKENIZER, "--seq-length", "1024"]
     arguments += ["--output-prefix", tmp_path / "shot", "--workers", "2", "--log-interval", "1000"]
     with subprocess.Popen(
         [sys.executable, "-m", "megatron_sft_idx", *map(str, arguments)],
@@ -111,4 +119,4 @@ def test_a_killed_worker_changes_no_byte(tmp_path, chats):
         os.kill(int(worker), signal.SIGKILL)
         rest = process.stderr.read()
     assert process.returncode == 0, rest
-    assert files_of(tmp_path / "shot") == files_of(tmp_path / "calm")
+    assert files_of(tmp_path / "shot") == calm

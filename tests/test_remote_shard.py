@@ -92,8 +92,8 @@ def test_another_process_reads_it_too(folder: Path, url: str, method: str) -> No
     answers = context.Queue()
     process = context.Process(target=_reads_all, args=(shard, demo_samples(), answers))
     process.start()
-    assert answers.get(timeout=60) == "same"
-    process.join(60)
+    assert answers.get(timeout=300) == "same"
+    process.join(300)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

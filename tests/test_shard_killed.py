@@ -119,7 +119,7 @@ def run(program: str, *arguments: str, expected: int = 0) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == expected, done.stderr

@@ -22,7 +22,7 @@ from blends import build, config_of, digest_of
 from megatron_sft_idx.training.sampler import PackedBatchSampler
 
 meet, rank, jobs = json.loads(sys.argv[1])
-torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=timedelta(seconds=300))
 found = {}
 for name, job in jobs.items():
     try:
@@ -61,7 +61,7 @@ def run(folder: Path, jobs: dict[str, Any]) -> list[dict[str, Any]]:
     ]
     found = []
     for process in processes:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
         found.append(json.loads(out.splitlines()[-1]))
     return found

@@ -47,7 +47,7 @@ def threads() -> list[threading.Thread]:
 
 
 def wait_until_ended(thread: threading.Thread) -> None:
-    thread.join(10)
+    thread.join(120)
     assert not thread.is_alive()
 
 
@@ -196,15 +196,19 @@ def test_interrupt_while_waiting_leaves_a_loader_that_closes(assembler: BatchAss
 
     def slow() -> Iterator[list[int]]:
         yield [0]
-        go_on.wait(10)
+        go_on.wait(120)
         yield [1]
 
     with iter(BatchLoader(assembler, slow(), ahead=0)) as taken:
         next(taken)
         timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
+
+        def wait() -> None:
+            timer.start()  # in here, for nothing says that this thread is the first to go on
             next(taken)
+
+        with pytest.raises(KeyboardInterrupt):
+            wait()
         timer.join()
         go_on.set()
         assert same(next(taken), assembler.assemble([1]))
@@ -240,7 +244,7 @@ print(next(taken)["tokens"].shape)
     root = Path(__file__).parent.parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, env=environment, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env=environment, check=False
     )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "torch.Size([1, 40])", "")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -181,7 +182,10 @@ def load_fast_engine(
             nfc=spec.get("normalizer") is not None,
             parallel=parallel,
         )
-        proven = _agrees(engine, tokenizer)
+        # The tokenizers library keeps the words a thread has met, up to ten thousand a tokenizer, until the thread
+        # ends, though the tokenizer be long gone. The sample's odd words must not stay, nor take the text's places.
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            proven = thread.submit(_agrees, engine, tokenizer).result()
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in Rust is a BaseException; whatever it was, tokenizers will do
