@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from block_cache_twin import FAR, belady_reads, lru_reads, next_use
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -64,6 +64,7 @@ def until(what: str, holds: Callable[[], bool]) -> None:
 uses_of_blocks = st.lists(st.integers(0, 7), max_size=40)
 
 
+@settings(deadline=None)
 @given(uses_of_blocks, st.integers(1, 6))
 def test_what_is_used_farthest_ahead_gives_way(path: str, uses: list[int], room: int) -> None:
     array = cached(path, room, readers=0)
@@ -73,6 +74,7 @@ def test_what_is_used_farthest_ahead_gives_way(path: str, uses: list[int], room:
     assert array.cache.reads == belady_reads(uses, room)
 
 
+@settings(deadline=None)
 @given(uses_of_blocks, st.integers(1, 6))
 def test_the_least_recently_used_gives_way_where_nothing_is_announced(path: str, uses: list[int], room: int) -> None:
     array = cached(path, room)
@@ -81,6 +83,7 @@ def test_the_least_recently_used_gives_way_where_nothing_is_announced(path: str,
     assert array.cache.reads == lru_reads(uses, room)
 
 
+@settings(deadline=None)
 @given(uses_of_blocks, st.integers(0, 8), st.integers(0, 45))
 def test_a_plan_knows_the_next_use(uses: list[int], block: int, since: int) -> None:
     plan = UsePlan(np.array(uses, np.int64))
@@ -94,6 +97,7 @@ def test_a_plan_knows_the_next_use(uses: list[int], block: int, since: int) -> N
     assert [plan.next_use(i) for i in range(len(uses))] == [expected(uses[i], i + 1) for i in range(len(uses))]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 100), st.integers(0, 50)), max_size=8))
 def test_ranges_are_cut_into_blocks(ranges: list[tuple[int, int, int]]) -> None:
     files, begins, counts = (
