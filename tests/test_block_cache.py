@@ -68,7 +68,8 @@ uses_of_blocks = st.lists(st.integers(0, 7), max_size=40)
 @given(uses_of_blocks, st.integers(1, 6))
 def test_what_is_used_farthest_ahead_gives_way(path: str, uses: list[int], room: int) -> None:
     array = cached(path, room, readers=0)
-    announce(array, uses)
+    announce(array, uses[: len(uses) // 2])
+    announce(array, uses[len(uses) // 2 :], more=True)
     for block in uses:
         use(array, block)
     assert array.cache.reads == belady_reads(uses, room)

@@ -89,15 +89,29 @@ class BlockMemory:
 
     def take_plan(self, keys: NDArray[np.int64], more: bool) -> None:
         """Go by these uses from now on, or after those that are still to come."""
-        self.plan = UsePlan(np.concatenate([self.plan.array[self.used :], keys]) if more else keys)
+        if more:
+            self._extend_plan(keys)
+            return
+        self.plan = UsePlan(keys)
         self.used = self.looked = self.swept = 0
         self.blocks = {key: block for key, block in self.blocks.items() if block.error is None}
-        if not more:
-            for block in self.blocks.values():
-                self._count(block, False)
         for block, use in zip(self.blocks.values(), self.plan.first_uses(list(self.blocks)), strict=True):
+            self._count(block, False)
             block.due = use
         self._sort()
+
+    def _extend_plan(self, keys: NDArray[np.int64]) -> None:
+        """Takes as long as there are new uses, not as there are blocks: batches are announced one by one."""
+        end = self.plan.end
+        self.plan = self.plan.followed_by(keys, self.used)
+        fresh, first = np.unique(keys, return_index=True)
+        for key, use in zip(fresh.tolist(), (first + end).tolist(), strict=True):
+            block = self.blocks.get(key)
+            if block is not None and block.due == NEVER:
+                block.due = use
+                if block.ready:
+                    del self.idle[key]
+                    self._settle(block)
 
     def _sort(self) -> None:
         """Sort the ready blocks by their next use anew."""
@@ -129,7 +143,8 @@ class BlockMemory:
         elif use < max(self.looked, self.used) + self.slots:
             # A use much farther off is still to come: somebody else reads here.
             self.used = max(self.used, use + 1)
-            block.due = self.plan.next_use(use)
+            skipped = use < self.plan.begin
+            block.due = self.plan.first_use(block.key, self.used) if skipped else self.plan.next_use(use)
             self._settle(block)
             if self.waiting:
                 self.room.notify()
@@ -230,7 +245,7 @@ class BlockMemory:
                 block = self._next()
                 if block is not None:
                     self._fill(block)
-                elif self.looked >= len(self.plan):
+                elif self.looked >= self.plan.end:
                     break
                 elif not self._sweep():
                     self.waiting += 1
@@ -241,8 +256,8 @@ class BlockMemory:
     def _next(self) -> _Block | None:
         """The next block that is to be read ahead; None where there is no room yet, or nothing to read."""
         self.looked = max(self.looked, self.used)
-        while self.looked < len(self.plan):
-            key = self.plan.keys[self.looked]
+        while self.looked < self.plan.end:
+            key = self.plan.key(self.looked)
             if key not in self.blocks:
                 block = self._claim(key, self.looked) if self.ahead < self.most_ahead else None
                 if block is not None:

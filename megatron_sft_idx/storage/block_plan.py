@@ -48,34 +48,41 @@ class UsePlan:
 
     Args:
         keys: int64 [uses], the block of each use.
+        begin: the number of the first use, which the others follow.
 
     Attributes:
-        keys: as given, as a buffer of Python ints.
+        begin: as given.
+        end: the number after that of the last use.
     """
 
-    def __init__(self, keys: NDArray[np.int64]) -> None:
-        self.array = keys
-        self.keys = keys.data
-        self._order = np.argsort(keys, kind="stable")
-        self._sorted = keys[self._order]
+    def __init__(self, keys: NDArray[np.int64], begin: int = 0) -> None:
+        self.begin, self.end = begin, begin + len(keys)
+        self._keys = keys
+        order = np.argsort(keys, kind="stable")
+        self._sorted, self._order = keys[order], order + begin
         again = np.full(len(keys), NEVER)
         same = self._sorted[1:] == self._sorted[:-1]
-        again[self._order[:-1][same]] = self._order[1:][same]
-        self._again = again.data
+        again[order[:-1][same]] = self._order[1:][same]
+        self._items, self._again = keys.data, again.data  # give Python ints
 
-    def __len__(self) -> int:
-        return len(self.array)
+    def followed_by(self, keys: NDArray[np.int64], since: int) -> UsePlan:
+        """The uses from ``since`` on, and these behind them."""
+        return UsePlan(np.concatenate([self._keys[since - self.begin :], keys]), since)
+
+    def key(self, use: int) -> int:
+        """The block of a use."""
+        return self._items[use - self.begin]
 
     def next_use(self, use: int) -> int:
         """The use of the same block after this one; NEVER where there is none."""
-        return self._again[use]
+        return self._again[use - self.begin]
 
     def first_uses(self, keys: Sequence[int]) -> list[int]:
         """The first use of each of some blocks; NEVER for one that has none."""
-        if not len(self.array):
+        if not len(self._keys):
             return [NEVER] * len(keys)
         wanted = np.array(keys, np.int64)
-        at = np.minimum(np.searchsorted(self._sorted, wanted), len(self.array) - 1)
+        at = np.minimum(np.searchsorted(self._sorted, wanted), len(self._keys) - 1)
         uses: list[int] = np.where(self._sorted[at] == wanted, self._order[at], NEVER).tolist()
         return uses
 

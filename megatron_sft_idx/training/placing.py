@@ -58,6 +58,8 @@ def advise(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments)
     Batches are announced in the order in which they will be read, and within one come tokens, then masks: as ``place``
     reads them.
     """
+    if not shards:  # an empty batch
+        return
     runs = Stretches.join(segments, slots)
     arrays = [tokens for tokens, _ in shards] + [loss for _, loss in shards]
     both = np.concatenate([runs.slots, runs.slots + len(shards)])
