@@ -73,9 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--num-layers", type=int, default=2)
     model.add_argument("--hidden-size", type=int, default=64)
     model.add_argument("--num-attention-heads", type=int, default=4)
-    model.add_argument(
-        "--vocab-size", type=int, help="rows of the embedding; default: what the shards' tokenizer needs"
-    )
+    model.add_argument("--vocab-size", type=int, help="rows of the embedding; default: enough for the tokenizer")
     model.add_argument("--init-method-std", type=float, default=0.02)
     model.add_argument("--bf16", action="store_true", help="train in bfloat16; te needs it")
     model.add_argument(
