@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_sft_idx.formats.base import PackedSpec
 from megatron_sft_idx.formats.joined import joined_spec
 from megatron_sft_idx.formats.sft_idx import FORMAT, spec_of
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.shards import ShardSet
-from megatron_sft_idx.storage import Backend
+from megatron_sft_idx.storage import BackendName, ReadOptions
 
 __all__ = ["JoinedShards"]
 
@@ -23,6 +26,7 @@ class JoinedShards:
         prefixes: of the shards.
         backend: of ``ShardSet``.
         copy: hand out writable copies instead of read-only views.
+        reading: ``cache_bytes``, ``advice`` and ``huge_pages`` of ``Shard``.
 
     Raises:
         ShardNotFoundError: a shard is not there.
@@ -31,8 +35,16 @@ class JoinedShards:
 
     name = FORMAT
 
-    def __init__(self, prefixes: Sequence[str], *, backend: Backend = "mmap", copy: bool = False) -> None:
-        self._shards = ShardSet(prefixes, backend=backend, alike=False)
+    def __init__(
+        self,
+        prefixes: Sequence[str],
+        *,
+        backend: BackendName | ReadOptions = "mmap",
+        copy: bool = False,
+        **reading: Any,
+    ) -> None:
+        options = ReadOptions.of(os.fspath(prefixes[0]), backend, **reading)
+        self._shards = ShardSet(prefixes, backend=options, alike=False)
         self._copy = copy
         self.notes: list[str] = []
 
@@ -50,6 +62,10 @@ class JoinedShards:
     def spec(self) -> PackedSpec:
         """What is known of all of them together. FormatError: they come from different tokenizers."""
         return joined_spec(self.paths[0], [spec_of(header) for header in self._shards.headers])
+
+    def schedule(self, indices: NDArray[np.int64] | Sequence[int]) -> None:
+        """Say which packs come next, counted through all shards; see ``ShardSet.schedule``."""
+        self._shards.schedule(indices)
 
     def read(self, number: int, index: int) -> Pack:
         """Pack ``index`` of shard ``number``."""

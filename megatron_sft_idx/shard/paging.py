@@ -1,0 +1,101 @@
+"""Packs as ranges of files: what comes next, and what may go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.shard.opening import Files
+from megatron_sft_idx.storage import BlockCache, CachedArray, Runs, announce, drop_pages, huge_nbytes_of
+
+__all__ = ["announce_packs", "checked_packs", "drop_packs", "huge_nbytes", "runs_of"]
+
+
+def checked_packs(
+    indices: Iterable[int | np.integer[Any]] | NDArray[np.int64], total: int, prefix: str
+) -> NDArray[np.int64]:
+    """Numbers of packs, negative ones counted from the end. IndexError, which names ``prefix``: no such pack."""
+    if not isinstance(indices, np.ndarray):
+        indices = np.fromiter(indices, np.int64)
+    packs = np.where(indices < 0, indices + total, indices).astype(np.int64)
+    if (outside := (packs < 0) | (packs >= total)).any():
+        raise IndexError(f"{prefix}: pack {indices[outside][0]}, there are {total}")
+    return packs
+
+
+def runs_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray[np.int64]) -> Runs:
+    """Where packs lie, in their order: of each its tokens, then its mask, as they are read.
+
+    Packs whose offsets point outside the files are left out: whoever reads one is told.
+
+    Args:
+        shards: open files.
+        slots: int64 [packs], which of the shards each pack lies in.
+        packs: int64 [packs], its number there.
+    """
+    starts, counts = np.empty(len(packs), np.int64), np.empty(len(packs), np.int64)
+    for slot, files in enumerate(shards):
+        mine = np.flatnonzero(slots == slot)
+        own = packs[mine]
+        first = int(own.min())
+        offsets = files.token_offsets[first : int(own.max()) + 2]
+        begins, ends = offsets[own - first], offsets[own - first + 1]
+        sound = (begins >= 0) & (begins < ends) & (ends <= files.num_tokens)
+        starts[mine], counts[mine] = begins, np.where(sound, ends - begins, 0)
+    some = counts > 0
+    both = np.repeat(2 * slots[some], 2)
+    both[1::2] += 1
+    arrays = [array for files in shards for array in (files.tokens, files.loss)]
+    return Runs(arrays, both, np.repeat(starts[some], 2), np.repeat(counts[some], 2))
+
+
+def announce_packs(
+    files: Files,
+    indices: Iterable[int | np.integer[Any]] | NDArray[np.int64],
+    prefix: str,
+    *,
+    to_kernel: bool = False,
+) -> None:
+    """Have packs of one shard read in the background.
+
+    Args:
+        files: of the shard.
+        indices: of the packs, in the order of their use.
+        prefix: of the shard, for the error.
+        to_kernel: into the page cache, also where there is a cache of this process.
+
+    Raises:
+        IndexError: no such pack.
+    """
+    packs = checked_packs(indices, files.num_packs, prefix)
+    if not len(packs):
+        return
+    runs = runs_of([files], np.zeros(len(packs), np.int64), packs)
+    if to_kernel:
+        sources = [array.source if isinstance(array, CachedArray) else array for array in runs.arrays]
+        runs = runs._replace(arrays=sources)
+    announce(runs)
+
+
+def drop_packs(files: Files, paths: ShardPaths, start: int, stop: int) -> None:
+    """Let go of packs ``[start, stop)``, numbers as in a slice; of all of them also what index arrays take."""
+    start, stop, _ = slice(start, stop).indices(files.num_packs)
+    if start >= stop:
+        return
+    bounds = int(files.token_offsets[start : start + 1][0]), int(files.token_offsets[stop : stop + 1][0])
+    first, last = (min(max(bound, 0), files.num_tokens) for bound in bounds)
+    drop_pages(paths.tokens, files.tokens, first, last)
+    drop_pages(paths.loss, files.loss, first, last)
+    if (start, stop) == (0, files.num_packs):
+        drop_pages(paths.starts, files.starts, 0, files.num_sequences)
+        for offsets in files.sequence_offsets, files.token_offsets:
+            drop_pages(paths.seq_idx, offsets, 0, len(offsets))
+
+
+def huge_nbytes(files: Files, cache: BlockCache | None) -> int:
+    """Bytes of tokens and masks, or of the cache they are read through, that are mapped by huge pages."""
+    return huge_nbytes_of([cache.memory] if cache is not None else [files.tokens, files.loss])
