@@ -61,6 +61,14 @@ def test_a_page_can_be_pasted_from_top_to_bottom(page: str, folder: Path) -> Non
     assert not any(wrong), "\n\n".join(filter(None, wrong))
 
 
+@pytest.mark.slow
+def test_the_readme_with_its_long_blocks(tmp_path: Path) -> None:
+    blocks = [block for block in BLOCKS["README.md"] if block.kind in {*RUN, "sh slow"}]
+    said = paste(blocks, clone(tmp_path), fast_environment(tmp_path), 1800)
+    wrong = [complaint(shown, said[block]) for block, shown in outputs(BLOCKS["README.md"]) if block in said]
+    assert not any(wrong), "\n\n".join(filter(None, wrong))
+
+
 @pytest.mark.parametrize("kind", ELSEWHERE)
 def test_blocks_that_need_more(kind: str) -> None:
     places = [block.place for block in ALL if block.kind == kind]
@@ -135,5 +143,5 @@ def test_options_exist(page: str) -> None:
     (verbs,) = (action for action in build_parser()._actions if isinstance(action.choices, dict))
     for verb in verbs.choices.values():
         ours |= set(verb._option_string_actions)
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", TEXTS[page]))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", TEXTS[page]))
     assert named <= ours | OTHERS
