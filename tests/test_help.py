@@ -40,8 +40,8 @@ def examples_of(text: str, program: str) -> list[str]:
 
 EXAMPLES = [
     (verb, example)
-    for verb, parser in verbs().items()
-    for example in examples_of(parser.epilog or "", f"megatron-sft-idx {verb}")
+    for verb, parser in {"": build_parser(), **verbs()}.items()
+    for example in examples_of(parser.epilog or "", f"megatron-sft-idx {verb}".strip())
 ]
 
 
