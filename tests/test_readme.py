@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import subprocess
 from collections.abc import Callable
 from itertools import takewhile
 from pathlib import Path
@@ -76,6 +77,16 @@ def assert_true(page: str, kinds: set[str], folder: Path) -> None:
     said = paste(pasted, folder, fast_environment(folder), 1800, program(folder))
     wrong = [complaint(shown, said[block]) for block, shown in outputs(BLOCKS[page]) if block in said]
     assert not any(wrong), "\n\n".join(filter(None, wrong))
+    assert_ignored(folder)
+
+
+def assert_ignored(folder: Path) -> None:
+    """What blocks make is nothing that git, or a test of what belongs to the project, takes for the project's."""
+    made = {path.name + "/" * path.is_dir() for path in folder.iterdir()} - {"tools/", ".programs/"}
+    git = ["git", "check-ignore", "--no-index", *made]
+    ignored = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
+    if ignored.returncode != 128:  # not a checkout
+        assert set(ignored.stdout.split()) == made
 
 
 @pytest.mark.parametrize("kind", ELSEWHERE)
