@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from chats import SUFFIXES, TOKENIZER, command, preprocess, write_rows
-from troubles import chat, quoted, scene, some_shards
+from troubles import Scenes, chat, quoted, scene, some_shards
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +37,12 @@ def says(*arguments: object) -> str:
     return outcome.out + outcome.err
 
 
-def without(file: str, *options: object) -> str:
-    """Preparing with a tokenizer folder that has only one file."""
+def with_only(file: str) -> str:
+    """Preparing with a tokenizer folder that has nothing but this file."""
     shutil.rmtree("tok", ignore_errors=True)
     Path("tok").mkdir()
     shutil.copy(TOKENIZER / "tokenizer.json", f"tok/{file}")
-    return prepare(*options, "--tokenizer-model", "tok")
+    return prepare("--tokenizer-model", "tok")
 
 
 def again(*options: object) -> str:
@@ -80,14 +80,15 @@ def missing_package() -> str:
         return prepare("--input", "x.parquet")
 
 
+OUT = ("--output-prefix", "x/out")
 NO_LOOP = "{{ messages[0].content }}{{ messages[1].content }}"
 NO_SYSTEM = "{% for m in messages %}{{ raise_exception('System role not supported') }}{% endfor %}"
 NO_CONTENT = "{% for m in messages %}{{ m.role }}{% endfor %}"
 DATE = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
 
-PREPARING: dict[str, Callable[[], str]] = {
+PREPARING: Scenes = {
     "99 of 318 sequences are longer": lambda: says("pack", "data/chats.unpacked", "--seq-length", 128, *OUT),
-    "the tokenizer has no chat template": lambda: without("tokenizer.json"),
+    "the tokenizer has no chat template": lambda: with_only("tokenizer.json"),
     "the template writes assistant messages outside": lambda: prepare(template=NO_LOOP),
     "leaves out the words 'b'": lambda: prepare(template=NO_CONTENT),
     "the assistant says nothing": lambda: prepare(rows=[{"messages": [{"role": "user", "content": "a"}]}]),
@@ -97,15 +98,14 @@ PREPARING: dict[str, Callable[[], str]] = {
     "expected messages or conversations": lambda: prepare(rows=[{"dialogue": "a"}]),
     "not valid JSON": cut_json,
     "not a local folder": lambda: prepare("--tokenizer-model", "Qwen/Qwen3-8B"),
-    "a tokenizer without tokenizer.json": lambda: without("tokenizer.model"),
+    "a tokenizer without tokenizer.json": lambda: with_only("tokenizer.model"),
     "exist already": again,
     "a finished shard is here": lambda: again("--seed", 1, "--resume"),
     "left by a run that was interrupted": interrupted,
     "pip install 'megatron-sft-idx[parquet]'": missing_package,
 }
-OUT = ("--output-prefix", "x/out")
 
-READING: dict[str, Callable[[], str]] = {
+READING: Scenes = {
     "no shard here": lambda: says("inspect", "x/nothing"),
     "it was cut short": lambda: damaged(lambda held: held[:-2], "inspect"),
     "restore it from a copy": lambda: damaged(lambda held: b"\7\7" + held[2:], "verify", "--full"),
