@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from megatron_sft_idx import __version__
 from megatron_sft_idx.cli import convert, copy, inspect, merge, pack, preprocess, produce, raw_index, rebuild, verify
 from megatron_sft_idx.cli.messages import message_of
+from megatron_sft_idx.cli.options import HelpFormatter
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.report.marked import PICTURES
 
@@ -24,13 +25,23 @@ __all__ = ["main"]
 
 _VERBS = (preprocess, pack, produce, convert, inspect, verify, rebuild, merge, copy, raw_index)
 
+_EXAMPLE = """\
+example:
+  chats to a packed shard that Megatron trains on:
+    megatron-sft-idx preprocess --input chats.jsonl --tokenizer-model ./Qwen3-8B \\
+        --seq-length 4096 --output-prefix data/train
+
+megatron-sft-idx <verb> --help explains each verb, with examples.
+"""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all verbs."""
     parser = argparse.ArgumentParser(
         prog="megatron-sft-idx",
         description="Packed SFT data for Megatron: five memory-mapped files a shard, exact loss masks.",
-        epilog="megatron-sft-idx <verb> --help explains each verb, with examples.",
+        epilog=_EXAMPLE,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="<verb>", required=True)
