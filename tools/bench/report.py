@@ -18,19 +18,34 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from measure import memory
 
-__all__ = ["MIB", "RESULTS", "Bench", "Headline", "Parser", "Size", "machine", "memory", "shown", "table"]
+__all__ = [
+    "MIB",
+    "NOT_RUN",
+    "RESULTS",
+    "Bench",
+    "Headline",
+    "Parser",
+    "Size",
+    "machine",
+    "memory",
+    "not_run",
+    "shown",
+    "table",
+]
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 1 << 20
+NOT_RUN = 77  # exit status of a bench that cannot run here, as test harnesses have it
 HEADER = ("what", "ours", "beside", "theirs", "times better", "least to most")
 
 
@@ -39,6 +54,12 @@ def machine() -> str:
     with open("/proc/cpuinfo") as file:
         model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown CPU")
     return f"{model}, {os.cpu_count()} cores"
+
+
+def not_run(reason: str) -> NoReturn:
+    """End a bench that lacks something; the board quotes the reason and keeps no older result."""
+    print(reason, file=sys.stderr)
+    raise SystemExit(NOT_RUN)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
@@ -90,7 +111,7 @@ class Headline:
         ratio, low, high = (shown(x) if x is not None else "" for x in (self.ratio, self.low, self.high))
         return {
             "what": self.what,
-            "ours": f"{shown(self.ours)} {self.unit}",
+            "ours": f"{shown(self.ours)} {self.unit}".rstrip(),
             "peer": self.peer,
             "theirs": f"{shown(self.theirs)} {self.unit}" if self.theirs is not None else "",
             "ratio": ratio,
@@ -194,9 +215,9 @@ class Bench:
         RESULTS.mkdir(exist_ok=True)
         text = "\n".join([*head, *(quoted if self.headlines else []), *images, *self._lines]).rstrip() + "\n"
         (RESULTS / f"{self.name}.md").write_text(text, encoding="utf-8")
-        kept = {"title": self.title, "headlines": [asdict(headline) for headline in self.headlines]}
-        kept |= {"peers": self._peers, "seconds": round(seconds), "date": time.strftime("%Y-%m-%d")}
-        kept |= {"machine": machine(), "plots": self._plots}
+        kept: dict[str, Any] = {"title": self.title, "peers": self._peers, "plots": self._plots}
+        kept |= {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds)}
+        kept["headlines"] = [asdict(headline) for headline in self.headlines]
         (RESULTS / f"{self.name}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
