@@ -83,10 +83,12 @@ class Way:
 
     @property
     def ours(self) -> bool:
+        """Whether it reads by ``open_dataset``."""
         return bool(self.key)
 
     @property
     def peer(self) -> str:
+        """What stands beside the shard, in a headline."""
         return self.reader if self.label == SHARD else f"{self.label}, {self.reader}"
 
 

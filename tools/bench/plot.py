@@ -17,6 +17,7 @@ __all__ = ["Curve", "Dot", "curves", "dots"]
 OURS, OTHERS, INK, FAINT, PAPER = "#0072b2", "#d55e00", "#1a1a1a", "#c8ccd0", "#ffffff"
 DASHES = ("", "6 3", "2 3", "9 3 2 3", "1 4")
 FONT = 'font-family="Helvetica, Arial, sans-serif"'
+PALE = "#5a6066"
 WIDTH, ROW, TOP, FOOT = 900, 24, 64, 56
 LETTER = 6.4  # width of one at 12 px, about
 TINIEST = 1e-9
@@ -24,11 +25,12 @@ TINIEST = 1e-9
 
 @dataclass(frozen=True)
 class Dot:
-    """One row of a plot of dots: a label, what the rounds gave, and whether it is ours."""
+    """One row of a plot of dots: a label, what the rounds gave, whether it is ours, and a note below the label."""
 
     label: str
     values: Sequence[float]
     ours: bool
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,10 @@ def dots(title: str, label: str, rows: Sequence[Dot], *, log: bool | None = None
         log: whether the axis is logarithmic; found from the values where None.
         one: draw a line at 1, where both sides are equal.
     """
-    left = 30 + LETTER * max(len(row.label) for row in rows)
-    bottom = TOP + ROW * len(rows)
+    left = 30 + LETTER * max(len(words) for row in rows for words in (row.label, row.note))
+    noted = any(row.note for row in rows)
+    height = ROW + 14 * noted
+    bottom = TOP + height * len(rows)
     axis = Axis([x for row in rows for x in row.values] + [1] * one, left, WIDTH - 80, log)
 
     def parts() -> Iterator[str]:
@@ -145,8 +149,10 @@ def dots(title: str, label: str, rows: Sequence[Dot], *, log: bool | None = None
             (left + WIDTH - 80) / 2, bottom + 38, f"{label}{scale}; bars from least to most round", anchor="middle"
         )
         for place, row in enumerate(rows):
-            y, middle = TOP + ROW * (place + 0.5), statistics.median(row.values)
-            yield text(left - 12, y + 4, row.label, anchor="end")
+            y, middle = TOP + height * (place + 0.5), statistics.median(row.values)
+            yield text(left - 12, y + 4 - 7 * noted, row.label, anchor="end")
+            if row.note:
+                yield text(left - 12, y + 11, row.note, anchor="end", size=11, fill=PALE)
             yield line(axis.at(min(row.values)), y, axis.at(max(row.values)), y, OURS if row.ours else OTHERS, 3)
             yield marker(axis.at(middle), y, row.ours)
             yield text(WIDTH - 68, y + 4, number(middle))

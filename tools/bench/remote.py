@@ -2,9 +2,9 @@
 
     python tools/bench/remote.py [--full]
 
-The stores run on this machine: OpenStack Swift with s3api (see
-tests/cloud/swift_server.py; where it cannot be started nothing is measured), and a server that knows nothing but ranges; what the network would add to a request is
-added by a proxy, which also counts. Each way runs in a process of its own for some seconds. Training needs tokens and
+The stores run on this machine: OpenStack Swift with s3api (see tests/cloud/swift_server.py; where it cannot be started
+nothing is measured), and a server that knows nothing but ranges; what the network would add to a request is added by a
+proxy, which also counts. Each way runs in a process of its own for some seconds, in turns. Training needs tokens and
 masks: the stock ways read them as two IndexedDatasets, for which the bench writes an .idx beside the mask, or the
 tokens alone, which a run that masks nothing could do.
 """
@@ -235,8 +235,8 @@ def report(bench: Bench, options: Namespace, folder: Path) -> None:
     prefix = write_shard(folder / BUCKET, options.packs)
     nbytes = options.packs * LENGTH * 5 / MIB
     bench.say(
-        f"One shard of {options.packs:,} packs of {LENGTH:,} tokens, {nbytes:.0f} MiB of tokens and masks; micro-batches"
-        f" of {BATCH}, {options.rounds} rounds of {options.seconds:g} s each way. Server, proxy and reader share the"
+        f"One shard of {options.packs:,} packs of {LENGTH:,} tokens, {nbytes:.0f} MiB of tokens and masks; batches of"
+        f" {BATCH}, {options.rounds} rounds of {options.seconds:g} s each way. Server, proxy and reader share the"
         " cores. Memory is the peak beyond what is resident once all is imported and open. The stock chunk of 256 MiB"
         " is more than this shard, which is small for a bench; where it is not, shuffled reading fetches a chunk a"
         " pack, as the smaller chunk shows here."
@@ -263,16 +263,12 @@ def cells(runs: list[Run]) -> list[str]:
 def headlines(bench: Bench, found: dict[Way, list[Run]], key: str, where: str) -> None:
     """Our way by s3:// beside the better stock way, with masks and without."""
     rates = {way: [run.rate for run in runs] for way, runs in found.items()}
-    ours = rates[OURS]
-    for masks, peer in ((True, "tokens and masks"), (False, "tokens alone")):
+    for masks, read in ((True, "tokens and masks"), (False, "tokens alone")):
         stock = [way for way in WAYS if way.masks == masks and not way.kind.startswith("ours")]
-        best = max(stock, key=lambda way: median(rates[way]))
-        what, peer = f"shuffled batches, tokens and masks, from {where}", f"Megatron's better way, {peer}"
-        name = key if masks else f"{key}-tokens"
-        unit = "samples/s"
-        bench.headline(
-            name, what, ours, unit, peer=peer, theirs=rates[best], more=True, short=key == "swift20" and masks
-        )
+        theirs = max((rates[way] for way in stock), key=median)
+        what, peer = f"shuffled batches, tokens and masks, from {where}", f"Megatron's better way, {read}"
+        name, short = (key, key == "swift20") if masks else (f"{key}-tokens", False)
+        bench.headline(name, what, rates[OURS], "samples/s", peer=peer, theirs=theirs, more=True, short=short)
     marks = [Dot(way.name, every, way.kind.startswith("ours")) for way, every in rates.items()]
     bench.plot(f"remote_{key}", dots(f"Shuffled batches from {where}", "samples a second", marks))
 

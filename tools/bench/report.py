@@ -26,26 +26,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from measure import memory
-
-__all__ = [
-    "MIB",
-    "NOT_RUN",
-    "RESULTS",
-    "Bench",
-    "Headline",
-    "Parser",
-    "Size",
-    "machine",
-    "memory",
-    "not_run",
-    "shown",
-    "table",
-]
+__all__ = ["HEADER", "MIB", "NOT_RUN", "RESULTS", "Bench", "Headline", "Parser", "Size", "machine", "not_run", "table"]
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 1 << 20
 NOT_RUN = 77  # exit status of a bench that cannot run here, as test harnesses have it
+LARGER = {"µs": "ms", "ms": "s", "MB": "GB"}
 HEADER = ("what", "ours", "beside", "theirs", "times better", "least to most")
 
 
@@ -73,9 +59,16 @@ def shown(value: float) -> str:
     if value == 0 or abs(value) >= 9.95:
         return f"{value:,.0f}"
     digits = 1
-    while abs(value) < 0.95 * 10 ** (1 - digits):
+    while abs(value) < 0.995 * 10 ** (1 - digits):
         digits += 1
     return f"{value:.{digits}f}"
+
+
+def quantity(value: float, unit: str) -> str:
+    """A figure with its unit; times in the unit that makes it short."""
+    while unit in LARGER and value >= 1000:
+        value, unit = value / 1000, LARGER[unit]
+    return f"{shown(value)} {unit}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -111,9 +104,9 @@ class Headline:
         ratio, low, high = (shown(x) if x is not None else "" for x in (self.ratio, self.low, self.high))
         return {
             "what": self.what,
-            "ours": f"{shown(self.ours)} {self.unit}".rstrip(),
+            "ours": quantity(self.ours, self.unit),
             "peer": self.peer,
-            "theirs": f"{shown(self.theirs)} {self.unit}" if self.theirs is not None else "",
+            "theirs": quantity(self.theirs, self.unit) if self.theirs is not None else "",
             "ratio": ratio,
             "spread": f"{low} to {high}" if self.low != self.high else "",
         }
