@@ -232,7 +232,7 @@ def headlines(bench: Bench, found: dict[str, Cells]) -> None:
     peers = {name: key for key in ("numpy", "arrow", "mds", "lists") for name in found if key_of(name) == key}
     for name, key in peers.items():
         what, ours = f"a batch of {size}, no workers", found[ASSEMBLE][0]
-        bench.headline(f"batch-{key}", what, ours, "ms", peer=name, theirs=found[name][0], short=True)
+        bench.headline(f"batch-{key}", what, ours, "ms", peer=name, theirs=found[name][0], short=key != "numpy")
     for name, key in peers.items():
         best = min((cell for cell in found[name] if cell), key=statistics.median)
         what, ours = "the same: time a trainer waits in `next`", found[THREAD][2]
@@ -321,7 +321,7 @@ def cold(bench: Bench, stores: list[Store], prefix: Path, packs: int, rounds: in
     thread = times[COLD]
     for name in [name for name in times if key_of(name) in ("arrow", "mds")]:
         what = f"a batch of {ROWS} x {CAPACITY:,} from disk, nothing cached"
-        bench.headline(f"cold-{key_of(name)}", what, thread, "ms", peer=name, theirs=times[name], short=True)
+        bench.headline(f"cold-{key_of(name)}", what, thread, "ms", peer=name, theirs=times[name])
     marks = [Dot(name.replace("`", ""), cell, not key_of(name)) for name, cell in times.items()]
     bench.plot("batches_cold", dots("A shuffled batch from disk, nothing cached", "milliseconds", marks))
 

@@ -31,7 +31,7 @@ from quotes import complaints, rewritten
 from report import HEADER, NOT_RUN, RESULTS, Headline, machine, table
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, README = Path(__file__).parent / "RESULTS.md", ROOT / "README.md"
+PAGE = Path(__file__).resolve().parent / "RESULTS.md"
 BENCHES = (
     *("packing", "tokenising", "scaling", "shard", "merge", "verify", "formats", "conversion"),
     *("batches", "index_only", "many_shards", "live_catalog", "remote"),
@@ -161,10 +161,10 @@ def results() -> list[Result]:
     return found
 
 
-def short_table(found: list[Result], link: str) -> list[str]:
+def short_table(found: list[Result]) -> list[str]:
     """One line a capability; the last column leads to the bench."""
     rows = [
-        (*headline.row(), f"[{result.name}]({link}#{result.name})")
+        (*headline.row(), f"[{result.name}](#{result.name})")
         for result in found
         for headline in result.headlines
         if headline.short
@@ -198,7 +198,7 @@ def page(found: list[Result]) -> str:
         f"Last run: {about['date']}, commit {about['commit']}, {ran}{', --full' if about['full'] else ''} in"
         f" {about['seconds'] / 60:.0f} minutes; {'; '.join(about['machine'])}.",
         "",
-        *short_table(found, ""),
+        *short_table(found),
         "![Times better than the peer, one line a capability](results/overview.svg)",
         "",
         *sections(found),
@@ -218,14 +218,22 @@ def overview(found: list[Result]) -> str:
 
 
 def write() -> list[str]:
-    """The page, the plot, and README's blocks; what README quotes without a row here."""
+    """The page, the plot, and the blocks of README and docs; what they quote that is in no row."""
     found = results()
     (RESULTS / "overview.svg").write_text(overview(found), encoding="utf-8")
     PAGE.write_text(page(found), encoding="utf-8")
     rows = {(result.name, one.key): one for result in found for one in result.headlines}
-    text, missing = rewritten(README.read_text(), rows, short_table(found, "tools/bench/RESULTS.md"))
-    README.write_text(text, encoding="utf-8")
-    return [*missing, *complaints(text, PAGE.read_text())]
+    said = []
+    for place in quoting():
+        text, missing = rewritten(place.read_text(encoding="utf-8"), rows, os.path.relpath(PAGE, place.parent))
+        place.write_text(text, encoding="utf-8")
+        said += [f"{place.name}: {complaint}" for complaint in (*missing, *complaints(text, PAGE.read_text()))]
+    return said
+
+
+def quoting() -> list[Path]:
+    """README and the pages of docs."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def main() -> None:
@@ -237,7 +245,7 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     failed = [] if options.readme else run_all(options.only or list(BENCHES), options.full)
     for complaint in write():
-        print(f"README: {complaint}", file=sys.stderr)
+        print(complaint, file=sys.stderr)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}; the page keeps what they found before")
 

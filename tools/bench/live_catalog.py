@@ -103,7 +103,7 @@ def beside(bench: Bench, folder: Path, rounds: int) -> None:
     bench.table(header, rows)
     static, ours = ([wall for wall, _ in cell] for cell in found[:2])
     what = f"a batch of {ROWS} x {CAPACITY} of a live catalog"
-    bench.headline("batch", what, ours, "ms", peer="the same shards as a static dataset", theirs=static, short=True)
+    bench.headline("batch", what, ours, "ms", peer="the same shards as a static dataset", theirs=static)
 
 
 # ---- four ranks ----

@@ -161,12 +161,12 @@ def dots(title: str, label: str, rows: Sequence[Dot], *, log: bool | None = None
 
 
 def curves(title: str, x_label: str, y_label: str, rows: Sequence[Curve]) -> str:
-    """Lines over a logarithmic axis, with their names at their ends."""
+    """Lines over a logarithmic axis, with their names at their ends; the other axis is as the values want it."""
     left, right = 80.0, WIDTH - 30 - LETTER * max(len(row.label) for row in rows)
     bottom = TOP + 360.0
     points = [point for row in rows for point in row.points]
     across = Axis([x for x, _ in points], left, right, True)
-    up = Axis([y for _, y in points], bottom, TOP, True)
+    up = Axis([y for _, y in points], bottom, TOP)
 
     def parts() -> Iterator[str]:
         for tick in up.ticks():
@@ -175,7 +175,7 @@ def curves(title: str, x_label: str, y_label: str, rows: Sequence[Curve]) -> str
         for tick in sorted({x for x, _ in points}):
             yield text(across.at(tick), bottom + 16, number(tick), anchor="middle", size=11)
         yield text((left + right) / 2, bottom + 38, f"{x_label}, logarithmic", anchor="middle")
-        yield text(20, 50, f"{y_label}, logarithmic")
+        yield text(20, 50, f"{y_label}, logarithmic" if up.log else y_label)
         seen: list[float] = []
         for place, row in enumerate(sorted(rows, key=lambda row: row.points[-1][1])):
             colour = OURS if row.ours else OTHERS
