@@ -109,6 +109,7 @@ def test_a_figure_in_no_block_is_not_taken_unless_it_is_known() -> None:
 def test_every_phrase_that_something_else_holds_is_there() -> None:
     texts = " ".join(" ".join(place.read_text(encoding="utf-8").split()) for place in board.quoting())
     assert [phrase for phrase in quotes.HELD_ELSEWHERE if phrase not in texts] == []
+    assert all((board.ROOT / holder).is_file() for holder in quotes.HELD_ELSEWHERE.values())
 
 
 def test_a_block_without_its_row_stays_and_is_named() -> None:
