@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import batches_peers as peers
 import numpy as np
 import torch
-from batches_peers import CAPACITY, ROWS, Files
+from batches_peers import CAPACITY, ROWS, SEQUENCES, TOKENS, Files, fill
 from measure import evict, read_from_disk
 from plot import Dot, dots
 from report import Bench, Parser, Size
@@ -31,7 +31,6 @@ from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
 from megatron_sft_idx.training.sources import StoredPacks
 
-SEQUENCES = 8
 WARM_UP, COLD_BATCHES, STEP_SECONDS = 10, 80, 0.004
 Batches = list[list[int]]
 ASSEMBLE, THREAD = "`assemble` into reused buffers", "`BatchLoader`, the thread"
@@ -52,18 +51,6 @@ class Store(NamedTuple):
     name: str
     files: list[Path]
     open: Callable[[], Dataset[Any]]
-
-
-def write_shard(prefix: Path, packs: int) -> None:
-    """Packs of 8 sequences that fill 95% of the capacity."""
-    rng = np.random.default_rng(0)
-    with ShardWriter(prefix, capacity=CAPACITY, pad_id=0, durable=False) as writer:
-        for _ in range(packs):
-            cuts = np.sort(rng.choice(np.arange(1, 3900), SEQUENCES - 1, replace=False))
-            starts = np.concatenate([[0], cuts])
-            mask = np.ones(3900, np.uint8)
-            mask[np.append(cuts, 3900) - 1] = 0
-            writer.add_pack(rng.integers(1, 150_000, 3900, np.int32), mask, starts)
 
 
 def assembler_of(prefix: Path, **options: Any) -> BatchAssembler:
@@ -307,8 +294,8 @@ def cold(bench: Bench, stores: list[Store], prefix: Path, packs: int, rounds: in
     bench.section("From disk")
     bench.say(
         f"Milliseconds a batch with the files dropped from the page cache before each run of {COLD_BATCHES} random"
-        f" batches, medians of {rounds}; workers 0. A batch holds {ROWS * 3900 * 5 / 1e6:.2f} MB of packs. The last two"
-        f" columns are for a trainer whose steps take {STEP_SECONDS * 1e3:.0f} ms."
+        f" batches, medians of {rounds}; workers 0. A batch holds {ROWS * TOKENS * 5 / 1e6:.2f} MB of packs. The last"
+        f" two columns are for a trainer whose steps take {STEP_SECONDS * 1e3:.0f} ms."
     )
     base, waits = figures[0][0], figures[0][2]
     rows = [
@@ -353,13 +340,14 @@ def main() -> None:
     versions = ("torch", "datasets", "mosaicml-streaming", "numpy")
     bench = Bench("batches", "Batches beside other stores and collates", versions, options)
     bench.say(
-        f"{options.packs:,} packs, capacity {CAPACITY}, batches of {ROWS} random packs: {ROWS * 3900:,} tokens of"
+        f"{options.packs:,} packs, capacity {CAPACITY}, batches of {ROWS} random packs: {ROWS * TOKENS:,} tokens of"
         f" {SEQUENCES * ROWS} sequences."
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prefix = folder / "ours"
-        write_shard(prefix, options.packs)
+        with ShardWriter(prefix, capacity=CAPACITY, pad_id=0, durable=False) as writer:
+            fill(writer, np.random.default_rng(0), options.packs)
         stores = []
         for make in (peers.arrow, peers.mds):
             try:
