@@ -34,6 +34,7 @@ from megatron_sft_idx.training.sources import StoredPacks
 WARM_UP, COLD_BATCHES, STEP_SECONDS = 10, 80, 0.004
 Batches = list[list[int]]
 ASSEMBLE, THREAD = "`assemble` into reused buffers", "`BatchLoader`, the thread"
+COPYING = "read the packs' bytes, write the batch's bytes (memcpy)"
 NUMPY, LISTS = "five files, collate in numpy", "Python lists, Megatron-Bridge's collate"
 COLD = "`BatchLoader`, 16 ahead, `random_access`"
 Cells = list[list[float]]  # of a way: the rounds of workers 0, workers 2, blocked in next()
@@ -130,7 +131,7 @@ def warm_ways(stores: list[Store], prefix: Path, packs: int) -> list[tuple[str, 
         ]
 
     ways: list[tuple[str, list[Callable[[], float] | None]]] = [
-        ("read the packs' bytes, write the batch's bytes (memcpy)", [copying(prefix, order), None, None]),
+        (COPYING, [copying(prefix, order), None, None]),
         (ASSEMBLE, [inline("wide"), None, None]),
         (THREAD, thread("wide")),
         ("`PackRows` in a DataLoader", through(PackRows(assembler_of(prefix)), whole_batch, 1)),
@@ -224,7 +225,7 @@ def headlines(bench: Bench, found: dict[str, Cells]) -> None:
         best = min((cell for cell in found[name] if cell), key=statistics.median)
         what, ours = "the same: time a trainer waits in `next`", found[THREAD][2]
         bench.headline(f"next-{key}", what, ours, "ms", peer=f"{name}; best of three", theirs=best)
-    others = set(peers)
+    others = {COPYING, *peers}
     marks = [Dot(name.replace("`", ""), cells[0], name not in others) for name, cells in found.items()]
     bench.plot("batches", dots(f"A batch of {size}, no workers", "milliseconds", marks))
 

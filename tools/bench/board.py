@@ -214,7 +214,7 @@ def overview(found: list[Result]) -> str:
         for one in result.headlines
         if one.short and one.low is not None and one.ratio is not None and one.high is not None
     ]
-    return dots("Times better than the peer", "times better than the peer", rows, log=True, one=True)
+    return dots("Times better than the peer", "times better than the peer", rows, more=True, log=True, one=True)
 
 
 def write() -> list[str]:

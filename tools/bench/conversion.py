@@ -243,7 +243,7 @@ def report(bench: Bench, full: list[Run], tenth: list[Run], fifth: list[Run]) ->
     what = f"most heap of a conversion but from `npy` ({most.direction})"
     bench.headline("heap", what, [most.heap / MIB], "MiB")
     marks = [Dot(run.direction, [run.nbytes / run.seconds / 1e6], True) for run in full]
-    bench.plot("conversion", dots("Converting between formats", "MB read a second", marks))
+    bench.plot("conversion", dots("Converting between formats", "MB read a second", marks, more=True))
 
 
 def main() -> None:

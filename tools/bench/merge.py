@@ -164,7 +164,8 @@ def headlines(bench: Bench, found: dict[str, Run]) -> None:
         bench.headline(key, what, ours, "GB a CPU s", peer=peer, theirs=theirs, more=True, short=name == STOCK)
     marks = [Dot(name.replace("`", ""), values, name not in (STOCK, CAT)) for name, values in rates.items()]
     bench.plot(
-        "merge", dots(f"Merging {SHARDS} shards of {SHAPES[0][0]:,} packs", "GB written a processor second", marks)
+        "merge",
+        dots(f"Merging {SHARDS} shards of {SHAPES[0][0]:,} packs", "GB written a processor second", marks, more=True),
     )
 
 

@@ -257,7 +257,7 @@ def report(bench: Bench, times: dict[str, list[float]], tokens: int) -> None:
                 short=short and rival == RIVALS[0],
             )
     marks = [Dot(name.replace("`", ""), every, name.startswith("ours")) for name, every in rates.items()]
-    bench.plot("tokenising", dots("Chats to ids and masks", "thousand tokens a second", marks))
+    bench.plot("tokenising", dots("Chats to ids and masks", "thousand tokens a second", marks, more=True))
 
 
 def arguments() -> argparse.Namespace:

@@ -139,7 +139,7 @@ def report(bench: Bench, folder: Path, rounds: int, mib: int) -> None:
     bench.table(columns.split(", "), clock)
     columns = "shard, checksum cpu ms, verify --full cpu ms, verify ms, heap of verify --full MiB"
     bench.table(columns.split(", "), processor)
-    bench.plot("verify", dots("Checking every byte", "GB a second", marks))
+    bench.plot("verify", dots("Checking every byte", "GB a second", marks, more=True))
 
 
 def main() -> None:
