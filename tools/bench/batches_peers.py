@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from formats_peers import import_streaming
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
@@ -168,14 +167,6 @@ def arrow(folder: Path, rows: Dataset[Row]) -> Made:
 
 
 # ---- mosaicml-streaming ----
-
-
-def import_streaming() -> ModuleType:
-    """The package, without its image datasets, which alone need torchvision and are imported at once."""
-    sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
-    import streaming
-
-    return streaming  # type: ignore[no-any-return]
 
 
 class _MdsRows(Dataset[Row]):

@@ -46,7 +46,7 @@ class Result:
 
     Attributes:
         name: of the bench.
-        kept: its JSON.
+        kept: its JSON; empty where it leaves none.
         text: its Markdown.
     """
 
@@ -156,8 +156,9 @@ def results() -> list[Result]:
     found = []
     for name in BENCHES:
         kept, text = RESULTS / f"{name}.json", RESULTS / f"{name}.md"
-        if kept.exists():
-            found.append(Result(name, json.loads(kept.read_text()), text.read_text() if text.exists() else ""))
+        if kept.exists() or text.exists():
+            about = json.loads(kept.read_text()) if kept.exists() else {}
+            found.append(Result(name, about, text.read_text() if text.exists() else ""))
     return found
 
 
@@ -179,7 +180,8 @@ def sections(found: list[Result]) -> Iterator[str]:
         if reason := result.kept.get("not_run"):
             yield f"Not run: {reason}\n"
             continue
-        yield f"{result.kept['date']}, {result.kept['machine']}, {result.kept['seconds']} s.\n"
+        if result.kept:
+            yield f"{result.kept['date']}.\n"
         demoted = re.sub(r"^#(#*) ", r"##\1 ", result.text, flags=re.MULTILINE)
         yield re.sub(r"\]\((\w+\.svg)\)", r"](results/\1)", demoted)
 
