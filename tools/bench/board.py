@@ -180,10 +180,10 @@ def sections(found: list[Result]) -> Iterator[str]:
         if reason := result.kept.get("not_run"):
             yield f"Not run: {reason}\n"
             continue
-        if result.kept:
-            yield f"{result.kept['date']}.\n"
-        demoted = re.sub(r"^#(#*) ", r"##\1 ", result.text, flags=re.MULTILINE)
-        yield re.sub(r"\]\((\w+\.svg)\)", r"](results/\1)", demoted)
+        title, _, text = result.text.partition("\n")
+        yield f"**{title.removeprefix('# ')}**\n"
+        demoted = re.sub(r"^## ", "### ", text.strip(), flags=re.MULTILINE)
+        yield re.sub(r"\]\((\w+\.svg)\)", r"](results/\1)", demoted) + "\n"
 
 
 def page(found: list[Result]) -> str:
@@ -216,7 +216,9 @@ def overview(found: list[Result]) -> str:
         for one in result.headlines
         if one.short and one.low is not None and one.ratio is not None and one.high is not None
     ]
-    return dots("Times better than the peer", "times better than the peer", rows, more=True, log=True, one=True)
+    return dots(
+        "Beside each peer, one line a capability", "times better than the peer", rows, more=True, log=True, one=True
+    )
 
 
 def write() -> list[str]:

@@ -149,7 +149,7 @@ def dots(
         if one:
             yield line(axis.at(1), TOP, axis.at(1), bottom, INK, 1.5)
         about = f"{label}{LOGARITHMIC * axis.log}; {'more' if more else 'less'} is better; bars: least to most round"
-        yield text((left + WIDTH - 80) / 2, bottom + 38, about, anchor="middle")
+        yield text(WIDTH - 20, bottom + 38, about, anchor="end")
         for place, row in enumerate(rows):
             y, middle = TOP + height * (place + 0.5), statistics.median(row.values)
             yield text(left - 12, y + 4 - 7 * noted, row.label, anchor="end")

@@ -203,7 +203,14 @@ class Bench:
         seconds = time.monotonic() - self._begin
         peers = ", ".join(f"{name} {found}" for name, found in self._peers.items())
         sizes = " ".join(f"{key}={_plain(value)}" for key, value in self._arguments.items())
-        about = [machine(), f"Python {platform.python_version()}", peers, sizes, f"{seconds:.0f} s"]
+        about = [
+            time.strftime("%Y-%m-%d"),
+            machine(),
+            f"Python {platform.python_version()}",
+            peers,
+            sizes,
+            f"{seconds:.0f} s",
+        ]
         head = [f"# {self.title}", "", "; ".join(part for part in about if part) + ".", ""]
         quoted = table(HEADER, [headline.row() for headline in self.headlines])
         images = [f"![{self.title}]({name}.svg)\n" for name in self._plots]
@@ -217,7 +224,9 @@ class Bench:
 
 
 def _plain(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ",".join(map(_plain, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _version(distribution: str) -> str | None:
