@@ -28,7 +28,7 @@ from report import MIB, Bench, Parser, Size
 
 from megatron_sft_idx import open_dataset
 
-MOST_READS, COLD_READS, SECONDS = 20_000, 300, 0.4
+MOST_READS, COLD_READS, SECONDS = 20_000, 300, 0.25
 WARM_PACKS = 20
 # Of what the shard is set beside, which are lines of the short table.
 SHORT = {"random": ("stock", "arrow", "parquet"), "sequential": ("arrow", "mds"), "cold": ("arrow", "mds")}
@@ -214,7 +214,7 @@ def beside_ours(bench: Bench, found: dict[Way, list[Figures]]) -> None:
 def main() -> None:
     options = Parser(
         __doc__,
-        packs=Size(8_000, 20_000, "packs in every format but .npy"),
+        packs=Size(20_000, 20_000, "packs in every format but .npy"),
         npy_packs=Size(1_000, 2_000, "packs in the pickled .npy"),
         rounds=Size(3, 5, "runs of which the median is taken"),
     ).parse()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import formats_peers as peers
 import numpy as np
@@ -127,16 +127,16 @@ def write_all(folder: Path, packs: int, npy_packs: int) -> None:
         os.link(folder / f"shard{suffix}", folder / f"stock{suffix}")
     few = folder / "few"
     write_packs(str(few), npy_packs)
-    made: list[tuple[Path, str, str, ConvertOptions]] = [
-        (few, "packs.npy", "npy", ConvertOptions()),
-        (folder / "shard", "memmap", "memmap", ConvertOptions()),
-        (folder / "shard", "1000.parquet", "parquet", ConvertOptions(writer={"row_group_size": 1000})),
-        (folder / "shard", "16.parquet", "parquet", ConvertOptions(writer={"row_group_size": 16})),
-        (folder / "shard", "jsonl", "jsonl-chunks", ConvertOptions()),
-        (folder / "shard", "packs.pbin", "pbin", ConvertOptions(allow_loss=True, verify=False)),
+    made: list[tuple[Path, str, str, dict[str, Any]]] = [
+        (few, "packs.npy", "npy", {}),
+        (folder / "shard", "memmap", "memmap", {}),
+        (folder / "shard", "1000.parquet", "parquet", {"writer": {"row_group_size": 1000}}),
+        (folder / "shard", "16.parquet", "parquet", {"writer": {"row_group_size": 16}}),
+        (folder / "shard", "jsonl", "jsonl-chunks", {}),
+        (folder / "shard", "packs.pbin", "pbin", {"allow_loss": True}),
     ]
     for source, name, kind, options in made:
-        convert(str(source), str(folder / name), kind, options)
+        convert(str(source), str(folder / name), kind, ConvertOptions(verify=False, **options))
     for path in folder.glob("few.*"):
         path.unlink()
     # It imports torch, which the many processes that read do not need.
