@@ -98,7 +98,7 @@ def forget(name: str) -> None:
 
 def run_all(names: list[str], full: bool) -> list[str]:
     """Every bench in turn, a line each; the names of those that failed."""
-    begin, failed = time.monotonic(), []
+    begin, failed, where = time.monotonic(), [], surroundings()
     for place, name in enumerate(names, 1):
         print(f"[{place}/{len(names)}] {name} ...", end="", flush=True)
         started = time.monotonic()
@@ -109,7 +109,7 @@ def run_all(names: list[str], full: bool) -> list[str]:
         if said.startswith("FAILED"):
             failed.append(name)
     about = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "seconds": round(time.monotonic() - begin)}
-    about |= {"full": full, "benches": names, "machine": surroundings()}
+    about |= {"full": full, "benches": names, "machine": where}
     (RESULTS / "board.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     return failed
 
@@ -126,7 +126,7 @@ def commit() -> str:
 
 
 def surroundings() -> list[str]:
-    """Processor, memory, disk, kernel and Python."""
+    """Processor, memory, disk, kernel, Python, and what else runs now."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return [
         machine(),
@@ -134,6 +134,7 @@ def surroundings() -> list[str]:
         f"temporary files on {file_system(tempfile.gettempdir())}",
         f"{platform.system()} {platform.release()}",
         f"Python {platform.python_version()}",
+        f"load {os.getloadavg()[0]:.1f} when it began",
     ]
 
 
