@@ -12,9 +12,9 @@ from hypothesis import settings
 from megatron_sft_idx import _native
 from megatron_sft_idx.shards import budgets
 
-# The same examples in every run, so that a failure is of the change that is tested. Another profile looks further:
-# HYPOTHESIS_PROFILE=default make test
-settings.register_profile("repeatable", derandomize=True)
+# The same examples in every run, so that a failure is of the change that is tested, and not of a machine that had much
+# else to do. Another profile looks further: HYPOTHESIS_PROFILE=default make test
+settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # Whoever runs the tests may ignore Ctrl-C, as shells let their background jobs do; tests and their children do not.

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 from chats import ROOT, TOKENIZER, command, files_of, preprocess
+from object_folders import serve_folder
 from packs import demo_samples, sample_of, write_samples
 from tokenizers import Tokenizer
 
+from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.shard import Shard
 
 TEXT = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
@@ -79,6 +85,26 @@ def test_a_pack_as_text_and_as_ids(chats: Path) -> None:
     assert [int(word) for word in numbers.replace("[[", " ").replace("]]", " ").split()] == pack["input_ids"].tolist()
 
 
+class Terminal(io.StringIO):
+    """Says that it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("term", "no_color", "colored"), [("xterm", "", True), ("xterm", "1", False), ("dumb", "", False)]
+)
+def test_color_is_for_terminals_that_have_it(
+    chats: Path, term: str, no_color: str, colored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    with contextlib.redirect_stdout(Terminal()) as out:
+        assert main(["inspect", str(chats), "--pack", "0"]) == 0
+    assert ("\x1b[" in out.getvalue(), "[[" in out.getvalue()) == (colored, not colored)
+
+
 def test_a_pack_as_json(chats: Path) -> None:
     found = json.loads(command("inspect", chats, "--pack", 0, "--json", "--tokenizer", TOKENIZER).out)
     pairs = Shard(chats).sequences(0)
@@ -103,6 +129,24 @@ def test_find_names_pack_sequence_and_token(tmp_path: Path) -> None:
         through = TEXT.decode(ids[: match["token"] + 1].tolist(), skip_special_tokens=False)
         assert len(ahead) <= len(match["before"]) < len(through)
         assert match["trained"] == bool(mask[match["token"] - 1])
+
+
+def test_find_names_tokens_of_long_sequences(tmp_path: Path) -> None:
+    text = "".join(f"{i} 🫖สวัสดี needle𓀀 " for i in range(250))
+    write_texts(tmp_path / "x", [["short", text]])
+    for looked_for in ("needle", "𓀀", "ดี"):
+        found = command(
+            "inspect", tmp_path / "x", "--find", looked_for, "--tokenizer", TOKENIZER, "--json", "--limit", 999
+        )
+        matches = json.loads(found.out)["matches"]
+        assert len(matches) == 250
+        ids = Shard(tmp_path / "x").sequences(0)[1][0].tolist()
+        assert len(ids) > 3000
+        at = -1
+        for match in matches[::40]:
+            at = next(k for k in range(at + 1, len(text)) if text.startswith(f"{match['before']}{looked_for}", k))
+            ahead, through = (TEXT.decode(ids[: match["token"] + k], skip_special_tokens=False) for k in (0, 1))
+            assert len(ahead.rstrip("\ufffd")) <= at + len(match["before"]) < len(through)
 
 
 @pytest.mark.parametrize("text", ["🫖", "สวัสดี", "𓀀𓀁", "\n"])
@@ -168,12 +212,30 @@ def test_a_page_is_not_overwritten_unasked(chats: Path, tmp_path: Path) -> None:
 
 def test_an_empty_shard_and_one_that_was_rebuilt(tmp_path: Path) -> None:
     write_samples(tmp_path / "empty", [], capacity=8)
-    assert "empty shard" in command("inspect", tmp_path / "empty").out
+    outcome = command("inspect", tmp_path / "empty")
+    assert "empty shard" in outcome.out
+    assert f"\nshard id              {Shard(tmp_path / 'empty').shard_id.hex()}\n" in outcome.out
     assert command("inspect", tmp_path / "empty", "--html", tmp_path / "x.html").code == 0
     write_samples(tmp_path / "x", demo_samples())
     Path(tmp_path / "x.seq.idx").unlink()
     assert command("rebuild", tmp_path / "x", "--capacity", 64).code == 0
     assert "rebuilt" in command("inspect", tmp_path / "x").out
+
+
+def test_what_was_lost_is_counted(tmp_path: Path) -> None:
+    metadata = {
+        "sources": {"skipped": 2},
+        "packing": {"overlong_sequences": 1234, "dropped_tokens": 56789, "untrained_by_cut": 7},
+    }
+    write_samples(tmp_path / "x", [], capacity=8, metadata=metadata)
+    out = command("inspect", tmp_path / "x").out
+    for line in (
+        "rows skipped          2",
+        "overlong sequences    1,234",
+        "dropped tokens        56,789",
+        "labels lost to cuts   7",
+    ):
+        assert f"\n{line}\n" in out
 
 
 def test_metadata_of_any_kind_is_survived(tmp_path: Path) -> None:
@@ -182,6 +244,94 @@ def test_metadata_of_any_kind_is_survived(tmp_path: Path) -> None:
     assert command("inspect", tmp_path / "x").code == 0
     assert command("inspect", tmp_path / "x", "--html", tmp_path / "x.html").code == 0
     assert command("inspect", tmp_path / "x", "--diff", tmp_path / "x").code == 0
+
+
+def test_metadata_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
+    bad = "\x1b[2J\x07\u202e\u2028\n" + "x" * 10**5
+    metadata = {"tokenizer": {"fingerprint": bad}, "sources": {"fingerprint": bad}, bad: {bad: bad}}
+    write_samples(tmp_path / "x", demo_samples(), metadata=metadata)
+    write_samples(tmp_path / "y", demo_samples())
+    for arguments in ([], ["--diff", tmp_path / "y"], ["--pack", 0, "--tokenizer", TOKENIZER]):
+        outcome = command("inspect", tmp_path / "x", *arguments)
+        said = outcome.out + outcome.err
+        assert "␛[2J" in said
+        assert not {"\x1b", "\x07", "\u202e", "\u2028"} & set(said)
+        assert len(said) < 10_000
+
+
+def test_the_only_shard_of_a_folder_or_glob_is_taken(chats: Path, tmp_path: Path) -> None:
+    wanted = command("inspect", chats).out
+    assert command("inspect", chats.parent).out == command("inspect", f"{chats.parent}/ch*").out == wanted
+    assert command("inspect", chats, "--diff", f"{chats.parent}/").code == 0
+    for name in "abcdefg":
+        write_samples(tmp_path / name, demo_samples())
+    outcome = command("inspect", tmp_path)
+    assert outcome.code == 1
+    assert f"{tmp_path}: 7 shards are here, one is inspected at a time; name it: {tmp_path}/a, " in outcome.err
+    (tmp_path / "b").mkdir()  # a folder beside the shard of its name
+    assert command("inspect", tmp_path / "b").code == 0
+
+
+def test_a_remote_shard_is_inspected_like_a_local_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "bucket"
+    folder.mkdir()
+    url = serve_folder(folder, tmp_path / "msc.json", monkeypatch)
+    write_samples(folder / "x", demo_samples())
+    wanted = command("inspect", folder / "x").out.replace(str(folder / "x"), f"{url}/x")
+    for remote in (f"{url}/x", f"{url}/", f"{url}/*"):
+        assert command("inspect", remote).out == wanted
+    assert command("inspect", folder / "x", "--diff", f"{url}/x").code == 0
+    assert command("inspect", f"{url}/x", "--html", tmp_path / "x.html").code == 0
+
+
+def write_damaged(prefix: Path) -> None:
+    """A shard with weights that are no numbers."""
+    write_samples(prefix, [sample_of([5], lambda p: 0.5, lambda p: p)], mask_dtype=np.float32)
+    np.array([0.5, np.nan, np.inf, 0.5, 0], "<f4").tofile(f"{prefix}.loss.bin")
+
+
+def test_weights_that_are_no_numbers_are_shown_in_valid_json(tmp_path: Path) -> None:
+    write_damaged(tmp_path / "x")
+    found = json.loads(command("inspect", tmp_path / "x", "--pack", 0, "--json").out, parse_constant=pytest.fail)
+    assert found["sequences"][0]["trained"] == [0, 0.5, "nan", "inf", 0.5]
+    assert command("inspect", tmp_path / "x", "--diff", tmp_path / "x").code == 0
+    assert "xnan" in command("inspect", tmp_path / "x", "--pack", 0).out
+
+
+def test_a_page_that_does_not_fit_the_disk_leaves_nothing(chats: Path, tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        outcome = command("inspect", chats, "--html", tmp_path / "x.html")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert outcome.code == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def as_process(chats: Path, *arguments: str, out: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+    run = [sys.executable, "-m", "megatron_sft_idx", "inspect", str(chats), *arguments]
+    inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONUNBUFFERED", "PYTHONUTF8")}
+    environment = inherited | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(run, check=False, stdout=out, stderr=subprocess.PIPE, text=True, env=environment, timeout=120)
+
+
+def test_characters_that_the_terminal_lacks_are_shown_by_number(chats: Path) -> None:
+    done = as_process(chats, "--pack", "0", out=subprocess.PIPE, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("\\u2500\\u2500 sequence 0, ")
+
+
+def test_output_that_cannot_be_written_is_told_once(chats: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = as_process(chats, out=full)
+    assert done.returncode == 1
+    assert done.stderr == "megatron-sft-idx: error: [Errno 28] No space left on device\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = as_process(chats, out=writer)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_inspecting_imports_neither_torch_nor_megatron(chats: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from packs import Sample, sample_of, samples, write_samples
 from test_report_counts import random_packs
 
-from megatron_sft_idx.report import compare_shards, sequence_diff, windows
+from megatron_sft_idx.report import compare_shards, set_diff, windows
 from megatron_sft_idx.shard import Shard
 
 
@@ -64,7 +65,7 @@ def test_one_changed_mask_bit_is_found_and_named(
     ]
     outcome = command("inspect", tmp_path / "here", "--diff", tmp_path / "there")
     assert outcome.code == 1
-    assert "the headers are equal, the data are not" in outcome.out
+    assert "one was changed after it was written" in outcome.out
     assert f"pack {pack}, sequence {sequence}, token {at - packs[pack].starts[sequence]} (position {at}" in outcome.out
 
 
@@ -116,10 +117,26 @@ def test_other_boundaries_and_lengths_are_named(tmp_path: Path) -> None:
     assert "pack 1: sequences begin at [0, 3] here, at [0, 2] there" in text
 
 
+@pytest.mark.parametrize("parts", [1 << 22, 30])
+def test_the_first_differences_are_named_in_order(tmp_path: Path, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "_TOKENS", parts)
+    here = [sample_of([4], lambda p: 1, lambda p: p) for _ in range(12)]
+    there = [sample_of([4], lambda p: int(p > 2), lambda p: 7 + p) for _ in range(12)]
+    there[1] = there[9] = sample_of([3, 2], lambda p: 1, lambda p: p)
+    found = compared(tmp_path, here, there)
+    # The mask is label-aligned: its entry 1 tells of token 2.
+    assert [(one.what, one.pack, one.position) for one in found.first] == [
+        *(("token", 0, 0), ("mask", 0, 0), ("token", 0, 1), ("mask", 0, 1), ("token", 0, 2)),
+    ]
+    assert (found.reshaped, found.tokens, found.masks) == (2, 40, 20)
+
+
 def test_the_same_sequences_packed_otherwise_are_recognised(tmp_path: Path) -> None:
     here = random_packs(30)
-    found = compared(tmp_path, here, here[::-1])
+    there = [Sample(pack.tokens[a:b], pack.mask[a:b], [0]) for pack in here[::-1] for a, b in pairwise(pack.bounds)]
+    found = compared(tmp_path, here, there)
     assert not found.same
+    assert not found.pack_set.same
     assert found.sequences is not None
     assert found.sequences.same
     assert found.sequences.shared == sum(len(pack.starts) for pack in here)
@@ -143,13 +160,58 @@ def test_large_shards_are_compared_by_a_sample(tmp_path: Path, monkeypatch: pyte
     packs = [sample_of([4], lambda p: 1, lambda p, i=i: (97 * i + p) % 65536) for i in range(400)]
     write_samples(tmp_path / "here", packs)
     write_samples(tmp_path / "there", packs[::-1])
-    monkeypatch.setattr(sequence_diff, "_MOST", 64)
+    monkeypatch.setattr(set_diff, "_MOST", 64)
     shards = [Shard(tmp_path / name) for name in ("here", "there")]
-    left, right = (sequence_diff.SequenceSamples(shard, windows.windows(shard), 64) for shard in shards)
-    found = left.difference(right, 5)
+    left, right = (set_diff.ShardSamples(shard, windows.windows(shard), 64) for shard in shards)
+    found = left.sequence_difference(right, 5)
     assert found.share < 1
     assert 0 < found.shared < 400
     assert found.same
+
+
+def test_packs_in_another_order_are_recognised_though_their_shapes_are_the_same(tmp_path: Path) -> None:
+    packs = [sample_of([3, 4], lambda p: 1, lambda p, i=i: 10 * i + p) for i in range(30)]
+    found = compared(tmp_path, packs, packs[::-1])
+    assert (found.reshaped, found.tokens > 5) == (0, True)
+    assert found.pack_set.same
+    text = command("inspect", tmp_path / "here", "--diff", tmp_path / "there").out
+    assert "both hold the same 30 packs, in another order" in text
+    assert "was changed after it was written" not in text
+
+
+def test_a_pack_that_was_put_in_is_named(tmp_path: Path) -> None:
+    packs = [sample_of([3, 4], lambda p: 1, lambda p, i=i: 10 * i + p) for i in range(9)]
+    new = sample_of([7], lambda p: 1, lambda p: 999 + p)
+    found = compared(tmp_path, packs, [*packs[:4], new, *packs[4:]]).pack_set
+    assert (found.shared, found.only_here, found.only_there) == (9, 0, 1)
+    assert (found.first_here, found.first_there) == ((), (4,))
+    text = command("inspect", tmp_path / "here", "--diff", tmp_path / "there").out
+    assert "  pack 4 there: not here\n" in text
+    compared(tmp_path, packs, [*packs[:4], packs[1], *packs[4:]])
+    text = command("inspect", tmp_path / "here", "--diff", tmp_path / "there").out
+    assert "9 are in both, 0 only here, 1 only there\n  there: more copies of packs that are here too\n" in text
+
+
+def test_a_pack_is_another_with_another_mask_or_boundary(tmp_path: Path) -> None:
+    packs = [sample_of([3, 4], lambda p: 1, lambda p, i=i: 10 * i + p) for i in range(3)]
+    there = [packs[1], Sample(packs[0].tokens, [1] * 6 + [0], packs[0].starts), packs[2], packs[2]]
+    there[3] = sample_of([2, 5], lambda p: 1, lambda p: 20 + p)
+    found = compared(tmp_path, packs, there).pack_set
+    assert (found.shared, found.only_here, found.only_there) == (2, 1, 2)
+    assert (found.first_here, found.first_there) == ((0,), (1, 3))
+
+
+def test_a_changed_id_in_a_shard_written_anew_is_no_damage(tmp_path: Path) -> None:
+    packs = random_packs(9)
+    there = [
+        Sample([7 + pack.tokens[0], *pack.tokens[1:]], pack.mask, pack.starts) if i == 4 else pack
+        for i, pack in enumerate(packs)
+    ]
+    found = compared(tmp_path, packs, there)
+    assert (found.tokens, found.first[0].pack, list(found.header)) == (1, 4, ["shard id"])
+    text = command("inspect", tmp_path / "here", "--diff", tmp_path / "there").out
+    assert "was changed after it was written" not in text
+    assert "1 pack differs: 0 mask values and 1 id in packs of equal boundaries" in text
 
 
 def test_packs_that_only_one_has(tmp_path: Path) -> None:

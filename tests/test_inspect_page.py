@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import itertools
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +33,31 @@ def attributes(page: Markup, name: str) -> list[str]:
     return [value or "" for _, attrs in page.tags for key, value in attrs.items() if key == name]
 
 
-def test_every_link_leads_into_the_page(tmp_path: Path) -> None:
-    write_samples(tmp_path / "x", demo_samples(), capacity=64)
+@pytest.mark.parametrize("count", [0, 1, 7, 60])
+def test_every_link_leads_into_the_page(tmp_path: Path, count: int) -> None:
+    write_samples(tmp_path / "x", demo_samples(count), capacity=64)
     page = markup_of(page_of(tmp_path / "x"))
     links, ids = attributes(page, "href"), attributes(page, "id")
     assert len(ids) == len(set(ids))
     assert links
     assert {link.removeprefix("#") for link in links} <= set(ids)
-    assert {f"pack-{i}" for i in range(7)} <= set(ids)
+    assert {f"pack-{i}" for i in range(count) if count < 60} <= set(ids)
+    assert [tag for tag, attrs in page.tags if tag == "th" and "scope" not in attrs] == []
+    assert ("The token ids of all packs" in page.text["p"]) == (0 < count < 60)
     assert not {tag for tag, _ in page.tags} & {"img", "link", "iframe", "object", "form", "base", "embed"}
     assert not [
         key for _, attrs in page.tags for key in attrs if key in ("src", "style", "srcset") or key.startswith("on")
     ]
+
+
+def test_links_of_sequences_lead_to_them_where_they_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packs = [sample_of([3, 2, 9], lambda p: 1, lambda p, i=i: 40 * i + p) for i in range(5)]
+    write_samples(tmp_path / "x", packs, capacity=64)
+    links = attributes(markup_of(page_of(tmp_path / "x")), "href")
+    assert {f"#pack-{i}-sequence-2" for i in range(4)} <= set(links)
+    monkeypatch.setattr(render, "_TEXT_NBYTES", (0,))
+    page = markup_of(page_of(tmp_path / "x"))
+    assert [link for link in attributes(page, "href") if "sequence" in link] == []
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
@@ -96,6 +112,12 @@ def test_a_page_is_less_than_a_megabyte(tmp_path: Path, name: str, decode: Any) 
     page = page_of(tmp_path / "x", decode)
     assert len(page) < MAX_NBYTES
     markup_of(page)
+
+
+def test_the_command_for_other_packs_can_be_pasted(tmp_path: Path) -> None:
+    write_samples(tmp_path / "it's <b>", demo_samples(), capacity=64)
+    (shown,) = re.findall(r"<code>(megatron-sft-idx inspect .*) N</code>", page_of(tmp_path / "it's <b>").decode())
+    assert shlex.split(html.unescape(shown)) == ["megatron-sft-idx", "inspect", str(tmp_path / "it's <b>"), "--pack"]
 
 
 def test_what_is_cut_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

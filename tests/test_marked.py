@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from megatron_sft_idx.report.marked import GREEN, RESET, mark_pack, trained_tokens
+from megatron_sft_idx.report.marked import GREEN, RESET, mark_pack, shortened, trained_tokens
 
 TOKENIZER = Tokenizer.from_file(str(Path(__file__).parent.parent / "tools/demo/tokenizer/tokenizer.json"))
 
@@ -82,6 +82,17 @@ def test_color_ends_at_every_line() -> None:
 def test_escape_codes_in_the_data_do_not_reach_the_terminal() -> None:
     ids, mask = sequence(("\x1b[2Jgone\x07", 0), ("\x9b31m\r\t", 1))
     assert body(mark_pack(ids, mask, [0, len(ids)], decode)) == "␛[2Jgone␇[[\ufffd31m␍\t]]"
+
+
+@pytest.mark.parametrize("character", ["\u202e", "\u2066", "\u200f", "\u2028", "\u2029", "\ufeff"])
+def test_what_would_reorder_or_break_lines_unseen_is_shown(character: str) -> None:
+    ids, mask = sequence((f"a{character}b", 0))
+    assert body(mark_pack(ids, mask, [0, len(ids)], decode)) == f"a<U+{ord(character):04X}>b"
+
+
+def test_texts_of_metadata_are_short_and_on_one_line() -> None:
+    assert shortened("a\n\x1b[2J", 20) == "a␊␛[2J"
+    assert shortened("x" * 10**7, 5) == "xxxx…"
 
 
 def test_a_pack_without_trained_tokens_has_no_marks() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import subprocess
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -46,33 +48,52 @@ def program(folder: Path) -> Callable[[Block], Said]:
     return run
 
 
+def test_the_readme_can_be_pasted_from_top_to_bottom(tmp_path: Path) -> None:
+    assert_true("README.md", RUN, clone(tmp_path))
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The clone that all pages are pasted into, README.md first."""
-    return clone(tmp_path_factory.mktemp("clone"))
+def after_the_readme(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the pages in docs/ go on from: with what the README makes before it first reads it."""
+    folder = clone(tmp_path_factory.mktemp("clone"))
+    made = takewhile(lambda block: block.kind != "python", BLOCKS["README.md"])
+    paste([block for block in made if block.kind in RUN], folder, fast_environment(folder), 600)
+    return folder
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_can_be_pasted_from_top_to_bottom(page: str, folder: Path) -> None:
-    said = paste(
-        [block for block in BLOCKS[page] if block.kind in RUN], folder, fast_environment(folder), 600, program(folder)
-    )
-    wrong = [complaint(shown, said[block]) for block, shown in outputs(BLOCKS[page]) if block in said]
-    assert not any(wrong), "\n\n".join(filter(None, wrong))
+@pytest.mark.parametrize("page", [page for page in PAGES[1:] if any(block.kind in RUN for block in BLOCKS[page])])
+def test_a_page_can_be_pasted_from_top_to_bottom(page: str, after_the_readme: Path) -> None:
+    assert_true(page, RUN, after_the_readme)
 
 
 @pytest.mark.slow
 def test_the_readme_with_its_long_blocks(tmp_path: Path) -> None:
-    blocks = [block for block in BLOCKS["README.md"] if block.kind in {*RUN, "sh slow"}]
-    said = paste(blocks, clone(tmp_path), fast_environment(tmp_path), 1800)
-    wrong = [complaint(shown, said[block]) for block, shown in outputs(BLOCKS["README.md"]) if block in said]
+    assert_true("README.md", {*RUN, "sh slow"}, clone(tmp_path))
+
+
+def assert_true(page: str, kinds: set[str], folder: Path) -> None:
+    """Paste the blocks of these kinds; they do what they should, and print what is shown."""
+    pasted = [block for block in BLOCKS[page] if block.kind in kinds]
+    said = paste(pasted, folder, fast_environment(folder), 1800, program(folder))
+    wrong = [complaint(shown, said[block]) for block, shown in outputs(BLOCKS[page]) if block in said]
     assert not any(wrong), "\n\n".join(filter(None, wrong))
+    assert_ignored(folder)
+
+
+def assert_ignored(folder: Path) -> None:
+    """What blocks make is nothing that git, or a test of what belongs to the project, takes for the project's."""
+    made = {path.name + "/" * path.is_dir() for path in folder.iterdir()} - {"tools/", ".programs/"}
+    git = ["git", "check-ignore", "--no-index", *made]
+    ignored = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
+    if ignored.returncode != 128:  # not a checkout
+        assert set(ignored.stdout.split()) == made
 
 
 @pytest.mark.parametrize("kind", ELSEWHERE)
 def test_blocks_that_need_more(kind: str) -> None:
     places = [block.place for block in ALL if block.kind == kind]
     assert places, f"no block is {kind}: take it out of ELSEWHERE"
+    assert all(place.startswith("README.md:") for place in places), "other tests than this one look into README.md only"
     pytest.skip(f"{', '.join(places)}: {ELSEWHERE[kind]}")
 
 
@@ -127,6 +148,13 @@ def test_extras_exist() -> None:
     ]
     assert len(named) > 10
     assert set(named) <= there
+
+
+def test_make_has_the_targets() -> None:
+    there = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    named = {name for text in TEXTS.values() for name in re.findall(r"(?:`|^)make ([a-z-]+)", text, flags=re.MULTILINE)}
+    assert len(named) > 5
+    assert named <= there
 
 
 # Options of other programs that the pages name.

@@ -138,7 +138,7 @@ def slow_survey(packs: list[Sample]) -> dict[str, Any]:
     return {
         "lengths": sorted(length for some in lengths for length in some),
         "cost": [sum(length * (length + 1) // 2 for length in some) for some in lengths],
-        "trained": [1000 * sum(p.label_mask) // len(p.tokens) for p in packs],
+        "trained": [int(1000 * sum(p.label_mask) / len(p.tokens) + 0.5) for p in packs],
         "masked": [i for i, p in enumerate(packs) if not any(p.label_mask)],
         "single": sum(length == 1 for some in lengths for length in some),
         "copies": len(sequences) - len(set(sequences)),
@@ -191,6 +191,11 @@ def test_repeated_and_longest_sequences_are_named_where_they_are(tmp_path: Path)
     ]
     assert odd["Longest sequences"].places[0] == (3, 1, "9 tokens")
     assert odd["One-token sequences"].places[0].pack == 3
+
+
+def test_where_all_are_alike_none_is_odd(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", [sample_of([3, 3], lambda p: 1, lambda p, i=i: 10 * i + p) for i in range(5)])
+    assert [place for odd in survey_shard(Shard(tmp_path / "x")).odd for place in odd.places] == []
 
 
 def test_a_large_shard_is_sampled_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

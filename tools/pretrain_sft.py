@@ -3,7 +3,7 @@
 On a GPU or on none, in one process or under ``torchrun`` (data parallel)::
 
     python tools/pretrain_sft.py --data-path data/chats --seq-length 4096 --train-iters 1000
-    torchrun --nproc-per-node 8 tools/pretrain_sft.py --data-path 0.7 data/chats 0.3 data/code --attention te --bf16 ...
+    torchrun --nproc-per-node 8 tools/pretrain_sft.py --data-path data/chats --seq-length 4096 --attention te --bf16
 
 or while the data is still being made, from a catalog or a folder of JSONL chunks::
 

@@ -13,6 +13,9 @@ __all__ = ["add_parser"]
 
 _EXAMPLES = """\
 examples:
+  a shard to another folder:
+    megatron-sft-idx copy data/train backup/train
+
   a shard into a bucket, and back:
     megatron-sft-idx copy data/train s3://bucket/sft/train
     megatron-sft-idx copy s3://bucket/sft/train data/train

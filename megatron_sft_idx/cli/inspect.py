@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -20,10 +22,12 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.report import compare_shards, find_text, make_page, mark_pack, survey_shard
 from megatron_sft_idx.report.diff_text import diff_lines
-from megatron_sft_idx.report.marked import Decode, ids_as_text, on_one_line, trained_tokens
+from megatron_sft_idx.report.marked import Decode, ids_as_text, on_one_line, shortened, trained_tokens
+from megatron_sft_idx.report.odd import counted
 from megatron_sft_idx.report.summary import summary_dict, summary_lines
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.fingerprints import tokenizer_of
+from megatron_sft_idx.shards import find_prefixes
 
 __all__ = ["add_parser"]
 
@@ -59,7 +63,7 @@ def add_parser(verbs: Verbs) -> None:
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("shard", metavar="PREFIX", help="prefix of the shard")
+    parser.add_argument("shard", metavar="PREFIX", help="prefix of the shard, or a folder or glob with one")
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",
@@ -67,7 +71,7 @@ def add_parser(verbs: Verbs) -> None:
     )
     show = parser.add_mutually_exclusive_group()
     show.add_argument("--pack", type=natural, metavar="N", help="show pack N instead of the summary")
-    show.add_argument("--find", metavar="TEXT", help="show where TEXT, as it is, occurs in a sequence")
+    show.add_argument("--find", metavar="TEXT", help="show where TEXT occurs in a sequence, letter by letter as it is")
     show.add_argument("--diff", metavar="OTHER", help="show what differs from the shard at this prefix")
     show.add_argument("--html", type=writable, metavar="FILE", help="write a page that needs nothing else")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
@@ -91,7 +95,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if arguments.html and arguments.json:
         parser.error("--html writes a page: leave out --json, or ask for it without --html")
     # By pread: the pages of a map would count as this process's memory.
-    shard = Shard(arguments.shard, backend="pread")
+    shard = Shard(_only_prefix(arguments.shard), backend="pread")
     decode = _decoder(shard, arguments.tokenizer)
     if arguments.pack is not None:
         _show_pack(shard, arguments, decode)
@@ -106,10 +110,22 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     with _progress(shard, arguments) as tell:
         found = survey_shard(shard, tell=tell)
     if arguments.json:
-        _print_json(summary_dict(arguments.shard, found))
+        _print_json(summary_dict(shard.prefix, found))
     else:
-        print("\n".join(summary_lines(arguments.shard, found)))
+        print("\n".join(summary_lines(shard.prefix, found)))
     return 0
+
+
+def _only_prefix(path: str) -> str:
+    """The prefix, or that of the only shard in a folder or of a glob."""
+    many = os.path.isdir(path) or glob.has_magic(path) or path.endswith("/")
+    if not many or os.path.exists(f"{path}.seq.idx"):
+        return path
+    found = find_prefixes(path)
+    if len(found) > 1:
+        names = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+        raise FormatError(f"{path}: {len(found):,} shards are here, one is inspected at a time; name it: {names}")
+    return found[0]
 
 
 def _decoder(shard: Shard, path: str | None) -> Decode | None:
@@ -123,7 +139,7 @@ def _decoder(shard: Shard, path: str | None) -> Decode | None:
     elif made != tokenizer.fingerprint:
         raise FormatError(
             f"{path}: a tokenizer of fingerprint {tokenizer.fingerprint}, the ids of {shard.prefix} were made by"
-            f" {made}; name that one, or leave --tokenizer out to see ids"
+            f" {shortened(made, 200)}; name that one, or leave --tokenizer out to see ids"
         )
     return tokenizer.decode
 
@@ -144,7 +160,8 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
     pack = shard[arguments.pack]
     ids, mask, bounds = pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"].tolist()
     if not arguments.json:
-        color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+        color = sys.stdout.isatty() and not plain
         print(mark_pack(ids, mask, bounds, decode or ids_as_text, color=color))
         return
     sequences = []
@@ -176,7 +193,7 @@ def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode) -> int:
 
 
 def _diff(shard: Shard, arguments: argparse.Namespace) -> int:
-    other = Shard(arguments.diff, backend="pread")
+    other = Shard(_only_prefix(arguments.diff), backend="pread")
     with _progress(shard, arguments, "comparing") as tell:
         comparison = compare_shards(shard, other, most=arguments.limit, tell=tell)
     if arguments.json:
@@ -195,14 +212,30 @@ def _write_page(shard: Shard, arguments: argparse.Namespace, decode: Decode | No
     page = make_page(shard, found, decode)
     # Whoever has the old page open never sees half of the new one.
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(page)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(page)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     of = "" if found.complete else f"; ids and masks sampled from {found.read_packs:,} packs"
-    print(f"wrote {path}: {len(page):,} bytes, {shard.header.num_packs:,} packs{of}")
+    print(f"wrote {path}: {len(page):,} bytes, {counted(shard.header.num_packs, 'pack')}{of}")
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=_plain))
+    try:
+        text = json.dumps(value, indent=2, default=_plain, allow_nan=False)
+    except ValueError:  # masks of a damaged shard
+        text = json.dumps(_finite(value), indent=2, default=_plain)
+    print(text)
+
+
+def _finite(value: Any) -> Any:
+    """A value with the numbers that JSON does not know by their names: ``"nan"``, ``"inf"``."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _plain(value: Any) -> Any:

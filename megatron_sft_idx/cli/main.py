@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 bad data or a disk that says no, 2 wrong usage, 130 interr
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -16,11 +17,22 @@ from contextlib import contextmanager
 from megatron_sft_idx import __version__
 from megatron_sft_idx.cli import convert, copy, inspect, merge, pack, preprocess, produce, raw_index, rebuild, verify
 from megatron_sft_idx.cli.messages import message_of
+from megatron_sft_idx.cli.options import HelpFormatter
 from megatron_sft_idx.errors import SFTIndexError
+from megatron_sft_idx.report.marked import PICTURES
 
 __all__ = ["main"]
 
 _VERBS = (preprocess, pack, produce, convert, inspect, verify, rebuild, merge, copy, raw_index)
+
+_EXAMPLE = """\
+example:
+  chats to a packed shard that Megatron trains on:
+    megatron-sft-idx preprocess --input chats.jsonl --tokenizer-model ./Qwen3-8B \\
+        --seq-length 4096 --output-prefix data/train
+
+megatron-sft-idx <verb> --help explains each verb, with examples.
+"""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -28,7 +40,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-sft-idx",
         description="Packed SFT data for Megatron: five memory-mapped files a shard, exact loss masks.",
-        epilog="megatron-sft-idx <verb> --help explains each verb, with examples.",
+        epilog=_EXAMPLE,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="<verb>", required=True)
@@ -41,16 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     parser = build_parser()
     arguments = parser.parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Data hold any character; a terminal or file of another encoding gets those it lacks by number.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with _cleaning_up_when_terminated():
-            return arguments.run(arguments, parser) or 0
+            code = arguments.run(arguments, parser) or 0
+        if sys.stdout:
+            sys.stdout.flush()  # here, where what goes wrong is told like all else
+        return code
     except SFTIndexError as error:
         return _fail(str(error))
     except BrokenPipeError:
-        # Whoever read our output has seen enough; Python must not complain about it when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()  # whoever read it has seen enough
         return 1
     except OSError as error:
+        _forget_output()
         return _fail(message_of(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -70,8 +89,17 @@ def _cleaning_up_when_terminated() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _forget_output() -> None:
+    """Where stdout takes no more, keep Python from trying again, and complaining, when it exits."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _fail(message: str) -> int:
-    print(f"megatron-sft-idx: error: {message}", file=sys.stderr)
+    # Messages quote metadata, which anybody may have written, and a terminal obeys escape codes.
+    print(f"megatron-sft-idx: error: {message.translate(PICTURES)}", file=sys.stderr)
     return 1
 
 

@@ -37,17 +37,20 @@ examples:
         --seq-length 8192 --overlong split --keep-corpus --output-prefix data/train
 
   go on after a kill, a power failure or Ctrl-C, from the last complete piece:
-    megatron-sft-idx preprocess ... --resume
+    megatron-sft-idx preprocess --input chats.jsonl --tokenizer-model ./Qwen3-8B \\
+        --seq-length 4096 --output-prefix data/train --resume
 
   on a Ray cluster, from one of its nodes, to eight shards:
-    megatron-sft-idx preprocess ... --engine ray --ray-address auto --output-shards 8
+    megatron-sft-idx preprocess --input 'raw/*.jsonl.zst' --tokenizer-model ./tok --seq-length 8192 \\
+        --output-prefix data/train --engine ray --ray-address auto --output-shards 8
 
   from a bucket into a bucket: built in ./megatron-sft-idx-staging, then uploaded:
     megatron-sft-idx preprocess --input 's3://bucket/raw/*.jsonl.zst' --tokenizer-model ./tok \\
         --seq-length 4096 --output-prefix s3://bucket/sft/train
 
   look before you leap:
-    megatron-sft-idx preprocess ... --dry-run
+    megatron-sft-idx preprocess --input chats.jsonl --tokenizer-model ./Qwen3-8B \\
+        --seq-length 4096 --output-prefix data/train --dry-run
 
 rows: OpenAI messages, ShareGPT conversations, instruction/input/output columns, prompt/completion, or already tokenised
 input_ids with loss_mask or labels. files: .json, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, save_to_disk folders, globs;

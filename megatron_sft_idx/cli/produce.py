@@ -23,12 +23,15 @@ examples:
         --seq-length 4096 --tokens-per-shard 50000000 --catalog data/live
 
   input that is still being made: the files of a folder as they appear, until a file raw/_END does:
-    megatron-sft-idx produce --watch raw ... --catalog data/live
+    megatron-sft-idx produce --watch raw --tokenizer-model ./Qwen3-8B \\
+        --seq-length 4096 --tokens-per-shard 50000000 --catalog data/live
   or what another program prints, one JSON object a line:
-    make-chats | megatron-sft-idx produce --input - ... --catalog data/live
+    make-chats | megatron-sft-idx produce --input - --tokenizer-model ./Qwen3-8B \\
+        --seq-length 4096 --tokens-per-shard 50000000 --catalog data/live
 
   little disk: no more than 20 shards ahead of training, and what training has completed is removed:
-    megatron-sft-idx produce ... --max-ahead-shards 20 --keep-recent 0
+    megatron-sft-idx produce --input 'raw/*.jsonl' --tokenizer-model ./Qwen3-8B --seq-length 4096 \\
+        --tokens-per-shard 50000000 --catalog data/live --max-ahead-shards 20 --keep-recent 0
 
 The same command goes on with the catalog it was making, whatever ended it, to the same bytes: no row is missing and
 none comes twice. Options that change no byte (--workers, --max-ahead-*, --keep-recent, --consumers) may be others then;

@@ -1,4 +1,4 @@
-"""What differs between two shards: pack by pack, and where they are packed otherwise, sequence by sequence."""
+"""What differs between two shards: pack by pack, and where much does, as sets of packs and of sequences."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx import _native
 from megatron_sft_idx.layout import Header
-from megatron_sft_idx.report.sequence_diff import SequenceDifference, SequenceSamples
+from megatron_sft_idx.report.set_diff import PackDifference, SequenceDifference, ShardSamples, pack_hashes, shape_hashes
 from megatron_sft_idx.report.windows import Window, read_window, windows
 from megatron_sft_idx.shard import Shard
 
@@ -54,7 +53,8 @@ class Comparison:
         masks: the same of mask values.
         reshaped: packs of the same number whose lengths or boundaries differ.
         first: the first few differences.
-        sequences: of shards whose packs differ in shape or number: the sequences as a set.
+        pack_set: of shards that differ by more than single values: the packs as a set.
+        sequences: of the same: the sequences as a set.
     """
 
     header: dict[str, tuple[Any, Any]]
@@ -64,6 +64,7 @@ class Comparison:
     masks: int = 0
     reshaped: int = 0
     first: list[Difference] = field(default_factory=list)
+    pack_set: PackDifference | None = None
     sequences: SequenceDifference | None = None
 
     @property
@@ -80,7 +81,8 @@ class Comparison:
 def compare_shards(here: Shard, there: Shard, *, most: int = 20, tell: Tell | None = None) -> Comparison:
     """Compares every byte of two shards, in bounded memory; open them with the backend ``pread``.
 
-    Ids and masks are compared by value, so that shards of different dtypes can be equal.
+    Ids and masks are compared by value, so that shards of different dtypes can be equal. Where packs of the same number
+    differ in shape, or in more ids than are named, both are read again as sets: of packs, and of sequences.
 
     Args:
         here: one shard.
@@ -105,9 +107,10 @@ def compare_shards(here: Shard, there: Shard, *, most: int = 20, tell: Tell | No
         if tell:
             tell(int(window.pack_bounds[-1]), len(window))
         first += len(window)
-    if result.reshaped or len(here) != len(there):
-        samples = [SequenceSamples(shard, windows(shard)) for shard in (here, there)]
-        result.sequences = samples[0].difference(samples[1], most)
+    if result.reshaped or result.tokens > most or len(here) != len(there):
+        left, right = (ShardSamples(shard, windows(shard)) for shard in (here, there))
+        result.pack_set = left.pack_difference(right, most)
+        result.sequences = left.sequence_difference(right, most)
     return result
 
 
@@ -137,20 +140,22 @@ class _Pair:
 
     def same_content(self) -> bool:
         """Whether ids and masks are equal, place by place."""
-        return all(np.array_equal(values, others) for values, others in (self._ids, self._masks))
+        return not any(_unequal(values, others).any() for values, others in (self._ids, self._masks))
 
     def compare_values(self, result: Comparison, most: int) -> None:
         """Ids and masks of packs of the same shape, place by place."""
         window = self._windows[0]
         changed, found = [], []
         for what, (values, others) in (("token", self._ids), ("mask", self._masks)):
-            at = np.flatnonzero(values != others)
+            at = np.flatnonzero(_unequal(values, others))
             changed.append(at)
             found += [self._difference(what, i, values[i], others[i]) for i in at[:most].tolist()]
         result.tokens += len(changed[0])
         result.masks += len(changed[1])
-        packs = np.searchsorted(window.pack_bounds, np.concatenate(changed), "right")
-        result.differing_packs += len(np.unique(packs))
+        differs = np.zeros(int(window.pack_bounds[-1]), np.bool_)
+        for at in changed:
+            differs[at] = True
+        result.differing_packs += int(np.count_nonzero(np.logical_or.reduceat(differs, window.pack_bounds[:-1])))
         _add(result, found, most)
 
     def _difference(self, what: str, at: int, value: Any, other: Any) -> Difference:
@@ -163,17 +168,16 @@ class _Pair:
     def compare_packs(self, result: Comparison, most: int) -> None:
         """Packs of any shape, each as a whole."""
         lengths, others = (np.diff(window.pack_bounds) for window in self._windows)
-        shapes, ids, masks = (
+        shapes, packs = (
             _unequal(*hashes)
             for hashes in (
-                [_shape_hashes(window) for window in self._windows],
-                [_native.hash_runs(v, w.pack_bounds) for v, w in zip(self._ids, self._windows, strict=True)],
-                [_native.hash_runs(v, w.pack_bounds) for v, w in zip(self._masks, self._windows, strict=True)],
+                [shape_hashes(window) for window in self._windows],
+                [pack_hashes(*parts) for parts in zip(self._windows, self._ids, self._masks, strict=True)],
             )
         )
         reshaped = shapes | (lengths != others)
         result.reshaped += int(np.count_nonzero(reshaped))
-        result.differing_packs += int(np.count_nonzero(reshaped | ids | masks))
+        result.differing_packs += int(np.count_nonzero(reshaped | packs))
         found = []
         for i in np.flatnonzero(reshaped)[:most].tolist():
             pack = self._windows[0].first + i
@@ -182,17 +186,19 @@ class _Pair:
             else:
                 starts = [_starts(window, i) for window in self._windows]
                 found.append(Difference("boundaries", pack, None, None, None, *starts))
-        for i in np.flatnonzero((ids | masks) & ~reshaped).tolist():
-            found += self._within(result, i, most)
-        _add(result, found, most)
+        values: list[Difference] = []
+        for i in np.flatnonzero(packs & ~reshaped).tolist():
+            # Naming one takes far longer than counting it.
+            values += self._within(result, i, max(0, most - len(values) - len(result.first)))
+        _add(result, found + values, most)
 
     def _within(self, result: Comparison, i: int, most: int) -> Iterator[Difference]:
-        """Differences inside the window's pack ``i``, which has the same shape in both; counts them too."""
+        """Up to ``most`` differences of each kind in pack ``i``, which has the same shape in both; counts all."""
         begins = [int(window.pack_bounds[i]) for window in self._windows]
         length = int(self._windows[0].pack_bounds[i + 1]) - begins[0]
         for what, pair in (("token", self._ids), ("mask", self._masks)):
             values, others = (array[begin : begin + length] for array, begin in zip(pair, begins, strict=True))
-            at = np.flatnonzero(values != others)
+            at = np.flatnonzero(_unequal(values, others))
             if what == "token":
                 result.tokens += len(at)
             else:
@@ -209,13 +215,9 @@ def _add(result: Comparison, found: list[Difference], most: int) -> None:
 
 def _unequal(values: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
     unequal: NDArray[np.bool_] = values != others
+    if values.dtype.kind == others.dtype.kind == "f" and unequal.any():
+        unequal &= ~(np.isnan(values) & np.isnan(others))  # damage, but the same in both
     return unequal
-
-
-def _shape_hashes(window: Window) -> NDArray[np.uint64]:
-    """Hashes of the sequences' starts in their packs, by pack."""
-    packs = np.repeat(window.pack_bounds[:-1], np.diff(window.sequence_offsets))
-    return _native.hash_runs((window.bounds[:-1] - packs).astype(np.int32), window.sequence_offsets)
 
 
 def _starts(window: Window, i: int) -> list[int]:
@@ -231,6 +233,7 @@ def header_differences(here: Header, there: Header) -> dict[str, tuple[Any, Any]
     names = ("num_packs", "num_sequences", "num_tokens", "num_trained_tokens", "num_masked_packs", "capacity")
     for name in (*names, "sequence_multiple", "pad_id", "rebuilt"):
         found[name.replace("_", " ")] = (getattr(here, name), getattr(there, name))
+    found["shard id"] = (here.shard_id.hex(), there.shard_id.hex())
     for name in ("token_dtype", "mask_dtype"):
         found[name.replace("_", " ")] = (getattr(here, name).name, getattr(there, name).name)
     left, right = _flat(here.metadata), _flat(there.metadata)

@@ -7,7 +7,9 @@ from itertools import islice
 from typing import Any
 
 from megatron_sft_idx.report.diff import Comparison, Difference
-from megatron_sft_idx.report.sequence_diff import SequenceDifference
+from megatron_sft_idx.report.marked import shortened
+from megatron_sft_idx.report.odd import counted
+from megatron_sft_idx.report.set_diff import PackDifference, SequenceDifference
 
 __all__ = ["diff_lines"]
 
@@ -20,31 +22,36 @@ def diff_lines(comparison: Comparison, here: str, there: str) -> list[str]:
     lines = [f"here   {here}", f"there  {there}", ""]
     fields = comparison.header
     for name, (value, other) in islice(fields.items(), _MOST_FIELDS):
-        lines.append(f"header: {name}: {_short(value)} here, {_short(other)} there")
+        lines.append(f"header: {shortened(name, 100)}: {_short(value)} here, {_short(other)} there")
     if len(fields) > _MOST_FIELDS:
         lines.append(f"header: {len(fields) - _MOST_FIELDS:,} fields more")
     if comparison.same:
-        lines.append(f"the packs are equal: {comparison.packs[0]:,} packs, ids, masks and boundaries")
+        lines.append(f"the packs are equal: {counted(comparison.packs[0], 'pack')}, ids, masks and boundaries")
         return lines
-    if not fields:
+    if "shard id" not in fields:
         lines.append(
-            "the headers are equal, the data are not: one was changed after it was written; verify --full says which"
+            "both say they hold the same bytes, and do not: one was changed after it was written; verify --full says"
+            " which"
         )
-    return [*lines, *_pack_lines(comparison), *_sequence_lines(comparison.sequences)]
+    return [*lines, *_pack_lines(comparison), *_set_lines(comparison)]
 
 
 def _pack_lines(comparison: Comparison) -> Iterator[str]:
     count, other = comparison.packs
-    if count != other:
-        yield f"{count:,} packs here, {other:,} there; the first {min(count, other):,} are compared by number"
-    yield (
-        f"{comparison.differing_packs:,} packs differ: {comparison.masks:,} mask values and {comparison.tokens:,} ids"
-        f" in packs of equal boundaries, {comparison.reshaped:,} packs of other boundaries"
-    )
+    if shared := min(count, other):
+        of = f" of the first {shared:,}, which are compared by number," if count != other else ""
+        verb = "differs" if comparison.differing_packs == 1 else "differ"
+        yield (
+            f"{counted(comparison.differing_packs, 'pack')}{of} {verb}:"
+            f" {counted(comparison.masks, 'mask value')} and {counted(comparison.tokens, 'id')} in packs of equal"
+            f" boundaries, {counted(comparison.reshaped, 'pack')} of other boundaries"
+        )
     yield from (f"  {difference_text(one)}" for one in comparison.first)
     named = sum(one.what in ("token", "mask") for one in comparison.first)
     if (more := comparison.tokens + comparison.masks - named) > 0:
-        yield f"  ... and {more:,} ids and mask values more"
+        yield f"  ... and {counted(more, 'more id or mask value', 'more ids and mask values')}"
+    if (more := comparison.reshaped - (len(comparison.first) - named)) > 0:
+        yield f"  ... and {counted(more, 'more pack')} of other boundaries"
 
 
 def difference_text(one: Difference) -> str:
@@ -61,20 +68,41 @@ def difference_text(one: Difference) -> str:
     return f"{place}: mask {one.here:g} here, {one.there:g} there: {told}"
 
 
-def _sequence_lines(found: SequenceDifference | None) -> Iterator[str]:
-    if found is None:
+def _set_lines(comparison: Comparison) -> Iterator[str]:
+    packs, sequences = comparison.pack_set, comparison.sequences
+    if packs is None or sequences is None:
         return
-    of = (
-        ""
-        if found.share == 1
-        else f", of a sample of {100 * found.share:.3g}% of them, chosen by hash, the same in both"
+    if packs.same:
+        yield f"both hold the same {counted(packs.shared, 'pack')}, in another order{_sampled(packs.share)}"
+        return
+    yield from _pack_set_lines(packs)
+    yield from _sequence_lines(sequences)
+
+
+def _pack_set_lines(found: PackDifference) -> Iterator[str]:
+    of = _sampled(found.share)
+    yield (
+        f"as packs, whatever their order{of}: {found.shared:,} {'is' if found.shared == 1 else 'are'} in both,"
+        f" {found.only_here:,} only here, {found.only_there:,} only there"
     )
+    for where, numbers, count in (
+        ("here", found.first_here, found.only_here),
+        ("there", found.first_there, found.only_there),
+    ):
+        yield from (f"  pack {number} {where}: not {_OTHER[where]}" for number in numbers)
+        if count and not numbers:
+            yield f"  {where}: more copies of packs that are {_OTHER[where]} too"
+
+
+def _sequence_lines(found: SequenceDifference) -> Iterator[str]:
+    of = _sampled(found.share)
     if found.same:
-        yield f"both hold the same {found.shared:,} sequences, packed otherwise{of}"
+        yield f"both hold the same {counted(found.shared, 'sequence')}, packed otherwise{of}"
         return
     yield (
-        f"as sequences, whatever their packs{of}: {found.shared:,} are in both, {found.other_mask:,} in both with other"
-        f" masks, {found.only_here:,} only here, {found.only_there:,} only there"
+        f"as sequences, whatever their packs{of}: {found.shared:,} {'is' if found.shared == 1 else 'are'} in both,"
+        f" {found.other_mask:,} in both with other masks, {found.only_here:,} only here,"
+        f" {found.only_there:,} only there"
     )
     for where, places in (("here", found.first_here), ("there", found.first_there)):
         yield from (
@@ -82,6 +110,9 @@ def _sequence_lines(found: SequenceDifference | None) -> Iterator[str]:
         )
 
 
+def _sampled(share: float) -> str:
+    return "" if share == 1 else f", of a sample of {100 * share:.3g}% of them, chosen by hash, the same in both"
+
+
 def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:99] + "…"
+    return shortened(value if isinstance(value, str) else repr(value), 100)

@@ -8,12 +8,25 @@ from itertools import groupby, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Decode", "ids_as_text", "mark_pack", "marked_runs", "on_one_line", "trained_tokens"]
+__all__ = [
+    "PICTURES",
+    "Decode",
+    "ids_as_text",
+    "mark_pack",
+    "marked_runs",
+    "on_one_line",
+    "shortened",
+    "trained_tokens",
+]
 
 GREEN, DIM, RESET = "\x1b[30;42m", "\x1b[2m", "\x1b[0m"
-# Text comes from anywhere, and a terminal obeys escape codes: control characters are shown as their pictures.
-PICTURES = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+# Text comes from anywhere, and a terminal obeys escape codes: control characters are shown as their pictures, and what
+# reorders or breaks lines unseen (bidirectional controls, Unicode's own line ends) by its number.
+PICTURES: dict[int, int | str] = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+_UNSEEN = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
+PICTURES |= {code: f"<U+{code:04X}>" for code in _UNSEEN}
+_LINE_PICTURES = PICTURES | {9: 0x2409, 10: 0x240A}
 
 Decode = Callable[[list[int]], str]
 
@@ -75,7 +88,13 @@ def ids_as_text(ids: Sequence[int] | NDArray[np.integer]) -> str:
 
 def on_one_line(text: str) -> str:
     """A text with every control character, ends of lines too, as its picture."""
-    return text.translate(PICTURES | {9: 0x2409, 10: 0x240A})
+    return text.translate(_LINE_PICTURES)
+
+
+def shortened(text: str, most: int) -> str:
+    """A text from a shard's metadata on one line: whoever wrote the shard decides what it holds and how long it is."""
+    text = on_one_line(text[: most + 1])
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def marked_runs(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["First", "Odd", "Place", "Top"]
+__all__ = ["First", "Odd", "Place", "Top", "counted"]
 
 
 class Place(NamedTuple):
@@ -43,8 +43,14 @@ class Odd:
         """``3 packs``, ``none``, or nothing where nothing is counted."""
         if not self.count:
             return "" if self.count is None else "none"
-        plural = self.unit[:-1] + "ies" if self.unit.endswith("y") else self.unit + "s"
-        return f"{self.count:,} {self.unit if self.count == 1 else plural}"
+        return counted(self.count, self.unit)
+
+
+def counted(count: int, unit: str, plural: str | None = None) -> str:
+    """``1 pack``, ``2,000 packs``, ``2 copies``."""
+    if count == 1:
+        return f"1 {unit}"
+    return f"{count:,} {plural or (unit[:-1] + 'ies' if unit.endswith('y') else unit + 's')}"
 
 
 class Top:

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout import Header
+from megatron_sft_idx.report.marked import shortened
 from megatron_sft_idx.report.odd import Place
 from megatron_sft_idx.report.survey import Survey
 from megatron_sft_idx.report.tally import Tally
@@ -14,7 +15,11 @@ from megatron_sft_idx.shard.fingerprints import source_of, template_of, tokenize
 
 __all__ = ["fingerprints", "losses", "place_name", "shard_nbytes", "summary_dict", "summary_lines"]
 
-_LOSSES = {"overlong_sequences": "overlong sequences", "dropped_tokens": "dropped tokens"}
+_LOSSES = {
+    "overlong_sequences": "overlong sequences",
+    "dropped_tokens": "dropped tokens",
+    "untrained_by_cut": "labels lost to cuts",
+}
 
 
 def fingerprints(header: Header) -> dict[str, str]:
@@ -55,12 +60,12 @@ def summary_lines(prefix: str, survey: Survey) -> list[str]:
     """As a person reads it."""
     header = survey.header
     if not header.num_packs:
-        return [f"{prefix}: an empty shard: no packs"]
+        return [f"{prefix}: an empty shard: no packs", *_table(_kept(header)), "", *_table(_provenance(header))]
     return [
         f"{prefix}",
         *_table(_facts(survey)),
         "",
-        f"{'':22}{'min':>10}{'5%':>10}{'half':>10}{'95%':>10}{'max':>10}{'mean':>12}",
+        f"{'':22}{'min':>10}{'5%':>10}{'median':>10}{'95%':>10}{'max':>10}{'mean':>12}",
         _row("sequence length", survey.sequence_lengths),
         _row("pack length", survey.pack_lengths),
         _row("sequences a pack", survey.sequences),
@@ -79,19 +84,24 @@ def _facts(survey: Survey) -> Iterator[tuple[str, str]]:
     yield "tokens", f"{header.num_tokens:,} ({header.token_dtype.name})"
     share = 100 * header.num_trained_tokens / header.num_tokens
     yield "trained tokens", f"{header.num_trained_tokens:,} ({share:.1f}%; masks {header.mask_dtype.name})"
-    yield "capacity", f"{header.capacity:,}, sequence multiple {header.sequence_multiple}"
     yield "fill", f"{100 * survey.fill:.2f}%"
     yield "attention", f"the costliest pack costs {survey.cost_spread:.2f} times the mean"
-    for name, count in losses(header).items():
-        yield name, f"{count:,}"
-    sizes = shard_nbytes(header)
-    yield "on disk", f"{sum(sizes.values()):,} bytes: " + ", ".join(f"{k} {v:,}" for k, v in sizes.items())
+    yield from _kept(header)
     if not survey.complete:
         yield "sampled", f"masks and ids of {survey.read_packs:,} packs, evenly spread; all else is of all packs"
 
 
+def _kept(header: Header) -> Iterator[tuple[str, str]]:
+    yield "capacity", f"{header.capacity:,}, sequence multiple {header.sequence_multiple}"
+    for name, count in losses(header).items():
+        yield name, f"{count:,}"
+    sizes = shard_nbytes(header)
+    yield "on disk", f"{sum(sizes.values()):,} bytes: " + ", ".join(f"{k} {v:,}" for k, v in sizes.items())
+
+
 def _provenance(header: Header) -> Iterator[tuple[str, str]]:
-    yield from ((f"{name} id" if name == "shard" else name, value) for name, value in fingerprints(header).items())
+    for name, value in fingerprints(header).items():
+        yield f"{name} id" if name == "shard" else name, shortened(value, 200)
     if header.rebuilt:
         yield "rebuilt", "the header was derived from the data; what only it knew is lost"
 
@@ -123,7 +133,7 @@ def summary_dict(prefix: str, survey: Survey) -> dict[str, Any]:
     """As plain values."""
     header = survey.header
     return {
-        "prefix": ShardPaths.of(prefix).prefix,
+        "prefix": prefix,
         "packs": header.num_packs,
         "sequences": header.num_sequences,
         "tokens": header.num_tokens,

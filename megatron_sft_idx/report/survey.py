@@ -6,7 +6,7 @@ shards in evenly spread windows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
-from megatron_sft_idx.report.odd import First, Odd, Place, Top
+from megatron_sft_idx.report.odd import First, Odd, Place, Top, counted
 from megatron_sft_idx.report.repeats import HashSample
 from megatron_sft_idx.report.tally import Profile, Tally
 from megatron_sft_idx.report.windows import Window, locate_sequence, windows
@@ -42,7 +42,7 @@ class Survey:
         pack_lengths: tokens of every pack.
         sequences: of every pack.
         cost: attention pairs of every pack, by its place in the shard.
-        trained: of every pack that was read, the trained share of its tokens, in thousandths.
+        trained: of every pack that was read, the trained share of its tokens, in thousandths, rounded.
         read_packs: packs whose ids and masks were read.
         odd: kinds of odd packs.
     """
@@ -132,7 +132,8 @@ class _Counter:
         survey, files = self.survey, self._shard.files
         trained = _native.count_positive(files.loss[window.tokens], window.pack_bounds)
         self._masked.add(window.first, trained == 0)
-        survey.trained.add(trained * PERMILLE // np.diff(window.pack_bounds))
+        lengths = np.diff(window.pack_bounds)
+        survey.trained.add((2 * trained * PERMILLE + lengths) // (2 * lengths))
         self._repeats.add(_native.hash_runs(files.tokens[window.tokens], window.bounds), window.sequence)
         survey.read_packs += len(window)
 
@@ -145,17 +146,31 @@ class _Counter:
         exact = survey.complete
         # A pack that is as full as can be is nowhere the odd one, though it be among the least filled.
         below = [(-length, pack) for length, pack in self._emptiest.found if -length < header.longest_pack]
-        emptiest = [Place(pack, None, f"{length:,} tokens") for length, pack in below]
+        emptiest = [Place(pack, None, counted(length, "token")) for length, pack in below]
         survey.odd = [
             Odd("All masked", header.num_masked_packs, "pack", masked),
             Odd("One-token sequences", self._single_sequences, "sequence", single),
             Odd("Repeated sequences", extra, "copy", places, exact and not self._repeats.bits),
-            Odd("Longest sequences", None, "", [self._sequence_place(*pair) for pair in self._longest.found]),
-            Odd("Most sequences", None, "", _noted(self._most_sequences, "{:,} sequences")),
-            Odd("Costliest attention", None, "", _noted(self._costliest, "{:,} pairs of tokens")),
+            *self._largest(),
             Odd("Least filled", None, "", emptiest),
         ]
         return survey
+
+    def _largest(self) -> Iterator[Odd]:
+        """The largest of their kind; nothing is, where all are alike."""
+        survey = self.survey
+        longest = [self._sequence_place(*pair) for pair in self._longest.found]
+        most = [Place(pack, None, counted(value, "sequence")) for value, pack in self._most_sequences.found]
+        costliest = [
+            Place(pack, None, counted(value, "pair of tokens", "pairs of tokens"))
+            for value, pack in self._costliest.found
+        ]
+        for kind, places, alike in (
+            ("Longest sequences", longest, survey.sequence_lengths.alike),
+            ("Most sequences", most, survey.sequences.alike),
+            ("Costliest attention", costliest, survey.cost_spread == 1),
+        ):
+            yield Odd(kind, None, "", [] if alike else places)
 
     def _repeated(self) -> tuple[int, list[Place]]:
         extra, groups = self._repeats.repeated(_PLACES)
@@ -163,16 +178,12 @@ class _Counter:
         for group in groups:
             for number in group.sequences[:2]:
                 pack, sequence, length = locate_sequence(self._shard, number)
-                places.append(Place(pack, sequence, f"{length:,} tokens, {group.times:,} times"))
+                places.append(Place(pack, sequence, f"{counted(length, 'token')}, {group.times:,} times"))
         return extra, places
 
     def _sequence_place(self, value: int, number: int) -> Place:
         pack, sequence, _ = locate_sequence(self._shard, number)
-        return Place(pack, sequence, f"{value:,} tokens")
-
-
-def _noted(top: Top, text: str) -> list[Place]:
-    return [Place(pack, None, text.format(value)) for value, pack in top.found]
+        return Place(pack, sequence, counted(value, "token"))
 
 
 def survey_shard(shard: Shard, *, content_tokens: int = CONTENT_TOKENS, tell: Tell | None = None) -> Survey:

@@ -41,6 +41,11 @@ class Tally:
         self.least, self.largest = min(self.least, int(values.min())), max(self.largest, int(values.max()))
 
     @property
+    def alike(self) -> bool:
+        """Whether all values are the same."""
+        return self.least >= self.largest
+
+    @property
     def mean(self) -> float:
         """Of all values; 0 of none."""
         return self.sum / self.total if self.total else 0.0

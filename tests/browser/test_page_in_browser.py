@@ -98,7 +98,7 @@ def test_it_shows_what_the_shard_holds(chromium: Any, demo: Path) -> None:
 
 def test_links_open_the_packs_they_lead_to(chromium: Any, demo: Path) -> None:
     page = opened(chromium, demo)
-    link = page.locator("#odd a").first
+    link = page.locator("#odd a:not([href*=sequence])").first
     number = link.get_attribute("href").removeprefix("#")
     target = page.locator(f"#{number}")
     page.evaluate("document.querySelectorAll('details').forEach(pack => { pack.open = false })")
@@ -110,6 +110,19 @@ def test_links_open_the_packs_they_lead_to(chromium: Any, demo: Path) -> None:
         assert 0 <= target.bounding_box()["y"] < 900
         target.locator("summary").click()
         assert target.get_attribute("open") is None
+    assert page.problems == []
+
+
+def test_a_link_to_a_sequence_leads_to_it(chromium: Any, demo: Path) -> None:
+    page = opened(chromium, demo)
+    link = page.locator("#odd a[href*=sequence]").last
+    name = link.get_attribute("href").removeprefix("#")
+    link.click()
+    page.wait_for_function("id => document.activeElement.id === id", arg=name)
+    assert page.locator(f"#{name}").is_visible()
+    assert 0 <= page.locator(f"#{name}").bounding_box()["y"] < 900
+    page.keyboard.press("j")
+    assert focused_pack(page) != name.split("-sequence")[0]
     assert page.problems == []
 
 

@@ -22,7 +22,12 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.chat.tokenizer.engines import Ids
 from megatron_sft_idx.chat.types import Span
 
-__all__ = ["TokenSpellings", "byte_alphabet", "spelling_table", "weights_by_offsets"]
+__all__ = ["TokenSpellings", "byte_alphabet", "spelling_table", "unknown_id", "weights_by_offsets"]
+
+
+def unknown_id(index: int) -> str:
+    """What stands in a text for an id that is no token."""
+    return f"\u27e8{index}\u27e9"
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -47,10 +52,10 @@ class TokenSpellings:
         self._offsets = _running_sum(map(len, table), len(table))
 
     def spell(self, ids: Sequence[int] | NDArray[np.integer]) -> bytes:
-        """The bytes that the tokens stand for, end to end; U+FFFD for ids that are none."""
-        known = range(len(self._offsets) - 1)
+        """The bytes that the tokens stand for, end to end; ids that are none by their number, as ``unknown_id``."""
+        known, offsets = range(len(self._offsets) - 1), self._offsets.data  # a memoryview gives plain ints, and fast
         return b"".join(
-            self._bytes[self._offsets[i] : self._offsets[i + 1]] if i in known else b"\xef\xbf\xbd"
+            (i in known and self._bytes[offsets[i] : offsets[i + 1]]) or unknown_id(i).encode()
             for i in np.asarray(ids, np.int64).tolist()
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from megatron_sft_idx.chat.tokenizer.engines import Engine, TokenizersEngine, bu
 from megatron_sft_idx.chat.tokenizer.fast_engine import load_fast_engine
 from megatron_sft_idx.chat.tokenizer.shield import Shield
 from megatron_sft_idx.chat.tokenizer.span_pieces import Piece, cut_at_spans
-from megatron_sft_idx.chat.tokenizer.token_masks import spelling_table, weights_by_offsets
+from megatron_sft_idx.chat.tokenizer.token_masks import spelling_table, unknown_id, weights_by_offsets
 from megatron_sft_idx.chat.tokenizer.tokenizer_files import AddedTokenSpec, TokenizerFiles, read_tokenizer_files
 from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
@@ -168,11 +169,18 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """The text that ids stand for, control tokens included, for people to read.
 
-        Byte-level tokenizers give the exact text; half a character shows as U+FFFD.
+        Byte-level tokenizers give the exact text; half a character shows as U+FFFD, an id that is no token as its
+        number in angle brackets.
         """
         if self._spellings is not None:
             return self._spellings.spell(ids).decode("utf-8", "replace")
-        return str(self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False))
+        return "".join(
+            self._tokenizer.decode(some, skip_special_tokens=False) if known else "".join(map(unknown_id, some))
+            for known, some in ((known, list(run)) for known, run in groupby(np.asarray(ids).tolist(), self._is_token))
+        )
+
+    def _is_token(self, index: int) -> bool:
+        return 0 <= index < self.vocab_size and self._tokenizer.id_to_token(index) is not None
 
     def token_text(self, index: int) -> str:
         """One token's text; where that is nothing on its own, the vocabulary's name for it."""

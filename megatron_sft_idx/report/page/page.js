@@ -1,4 +1,4 @@
-// Links open the pack they lead to; j and k walk through the packs. Without any of this the page can be read all the same.
+// Links open the pack they lead into; j and k walk through the packs. Without any of this the page can be read all the same.
 (() => {
   const packs = [...document.querySelectorAll("details.pack")];
 
@@ -9,8 +9,13 @@
   }
 
   function showLinked() {
-    const pack = packs.find((one) => "#" + one.id === location.hash);
-    if (pack) show(pack);
+    const target = document.getElementById(location.hash.slice(1));
+    const pack = target?.closest("details.pack");
+    if (!pack) return;
+    show(pack);
+    if (target === pack) return;
+    target.focus({ preventScroll: true });
+    target.scrollIntoView();
   }
 
   function walk(step) {

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,9 +17,10 @@ import numpy as np
 from markupsafe import Markup
 
 from megatron_sft_idx.layout import Header
-from megatron_sft_idx.report.marked import Decode, ids_as_text
+from megatron_sft_idx.report.marked import Decode, ids_as_text, shortened
+from megatron_sft_idx.report.odd import counted
 from megatron_sft_idx.report.page.shapes import bar_paths, histogram, profile
-from megatron_sft_idx.report.page.viewer import shown_numbers, shown_pack, spread
+from megatron_sft_idx.report.page.viewer import ShownPack, shown_numbers, shown_pack, spread
 from megatron_sft_idx.report.summary import fingerprints, losses, shard_nbytes
 from megatron_sft_idx.report.survey import PERMILLE, Survey
 from megatron_sft_idx.report.tally import Tally
@@ -30,7 +32,7 @@ MAX_NBYTES = 1_000_000
 _DRAWN, _BINS = 48, 48
 # Bytes for the viewer's text; where the rest of the page leaves no room for that, it is made again with less.
 _TEXT_NBYTES = (520_000, 260_000, 60_000, 0)
-_MOST_CHARACTERS = 400
+_MOST_CHARACTERS = 400  # of a name or value: whoever wrote the shard decides how long they are
 
 
 class Row(NamedTuple):
@@ -70,8 +72,8 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: i
     header = survey.header
     style, script = (Markup(_resource(name)) for name in ("page.css", "page.js"))
     context = {
-        "name": _short(os.path.basename(shard.prefix)),
-        "prefix": _short(shard.prefix),
+        "name": shortened(os.path.basename(shard.prefix), _MOST_CHARACTERS),
+        "command": f"megatron-sft-idx inspect {shlex.quote(shortened(shard.prefix, _MOST_CHARACTERS))} --pack",
         "header": header,
         "survey": survey,
         "style": style,
@@ -84,7 +86,8 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: i
         return context
     drawn = spread(header.num_packs, _DRAWN)
     numbers = shown_numbers(survey, drawn)
-    left, packs = text_nbytes, []
+    left = text_nbytes
+    packs: list[ShownPack] = []
     for done, number in enumerate(numbers):
         packs.append(shown_pack(shard, number, decode or ids_as_text, left // (len(numbers) - done)))
         left -= packs[-1].nbytes
@@ -96,8 +99,16 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: i
         "cost": _cost(survey),
         "packs": packs,
         "linked": set(numbers),
+        "anchors": _anchors(survey, packs),
         "decoded": decode is not None,
     }
+
+
+def _anchors(survey: Survey, packs: list[ShownPack]) -> set[tuple[int, int]]:
+    """Pack and number of the sequences that are both linked to and shown."""
+    shown = {(pack.number, sequence.number) for pack in packs for sequence in pack.sequences}
+    linked = {(place.pack, place.sequence) for odd in survey.odd for place in odd.places if place.sequence is not None}
+    return shown & linked
 
 
 def _row(shard: Shard, number: int) -> Row:
@@ -109,16 +120,11 @@ def _row(shard: Shard, number: int) -> Row:
 def _lede(survey: Survey) -> str:
     header = survey.header
     return (
-        f"{header.num_packs:,} {_plural(header.num_packs, 'pack')} of up to {header.capacity:,} tokens"
-        f" {'hold' if header.num_packs > 1 else 'holds'} {header.num_sequences:,}"
-        f" {_plural(header.num_sequences, 'sequence')}."
+        f"{counted(header.num_packs, 'pack')} of up to {header.capacity:,} tokens"
+        f" {'hold' if header.num_packs > 1 else 'holds'} {counted(header.num_sequences, 'sequence')}."
         f" {100 * header.num_trained_tokens / header.num_tokens:.1f}% of their {header.num_tokens:,} tokens are"
         f" trained on, and {100 * survey.fill:.1f}% of all positions are filled."
     )
-
-
-def _plural(count: int, word: str) -> str:
-    return word if count == 1 else word + "s"
 
 
 def _figures(survey: Survey) -> Iterator[tuple[str, str, str]]:
@@ -159,31 +165,31 @@ def _three_digits(value: float) -> str:
 
 def _charts(survey: Survey) -> Iterator[Chart]:
     header = survey.header
-    yield _chart("Sequence length", survey.sequence_lengths, survey.sequence_lengths.largest, "tokens", "sequences")
+    yield _chart("Sequence length in tokens", survey.sequence_lengths, "tokens", "sequences")
     fill = survey.pack_lengths
     percent = 100 / header.capacity
     edges, counts = fill.histogram(_BINS, 0 if fill.quantile(0.02) * percent < 60 else fill.least, header.capacity)
     caption = (
-        f"half the packs are filled to {percent * fill.quantile(0.5):.1f}% or less,"
-        f" 5% of them to {percent * fill.quantile(0.05):.1f}%; the least to {percent * fill.least:.1f}%"
+        f"median {percent * fill.quantile(0.5):.1f}%, 5th percentile {percent * fill.quantile(0.05):.1f}%,"
+        f" least {percent * fill.least:.1f}%"
     )
     yield Chart("Fill of a pack", caption, histogram(edges, counts, caption, unit="%", of="packs", scale=percent))
     trained = survey.trained
     edges, counts = trained.histogram(_BINS, 0, PERMILLE)
     sampled = "" if survey.complete else " (sampled)"
     caption = (
-        f"half the packs train {trained.quantile(0.5) / 10:.1f}% of their tokens or less,"
-        f" 5% of them {trained.quantile(0.05) / 10:.1f}% or less{sampled}"
+        f"median {trained.quantile(0.5) / 10:.1f}%, 5th percentile {trained.quantile(0.05) / 10:.1f}%,"
+        f" least {trained.least / 10:.1f}%{sampled}"
     )
     svg = histogram(edges, counts, caption, unit="%", of="packs", scale=100 / PERMILLE)
     yield Chart("Trained share of a pack", caption, svg)
-    yield _chart("Sequences in a pack", survey.sequences, survey.sequences.largest, "sequences", "packs")
+    yield _chart("Sequences in a pack", survey.sequences, "sequences", "packs")
 
 
-def _chart(title: str, tally: Tally, high: int, unit: str, of: str) -> Chart:
+def _chart(title: str, tally: Tally, unit: str, of: str) -> Chart:
     half, most = tally.quantile(0.5), tally.quantile(0.95)
-    caption = f"half have {half:,} {unit} or fewer, 95% {most:,} or fewer; the most is {tally.largest:,}"
-    edges, counts = tally.histogram(_BINS, min(tally.least, 1), high)
+    caption = f"median {half:,}, 95th percentile {most:,}, largest {tally.largest:,}"
+    edges, counts = tally.histogram(_BINS, min(tally.least, 1), tally.largest)
     return Chart(title, caption, histogram(edges, counts, f"{title}: {caption}", unit=unit, of=of))
 
 
@@ -201,7 +207,7 @@ def _cost(survey: Survey) -> Chart:
 
 
 def _origin(header: Header) -> Iterator[tuple[str, str | int]]:
-    yield from ((name, _short(value)) for name, value in fingerprints(header).items())
+    yield from ((name, shortened(value, _MOST_CHARACTERS)) for name, value in fingerprints(header).items())
     if header.rebuilt:
         yield "rebuilt", "the header was derived from the data; what only it knew is lost"
     yield "sequence multiple", header.sequence_multiple
@@ -209,13 +215,8 @@ def _origin(header: Header) -> Iterator[tuple[str, str | int]]:
     yield from losses(header).items()
     for block in ("options", "packing"):
         if isinstance(found := header.metadata.get(block), dict) and found:
-            yield block, _short(json.dumps(found, ensure_ascii=False), 4 * _MOST_CHARACTERS)
+            yield block, shortened(json.dumps(found, ensure_ascii=False), 4 * _MOST_CHARACTERS)
     yield from ((f"{suffix}, bytes", nbytes) for suffix, nbytes in shard_nbytes(header).items())
-
-
-def _short(text: str, most: int = _MOST_CHARACTERS) -> str:
-    """Whoever wrote a shard decides how long its names are."""
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 @cache
@@ -227,6 +228,7 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    environment.filters["counted"] = counted
     return environment.from_string(_resource("page.html"))
 
 

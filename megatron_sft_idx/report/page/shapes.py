@@ -51,7 +51,10 @@ def _runs(pack: Pack) -> Iterator[tuple[int, int, int, bool, bool]]:
     trained = trained_tokens(pack["loss_mask"]) > 0
     trained[bounds[:-1]] = False
     length = len(trained)
-    edges = np.union1d(bounds, np.flatnonzero(trained[1:] != trained[:-1]) + 1)
+    changes = np.zeros(length + 1, np.bool_)
+    changes[bounds] = True
+    changes[1:length] |= trained[1:] != trained[:-1]
+    edges = np.flatnonzero(changes)
     if len(edges) > _MOST_RUNS:
         edges = np.unique(np.linspace(0, length, _MOST_RUNS + 1).astype(np.int64))
     middles = (edges[:-1] + edges[1:]) // 2
@@ -69,12 +72,13 @@ class _Frame:
     """A plot's box: where values lie in it, and its axes."""
 
     def __init__(self, width: int, height: int, x: tuple[float, float], top: float) -> None:
-        self.width, self.height, self.left, self.base = width, height, 46, height - 22
+        self.width, self.height, self.base = width, height, height - 22
+        self.left, self.right = 46, width - 18  # half of the last number lies behind the end
         self._x, self._top = x, top
 
     def x(self, value: float) -> float:
         low, high = self._x
-        return self.left + (self.width - self.left - 8) * (value - low) / max(high - low, 1e-9)
+        return self.left + (self.right - self.left) * (value - low) / max(high - low, 1e-9)
 
     def y(self, value: float) -> float:
         return self.base - (self.base - 10) * value / max(self._top, 1e-9)
@@ -86,12 +90,12 @@ class _Frame:
         return element("rect", element("title", title), class_="bar", x=x, y=y, width=width, height=self.base - y)
 
     def _line(self, name: str, y: float) -> Markup:
-        return element("line", class_=name, x1=self.left, x2=self.width - 8, y1=y, y2=y)
+        return element("line", class_=name, x1=self.left, x2=self.right, y1=y, y2=y)
 
     def svg(self, label: str, marks: Markup, x_ticks: Sequence[tuple[float, str]], unit: str) -> Markup:
         """The whole picture; ``label`` says what it shows to those who do not see it, ``unit`` is of the values."""
         grid, numbers = [], []
-        for value, text in nice_ticks(0, self._top, 3):
+        for value, text in nice_ticks(0, self._top, 4):
             grid.append(self._line("grid", self.y(value)))
             numbers.append(element("text", text + unit, class_="y", x=self.left - 6, y=self.y(value) + 3.5))
         for value, text in x_ticks:

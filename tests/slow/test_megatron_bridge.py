@@ -1,0 +1,75 @@
+"""The README's class on Megatron-Bridge's own packed data set and collate, which are taken out of its wheel."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from doc_blocks import blocks_of
+from packs import demo_samples, write_samples
+from test_bridge_collate import expected, trained
+
+pytestmark = pytest.mark.slow
+
+# The last release that does not ask for Python 3.12; this part of it is the same since.
+WHEEL = "megatron-bridge==0.3.1"
+# Their __init__ would import models, which need a GPU's kernels: the packages are made bare, their modules are theirs.
+PACKAGES = ("", "data", "data.datasets", "training", "training.tokenizers", "training.utils", "utils")
+
+# What Megatron-Bridge's recipes pass, of which packed data uses the length alone.
+THEIR_OPTIONS = {
+    "max_seq_length": 64,
+    "prompt_template": "{input} {output}",
+    "label_key": "output",
+    "truncation_field": "input",
+}
+
+
+@pytest.fixture
+def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """``megatron.bridge``, to import from."""
+    pytest.importorskip("datasets", reason="Megatron-Bridge's data sets need it: pip install datasets")
+    pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--ignore-requires-python"]
+    if subprocess.run([*pip, "--dest", str(tmp_path), WHEEL], capture_output=True, check=False).returncode:
+        pytest.skip(f"no package index has {WHEEL}")
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "wheel")
+    before = set(sys.modules)
+    for name in PACKAGES:
+        package = ModuleType(f"megatron.bridge.{name}".rstrip("."))
+        package.__path__ = [str(tmp_path / "wheel" / package.__name__.replace(".", "/"))]
+        monkeypatch.setitem(sys.modules, package.__name__, package)
+    importlib.import_module("megatron.bridge.data.datasets.sft")
+    yield
+    for name in set(sys.modules) - before:
+        if name.startswith("megatron.bridge"):
+            del sys.modules[name]
+
+
+@pytest.mark.usefixtures("bridge")
+def test_the_readme_s_class_feeds_their_collate(tmp_path: Path) -> None:
+    packs = demo_samples()
+    write_samples(tmp_path / "x", packs)
+    (block,) = (block for block in blocks_of("README.md") if block.kind == "python bridge")
+    names: dict[str, Any] = {}
+    exec(block.text, names)
+    make = partial(names["PackedShard"], str(tmp_path / "x"), SimpleNamespace(eos_id=60_000), **THEIR_OPTIONS)
+    dataset = make()
+    assert len(dataset.indexed_dataset) == len(packs)
+    batch = dataset.collate_fn([dataset[i] for i in range(len(packs))])
+    for row, pack in enumerate(packs):
+        assert trained(batch, row) == expected(pack)
+    assert not dataset[-1]["loss_mask"].any()
+
+    epochs = make(max_num_samples=2 * len(packs))
+    assert len(epochs) == 2 * len(packs)
+    numbers = epochs.samples_mapping.tolist()
+    assert [epochs[i]["input_ids"].tolist() for i in range(len(epochs))] == [packs[n].tokens for n in numbers]

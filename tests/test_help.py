@@ -1,0 +1,138 @@
+"""``--help`` of every verb teaches by examples, and each of them works on files of the names that it uses."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from chats import CHATS, SUFFIXES, TOKENIZER, command
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from training_twin import pretrain_script
+
+from megatron_sft_idx.cli.main import build_parser
+from megatron_sft_idx.shard import Shard
+
+# What is somewhere else, or comes from another program, is parsed and not run.
+AWAY = ("s3://", "msc://", "--engine ray", " | ")
+# Commands that find what they look for, and exit with 1 where they do not.
+NOT_FOUND = ("--find 'as an AI'",)
+
+
+def verbs() -> dict[str, argparse.ArgumentParser]:
+    (action,) = (action for action in build_parser()._actions if isinstance(action.choices, dict))
+    return dict(action.choices)
+
+
+def examples_of(text: str, program: str) -> list[str]:
+    """The command lines of a help text, each in one line."""
+    lines = text.replace("\\\n", " ").splitlines()
+    found = re.compile(rf" {{4}}((?:[\w-]+ \| )?{program} .*)")
+    return [re.sub(r"\s+", " ", match[1]) for line in lines if (match := found.fullmatch(line))]
+
+
+EXAMPLES = [
+    (verb, example)
+    for verb, parser in {"": build_parser(), **verbs()}.items()
+    for example in examples_of(parser.epilog or "", f"megatron-sft-idx {verb}".strip())
+]
+
+
+def arguments_of(example: str) -> list[str]:
+    """What the command is given, less what the shell takes out: a pipe before it, a file for its output."""
+    line = example.partition(" | ")[2] or example
+    return shlex.split(line.partition(" > ")[0])[1:]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that the examples name, made of the demo's chats."""
+    here = tmp_path_factory.mktemp("world")
+    for name in ("Qwen3-8B", "tok"):
+        shutil.copytree(TOKENIZER, here / name)
+    for name in ("raw", "old", "data/parts", "index", "parts", "backup"):
+        (here / name).mkdir(parents=True)
+    shutil.copy(CHATS, here / "chats.jsonl")
+    shutil.copy(CHATS, here / "raw/a.jsonl")
+    (here / "raw/_END").touch()
+    (here / "raw/a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(CHATS.read_bytes()))
+    pq.write_table(pa.Table.from_pylist([{"prompt": "What is 2 + 2?", "completion": "4."}]), here / "more.parquet")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        made = ["--input", "chats.jsonl", "--tokenizer-model", "tok", "--seq-length", 1024, "--workers", 0]
+        run("preprocess", *made, "--keep-corpus", "--output-prefix", "data/train")
+        for prefix in ("data/train-again", "data/math", "data/code", "data/part-9", "data/part-10", "data/parts/a"):
+            run("copy", "data/train", prefix)
+        for prefix in ("corpus-1", "corpus-2"):
+            run("copy", "data/train.unpacked", prefix)
+        run("convert", "data/train", "old/train.npy", "--to", "npy")
+        run("convert", "data/train", "data/part-1.parquet", "--to", "parquet")
+        write_stock(Shard("data/train"), "data/text_document", "data/masks")
+    return here
+
+
+def run(*arguments: object) -> None:
+    outcome = command(*arguments)
+    assert outcome.code == 0, outcome.err
+
+
+def write_stock(shard: Shard, tokens: str, masks: str) -> None:
+    """Two stock Megatron datasets: the ids of a shard, and its masks."""
+    for path, key in ((tokens, "input_ids"), (masks, "loss_mask")):
+        builder = IndexedDatasetBuilder(f"{path}.bin", np.int32)
+        for pack in shard:
+            builder.add_document(pack[key].astype(np.int32), [len(pack[key])])
+        builder.finalize(f"{path}.idx")
+
+
+@pytest.mark.parametrize("verb", verbs())
+def test_help_has_an_example(verb: str) -> None:
+    shown = command(verb, "--help")
+    assert shown.code == 0
+    assert examples_of(shown.out, f"megatron-sft-idx {verb}")
+    assert " ... " not in shown.out.partition("examples:")[2], "an example that is cut short cannot be pasted"
+
+
+@pytest.mark.parametrize(("verb", "example"), EXAMPLES)
+def test_an_example_works(
+    verb: str, example: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = arguments_of(example)
+    parsed = build_parser().parse_args(arguments)
+    if any(mark in example for mark in AWAY):
+        return
+    shutil.copytree(world, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    for path in made_by(parsed):
+        path.unlink()
+    if hasattr(parsed, "workers"):
+        arguments += ["--workers", "0"]  # the same bytes, and no seconds in which processes start
+    outcome = command(*arguments)
+    assert outcome.code == (1 if any(mark in example for mark in NOT_FOUND) else 0), outcome.err
+
+
+def made_by(parsed: argparse.Namespace) -> list[Path]:
+    """Files of the world that are in the way of what an example writes."""
+    target = getattr(parsed, "output_prefix", None) or getattr(parsed, "destination", None)
+    if target is None or target == getattr(parsed, "source", None):
+        return []
+    return [path for path in map(Path, [target, *shard(target), *shard(f"{target}.unpacked")]) if path.is_file()]
+
+
+def shard(prefix: str) -> list[str]:
+    return [prefix + suffix for suffix in SUFFIXES]
+
+
+def test_the_training_script_teaches_what_it_parses() -> None:
+    script = pretrain_script()
+    examples = examples_of(script.build_parser().description or "", r"(?:python|torchrun)")
+    assert len(examples) == 3
+    for example in examples:
+        script.parse_arguments(shlex.split(example.partition("pretrain_sft.py ")[2]))

@@ -1,0 +1,149 @@
+"""Every message that the troubleshooting tables quote is what is read by somebody who does the thing it is about."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chats import SUFFIXES, TOKENIZER, command, preprocess, write_rows
+from troubles import Scenes, chat, quoted, scene, some_shards
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with a shard of the demo's chats, which the tests work in."""
+    with some_shards(tmp_path_factory.mktemp("world")) as here:
+        yield here
+
+
+def prepare(*options: object, rows: Any = None, template: str | None = None) -> str:
+    """What ``preprocess`` says that is to write x/shard."""
+    shutil.rmtree("x", ignore_errors=True)
+    Path("x").mkdir()
+    if template is not None:
+        Path("x/template.jinja").write_text(template)
+        options = (*options, "--chat-template", "x/template.jinja")
+    return preprocess(Path("x/shard"), *options, rows=[chat()] if rows is None else rows).err
+
+
+def says(*arguments: object) -> str:
+    outcome = command(*arguments)
+    assert outcome.code
+    return outcome.out + outcome.err
+
+
+def with_only(file: str) -> str:
+    """Preparing with a tokenizer folder that has nothing but this file."""
+    shutil.rmtree("tok", ignore_errors=True)
+    Path("tok").mkdir()
+    shutil.copy(TOKENIZER / "tokenizer.json", f"tok/{file}")
+    return prepare("--tokenizer-model", "tok")
+
+
+def again(*options: object) -> str:
+    """The same shard asked for a second time."""
+    first = {"rows": [chat()]}
+    assert preprocess(Path("again/shard"), "--overwrite", **first).code == 0
+    return preprocess(Path("again/shard"), *options, **first).err
+
+
+def damaged(change: Callable[[bytes], bytes], *arguments: object) -> str:
+    """What a verb says of a copy of the shard whose tokens are changed."""
+    for suffix in SUFFIXES:
+        shutil.copy(f"data/chats{suffix}", f"data/damaged{suffix}")
+    path = Path("data/damaged.bin")
+    path.write_bytes(change(path.read_bytes()))
+    return says(*arguments, "data/damaged")
+
+
+def cut_json() -> str:
+    Path("cut.jsonl").write_text('{"messages": [\n')
+    return prepare("--input", "cut.jsonl")
+
+
+def interrupted() -> str:
+    Path("killed").mkdir(exist_ok=True)
+    write_rows(Path("killed/rows.jsonl"), [chat()])
+    Path("killed/shard.unpacked.journal").write_bytes(b"")
+    return preprocess(Path("killed/shard"), rows=[chat()]).err
+
+
+def missing_package() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "pyarrow", None)
+        Path("x.parquet").write_bytes(b"PAR1PAR1PAR1")
+        return prepare("--input", "x.parquet")
+
+
+OUT = ("--output-prefix", "x/out")
+NO_LOOP = "{{ messages[0].content }}{{ messages[1].content }}"
+NO_SYSTEM = "{% for m in messages %}{{ raise_exception('System role not supported') }}{% endfor %}"
+NO_CONTENT = "{% for m in messages %}{{ m.role }}{% endfor %}"
+DATE = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+PREPARING: Scenes = {
+    "99 of 318 sequences are longer": lambda: says("pack", "data/chats.unpacked", "--seq-length", 128, *OUT),
+    "the tokenizer has no chat template": lambda: with_only("tokenizer.json"),
+    "the template writes assistant messages outside": lambda: prepare(template=NO_LOOP),
+    "leaves out the words 'b'": lambda: prepare(template=NO_CONTENT),
+    "the assistant says nothing": lambda: prepare(rows=[{"messages": [{"role": "user", "content": "a"}]}]),
+    "System role not supported": lambda: prepare(template=NO_SYSTEM),
+    "the chat template asks for today's date": lambda: prepare(template=DATE),
+    "is of type 'image'": lambda: prepare(rows=[chat([{"type": "image", "image": "x.png"}])]),
+    "expected messages or conversations": lambda: prepare(rows=[{"dialogue": "a"}]),
+    "not valid JSON": cut_json,
+    "not a local folder": lambda: prepare("--tokenizer-model", "Qwen/Qwen3-8B"),
+    "a tokenizer without tokenizer.json": lambda: with_only("tokenizer.model"),
+    "exist already": again,
+    "a finished shard is here": lambda: again("--seed", 1, "--resume"),
+    "left by a run that was interrupted": interrupted,
+    "pip install 'megatron-sft-idx[parquet]'": missing_package,
+}
+
+READING: Scenes = {
+    "no shard here": lambda: says("inspect", "x/nothing"),
+    "it was cut short": lambda: damaged(lambda held: held[:-2], "inspect"),
+    "restore it from a copy": lambda: damaged(lambda held: b"\7\7" + held[2:], "verify", "--full"),
+    "found id 1164": lambda: says("verify", "--full", "--vocab-size", 1000, "data/chats"),
+    "a tokenizer of fingerprint": lambda: says("inspect", "data/chats", "--tokenizer", other_tokenizer()),
+    "no known packed data": lambda: says("convert", str(TOKENIZER), "x/out", "--to", "sft-idx"),
+    "a .pbin keeps neither": lambda: says("convert", "data/chats", "x/out.pbin", "--to", "pbin"),
+}
+
+
+def other_tokenizer() -> str:
+    """The demo's tokenizer with another name for a token."""
+    found = json.loads((TOKENIZER / "tokenizer.json").read_text(encoding="utf-8"))
+    found["added_tokens"][0]["content"] = "<|another|>"
+    Path("other.json").write_text(json.dumps(found), encoding="utf-8")
+    return "other.json"
+
+
+HEADINGS = {"Preparing": PREPARING, "Reading and checking": READING}
+
+
+@pytest.mark.parametrize("message", quoted("docs/troubleshooting.md", "Preparing"))
+def test_what_preparing_says(message: str, world: Path) -> None:
+    assert message in scene(PREPARING, message)
+
+
+@pytest.mark.parametrize("message", quoted("docs/troubleshooting.md", "Reading and checking"))
+def test_what_reading_says(message: str, world: Path) -> None:
+    assert message in scene(READING, message)
+
+
+def test_the_short_list_is_of_messages_of_the_long_one() -> None:
+    long = [message for heading in [*HEADINGS, "Training"] for message in quoted("docs/troubleshooting.md", heading)]
+    short = quoted("README.md", "Troubleshooting by error message")
+    assert len(short) > 5
+    assert not [message for message in short if not any(message in other for other in long)]
+
+
+def test_no_scene_is_left_over() -> None:
+    for heading, scenes in HEADINGS.items():
+        assert len(quoted("docs/troubleshooting.md", heading)) == len(scenes)
