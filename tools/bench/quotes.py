@@ -31,6 +31,7 @@ FIGURE = re.compile(rf"(?<![\w.,-])({NUMBER}(?: (?:to|/) {NUMBER})*)(?: |(?=%))(
 # Figures of README that no bench measures, as they stand there, and what holds them.
 HELD_ELSEWHERE = {
     "under 1 MB for any shard": "tests/test_inspect_page.py",
+    "1% of 42 packs is none": "tests/test_troubleshooting_training.py",
     "up to 1 GiB": "megatron_sft_idx/shards/budgets.py",
 }
 
