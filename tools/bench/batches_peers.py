@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from formats_peers import import_streaming
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-CAPACITY, ROWS, WIDTH = 4096, 8, 10
+from megatron_sft_idx.shard import Shard, ShardWriter
+
+CAPACITY, TOKENS, SEQUENCES, ROWS = 4096, 3900, 8, 8
+WIDTH = SEQUENCES + 2
 Row = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]  # ids, label-aligned mask, boundaries
 Made = tuple[str, list[Path], Callable[[], Dataset[Any]]]
 
@@ -39,6 +41,29 @@ def collate(rows: list[Row]) -> dict[str, torch.Tensor]:
     made = {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": loss}
     made |= {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
     return {name: torch.from_numpy(array) for name, array in made.items()}
+
+
+def fill(writer: ShardWriter, rng: np.random.Generator, packs: int) -> None:
+    """Packs of 8 sequences that fill 95% of the capacity."""
+    for _ in range(packs):
+        cuts = np.sort(rng.choice(np.arange(1, TOKENS), SEQUENCES - 1, replace=False))
+        mask = np.ones(TOKENS, np.uint8)
+        mask[np.append(cuts, TOKENS) - 1] = 0
+        writer.add_pack(rng.integers(1, 150_000, TOKENS, np.int32), mask, np.concatenate([[0], cuts]))
+
+
+class Files(Dataset[Row]):
+    """The shard, read pack by pack."""
+
+    def __init__(self, prefix: Path) -> None:
+        self.shard = Shard(prefix)
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    def __getitem__(self, i: int) -> Row:
+        pack = self.shard[i]
+        return pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"]
 
 
 # ---- Python lists ----
@@ -145,8 +170,8 @@ def arrow(folder: Path, rows: Dataset[Row]) -> Made:
 
 
 class _MdsRows(Dataset[Row]):
-    def __init__(self, streaming: ModuleType, folder: Path) -> None:
-        self.rows = streaming.LocalDataset(str(folder))
+    def __init__(self, folder: Path) -> None:
+        self.rows = import_streaming().LocalDataset(str(folder))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -157,13 +182,10 @@ class _MdsRows(Dataset[Row]):
 
 
 def mds(folder: Path, rows: Dataset[Row]) -> Made:
-    # Its image datasets alone need torchvision, which it imports at once; nothing here uses them.
-    sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
-    import streaming
-
+    streaming = import_streaming()
     columns = {"input_ids": "ndarray:int32", "loss_mask": "ndarray:uint8", "seq_boundaries": "ndarray:int32"}
     with streaming.MDSWriter(out=str(folder / "mds"), columns=columns) as writer:
         for i in range(len(rows)):  # type: ignore[arg-type]
             writer.write(dict(zip(columns, rows[i], strict=True)))
     name = f"mosaicml-streaming {streaming.__version__} (MDS)"
-    return name, sorted((folder / "mds").glob("*.mds")), lambda: _MdsRows(streaming, folder / "mds")
+    return name, sorted((folder / "mds").glob("*.mds")), lambda: _MdsRows(folder / "mds")
