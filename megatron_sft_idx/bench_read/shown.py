@@ -1,0 +1,165 @@
+"""A report for people, as lines, and for programs, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from megatron_sft_idx.bench_read.epochs import Epoch
+from megatron_sft_idx.bench_read.measure import Measured, Report
+from megatron_sft_idx.bench_read.recommend import Recommendation, shown_nbytes
+from megatron_sft_idx.bench_read.worker import Run
+
+__all__ = ["EPOCHS", "epoch_summary", "report_dict", "report_lines"]
+
+EPOCHS: dict[str, Callable[[Run], Epoch]] = {"first": lambda run: run.first, "second": lambda run: run.second}
+_COLUMNS = ("setting", "epoch", "packs/s", "MiB/s", "median us", "p99 us", "disk/asked", "hard", "soft")
+
+
+def epoch_summary(one: Measured, of: Callable[[Run], Epoch]) -> dict[str, float | int | None]:
+    """Medians over the rounds of one epoch; faults, packs and bytes are of a whole epoch."""
+    rates = [of(run).rate for run in one.runs]
+    return {
+        "packs": int(one.median(lambda run: of(run).packs)),
+        "bytes": int(one.median(lambda run: of(run).nbytes)),
+        "packs_per_second": one.median(lambda run: of(run).rate),
+        "slowest_packs_per_second": min(rates),
+        "fastest_packs_per_second": max(rates),
+        "median_us": one.median(lambda run: of(run).median_us),
+        "p99_us": one.median(lambda run: of(run).p99_us),
+        "read_amplification": one.amplification(of),
+        "hard_faults": int(one.median(lambda run: of(run).counters.hard_faults)),
+        "soft_faults": int(one.median(lambda run: of(run).counters.soft_faults)),
+    }
+
+
+def report_dict(report: Report, advice: Recommendation) -> dict[str, Any]:
+    """For programs."""
+    return {
+        "prefix": report.prefix,
+        "packs": report.num_packs,
+        "bytes": report.nbytes,
+        "place": asdict(report.place),
+        "fits_in_memory": report.fits,
+        "sample": {**asdict(report.sample), "packs": len(report.sample)},
+        "rounds": report.plan.passes,
+        "memory_limit_bytes": report.plan.memory_limit,
+        "cold": report.cold,
+        "cached_bytes_when_cold": report.left_nbytes,
+        "settings": [_setting(one) for one in report.measured],
+        "recommended": {
+            "setting": advice.setting and asdict(advice.setting),
+            "call": advice.setting and advice.setting.call,
+            "reasons": advice.reasons,
+        },
+    }
+
+
+def _setting(one: Measured) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": one.setting.name, "setting": asdict(one.setting), "refused": one.refused}
+    if one.runs:
+        found |= {f"{name}_epoch": epoch_summary(one, of) for name, of in EPOCHS.items()}
+        found["private_bytes"] = int(one.median(lambda run: run.private_nbytes))
+        found["huge_page_bytes"] = int(one.median(lambda run: run.huge_nbytes))
+    return found
+
+
+def report_lines(report: Report, advice: Recommendation) -> Iterator[str]:
+    """For people."""
+    yield from _heading(report)
+    yield ""
+    rows = [_COLUMNS, *(row for one in report.measured for row in _rows(one))]
+    widths = [max(len(row[column]) for row in rows if len(row) > 2) for column in range(len(_COLUMNS))]
+    for row in rows:
+        left = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
+        right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=False)]
+        yield "  ".join([*left, *right]).rstrip()
+    yield ""
+    yield "disk/asked: bytes read from the disk for each byte of a pack. hard, soft: page faults of 1,000 packs, which"
+    yield "waited for the disk, or found their page in memory."
+    yield from _of_huge_pages(report)
+    yield ""
+    if advice.setting is None:
+        yield f"{report.prefix}: cannot be read in any of these ways"
+    else:
+        yield f"recommended: {advice.setting.call}"
+    yield from (f"- {reason}" for reason in advice.reasons)
+
+
+def _heading(report: Report) -> Iterator[str]:
+    place, sample = report.place, report.sample
+    memory = "unknown" if report.memory_nbytes is None else shown_nbytes(report.memory_nbytes)
+    disk = {True: ", a disk that turns", False: ", a disk that does not turn", None: ""}[place.rotational]
+    yield f"{report.prefix}: {report.num_packs:,} packs, {shown_nbytes(report.nbytes)}"
+    yield f"on {place.filesystem} ({place.source}{disk}), memory for the page cache: {memory}"
+    if report.plan.memory_limit is not None:
+        yield f"under a limit of {shown_nbytes(report.plan.memory_limit)}, set by a control group"
+    which = f"{len(sample):,} packs from pack {sample.start:,} on"
+    if sample.step > 1:
+        which += f", every {sample.step:,}th"
+    times = "once" if report.plan.passes == 1 else f"{report.plan.passes} times, of which the median is shown"
+    yield f"read: {which}, {sample.order}; each setting {times}"
+    if report.left_nbytes is None:
+        told = "the system does not tell this user what it holds; "
+        told += "bytes were read from the disk" if report.cold else "none were seen to be read from the disk"
+        yield f"page cache dropped before each first epoch: {told}"
+    elif report.cold:
+        yield "page cache dropped before each first epoch, and found empty" + (
+            f" but for {shown_nbytes(report.left_nbytes)}" if report.left_nbytes else ""
+        )
+    else:
+        yield (
+            f"NOT COLD: {shown_nbytes(report.left_nbytes)} stay in memory, because"
+            f" {_why_kept(report)}; first epochs read no disk for them"
+        )
+    if warning := _too_little(report):
+        yield warning
+
+
+def _why_kept(report: Report) -> str:
+    if report.place.kind == "memory":
+        return f"{report.place.filesystem} has no other place"
+    return f"other processes map them, or {report.place.filesystem} refuses to drop them"
+
+
+def _too_little(report: Report) -> str | None:
+    """A limit that was not felt."""
+    limit = report.plan.memory_limit
+    if limit is None:
+        return None
+    most = max((run.first.nbytes for one in report.measured for run in one.runs), default=0)
+    if most > limit:
+        return None
+    remedy = "the shard is too small for it" if report.nbytes <= limit else "read more, with --seconds or --packs"
+    return f"NOT FELT: {shown_nbytes(most)} at most were read, which the limit has room for: {remedy}"
+
+
+def _rows(one: Measured) -> Iterator[tuple[str, ...]]:
+    if one.refused is not None:
+        yield one.setting.name, f"refused: {one.refused}"
+    for number, (name, of) in enumerate(EPOCHS.items()):
+        if not one.runs:
+            continue
+        found = {key: value or 0 for key, value in epoch_summary(one, of).items()}
+        amplified = one.amplification(of)
+        thousand = 1000 / found["packs"]
+        yield (
+            "" if number else one.setting.name,
+            name,
+            f"{found['packs_per_second']:,.0f}",
+            f"{found['packs_per_second'] * found['bytes'] / found['packs'] / 2**20:,.0f}",
+            f"{found['median_us']:,.1f}",
+            f"{found['p99_us']:,.1f}",
+            "not told" if amplified is None else f"{amplified:.2f}",
+            f"{found['hard_faults'] * thousand:,.0f}",
+            f"{found['soft_faults'] * thousand:,.0f}",
+        )
+
+
+def _of_huge_pages(report: Report) -> Iterator[str]:
+    for one in report.measured:
+        if one.setting.huge_pages and one.runs:
+            most = max(run.huge_nbytes for run in one.runs)
+            given = f"mapped {shown_nbytes(most)} by them" if most else f"{report.place.filesystem} gave none here"
+            yield f"huge pages were asked for: {given} (by /proc/self/smaps)."

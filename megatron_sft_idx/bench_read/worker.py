@@ -1,0 +1,153 @@
+"""The process that is measured: it opens a shard in one way and reads epochs, one job a line, until there are no more.
+
+It is a process of its own so that its faults and its memory are the reading's alone.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.bench_read.counters import Counters, private_nbytes
+from megatron_sft_idx.bench_read.epochs import Epoch, Reader, Sample, read_epoch
+from megatron_sft_idx.bench_read.settings import Setting
+from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.shard import Shard
+
+__all__ = ["Job", "Run", "ShardReader", "main", "serve"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Two epochs of one shard.
+
+    Attributes:
+        prefix: of the shard.
+        sample: the packs.
+        setting: how they are read.
+        most_seconds: of one epoch.
+        cache_nbytes: of a cache that the backend may have; None for its own choice.
+        group: folder of the control group the process is to be in; None to stay where it is.
+    """
+
+    prefix: str
+    sample: Sample
+    setting: Setting
+    most_seconds: float
+    cache_nbytes: int | None = None
+    group: str | None = None
+
+    @classmethod
+    def from_json(cls, text: str) -> Job:
+        """The job that ``to_json`` wrote."""
+        found = json.loads(text)
+        return cls(**found | {"sample": Sample(**found["sample"]), "setting": Setting(**found["setting"])})
+
+    def to_json(self) -> str:
+        """On one line."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a job found.
+
+    Attributes:
+        first: the epoch after the page cache was dropped.
+        second: the one after it.
+        private_nbytes: what reading added to the memory that is the process's own.
+        huge_nbytes: bytes of the shard that were mapped by huge pages in the end.
+    """
+
+    first: Epoch
+    second: Epoch
+    private_nbytes: int
+    huge_nbytes: int
+
+    @classmethod
+    def of(cls, found: dict[str, Any]) -> Run:
+        """From plain values."""
+        first, second = (
+            Epoch(**found[name] | {"counters": Counters(**found[name]["counters"])}) for name in ("first", "second")
+        )
+        return cls(first, second, found["private_nbytes"], found["huge_nbytes"])
+
+
+class ShardReader:
+    """``Shard`` as a reader: tokens and mask of a pack are copied into arrays that are there already."""
+
+    def __init__(self, job: Job) -> None:
+        self._shard = Shard(job.prefix, **job.setting.options(job.cache_nbytes))
+        header = self._shard.header
+        self._ids = np.zeros(header.longest_pack, header.token_dtype)
+        self._mask = np.zeros(header.longest_pack, header.mask_dtype)
+
+    def schedule(self, packs: NDArray[np.int64]) -> None:
+        """Tell the shard."""
+        self._shard.schedule(packs)
+
+    def read(self, pack: int) -> int:
+        """Tokens, mask and boundaries; FormatError where the pack is longer than the header says."""
+        found = self._shard[pack]
+        ids, mask = found["input_ids"], found["loss_mask"]
+        if len(ids) > len(self._ids):
+            raise FormatError(
+                f"{self._shard.prefix}: pack {pack} has {len(ids)} tokens, the header says at most {len(self._ids)};"
+                f" see what else is wrong: megatron-sft-idx verify --full {self._shard.prefix}"
+            )
+        self._ids[: len(ids)], self._mask[: len(ids)] = ids, mask
+        return ids.nbytes + mask.nbytes + 4 * (len(found["seq_boundaries"]) - 1)
+
+    def close(self) -> None:
+        """Let the maps go, for the page cache to be dropped."""
+        self._shard.close()
+
+    def huge_nbytes(self) -> int:
+        """By huge pages."""
+        return self._shard.huge_pages()
+
+
+def run_job(job: Job, open_reader: Callable[[Job], Reader]) -> Run:
+    """Both epochs of a job."""
+    if job.group is not None:
+        Path(job.group, "cgroup.procs").write_text("0")  # 0 is whoever writes
+    before = private_nbytes()
+    reader = open_reader(job)
+    try:
+        packs = job.sample.first()
+        rules: dict[str, Any] = {"scheduled": job.setting.schedule, "most_seconds": job.most_seconds}
+        first = read_epoch(reader, packs, **rules)
+        second = read_epoch(reader, job.sample.again(packs[: first.packs]), **rules)
+        private = private_nbytes() - before
+        huge = reader.huge_nbytes() if isinstance(reader, ShardReader) else 0
+    finally:
+        reader.close()
+    return Run(first, second, max(private, 0), huge)
+
+
+def serve(open_reader: Callable[[Job], Reader]) -> None:
+    """Do the jobs that come in on standard input; what each found goes out on standard output, as JSON on a line."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever gives the jobs says when to stop
+    for line in sys.stdin:
+        answer: dict[str, Any]
+        try:
+            answer = {"run": asdict(run_job(Job.from_json(line), open_reader))}
+        except SFTIndexError as error:
+            answer = {"bad": str(error)}
+        except OSError as error:
+            answer = {"refused": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    """Measure ``Shard``."""
+    serve(ShardReader)
+
