@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple, TypedDict, overload
+from typing import Any, TypedDict, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
+from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.shard.index_cache import IndexCache
-from megatron_sft_idx.shard.published import not_found, read_header, read_raw_header, require_same
-from megatron_sft_idx.shard.remote import open_remote
-from megatron_sft_idx.storage import Array, Backend, ReopenedArray, check_size, is_remote, open_array
+from megatron_sft_idx.shard.opening import Files, open_files
+from megatron_sft_idx.shard.paging import announce_packs, drop_packs, huge_nbytes
+from megatron_sft_idx.shard.published import read_header, require_same
+from megatron_sft_idx.storage import CACHE_NBYTES, Advice, Backend, BackendName, BlockCache, ReadOptions
 
 __all__ = ["Pack", "Shard", "read_header", "require_same"]
 
@@ -34,47 +34,6 @@ class Pack(TypedDict):
     seq_boundaries: NDArray[np.int32]
 
 
-class _Files(NamedTuple):
-    """What an open shard holds: the header and five arrays, and the two offsets of a pack by its number."""
-
-    header: Header
-    num_packs: int
-    num_sequences: int
-    num_tokens: int
-    tokens: Array
-    loss: Array
-    starts: Array
-    sequence_offsets: Array
-    token_offsets: Array
-    sequence_pair: _Pair
-    token_pair: _Pair
-
-    @classmethod
-    def of(
-        cls, header: Header, tokens: Array, loss: Array, starts: Array, sequence_offsets: Array, token_offsets: Array
-    ) -> _Files:
-        """What follows from the header and the arrays."""
-        counts = header.num_packs, header.num_sequences, header.num_tokens
-        pairs = _pair(sequence_offsets), _pair(token_offsets)
-        return cls(header, *counts, tokens, loss, starts, sequence_offsets, token_offsets, *pairs)
-
-
-_Pair = Callable[[int], tuple[int, int]]
-
-
-def _pair(offsets: Array) -> _Pair:
-    """``offsets[i], offsets[i + 1]`` as ints."""
-    if isinstance(offsets, np.ndarray):
-        item = offsets.data  # gives Python ints, several times faster than numpy's items
-        return lambda i: (item[i], item[i + 1])
-
-    def read(i: int) -> tuple[int, int]:
-        start, stop = offsets[i : i + 2].tolist()
-        return start, stop
-
-    return read
-
-
 class Shard:
     """One shard, opened for reading.
 
@@ -88,15 +47,21 @@ class Shard:
 
     Args:
         prefix: the path the five files share.
-        backend: ``mmap``; ``pread`` where mapping is slow or refused (slices are then copies); ``reopen`` to hold
-            neither maps nor descriptors, where shards are thousands: the index arrays are read into memory, which
-            takes as long as there are packs, and tokens and masks are copies, their files opened for each slice.
+        backend: ``mmap``, also called ``os``; ``pread`` where mapping is slow or refused (slices are then copies);
+            ``process`` there too, where the order of reading is known (``schedule``): blocks of the files are read
+            into memory of this process before they are used; ``reopen`` to hold neither maps nor descriptors, where
+            shards are thousands: files are opened for each slice. With the last two the index arrays are read into
+            memory, which takes as long as there are packs. Or ``ReadOptions``, which say the next three as well.
+        cache_bytes: of ``process``: memory for blocks; see ``ReadOptions`` for what each default is good for.
+        advice: what the kernel is told of the order of reads: ``normal``, ``sequential`` or ``random``.
+        huge_pages: ask for huge pages; ``huge_pages()`` says what came of it.
         copy: hand out writable copies instead of read-only views.
         index_cache: local folder for the index files of a remote shard; None for the usual one, see ``IndexCache``.
+        cache: blocks of several shards in one budget, rather than ``cache_bytes`` for this one.
 
     Raises:
         ShardNotFoundError: some of the five files are missing.
-        FormatError: a rule of FORMAT.md is broken in the header or the sizes.
+        FormatError: a rule of FORMAT.md is broken in the header or the sizes, or there is no such option.
         StorageError: an object store does not answer, or not to these credentials.
     """
 
@@ -104,88 +69,41 @@ class Shard:
         self,
         prefix: str | os.PathLike[str],
         *,
-        backend: Backend = "mmap",
+        backend: BackendName | ReadOptions = "mmap",
+        cache_bytes: int = CACHE_NBYTES,
+        advice: Advice = "normal",
+        huge_pages: bool = False,
         copy: bool = False,
         index_cache: str | None = None,
+        cache: BlockCache | None = None,
     ) -> None:
         self._paths = ShardPaths.of(prefix)
-        self._backend: Backend = backend
-        self._copy = copy
-        self._index_cache = index_cache
-        self._files: _Files | None = self._open_files()
+        chosen = {"cache_bytes": cache_bytes, "advice": advice, "huge_pages": huge_pages}
+        options = ReadOptions.of(self._paths.prefix, backend, **chosen)
+        self._take(options, copy, index_cache, cache)
+        self._files: Files | None = self._open_files()
         self._shard_id = self._files.header.shard_id
 
-    def __getstate__(self) -> tuple[str, Backend, bool, bytes, str | None]:
-        return self._paths.prefix, self._backend, self._copy, self._shard_id, self._index_cache
+    def _take(self, options: ReadOptions, copy: bool, index_cache: str | None, cache: BlockCache | None) -> None:
+        self._options, self._copy, self._index_cache = options, copy, index_cache
+        self._cache = cache
+        if cache is None and options.backend == "process":
+            self._cache = BlockCache(options.cache_bytes, huge_pages=options.huge_pages)
 
-    def __setstate__(self, state: tuple[str, Backend, bool, bytes, str | None]) -> None:
-        prefix, self._backend, self._copy, self._shard_id, self._index_cache = state
+    def __getstate__(self) -> tuple[str, tuple[Any, ...], bool, bytes, str | None]:
+        return self._paths.prefix, tuple(self._options), self._copy, self._shard_id, self._index_cache
+
+    def __setstate__(self, state: tuple[str, tuple[Any, ...], bool, bytes, str | None]) -> None:
+        prefix, options, copy, self._shard_id, index_cache = state
         self._paths = ShardPaths(prefix)
+        self._take(ReadOptions(*options), copy, index_cache, None)
         self._files = None
 
-    def _open_files(self) -> _Files:
-        paths = self._paths
-        if is_remote(paths.prefix):
-            return _Files.of(*open_remote(paths, IndexCache(self._index_cache), self._backend))
-        try:
-            return self._open_local(paths)
-        except ShardNotFoundError:
-            raise
-        except FileNotFoundError:  # gone since it was looked for, as when another shard is being published
-            raise not_found(paths) from None
-
-    def _open_local(self, paths: ShardPaths) -> _Files:
-        raw = read_raw_header(paths)
-        header = Header.decode(raw, paths.seq_idx)
-        if missing := paths.missing():
-            if paths.seq_idx in missing:
-                raise not_found(paths)
-            remedy = paths.index_remedy if missing == [paths.idx] else "copy all five files"
-            raise ShardNotFoundError(paths.prefix, missing, remedy)
-        nbytes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
-        # Megatron's index is not read here, only held to its size.
-        check_size(paths.idx, os.stat(paths.idx).st_size, nbytes[paths.idx])
-
-        def array(path: str, dtype: np.dtype[Any], count: int) -> Array:
-            return self._open_array(header, path, dtype, count, nbytes[path])
-
-        starts = array(paths.starts, np.dtype("<u4"), header.num_sequences)
-        files = _Files.of(
-            header,
-            array(paths.tokens, header.token_dtype, header.num_tokens),
-            array(paths.loss, header.mask_dtype, header.num_tokens),
-            starts[:] if self._backend == "reopen" else starts,
-            *self._open_offsets(header),
-        )
-        # Whoever replaces a shard removes its .seq.idx first (rule W3). Where it is still the same one, every file
-        # opened in between belongs to it; sizes alone would not tell, a shuffled shard has the same.
-        if read_raw_header(paths) != raw:
-            raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")
-        return files
-
-    def _open_array(self, header: Header, path: str, dtype: np.dtype[Any], count: int, nbytes: int) -> Array:
-        """All of a file."""
-        if self._backend == "reopen":
-            prefix, own = self._paths.prefix, header.shard_id
-            return ReopenedArray(
-                path, dtype, count, nbytes, lambda: require_same(prefix, read_header(prefix).shard_id, own)
-            )
-        return open_array(path, dtype, count, nbytes=nbytes, backend=self._backend)
-
-    def _open_offsets(self, header: Header) -> tuple[Array, Array]:
-        path, int64, count = self._paths.seq_idx, np.dtype("<i8"), header.num_packs + 1
-        first, second, nbytes = header.nbytes, header.token_offsets_offset, header.seq_idx_nbytes
-        if self._backend != "pread":
-            # Both arrays live in one file: one map, or one read, serves them.
-            whole = self._open_array(header, path, np.dtype("u1"), nbytes, nbytes)[:]
-            return whole[first : first + 8 * count].view(int64), whole[second:].view(int64)
-        return (
-            open_array(path, int64, count, nbytes=nbytes, offset=first, backend=self._backend),
-            open_array(path, int64, count, nbytes=nbytes, offset=second, backend=self._backend),
-        )
+    def _open_files(self) -> Files:
+        return open_files(self._paths, self._options, self._cache, self._index_cache)
 
     @property
-    def files(self) -> _Files:
+    def files(self) -> Files:
         """The open files. Two threads that come first both open them; either result serves."""
         files = self._files
         if files is None:
@@ -202,7 +120,7 @@ class Shard:
     @property
     def backend(self) -> Backend:
         """How bytes are read."""
-        return self._backend
+        return self._options.backend
 
     @property
     def header(self) -> Header:
@@ -349,13 +267,40 @@ class Shard:
         except ValueError as error:
             raise FormatError(f"{self.prefix}: {error}; {self._paths.index_remedy}") from None
 
-    def _normalise(self, files: _Files, index: int) -> int:
+    def schedule(self, indices: Iterable[int | np.integer[Any]] | NDArray[np.int64]) -> None:
+        """Say which packs come next, in order; returns at once, and replaces what was said before.
+
+        ``process`` reads them in the background, as far ahead as its memory goes, and keeps what is used again soon:
+        an epoch may be announced whole. With the other backends the kernel is asked for all of them now, so announce
+        what will be read within moments. Packs that are read in another order are the same, only slower.
+
+        Raises:
+            IndexError: no such pack.
+        """
+        announce_packs(self.files, indices, self.prefix)
+
+    def willneed(self, start: int, stop: int) -> None:
+        """Ask the kernel to read packs ``[start, stop)`` from disk in the background. IndexError as of ``get``."""
+        announce_packs(self.files, range(start, stop), self.prefix)
+
+    def dontneed(self, start: int = 0, stop: int | None = None) -> None:
+        """Drop packs ``[start, stop)`` from memory: from this process's, and from the page cache of the machine.
+
+        A cold read is what follows, unless another process has the pages mapped. Views that were handed out stay valid.
+        """
+        drop_packs(self.files, self._paths, start, self.files.num_packs if stop is None else stop)
+
+    def huge_pages(self) -> int:
+        """Bytes of this shard, or of its cache, that are mapped by huge pages right now, as the kernel counts them."""
+        return huge_nbytes(self.files, self._cache)
+
+    def _normalise(self, files: Files, index: int) -> int:
         i = index + files.num_packs if index < 0 else index
         if not 0 <= i < files.num_packs:
             raise IndexError(f"{self.prefix}: pack {index}, the shard has {files.num_packs}")
         return i
 
-    def _corrupt(self, files: _Files, i: int) -> CorruptShardError:
+    def _corrupt(self, files: Files, i: int) -> CorruptShardError:
         """What is wrong with the offsets of pack ``i``."""
         rule, what, base, pair, most = (
             "O2",

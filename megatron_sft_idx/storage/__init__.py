@@ -1,8 +1,10 @@
-"""Where bytes lie: on local disks (``local``) or in object stores (``remote``)."""
+"""Where bytes lie: on local disks (``local``) or in object stores (``remote``); and how they are read."""
 
+from megatron_sft_idx.storage.advice import Runs, advise_order, announce, drop_pages
+from megatron_sft_idx.storage.block_cache import BlockCache, CachedArray
+from megatron_sft_idx.storage.huge_pages import ask_huge_pages, huge_nbytes_of
 from megatron_sft_idx.storage.local import (
     Array,
-    Backend,
     OutputFile,
     PreadArray,
     as_bytes,
@@ -10,18 +12,30 @@ from megatron_sft_idx.storage.local import (
     open_array,
     sync_folder,
 )
+from megatron_sft_idx.storage.options import CACHE_NBYTES, Advice, Backend, BackendName, ReadOptions
 from megatron_sft_idx.storage.remote.paths import is_remote, require_local
-from megatron_sft_idx.storage.reopened import ReopenedArray, advise_runs, read_runs
+from megatron_sft_idx.storage.reopened import ReopenedArray, read_runs
 
 __all__ = [
+    "CACHE_NBYTES",
+    "Advice",
     "Array",
     "Backend",
+    "BackendName",
+    "BlockCache",
+    "CachedArray",
     "OutputFile",
     "PreadArray",
+    "ReadOptions",
     "ReopenedArray",
-    "advise_runs",
+    "Runs",
+    "advise_order",
+    "announce",
     "as_bytes",
+    "ask_huge_pages",
     "check_size",
+    "drop_pages",
+    "huge_nbytes_of",
     "is_remote",
     "open_array",
     "read_runs",

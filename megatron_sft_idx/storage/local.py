@@ -9,16 +9,15 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
+from megatron_sft_idx.storage.options import Backend
 
-__all__ = ["Array", "Backend", "OutputFile", "PreadArray", "as_bytes", "check_size", "open_array", "sync_folder"]
-
-Backend = Literal["mmap", "pread", "reopen"]
+__all__ = ["Array", "OutputFile", "PreadArray", "Source", "as_bytes", "check_size", "open_array", "sync_folder"]
 
 
 class Array(Protocol):
@@ -31,6 +30,19 @@ class Array(Protocol):
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]: ...
     def __len__(self) -> int: ...
+
+
+class Source(Array, Protocol):
+    """An array that is read into memory of the caller's."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all items."""
+        ...
+
+    def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
+        """Bytes from ``offset`` on, counted from the first item and all there, into ``out``."""
+        ...
 
 
 class PreadArray:
@@ -54,14 +66,35 @@ class PreadArray:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def nbytes(self) -> int:
+        """Of all items."""
+        return self._count * self.dtype.itemsize
+
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
         start, stop, _ = index.indices(self._count)
         out = np.empty(max(stop - start, 0), self.dtype)
-        view = as_bytes(out)
-        offset = self._offset + start * self.dtype.itemsize
-        done = 0
+        self.read_bytes(start * self.dtype.itemsize, out.view(np.uint8))
+        out.flags.writeable = False
+        return out
+
+    def advise(self, advice: int, offset: int = 0, nbytes: int = 0) -> None:
+        """Give the kernel ``posix_fadvise`` on bytes from ``offset`` on; 0 bytes are all that follow."""
+        os.posix_fadvise(self._fd, self._offset + offset, nbytes, advice)
+
+    def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
+        """See ``Source``.
+
+        Raises:
+            CorruptShardError: the file ends before (rule F2).
+            OSError: it cannot be read; with its path.
+        """
+        view, offset, done = out.data, self._offset + offset, 0
         while done < len(view):
-            got = os.preadv(self._fd, [view[done:]], offset + done)
+            try:
+                got = os.preadv(self._fd, [view[done:]], offset + done)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, self._path) from error
             if not got:
                 raise CorruptShardError(
                     self._path,
@@ -70,8 +103,6 @@ class PreadArray:
                     "the file ends here since it was opened; it was cut short: restore it",
                 )
             done += got
-        out.flags.writeable = False
-        return out
 
     def __del__(self) -> None:
         # A constructor that failed has no descriptor to close.

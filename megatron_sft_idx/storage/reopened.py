@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage.local import Array, check_size
+from megatron_sft_idx.storage.block_cache import CachedArray
+from megatron_sft_idx.storage.local import Array, PreadArray, check_size
 
-__all__ = ["ReopenedArray", "advise_runs", "read_runs"]
+__all__ = ["ReopenedArray", "read_runs"]
 
 # A file that is another one at every look is being written over and over.
 _MOST_LOOKS = 5
@@ -61,13 +62,23 @@ class ReopenedArray:
     def __len__(self) -> int:
         return self._count
 
+    @property
+    def nbytes(self) -> int:
+        """Of all items."""
+        return self._count * self.dtype.itemsize
+
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
         start, stop, _ = index.indices(self._count)
         out = np.empty(max(stop - start, 0), self.dtype)
+        self.read_bytes(start * self.dtype.itemsize, out.view(np.uint8))
+        out.flags.writeable = False
+        return out
+
+    def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
+        """See ``Source``. FormatError, OSError: what is there now is not this array."""
         for _ in range(_MOST_LOOKS):
-            if self.file.read(start * self.dtype.itemsize, out):
-                out.flags.writeable = False
-                return out
+            if self.file.read(offset, out):
+                return
             self.look_again()
         raise self.restless()
 
@@ -102,7 +113,10 @@ def read_runs(arrays: Sequence[Array], starts: NDArray[np.int64], counts: NDArra
         return
     end = 0
     for array, start, count in zip(arrays, starts.tolist(), counts.tolist(), strict=True):
-        out[end : end + count] = array[start : start + count]
+        if isinstance(array, PreadArray | CachedArray):
+            array.read_bytes(start * array.dtype.itemsize, out[end : end + count].view(np.uint8))
+        else:
+            out[end : end + count] = array[start : start + count]
         end += count
 
 
@@ -122,9 +136,3 @@ def _read_files(
             raise arrays[done].restless()
         arrays[done].look_again()
         looks += 1
-
-
-def advise_runs(arrays: Sequence[ReopenedArray], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-    """Ask the kernel to read items ``[start, start + count)`` of each array from disk in the background."""
-    sizes = np.array([array.dtype.itemsize for array in arrays], np.int64)
-    _native.advise_ranges(tuple([array.file for array in arrays]), starts * sizes, counts * sizes)

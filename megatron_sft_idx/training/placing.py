@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx import _native
-from megatron_sft_idx.storage import ReopenedArray, advise_runs, read_runs
+from megatron_sft_idx.storage import Runs, announce, read_runs
 from megatron_sft_idx.training.segments import Pair, Segments
 
 __all__ = ["Placed", "advise", "in_memory", "place"]
@@ -54,23 +53,22 @@ def place(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) 
 
 
 def advise(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) -> None:
-    """Ask the kernel to read these sequences from disk in the background; arguments as of ``in_memory``."""
-    stops = segments.starts + segments.lengths
-    for slot, pair in enumerate(_mapped(shards)):
-        mine = slots == slot
-        for array in pair:
-            _native.will_need(array, segments.starts[mine], stops[mine])
-    if any(isinstance(array, ReopenedArray) for pair in shards for array in pair):
-        runs = Runs.join(segments, slots)
-        for arrays in zip(*(shards[slot] for slot in runs.slots.tolist()), strict=True):
-            advise_runs(arrays, runs.starts, runs.counts)
+    """Have these sequences read from disk in the background; arguments as of ``in_memory``.
+
+    Batches are announced in the order in which they will be read, and within one come tokens, then masks: as ``place``
+    reads them.
+    """
+    runs = Stretches.join(segments, slots)
+    arrays = [tokens for tokens, _ in shards] + [loss for _, loss in shards]
+    both = np.concatenate([runs.slots, runs.slots + len(shards)])
+    announce(Runs(arrays, both, np.tile(runs.starts, 2), np.tile(runs.counts, 2)), more=True)
 
 
 def _mapped(shards: Sequence[Pair]) -> list[_Arrays]:
     return [(ids, loss) for ids, loss in shards if isinstance(ids, np.ndarray) and isinstance(loss, np.ndarray)]
 
 
-class Runs(NamedTuple):
+class Stretches(NamedTuple):
     """Sequences that lie behind one another in one shard, such as those of a stored pack, taken together.
 
     Attributes:
@@ -86,7 +84,7 @@ class Runs(NamedTuple):
     of: NDArray[np.int64]
 
     @classmethod
-    def join(cls, segments: Segments, slots: NDArray[np.int32]) -> Runs:
+    def join(cls, segments: Segments, slots: NDArray[np.int32]) -> Stretches:
         """The runs of sequences, whose shards are ``slots``."""
         starts, stops = segments.starts, segments.starts + segments.lengths
         begins = np.ones(len(starts), np.bool_)
@@ -98,7 +96,7 @@ class Runs(NamedTuple):
 
 def _read(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) -> Placed:
     """One pair of arrays for each dtype of masks, with the runs that have it end to end."""
-    runs = Runs.join(segments, slots)
+    runs = Stretches.join(segments, slots)
     of_run = [shards[slot] for slot in runs.slots.tolist()]
     kinds = list(dict.fromkeys(loss.dtype for _, loss in shards))
     kind_of_run = np.array([kinds.index(loss.dtype) for _, loss in of_run], np.int32)

@@ -1,0 +1,162 @@
+"""Opening the files of a shard: five arrays, each read the way that was chosen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import FormatError, ShardNotFoundError
+from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.shard.index_cache import IndexCache
+from megatron_sft_idx.shard.published import not_found, read_header, read_raw_header, require_same
+from megatron_sft_idx.shard.remote import open_remote
+from megatron_sft_idx.storage import (
+    Array,
+    BlockCache,
+    PreadArray,
+    ReadOptions,
+    ReopenedArray,
+    advise_order,
+    ask_huge_pages,
+    check_size,
+    is_remote,
+    open_array,
+)
+
+__all__ = ["Files", "open_files"]
+
+
+class Files(NamedTuple):
+    """What an open shard holds: the header and five arrays, and the two offsets of a pack by its number."""
+
+    header: Header
+    num_packs: int
+    num_sequences: int
+    num_tokens: int
+    tokens: Array
+    loss: Array
+    starts: Array
+    sequence_offsets: Array
+    token_offsets: Array
+    sequence_pair: _Pair
+    token_pair: _Pair
+
+    @classmethod
+    def of(
+        cls, header: Header, tokens: Array, loss: Array, starts: Array, sequence_offsets: Array, token_offsets: Array
+    ) -> Files:
+        """What follows from the header and the arrays."""
+        counts = header.num_packs, header.num_sequences, header.num_tokens
+        pairs = _pair(sequence_offsets), _pair(token_offsets)
+        return cls(header, *counts, tokens, loss, starts, sequence_offsets, token_offsets, *pairs)
+
+
+_Pair = Callable[[int], tuple[int, int]]
+
+
+def _pair(offsets: Array) -> _Pair:
+    """``offsets[i], offsets[i + 1]`` as ints."""
+    if isinstance(offsets, np.ndarray):
+        item = offsets.data  # gives Python ints, several times faster than numpy's items
+        return lambda i: (item[i], item[i + 1])
+
+    def read(i: int) -> tuple[int, int]:
+        start, stop = offsets[i : i + 2].tolist()
+        return start, stop
+
+    return read
+
+
+def open_files(paths: ShardPaths, options: ReadOptions, cache: BlockCache | None, index_cache: str | None) -> Files:
+    """The files of a shard, wherever it lies.
+
+    Args:
+        paths: of the files.
+        options: how they are read.
+        cache: for tokens and masks; None without one.
+        index_cache: of a remote shard, see ``IndexCache``.
+
+    Raises:
+        ShardNotFoundError, FormatError, StorageError: as of ``Shard``.
+    """
+    if is_remote(paths.prefix):
+        return Files.of(*open_remote(paths, IndexCache(index_cache), options.backend))
+    try:
+        return _open_local(paths, options, cache)
+    except ShardNotFoundError:
+        raise
+    except FileNotFoundError:  # gone since it was looked for, as when another shard is being published
+        raise not_found(paths) from None
+
+
+def _open_local(paths: ShardPaths, options: ReadOptions, cache: BlockCache | None) -> Files:
+    raw = read_raw_header(paths)
+    header = Header.decode(raw, paths.seq_idx)
+    if missing := paths.missing():
+        if paths.seq_idx in missing:
+            raise not_found(paths)
+        remedy = paths.index_remedy if missing == [paths.idx] else "copy all five files"
+        raise ShardNotFoundError(paths.prefix, missing, remedy)
+    nbytes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
+    # Megatron's index is not read here, only held to its size.
+    check_size(paths.idx, os.stat(paths.idx).st_size, nbytes[paths.idx])
+
+    def data(path: str, dtype: np.dtype[Any]) -> Array:
+        array = _open_array(paths, header, options, path, dtype, header.num_tokens, nbytes[path])
+        advise_order(array, options.advice)
+        if cache is not None and not isinstance(array, np.ndarray):
+            return cache.array(array)
+        if options.huge_pages:
+            ask_huge_pages(path, array)
+        return array
+
+    starts = _open_array(
+        paths, header, options, paths.starts, np.dtype("<u4"), header.num_sequences, nbytes[paths.starts]
+    )
+    files = Files.of(
+        header,
+        data(paths.tokens, header.token_dtype),
+        data(paths.loss, header.mask_dtype),
+        starts[:] if options.backend in ("reopen", "process") else starts,
+        *_open_offsets(paths, header, options),
+    )
+    # Whoever replaces a shard removes its .seq.idx first (rule W3). Where it is still the same one, every file
+    # opened in between belongs to it; sizes alone would not tell, a shuffled shard has the same.
+    if read_raw_header(paths) != raw:
+        raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")
+    return files
+
+
+def _open_array(
+    paths: ShardPaths,
+    header: Header,
+    options: ReadOptions,
+    path: str,
+    dtype: np.dtype[Any],
+    count: int,
+    nbytes: int,
+) -> NDArray[Any] | PreadArray | ReopenedArray:
+    """All of a file."""
+    if options.backend == "reopen":
+        prefix, own = paths.prefix, header.shard_id
+        return ReopenedArray(
+            path, dtype, count, nbytes, lambda: require_same(prefix, read_header(prefix).shard_id, own)
+        )
+    return open_array(path, dtype, count, nbytes=nbytes, backend="mmap" if options.backend == "mmap" else "pread")
+
+
+def _open_offsets(paths: ShardPaths, header: Header, options: ReadOptions) -> tuple[Array, Array]:
+    path, int64, count = paths.seq_idx, np.dtype("<i8"), header.num_packs + 1
+    first, second, nbytes = header.nbytes, header.token_offsets_offset, header.seq_idx_nbytes
+    if options.backend != "pread":
+        # Both arrays live in one file: one map, or one read, serves them.
+        whole = _open_array(paths, header, options, path, np.dtype("u1"), nbytes, nbytes)[:]
+        return whole[first : first + 8 * count].view(int64), whole[second:].view(int64)
+    return (
+        open_array(path, int64, count, nbytes=nbytes, offset=first, backend="pread"),
+        open_array(path, int64, count, nbytes=nbytes, offset=second, backend="pread"),
+    )

@@ -1,0 +1,66 @@
+"""How a shard's bytes are read: the choices that users have, checked in one place."""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any, Literal, NamedTuple, get_args
+
+from megatron_sft_idx.errors import FormatError
+
+__all__ = ["CACHE_NBYTES", "Advice", "Backend", "BackendName", "ReadOptions"]
+
+Backend = Literal["mmap", "pread", "reopen", "process"]
+BackendName = Literal["mmap", "os", "pread", "reopen", "process"]  # as users may say it: "os" is another name of "mmap"
+Advice = Literal["normal", "sequential", "random"]
+
+# What a process may hold of remote shards is as much; it is some thousand packs of 8192 tokens.
+CACHE_NBYTES = 256 << 20
+
+
+class ReadOptions(NamedTuple):
+    """How the tokens and masks of a shard, or of several together, are read.
+
+    Attributes:
+        backend: ``mmap`` for views of memory maps: nothing is copied, and processes share the pages. ``pread`` where
+            mapping is slow or refused. ``process`` there too, where the order of reading is known: blocks are read in
+            the background before they are used. ``reopen`` to hold neither maps nor descriptors. ``mmap`` is the
+            default, being several times faster on warm pages.
+        cache_bytes: of ``process``: memory for blocks, those under way included.
+        advice: what the kernel is told of the order of reads. ``random`` switches its read-ahead off, which makes cold
+            reads slower unless what comes is announced (``schedule``), so ``normal`` is the default.
+        huge_pages: ask for huge pages, for maps and for the blocks of ``process``. File systems rarely give them,
+            and then asking only makes the kernel read more at a fault, so it is off by default.
+    """
+
+    backend: Backend = "mmap"
+    cache_bytes: int = CACHE_NBYTES
+    advice: Advice = "normal"
+    huge_pages: bool = False
+
+    @classmethod
+    def of(cls, where: str, backend: BackendName | ReadOptions = "mmap", **options: Any) -> ReadOptions:
+        """Options as users give them.
+
+        Args:
+            where: what is read; errors begin with it.
+            backend: a name, or all options.
+            options: the other fields.
+
+        Raises:
+            FormatError: no such choice; the message lists those there are.
+        """
+        if isinstance(backend, ReadOptions):
+            return backend
+        name: Any = "mmap" if backend == "os" else backend
+        made = cls(name, **options)
+        for what, value, choices in (
+            ("backend", made.backend, get_args(BackendName)),
+            ("advice", made.advice, get_args(Advice)),
+        ):
+            if value not in choices:
+                raise FormatError(f"{where}: {what} {value!r}, choose one of {', '.join(choices)}")
+        if made.cache_bytes < mmap.PAGESIZE:
+            raise FormatError(
+                f"{where}: cache_bytes {made.cache_bytes}, a cache holds at least one page of {mmap.PAGESIZE} bytes"
+            )
+        return made
