@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Iterable
@@ -18,7 +19,8 @@ def drop_cache(paths: Iterable[str]) -> None:
     for path in paths:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.fsync(fd)  # what is not on the disk yet is not forgotten
+            with contextlib.suppress(OSError):  # not of every file system
+                os.fsync(fd)  # what is not on the disk yet is not forgotten
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)

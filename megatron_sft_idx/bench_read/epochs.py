@@ -25,6 +25,9 @@ class Reader(Protocol):
     def read(self, pack: int) -> int:
         """Copy a pack out; returns its bytes."""
 
+    def huge_nbytes(self) -> int:
+        """Bytes of the data set that are mapped by huge pages."""
+
     def close(self) -> None:
         """Let go of files, maps and caches."""
 

@@ -7,16 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from pathlib import Path
 from types import TracebackType
 
 from megatron_sft_idx.bench_read.place import control_group
 
-__all__ = ["MemoryLimit", "NoMemoryLimit"]
-
-
-class NoMemoryLimit(Exception):
-    """No control group with a memory limit may be made here; the message says why, and what to do."""
+__all__ = ["MemoryLimit"]
 
 
 class MemoryLimit:
@@ -26,16 +21,18 @@ class MemoryLimit:
         nbytes: the limit.
 
     Attributes:
+        nbytes: as given.
         folder: of the group; a process writes 0 into its ``cgroup.procs`` to enter.
 
     Raises:
-        NoMemoryLimit: none may be made.
+        OSError: none may be made here; it says why, and what to do.
     """
 
     def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
         found = control_group("memory")
         if found is None:
-            raise NoMemoryLimit(_refusal("there is no memory controller of control groups", nbytes))
+            raise _refusal("there is no memory controller of control groups", nbytes)
         own, second = found
         # In version 2 a group that has processes has no limited groups below it, but may have them beside it.
         reason = "the controller is not enabled there"
@@ -53,7 +50,7 @@ class MemoryLimit:
                 self.folder.rmdir()
                 continue
             return
-        raise NoMemoryLimit(_refusal(reason, nbytes))
+        raise _refusal(reason, nbytes)
 
     def _limit(self, nbytes: int, name: str) -> None:
         # Not to be made: the kernel makes it with the folder where the controller is there.
@@ -71,9 +68,9 @@ class MemoryLimit:
             self.folder.rmdir()
 
 
-def _refusal(reason: str, nbytes: int) -> str:
+def _refusal(reason: str, nbytes: int) -> OSError:
     mib = nbytes >> 20
-    return (
+    return OSError(
         f"no control group may be made here ({reason}), and ulimit does not limit the page cache; run as root, or"
         f" limit this command from outside: systemd-run --user --scope -p MemoryMax={mib}M megatron-sft-idx bench-read"
         f" ..., or a container with --memory {mib}m"

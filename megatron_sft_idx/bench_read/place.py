@@ -45,14 +45,14 @@ class Place:
         filesystem: its type.
         source: device or server.
         kind: what that comes to; file systems in user space count as network, most of them are.
-        rotational: whether the disk turns; None where that is not known.
+        read_ahead_nbytes: most that the kernel reads at once where one page is needed; None where unknown.
         memory_nbytes: what the page cache may take here, limits of the control group heeded; None where unknown.
     """
 
     filesystem: str
     source: str
     kind: Kind
-    rotational: bool | None
+    read_ahead_nbytes: int | None
     memory_nbytes: int | None
 
 
@@ -66,7 +66,7 @@ def mounts(table: str = "/proc/self/mountinfo") -> Iterator[Mount]:
 
 
 def _unescaped(text: str) -> str:
-    """Blanks are written as ``\\040`` there."""
+    """A blank is a backslash and 040 there."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
@@ -87,19 +87,16 @@ def kind_of(filesystem: str) -> Kind:
 def find_place(path: str) -> Place:
     """Where a file lies."""
     mount = mount_of(path)
+    return Place(mount.filesystem, mount.source, kind_of(mount.filesystem), _read_ahead_nbytes(path), memory_nbytes())
+
+
+def _read_ahead_nbytes(path: str) -> int | None:
     device = os.stat(path).st_dev
-    numbers = f"{os.major(device)}:{os.minor(device)}"
-    return Place(mount.filesystem, mount.source, kind_of(mount.filesystem), _rotational(numbers), memory_nbytes())
-
-
-def _rotational(device: str) -> bool | None:
-    disk = Path("/sys/dev/block", device)
-    for folder in (disk, disk / ".."):  # a partition has it one up
-        try:
-            return (folder / "queue/rotational").read_text().strip() == "1"
-        except OSError:
-            continue
-    return None
+    setting = Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb")
+    try:
+        return int(setting.read_text()) * 1024
+    except OSError:  # a container without sysfs, or a file system without a disk
+        return None
 
 
 def control_group(controller: str) -> tuple[Path, bool] | None:

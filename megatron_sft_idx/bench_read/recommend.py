@@ -42,7 +42,7 @@ def recommend(report: Report) -> Recommendation:
         own = costs[one.setting]
         return _middle(own) <= MARGIN * _middle(best) or min(own) <= max(best)
 
-    if report.place.kind == "network":
+    if report.subject.place.kind == "network":
         # A server that goes away is an error of pread, and a killed process (SIGBUS) where pages are mapped.
         read.sort(key=lambda one: one.setting.backend == "mmap")
     chosen = next(one for one in read if as_good(one))
@@ -52,7 +52,7 @@ def recommend(report: Report) -> Recommendation:
 def _costs(one: Measured, report: Report) -> list[float]:
     """Seconds of a pack over all epochs, for each round."""
     # Under a limit the second epoch met it too; a sample of a large shard fits in memory, however, and its shard not.
-    keeps = report.fits or report.plan.memory_limit is not None
+    keeps = report.plan.limit is not None or report.subject.fits(None)
     later: Callable[[Run], Epoch] = (lambda run: run.second) if keeps else (lambda run: run.first)
     return [1 / run.first.rate + (EPOCHS - 1) / later(run).rate for run in one.runs]
 
@@ -62,19 +62,19 @@ def _middle(values: list[float]) -> float:
 
 
 def _of_the_place(report: Report) -> Iterator[str]:
-    size, memory, place = shown_nbytes(report.nbytes), report.memory_nbytes, report.place
+    subject, limit = report.subject, report.plan.limit
+    size, memory, place = shown_nbytes(subject.nbytes), subject.memory_nbytes(limit), subject.place
     if place.kind == "memory":
         yield f"{place.filesystem} keeps the shard in memory: there is no disk to save"
     elif memory is None:
         yield "how much memory there is could not be found out; it was taken to keep the shard"
-    elif report.fits:
-        yield f"its {size} fit in the {shown_nbytes(memory)} there are for the page cache: only first epochs read the disk"
     else:
-        yield f"its {size} do not fit in the {shown_nbytes(memory)} there are for the page cache: every epoch reads the disk"
+        fit, epochs = ("fit", "only first epochs read") if subject.fits(limit) else ("do not fit", "every epoch reads")
+        yield f"its {size} {fit} in the {shown_nbytes(memory)} there are for the page cache: {epochs} the disk"
     if place.kind == "network":
         yield (
-            f"{place.filesystem} is a network file system, or may be one: where the server goes away pread fails with an"
-            " error, and a process that maps its files is killed"
+            f"{place.filesystem} is a network file system, or may be one: where the server goes away pread fails with"
+            " an error, and a process that maps its files is killed"
         )
     if not report.cold and place.kind != "memory":
         yield "the page cache could not be dropped, so no first epoch was cold: what a disk does was not measured"

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
 
-from megatron_sft_idx.storage import Backend
+from megatron_sft_idx.storage import Advice, Backend
 
-__all__ = ["SETTINGS", "Advice", "Setting"]
-
-Advice = Literal["normal", "sequential", "random"]
+__all__ = ["SETTINGS", "Setting"]
 
 
 @dataclass(frozen=True)
@@ -42,13 +39,6 @@ class Setting:
         opened = f"Shard({', '.join(['prefix', *given])})"
         return f"{opened}, with schedule() ahead of use" if self.schedule else opened
 
-    def options(self, cache_nbytes: int | None) -> dict[str, Any]:
-        """Keyword arguments of ``Shard``; ``cache_nbytes`` is for the backend that has a cache of its own."""
-        given: dict[str, Any] = {"backend": self.backend, "advice": self.advice, "huge_pages": self.huge_pages}
-        if self.backend == "process" and cache_nbytes is not None:
-            given["cache_bytes"] = cache_nbytes
-        return given
-
 
 # From the simplest on: of settings that are as good as each other, the first one is recommended.
 SETTINGS = (
@@ -57,12 +47,11 @@ SETTINGS = (
     Setting(advice="sequential"),
     Setting("pread"),
     Setting("pread", "random"),
-    Setting("pread", "sequential"),
     Setting(schedule=True),
     Setting(advice="random", schedule=True),
-    Setting("pread", schedule=True),
     Setting("pread", "random", schedule=True),
-    Setting("process", schedule=True),
     Setting("process"),
+    Setting("process", schedule=True),
+    Setting("process", "random", schedule=True),
     Setting(huge_pages=True),
 )

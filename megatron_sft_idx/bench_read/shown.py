@@ -14,7 +14,7 @@ from megatron_sft_idx.bench_read.worker import Run
 __all__ = ["EPOCHS", "epoch_summary", "report_dict", "report_lines"]
 
 EPOCHS: dict[str, Callable[[Run], Epoch]] = {"first": lambda run: run.first, "second": lambda run: run.second}
-_COLUMNS = ("setting", "epoch", "packs/s", "MiB/s", "median us", "p99 us", "disk/asked", "hard", "soft")
+_COLUMNS = ("setting", "epoch", "packs/s", "MiB/s", "median us", "p99 us", "disk/asked", "hard", "soft", "own MiB")
 
 
 def epoch_summary(one: Measured, of: Callable[[Run], Epoch]) -> dict[str, float | int | None]:
@@ -37,14 +37,14 @@ def epoch_summary(one: Measured, of: Callable[[Run], Epoch]) -> dict[str, float 
 def report_dict(report: Report, advice: Recommendation) -> dict[str, Any]:
     """For programs."""
     return {
-        "prefix": report.prefix,
-        "packs": report.num_packs,
-        "bytes": report.nbytes,
-        "place": asdict(report.place),
-        "fits_in_memory": report.fits,
+        "prefix": report.subject.paths.prefix,
+        "packs": report.subject.num_packs,
+        "bytes": report.subject.nbytes,
+        "place": asdict(report.subject.place),
+        "fits_in_memory": report.subject.fits(report.plan.limit),
         "sample": {**asdict(report.sample), "packs": len(report.sample)},
         "rounds": report.plan.passes,
-        "memory_limit_bytes": report.plan.memory_limit,
+        "memory_limit_bytes": report.plan.limit and report.plan.limit.nbytes,
         "cold": report.cold,
         "cached_bytes_when_cold": report.left_nbytes,
         "settings": [_setting(one) for one in report.measured],
@@ -76,62 +76,63 @@ def report_lines(report: Report, advice: Recommendation) -> Iterator[str]:
         right = [cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=False)]
         yield "  ".join([*left, *right]).rstrip()
     yield ""
-    yield "disk/asked: bytes read from the disk for each byte of a pack. hard, soft: page faults of 1,000 packs, which"
-    yield "waited for the disk, or found their page in memory."
+    yield "disk/asked: bytes read from the disk for each byte of a pack. hard, soft: page faults of 1,000 packs that"
+    yield "waited for the disk, or found their page in memory. own MiB: memory that reading took, maps left out."
     yield from _of_huge_pages(report)
     yield ""
     if advice.setting is None:
-        yield f"{report.prefix}: cannot be read in any of these ways"
+        yield f"{report.subject.paths.prefix}: cannot be read in any of these ways"
     else:
         yield f"recommended: {advice.setting.call}"
     yield from (f"- {reason}" for reason in advice.reasons)
 
 
 def _heading(report: Report) -> Iterator[str]:
-    place, sample = report.place, report.sample
-    memory = "unknown" if report.memory_nbytes is None else shown_nbytes(report.memory_nbytes)
-    disk = {True: ", a disk that turns", False: ", a disk that does not turn", None: ""}[place.rotational]
-    yield f"{report.prefix}: {report.num_packs:,} packs, {shown_nbytes(report.nbytes)}"
-    yield f"on {place.filesystem} ({place.source}{disk}), memory for the page cache: {memory}"
-    if report.plan.memory_limit is not None:
-        yield f"under a limit of {shown_nbytes(report.plan.memory_limit)}, set by a control group"
-    which = f"{len(sample):,} packs from pack {sample.start:,} on"
-    if sample.step > 1:
-        which += f", every {sample.step:,}th"
-    times = "once" if report.plan.passes == 1 else f"{report.plan.passes} times, of which the median is shown"
-    yield f"read: {which}, {sample.order}; each setting {times}"
-    if report.left_nbytes is None:
-        told = "the system does not tell this user what it holds; "
-        told += "bytes were read from the disk" if report.cold else "none were seen to be read from the disk"
-        yield f"page cache dropped before each first epoch: {told}"
-    elif report.cold:
-        yield "page cache dropped before each first epoch, and found empty" + (
-            f" but for {shown_nbytes(report.left_nbytes)}" if report.left_nbytes else ""
-        )
-    else:
-        yield (
-            f"NOT COLD: {shown_nbytes(report.left_nbytes)} stay in memory, because"
-            f" {_why_kept(report)}; first epochs read no disk for them"
-        )
+    subject, plan = report.subject, report.plan
+    place, memory = subject.place, subject.memory_nbytes(plan.limit)
+    ahead = "" if place.read_ahead_nbytes is None else f", read-ahead {shown_nbytes(place.read_ahead_nbytes)}"
+    room = "unknown" if memory is None else shown_nbytes(memory)
+    yield f"{subject.paths.prefix}: {subject.num_packs:,} packs, {shown_nbytes(subject.nbytes)}"
+    yield f"on {place.filesystem} ({place.source}{ahead}), memory for the page cache: {room}"
+    if plan.limit is not None:
+        yield f"under a limit of {shown_nbytes(plan.limit.nbytes)}, set by a control group"
+    step = f", every {report.sample.step:,}th" if report.sample.step > 1 else ""
+    times = "once" if plan.passes == 1 else f"{plan.passes} times, of which the median is shown"
+    packs = f"{len(report.sample):,} packs from pack {report.sample.start:,} on{step}"
+    yield f"read: {packs}, {plan.order}; each setting {times}"
+    yield _of_the_cold(report)
     if warning := _too_little(report):
         yield warning
 
 
-def _why_kept(report: Report) -> str:
-    if report.place.kind == "memory":
-        return f"{report.place.filesystem} has no other place"
-    return f"other processes map them, or {report.place.filesystem} refuses to drop them"
+def _of_the_cold(report: Report) -> str:
+    """What first epochs began with."""
+    dropped, left, filesystem = (
+        "page cache dropped before each first epoch",
+        report.left_nbytes,
+        report.subject.place.filesystem,
+    )
+    if left is None:
+        seen = "bytes were read from the disk" if report.cold else "no bytes were seen to be read from the disk"
+        return f"{dropped}: the system does not tell this user what stayed, but {seen}"
+    if report.cold:
+        return f"{dropped}, and found empty" + (f" but for {shown_nbytes(left)}" if left else "")
+    why = f"other processes map them, or {filesystem} does not drop them"
+    if report.subject.place.kind == "memory":
+        why = f"{filesystem} has no other place"
+    return f"NOT COLD: {shown_nbytes(left)} stay in memory, because {why}; first epochs did not read them from a disk"
 
 
 def _too_little(report: Report) -> str | None:
     """A limit that was not felt."""
-    limit = report.plan.memory_limit
-    if limit is None:
+    if report.plan.limit is None:
         return None
+    limit = report.plan.limit.nbytes
     most = max((run.first.nbytes for one in report.measured for run in one.runs), default=0)
     if most > limit:
         return None
-    remedy = "the shard is too small for it" if report.nbytes <= limit else "read more, with --seconds or --packs"
+    too_small = report.subject.nbytes <= limit
+    remedy = "the shard is too small for it" if too_small else "read more, with --seconds or --packs"
     return f"NOT FELT: {shown_nbytes(most)} at most were read, which the limit has room for: {remedy}"
 
 
@@ -154,6 +155,7 @@ def _rows(one: Measured) -> Iterator[tuple[str, ...]]:
             "not told" if amplified is None else f"{amplified:.2f}",
             f"{found['hard_faults'] * thousand:,.0f}",
             f"{found['soft_faults'] * thousand:,.0f}",
+            "" if number else f"{one.median(lambda run: run.private_nbytes) / 2**20:,.1f}",
         )
 
 
@@ -161,5 +163,5 @@ def _of_huge_pages(report: Report) -> Iterator[str]:
     for one in report.measured:
         if one.setting.huge_pages and one.runs:
             most = max(run.huge_nbytes for run in one.runs)
-            given = f"mapped {shown_nbytes(most)} by them" if most else f"{report.place.filesystem} gave none here"
-            yield f"huge pages were asked for: {given} (by /proc/self/smaps)."
+            given = f"{shown_nbytes(most)} were mapped by them" if most else "the kernel gave none"
+            yield f"huge pages were asked for, and {given} (by /proc/self/smaps)."

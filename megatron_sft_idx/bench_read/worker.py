@@ -21,8 +21,12 @@ from megatron_sft_idx.bench_read.epochs import Epoch, Reader, Sample, read_epoch
 from megatron_sft_idx.bench_read.settings import Setting
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.storage import CACHE_NBYTES, ReadOptions
 
-__all__ = ["Job", "Run", "ShardReader", "main", "serve"]
+__all__ = ["AHEAD", "Job", "Run", "ShardReader", "main", "serve"]
+
+# Packs that the kernel is told of before they are read, and as many again while they are: some batches' worth.
+AHEAD = 32
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Job:
         sample: the packs.
         setting: how they are read.
         most_seconds: of one epoch.
-        cache_nbytes: of a cache that the backend may have; None for its own choice.
+        cache_nbytes: of a cache that the backend may have.
         group: folder of the control group the process is to be in; None to stay where it is.
     """
 
@@ -42,7 +46,7 @@ class Job:
     sample: Sample
     setting: Setting
     most_seconds: float
-    cache_nbytes: int | None = None
+    cache_nbytes: int = CACHE_NBYTES
     group: str | None = None
 
     @classmethod
@@ -85,17 +89,27 @@ class ShardReader:
     """``Shard`` as a reader: tokens and mask of a pack are copied into arrays that are there already."""
 
     def __init__(self, job: Job) -> None:
-        self._shard = Shard(job.prefix, **job.setting.options(job.cache_nbytes))
+        setting = job.setting
+        options = ReadOptions(setting.backend, job.cache_nbytes, setting.advice, setting.huge_pages)
+        self._shard = Shard(job.prefix, backend=options)
         header = self._shard.header
         self._ids = np.zeros(header.longest_pack, header.token_dtype)
         self._mask = np.zeros(header.longest_pack, header.mask_dtype)
+        self._coming, self._read = np.empty(0, np.int64), 0
 
     def schedule(self, packs: NDArray[np.int64]) -> None:
-        """Tell the shard."""
-        self._shard.schedule(packs)
+        """The cache of a process takes a whole epoch; the kernel is told of a few packs at a time."""
+        if self._shard.backend == "process":
+            self._shard.schedule(packs)
+            return
+        self._coming, self._read = packs, 0
+        self._shard.schedule(packs[:AHEAD])
 
     def read(self, pack: int) -> int:
         """Tokens, mask and boundaries; FormatError where the pack is longer than the header says."""
+        if self._read % AHEAD == 0 and (coming := self._coming[self._read + AHEAD :][:AHEAD]).size:
+            self._shard.schedule(coming)
+        self._read += 1
         found = self._shard[pack]
         ids, mask = found["input_ids"], found["loss_mask"]
         if len(ids) > len(self._ids):
@@ -106,13 +120,13 @@ class ShardReader:
         self._ids[: len(ids)], self._mask[: len(ids)] = ids, mask
         return ids.nbytes + mask.nbytes + 4 * (len(found["seq_boundaries"]) - 1)
 
-    def close(self) -> None:
-        """Let the maps go, for the page cache to be dropped."""
-        self._shard.close()
-
     def huge_nbytes(self) -> int:
-        """By huge pages."""
+        """Mapped by huge pages."""
         return self._shard.huge_pages()
+
+    def close(self) -> None:
+        """With the shard go its maps, without which the page cache can be dropped."""
+        del self._shard
 
 
 def run_job(job: Job, open_reader: Callable[[Job], Reader]) -> Run:
@@ -127,7 +141,7 @@ def run_job(job: Job, open_reader: Callable[[Job], Reader]) -> Run:
         first = read_epoch(reader, packs, **rules)
         second = read_epoch(reader, job.sample.again(packs[: first.packs]), **rules)
         private = private_nbytes() - before
-        huge = reader.huge_nbytes() if isinstance(reader, ShardReader) else 0
+        huge = reader.huge_nbytes()
     finally:
         reader.close()
     return Run(first, second, max(private, 0), huge)
@@ -150,4 +164,3 @@ def serve(open_reader: Callable[[Job], Reader]) -> None:
 def main() -> None:
     """Measure ``Shard``."""
     serve(ShardReader)
-

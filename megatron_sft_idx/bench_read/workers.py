@@ -11,13 +11,9 @@ from types import TracebackType
 from megatron_sft_idx.bench_read.worker import Job, Run
 from megatron_sft_idx.errors import FormatError
 
-__all__ = ["SHARD_WORKER", "Refused", "Worker"]
+__all__ = ["SHARD_WORKER", "Worker"]
 
 SHARD_WORKER = (sys.executable, "-c", "from megatron_sft_idx.bench_read.worker import main; main()")
-
-
-class Refused(Exception):
-    """The system does not read in this way; the message is its reason."""
 
 
 class Worker:
@@ -34,8 +30,8 @@ class Worker:
         """Do a job.
 
         Raises:
-            Refused: the system says no, or ends the process.
             FormatError: the shard is bad.
+            OSError: the system does not let it be read in this way, or ends the process.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -46,12 +42,12 @@ class Worker:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise Refused(f"the measured process ended with code {self._process.wait()}")
+            raise OSError(f"the measured process ended with code {self._process.wait()}")
         answer = json.loads(line)
         if "bad" in answer:
             raise FormatError(answer["bad"])
         if "refused" in answer:
-            raise Refused(answer["refused"])
+            raise OSError(answer["refused"])
         return Run.of(answer["run"])
 
     def __enter__(self) -> Worker:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from contextlib import ExitStack
 
-from megatron_sft_idx.bench_read import NoMemoryLimit, Plan, bench_read, recommend, report_dict, report_lines
+from megatron_sft_idx.bench_read import MemoryLimit, Plan, bench_read, recommend, report_dict, report_lines
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, positive
 from megatron_sft_idx.cli.output import local_path
 from megatron_sft_idx.preprocess.progress import Progress
+from megatron_sft_idx.storage import CACHE_NBYTES
 
 __all__ = ["add_parser"]
 
@@ -59,7 +61,12 @@ def add_parser(verbs: Verbs) -> None:
     )
     parser.add_argument("--memory-limit", type=positive, metavar="MIB", help="memory for reading, page cache included")
     parser.add_argument(
-        "--cache-mib", type=positive, metavar="N", help="cache of backend process (default: that of training)"
+        "--cache-mib",
+        type=positive,
+        default=CACHE_NBYTES // _MIB,
+        metavar="N",
+        help="cache of backend process for the whole shard; a sample of it is read through as large a share"
+        " (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     add_log_interval(parser, "runs", default=10)
@@ -67,25 +74,29 @@ def add_parser(verbs: Verbs) -> None:
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    plan = Plan(
-        order=arguments.order,
-        packs=arguments.packs,
-        seconds=arguments.seconds,
-        memory_limit=arguments.memory_limit and arguments.memory_limit * _MIB,
-        cache_nbytes=arguments.cache_mib and arguments.cache_mib * _MIB,
-    )
-    interval = arguments.log_interval
-    try:
-        with Progress("reading", plan.runs, unit="runs", log_interval=interval, items="runs") as progress:
-            report = bench_read(arguments.shard, plan, tell=progress.update)
-    except NoMemoryLimit as error:
-        parser.error(f"--memory-limit: {error}")
+    with ExitStack() as stack:
+        limit = None
+        if arguments.memory_limit:
+            try:
+                limit = stack.enter_context(MemoryLimit(arguments.memory_limit * _MIB))
+            except OSError as error:
+                parser.error(f"--memory-limit: {error}")
+        plan = Plan(
+            order=arguments.order,
+            packs=arguments.packs,
+            seconds=arguments.seconds,
+            limit=limit,
+            cache_nbytes=arguments.cache_mib * _MIB,
+        )
+        interval = arguments.log_interval
+        with Progress("reading", 2 * plan.runs, unit=" epochs", log_interval=interval, items="runs") as progress:
+            report = bench_read(arguments.shard, plan, tell=lambda runs: progress.update(2 * runs, runs))
     advice = recommend(report)
     if arguments.json:
         print(json.dumps(report_dict(report, advice), indent=2))
     else:
         print("\n".join(report_lines(report, advice)))
     if advice.setting is None:
-        print(f"megatron-sft-idx: error: {report.prefix}: no setting reads it here", file=sys.stderr)
+        print(f"megatron-sft-idx: error: {arguments.shard}: no setting reads it here", file=sys.stderr)
         return 1
     return 0
