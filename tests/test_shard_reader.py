@@ -23,7 +23,7 @@ from packs import assert_holds, assert_is, demo_samples, samples, write_samples
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.shard import reader as reader_module
+from megatron_sft_idx.shard import opening as opening_module
 from megatron_sft_idx.storage import PreadArray, open_array
 
 BACKENDS = ["mmap", "pread"]
@@ -211,7 +211,7 @@ def test_a_shard_replaced_while_it_is_opened_is_not_mixed(
                 shutil.move(tmp_path / f"y{suffix}", tmp_path / f"x{suffix}")
         return open_array(path, *arguments, **options)
 
-    monkeypatch.setattr(reader_module, "open_array", replacing)
+    monkeypatch.setattr(opening_module, "open_array", replacing)
     with pytest.raises(FormatError, match="published here while it was opened"):
         Shard(tmp_path / "x", backend=backend)
     assert_holds(Shard(tmp_path / "x", backend=backend), PACKS[::-1])
@@ -282,7 +282,7 @@ def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path, present: Any, wor
 
 
 def test_another_backend_is_refused(prefix: str) -> None:
-    with pytest.raises(FormatError, match="backend 's3', choose mmap or pread"):
+    with pytest.raises(FormatError, match="backend 's3', choose one of mmap, os, pread, reopen, process"):
         Shard(prefix, backend="s3")  # type: ignore[arg-type]
 
 

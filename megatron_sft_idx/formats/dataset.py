@@ -20,8 +20,12 @@ from megatron_sft_idx.formats.registry import Source, find
 from megatron_sft_idx.formats.sft_idx import FORMAT as SHARDS
 from megatron_sft_idx.formats.sft_idx import Reader as ShardReader
 from megatron_sft_idx.shard.reader import Pack, Shard
+from megatron_sft_idx.storage import ReadOptions
 
 __all__ = ["PackedDataset", "open_dataset"]
+
+# What several shards read as one understand.
+_SHARED_OPTIONS = {"backend", "copy", *ReadOptions._fields}
 
 
 def open_dataset(
@@ -40,7 +44,8 @@ def open_dataset(
         mask_alignment: of the loss masks in the files, where a format does not say: ``"label"``, ``"token"`` or
             ``"rolled-right"``. What ``ds[i]`` hands out is label-aligned in any case.
         max_open: how many files or folders are held open at once; shards take care of themselves (``ShardSet``).
-        options: of the format's reader, such as ``backend="pread"`` for shards.
+        options: of the format's reader; for shards ``backend``, ``cache_bytes``, ``advice`` and ``huge_pages`` of
+            ``Shard``.
 
     Raises:
         FormatError: nothing known is there, a path could be two things, paths are of different formats, or what is
@@ -52,7 +57,7 @@ def open_dataset(
         >>> ds[-1]["loss_mask"], len(ds), ds.capacity
     """
     name, paths = find(source, format)
-    if name == SHARDS and len(paths) > 1 and mask_alignment == "label" and options.keys() <= {"backend", "copy"}:
+    if name == SHARDS and len(paths) > 1 and mask_alignment == "label" and options.keys() <= _SHARED_OPTIONS:
         return PackedDataset(JoinedShards(paths, **options))
     return PackedDataset(
         JoinedReader(name, paths, mask_alignment=mask_alignment, max_open=max_open, options=options),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +13,7 @@ from megatron_sft_idx.formats.joined import joined_spec
 from megatron_sft_idx.formats.sft_idx import FORMAT, spec_of
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.shards import ShardSet
-from megatron_sft_idx.storage import Backend
+from megatron_sft_idx.storage import BackendName, ReadOptions
 
 __all__ = ["JoinedShards"]
 
@@ -23,6 +25,7 @@ class JoinedShards:
         prefixes: of the shards.
         backend: of ``ShardSet``.
         copy: hand out writable copies instead of read-only views.
+        reading: ``cache_bytes``, ``advice`` and ``huge_pages`` of ``Shard``.
 
     Raises:
         ShardNotFoundError: a shard is not there.
@@ -31,8 +34,16 @@ class JoinedShards:
 
     name = FORMAT
 
-    def __init__(self, prefixes: Sequence[str], *, backend: Backend = "mmap", copy: bool = False) -> None:
-        self._shards = ShardSet(prefixes, backend=backend, alike=False)
+    def __init__(
+        self,
+        prefixes: Sequence[str],
+        *,
+        backend: BackendName | ReadOptions = "mmap",
+        copy: bool = False,
+        **reading: Any,
+    ) -> None:
+        options = ReadOptions.of(os.fspath(prefixes[0]), backend, **reading)
+        self._shards = ShardSet(prefixes, backend=options, alike=False)
         self._copy = copy
         self.notes: list[str] = []
 

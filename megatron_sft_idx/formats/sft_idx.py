@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from megatron_sft_idx.formats.reading import run_bounds
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same
-from megatron_sft_idx.storage import Backend
+from megatron_sft_idx.storage import BackendName, ReadOptions
 
 __all__ = ["FORMAT", "Reader", "Writer", "recognise", "spec_of"]
 
@@ -58,9 +59,10 @@ class Reader(PackedReader):
     Args:
         path: its prefix, or one of its files.
         mask_alignment: label, as in every shard.
-        backend: ``mmap``, or ``pread`` where mapping is slow or refused.
+        backend: of ``Shard``.
         copy: hand out writable copies instead of read-only views.
         index_cache: local folder for the index files of a remote shard; None for the usual one.
+        reading: ``cache_bytes``, ``advice`` and ``huge_pages`` of ``Shard``.
 
     Raises:
         ShardNotFoundError, FormatError: see ``Shard``.
@@ -73,9 +75,10 @@ class Reader(PackedReader):
         path: str,
         *,
         mask_alignment: MaskAlignment = "label",
-        backend: Backend = "mmap",
+        backend: BackendName | ReadOptions = "mmap",
         copy: bool = False,
         index_cache: str | None = None,
+        **reading: Any,
     ) -> None:
         self.path = ShardPaths.of(path).prefix
         if checked_alignment(self.path, mask_alignment) != "label":
@@ -85,14 +88,14 @@ class Reader(PackedReader):
             )
         self.header = read_header(self.path)
         self.notes = []
-        self._backend: Backend = backend
+        self._options = ReadOptions.of(self.path, backend, **reading)
         self._copy = copy
         self._index_cache = index_cache
 
     @cached_property
     def shard(self) -> Shard:
         """The shard, open."""
-        shard = Shard(self.path, backend=self._backend, copy=self._copy, index_cache=self._index_cache)
+        shard = Shard(self.path, backend=self._options, copy=self._copy, index_cache=self._index_cache)
         require_same(self.path, shard.shard_id, self.header.shard_id)
         return shard
 

@@ -109,7 +109,7 @@ def _open_local(paths: ShardPaths, options: ReadOptions, cache: BlockCache | Non
         array = _open_array(paths, header, options, path, dtype, header.num_tokens, nbytes[path])
         advise_order(array, options.advice)
         if cache is not None and not isinstance(array, np.ndarray):
-            return cache.array(array)
+            return cache.array(array, path, header.shard_id)
         if options.huge_pages:
             ask_huge_pages(path, array)
         return array

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,37 +12,52 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard.opening import Files
 from megatron_sft_idx.storage import BlockCache, Runs, announce, drop_pages, huge_nbytes_of
 
-__all__ = ["announce_packs", "drop_packs", "huge_nbytes"]
+__all__ = ["announce_packs", "checked_packs", "drop_packs", "huge_nbytes", "runs_of"]
 
 
-def announce_packs(
-    files: Files, indices: Iterable[int | np.integer[Any]] | NDArray[np.int64], prefix: str, *, more: bool = False
-) -> None:
-    """Have packs read in the background, in this order where it matters.
-
-    Args:
-        files: of the shard.
-        indices: of the packs; negative ones count from the end.
-        prefix: of the shard, for the error.
-        more: after those announced before, rather than instead of them.
-
-    Raises:
-        IndexError: no such pack.
-    """
+def checked_packs(
+    indices: Iterable[int | np.integer[Any]] | NDArray[np.int64], total: int, prefix: str
+) -> NDArray[np.int64]:
+    """Numbers of packs, negative ones counted from the end. IndexError, which names ``prefix``: no such pack."""
     if not isinstance(indices, np.ndarray):
         indices = np.fromiter(indices, np.int64)
-    packs = np.where(indices < 0, indices + files.num_packs, indices).astype(np.int64)
-    if (outside := (packs < 0) | (packs >= files.num_packs)).any():
-        raise IndexError(f"{prefix}: pack {indices[outside][0]}, the shard has {files.num_packs}")
-    if not len(packs):
-        return
-    first = int(packs.min())
-    offsets = files.token_offsets[first : int(packs.max()) + 2]
-    starts, stops = offsets[packs - first], offsets[packs - first + 1]
-    # Offsets that point outside are an error of whoever reads the pack.
-    sound = (starts >= 0) & (starts < stops) & (stops <= files.num_tokens)
-    starts, counts = np.repeat(starts[sound], 2), np.repeat((stops - starts)[sound], 2)
-    announce(Runs([files.tokens, files.loss], np.arange(len(starts)) % 2, starts, counts), more=more)
+    packs = np.where(indices < 0, indices + total, indices).astype(np.int64)
+    if (outside := (packs < 0) | (packs >= total)).any():
+        raise IndexError(f"{prefix}: pack {indices[outside][0]}, there are {total}")
+    return packs
+
+
+def runs_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray[np.int64]) -> Runs:
+    """Where packs lie, in their order: of each its tokens, then its mask, as they are read.
+
+    Packs whose offsets point outside the files are left out: whoever reads one is told.
+
+    Args:
+        shards: open files.
+        slots: int64 [packs], which of the shards each pack lies in.
+        packs: int64 [packs], its number there.
+    """
+    starts, counts = np.empty(len(packs), np.int64), np.empty(len(packs), np.int64)
+    for slot, files in enumerate(shards):
+        mine = np.flatnonzero(slots == slot)
+        own = packs[mine]
+        first = int(own.min())
+        offsets = files.token_offsets[first : int(own.max()) + 2]
+        begins, ends = offsets[own - first], offsets[own - first + 1]
+        sound = (begins >= 0) & (begins < ends) & (ends <= files.num_tokens)
+        starts[mine], counts[mine] = begins, np.where(sound, ends - begins, 0)
+    some = counts > 0
+    both = np.repeat(2 * slots[some], 2)
+    both[1::2] += 1
+    arrays = [array for files in shards for array in (files.tokens, files.loss)]
+    return Runs(arrays, both, np.repeat(starts[some], 2), np.repeat(counts[some], 2))
+
+
+def announce_packs(files: Files, indices: Iterable[int | np.integer[Any]] | NDArray[np.int64], prefix: str) -> None:
+    """Have packs of one shard read in the background. IndexError as of ``checked_packs``."""
+    packs = checked_packs(indices, files.num_packs, prefix)
+    if len(packs):
+        announce(runs_of([files], np.zeros(len(packs), np.int64), packs))
 
 
 def drop_packs(files: Files, paths: ShardPaths, start: int, stop: int) -> None:

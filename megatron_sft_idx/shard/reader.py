@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypedDict, overload
 
@@ -131,6 +132,12 @@ class Shard:
     def shard_id(self) -> bytes:
         """16 bytes derived from the content; equal content, equal id."""
         return self._shard_id
+
+    @cached_property
+    def index(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32], int]:
+        """Sequence offsets, token offsets, starts and the number of tokens; views where mapped, else kept in memory."""
+        files = self.files
+        return files.sequence_offsets[:], files.token_offsets[:], files.starts[:], files.num_tokens
 
     @property
     def sequence_offsets(self) -> NDArray[np.int64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +18,12 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.fingerprints import tokenizer_of
+from megatron_sft_idx.shard.paging import checked_packs, runs_of
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same
 from megatron_sft_idx.shards.budgets import MAPPED_SHARDS, MEMORY_NBYTES
 from megatron_sft_idx.shards.find import Source, find_prefixes
 from megatron_sft_idx.shards.held import HeldShards, held_nbytes
-from megatron_sft_idx.storage import Backend, is_remote
+from megatron_sft_idx.storage import BackendName, BlockCache, ReadOptions, announce, is_remote
 from megatron_sft_idx.storage.remote.threads import threads
 
 __all__ = ["OPENED_AT_ONCE", "ShardSet"]
@@ -31,7 +33,7 @@ INDEX_NBYTES = 256 << 20
 # Remote shards that are being opened at a time; a few requests of each are under way.
 OPENED_AT_ONCE = 16
 
-_State: TypeAlias = tuple[str, Backend, bytes, "str | None"]
+_State: TypeAlias = tuple[str, tuple[Any, ...], bytes, "str | None"]
 
 
 class ShardSet:
@@ -50,8 +52,9 @@ class ShardSet:
 
     Args:
         prefixes: of the shards, in order.
-        backend: of shards that are few: ``mmap``, or ``pread`` where mapping is slow or refused. ``reopen`` for sets
-            that shall hold no more than index arrays, whatever their size.
+        backend: of ``Shard``. ``mmap`` and ``pread`` are for shards that are few; ``reopen`` is for sets that shall
+            hold no more than index arrays, whatever their size; with ``process`` one cache serves all shards, and those
+            of a set that is large are opened for each block. Or ``ReadOptions``, which say more.
         same_capacity: refuse packs of different capacities. Not for corpora that are packed later, where the capacity
             is that of the longest sequence.
         index_cache: local folder for the index files of remote shards; None for the usual one.
@@ -70,14 +73,15 @@ class ShardSet:
         self,
         prefixes: Sequence[str],
         *,
-        backend: Backend = "mmap",
+        backend: BackendName | ReadOptions = "mmap",
         same_capacity: bool = True,
         alike: bool = True,
         index_cache: str | None = None,
     ) -> None:
         if not prefixes:
             raise FormatError("an empty list of shards; name at least one")
-        self._take(tuple(ShardPaths.of(prefix).prefix for prefix in prefixes), backend, b"", index_cache)
+        options = ReadOptions.of(os.fspath(prefixes[0]), backend)
+        self._take(tuple(ShardPaths.of(prefix).prefix for prefix in prefixes), options, b"", index_cache)
         if alike:
             self._check(same_capacity)
         else:
@@ -88,7 +92,7 @@ class ShardSet:
         cls,
         source: Source,
         *,
-        backend: Backend = "mmap",
+        backend: BackendName | ReadOptions = "mmap",
         same_capacity: bool = True,
         index_cache: str | None = None,
     ) -> ShardSet:
@@ -96,22 +100,24 @@ class ShardSet:
         found = find_prefixes(source)
         return cls(found, backend=backend, same_capacity=same_capacity, index_cache=index_cache)
 
-    def _take(self, prefixes: tuple[str, ...], backend: Backend, fingerprint: bytes, index_cache: str | None) -> None:
+    def _take(
+        self, prefixes: tuple[str, ...], options: ReadOptions, fingerprint: bytes, index_cache: str | None
+    ) -> None:
         self.prefixes = prefixes
         self._index_cache = index_cache
         self.remote = any(map(is_remote, prefixes))
-        self._backend: Backend = backend
+        self._options = options
         self._expected = fingerprint  # empty: whatever is there
         # Entries come and go one by one, which threads may do at once: no lock that a fork could catch in their hands.
         self._shards: dict[int, Shard] = {}
 
     def __getstate__(self) -> _State:
         # A path holds no zero byte; thousands of strings would each add their own few.
-        return "\0".join(self.prefixes), self._backend, self._fingerprint, self._index_cache
+        return "\0".join(self.prefixes), tuple(self._options), self._fingerprint, self._index_cache
 
     def __setstate__(self, state: _State) -> None:
-        prefixes, backend, fingerprint, index_cache = state
-        self._take(tuple(prefixes.split("\0")), backend, fingerprint, index_cache)
+        prefixes, options, fingerprint, index_cache = state
+        self._take(tuple(prefixes.split("\0")), ReadOptions(*options), fingerprint, index_cache)
 
     @classmethod
     def reopen(cls, state: _State) -> ShardSet:
@@ -190,17 +196,25 @@ class ShardSet:
 
     @cached_property
     def _mapped(self) -> bool:
-        return self._backend != "reopen" and MAPPED_SHARDS.grant(self, len(self.prefixes))
+        return self._options.backend != "reopen" and MAPPED_SHARDS.grant(self, len(self.prefixes))
+
+    @cached_property
+    def cache(self) -> BlockCache | None:
+        """What the shards are read through, one budget for all; None unless the backend is ``process``."""
+        options = self._options
+        if options.backend != "process":
+            return None
+        return BlockCache(options.cache_bytes, huge_pages=options.huge_pages)
 
     @cached_property
     def held(self) -> HeldShards | None:
         """The shards in memory, where that is how they are read."""
         alike = len({(header.token_dtype, header.mask_dtype) for header in self.headers}) == 1
-        if self._mapped or self.remote or self._backend == "reopen" or not alike:
+        if self._mapped or self.remote or self._options.backend in ("reopen", "process") or not alike:
             return None
         if not MEMORY_NBYTES.grant(self, held_nbytes(self.headers)):
             return None
-        return HeldShards(self.headers, partial(_open, self.prefixes, self.headers, "reopen", None))
+        return HeldShards(self.headers, partial(_open, self.prefixes, self.headers, ReadOptions("reopen"), None, None))
 
     @property
     def _index_nbytes(self) -> list[int]:
@@ -218,8 +232,8 @@ class ShardSet:
         held = self._shards
         shard = held.get(number)
         if shard is None:
-            backend = self._backend if self._mapped else "reopen"
-            shard = _open(self.prefixes, self.headers, backend, self._index_cache, number)
+            options = self._options if self._mapped else self._options._replace(backend="reopen")
+            shard = _open(self.prefixes, self.headers, options, self._index_cache, self.cache, number)
         elif self._most_held == len(self.prefixes):
             return shard
         else:
@@ -245,6 +259,22 @@ class ShardSet:
         # Sizes are uneven and may be zero: right of all boundaries that a pack is not before.
         shards = np.searchsorted(self.packs_before, packs, side="right") - 1
         return shards, packs - self.packs_before[shards]
+
+    def schedule(self, indices: NDArray[np.int64] | Sequence[int]) -> None:
+        """Say which packs come next, in order, as of ``Shard.schedule``.
+
+        Nothing happens where shards are in memory or in an object store, which a ``BatchLoader`` fetches from.
+
+        Raises:
+            IndexError: no such pack.
+        """
+        packs = checked_packs(indices, len(self), self.prefixes[0])
+        if self.remote or self.held is not None or not len(packs):
+            return
+        shards, local = self.locate(packs)
+        numbers, slots = np.unique(shards, return_inverse=True)
+        files = [self.shard(number).files for number in numbers.tolist()]
+        announce(runs_of(files, slots, local))
 
     def __len__(self) -> int:
         return int(self.packs_before[-1])
@@ -275,10 +305,15 @@ def _running(counts: list[int]) -> NDArray[np.int64]:
 
 
 def _open(
-    prefixes: Sequence[str], headers: Sequence[Header], backend: Backend, index_cache: str | None, number: int
+    prefixes: Sequence[str],
+    headers: Sequence[Header],
+    options: ReadOptions,
+    index_cache: str | None,
+    cache: BlockCache | None,
+    number: int,
 ) -> Shard:
     """Shard ``number``. FormatError where another one was published over it."""
-    shard = Shard(prefixes[number], backend=backend, index_cache=index_cache)
+    shard = Shard(prefixes[number], backend=options, index_cache=index_cache, cache=cache)
     require_same(shard.prefix, shard.shard_id, headers[number].shard_id)
     return shard
 

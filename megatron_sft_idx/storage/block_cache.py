@@ -12,12 +12,13 @@ used before it. Where nothing is announced this is a plain LRU cache.
 from __future__ import annotations
 
 import heapq
+import itertools
 import mmap
 import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,13 +64,13 @@ class _Memory:
     """The blocks that one process holds, and the threads that fetch more; every method is called under ``changed``.
 
     Args:
-        sources: the files, by number; grows as files are added.
+        sources: the files, by number; they may become more.
         slots: blocks that there is room for.
         block_nbytes: of each; those at the end of a file may have less in them.
         huge_pages: ask for huge pages.
     """
 
-    def __init__(self, sources: Sequence[Source], slots: int, block_nbytes: int, huge_pages: bool) -> None:
+    def __init__(self, sources: Mapping[int, Source], slots: int, block_nbytes: int, huge_pages: bool) -> None:
         self.changed = threading.Condition(threading.Lock())
         self.sources, self.slots, self.block_nbytes = sources, slots, block_nbytes
         # Private: what mmap gives by itself would be shared with forked processes. Untouched pages take no memory.
@@ -267,7 +268,9 @@ class BlockCache:
     def __init__(self, nbytes: int, *, block_nbytes: int = BLOCK_NBYTES, huge_pages: bool = False) -> None:
         self.nbytes, self._huge_pages = nbytes, huge_pages
         self.block_nbytes = min(block_nbytes, nbytes)
-        self._sources: list[Source] = []
+        self._sources: dict[int, Source] = {}
+        self._numbers: dict[tuple[str, bytes], int] = {}
+        self._count = itertools.count()
         self._made: dict[int, _Memory] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -297,10 +300,17 @@ class BlockCache:
         """Blocks that were read so far in this process, in the background or not."""
         return self._memory.reads
 
-    def array(self, source: Source) -> CachedArray:
-        """An array whose slices are copied out of blocks."""
-        self._sources.append(source)
-        return CachedArray(self, source, len(self._sources) - 1)
+    def array(self, source: Source, path: str, content: bytes) -> CachedArray:
+        """An array whose slices are copied out of blocks.
+
+        Args:
+            source: what the blocks are read from.
+            path: of its file.
+            content: where this and the path are those of an array before, its blocks serve this one too.
+        """
+        number = self._numbers.setdefault((path, content), next(self._count))
+        self._sources[number] = source
+        return CachedArray(self, source, number)
 
     def read(self, file: int, offset: int, out: NDArray[np.uint8]) -> None:
         """Bytes of a file from ``offset`` on, which are there, into ``out``.

@@ -189,7 +189,7 @@ class OpenShard:
         files = shard.files
         self.num_packs = files.num_packs
         self.num_tokens: int | None = files.num_tokens
-        self.index = files.sequence_offsets[:], files.token_offsets[:], files.starts[:], files.num_tokens
+        self.index = shard.index
         self._arrays = files.tokens[:], files.loss[:]
         whole = np.zeros(1, np.int64), np.array([files.num_tokens])
         for array in self._arrays:

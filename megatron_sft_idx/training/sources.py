@@ -99,8 +99,7 @@ class StoredPacks:
             indexes = [(held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens))]
         else:
             numbers, slots = in_slots(shards)
-            files = [shard.files for shard in self.shards.opened(numbers)]
-            indexes = [(f.sequence_offsets[:], f.token_offsets[:], f.starts[:], f.num_tokens) for f in files]
+            indexes = [shard.index for shard in self.shards.opened(numbers)]
         try:
             offsets, own, starts, lengths = _native.pack_segments(indexes, slots, local)
         except ValueError as error:
