@@ -34,7 +34,7 @@ CLOUD = {"boto3", "botocore", "multistorageclient", "obstore"}
 HEAVY = MEGATRON | CLOUD | {"transformers", "datasets", "ray", "pyarrow", "gigatoken", "zstandard"}
 
 TOP_LEVEL = {
-    *("setup.py", "megatron_sft_idx", "csrc", "tests", "tools", "README.md"),
+    *("setup.py", "megatron_sft_idx", "csrc", "tests", "tools", "docs", "README.md"),
     *("pyproject.toml", "Makefile", "constraints.txt", "CHANGELOG.md", "LICENSE"),
 }
 # Written so that this file does not hold what it looks for.

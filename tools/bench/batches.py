@@ -1,19 +1,17 @@
 """Batches of packed rows beside other ways to store and collate them, on this machine.
 
-    python tools/bench/batches.py [--packs 20000] [--rounds 3]
+    python tools/bench/batches.py [--full]
 
-Writes tools/bench/results/batches.md. All sides serve the same packs in the same random order and, but for the
+All sides serve the same packs in the same random order and, but for the
 collate of Python lists, must give the same tensors before they are timed.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,20 +19,25 @@ from typing import Any, NamedTuple
 import batches_peers as peers
 import numpy as np
 import torch
-from batches_peers import CAPACITY, ROWS, Row
-from report import machine, table
+from batches_peers import CAPACITY, ROWS, Files
+from measure import evict, read_from_disk
+from plot import Dot, dots
+from report import Bench, Parser, Size
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shards import ShardSet
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
 from megatron_sft_idx.training.sources import StoredPacks
 
-RESULTS = Path(__file__).parent / "results" / "batches.md"
 SEQUENCES = 8
 WARM_UP, COLD_BATCHES, STEP_SECONDS = 10, 80, 0.004
 Batches = list[list[int]]
+ASSEMBLE, THREAD = "`assemble` into reused buffers", "`BatchLoader`, the thread"
+NUMPY, LISTS = "five files, collate in numpy", "Python lists, Megatron-Bridge's collate"
+COLD = "`BatchLoader`, 16 ahead, `random_access`"
+Cells = list[list[float]]  # of a way: the rounds of workers 0, workers 2, blocked in next()
 
 
 class Store(NamedTuple):
@@ -61,20 +64,6 @@ def write_shard(prefix: Path, packs: int) -> None:
             mask = np.ones(3900, np.uint8)
             mask[np.append(cuts, 3900) - 1] = 0
             writer.add_pack(rng.integers(1, 150_000, 3900, np.int32), mask, starts)
-
-
-class Files(Dataset[Row]):
-    """The shard, read pack by pack."""
-
-    def __init__(self, prefix: Path) -> None:
-        self.shard = Shard(prefix)
-
-    def __len__(self) -> int:
-        return len(self.shard)
-
-    def __getitem__(self, i: int) -> Row:
-        pack = self.shard[i]
-        return pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"]
 
 
 def assembler_of(prefix: Path, **options: Any) -> BatchAssembler:
@@ -155,16 +144,16 @@ def warm_ways(stores: list[Store], prefix: Path, packs: int) -> list[tuple[str, 
 
     ways: list[tuple[str, list[Callable[[], float] | None]]] = [
         ("read the packs' bytes, write the batch's bytes (memcpy)", [copying(prefix, order), None, None]),
-        ("`assemble` into reused buffers", [inline("wide"), None, None]),
-        ("`BatchLoader`, the thread", thread("wide")),
+        (ASSEMBLE, [inline("wide"), None, None]),
+        (THREAD, thread("wide")),
         ("`PackRows` in a DataLoader", through(PackRows(assembler_of(prefix)), whole_batch, 1)),
         ("narrow form into reused buffers", [inline("narrow"), None, None]),
         ("narrow form, the thread", thread("narrow")),
-        ("five files, collate in numpy", through(Files(prefix), peers.collate, 1)),
+        (NUMPY, through(Files(prefix), peers.collate, 1)),
     ]
     ways += [(f"{store.name}, collate in numpy", through(store.open(), peers.collate, 4)) for store in stores]
     lists = peers.Lists([Files(prefix)[i] for i in range(64)])
-    ways.append(("Python lists, Megatron-Bridge's collate", lists_ways(lists)))
+    ways.append((LISTS, lists_ways(lists)))
     return ways
 
 
@@ -203,58 +192,63 @@ def check_equal(stores: list[Store], prefix: Path, packs: int) -> None:
     """Every side gives the same tensors."""
     picked = random_batches(packs, 1, 7)[0]
     wanted = assembler_of(prefix).assemble(picked)
-    for store in [Store("five files", [], lambda: Files(prefix)), *stores]:
+    for store in [Store(NUMPY, [], lambda: Files(prefix)), *stores]:
         (made,) = loader(store.open(), peers.collate, [picked], 0)
         for name, tensor in wanted.items():
             if not torch.equal(made[name], tensor):
                 raise SystemExit(f"{store.name}: another {name}")
 
 
-def warm(stores: list[Store], prefix: Path, packs: int, rounds: int) -> Iterator[str]:
+def warm(bench: Bench, stores: list[Store], prefix: Path, packs: int, rounds: int) -> None:
     ways = warm_ways(stores, prefix, packs)
-    found: list[list[list[float]]] = [[[] for _ in works] for _, works in ways]
+    found: dict[str, Cells] = {name: [[] for _ in works] for name, works in ways}
     for _ in range(rounds):
-        for row, (_, works) in zip(found, ways, strict=True):
-            for cell, work in zip(row, works, strict=True):
+        for name, works in ways:
+            for cell, work in zip(found[name], works, strict=True):
                 if work is not None:
                     cell.append(work())
-    figures = [[statistics.median(cell) if cell else None for cell in row] for row in found]
-    names = [name for name, _ in ways]
-    base = figures[names.index("`assemble` into reused buffers")][0] or 0.0
-    waits = figures[names.index("`BatchLoader`, the thread")][2] or 0.0
-    yield "## From the page cache"
-    yield ""
-    yield (
+    figures = {name: [statistics.median(cell) if cell else None for cell in row] for name, row in found.items()}
+    base, waits = figures[ASSEMBLE][0] or 0.0, figures[THREAD][2] or 0.0
+    bench.section("From the page cache")
+    bench.say(
         f"Milliseconds a batch, medians of {rounds} rounds. First two columns: a trainer that does nothing but ask for"
         f" the next batch. Third: how long `next` keeps a trainer waiting whose steps take {STEP_SECONDS * 1e3:.0f} ms,"
         " with the thread or two worker processes ahead of it. Last two: workers 0 in units of `assemble` into reused"
         " buffers, and the best of all three in units of how long `next` of our thread blocks."
     )
-    yield ""
     rows = []
-    for name, (zero, two, wait) in zip(names, figures, strict=True):
+    for name, (zero, two, wait) in figures.items():
         best = min(x for x in (zero, two, wait) if x is not None)
         shown = [f"{x:.3f}" if x is not None else "" for x in (zero, two, wait)]
         rows.append((name, *shown, f"{(zero or 0.0) / base:.2f}", f"{best / waits:.1f}"))
     header = ("way", "workers 0", "workers 2", "blocked in `next`", "workers 0 / `assemble`", "best / thread blocked")
-    yield from table(header, rows)
+    bench.table(header, rows)
+    headlines(bench, found)
+
+
+def headlines(bench: Bench, found: dict[str, Cells]) -> None:
+    """A batch without workers, and the wait in ``next`` beside the best that others do."""
+    size = f"{ROWS} x {CAPACITY:,}, shuffled"
+    peers = {name: key for key in ("numpy", "arrow", "mds", "lists") for name in found if key_of(name) == key}
+    for name, key in peers.items():
+        what, ours = f"a batch of {size}, no workers", found[ASSEMBLE][0]
+        bench.headline(f"batch-{key}", what, ours, "ms", peer=name, theirs=found[name][0], short=True)
+    for name, key in peers.items():
+        best = min((cell for cell in found[name] if cell), key=statistics.median)
+        what, ours = "the same: time a trainer waits in `next`", found[THREAD][2]
+        bench.headline(f"next-{key}", what, ours, "ms", peer=f"{name}; best of three", theirs=best)
+    others = set(peers)
+    marks = [Dot(name.replace("`", ""), cells[0], name not in others) for name, cells in found.items()]
+    bench.plot("batches", dots(f"A batch of {size}, no workers", "milliseconds", marks))
+
+
+def key_of(name: str) -> str:
+    """Short, of a peer; empty for ours."""
+    words = {NUMPY: "numpy", LISTS: "lists"}
+    return words.get(name) or next((key for key, word in (("arrow", "(Arrow)"), ("mds", "(MDS)")) if word in name), "")
 
 
 # ---- from disk ----
-
-
-def evict(files: Iterable[Path]) -> None:
-    """Drop files from the page cache; nobody may have them mapped."""
-    for path in files:
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
-
-
-def disk_bytes() -> int:
-    with open("/proc/self/io") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("read_bytes"))
 
 
 def in_fork(work: Callable[[], tuple[float, float]]) -> tuple[float, float]:
@@ -291,13 +285,13 @@ def cold_ways(stores: list[Store], prefix: Path) -> list[Cold]:
         ("`assemble`, a plain map", files, plain),
         ("`BatchLoader`, 4 batches ahead", files, thread(4, False)),
         ("`BatchLoader`, 4 ahead, `random_access`", files, thread(4, True)),
-        ("`BatchLoader`, 16 ahead, `random_access`", files, thread(16, True)),
-        ("five files, collate in numpy", files, collated(lambda: Files(prefix))),
+        (COLD, files, thread(16, True)),
+        (NUMPY, files, collated(lambda: Files(prefix))),
         *((f"{store.name}, collate in numpy", store.files, collated(store.open)) for store in stores),
     ]
 
 
-def cold(stores: list[Store], prefix: Path, packs: int, rounds: int) -> Iterator[str]:
+def cold(bench: Bench, stores: list[Store], prefix: Path, packs: int, rounds: int) -> None:
     ways, seeds = cold_ways(stores, prefix), iter(range(1_000_000, 2_000_000))
     found: list[list[tuple[float, float, float]]] = [[] for _ in ways]
     for _ in range(rounds):
@@ -310,21 +304,26 @@ def cold(stores: list[Store], prefix: Path, packs: int, rounds: int) -> Iterator
                 )
             )
     figures = [[statistics.median(column) for column in zip(*cell, strict=True)] for cell in found]
-    yield "## From disk"
-    yield ""
-    yield (
+    bench.section("From disk")
+    bench.say(
         f"Milliseconds a batch with the files dropped from the page cache before each run of {COLD_BATCHES} random"
         f" batches, medians of {rounds}; workers 0. A batch holds {ROWS * 3900 * 5 / 1e6:.2f} MB of packs. The last two"
         f" columns are for a trainer whose steps take {STEP_SECONDS * 1e3:.0f} ms."
     )
-    yield ""
     base, waits = figures[0][0], figures[0][2]
     rows = [
         (name, f"{t:.2f}", f"{base / t:.1f}", f"{nbytes / 1e6:.2f}", f"{wait:.2f}", f"{waits / wait:.1f}")
         for (name, _, _), (t, nbytes, wait) in zip(ways, figures, strict=True)
     ]
     header = ("way", "ms", "rate, plain map = 1", "MB read from disk", "blocked in `next`", "plain map / this")
-    yield from table(header, rows)
+    bench.table(header, rows)
+    times = {name: [ms for ms, _, _ in cell] for (name, _, _), cell in zip(ways, found, strict=True)}
+    thread = times[COLD]
+    for name in [name for name in times if key_of(name) in ("arrow", "mds")]:
+        what = f"a batch of {ROWS} x {CAPACITY:,} from disk, nothing cached"
+        bench.headline(f"cold-{key_of(name)}", what, thread, "ms", peer=name, theirs=times[name], short=True)
+    marks = [Dot(name.replace("`", ""), cell, not key_of(name)) for name, cell in times.items()]
+    bench.plot("batches_cold", dots("A shuffled batch from disk, nothing cached", "milliseconds", marks))
 
 
 def _from_disk(
@@ -337,43 +336,41 @@ def _from_disk(
     """Milliseconds and bytes read a batch."""
 
     def work() -> tuple[float, float]:
-        before = disk_bytes()
+        before = read_from_disk()
         took = measure(batches(random_batches(packs, COLD_BATCHES, seed)), COLD_BATCHES)
-        return took, (disk_bytes() - before) / (COLD_BATCHES + WARM_UP)
+        return took, (read_from_disk() - before) / (COLD_BATCHES + WARM_UP)
 
     evict(files)
     return in_fork(work)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--packs", type=int, default=20_000, help="packs in every store")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of which the median is taken")
-    options = parser.parse_args()
+    options = Parser(
+        __doc__,
+        packs=Size(10_000, 20_000, "packs in every store"),
+        rounds=Size(3, 5, "runs of which the median is taken"),
+    ).parse()
+    versions = ("torch", "datasets", "mosaicml-streaming", "numpy")
+    bench = Bench("batches", "Batches beside other stores and collates", versions, options)
+    bench.say(
+        f"{options.packs:,} packs, capacity {CAPACITY}, batches of {ROWS} random packs: {ROWS * 3900:,} tokens of"
+        f" {SEQUENCES * ROWS} sequences."
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prefix = folder / "ours"
         write_shard(prefix, options.packs)
-        stores, missing = [], []
+        stores = []
         for make in (peers.arrow, peers.mds):
             try:
                 stores.append(Store(*make(folder, Files(prefix))))
             except ImportError as error:
-                missing.append(f"{make.__name__} is left out: {error}.")
-        lines = [
-            "# Batches beside other stores and collates",
-            "",
-            f"{machine()}; torch {torch.__version__}. {options.packs:,} packs, capacity {CAPACITY}, batches of {ROWS}"
-            f" random packs: {ROWS * 3900:,} tokens of {SEQUENCES * ROWS} sequences.",
-            *missing,
-            "",
-        ]
+                bench.say(f"{make.__name__} is left out: {error}.")
         # Cold first: this process must not have mapped what is to be evicted.
-        chilled = list(cold(stores, prefix, options.packs, options.rounds))
+        cold(bench, stores, prefix, options.packs, options.rounds)
         check_equal(stores, prefix, options.packs)
-        lines += [*warm(stores, prefix, options.packs, options.rounds), *chilled]
-    print("\n".join(lines))
-    RESULTS.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+        warm(bench, stores, prefix, options.packs, options.rounds)
+    bench.write()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from megatron_sft_idx.shard import Shard
+
 CAPACITY, ROWS, WIDTH = 4096, 8, 10
 Row = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]  # ids, label-aligned mask, boundaries
 Made = tuple[str, list[Path], Callable[[], Dataset[Any]]]
@@ -39,6 +41,20 @@ def collate(rows: list[Row]) -> dict[str, torch.Tensor]:
     made = {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": loss}
     made |= {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
     return {name: torch.from_numpy(array) for name, array in made.items()}
+
+
+class Files(Dataset[Row]):
+    """The shard, read pack by pack."""
+
+    def __init__(self, prefix: Path) -> None:
+        self.shard = Shard(prefix)
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    def __getitem__(self, i: int) -> Row:
+        pack = self.shard[i]
+        return pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"]
 
 
 # ---- Python lists ----
@@ -144,9 +160,17 @@ def arrow(folder: Path, rows: Dataset[Row]) -> Made:
 # ---- mosaicml-streaming ----
 
 
+def import_streaming() -> ModuleType:
+    """The package, without its image datasets, which alone need torchvision and are imported at once."""
+    sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
+    import streaming
+
+    return streaming  # type: ignore[no-any-return]
+
+
 class _MdsRows(Dataset[Row]):
-    def __init__(self, streaming: ModuleType, folder: Path) -> None:
-        self.rows = streaming.LocalDataset(str(folder))
+    def __init__(self, folder: Path) -> None:
+        self.rows = import_streaming().LocalDataset(str(folder))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -157,13 +181,10 @@ class _MdsRows(Dataset[Row]):
 
 
 def mds(folder: Path, rows: Dataset[Row]) -> Made:
-    # Its image datasets alone need torchvision, which it imports at once; nothing here uses them.
-    sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
-    import streaming
-
+    streaming = import_streaming()
     columns = {"input_ids": "ndarray:int32", "loss_mask": "ndarray:uint8", "seq_boundaries": "ndarray:int32"}
     with streaming.MDSWriter(out=str(folder / "mds"), columns=columns) as writer:
         for i in range(len(rows)):  # type: ignore[arg-type]
             writer.write(dict(zip(columns, rows[i], strict=True)))
     name = f"mosaicml-streaming {streaming.__version__} (MDS)"
-    return name, sorted((folder / "mds").glob("*.mds")), lambda: _MdsRows(streaming, folder / "mds")
+    return name, sorted((folder / "mds").glob("*.mds")), lambda: _MdsRows(folder / "mds")

@@ -1,8 +1,8 @@
 """Converting packed data between a shard and every other format: peak memory and speed.
 
-    python tools/bench/conversion.py [--gigabytes 2]
+    python tools/bench/conversion.py [--full]
 
-Writes tools/bench/results/conversion.md. Every conversion runs in a fresh process, which is watched from outside: its
+Every conversion runs in a fresh process, which is watched from outside: its
 heap is what Linux counts as RssAnon, interpreter and libraries included, mapped files not. Then the same conversions
 at a tenth and a fifth of the size under tracemalloc, which knows Python's and numpy's memory to the byte: what grows
 with the data would show. Needs some 4 times the size in the folder for temporary files.
@@ -10,7 +10,6 @@ with the data would show. Needs some 4 times the size in the folder for temporar
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import tempfile
@@ -24,14 +23,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from formats import write_packs
 from formats_peers import nbytes_of
-from report import machine, memory, table
+from formats_ways import write_packs
+from measure import memory
+from plot import Dot, dots
+from report import MIB, Bench, Parser, Size
 
 from megatron_sft_idx.convert import ConvertOptions, convert
 
-RESULTS = Path(__file__).parent / "results" / "conversion.md"
-MIB, GB = 1 << 20, 10**9
+GB = 10**9
 PACK_NBYTES = 5 * 3948 + 60  # of a shard, on average
 WATCH_SECONDS = 0.005
 # A pickled .npy is read whole, some 40 bytes a token: reading it is measured with less.
@@ -173,7 +173,7 @@ def there_and_back(folder: Path, kind: Format, nbytes: int, *, traced: bool) -> 
 # ---- the report ----
 
 
-def report(full: list[Run], tenth: list[Run], fifth: list[Run]) -> Iterator[str]:
+def report(bench: Bench, full: list[Run], tenth: list[Run], fifth: list[Run]) -> None:
     rows = []
     for run, small, twice in zip(full, tenth, fifth, strict=True):
         rows.append(
@@ -190,45 +190,40 @@ def report(full: list[Run], tenth: list[Run], fifth: list[Run]) -> Iterator[str]
             )
         )
     header = "direction, MB read, MB written, seconds, MB/s, verifying seconds, peak heap MiB"
-    yield from table(f"{header}, traced peak MiB at a tenth, at a fifth".split(", "), rows)
+    bench.table(f"{header}, traced peak MiB at a tenth, at a fifth".split(", "), rows)
+    for run in full:
+        key = run.direction.replace(" ", "-")
+        bench.headline(key, f"converting {run.direction}", [run.nbytes / run.seconds / 1e6], "MB/s")
+    most = max((run for run in full if run.direction != "npy to sft-idx"), key=lambda run: run.heap)
+    what = f"most heap of a conversion but from `npy` ({most.direction})"
+    bench.headline("heap", what, [most.heap / MIB], "MiB")
+    marks = [Dot(run.direction, [run.nbytes / run.seconds / 1e6], True) for run in full]
+    bench.plot("conversion", dots("Converting between formats", "MB read a second", marks))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--gigabytes", type=float, default=2.0, help="size of what is converted")
-    parser.add_argument(
-        "--only", choices=[kind.name for kind in FORMATS], help="one format, at full size, not recorded"
-    )
-    options = parser.parse_args()
+    options = Parser(__doc__, gigabytes=Size(0.2, 2.0, "size of what is converted")).parse()
     nbytes = int(options.gigabytes * GB)
 
     def runs(share: float, *, traced: bool) -> list[Run]:
         found = []
         with tempfile.TemporaryDirectory() as name:
             for kind in FORMATS:
-                if options.only not in (None, kind.name):
-                    continue
                 for run in there_and_back(Path(name), kind, int(nbytes * share), traced=traced):
                     size, heap = run.nbytes / 1e6, run.heap / MIB
                     print(f"{run.direction}: {size:.0f} MB, {run.seconds:.1f} s, heap {heap:.0f} MiB", flush=True)
                     found.append(run)
         return found
 
-    if options.only:
-        runs(1, traced=False)
-        return
-    full, tenth, fifth = runs(1, traced=False), runs(0.1, traced=True), runs(0.2, traced=True)
-    lines = [
-        "# Converting between a shard and every other format",
-        "",
-        f"{machine()}. Packs of 4096 tokens; a fresh process each; MB/s of what is read, opening it and fsync included."
-        " Heap: peak of all memory but mapped files, interpreter and libraries included. A pickled `.npy` can only be"
-        f" read whole: it is read at {NPY_SHARE:.0%} of the size, and not verified at full size.",
-        "",
-        *report(full, tenth, fifth),
-    ]
-    print("\n".join(lines))
-    RESULTS.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    title = "Converting between a shard and every other format"
+    bench = Bench("conversion", title, ("pyarrow", "numpy"), options)
+    bench.say(
+        "Packs of 4096 tokens; a fresh process each; MB/s of what is read, opening it and fsync included. Heap: peak of"
+        " all memory but mapped files, interpreter and libraries included. A pickled `.npy` can only be read whole: it"
+        f" is read at {NPY_SHARE:.0%} of the size, and not verified at full size."
+    )
+    report(bench, runs(1, traced=False), runs(0.1, traced=True), runs(0.2, traced=True))
+    bench.write()
 
 
 if __name__ == "__main__":

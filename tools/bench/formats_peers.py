@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import pickle
 import struct
 import warnings
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from batches_peers import import_streaming
 
 Sample = dict[str, Any]
 
@@ -179,11 +179,44 @@ class Stock:
         return {"input_ids": self.items[i]}
 
 
-def nbytes_of(path: str) -> int:
-    """Bytes of a file, of a folder, or of all files of a prefix."""
+class ArrowItems:
+    """Hugging Face ``datasets`` from a saved folder, as numpy arrays."""
+
+    def __init__(self, folder: str) -> None:
+        import datasets
+
+        self.rows = datasets.load_from_disk(folder).with_format("numpy")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Sample:
+        row: Sample = self.rows[i]
+        return row
+
+
+class MdsItems:
+    """mosaicml-streaming's local dataset, which gives numpy arrays."""
+
+    def __init__(self, folder: str) -> None:
+        self.rows = import_streaming().LocalDataset(folder)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Sample:
+        row: Sample = self.rows[i]
+        return row
+
+
+def files_of(path: str) -> list[Path]:
+    """A file, the files of a folder, or those of a prefix."""
     place = Path(path)
     if place.is_dir():
-        return sum(file.stat().st_size for file in place.iterdir())
-    if place.is_file():
-        return os.path.getsize(path)
-    return sum(file.stat().st_size for file in place.parent.glob(place.name + ".*"))
+        return [file for file in place.iterdir() if file.is_file()]
+    return [place] if place.is_file() else list(place.parent.glob(place.name + ".*"))
+
+
+def nbytes_of(path: str) -> int:
+    """Bytes of a file, of a folder, or of all files of a prefix."""
+    return sum(file.stat().st_size for file in files_of(path))

@@ -1,13 +1,10 @@
 """A finished catalog read as a stream, beside the same shards as a static dataset, and beside scattering from rank 0.
 
-    python tools/bench/live_catalog.py [--packs 8000] [--shards 20] [--rounds 5]
-
-Writes tools/bench/results/live_catalog.md.
+python tools/bench/live_catalog.py [--full]
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import statistics
@@ -20,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from report import machine, table
+from plot import Dot, dots
+from report import Bench, Parser, Size
 
 from megatron_sft_idx.catalog import Catalog, Limits, ProducerState
 from megatron_sft_idx.shard import ShardWriter
@@ -33,7 +31,6 @@ from megatron_sft_idx.training.order import EpochOrder
 from megatron_sft_idx.training.rows import PackedRows
 from megatron_sft_idx.training.sources import StoredPacks
 
-RESULTS = Path(__file__).parent / "results" / "live_catalog.md"
 CAPACITY, TOKENS, SEQUENCES, ROWS, RANKS = 4096, 3900, 8, 8, 4
 
 
@@ -72,7 +69,7 @@ def per_batch(batches: Iterable[Any]) -> tuple[float, float]:
     return (time.perf_counter() - start) / count * 1e3, (time.process_time() - busy) / count * 1e3
 
 
-def beside(folder: Path, rounds: int) -> Iterator[str]:
+def beside(bench: Bench, folder: Path, rounds: int) -> None:
     """The stream beside the static dataset."""
     torch.set_num_threads(1)  # a pool of threads that look for work would count as busy
     ways: list[tuple[str, Callable[[], Iterable[Any]]]] = [
@@ -89,14 +86,12 @@ def beside(folder: Path, rounds: int) -> Iterator[str]:
                 cell.append(took)
     figures = [[statistics.median(column) for column in zip(*cell, strict=True)] for cell in found]
     (base, busy) = figures[0]
-    yield "## One rank"
-    yield ""
-    yield (
+    bench.section("One rank")
+    bench.say(
         f"Milliseconds a micro-batch of {ROWS} packs over whole epochs from the page cache, through the thread, opening"
-        f" included; medians of {rounds} interleaved epochs. The target is 1.2 times of the static dataset. Processor"
-        " time tells more where other work runs on the machine."
+        f" included; medians of {rounds} interleaved epochs. Processor time tells more where other work runs on the"
+        " machine."
     )
-    yield ""
     header = ("way", "ms", "fastest", "static dataset = 1", "processor ms", "static dataset = 1")
     rows = [
         (
@@ -105,7 +100,10 @@ def beside(folder: Path, rounds: int) -> Iterator[str]:
         )
         for (name, _), cell, (wall, cpu) in zip(ways, found, figures, strict=True)
     ]
-    yield from table(header, rows)
+    bench.table(header, rows)
+    static, ours = ([wall for wall, _ in cell] for cell in found[:2])
+    what = f"a batch of {ROWS} x {CAPACITY} of a live catalog"
+    bench.headline("batch", what, ours, "ms", peer="the same shards as a static dataset", theirs=static, short=True)
 
 
 # ---- four ranks ----
@@ -152,7 +150,7 @@ def rank_main(rank: int, folder: Path, meeting: str, rounds: int, pipe: Any) -> 
     dist.destroy_process_group()
 
 
-def four_ranks(folder: Path, rounds: int) -> Iterator[str]:
+def four_ranks(bench: Bench, folder: Path, rounds: int) -> None:
     context = multiprocessing.get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     meeting = os.fspath(folder / "meeting")
@@ -166,24 +164,23 @@ def four_ranks(folder: Path, rounds: int) -> Iterator[str]:
     own, scatter = found[::2], found[1::2]
     base = statistics.median(own)
     nbytes = RANKS * Batch(assembler_layout(folder)).layout.nbytes
-    yield f"## {RANKS} ranks"
-    yield ""
-    yield (
+    bench.section(f"{RANKS} ranks")
+    bench.say(
         f"Milliseconds a step of {RANKS} processes on this machine (gloo, over loopback), each with a micro-batch of"
         f" {ROWS} packs; medians of {rounds} interleaved epochs. Scattering moves {nbytes / 1e6:.1f} MB a step"
         " through rank 0."
     )
-    yield ""
+    ways = (("each rank reads its own shards", own), ("rank 0 reads all and scatters", scatter))
     rows = [
-        (
-            name,
-            f"{statistics.median(cell):.2f}",
-            f"{min(cell):.2f} to {max(cell):.2f}",
-            f"{statistics.median(cell) / base:.1f}",
-        )
-        for name, cell in (("each rank reads its own shards", own), ("rank 0 reads all and scatters", scatter))
+        (name, f"{middle:.2f}", f"{min(cell):.2f} to {max(cell):.2f}", f"{middle / base:.1f}")
+        for name, cell in ways
+        for middle in [statistics.median(cell)]
     ]
-    yield from table(("way", "ms", "range", "own shards = 1"), rows)
+    bench.table(("way", "ms", "range", "own shards = 1"), rows)
+    what = f"a step of {RANKS} ranks, each with shards of its own"
+    bench.headline("step", what, own, "ms", peer=ways[1][0], theirs=scatter, short=True)
+    marks = [Dot(name, cell, cell is own) for name, cell in ways]
+    bench.plot("live_catalog", dots(f"A step of {RANKS} ranks over a live catalog", "milliseconds", marks))
 
 
 def assembler_layout(folder: Path) -> Any:
@@ -191,25 +188,20 @@ def assembler_layout(folder: Path) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--packs", type=int, default=8000, help="packs in the catalog")
-    parser.add_argument("--shards", type=int, default=20, help="shards they are in")
-    parser.add_argument("--rounds", type=int, default=5, help="epochs of which the median is taken")
-    options = parser.parse_args()
+    options = Parser(
+        __doc__,
+        packs=Size(8000, 8000, "packs in the catalog"),
+        shards=Size(20, 20, "shards they are in"),
+        rounds=Size(5, 9, "epochs of which the median is taken"),
+    ).parse()
+    bench = Bench("live_catalog", "A live catalog beside a static dataset", ("torch",), options)
+    bench.say(f"{options.packs:,} packs of {TOKENS} tokens in {options.shards} shards.")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_catalog(folder, options.shards, options.packs)
-        lines = [
-            "# A live catalog beside a static dataset",
-            "",
-            f"{machine()}; torch {torch.__version__}. {options.packs:,} packs of {TOKENS} tokens in {options.shards}"
-            f" shards.",
-            "",
-            *beside(folder, options.rounds),
-            *four_ranks(folder, options.rounds),
-        ]
-    print("\n".join(lines))
-    RESULTS.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+        beside(bench, folder, options.rounds)
+        four_ranks(bench, folder, options.rounds)
+    bench.write()
 
 
 if __name__ == "__main__":

@@ -1,31 +1,29 @@
 """A dataset of thousands of shards beside one shard of the same size, under tight limits of files and maps.
 
-    python tools/bench/many_shards.py [--shards 5000] [--rounds 5]
+    python tools/bench/many_shards.py [--full]
 
-Writes tools/bench/results/many_shards.md. Makes the data once in a temporary folder (1 GB by default) and measures in a
-process of its own that may open 256 descriptors and counts its maps of shard files after every step. Both sides are
-warm, each has been read once, and run in turn; figures are medians by the clock.
+Makes the data once in a temporary folder (200 KB a shard) and measures in a process of its own that may open 256
+descriptors and counts its maps of shard files after every step. All sides are warm, each has been read once, and run in
+turn; figures are medians by the clock.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import pickle
 import resource
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
+from measure import alternated, in_own_process, memory
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from report import machine, memory, table
+from plot import Dot, dots
+from report import MIB, Bench, Parser, Size
 
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shards import ShardSet
@@ -34,11 +32,16 @@ from megatron_sft_idx.training.dataset import PackedSFTDataset, PackedSFTDataset
 from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.sources import StoredPacks
 
-RESULTS = Path(__file__).parent / "results" / "many_shards.md"
-MIB = 1 << 20
 MOST_FILES, MOST_MAPS = 256, 200
 PACKS, LENGTH, SEQUENCES = 8, 4096, 8
 READS, BATCHES, ROWS = 8_000, 400, 8
+OPENINGS = (
+    "`ShardSet.open(folder)`",
+    "the same, and its first pack",
+    "`PackedSFTDataset` of it, by Megatron's builder, split in two",
+)
+SIDES = ("one shard, mapped", "many, held in memory", "many, opened for each read")
+ACCESSES = ("`ds[i]`", "`assemble`", "`BatchLoader`")
 
 
 # ---- data ----
@@ -83,25 +86,30 @@ class Watch:
             raise SystemExit(f"{self.maps} maps of shard files, at most {MOST_MAPS} are allowed")
 
 
-def timed(work: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
-def medians(works: Sequence[Callable[[], Any]], rounds: int, watch: Watch) -> list[float]:
-    """Seconds of each work, which run in turn, after one round that does not count."""
-    times = []
-    for _ in range(rounds + 1):
-        times.append([timed(work) for work in works])
-        watch.look()
-    return [statistics.median(column) for column in zip(*times[1:], strict=True)]
-
-
 # ---- what is measured ----
 
 
-def opening(folder: Path, rounds: int, watch: Watch) -> Iterator[str]:
+class Found(NamedTuple):
+    """What the process under the limits found.
+
+    Attributes:
+        opening: seconds of every round, for each of ``OPENINGS``.
+        pickled: bytes beside the paths.
+        access: microseconds of every round, for each of ``ACCESSES`` a list with each of ``SIDES``.
+        rss: bytes that each side holds.
+        maps: of shard files, at most.
+        files: descriptors, at most.
+    """
+
+    opening: list[list[float]]
+    pickled: int
+    access: list[list[list[float]]]
+    rss: list[int]
+    maps: int
+    files: int
+
+
+def opening(folder: Path, rounds: int, watch: Watch) -> list[list[float]]:
     def build() -> PackedSFTDataset:
         config = PackedSFTDatasetConfig(
             random_seed=1,
@@ -114,20 +122,8 @@ def opening(folder: Path, rounds: int, watch: Watch) -> Iterator[str]:
         built: PackedSFTDataset = builder.build()[0]
         return built
 
-    works = {
-        "`ShardSet.open(folder)`": lambda: ShardSet.open(folder / "many"),
-        "the same, and its first pack": lambda: ShardSet.open(folder / "many")[0],
-        "`PackedSFTDataset` of it, by Megatron's builder, split in two": build,
-    }
-    yield "## Opening"
-    yield ""
-    found = medians(list(works.values()), rounds, watch)
-    yield from table(("", "s"), [(name, f"{seconds:.3f}") for name, seconds in zip(works, found, strict=True)])
-    data = ShardSet.open(folder / "many")
-    paths = sum(map(len, data.prefixes))
-    own = len(pickle.dumps(data)) - paths - len(data.prefixes)
-    yield f"Pickled: {own:,} bytes, and a path and a byte for each shard."
-    yield ""
+    works = (lambda: ShardSet.open(folder / "many"), lambda: ShardSet.open(folder / "many")[0], build)
+    return [[t.wall for t in column] for column in alternated(works, rounds, watch.look)]
 
 
 def touch(data: ShardSet, order: Sequence[int]) -> None:
@@ -147,75 +143,92 @@ def loaded(assembler: BatchAssembler, order: Sequence[Any]) -> None:
         pass
 
 
-def access(folder: Path, rounds: int, watch: Watch) -> Iterator[str]:
+def access(folder: Path, rounds: int, watch: Watch) -> tuple[list[list[list[float]]], list[int]]:
     many = folder / "many"
-    sides = {
-        "one shard, mapped": ShardSet.open(folder / "one"),
-        "many, held in memory": ShardSet.open(many),
-        "many, opened for each read": ShardSet.open(many, backend="reopen"),
-    }
-    order = np.random.default_rng(0).permutation(len(sides["one shard, mapped"]))
+    sides = [ShardSet.open(folder / "one"), ShardSet.open(many), ShardSet.open(many, backend="reopen")]
+    order = np.random.default_rng(0).permutation(len(sides[0]))
     rss = []
-    for data in sides.values():
+    for data in sides:
         before = memory("RssAnon")
         for i in order.tolist():
             data[i]
         rss.append(memory("RssAnon") - before)
         watch.look()
     groups = [order[i : i + ROWS] for i in range(0, BATCHES * ROWS, ROWS)]
-    assemblers = [BatchAssembler(StoredPacks(data), LENGTH) for data in sides.values()]
+    assemblers = [BatchAssembler(StoredPacks(data), LENGTH) for data in sides]
     outs = [Batch(assembler.layout(ROWS)) for assembler in assemblers]
-    reads = medians([partial(touch, data, order[:READS].tolist()) for data in sides.values()], rounds, watch)
-    made = medians([partial(batches, a, groups, out) for a, out in zip(assemblers, outs, strict=True)], rounds, watch)
-    given = medians([partial(loaded, a, groups) for a in assemblers], rounds, watch)
-    yield "## Random access"
-    yield ""
-    yield f"us, and beside it the time of one shard as 1. A pack has {LENGTH} tokens, a batch {ROWS} packs."
-    yield "`ds[i]` is with every token and mask value looked at, `BatchLoader` with nothing done between batches."
-    yield ""
-    rows = []
-    for i, name in enumerate(sides):
-        cells = [
-            f"{column[i] / count * 1e6:.1f} ({column[i] / column[0]:.2f})"
-            for column, count in ((reads, READS), (made, BATCHES), (given, BATCHES))
-        ]
-        rows.append((name, *cells, f"{rss[i] / MIB:.0f}"))
-    yield from table(("", "`ds[i]`", "`assemble`", "`BatchLoader`", "MiB of memory"), rows)
+    reads = order[:READS].tolist()
+    works: list[tuple[int, list[Callable[[], None]]]] = [
+        (len(reads), [partial(touch, data, reads) for data in sides]),
+        (len(groups), [partial(batches, a, groups, out) for a, out in zip(assemblers, outs, strict=True)]),
+        (len(groups), [partial(loaded, a, groups) for a in assemblers]),
+    ]
+    found = [(count, alternated(each, rounds, watch.look)) for count, each in works]
+    return [[[t.wall / count * 1e6 for t in times] for times in columns] for count, columns in found], rss
 
 
-def measured(folder: Path, rounds: int) -> list[str]:
+def measured(folder: Path, rounds: int) -> Found:
     """All of it, under the limits."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (MOST_FILES, MOST_FILES))
     watch = Watch(folder)
-    lines = [*opening(folder, rounds, watch), *access(folder, rounds, watch)]
-    lines.append(
-        f"At most {watch.maps} maps of shard files at a time (limit {MOST_MAPS}) and {watch.files} descriptors of all"
+    opened = opening(folder, rounds, watch)
+    data = ShardSet.open(folder / "many")
+    pickled = len(pickle.dumps(data)) - sum(map(len, data.prefixes)) - len(data.prefixes)
+    times, rss = access(folder, rounds, watch)
+    return Found(opened, pickled, times, rss, watch.maps, watch.files)
+
+
+# ---- the report ----
+
+
+def report(bench: Bench, found: Found, shards: int) -> None:
+    bench.section("Opening")
+    rows = [(name, f"{median(seconds):.3f}") for name, seconds in zip(OPENINGS, found.opening, strict=True)]
+    bench.table(("", "s"), rows)
+    bench.say(f"Pickled: {found.pickled:,} bytes, and a path and a byte for each shard.")
+    bench.section("Random access")
+    bench.say(
+        f"us, and beside it the time of one shard as 1. A pack has {LENGTH} tokens, a batch {ROWS} packs. `ds[i]` is"
+        " with every token and mask value looked at, `BatchLoader` with nothing done between batches."
+    )
+    middles = [[median(times) for times in columns] for columns in found.access]
+    table = [
+        (side, *(f"{column[i]:.1f} ({column[i] / column[0]:.2f})" for column in middles), f"{found.rss[i] / MIB:.0f}")
+        for i, side in enumerate(SIDES)
+    ]
+    bench.table(("", *ACCESSES, "MiB of memory"), table)
+    bench.say(
+        f"At most {found.maps} maps of shard files at a time (limit {MOST_MAPS}) and {found.files} descriptors of all"
         f" kinds (limit {MOST_FILES}, set with RLIMIT_NOFILE)."
     )
-    return lines
+    bench.headline("open", f"opening {shards:,} shards and reading a pack", found.opening[1], "s")
+    loader = found.access[-1]
+    for key, which, how in (("memory", 1, "held in memory"), ("reopen", 2, "opened for each read")):
+        ours, one = ([us / 1e3 for us in times] for times in (loader[which], loader[0]))
+        what = f"a batch over {shards:,} shards, {how}"
+        bench.headline(key, what, ours, "ms", peer="one shard of the same size", theirs=one, short=True)
+    rows_of = [
+        Dot(f"{side}: {name.strip('`')}", times, True)
+        for name, columns in zip(ACCESSES, found.access, strict=True)
+        for side, times in zip(SIDES, columns, strict=True)
+    ]
+    bench.plot("many_shards", dots(f"{shards:,} shards beside one", "microseconds", rows_of))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--shards", type=int, default=5000, help="how many")
-    parser.add_argument("--rounds", type=int, default=5, help="runs of which the median is taken")
-    options = parser.parse_args()
+    options = Parser(
+        __doc__,
+        shards=Size(4000, 5000, "how many"),
+        rounds=Size(5, 5, "runs of which the median is taken"),
+    ).parse()
+    title = f"{options.shards:,} shards beside one of the same size"
+    bench = Bench("many_shards", title, ("megatron-core",), options)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make(folder, options.shards)
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            found = pool.submit(measured, folder, options.rounds).result()
-    packs = options.shards * PACKS
-    lines = [
-        f"# {options.shards:,} shards beside one of the same size",
-        "",
-        f"{machine()}; {packs:,} packs of {LENGTH} tokens on either side; medians of {options.rounds} runs.",
-        "",
-        *found,
-    ]
-    print("\n".join(lines))
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+        make(Path(name), options.shards)
+        found = in_own_process(measured, Path(name), options.rounds)
+    bench.say(f"{options.shards * PACKS:,} packs of {LENGTH} tokens on either side.")
+    report(bench, found, options.shards)
+    bench.write()
 
 
 if __name__ == "__main__":

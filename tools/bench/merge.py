@@ -1,14 +1,13 @@
 """Merging and splitting shards beside Megatron's add_index and plain cat.
 
-    python tools/bench/merge.py [--rounds 3]
+    python tools/bench/merge.py [--full]
 
-Writes tools/bench/results/merge.md. Sources lie in the page cache. Each way of merging runs in a process of its own, so
+Sources lie in the page cache. Each way of merging runs in a process of its own, so
 that its memory can be told: growth of the peak resident set over imports. Figures are medians.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import shutil
@@ -17,24 +16,24 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-from report import machine
+from measure import in_own_process, memory, reset_peak
+from plot import Dot, dots
+from report import MIB, Bench, Parser, Size
 
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
 from megatron_sft_idx.merge import Parts, merge, split
 from megatron_sft_idx.shard import Shard, ShardWriter
 
-RESULTS = Path(__file__).parent / "results" / "merge.md"
-MIB = 1 << 20
 SHARDS = 8
 SHAPES = ((2500, 4096), (100_000, 64))  # packs a shard, tokens a pack
+STOCK = "Megatron's `add_index`: tokens and index only"
+CAT = "`cat` of the four data files: no valid index"
 
 
 @dataclass(frozen=True)
@@ -99,14 +98,9 @@ WAYS: list[tuple[str, Way]] = [
     ("`merge`", partial(with_merge, durable=False)),
     ("`merge`, waiting for the disk", partial(with_merge, durable=True)),
     ("`ShardWriter.add_shard`, without checksums of the sources", with_add_shard),
-    ("Megatron's `add_index`: tokens and index only", with_add_index),
-    ("`cat` of the four data files: no valid index", with_cat),
+    (STOCK, with_add_index),
+    (CAT, with_cat),
 ]
-
-
-def memory(field: str) -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field + ":"))
 
 
 def cpu_seconds() -> float:
@@ -116,8 +110,7 @@ def cpu_seconds() -> float:
 
 def measure(way: Way, sources: list[str], warm: list[str], folder: str, rounds: int) -> Run:
     way(warm, f"{folder}/warm")  # imports, allocator
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak begins anew
+    reset_peak()
     before = memory("VmRSS")
     seconds, cpu, nbytes = [], [], 0
     for number in range(rounds):
@@ -132,36 +125,45 @@ def measure(way: Way, sources: list[str], warm: list[str], folder: str, rounds: 
     return Run(seconds, cpu, nbytes, memory("VmHWM") - before)
 
 
-def in_own_process(way: Way, sources: list[str], warm: list[str], folder: Path, rounds: int) -> Run:
-    with (
-        tempfile.TemporaryDirectory(dir=folder) as name,
-        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool,
-    ):
-        return pool.submit(measure, way, sources, warm, name, rounds).result()
+def run_of(way: Way, sources: list[str], warm: list[str], folder: Path, rounds: int) -> Run:
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        run: Run = in_own_process(measure, way, sources, warm, name, rounds)
+        return run
 
 
-def row(name: str, run: Run) -> str:
+def row(name: str, run: Run) -> tuple[str, ...]:
     seconds, cpu = statistics.median(run.seconds), statistics.median(run.cpu)
-    rates = f"{run.nbytes / MIB:.0f} | {seconds:.2f} | {cpu:.2f} | {run.nbytes / 1e9 / cpu:.2f}"
-    return f"| {name} | {rates} | {run.memory / MIB:.1f} |"
+    rate = run.nbytes / 1e9 / cpu
+    memory = f"{run.memory / MIB:.1f}"
+    return name, f"{run.nbytes / MIB:.0f}", f"{seconds:.2f}", f"{cpu:.2f}", f"{rate:.2f}", memory
 
 
-def report(folder: Path, rounds: int) -> Iterator[str]:
+def report(bench: Bench, folder: Path, rounds: int) -> None:
     for packs, length in SHAPES:
         place = folder / str(length)
         sources = write_sources(place, packs, length)
         (warm,) = write_sources(place / "warm", 4, length)[:1]
-        yield f"## {SHARDS} shards of {packs:,} packs of {length:,} tokens, int32"
-        yield ""
-        yield "| | MiB written | seconds | cpu seconds | GB/cpu s | peak MiB beyond imports |"
-        yield "|---|---|---|---|---|---|"
-        for name, way in WAYS:
-            yield row(name, in_own_process(way, sources, [warm], place, rounds))
+        found = {name: run_of(way, sources, [warm], place, rounds) for name, way in WAYS}
         merge(sources, place / "whole", durable=False)
         remove(sources)
-        yield row(f"`split` into {SHARDS}", in_own_process(with_split, [str(place / "whole")], [warm], place, rounds))
-        yield ""
+        found[f"`split` into {SHARDS}"] = run_of(with_split, [str(place / "whole")], [warm], place, rounds)
         shutil.rmtree(place)
+        bench.section(f"{SHARDS} shards of {packs:,} packs of {length:,} tokens, int32")
+        header = ("", "MiB written", "seconds", "cpu seconds", "GB/cpu s", "peak MiB beyond imports")
+        bench.table(header, [row(name, run) for name, run in found.items()])
+        if length == SHAPES[0][1]:
+            headlines(bench, found)
+
+
+def headlines(bench: Bench, found: dict[str, Run]) -> None:
+    rates = {name: [run.nbytes / 1e9 / cpu for cpu in run.cpu] for name, run in found.items()}
+    what = f"`merge` of {SHARDS} shards, sources held to their checksums"
+    peers = (("add-index", "Megatron's `add_index`, tokens only", STOCK), ("cat", "`cat`, which checks nothing", CAT))
+    for key, peer, name in peers:
+        ours, theirs = rates["`merge`"], rates[name]
+        bench.headline(key, what, ours, "GB a CPU s", peer=peer, theirs=theirs, more=True, short=True)
+    marks = [Dot(name.replace("`", ""), values, name not in (STOCK, CAT)) for name, values in rates.items()]
+    bench.plot("merge", dots(f"Merging {SHARDS} shards of 40 MB", "GB written a processor second", marks))
 
 
 def remove(prefixes: Sequence[str]) -> None:
@@ -171,25 +173,16 @@ def remove(prefixes: Sequence[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=3, help="runs of which the median is taken")
-    options = parser.parse_args()
-    lines = [
-        "# Merging and splitting",
-        "",
-        f"{machine()}; medians of {options.rounds} runs.",
-        "",
-        "`merge` verifies every byte of the sources and computes the checksums of the output on the way; `split` reads",
-        "its source twice. Neither `add_index` nor `cat` verifies, writes checksums or waits for the disk.",
-        "`add_index` collects garbage once a shard, which takes most of its time here.",
-        "",
-    ]
+    options = Parser(__doc__, rounds=Size(3, 7, "runs of which the median is taken")).parse()
+    bench = Bench("merge", "Merging and splitting", ("megatron-core", "numpy"), options)
+    bench.say(
+        "`merge` verifies every byte of the sources and computes the checksums of the output on the way; `split` reads"
+        " its source twice. Neither `add_index` nor `cat` verifies, writes checksums or waits for the disk. `add_index`"
+        " collects garbage once a shard, which takes most of its time here."
+    )
     with tempfile.TemporaryDirectory() as name:
-        for line in report(Path(name), options.rounds):
-            print(line, flush=True)
-            lines.append(line)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+        report(bench, Path(name), options.rounds)
+    bench.write()
 
 
 if __name__ == "__main__":

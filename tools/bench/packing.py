@@ -1,25 +1,25 @@
 """Packing beside its peers: packs, time, mixing, on five shapes and on random ones.
 
-    python tools/bench/packing.py [--sizes 1e4,1e5,1e6,1e7] [--random 200] [--out FILE]
+    python tools/bench/packing.py [--full]
 
 Needs the ``bench`` extra: lightbinpack, trl (with datasets) and binpacking. One thread; process CPU time,
 medians; every plan is checked (each sequence once, no pack over capacity). Making what a peer wants of an
-array and checking are not timed. Peers that need minutes run up to the size in ``PEERS``.
+array and checking are not timed. Peers that need minutes run up to the size in ``PEERS``; above ``MANY`` lengths only
+what the headlines compare runs, but with ``--full``.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from report import machine
+from plot import Curve, Dot, curves, dots
+from report import Bench, Parser, Size
 
 from megatron_sft_idx.packing import (
     METHODS,
@@ -154,12 +154,15 @@ def ours(method: str) -> Callable[[Lengths, int], tuple[float, Csr]]:
     return run
 
 
-# Up to how many lengths each runs, and how often.
+LIGHT = "lightbinpack obfd"
+ROUNDS = 3
+MANY = 10**6
+# Up to how many lengths each runs, and with --full.
 PEERS: dict[str, tuple[Callable[[Lengths, int], tuple[float, Csr]], int, int]] = {
-    "lightbinpack obfd": (lightbinpack, 10**7, 3),
-    "TRL bfd": (trl, 10**6, 1),
-    "binpacking": (binpacking, 10**4, 1),
-    "binpacking, windows": (binpacking_windows, 10**6, 1),
+    LIGHT: (lightbinpack, 10**7, 10**7),
+    "TRL bfd": (trl, 10**5, 10**6),
+    "binpacking": (binpacking, 10**4, 10**4),
+    "binpacking, windows": (binpacking_windows, 10**5, 10**6),
 }
 
 
@@ -193,41 +196,64 @@ def mixing(csr: Csr, lengths: Lengths) -> float:
     return 1 - within / (len(logs) - len(counts)) * (len(logs) - 1) / total
 
 
-def shape_rows(count: int) -> Iterator[str]:
-    """One table row for each packer on each shape of this size."""
+class Run(NamedTuple):
+    """One packer on one shape: seconds of every round, and packs."""
+
+    shape: str
+    packer: str
+    seconds: list[float]
+    packs: int
+
+
+def packers(count: int, full: bool) -> dict[str, Callable[[Lengths, int], tuple[float, Csr]]]:
+    """Those that are run on so many lengths."""
+    methods = METHODS if full or count <= MANY else ("auto", "best-fit")
+    peers = {name: run for name, (run, board, most) in PEERS.items() if count <= (most if full else board)}
+    return {**{f"**{method}**": ours(method) for method in methods}, **peers}
+
+
+def run_shapes(bench: Bench, count: int, full: bool) -> list[Run]:
+    """Every packer on each shape of this size; a table row for each."""
+    every: list[Run] = []
+    rows: list[tuple[str, ...]] = []
     for name, lengths, capacity in shapes(count, np.random.default_rng(count)):
-        bound = pack_sequences(lengths, capacity, method="sequential").lower_bound
-        runs: list[tuple[str, float, Csr]] = []
-        packers = [(f"**{method}**", ours(method), 1 if method == "first-fit-shuffle" else 5) for method in METHODS]
-        packers += [(peer, run, times) for peer, (run, limit, times) in PEERS.items() if count <= limit]
-        for packer, run, repeats in packers:
-            seconds, csr = run(lengths, capacity)
-            check(csr, lengths, capacity)
-            # Only the first plan is kept: new memory at every repeat is the machine's time, not the packer's.
-            repeated = [seconds, *(run(lengths, capacity)[0] for _ in range(repeats - 1))]
-            runs.append((packer, statistics.median(repeated), csr))
-        auto, best = runs[0], runs[1]
-        fewest = min(len(csr[0]) for _, _, csr in runs)
-        if len(auto[2][0]) > fewest:
-            print(f"auto is behind on {name} at {count}: {len(auto[2][0]) - fewest} packs", flush=True)
-        for packer, seconds, csr in runs:
-            packs = len(csr[0]) - 1
-            fill = 100 * lengths.sum() / packs / capacity
-            yield (
-                f"| {name} | {count:.0e} | {packer} | {packs:,} | +{packs - bound:,} | {fill:.4f} "
-                f"| {1e3 * seconds:,.1f} | {seconds / auto[1]:.2f} | {seconds / best[1]:.2f} "
-                f"| {mixing(csr, lengths):.2f} | {np.diff(csr[0]).max():,} |"
-            )
+        runs: dict[str, Run] = {}
+        plans: dict[str, Csr] = {}
+        for turn in range(ROUNDS):
+            for packer, run in packers(count, full).items():
+                seconds, csr = run(lengths, capacity)
+                # Only the first plan is kept: new memory at every repeat is the machine's time, not the packer's.
+                if not turn:
+                    check(csr, lengths, capacity)
+                    plans[packer], runs[packer] = csr, Run(name, packer, [], len(csr[0]) - 1)
+                runs[packer].seconds.append(seconds)
+        rows += shape_rows(runs, plans, lengths, capacity)
+        every += runs.values()
+    bench.section(f"{count:,} lengths")
+    header = "shape, packer, packs, +, fill %, ms, / auto, / best-fit, mixing, most a pack"
+    bench.table(header.split(", "), rows)
+    return every
 
 
-def random_rows(number: int) -> Iterator[str]:
+def shape_rows(
+    runs: dict[str, Run], plans: dict[str, Csr], lengths: Lengths, capacity: int
+) -> Iterator[tuple[str, ...]]:
+    """One row of the table for each packer."""
+    bound = pack_sequences(lengths, capacity, method="sequential").lower_bound
+    auto, best = (statistics.median(runs[f"**{method}**"].seconds) for method in ("auto", "best-fit"))
+    for packer, run in runs.items():
+        seconds, csr = statistics.median(run.seconds), plans[packer]
+        fill = f"{100 * lengths.sum() / run.packs / capacity:.4f}"
+        times = (f"{1e3 * seconds:,.1f}", f"{seconds / auto:.2f}", f"{seconds / best:.2f}")
+        mixed = (f"{mixing(csr, lengths):.2f}", f"{np.diff(csr[0]).max():,}")
+        yield run.shape, packer, f"{run.packs:,}", f"+{run.packs - bound:,}", fill, *times, *mixed
+
+
+def random_shapes(bench: Bench, number: int) -> None:
     """How auto stands against everything else on random shapes."""
-    if not number:
-        yield "left out"
-        return
     random = np.random.default_rng(20261121)
     others = [method for method in METHODS if method != "auto"]
-    wins: dict[str, list[int]] = {name: [0, 0, 0] for name in [*others, "lightbinpack obfd"]}
+    wins: dict[str, list[int]] = {name: [0, 0, 0] for name in [*others, LIGHT]}
     optimal, total, per_pack = 0, dict.fromkeys(["auto", *wins], 0), []
     for _ in range(number):
         lengths, capacity = random_shape(random)
@@ -241,22 +267,21 @@ def random_rows(number: int) -> Iterator[str]:
             packs = len(run(lengths, capacity)[1][0]) - 1
             total[name] += packs
             tally[0 if auto.num_packs < packs else 1 if auto.num_packs == packs else 2] += 1
-    yield (
-        f"{number} shapes, {min(per_pack):.1f} to {max(per_pack):.1f} sequences a pack; auto met the "
-        f"lower bound (so is optimal) on {optimal}. Packs in all: auto {total['auto']:,}."
+    bench.section("Random shapes")
+    bench.say(
+        f"{number} shapes, {min(per_pack):.1f} to {max(per_pack):.1f} sequences a pack; auto met the lower bound (so is"
+        f" optimal) on {optimal}. Packs in all: auto {total['auto']:,}."
     )
-    yield ""
-    yield "| against | auto has fewer packs | equal | more | packs in all |"
-    yield "|---|---|---|---|---|"
-    for name, (fewer, equal, more) in wins.items():
-        yield f"| {name} | {fewer} | {equal} | {more} | {total[name]:,} |"
+    rows = [(name, *tally, f"{total[name]:,}") for name, tally in wins.items()]
+    bench.table(("against", "auto has fewer packs", "equal", "more", "packs in all"), rows)
+    fewer, _, more = wins[LIGHT]
+    bench.headline("fewer", f"random shapes of {number} on which `auto` has fewer packs than lightbinpack", [fewer], "")
+    bench.headline("more", f"random shapes of {number} on which `auto` has more packs than lightbinpack", [more], "")
 
 
-def training_rows(count: int) -> Iterator[str]:
+def training(bench: Bench, count: int) -> None:
     """What data parallelism and streams see."""
-    columns = ["shape", "attention max/mean at dp 8, shuffled", "grouped by cost", "windows of 10,000, packs"]
-    yield f"| {' | '.join(columns)} |"
-    yield "|---|---|---|---|"
+    rows = []
     for name, lengths, capacity in shapes(count, np.random.default_rng(count)):
         plan = pack_sequences(lengths, capacity)
         grouped = reorder(plan, group_by_cost(attention_cost(lengths, plan), 8))
@@ -267,40 +292,68 @@ def training_rows(count: int) -> Iterator[str]:
         packer = WindowPacker(capacity)
         streamed = len(packer.add(lengths)) + len(packer.finish())
         extra = 100 * (streamed / plan.num_packs - 1)
-        yield f"| {name} | {ratios[0]:.3f} | {ratios[1]:.4f} | +{extra:.4f}% |"
+        rows.append((name, f"{ratios[0]:.3f}", f"{ratios[1]:.4f}", f"+{extra:.4f}%"))
+    bench.section("Order and streams")
+    columns = ("shape", "attention max/mean at dp 8, shuffled", "grouped by cost", "windows of 10,000, packs")
+    bench.table(columns, rows)
+
+
+def headlines(bench: Bench, count: int, runs: Sequence[Run]) -> None:
+    """The largest size beside lightbinpack, a line and two dots for each shape."""
+    of = {(run.shape, run.packer): run for run in runs}
+    marks = []
+    for shape in dict.fromkeys(run.shape for run in runs):
+        auto, best, peer = (of[shape, packer] for packer in ("**auto**", "**best-fit**", LIGHT))
+        theirs = peer.seconds
+        what = f"packing {count:,} lengths, shape {shape}"
+        bench.headline(f"auto-{shape}", what, auto.seconds, "CPU s", peer=LIGHT, theirs=theirs, short=shape == "sft4k")
+        bench.headline(f"best-fit-{shape}", f"{what}, `best-fit`", best.seconds, "CPU s", peer=LIGHT, theirs=theirs)
+        marks += [Dot(f"{shape}: auto", auto.seconds, True), Dot(f"{shape}: {LIGHT}", theirs, False)]
+    faster = [h.ratio for h in bench.headlines if h.key.startswith("auto-") and h.ratio]
+    bench.headline(
+        "least", f"packing {count:,} lengths with `auto`: least of the shapes", [min(faster)], "times as fast"
+    )
+    bench.headline("most", "the same: most of the shapes", [max(faster)], "times as fast")
+    packs = [of[run.shape, "**auto**"].packs - run.packs for run in runs]
+    bench.headline("behind", "the same: packs that `auto` has more than the best of all", [max(0, *packs)], "packs")
+    bench.plot("packing", dots(f"Packing {count:,} lengths", "processor seconds", marks))
+
+
+def by_size(bench: Bench, runs: dict[int, list[Run]]) -> None:
+    """The time of every packer on the first shape against the number of lengths."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for count, every in runs.items():
+        for run in every:
+            if run.shape == "sft4k":
+                points.setdefault(run.packer.strip("*"), []).append((count, statistics.median(run.seconds)))
+    shown = {name: line for name, line in points.items() if name in ("auto", "best-fit", *PEERS)}
+    lines = [Curve(name, line, name not in PEERS) for name, line in shown.items() if len(line) > 1]
+    bench.plot("packing_sizes", curves("Packing chats into 4,096 tokens", "lengths", "processor seconds", lines))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--sizes", default="1e4,1e5,1e6,1e7")
-    parser.add_argument("--random", type=int, default=200, help="random shapes")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "packing.md")
-    args = parser.parse_args()
-    sizes = [int(float(size)) for size in args.sizes.split(",")]
-    lines = [
-        "# Packing",
-        "",
-        f"`python tools/bench/packing.py --sizes {args.sizes} --random {args.random}`; {machine()};",
-        "one thread, CPU time, medians. Time ratios are against auto and best-fit of the same shape; `+` is",
-        "packs over the lower bound; mixing is the share of log-length variance explained by the pack, less",
-        "what random packs would show (0 = random, 1 = one length a pack, below 0 = packs mix more than",
-        "chance). Own methods are in bold. TRL's time is without its copies of tokens.",
-        "",
-        "| shape | lengths | packer | packs | + | fill % | ms | / auto | / best-fit | mixing | most a pack |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for section in (
-        (row for size in sizes for row in shape_rows(size)),
-        ["", "## Random shapes", ""],
-        random_rows(args.random),
-        ["", "## Order and streams", ""],
-        training_rows(min(10**6, max(sizes))),
-    ):
-        for line in section:
-            print(line, flush=True)
-            lines.append(line)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text("\n".join(lines) + "\n")
+    options = Parser(
+        __doc__,
+        sizes=Size([1e4, 1e5, 1e6, 1e7], [1e4, 1e5, 1e6, 1e7], "numbers of lengths"),
+        random=Size(50, 200, "random shapes"),
+    ).parse()
+    bench = Bench("packing", "Packing", ("lightbinpack", "trl", "binpacking"), options)
+    bench.say(
+        "One thread, CPU time, medians. Time ratios are against auto and best-fit of the same shape; `+` is packs over"
+        " the lower bound; mixing is the share of log-length variance explained by the pack, less what random packs"
+        " would show (0 = random, 1 = one length a pack, below 0 = packs mix more than chance). Own methods are in"
+        " bold. TRL's time is without its copies of tokens."
+    )
+    sizes = sorted(map(int, options.sizes))
+    runs: dict[int, list[Run]] = {}
+    for count in sizes:
+        runs[count] = run_shapes(bench, count, options.full)
+        if count == sizes[-1]:
+            headlines(bench, count, runs[count])
+    by_size(bench, runs)
+    random_shapes(bench, options.random)
+    training(bench, min(MANY, sizes[-1]))
+    bench.write()
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
 """Shuffled batches from an object store: Megatron's two stock ways beside ours.
 
-    python tools/bench/remote.py [--packs 4000] [--seconds 4] [--latency 0 20]
+    python tools/bench/remote.py [--full]
 
-Writes tools/bench/results/remote.md. The stores run on this machine: OpenStack Swift with s3api (see
-tests/cloud/swift_server.py), and a server that knows nothing but ranges; what the network would add to a request is
-added by a proxy, which also counts. Each way runs in a process of its own for some seconds. Training needs tokens and
+The stores run on this machine: OpenStack Swift with s3api (see tests/cloud/swift_server.py; where it cannot be started
+nothing is measured), and a server that knows nothing but ranges; what the network would add to a request is added by a
+proxy, which also counts. Each way runs in a process of its own for some seconds, in turns. Training needs tokens and
 masks: the stock ways read them as two IndexedDatasets, for which the bench writes an .idx beside the mask, or the
 tokens alone, which a run that masks nothing could do.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import json
@@ -21,19 +20,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
+from measure import memory
+from plot import Dot, dots
 from range_server import range_server
-from report import machine, memory, table
+from report import MIB, Bench, Parser, Size, not_run
 from slow_link import Link, slow_link
 
-RESULTS = Path(__file__).parent / "results" / "remote.md"
 SERVER = Path(__file__).parents[2] / "tests" / "cloud" / "swift_server.py"
-MIB = 1 << 20
 LENGTH, BATCH = 4096, 8
 BUCKET, KEY = "bench", "packs"
 IMPORTED = (
@@ -67,13 +68,15 @@ class Way:
         return LENGTH * (5 if self.masks else 4)
 
 
+OURS = Way("ours by s3://, tokens and masks", "ours")
+HEADER = ("way", "samples a second", "requests a batch", "bytes fetched / used", "MiB")
 WAYS = (
     Way("boto3, chunks of 8 MiB, tokens and masks", "boto3", chunk=8 * MIB),
     Way("boto3, exact ranges, tokens and masks", "boto3"),
     Way("multi-storage-client, tokens and masks", "msc"),
     Way("boto3, exact ranges, tokens alone", "boto3", masks=False),
     Way("multi-storage-client, tokens alone", "msc", masks=False),
-    Way("ours by s3://, tokens and masks", "ours"),
+    OURS,
     Way("ours by msc://, tokens and masks", "ours-msc"),
 )
 
@@ -154,25 +157,23 @@ def measure(way: Way, packs: int, seconds: float, environment: dict[str, str], c
         answers.put((samples, spent, requests, nbytes, memory("VmHWM") - before))
 
 
-def measured(way: Way, packs: int, seconds: float, environment: dict[str, str], link: Link) -> tuple[float, list[str]]:
-    """Samples a second, and the row of the table."""
+class Run(NamedTuple):
+    """What one way did in one round: samples a second, requests a batch, bytes fetched over used, peak memory."""
+
+    rate: float
+    requests: float
+    overhead: float
+    nbytes: int
+
+
+def measured(way: Way, packs: int, seconds: float, environment: dict[str, str], link: Link) -> Run:
     context = multiprocessing.get_context("fork")  # all is imported, and no client is made
     answers = context.Queue()
     process = context.Process(target=measure, args=(way, packs, seconds, environment, link.counts, answers))
     process.start()
     samples, spent, requests, nbytes, peak = answers.get(timeout=600)
     process.join()
-    rate = samples / spent
-    done = samples / BATCH
-    row = [
-        way.name,
-        f"{rate:.1f}",
-        f"{requests / done:.1f}",
-        f"{nbytes / (samples * way.used):.2f}",
-        f"{peak / MIB:.0f}",
-    ]
-    print(" | ".join(row), flush=True)
-    return rate, row
+    return Run(samples / spent, requests * BATCH / samples, nbytes / (samples * way.used), peak)
 
 
 def put(prefix: Path, environment: dict[str, str]) -> None:
@@ -189,10 +190,15 @@ def put(prefix: Path, environment: dict[str, str]) -> None:
 @contextlib.contextmanager
 def swift(prefix: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """Swift with the shard in it: its port, and the variables by which clients know themselves."""
-    with subprocess.Popen([sys.executable, str(SERVER)], stdout=subprocess.PIPE, text=True) as process:
+    log = prefix.parent / "swift.log"
+    command = [sys.executable, str(SERVER)]
+    with log.open("w") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as server:
         try:
-            assert process.stdout is not None
-            lines = [process.stdout.readline().removeprefix("export ").strip() for _ in range(6)]
+            assert server.stdout is not None
+            lines = [server.stdout.readline().removeprefix("export ").strip() for _ in range(6)]
+            if not all(lines):
+                last = (log.read_text(errors="replace").strip().splitlines() or ["it ended at once"])[-1]
+                not_run(f"OpenStack Swift does not start: {last}")
             environment = dict(line.split("=", 1) for line in lines)
             # In a process of its own: forks of one with clients and threads are no place to measure.
             upload = multiprocessing.get_context("spawn").Process(target=put, args=(prefix, environment))
@@ -200,7 +206,7 @@ def swift(prefix: Path) -> Iterator[tuple[int, dict[str, str]]]:
             upload.join()
             yield int(environment["AWS_ENDPOINT_URL"].rpartition(":")[2]), environment
         finally:
-            process.terminate()
+            server.terminate()
 
 
 @contextlib.contextmanager
@@ -224,48 +230,67 @@ def reached(port: int, environment: dict[str, str], config: Path) -> dict[str, s
     return {**environment, "AWS_ENDPOINT_URL": endpoint, "MSC_CONFIG": str(config)}
 
 
-def report(arguments: argparse.Namespace, folder: Path) -> Iterator[str]:
-    """The lines of the result."""
+def report(bench: Bench, options: Namespace, folder: Path) -> None:
     (folder / BUCKET).mkdir()
-    prefix = write_shard(folder / BUCKET, arguments.packs)
-    nbytes = arguments.packs * LENGTH * 5 / MIB
-    yield "# Shuffled batches from an object store\n"
-    yield (
-        f"{machine()}; one shard of {arguments.packs:,} packs of {LENGTH:,} tokens, {nbytes:.0f} MiB of tokens and"
-        f" masks; micro-batches of {BATCH}, {arguments.seconds:g} s each way. Server, proxy and reader share the cores."
-        " Memory is the peak beyond what is resident once all is imported and open. The stock chunk of 256 MiB is more"
-        " than this shard, which is small for a bench; where it is not, shuffled reading fetches a chunk a pack, as the"
-        " smaller chunk shows here.\n"
+    prefix = write_shard(folder / BUCKET, options.packs)
+    nbytes = options.packs * LENGTH * 5 / MIB
+    bench.say(
+        f"One shard of {options.packs:,} packs of {LENGTH:,} tokens, {nbytes:.0f} MiB of tokens and masks; batches of"
+        f" {BATCH}, {options.rounds} rounds of {options.seconds:g} s each way. Server, proxy and reader share the"
+        " cores. Memory is the peak beyond what is resident once all is imported and open. The stock chunk of 256 MiB"
+        " is more than this shard, which is small for a bench; where it is not, shuffled reading fetches a chunk a"
+        " pack, as the smaller chunk shows here."
     )
-    for name, serve in (("OpenStack Swift", swift), ("a server of ranges alone", ranges)):
+    for key, name, serve in (("swift", "OpenStack Swift", swift), ("ranges", "a server of ranges alone", ranges)):
         with serve(prefix) as (port, environment):
-            for milliseconds in arguments.latency:
-                yield f"## {name}, {milliseconds:g} ms added to every request\n"
+            for milliseconds in options.latency:
+                bench.section(f"{name}, {milliseconds:g} ms added to every request")
+                found: dict[Way, list[Run]] = {way: [] for way in WAYS}
                 with slow_link(port, milliseconds) as link:
                     reach = reached(link.port, environment, folder / "msc.json")
-                    found = {way: measured(way, arguments.packs, arguments.seconds, reach, link) for way in WAYS}
-                header = ("way", "samples a second", "requests a batch", "bytes fetched / used", "MiB")
-                yield from table(header, [row for _, row in found.values()])
-                for masks, what in ((True, "tokens and masks"), (False, "tokens alone")):
-                    stock = max(
-                        rate for way, (rate, _) in found.items() if way.masks == masks and "ours" not in way.kind
-                    )
-                    ours = max(rate for way, (rate, _) in found.items() if "ours" in way.kind)
-                    yield f"Ours over the better stock way, {what} there: {ours / stock:.1f} times.\n"
+                    for _ in range(options.rounds):
+                        for way, runs in found.items():
+                            runs.append(measured(way, options.packs, options.seconds, reach, link))
+                bench.table(HEADER, [(way.name, *cells(runs)) for way, runs in found.items()])
+                headlines(bench, found, f"{key}{milliseconds:g}", f"{name}, {milliseconds:g} ms away")
+
+
+def cells(runs: list[Run]) -> list[str]:
+    rate, requests, overhead, nbytes = map(median, zip(*runs, strict=True))
+    return [f"{rate:.1f}", f"{requests:.1f}", f"{overhead:.2f}", f"{nbytes / MIB:.0f}"]
+
+
+def headlines(bench: Bench, found: dict[Way, list[Run]], key: str, where: str) -> None:
+    """Our way by s3:// beside the better stock way, with masks and without."""
+    rates = {way: [run.rate for run in runs] for way, runs in found.items()}
+    for masks, read in ((True, "tokens and masks"), (False, "tokens alone")):
+        stock = [way for way in WAYS if way.masks == masks and not way.kind.startswith("ours")]
+        theirs = max((rates[way] for way in stock), key=median)
+        what, peer = f"shuffled batches, tokens and masks, from {where}", f"Megatron's better way, {read}"
+        name, short = (key, key == "swift20") if masks else (f"{key}-tokens", False)
+        bench.headline(name, what, rates[OURS], "samples/s", peer=peer, theirs=theirs, more=True, short=short)
+    marks = [Dot(way.name, every, way.kind.startswith("ours")) for way, every in rates.items()]
+    bench.plot(f"remote_{key}", dots(f"Shuffled batches from {where}", "samples a second", marks))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--packs", type=int, default=4_000)
-    parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--latency", type=float, nargs="+", default=[0, 20], metavar="MS")
-    arguments = parser.parse_args()
+    options = Parser(
+        __doc__,
+        packs=Size(2_000, 4_000, "in the shard"),
+        rounds=Size(3, 3, "of which the median is taken"),
+        seconds=Size(1.2, 4.0, "each way in a round"),
+        latency=Size([0.0, 20.0], [0.0, 5.0, 20.0], "milliseconds added to every request"),
+    ).parse()
     for name in IMPORTED:
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            not_run(f"{error}; pip install '.[cloud]' brings what object stores need")
+    versions = ("boto3", "multi-storage-client", "obstore", "megatron-core")
+    bench = Bench("remote", "Shuffled batches from an object store", versions, options)
     with tempfile.TemporaryDirectory() as folder:
-        lines = list(report(arguments, Path(folder)))
-    RESULTS.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
-    print(RESULTS.read_text())
+        report(bench, options, Path(folder))
+    bench.write()
 
 
 if __name__ == "__main__":

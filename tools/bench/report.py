@@ -1,11 +1,38 @@
-"""What every bench says of its machine, and how it writes a table."""
+"""What a bench hands to the board: its tables, its headlines and its plots.
+
+A bench makes one ``Bench``, says what it found, and calls ``write``::
+
+    bench = Bench("shard", "Shards beside Megatron's IndexedDataset", peers=("megatron-core",))
+    bench.section("Opening")
+    bench.table(("packs", "ms"), rows)
+    bench.headline("open", "opening a shard", ours=[0.51, 0.52], peer="IndexedDataset", theirs=[0.50, 0.50], unit="ms")
+    bench.write()
+
+which leaves ``results/shard.md`` to read, ``results/shard.json`` for the board, and a plot where one was made.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
-from collections.abc import Iterator, Sequence
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NoReturn
 
-__all__ = ["machine", "memory", "table"]
+__all__ = ["HEADER", "MIB", "NOT_RUN", "RESULTS", "Bench", "Headline", "Parser", "Size", "machine", "not_run", "table"]
+
+RESULTS = Path(__file__).parent / "results"
+MIB = 1 << 20
+NOT_RUN = 77  # exit status of a bench that cannot run here, as test harnesses have it
+LARGER = {"µs": "ms", "ms": "s", "MB": "GB"}
+HEADER = ("what", "ours", "beside", "theirs", "times better", "least to most")
 
 
 def machine() -> str:
@@ -15,16 +42,232 @@ def machine() -> str:
     return f"{model}, {os.cpu_count()} cores"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
+def not_run(reason: str) -> NoReturn:
+    """End a bench that lacks something; the board quotes the reason and keeps no older result."""
+    print(reason, file=sys.stderr)
+    raise SystemExit(NOT_RUN)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     """Lines of a Markdown table, and an empty one."""
-    yield "| " + " | ".join(header) + " |"
-    yield "|---" * len(header) + "|"
-    for row in rows:
-        yield "| " + " | ".join(map(str, row)) + " |"
-    yield ""
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in (header, *rows)]
+    return [lines[0], "|---" * len(header) + "|", *lines[1:], ""]
 
 
-def memory(field: str, process: int | str = "self") -> int:
-    """Bytes that Linux counts of a process, such as ``VmRSS``, or ``RssAnon``: what it holds beside mapped files."""
-    with open(f"/proc/{process}/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{field}:"))
+def shown(value: float) -> str:
+    """A figure as README quotes it: two digits that count, whole numbers from ten on."""
+    if value == 0 or abs(value) >= 9.95:
+        return f"{value:,.0f}"
+    digits = 1
+    while abs(value) < 0.995 * 10 ** (1 - digits):
+        digits += 1
+    return f"{value:.{digits}f}"
+
+
+def quantity(value: float, unit: str) -> str:
+    """A figure with its unit; times in the unit that makes it short."""
+    while unit in LARGER and value >= 1000:
+        value, unit = value / 1000, LARGER[unit]
+    return f"{shown(value)} {unit}".rstrip()
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One figure that may be quoted, beside that of a peer from the same run or alone.
+
+    Attributes:
+        key: by which README's blocks name it.
+        what: was measured.
+        ours: median of the rounds.
+        unit: of both figures.
+        peer: who else was measured; empty where nobody.
+        theirs: median of the same rounds.
+        ratio: how many times better ours is (above 1: faster, or less); median of the ratios of single rounds.
+        low: least ratio of a round.
+        high: greatest ratio of a round.
+        short: whether it is a line of the short table.
+    """
+
+    key: str
+    what: str
+    ours: float
+    unit: str
+    peer: str = ""
+    theirs: float | None = None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    short: bool = False
+
+    def words(self) -> dict[str, str]:
+        """Every part as it is shown and quoted."""
+        ratio, low, high = (shown(x) if x is not None else "" for x in (self.ratio, self.low, self.high))
+        return {
+            "what": self.what,
+            "ours": quantity(self.ours, self.unit),
+            "peer": self.peer,
+            "theirs": quantity(self.theirs, self.unit) if self.theirs is not None else "",
+            "ratio": ratio,
+            "spread": f"{low} to {high}" if self.low != self.high else "",
+        }
+
+    def row(self) -> tuple[str, ...]:
+        """Of the table of headlines."""
+        return tuple(self.words().values())
+
+
+class Bench:
+    """What one bench found.
+
+    Args:
+        name: of the script, and of what it writes.
+        title: in the reports.
+        peers: distributions whose versions are noted.
+        arguments: what the sizes of this run were.
+    """
+
+    def __init__(
+        self, name: str, title: str, peers: Sequence[str] = (), arguments: argparse.Namespace | None = None
+    ) -> None:
+        self.name, self.title = name, title
+        self.headlines: list[Headline] = []
+        self._peers = {peer: found for peer in peers if (found := _version(peer))}
+        self._arguments = {key: value for key, value in vars(arguments or argparse.Namespace()).items() if value}
+        self._lines: list[str] = []
+        self._plots: list[str] = []
+        self._begin = time.monotonic()
+
+    def section(self, title: str) -> None:
+        """Begin a section."""
+        self.lines([f"## {title}", ""])
+
+    def say(self, text: str) -> None:
+        """Add a paragraph."""
+        self.lines([text, ""])
+
+    def table(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Add a table."""
+        self.lines(table(header, rows))
+
+    def lines(self, lines: Iterable[str]) -> None:
+        """Add lines of Markdown; they are printed as they come."""
+        for line in lines:
+            print(line, flush=True)
+            self._lines.append(line)
+
+    def headline(
+        self,
+        key: str,
+        what: str,
+        ours: Sequence[float],
+        unit: str,
+        *,
+        peer: str = "",
+        theirs: Sequence[float] = (),
+        more: bool = False,
+        short: bool = False,
+    ) -> None:
+        """Note a figure that may be quoted.
+
+        Args:
+            key: unique in this bench.
+            what: was measured.
+            ours: one value a round.
+            unit: of the values.
+            peer: what is beside it.
+            theirs: its values of the same rounds; or one value.
+            more: whether more is better, as of rates; else less is.
+            short: whether the short table has it.
+        """
+        if any(key == headline.key for headline in self.headlines):
+            raise ValueError(f"{self.name}: two headlines are called {key}")
+        mine = statistics.median(ours)
+        if not theirs:
+            self.headlines.append(Headline(key, what, mine, unit))
+            return
+        pairs = list(zip(ours, theirs, strict=True))
+        ratios = [a / b if more else b / a for a, b in pairs]
+        figures = (statistics.median(theirs), statistics.median(ratios), min(ratios), max(ratios))
+        self.headlines.append(Headline(key, what, mine, unit, peer, *figures, short))
+
+    def plot(self, name: str, svg: str) -> None:
+        """Keep a plot, as ``results/NAME.svg``."""
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{name}.svg").write_text(svg, encoding="utf-8")
+        self._plots.append(name)
+
+    def write(self) -> None:
+        """Write ``results/NAME.md`` and ``results/NAME.json``."""
+        seconds = time.monotonic() - self._begin
+        peers = ", ".join(f"{name} {found}" for name, found in self._peers.items())
+        sizes = " ".join(f"{key}={_plain(value)}" for key, value in self._arguments.items())
+        about = [machine(), f"Python {platform.python_version()}", peers, sizes, f"{seconds:.0f} s"]
+        head = [f"# {self.title}", "", "; ".join(part for part in about if part) + ".", ""]
+        quoted = table(HEADER, [headline.row() for headline in self.headlines])
+        images = [f"![{self.title}]({name}.svg)\n" for name in self._plots]
+        RESULTS.mkdir(exist_ok=True)
+        text = "\n".join([*head, *(quoted if self.headlines else []), *images, *self._lines]).rstrip() + "\n"
+        (RESULTS / f"{self.name}.md").write_text(text, encoding="utf-8")
+        kept: dict[str, Any] = {"title": self.title, "peers": self._peers, "plots": self._plots}
+        kept |= {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds)}
+        kept["headlines"] = [asdict(headline) for headline in self.headlines]
+        (RESULTS / f"{self.name}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def _plain(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+# ---- sizes ----
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large one thing of a bench is.
+
+    Attributes:
+        board: for the board, which has minutes for all benches.
+        full: for ``--full``.
+        about: for ``--help``.
+    """
+
+    board: Any
+    full: Any
+    about: str
+
+
+class Parser(argparse.ArgumentParser):
+    """Of a bench: every size is an option, and ``--full`` sets those that are not given.
+
+    Args:
+        documentation: of the module.
+        sizes: by name; a list is an option of several values.
+    """
+
+    def __init__(self, documentation: str | None, **sizes: Size) -> None:
+        super().__init__(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self._sizes = sizes
+        self.add_argument("--full", action="store_true", help="larger, and more often, than make bench has time for")
+        for name, size in sizes.items():
+            several = isinstance(size.board, list)
+            self.add_argument(
+                "--" + name.replace("_", "-"),
+                type=type(size.board[0] if several else size.board),
+                nargs="+" if several else None,
+                help=f"{size.about} (default: {_plain(size.board)}; --full: {_plain(size.full)})",
+            )
+
+    def parse(self) -> argparse.Namespace:
+        """What the command line says."""
+        options = self.parse_args()
+        for name, size in self._sizes.items():
+            if getattr(options, name) is None:
+                setattr(options, name, size.full if options.full else size.board)
+        return options

@@ -7,7 +7,6 @@ workers, in turns, each in processes of its own; medians of their wall times. Al
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import importlib.util
 import json
@@ -24,10 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from report import machine, memory, table
+from measure import memory, reset_peak
+from report import Bench, Parser, Size
 from tokenising import TEMPLATE, make_chats, train_tokenizer
 
 from megatron_sft_idx.chat.inputs.files import expand_inputs
@@ -40,7 +37,6 @@ from megatron_sft_idx.preprocess.gather import write_packs
 from megatron_sft_idx.preprocess.outputs import Packing, plan_packs
 from megatron_sft_idx.preprocess.source import PIECE_NBYTES
 
-RESULT = Path(__file__).parent / "results" / "scaling.md"
 CAPACITY = 4096
 SHARDS = 4
 
@@ -152,7 +148,7 @@ def driver_rows() -> Iterator[list[object]]:
     """Seconds and memory of the one step that nobody shares."""
     for count in (250_000, 1_000_000, 4_000_000):
         lengths = np.random.default_rng(1).lognormal(6.2, 0.9, count).astype(np.int64).clip(8, CAPACITY)
-        Path("/proc/self/clear_refs").write_text("5")
+        reset_peak()
         before = memory("VmRSS")
         packing, seconds = timed(one_plan, lengths)
         most = memory("VmHWM") - before
@@ -237,28 +233,26 @@ def run_rows(runs: Runs) -> Iterator[list[object]]:
         ]
 
 
-def lines(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
-    load = os.getloadavg()[0]
-    chats = make_chats(arguments.chats, seed=1)
+def make_input(folder: Path, count: int) -> None:
+    """Chats, a tokenizer and its template."""
+    chats = make_chats(count, seed=1)
     with open(folder / "chats.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
     (folder / "tokenizer").mkdir()
     train_tokenizer(folder / "tokenizer", chats[:2000])
     (folder / "template.jinja").write_text(TEMPLATE)
+
+
+def report_stages(bench: Bench, folder: Path) -> None:
     stages, paths, lengths = tokenising_stages(folder)
     stages += packing_stages(folder, paths, lengths)
     tokens, sequences = sum(int(part.sum()) for part in lengths), sum(map(len, lengths))
     millions = tokens / 1e6
-    yield "# Preprocessing: what each stage costs, and two processors against one"
-    yield ""
     size = os.path.getsize(folder / "chats.jsonl") / 1e6
-    yield f"`python tools/bench/scaling.py` on {machine()}, load {load:.1f} when it began:"
     counts = f"{millions:,.1f} million tokens, {len(paths)} parts, {SHARDS} shards"
-    yield f"{sequences:,} generated chats, {size:,.0f} MB, {counts}."
-    yield ""
-    yield "## Stages, per million tokens"
-    yield ""
-    yield from table(
+    bench.say(f"{sequences:,} generated chats, {size:,.0f} MB, {counts}.")
+    bench.section("Stages, per million tokens")
+    bench.table(
         ["stage", "CPU seconds", "MB moved", "where to", "bytes a sequence"],
         [
             [
@@ -271,41 +265,71 @@ def lines(folder: Path, arguments: argparse.Namespace) -> Iterator[str]:
             for one in stages
         ],
     )
-    yield "## The plan, which one process makes for all"
-    yield ""
-    yield from table(
-        ["sequences", "CPU seconds", "minutes for a billion", "bytes held a sequence", "method"], list(driver_rows())
-    )
-    yield f"## Whole runs, medians of {arguments.rounds}"
-    yield ""
-    if load > 1:
-        yield "Other work had the processors too, so wall times and speed-ups are not to be taken at their word; user"
-        yield "seconds are: what two workers spend beyond one is what sharing the work out costs."
-        yield ""
-    yield "User seconds are of the whole run with all its processes; Ray's are not children of the command."
-    yield ""
+    for_a_billion(bench, {one.name: one for one in stages}, millions, 1e9 / sequences)
+
+
+def for_a_billion(bench: Bench, stages: dict[str, Stage], millions: float, times: float) -> None:
+    """What a million tokens cost, and what a billion chats would on a thousand cores: slopes, drawn out."""
+    cores = 1000
+    encode, gather = stages["render and tokenise"], stages["gather tokens and write shards"]
+    read, write = stages["read and fingerprint"], stages["write parts"]
+    bench.headline("tokenise", "tokenise a million tokens", [encode.seconds / millions], "CPU s")
+    bench.headline("tokenise-hours", "tokenise a billion chats", [encode.seconds * times / 3600], "core hours")
+    minutes = encode.seconds * times / cores / 60
+    bench.headline("tokenise-minutes", f"the same on {cores:,} cores", [minutes], "minutes")
+    bench.headline("read", "read input for a million tokens", [read.nbytes / 1e6 / millions], "MB")
+    bench.headline("write", "write parts for a million tokens", [write.nbytes / 1e6 / millions], "MB")
+    moved = (read.nbytes + write.nbytes) * times
+    bench.headline("input", "input of a billion chats", [read.nbytes * times / 1e12], "TB")
+    bench.headline("moved", "read and written for a billion chats", [moved / 1e12], "TB")
+    bench.headline("rate", f"the same while {cores:,} cores tokenise", [moved / 1e9 / (minutes * 60)], "GB/s")
+    bench.headline("gather", "gather a million tokens", [gather.seconds / millions], "CPU s")
+    bench.headline("gather-bytes", "gather a million tokens: read and written", [gather.nbytes / 1e6 / millions], "MB")
+    bench.headline("gather-hours", "gather a billion chats", [gather.seconds * times / 3600], "core hours")
+    bench.headline("gather-all", "gather a billion chats: read and written", [gather.nbytes * times / 1e12], "TB")
+
+
+def report_runs(bench: Bench, runs: Runs, engines: Sequence[str]) -> None:
+    bench.say("User seconds are of the whole run with all its processes; Ray's are not children of the command.")
     header = ["engine", "workers", "tokenising s", "speed-up", "whole run s", "speed-up", "user CPU s"]
-    runs = run_all(folder, arguments.engines, arguments.rounds)
-    yield from table(header, list(run_rows(runs)))
-    for engine in arguments.engines:
-        tokenising = speed_up(runs, engine, lambda one: one.stages["tokenising"])
-        whole = speed_up(runs, engine, lambda one: one.wall)
-        yield f"Engine {engine}, two workers against one: tokenising {tokenising:.2f} times, the whole run {whole:.2f}."
-    yield ""
+    bench.table(header, list(run_rows(runs)))
+    for engine in engines:
+        one, two = ([outcome.stages["tokenising"] for outcome in runs[engine, workers]] for workers in (1, 2))
+        what, peer = f"`preprocess --engine {engine}`, tokenising with two workers", "one worker"
+        bench.headline(f"two-{engine}", what, two, "s", peer=peer, theirs=one, short=engine == "local")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--chats", type=int, default=40_000, help="how many (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="of whole runs (default: %(default)s)")
+    parser = Parser(
+        __doc__,
+        chats=Size(20_000, 100_000, "how many"),
+        rounds=Size(3, 3, "whole runs of which the median is taken"),
+    )
     engines = ["local", *(["ray"] if importlib.util.find_spec("ray") else [])]
-    parser.add_argument("--engines", nargs="+", choices=engines, default=engines, help="(default: all that are there)")
-    parser.add_argument("--folder", help="for some hundred MB of temporary files (default: the system's)")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        text = "\n".join(lines(Path(folder), arguments))
-    RESULT.write_text(text)
-    print(text)
+    parser.add_argument("--engines", nargs="+", choices=engines, default=["local"], help="(default: local)")
+    options = parser.parse()
+    load = os.getloadavg()[0]
+    title = "Preprocessing: what each stage costs, and two processors against one"
+    bench = Bench("scaling", title, ("tokenizers", "gigatoken", "ray"), options)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_input(folder, options.chats)
+        report_stages(bench, folder)
+        bench.section("The plan, which one process makes for all")
+        rows = list(driver_rows())
+        header = ["sequences", "CPU seconds", "minutes for a billion", "bytes held a sequence", "method"]
+        bench.table(header, rows)
+        bench.headline("plan", "plan a billion sequences in one process", [float(str(rows[-1][2]))], "minutes")
+        # Bytes a sequence are GB a billion; the lengths as they arrived are four more.
+        bench.headline("plan-memory", "the same: memory", [float(str(rows[-1][3])) + 4], "GB")
+        bench.section(f"Whole runs, medians of {options.rounds}")
+        if load > 1:
+            bench.say(
+                f"Other work had the processors too (load {load:.1f}), so wall times and speed-ups are not to be taken"
+                " at their word; user seconds are: what two workers spend beyond one is what sharing the work costs."
+            )
+        report_runs(bench, run_all(folder, options.engines, options.rounds), options.engines)
+    bench.write()
 
 
 if __name__ == "__main__":

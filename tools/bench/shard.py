@@ -1,67 +1,34 @@
 """Writing, reading and opening shards beside Megatron's own IndexedDataset, on this machine.
 
-    python tools/bench/shard.py [--rounds 5] [--largest 10000000]
+    python tools/bench/shard.py [--full]
 
-Writes tools/bench/results/shard.md. Both sides run in turn, in the same process or in processes of their own that are
-started the same way; figures are medians. Processor time is given beside wall time: a busy machine changes the second.
+Both sides run in turn, in the same process or in processes of their own that are started the same way; figures are
+medians. Processor time is given beside wall time: a busy machine changes the second.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from measure import alternated, in_own_process, medians, memory, reset_peak
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from report import machine, memory, table
+from plot import Curve, curves
+from report import MIB, Bench, Parser, Size
 
 from megatron_sft_idx.builder import SFTIndexedDatasetBuilder
 from megatron_sft_idx.dataset import SFTIndexedDataset
 from megatron_sft_idx.shard import ShardWriter
 
-RESULTS = Path(__file__).parent / "results" / "shard.md"
-MIB = 1 << 20
 HEAP_PACKS = 1_000_000
-
-
-@dataclass(frozen=True)
-class Time:
-    """Seconds, by the processor and by the clock."""
-
-    cpu: float
-    wall: float
-
-
-def timed(work: Callable[[], Any]) -> Time:
-    gc.collect()
-    wall, cpu = time.perf_counter(), time.process_time()
-    work()
-    return Time(time.process_time() - cpu, time.perf_counter() - wall)
-
-
-def medians(works: Sequence[Callable[[], Any]], rounds: int) -> list[Time]:
-    """Each work in turn, ``rounds`` times, after one round that does not count."""
-    times = [[timed(work) for work in works] for _ in range(rounds + 1)][1:]
-    return [
-        Time(statistics.median(t.cpu for t in column), statistics.median(t.wall for t in column))
-        for column in zip(*times, strict=True)
-    ]
-
-
-def in_own_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(work, *arguments).result()
+STOCK = "Megatron's `IndexedDataset`"
 
 
 # ---- writing ----
@@ -120,19 +87,17 @@ def nbytes(writer: str, length: int, sequences: int) -> int:
     return stock if writer.startswith("stock") else stock + length + 4 * sequences + 16
 
 
-def writing(folder: Path, rounds: int) -> Iterator[str]:
-    yield "## Writing"
-    yield ""
-    yield (
+def writing(bench: Bench, folder: Path, rounds: int) -> None:
+    bench.section("Writing")
+    bench.say(
         "int32 tokens. The stock builder writes tokens and index; ours also checks every rule, writes masks and starts,"
+        " checksums all files and waits for the disk (fsync), which the stock builder does not."
     )
-    yield "checksums all files and waits for the disk (fsync), which the stock builder does not."
-    yield ""
     rows = []
     for length, sequences, count in ((4096, 8, 3_000), (64, 2, 50_000)):
         pack = Input(length, sequences)
-        works = [partial(write, str(folder / "x"), pack, count) for _, write in WRITERS]
-        found = medians(works, rounds)
+        times = alternated([partial(write, str(folder / "x"), pack, count) for _, write in WRITERS], rounds)
+        found = medians(times)
         base = found[1]
         for (name, _), t in zip(WRITERS, found, strict=True):
             rows.append(
@@ -147,19 +112,13 @@ def writing(folder: Path, rounds: int) -> Iterator[str]:
                     f"{base.wall / t.wall:.2f}",
                 )
             )
-    yield from table(
-        (
-            "tokens a pack",
-            "writer",
-            "M tokens/cpu s",
-            "M tokens/s",
-            "MB/cpu s",
-            "cpu us a pack",
-            "rate by cpu, `add_document` = 1",
-            "by clock",
-        ),
-        rows,
-    )
+        rates = [[length * count / t.cpu / 1e6 for t in column] for column in times]
+        what = f"writing packs of {length:,} tokens with masks, rules checked, checksummed"
+        peer = "Megatron's `add_document`, tokens only"
+        unit = "M tokens a CPU s"
+        bench.headline(f"write{length}", what, rates[2], unit, peer=peer, theirs=rates[1], more=True, short=True)
+    header = "tokens a pack, writer, M tokens/cpu s, M tokens/s, MB/cpu s, cpu us a pack"
+    bench.table([*header.split(", "), "rate by cpu, `add_document` = 1", "by clock"], rows)
 
 
 def heap_of_writing(which: int, prefix: str, count: int) -> int:
@@ -167,38 +126,33 @@ def heap_of_writing(which: int, prefix: str, count: int) -> int:
     pack, write = Input(16, 2), WRITERS[which][1]
     write(prefix, pack, 100)
     gc.collect()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak starts again at what is resident now
+    reset_peak()
     before = memory("VmRSS")
     write(prefix, pack, count)
     return memory("VmHWM") - before
 
 
-def heap(folder: Path) -> Iterator[str]:
-    yield "## Memory of writing"
-    yield ""
-    yield f"{HEAP_PACKS:,} packs of 16 tokens, a process each: growth of its peak resident memory, finalize included."
-    yield ""
-    rows = []
-    for which, (name, _) in enumerate(WRITERS[:3]):
-        grown = in_own_process(heap_of_writing, which, str(folder / f"heap{which}"), HEAP_PACKS)
-        rows.append((name, f"{grown / MIB:.1f}", f"{grown / HEAP_PACKS:.1f}"))
-    yield from table(("writer", "MiB", "bytes a pack"), rows)
+def heap(bench: Bench, folder: Path) -> None:
+    bench.section("Memory of writing")
+    bench.say(f"{HEAP_PACKS:,} packs of 16 tokens, a process each: growth of its peak resident memory, with finalize.")
+    grown = [
+        in_own_process(heap_of_writing, which, str(folder / f"heap{which}"), HEAP_PACKS) / MIB for which in range(3)
+    ]
+    rows = [(WRITERS[i][0], f"{mib:.1f}", f"{mib * MIB / HEAP_PACKS:.1f}") for i, mib in enumerate(grown)]
+    bench.table(("writer", "MiB", "bytes a pack"), rows)
+    what = "memory that grows while a million packs are written"
+    bench.headline("write-memory", what, grown[2:], "MiB", peer="Megatron's `add_document`", theirs=grown[1:2])
 
 
 # ---- reading ----
 
 
-def reading(folder: Path, rounds: int) -> Iterator[str]:
+def reading(bench: Bench, folder: Path, rounds: int) -> None:
     count, length = 20_000, 2048
     prefix = str(folder / "read")
     write_packs(prefix, Input(length, 8), count)
     order = np.random.default_rng(0).permutation(count).tolist()
-    ours, pread, stock = (
-        SFTIndexedDataset(prefix),
-        SFTIndexedDataset(prefix, mmap=False),
-        IndexedDataset(prefix),
-    )
+    ours, pread, stock = SFTIndexedDataset(prefix), SFTIndexedDataset(prefix, mmap=False), IndexedDataset(prefix)
 
     def all_of(read: Callable[[int], Any]) -> Callable[[], None]:
         def work() -> None:
@@ -216,16 +170,20 @@ def reading(folder: Path, rounds: int) -> Iterator[str]:
         ("`ds.get(i)`, and every token summed", lambda i: ours.get(i).sum()),
         ("`ds[i]` by pread", pread.__getitem__),
     ]
-    found = medians([all_of(read) for _, read in reads], rounds)
-    yield "## Reading a pack"
-    yield ""
-    yield f"{count:,} packs of {length} tokens, 8 sequences each, in random order from the page cache."
-    yield ""
+    times = alternated([all_of(read) for _, read in reads], rounds)
+    found = medians(times)
+    bench.section("Reading a pack")
+    bench.say(f"{count:,} packs of {length} tokens, 8 sequences each, in random order from the page cache.")
     rows = [
         (name, f"{t.cpu / count * 1e6:.2f}", f"{t.wall / count * 1e6:.2f}", f"{t.cpu / found[0].cpu:.2f}")
         for (name, _), t in zip(reads, found, strict=True)
     ]
-    yield from table(("read", "cpu us", "us", "time by cpu, stock `ds[i]` = 1"), rows)
+    bench.table(("read", "cpu us", "us", "time by cpu, stock `ds[i]` = 1"), rows)
+    us = [[t.cpu / count * 1e6 for t in column] for column in times]
+    what = "a random read of a pack's tokens, a view of the map"
+    bench.headline("read-tokens", what, us[2], "µs", peer=f"{STOCK}, `ds[i]`", theirs=us[0], short=True)
+    what = "a random read of tokens, mask and boundaries"
+    bench.headline("read-pack", what, us[3], "µs", peer=f"{STOCK}, tokens only", theirs=us[0])
 
 
 # ---- opening ----
@@ -246,8 +204,8 @@ def private_bytes() -> int:
         return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Private"))
 
 
-def opening_of(stock: bool, warm: str, prefix: str, rounds: int) -> tuple[float, float, int]:
-    """Seconds to open, seconds to open and read one pack, private bytes of the first opening."""
+def opening_of(stock: bool, warm: str, prefix: str, rounds: int) -> tuple[list[float], list[float], int]:
+    """Milliseconds to open, to open and read one pack, of every round; private bytes of the first opening."""
     kind = IndexedDataset if stock else SFTIndexedDataset
     for _ in range(5):
         kind(warm)[0]
@@ -257,51 +215,47 @@ def opening_of(stock: bool, warm: str, prefix: str, rounds: int) -> tuple[float,
     grown = private_bytes() - before
     middle = len(dataset) // 2
     del dataset
-    opened, read = medians([lambda: kind(prefix), lambda: kind(prefix)[middle]], 4 * rounds)
-    return opened.wall, read.wall, grown
+    opened, read = alternated([lambda: kind(prefix), lambda: kind(prefix)[middle]], 4 * rounds)
+    return [t.wall * 1e3 for t in opened], [t.wall * 1e3 for t in read], grown
 
 
-def opening(folder: Path, rounds: int, largest: int) -> Iterator[str]:
-    yield "## Opening"
-    yield ""
-    yield "Warm; one process for each row. Private memory is what the first opening adds."
-    yield ""
+def opening(bench: Bench, folder: Path, rounds: int, largest: int) -> None:
+    bench.section("Opening")
+    bench.say("Warm; one process for each row. Private memory is what the first opening adds.")
     warm, rows = str(folder / "warm"), []
     write_small_packs(warm, 100)
-    for count in (10**exponent for exponent in range(4, 8) if 10**exponent <= largest):
+    points: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    found: dict[bool, list[float]] = {}
+    counts = [10**exponent for exponent in range(4, 8) if 10**exponent <= largest]
+    for count in counts:
         prefix = str(folder / f"open{count}")
         write_small_packs(prefix, count)
         for stock in (True, False):
-            opened, read, grown = in_own_process(opening_of, stock, warm, prefix, rounds)
-            name = "stock" if stock else "ours"
-            rows.append((f"{count:,}", name, f"{opened * 1e3:.3f}", f"{read * 1e3:.3f}", f"{grown / MIB:.2f}"))
-    yield from table(("packs", "reader", "open ms", "open and read one ms", "private MiB"), rows)
+            found[stock], read, grown = in_own_process(opening_of, stock, warm, prefix, rounds)
+            points[stock].append((count, median(found[stock])))
+            name, mib = "stock" if stock else "ours", f"{grown / MIB:.2f}"
+            rows.append((f"{count:,}", name, f"{points[stock][-1][1]:.3f}", f"{median(read):.3f}", mib))
+    bench.table(("packs", "reader", "open ms", "open and read one ms", "private MiB"), rows)
+    what = f"opening a shard of {counts[-1]:,} packs"
+    bench.headline("open", what, found[False], "ms", peer=STOCK, theirs=found[True], short=True)
+    lines = [Curve("ours" if not stock else "IndexedDataset", line, not stock) for stock, line in points.items()]
+    bench.plot("opening", curves("Opening a shard", "packs in the shard", "milliseconds", lines))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=5, help="runs of which the median is taken")
-    parser.add_argument("--largest", type=int, default=10**7, help="packs in the largest shard that is opened")
-    options = parser.parse_args()
+    options = Parser(
+        __doc__,
+        rounds=Size(5, 9, "runs of which the median is taken"),
+        largest=Size(10**6, 10**7, "packs in the largest shard that is opened"),
+    ).parse()
+    bench = Bench("shard", "Shards beside Megatron's IndexedDataset", ("megatron-core", "torch", "numpy"), options)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        lines = [
-            "# Shards beside Megatron's IndexedDataset",
-            "",
-            f"{machine()}; medians of {options.rounds} runs.",
-            "",
-        ]
-        for part in (
-            writing(folder, options.rounds),
-            heap(folder),
-            reading(folder, options.rounds),
-            opening(folder, options.rounds, options.largest),
-        ):
-            for line in part:
-                print(line, flush=True)
-                lines.append(line)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+        writing(bench, folder, options.rounds)
+        heap(bench, folder)
+        reading(bench, folder, options.rounds)
+        opening(bench, folder, options.rounds, options.largest)
+    bench.write()
 
 
 if __name__ == "__main__":

@@ -8,30 +8,28 @@ tokenizer are made on the spot from a seed unless ``--chats`` and ``--tokenizer`
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import os
 import pickle
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import xxhash
+from plot import Dot, dots
+from report import Bench, Parser, Size
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
+from megatron_sft_idx.chat.template import ChatTemplate
 from megatron_sft_idx.chat.tokenizer import load_tokenizer
 from megatron_sft_idx.chat.types import Conversation, Rendered, Span
 
-RESULT = Path(__file__).parent / "results" / "tokenising.md"
 BATCH = 100
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
@@ -151,9 +149,7 @@ def transformers_masks(folder: str) -> Contestant:
 
 def ours(folder: str, backend: Any) -> Contestant:
     tokenizer = load_tokenizer(folder, backend=backend)
-    template = importlib.import_module("megatron_sft_idx.chat.template").ChatTemplate(
-        TEMPLATE, special_tokens=tokenizer.special_tokens, control_tokens=tokenizer.control_tokens
-    )
+    template = ChatTemplate(TEMPLATE, special_tokens=tokenizer.special_tokens, control_tokens=tokenizer.control_tokens)
 
     def work(chats: list[Any]) -> Rows:
         rendered = [template.render(Conversation(chat, [1.0] * len(chat))) for chat in chats]
@@ -201,6 +197,7 @@ CONTESTANTS: dict[str, tuple[Callable[[str], Contestant], bool, bool]] = {
     "`tokenizers.encode_batch` alone, one thread, no masks": (library_only, True, False),
 }
 RIVALS = list(CONTESTANTS)[:2]
+OURS = list(CONTESTANTS)[2:4]
 
 
 def run_worker(name: str, folder: str, data: str) -> None:
@@ -236,64 +233,74 @@ def run_contestant(name: str, folder: str, data: str) -> list[Any]:
 # ---- the table ----
 
 
-def table(times: dict[str, list[float]], tokens: int, about: str) -> str:
-    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-    best = min(medians[name] for name in RIVALS)
-    lines = [
-        "# Tokenising and masking chats, beside transformers",
-        "",
-        f"{about} `python tools/bench/tokenising.py`; {os.cpu_count()} cores, one process each, batches of",
-        f"{BATCH} chats, medians of fresh processes warmed up on other chats. Ids and masks are identical.",
-        "",
-        "| way | seconds | tokens/s | times the faster transformers run |",
-        "|---|---|---|---|",
+def report(bench: Bench, times: dict[str, list[float]], tokens: int) -> None:
+    rates = {name: [tokens / 1e3 / seconds for seconds in every] for name, every in times.items()}
+    best = min(median(times[name]) for name in RIVALS)
+    rows = [
+        (name, f"{median(every):.3f}", f"{median(rates[name]):,.0f} k", f"{best / median(every):.2f}")
+        for name, every in times.items()
     ]
-    for name, seconds in medians.items():
-        lines.append(f"| {name} | {seconds:.3f} | {tokens / seconds / 1e3:,.0f} k | {best / seconds:.2f} |")
-    return "\n".join(lines) + "\n"
+    bench.table(("way", "seconds", "tokens/s", "times the faster transformers run"), rows)
+    for way, short in (("gigatoken", True), ("tokenizers", False)):
+        for rival, cores in zip(RIVALS, ("all cores", "one thread"), strict=True):
+            key, what = f"{way}-{cores.split()[0]}", f"chats to ids and masks, identical output, with {way}"
+            peer = f"transformers' batched `apply_chat_template`, {cores}"
+            mine = rates[OURS[way == "tokenizers"]]
+            bench.headline(key, what, mine, "k tokens/s", peer=peer, theirs=rates[rival], more=True, short=short)
+    marks = [Dot(name.replace("`", ""), every, name.startswith("ours")) for name, every in rates.items()]
+    bench.plot("tokenising", dots("Chats to ids and masks", "thousand tokens a second", marks))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def arguments() -> argparse.Namespace:
+    parser = Parser(
+        __doc__,
+        count=Size(3000, 10_000, "chats to make"),
+        rounds=Size(3, 7, "runs of which the median is taken"),
+    )
     parser.add_argument("--chats", type=Path, help="JSON or JSON lines of real chats")
     parser.add_argument("--tokenizer", type=Path, help="a real tokenizer's folder")
-    parser.add_argument("--count", type=int, default=3000, help="chats to make")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=RESULT)
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker:
-        run_worker(*options.worker)
-        return
-    chats = read_chats(options.chats) if options.chats else make_chats(options.count, seed=0)
-    random.Random(0).shuffle(chats)
-    names = [name for name in CONTESTANTS if has_template() or not name.startswith("ours, ")]
+    return parser.parse()
+
+
+def measure(options: argparse.Namespace, chats: list[Any]) -> tuple[dict[str, list[float]], int]:
+    """Seconds of every contestant, and tokens; SystemExit where one gives other ids or masks."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = str(options.tokenizer or folder)
         if not options.tokenizer:
             train_tokenizer(Path(folder), chats[: len(chats) // 3])
         data = Path(folder) / "chats.pickle"
         data.write_bytes(pickle.dumps((chats[: len(chats) // 5], chats[len(chats) // 5 :])))
-        times: dict[str, list[float]] = {name: [] for name in names}
+        times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
         tokens, seen_ids, seen_masks = 0, set(), set()
         for _ in range(options.rounds):
-            for name in names:
+            for name, every in times.items():
                 seconds, tokens, ids, masks = run_contestant(name, tokenizer, str(data))
-                times[name].append(seconds)
+                every.append(seconds)
                 seen_ids.add(ids)
                 seen_masks.add(masks)
     if len(seen_ids) != 1 or len(seen_masks - {None}) != 1:
         raise SystemExit("ids or masks differ between contestants; no table written")
+    return times, tokens
+
+
+def main() -> None:
+    options = arguments()
+    if options.worker:
+        run_worker(*options.worker)
+        return
+    chats = read_chats(options.chats) if options.chats else make_chats(options.count, seed=0)
+    random.Random(0).shuffle(chats)
+    title = "Tokenising and masking chats, beside transformers"
+    bench = Bench("tokenising", title, ("transformers", "tokenizers", "gigatoken"), options)
+    times, tokens = measure(options, chats)
     source = options.chats.name if options.chats else "generated"
-    about = f"{len(chats) - len(chats) // 5:,} chats ({source}), {tokens:,} tokens."
-    text = table(times, tokens, about)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(text, encoding="utf-8")
-    print(text)
-
-
-def has_template() -> bool:
-    return importlib.util.find_spec("megatron_sft_idx.chat.template") is not None
+    bench.say(
+        f"{len(chats) - len(chats) // 5:,} chats ({source}), {tokens:,} tokens; one process each, batches of {BATCH}"
+        " chats, medians of fresh processes warmed up on other chats. Ids and masks are identical."
+    )
+    report(bench, times, tokens)
+    bench.write()
 
 
 if __name__ == "__main__":

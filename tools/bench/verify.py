@@ -1,8 +1,8 @@
 """``verify --full`` beside plain checksumming of the same bytes with the xxhash package.
 
-    python tools/bench/verify.py [--rounds 5] [--mib 1024]
+    python tools/bench/verify.py [--full]
 
-Writes tools/bench/results/verify.md. Both sides run in turn, in one process, over files in the page cache; figures are
+Both sides run in turn, in one process, over files in the page cache; figures are
 medians. Checksumming is xxh3_128 over the five files, read with readinto in buffers of the size given: what a tool such
 as xxhsum does, in one thread. Verifying reads tokens in a second one: where a core is free that saves time, not cpu.
 Heap is the growth of the peak of private memory, in a process of its own.
@@ -10,29 +10,24 @@ Heap is the growth of the peak of private memory, in a process of its own.
 
 from __future__ import annotations
 
-import argparse
 import os
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import xxhash
-from report import machine
+from measure import Time, alternated, in_own_process, medians, memory, timed
+from plot import Dot, dots
+from report import MIB, Bench, Parser, Size
 
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.verify import verify_shard
 
-RESULTS = Path(__file__).parent / "results" / "verify.md"
-MIB = 1 << 20
 CHUNK_PACKS_TOKENS = 1 << 22
 
 
@@ -40,6 +35,7 @@ CHUNK_PACKS_TOKENS = 1 << 22
 class Kind:
     """What a shard holds: packs of equal length, made of sequences of equal length."""
 
+    key: str
     name: str
     token_dtype: Any
     mask_dtype: Any
@@ -54,12 +50,12 @@ class Kind:
 
 
 KINDS = (
-    Kind("packed, uint16, masks uint8", np.uint16, np.uint8, 4096, 256),
-    Kind("packed, int32, masks uint8", np.int32, np.uint8, 4096, 256),
-    Kind("packed, int32, masks float32", np.int32, np.float32, 4096, 256),
-    Kind("unpacked, int32, masks uint8, 600 tokens each", np.int32, np.uint8, 600, 600),
-    Kind("unpacked, uint16, masks uint8, 60 tokens each", np.uint16, np.uint8, 60, 60),
-    Kind("unpacked, uint16, masks uint8, 20 tokens each", np.uint16, np.uint8, 20, 20),
+    Kind("packed16", "packed, uint16, masks uint8", np.uint16, np.uint8, 4096, 256),
+    Kind("packed32", "packed, int32, masks uint8", np.int32, np.uint8, 4096, 256),
+    Kind("packed-float", "packed, int32, masks float32", np.int32, np.float32, 4096, 256),
+    Kind("corpus600", "unpacked, int32, masks uint8, 600 tokens each", np.int32, np.uint8, 600, 600),
+    Kind("corpus60", "unpacked, uint16, masks uint8, 60 tokens each", np.uint16, np.uint8, 60, 60),
+    Kind("corpus20", "unpacked, uint16, masks uint8, 20 tokens each", np.uint16, np.uint8, 20, 20),
 )
 
 
@@ -96,82 +92,66 @@ def verify(prefix: str) -> None:
     assert report.ok, report
 
 
-def medians(works: Sequence[Callable[[], None]], rounds: int) -> list[tuple[float, float]]:
-    """Wall and processor seconds of each work, which take turns; the first round does not count."""
-    times: list[list[tuple[float, float]]] = [[] for _ in works]
-    for _ in range(rounds + 1):
-        for work, column in zip(works, times, strict=True):
-            wall, cpu = time.perf_counter(), time.process_time()
-            work()
-            column.append((time.perf_counter() - wall, time.process_time() - cpu))
-    return [
-        (statistics.median(wall for wall, _ in column[1:]), statistics.median(cpu for _, cpu in column[1:]))
-        for column in times
-    ]
-
-
-def peak() -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
-
-
 def heap(warm: str, prefix: str) -> int:
     """Growth of the peak by a full verification, once another one has loaded all code."""
     verify(warm)
-    before = peak()
+    before = memory("VmHWM")
     verify(prefix)
-    return peak() - before
+    return memory("VmHWM") - before
 
 
-def report(folder: Path, rounds: int, mib: int) -> Iterator[str]:
-    columns = ("shard", "GB", "checksum, 64 KiB buffer, ms", "512 KiB buffer, ms", "verify --full, ms", "of the faster")
-    yield "| " + " | ".join(columns) + " |"
-    yield "|---|---|---|---|---|---|"
-    rows = []
-    for kind in KINDS:
-        prefix, warm = str(folder / "x"), str(folder / "warm")
-        write(prefix, kind, mib * MIB)
-        write(warm, kind, MIB)
-        nbytes = sum(os.path.getsize(path) for path in ShardPaths.of(prefix).all)
-        works = (partial(checksum, prefix, 64 << 10), partial(checksum, prefix, 512 << 10), partial(verify, prefix))
-        found = medians(works, rounds)
-        yield (
-            f"| {kind.name} | {nbytes / 1e9:.2f} | "
-            + " | ".join(f"{wall * 1e3:.0f}" for wall, _ in found)
-            + (f" | {found[2][0] / min(found[0][0], found[1][0]):.2f} |")
-        )
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            grown = pool.submit(heap, warm, prefix).result()
-        quick = statistics.median(timed_quick(prefix) for _ in range(20))
-        cpu = (found[1][1] * 1e3, found[2][1] * 1e3)
-        rows.append(f"| {kind.name} | {cpu[0]:.0f} | {cpu[1]:.0f} | {quick * 1e3:.2f} | {grown / MIB:.1f} |")
-        for path in (*ShardPaths.of(prefix).all, *ShardPaths.of(warm).all):
-            os.unlink(path)
-    yield ""
-    yield "| shard | checksum, cpu ms | verify --full, cpu ms | verify, ms | heap of verify --full, MiB |"
-    yield "|---|---|---|---|---|"
-    yield from rows
-
-
-def timed_quick(prefix: str) -> float:
-    begin = time.perf_counter()
+def quick(prefix: str) -> None:
     assert verify_shard(prefix).ok
-    return time.perf_counter() - begin
+
+
+def measure(kind: Kind, folder: Path, rounds: int, mib: int) -> tuple[int, list[list[Time]], float, int]:
+    """Bytes of the shard; times of both checksums and of verifying; seconds of the quick look; bytes of heap."""
+    prefix, warm = str(folder / "x"), str(folder / "warm")
+    write(prefix, kind, mib * MIB)
+    write(warm, kind, MIB)
+    nbytes = sum(os.path.getsize(path) for path in ShardPaths.of(prefix).all)
+    works = (partial(checksum, prefix, 64 << 10), partial(checksum, prefix, 512 << 10), partial(verify, prefix))
+    times = alternated(works, rounds)
+    grown: int = in_own_process(heap, warm, prefix)
+    look = median(timed(partial(quick, prefix)).wall for _ in range(20))
+    for path in (*ShardPaths.of(prefix).all, *ShardPaths.of(warm).all):
+        os.unlink(path)
+    return nbytes, times, look, grown
+
+
+def report(bench: Bench, folder: Path, rounds: int, mib: int) -> None:
+    clock, processor, marks = [], [], []
+    for kind in KINDS:
+        nbytes, times, look, grown = measure(kind, folder, rounds, mib)
+        small, large, full = medians(times)
+        ms = [f"{t.wall * 1e3:.0f}" for t in (small, large, full)]
+        clock.append((kind.name, f"{nbytes / 1e9:.2f}", *ms, f"{full.wall / min(small.wall, large.wall):.2f}"))
+        cpu = [f"{t.cpu * 1e3:.0f}" for t in (large, full)]
+        processor.append((kind.name, *cpu, f"{look * 1e3:.2f}", f"{grown / MIB:.1f}"))
+        faster = times[0] if small.wall < large.wall else times[1]
+        sides = [[nbytes / 1e9 / t.wall for t in column] for column in (times[2], faster)]
+        what = f"`verify --full`, every byte and rule: {kind.name}"
+        short = kind in (KINDS[1], KINDS[-1])
+        peer = "xxh3_128 of the same bytes"
+        bench.headline(kind.key, what, sides[0], "GB/s", peer=peer, theirs=sides[1], more=True, short=short)
+        marks += [Dot(kind.name, sides[0], True), Dot("the same, xxh3_128 alone", sides[1], False)]
+    columns = "shard, GB, checksum by 64 KiB ms, by 512 KiB ms, verify --full ms, of the faster"
+    bench.table(columns.split(", "), clock)
+    columns = "shard, checksum cpu ms, verify --full cpu ms, verify ms, heap of verify --full MiB"
+    bench.table(columns.split(", "), processor)
+    bench.plot("verify", dots("Checking every byte", "GB a second", marks))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=5, help="runs of which the median is taken")
-    parser.add_argument("--mib", type=int, default=1024, help="size of each shard")
-    parser.add_argument("--folder", help="where shards are written and removed again (default: the system's)")
-    options = parser.parse_args()
-    lines = ["# Verifying every byte beside plain checksumming", "", f"{machine()}; medians of {options.rounds}.", ""]
-    with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        for line in report(Path(name), options.rounds, options.mib):
-            print(line, flush=True)
-            lines.append(line)
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+    options = Parser(
+        __doc__,
+        rounds=Size(5, 9, "runs of which the median is taken"),
+        mib=Size(512, 1024, "size of each shard"),
+    ).parse()
+    bench = Bench("verify", "Verifying every byte beside plain checksumming", ("xxhash", "numpy"), options)
+    with tempfile.TemporaryDirectory() as name:
+        report(bench, Path(name), options.rounds, options.mib)
+    bench.write()
 
 
 if __name__ == "__main__":

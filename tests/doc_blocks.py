@@ -1,0 +1,194 @@
+"""The fenced blocks of README.md and docs/*.md, and a shell that they are pasted into from top to bottom.
+
+What a block is, the words after its fence say; GitHub shows the first of them and ignores the rest:
+
+====================  ================================================================================
+``sh``                commands, pasted as they are; all have to succeed
+``sh fails``          a command that has to fail
+``sh WORD``           commands that need more than this package: WORD is a key of ``ELSEWHERE``
+``python``            a program of its own, run in the same folder
+``text``              what the block before prints, see ``complaint``
+``KIND of its own``   a key of what the caller can check otherwise
+====================  ================================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+
+RUN = {"sh", "sh fails", "python"}
+# Blocks that are pasted by another test than those of all others, and why.
+ELSEWHERE = {
+    "sh install": "makes environments from the package index: make test-slow",
+    "sh slow": "takes several training processes: make test-slow",
+    "sh ray": "needs Ray: make test-ray",
+    "sh cloud": "needs an object store: make test-cloud",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: where its first line is, what the fence says, and the lines inside."""
+
+    page: str
+    line: int
+    kind: str
+    text: str
+
+    @property
+    def place(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+class Said(NamedTuple):
+    """What a pasted block printed."""
+
+    out: str
+    err: str
+
+
+# Runs a Python block, and gives what it printed.
+Program = Callable[[Block], Said]
+
+
+def blocks_of(page: str) -> list[Block]:
+    """All fenced blocks of a page, less the indentation of their fence."""
+    found: list[Block] = []
+    fence: re.Match[str] | None = None
+    lines: list[str] = []
+    for number, line in enumerate((ROOT / page).read_text(encoding="utf-8").splitlines(), 1):
+        mark = re.fullmatch(r"( *)```(.*)", line)
+        if fence is None:
+            fence, lines = mark, []
+        elif mark and not mark[2]:
+            text = "".join(f"{inner.removeprefix(fence[1])}\n" for inner in lines)
+            found.append(Block(page, number - len(lines), fence[2].strip(), text))
+            fence = None
+        else:
+            lines.append(line)
+    assert fence is None, f"{page}: a block is not closed"
+    return found
+
+
+def outputs(blocks: Sequence[Block]) -> Iterator[tuple[Block, Block]]:
+    """Each block with the one that shows what it prints."""
+    return ((block, shown) for block, shown in pairwise(blocks) if shown.kind == "text")
+
+
+def clone(folder: Path) -> Path:
+    """What pasted commands touch of a clone, in ``folder``; the package itself is the one under test."""
+    ignored = shutil.ignore_patterns("bench", "__pycache__")
+    shutil.copytree(ROOT / "tools", folder / "tools", ignore=ignored)
+    return folder
+
+
+def fast_environment(folder: Path) -> dict[str, str]:
+    """Variables under which this interpreter and the package under test are what commands find."""
+    programs = folder / ".programs"
+    if not programs.exists():
+        programs.mkdir()
+        modules = {"megatron-sft-idx": "-m megatron_sft_idx", "torchrun": "-m torch.distributed.run", "python": ""}
+        for name, module in modules.items():
+            (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+            (programs / name).chmod(0o755)
+    path = os.pathsep.join([str(programs), os.environ["PATH"]])
+    # One thread: more of them wait for each other where tests run beside tests.
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def paste(
+    blocks: Sequence[Block],
+    folder: Path,
+    environment: Mapping[str, str],
+    seconds: float,
+    program: Program | None = None,
+) -> dict[Block, Said]:
+    """Paste blocks into a shell that works in ``folder``; AssertionError where one does not end as it should.
+
+    ``program``, where given, runs the Python blocks, and the shell is a new one after each of them.
+    """
+    said: dict[Block, Said] = {}
+    for apart, some in groupby(blocks, lambda block: program is not None and block.kind == "python"):
+        if apart and program:
+            said.update((block, program(block)) for block in some)
+        else:
+            said.update(_in_one_shell(list(some), folder, environment, seconds))
+    return said
+
+
+def _in_one_shell(
+    blocks: Sequence[Block], folder: Path, environment: Mapping[str, str], seconds: float
+) -> dict[Block, Said]:
+    said = folder / ".said"
+    said.mkdir()
+    script = ["set -e"]
+    for number, block in enumerate(blocks):
+        script.append(f"exec >{said}/{number}.out 2>{said}/{number}.err </dev/null")
+        if block.kind == "python":
+            (said / f"{number}.py").write_text(block.text, encoding="utf-8")
+            script.append(f"python {said}/{number}.py")
+        elif block.kind == "sh fails":
+            script.append(f"if (\n{block.text}) then\necho it succeeded >&2\nexit 1\nfi")
+        else:
+            script.append(block.text)
+    run = subprocess.run(
+        ["bash", "-c", "\n".join(script)], cwd=folder, env=dict(environment), timeout=seconds, check=False
+    )
+    begun = [block for number, block in enumerate(blocks) if (said / f"{number}.out").exists()]
+    texts = {
+        block: Said(*((said / f"{number}.{end}").read_text(encoding="utf-8") for end in Said._fields))
+        for number, block in enumerate(begun)
+    }
+    shutil.rmtree(said)
+    if run.returncode:
+        block = begun[-1]
+        raise AssertionError(f"{block.place}: exit code {run.returncode}\n{block.text}{''.join(texts[block])}")
+    return texts
+
+
+def complaint(shown: Block, said: Said) -> str | None:
+    """None where a block shows what was really printed, on the one or the other of the terminal's two streams.
+
+    ``...`` on a line of its own stands for any lines, at the end of a line for the rest of it. Otherwise a line must
+    be found as it is, after the one before; but seconds (``0.4 s``, and all of a line that begins with ``seconds``)
+    may be any, and figures of four decimals, such as losses, need only agree to one per cent.
+    """
+    lines = [line.rstrip() for line in shown.text.splitlines()]
+    if any(_follows(lines, [line.rstrip() for line in stream.splitlines()]) for stream in said):
+        return None
+    return f"{shown.place}: shown\n{shown.text}\nprinted\n{said.out}{said.err}"
+
+
+def _follows(shown: Sequence[str], found: Sequence[str]) -> bool:
+    """Whether all of ``shown`` is all of ``found``, with gaps only where ``...`` stands."""
+    if not shown:
+        return not found
+    if shown[0].strip() == "...":
+        return any(_follows(shown[1:], found[begin:]) for begin in range(len(found) + 1))
+    return bool(found) and _same(shown[0], found[0]) and _follows(shown[1:], found[1:])
+
+
+def _same(shown: str, found: str) -> bool:
+    if shown.endswith("..."):
+        cut = shown.removesuffix("...").rstrip()
+        return found.startswith(cut)
+    if shown.startswith("seconds"):
+        shown, found = (re.sub(r"\d+\.\d+", "0.0", line) for line in (shown, found))
+    shown, found = (re.sub(r"\d+\.\d+ s\b", "0.0 s", line) for line in (shown, found))
+    decimals = re.compile(r"\d+\.\d{4}\b")
+    if decimals.sub("", shown) != decimals.sub("", found):
+        return False
+    pairs = zip(decimals.findall(shown), decimals.findall(found), strict=True)
+    return all(abs(float(a) - float(b)) <= 0.01 * abs(float(a)) for a, b in pairs)

@@ -1,0 +1,147 @@
+"""README.md and docs/ are true: every block runs as it stands and prints what is shown, every link leads somewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from doc_blocks import (
+    ELSEWHERE,
+    PAGES,
+    ROOT,
+    RUN,
+    Block,
+    Said,
+    blocks_of,
+    clone,
+    complaint,
+    fast_environment,
+    outputs,
+    paste,
+)
+from doc_checks import CHECKS
+from training_twin import pretrain_script
+
+from megatron_sft_idx.cli.main import build_parser
+
+BLOCKS = {page: blocks_of(page) for page in PAGES}
+ALL = [block for blocks in BLOCKS.values() for block in blocks]
+TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in [*PAGES, "CHANGELOG.md"]}
+
+
+def program(folder: Path) -> Callable[[Block], Said]:
+    """Runs Python blocks in this process, which has imported torch and Megatron already."""
+
+    def run(block: Block) -> Said:
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            patch.chdir(folder)
+            exec(compile(block.text, block.place, "exec"), {"__name__": "__main__"})
+        return Said(out.getvalue(), err.getvalue())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The clone that all pages are pasted into, README.md first."""
+    return clone(tmp_path_factory.mktemp("clone"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_can_be_pasted_from_top_to_bottom(page: str, folder: Path) -> None:
+    said = paste(
+        [block for block in BLOCKS[page] if block.kind in RUN], folder, fast_environment(folder), 600, program(folder)
+    )
+    wrong = [complaint(shown, said[block]) for block, shown in outputs(BLOCKS[page]) if block in said]
+    assert not any(wrong), "\n\n".join(filter(None, wrong))
+
+
+@pytest.mark.slow
+def test_the_readme_with_its_long_blocks(tmp_path: Path) -> None:
+    blocks = [block for block in BLOCKS["README.md"] if block.kind in {*RUN, "sh slow"}]
+    said = paste(blocks, clone(tmp_path), fast_environment(tmp_path), 1800)
+    wrong = [complaint(shown, said[block]) for block, shown in outputs(BLOCKS["README.md"]) if block in said]
+    assert not any(wrong), "\n\n".join(filter(None, wrong))
+
+
+@pytest.mark.parametrize("kind", ELSEWHERE)
+def test_blocks_that_need_more(kind: str) -> None:
+    places = [block.place for block in ALL if block.kind == kind]
+    assert places, f"no block is {kind}: take it out of ELSEWHERE"
+    pytest.skip(f"{', '.join(places)}: {ELSEWHERE[kind]}")
+
+
+@pytest.mark.parametrize("block", [block for block in ALL if block.kind in CHECKS], ids=lambda block: block.place)
+def test_a_block_that_is_no_command(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CHECKS[block.kind](block, tmp_path, monkeypatch)
+
+
+def test_no_block_is_left_out() -> None:
+    unknown = [
+        f"{block.place}: {block.kind!r}" for block in ALL if block.kind not in {*RUN, *ELSEWHERE, *CHECKS, "text"}
+    ]
+    assert not unknown, "\n".join(unknown)
+    shown = {block for blocks in BLOCKS.values() for _, block in outputs(blocks)}
+    stray = [block.place for block in ALL if block.kind == "text" and block not in shown]
+    assert not stray, f"the output of nothing: {stray}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len(TEXTS["README.md"].splitlines()) < 400
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_somewhere(page: str) -> None:
+    prose = re.sub(r"^ *```.*?^ *```$|`[^`\n]*`", "", TEXTS[page], flags=re.DOTALL | re.MULTILINE)
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        path, _, anchor = target.partition("#")
+        if "://" in path:
+            continue
+        found = (ROOT / page).parent / path if path else ROOT / page
+        if not found.exists() or (anchor and anchor not in anchors(found)):
+            broken.append(target)
+    assert not broken, f"{page}: {broken}"
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_extras_exist() -> None:
+    table = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.optional-dependencies]")[1]
+    there = set(re.findall(r"^([a-z]+) = \[", table.split("\n[")[0], flags=re.MULTILINE))
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "megatron_sft_idx").rglob("*.py")]
+    named = [
+        extra
+        for text in [*TEXTS.values(), *sources]
+        for found in re.findall(r"(?:'\.|megatron-sft-idx)\[([a-z,]+)\]", text)
+        for extra in found.split(",")
+    ]
+    assert len(named) > 10
+    assert set(named) <= there
+
+
+# Options of other programs that the pages name.
+OTHERS = {
+    *("--constraint", "--nproc-per-node"),  # pip, torchrun
+    *("--dataloader-type", "--no-create-attention-mask-in-dataloader", "--calculate-per-token-loss", "--sft"),
+    *("--pipeline-model-parallel-size", "--context-parallel-size"),  # Megatron-LM
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_options_exist(page: str) -> None:
+    ours = set(pretrain_script().build_parser()._option_string_actions)
+    (verbs,) = (action for action in build_parser()._actions if isinstance(action.choices, dict))
+    for verb in verbs.choices.values():
+        ours |= set(verb._option_string_actions)
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", TEXTS[page]))
+    assert named <= ours | OTHERS
