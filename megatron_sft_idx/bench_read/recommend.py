@@ -51,10 +51,17 @@ def recommend(report: Report) -> Recommendation:
 
 def _costs(one: Measured, report: Report) -> list[float]:
     """Seconds of a pack over all epochs, for each round."""
-    # Under a limit the second epoch met it too; a sample of a large shard fits in memory, however, and its shard not.
-    keeps = report.plan.limit is not None or report.subject.fits(None)
-    later: Callable[[Run], Epoch] = (lambda run: run.second) if keeps else (lambda run: run.first)
-    return [1 / run.first.rate + (EPOCHS - 1) / later(run).rate for run in one.runs]
+    return [1 / run.first.rate + (EPOCHS - 1) / _later(run, report).rate for run in one.runs]
+
+
+def _later(run: Run, report: Report) -> Epoch:
+    """What the epochs after the first are like.
+
+    The second is a sample's, which memory may keep where it does not keep the shard; unless more was read than it has.
+    """
+    subject, limit = report.subject, report.plan.limit
+    felt = limit is not None and run.first.nbytes > limit.nbytes
+    return run.second if felt or subject.fits(limit) else run.first
 
 
 def _middle(values: list[float]) -> float:

@@ -6,6 +6,7 @@ It is a process of its own so that its faults and its memory are the reading's a
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import sys
 from collections.abc import Callable
@@ -163,4 +164,5 @@ def serve(open_reader: Callable[[Job], Reader]) -> None:
 
 def main() -> None:
     """Measure ``Shard``."""
+    logging.disable(logging.WARNING)  # of what came of huge pages: that is counted
     serve(ShardReader)
