@@ -5,14 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from megatron_sft_idx.bench_read.cold import cached_nbytes, drop_cache
 from megatron_sft_idx.bench_read.epochs import Epoch, Sample
 from megatron_sft_idx.bench_read.sampling import Plan, Subject, largest_sample, sample_of, scaled_cache
 from megatron_sft_idx.bench_read.settings import Setting
 from megatron_sft_idx.bench_read.worker import Job, Run
-from megatron_sft_idx.bench_read.workers import Worker
+from megatron_sft_idx.bench_read.workers import Workers
 
 __all__ = ["Measured", "Report", "bench_read"]
 
@@ -88,7 +87,8 @@ def bench_read(prefix: str, plan: Plan | None = None, *, tell: Tell = lambda run
     plan = plan or Plan()
     subject = Subject.at(prefix)
     measured = [Measured(setting) for setting in plan.settings]
-    with _Bench(subject, plan) as bench:
+    with Workers() as workers:
+        bench = _Bench(subject, plan, workers)
         if plan.packs is None:
             sample = largest_sample(subject, plan, bench.trial)
         else:
@@ -102,25 +102,15 @@ def bench_read(prefix: str, plan: Plan | None = None, *, tell: Tell = lambda run
 
 
 class _Bench:
-    """A process for each setting, started when its turn comes.
+    """Runs of one shard.
 
     Attributes:
         left_nbytes: as of ``Report``.
     """
 
-    def __init__(self, subject: Subject, plan: Plan) -> None:
-        self._subject, self._plan = subject, plan
-        self._workers: dict[Setting, Worker] = {}
+    def __init__(self, subject: Subject, plan: Plan, workers: Workers) -> None:
+        self._subject, self._plan, self._workers = subject, plan, workers
         self.left_nbytes: int | None = 0
-
-    def __enter__(self) -> _Bench:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for worker in self._workers.values():
-            worker.__exit__(kind, error, trace)
 
     def trial(self, sample: Sample) -> Epoch | None:
         """A first epoch of the simplest setting; None where it is refused."""
@@ -130,14 +120,11 @@ class _Bench:
 
     def measure(self, one: Measured, sample: Sample) -> None:
         """Two epochs, the first without the page cache; adds a run, or why there is none."""
-        worker = self._workers.get(one.setting)
-        if worker is None:
-            worker = self._workers[one.setting] = Worker()
         drop_cache(self._subject.files)
         left = cached_nbytes(self._subject.files)
         self.left_nbytes = None if left is None or self.left_nbytes is None else max(left, self.left_nbytes)
         try:
-            one.runs.append(worker.run(self._job(one.setting, sample)))
+            one.runs.append(self._workers.run(self._job(one.setting, sample)))
         except OSError as refused:
             one.refused = str(refused)
 

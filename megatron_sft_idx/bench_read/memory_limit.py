@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from types import TracebackType
 
 from megatron_sft_idx.bench_read.place import control_group
@@ -63,9 +64,12 @@ class MemoryLimit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Remove the group, which must be empty; a process that is still ending keeps it, and does no harm."""
-        with contextlib.suppress(OSError):
-            self.folder.rmdir()
+        """Remove the group, which a process that is still ending keeps a moment longer; a group left does no harm."""
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+                return
+            time.sleep(0.02)
 
 
 def _refusal(reason: str, nbytes: int) -> OSError:

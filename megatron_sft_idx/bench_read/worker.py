@@ -1,16 +1,20 @@
-"""The process that is measured: it opens a shard in one way and reads epochs, one job a line, until there are no more.
+"""The processes that are measured: each opens a shard in one way and reads epochs, job by job.
 
-It is a process of its own so that its faults and its memory are the reading's alone.
+They are processes of their own so that their faults and their memory are the reading's alone.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -149,17 +153,54 @@ def run_job(job: Job, open_reader: Callable[[Job], Reader]) -> Run:
 
 
 def serve(open_reader: Callable[[Job], Reader]) -> None:
-    """Do the jobs that come in on standard input; what each found goes out on standard output, as JSON on a line."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever gives the jobs says when to stop
+    """Do the jobs that come in on standard input; what each found goes out on standard output, as JSON on a line.
+
+    Each setting has a process of its own, forked before any shard was open: it starts at once, having imported all.
+    """
+    children: dict[Setting, tuple[int, Connection]] = {}
     for line in sys.stdin:
-        answer: dict[str, Any]
+        setting = Job.from_json(line).setting
+        if setting not in children:
+            children[setting] = _fork(open_reader)
+        pid, connection = children[setting]
         try:
-            answer = {"run": asdict(run_job(Job.from_json(line), open_reader))}
-        except SFTIndexError as error:
-            answer = {"bad": str(error)}
-        except OSError as error:
-            answer = {"refused": str(error)}
+            connection.send(line)
+            answer = connection.recv()
+        except (EOFError, OSError):
+            del children[setting]
+            answer = {"refused": f"its process {_ending(os.waitpid(pid, 0)[1])}"}
         print(json.dumps(answer), flush=True)
+
+
+def _ending(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"ended with code {code}" if code >= 0 else f"was killed: {signal.strsignal(-code)}"
+
+
+def _fork(open_reader: Callable[[Job], Reader]) -> tuple[int, Connection]:
+    """A process that answers the jobs sent to it; its id, and the way to it."""
+    ours, its = Pipe()
+    if pid := os.fork():
+        its.close()
+        return pid, ours
+    ours.close()
+    try:
+        while True:
+            its.send(_answer(Job.from_json(its.recv()), open_reader))
+    except EOFError:
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _answer(job: Job, open_reader: Callable[[Job], Reader]) -> dict[str, Any]:
+    try:
+        return {"run": asdict(run_job(job, open_reader))}
+    except SFTIndexError as error:
+        return {"bad": str(error)}
+    except OSError as error:
+        return {"refused": str(error)}
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ from megatron_sft_idx.bench_read.memory_limit import MemoryLimit
 from megatron_sft_idx.bench_read.place import find_place
 from megatron_sft_idx.bench_read.settings import SETTINGS, Setting
 from megatron_sft_idx.bench_read.worker import Job
-from megatron_sft_idx.bench_read.workers import SHARD_WORKER, Worker
+from megatron_sft_idx.bench_read.workers import SHARD_WORKERS, Workers
 from megatron_sft_idx.shard import ShardWriter
 
 LENGTH, SEQUENCES = 4096, 8
@@ -64,10 +64,10 @@ class Way:
 
     @property
     def command(self) -> Sequence[str]:
-        """Of its process."""
+        """What starts the process that is measured."""
         if self.name in PEERS:
             return (sys.executable, str(Path(__file__).with_name("backends_peers.py")), self.name)
-        return SHARD_WORKER
+        return SHARD_WORKERS
 
 
 WAYS = [*(Way(setting.name, setting) for setting in SETTINGS), *(Way(name, Setting()) for name in PEERS)]
@@ -117,23 +117,23 @@ def write(prefix: Path, packs: int) -> None:
 def measure(cases: Sequence[Case], rounds: int) -> None:
     """Every way in every case, in turn; a case after the other, those with a limit last, as no process leaves it."""
     with ExitStack() as stack:
-        workers = {way.name: stack.enter_context(Worker(way.command)) for way in WAYS}
+        workers = {command: stack.enter_context(Workers(command)) for command in {way.command for way in WAYS}}
         for case in cases:
             ways = WAYS if case.sample.order == "shuffled" else [way for way in WAYS if way.name in IN_ORDER]
             case.found = {way.name: Measured(way.setting) for way in ways}
             for _ in range(rounds):
                 for way in ways:
-                    one_run(case, workers[way.name], case.found[way.name])
+                    one_run(case, workers[way.command], case.found[way.name])
             print(f"{case.title}: measured", file=sys.stderr, flush=True)
 
 
-def one_run(case: Case, worker: Worker, one: Measured) -> None:
+def one_run(case: Case, workers: Workers, one: Measured) -> None:
     drop_cache(case.files)
     case.kept = max(case.kept, cached_nbytes(case.files) or 0)
     # A cache of a quarter of the limit, or of that share of the data.
     cache = Path(case.prefix + ".bin").stat().st_size // 16
     try:
-        one.runs.append(worker.run(Job(case.prefix, case.sample, one.setting, case.seconds, cache, case.group)))
+        one.runs.append(workers.run(Job(case.prefix, case.sample, one.setting, case.seconds, cache, case.group)))
     except OSError as refused:
         one.refused = str(refused)
 
