@@ -15,7 +15,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.shard.published import missing_files
-from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage import BackendName, ReadOptions, is_remote
 
 __all__ = ["MMapIndexedDataset", "SFTIndexedDataset"]
 
@@ -82,6 +82,9 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         sequences_per_dataset: accepted and without effect, as ``fast_cache_load``.
         dtype_code: accepted and without effect, as ``fast_cache_load``.
         copy: hand out writable copies instead of read-only views.
+        backend: of ``Shard``, such as ``"process"``; None goes by ``mmap``.
+        reading: ``cache_bytes``, ``advice`` and ``huge_pages`` of ``Shard``, whose ``schedule``, ``willneed`` and
+            ``dontneed`` are there as ``ds.shard``.
 
     Raises:
         ShardNotFoundError: some of the five files are missing.
@@ -100,10 +103,13 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         dtype_code: int | None = None,
         *,
         copy: bool = False,
+        backend: BackendName | ReadOptions | None = None,
+        **reading: Any,
     ) -> None:
         config = object_storage_config or s3_config
+        chosen = {"copy": copy, "backend": backend, **reading}
         self.initialize(
-            path_prefix, multimodal, mmap, config, fast_cache_load, sequences_per_dataset, dtype_code, copy=copy
+            path_prefix, multimodal, mmap, config, fast_cache_load, sequences_per_dataset, dtype_code, **chosen
         )
 
     def initialize(
@@ -117,6 +123,8 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         dtype_code: int | None = None,
         *,
         copy: bool = False,
+        backend: BackendName | ReadOptions | None = None,
+        **reading: Any,
     ) -> None:
         """Open the shard; arguments as the constructor's."""
         if multimodal:
@@ -124,7 +132,8 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         if object_storage_config and not is_remote(path_prefix):
             raise FormatError(f"{path_prefix}: object storage is configured, but this is a local path; leave that out")
         cache = object_storage_config.path_to_idx_cache if object_storage_config else None
-        shard = Shard(path_prefix, backend="mmap" if mmap else "pread", copy=copy, index_cache=cache)
+        backend = backend or ("mmap" if mmap else "pread")
+        shard = Shard(path_prefix, backend=backend, copy=copy, index_cache=cache, **reading)
         self._take(shard, object_storage_config)
 
     def _take(self, shard: Shard, object_storage_config: Any) -> None:

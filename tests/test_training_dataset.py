@@ -23,6 +23,7 @@ from packs import sample_of, write_samples
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.rebuild import Known, rebuild
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.storage import ReadOptions
 from megatron_sft_idx.training.dataset import Corpus, PackedSFTDataset
 from megatron_sft_idx.training.loader import whole_batch
 from megatron_sft_idx.training.rows import PackedRows
@@ -275,7 +276,7 @@ print([name for name in sys.modules if name.startswith("megatron.")])
         ({"sequence_length": 33, "sequence_multiple": 2}, "33 is no multiple of the sequence multiple 2"),
         ({"sequence_multiple": 2}, "packed for sequence multiple 1, .* multiples of 2"),
         ({"tokenizer_fingerprint": "ours"}, "tokenized with theirs, the tokenizer of this job is ours"),
-        ({"mmap_bin_files": False}, "gathered from memory maps"),
+        ({"read": ReadOptions(backend="s3")}, "a: backend 's3', choose one of mmap, os, pread, reopen, process"),
         ({"blend": (["P", "other"], None), "sequence_length": 64}, "other: capacity is 40, in .*a 32"),
         ({"blend": (["P", "foreign"], None)}, "foreign: tokenizer is strange, in .*a theirs"),
         ({"blend": (["nowhere"], None)}, "nowhere: no shard here"),

@@ -198,8 +198,6 @@ def test_megatron_builds_data_sets_of_remote_shards(tmp_path: Path, monkeypatch:
         again = pickle.loads(pickle.dumps(found))
         assert digest_of(again[3]) == digest_of(expected[3])
     assert len(list(cache.iterdir())) == 2
-    with pytest.raises(FormatError, match="mmap_bin_files=False"):
-        config_of(str(folder / "x"), mmap_bin_files=False)
 
 
 def test_a_batch_that_fails_lets_go_what_is_announced(places: tuple[Path, str]) -> None:

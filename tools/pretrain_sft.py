@@ -36,6 +36,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options, encoding_options
+from megatron_sft_idx.cli.reading import add_read_options, read_options
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.streaming.megatron import LiveData, add_live_options, check_live_options, is_live, open_live
 from megatron_sft_idx.training.attention import ATTENTION, Batch, layer_spec, model_inputs
@@ -66,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--object-storage-cache-path", help="folder for the index files of shards at s3:// or msc://")
     data.add_argument("--seq-length", type=int, required=True, help="positions of a training row")
     data.add_argument("--repack", action="store_true", help="plan packs for --seq-length at start-up; rewrites nothing")
+    add_read_options(data)
 
     model = parser.add_argument_group("model")
     model.add_argument("--num-layers", type=int, default=2)
@@ -116,6 +118,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             check_live_options(args)
         except FormatError as error:
             parser.error(str(error))
+    args.read = read_options(args, parser)
     args.encoding = encoding_options(args, parser) if args.tokenizer_model else None
     args.train_iters = 50 if args.train_iters is None else args.train_iters
     return args
@@ -360,7 +363,7 @@ def pretrain(args: argparse.Namespace, observe: Observer | None = None) -> list[
         with open_live(args, args.encoding) as live:
             return fit(args, live, None, observe)
     samples = [steps * args.global_batch_size for steps in (args.train_iters, args.eval_iters, 0)]
-    training, validation, _ = build_datasets(args, samples, index_only_packing=args.repack)
+    training, validation, _ = build_datasets(args, samples, index_only_packing=args.repack, read=args.read)
     return fit(args, training, validation, observe)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, overload
@@ -158,6 +158,17 @@ class PackedDataset:
 
     def __iter__(self) -> Iterator[Pack]:
         return (self[i] for i in range(self._before[-1]))
+
+    def schedule(self, indices: NDArray[np.int64] | Sequence[int]) -> None:
+        """Say which packs come next, in order, as of ``Shard.schedule``; of other formats nothing is read ahead.
+
+        Raises:
+            IndexError: no such pack.
+        """
+        if isinstance(self._parts, JoinedShards):
+            self._parts.schedule(indices)
+        elif len(self.paths) == 1 and (shard := self._shard(0)) is not None:
+            shard.schedule(indices)
 
     def read(self, offset: int, nbytes: int, *, part: int = 0) -> NDArray[np.uint8]:
         """Bytes ``[offset, offset + nbytes)`` of the token file of shard number ``part``, without a copy where mapped.

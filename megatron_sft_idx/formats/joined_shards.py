@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_sft_idx.formats.base import PackedSpec
 from megatron_sft_idx.formats.joined import joined_spec
@@ -61,6 +62,10 @@ class JoinedShards:
     def spec(self) -> PackedSpec:
         """What is known of all of them together. FormatError: they come from different tokenizers."""
         return joined_spec(self.paths[0], [spec_of(header) for header in self._shards.headers])
+
+    def schedule(self, indices: NDArray[np.int64] | Sequence[int]) -> None:
+        """Say which packs come next, counted through all shards; see ``ShardSet.schedule``."""
+        self._shards.schedule(indices)
 
     def read(self, number: int, index: int) -> Pack:
         """Pack ``index`` of shard ``number``."""

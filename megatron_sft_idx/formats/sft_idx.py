@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from megatron_sft_idx.formats.reading import run_bounds
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same
-from megatron_sft_idx.storage import BackendName, ReadOptions
+from megatron_sft_idx.storage import CACHE_NBYTES, Advice, BackendName, ReadOptions
 
 __all__ = ["FORMAT", "Reader", "Writer", "recognise", "spec_of"]
 
@@ -62,7 +61,9 @@ class Reader(PackedReader):
         backend: of ``Shard``.
         copy: hand out writable copies instead of read-only views.
         index_cache: local folder for the index files of a remote shard; None for the usual one.
-        reading: ``cache_bytes``, ``advice`` and ``huge_pages`` of ``Shard``.
+        cache_bytes: of ``Shard``, as are the next two.
+        advice: what the kernel is told of the order of reads.
+        huge_pages: ask for huge pages.
 
     Raises:
         ShardNotFoundError, FormatError: see ``Shard``.
@@ -78,7 +79,9 @@ class Reader(PackedReader):
         backend: BackendName | ReadOptions = "mmap",
         copy: bool = False,
         index_cache: str | None = None,
-        **reading: Any,
+        cache_bytes: int = CACHE_NBYTES,
+        advice: Advice = "normal",
+        huge_pages: bool = False,
     ) -> None:
         self.path = ShardPaths.of(path).prefix
         if checked_alignment(self.path, mask_alignment) != "label":
@@ -88,7 +91,9 @@ class Reader(PackedReader):
             )
         self.header = read_header(self.path)
         self.notes = []
-        self._options = ReadOptions.of(self.path, backend, **reading)
+        self._options = ReadOptions.of(
+            self.path, backend, cache_bytes=cache_bytes, advice=advice, huge_pages=huge_pages
+        )
         self._copy = copy
         self._index_cache = index_cache
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard.opening import Files
-from megatron_sft_idx.storage import BlockCache, Runs, announce, drop_pages, huge_nbytes_of
+from megatron_sft_idx.storage import BlockCache, CachedArray, Runs, announce, drop_pages, huge_nbytes_of
 
 __all__ = ["announce_packs", "checked_packs", "drop_packs", "huge_nbytes", "runs_of"]
 
@@ -53,11 +53,32 @@ def runs_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray[np
     return Runs(arrays, both, np.repeat(starts[some], 2), np.repeat(counts[some], 2))
 
 
-def announce_packs(files: Files, indices: Iterable[int | np.integer[Any]] | NDArray[np.int64], prefix: str) -> None:
-    """Have packs of one shard read in the background. IndexError as of ``checked_packs``."""
+def announce_packs(
+    files: Files,
+    indices: Iterable[int | np.integer[Any]] | NDArray[np.int64],
+    prefix: str,
+    *,
+    to_kernel: bool = False,
+) -> None:
+    """Have packs of one shard read in the background.
+
+    Args:
+        files: of the shard.
+        indices: of the packs, in the order of their use.
+        prefix: of the shard, for the error.
+        to_kernel: into the page cache, also where there is a cache of this process.
+
+    Raises:
+        IndexError: no such pack.
+    """
     packs = checked_packs(indices, files.num_packs, prefix)
-    if len(packs):
-        announce(runs_of([files], np.zeros(len(packs), np.int64), packs))
+    if not len(packs):
+        return
+    runs = runs_of([files], np.zeros(len(packs), np.int64), packs)
+    if to_kernel:
+        sources = [array.source if isinstance(array, CachedArray) else array for array in runs.arrays]
+        runs = runs._replace(arrays=sources)
+    announce(runs)
 
 
 def drop_packs(files: Files, paths: ShardPaths, start: int, stop: int) -> None:

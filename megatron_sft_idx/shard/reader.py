@@ -287,8 +287,8 @@ class Shard:
         announce_packs(self.files, indices, self.prefix)
 
     def willneed(self, start: int, stop: int) -> None:
-        """Ask the kernel to read packs ``[start, stop)`` from disk in the background. IndexError as of ``get``."""
-        announce_packs(self.files, range(start, stop), self.prefix)
+        """Ask the kernel to read packs ``[start, stop)`` from disk in the background. IndexError: no such pack."""
+        announce_packs(self.files, range(start, stop), self.prefix, to_kernel=True)
 
     def dontneed(self, start: int = 0, stop: int | None = None) -> None:
         """Drop packs ``[start, stop)`` from memory: from this process's, and from the page cache of the machine.

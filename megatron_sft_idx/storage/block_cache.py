@@ -40,6 +40,17 @@ _STEPS = 4096
 # A thread that nobody could tell of the end looks by itself.
 _PATIENCE_SECONDS = 1.0
 
+# Forks between the first process and this one: cheaper to compare than the process id is to ask for.
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks  # noqa: PLW0603
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
 
 @dataclass(slots=True, eq=False)
 class _Block:
@@ -206,6 +217,7 @@ class _Memory:
             self._settle(block)
         else:
             self.free.append(block.slot)
+            block.slot = -1
         self.changed.notify_all()
 
     # ---- reading ahead ----
@@ -263,29 +275,32 @@ class BlockCache:
         nbytes: the budget.
         block_nbytes: of a block; less where the budget is.
         huge_pages: ask for huge pages for the blocks.
+        readers: threads that read ahead; with none, what is announced only says which blocks are kept.
     """
 
-    def __init__(self, nbytes: int, *, block_nbytes: int = BLOCK_NBYTES, huge_pages: bool = False) -> None:
-        self.nbytes, self._huge_pages = nbytes, huge_pages
+    def __init__(
+        self, nbytes: int, *, block_nbytes: int = BLOCK_NBYTES, huge_pages: bool = False, readers: int = READERS
+    ) -> None:
+        self.nbytes, self._huge_pages, self._readers = nbytes, huge_pages, readers
         self.block_nbytes = min(block_nbytes, nbytes)
         self._sources: dict[int, Source] = {}
         self._numbers: dict[tuple[str, bytes], int] = {}
         self._count = itertools.count()
-        self._made: dict[int, _Memory] = {}
+        self._made: dict[int, _Memory] = {}  # one entry, by the process it is of
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _renewed, (self.nbytes, self.block_nbytes, self._huge_pages)
+        return _renewed, (self.nbytes, self.block_nbytes, self._huge_pages, self._readers)
 
     @property
     def _memory(self) -> _Memory:
-        made = self._made.get(os.getpid())
+        made = self._made.get(_forks)
         return self._make() if made is None else made
 
     def _make(self) -> _Memory:
         """What this process reads into: neither a lock nor threads survive a fork."""
-        slots, pid = self.nbytes // self.block_nbytes, os.getpid()
-        made = self._made.setdefault(pid, _Memory(self._sources, slots, self.block_nbytes, self._huge_pages))
-        for other in [each for each in self._made if each != pid]:
+        slots, forks = self.nbytes // self.block_nbytes, _forks
+        made = self._made.setdefault(forks, _Memory(self._sources, slots, self.block_nbytes, self._huge_pages))
+        for other in [each for each in self._made if each != forks]:
             del self._made[other]
         weakref.finalize(self, made.stop).atexit = False
         return made
@@ -353,7 +368,7 @@ class BlockCache:
         keys = block_keys(files, begins, ends, self.block_nbytes)
         with memory.changed:
             memory.take_plan(np.concatenate([memory.plan.array[memory.used :], keys]) if more else keys)
-            missing = READERS - memory.threads if len(keys) else 0
+            missing = self._readers - memory.threads if len(keys) else 0
             memory.threads += missing
             memory.changed.notify_all()
         for _ in range(missing):
@@ -366,8 +381,8 @@ class BlockCache:
             memory.forget(key_of(file, begin // self.block_nbytes), key_of(file, -(-end // self.block_nbytes)))
 
 
-def _renewed(nbytes: int, block_nbytes: int, huge_pages: bool) -> BlockCache:
-    return BlockCache(nbytes, block_nbytes=block_nbytes, huge_pages=huge_pages)
+def _renewed(nbytes: int, block_nbytes: int, huge_pages: bool, readers: int) -> BlockCache:
+    return BlockCache(nbytes, block_nbytes=block_nbytes, huge_pages=huge_pages, readers=readers)
 
 
 class CachedArray:

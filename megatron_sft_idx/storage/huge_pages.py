@@ -71,7 +71,7 @@ def huge_nbytes_of(arrays: Sequence[Array]) -> int:
 def ask_huge_pages(path: str, array: Array) -> None:
     """Ask for huge pages for a map; what is known to stand in the way is logged as a warning."""
     mapped = map_of(array)
-    why = "is not mapped into memory" if mapped is None else _obstacle(path)
+    why = "it is not mapped into memory" if mapped is None else _obstacle(path)
     if mapped is not None:
         try:
             mapped.madvise(mmap.MADV_HUGEPAGE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from megatron_sft_idx.errors import FormatError
 
@@ -49,10 +49,9 @@ class ReadOptions(NamedTuple):
         Raises:
             FormatError: no such choice; the message lists those there are.
         """
-        if isinstance(backend, ReadOptions):
-            return backend
-        name: Any = "mmap" if backend == "os" else backend
-        made = cls(name, **options)
+        made = backend if isinstance(backend, ReadOptions) else cls(cast(Backend, backend), **options)
+        if cast(str, made.backend) == "os":
+            made = made._replace(backend="mmap")
         for what, value, choices in (
             ("backend", made.backend, get_args(BackendName)),
             ("advice", made.advice, get_args(Advice)),

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
+from megatron_sft_idx.storage import advise_order
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Fetcher
 from megatron_sft_idx.training.layout import Batch, BatchLayout, Form, Tensors
@@ -191,7 +192,7 @@ class BatchAssembler:
         address = tokens.ctypes.data
         if self._advised.get(shard) != address:
             for array in (tokens, loss):
-                _native.read_at_random(array, True)
+                advise_order(array, "random")
             self._advised[shard] = address
 
 

@@ -22,7 +22,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.shard.fingerprints import tokenizer_of
 from megatron_sft_idx.shards import ShardSet
-from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.sources import PlanOptions, require_fit
 
 __all__ = ["PackedSFTDatasetConfig"]
@@ -55,6 +55,8 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
             refused.
         global_batch_size: for the log line that says how many steps an epoch has.
         plan_cache: folder for the plans of index-only packing; None takes ``path_to_cache``.
+        read: how local shards are read: by maps, or as ``process`` where ``mmap_bin_files`` is False, since batches are
+            announced ahead, so that their blocks are there when they are filled. Every process that reads has a cache.
     """
 
     reset_position_ids: bool | None = False
@@ -70,6 +72,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
     tokenizer_fingerprint: str | None = None
     global_batch_size: int | None = None
     plan_cache: str | None = None
+    read: ReadOptions = field(default_factory=ReadOptions)
     _most_sequences: int = field(init=False, default=0, repr=False)
     _opened: dict[str, ShardSet] = field(init=False, default_factory=dict, repr=False)
 
@@ -84,8 +87,8 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         if self.blend is None and not any(self.blend_per_split or ()):
             raise FormatError("neither blend nor blend_per_split is given; name the shards to train on (--data-path)")
         # Megatron wants it off for object storage, where nothing is mapped here either.
-        if not self.mmap_bin_files and not self._all_remote():
-            raise FormatError("mmap_bin_files=False, but batches are gathered from memory maps; leave it at True")
+        if not self.mmap_bin_files and self.read.backend == "mmap" and not self._all_remote():
+            self.read = self.read._replace(backend="process")
         self._check_weights()
         # Not GPTDatasetConfig's, which insists on a tokenizer.
         BlendedMegatronDatasetConfig.__post_init__(self)
@@ -164,7 +167,10 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         """The shards of one path of a blend; what was checked is what is trained on, and headers are read once."""
         if path not in self._opened:
             self._opened[path] = ShardSet.open(
-                path, same_capacity=not self.index_only_packing, index_cache=self.object_storage_cache_path
+                path,
+                backend=self.read,
+                same_capacity=not self.index_only_packing,
+                index_cache=self.object_storage_cache_path,
             )
         return self._opened[path]
 

@@ -1,7 +1,7 @@
 """What Megatron-LM's ``pretrain()`` is handed so that it trains on packed SFT data.
 
 Megatron's own arguments say everything: ``--data-path`` and its kin, ``--split``, ``--seq-length``, ``--seed``,
-``--data-cache-path``, ``--object-storage-cache-path`` and the parallel sizes.
+``--data-cache-path``, ``--object-storage-cache-path``, ``--no-mmap-bin-files`` and the parallel sizes.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def config_from_args(args: Namespace, **options: Any) -> PackedSFTDatasetConfig:
         context_parallel_size=getattr(args, "context_parallel_size", 1),
         sequence_parallel_size=tensor_parallel * bool(getattr(args, "sequence_parallel", False)),
         global_batch_size=getattr(args, "global_batch_size", None),
+        mmap_bin_files=getattr(args, "mmap_bin_files", True),
         **options,
     )
 

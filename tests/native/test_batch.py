@@ -352,11 +352,7 @@ def test_advice_about_what_is_outside_is_refused(mapped: np.ndarray, start: int,
 def test_advice_without_a_map_does_no_harm(mapped: np.ndarray) -> None:
     plain = np.arange(10_000, dtype="u2")
     _native.will_need(plain, longs(17, 9_000), longs(18, 10_000))
-    _native.read_at_random(plain, False)
     _native.will_need(plain[:0], longs(0), longs(0))
-    assert not _native.read_at_random(plain[:0], True)
     assert (plain == np.arange(10_000)).all()
-    assert _native.read_at_random(mapped, True)
-    assert _native.read_at_random(mapped, False)
     with pytest.raises(ValueError, match="one start and one stop"):
         _native.will_need(plain, longs(1), longs())

@@ -1,0 +1,349 @@
+"""The cache of file blocks: what it gives up, what it holds, and what threads and forks make of it."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from block_cache_twin import FAR, belady_reads, lru_reads, next_use
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import CorruptShardError
+from megatron_sft_idx.storage import BlockCache, CachedArray, PreadArray
+from megatron_sft_idx.storage.block_plan import NEVER, UsePlan, block_keys, block_of, file_of, key_of
+from megatron_sft_idx.storage.huge_pages import mappings
+
+BLOCK = 4096
+BYTES = np.random.default_rng(7).integers(0, 256, 40 * BLOCK + 123).astype(np.uint8)
+PATIENCE_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("cache") / "bytes"
+    file.write_bytes(BYTES.tobytes())
+    return str(file)
+
+
+def cached(path: str, room: int, **options: int) -> CachedArray:
+    cache = BlockCache(room * BLOCK, block_nbytes=BLOCK, **options)
+    return cache.array(PreadArray(path, BYTES.dtype, len(BYTES), 0), path, b"")
+
+
+def announce(array: CachedArray, blocks: list[int], *, more: bool = False) -> None:
+    begins = np.array(blocks, np.int64) * BLOCK
+    files = np.full(len(blocks), array.file)
+    array.cache.schedule(files, begins, np.minimum(begins + BLOCK, len(BYTES)), more=more)
+
+
+def use(array: CachedArray, block: int) -> None:
+    assert (array[block * BLOCK : (block + 1) * BLOCK] == BYTES[block * BLOCK : (block + 1) * BLOCK]).all()
+
+
+def until(what: str, holds: Callable[[], bool]) -> None:
+    """Wait for something that another thread does."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        assert time.monotonic() < end, f"not within {PATIENCE_SECONDS} s: {what}"
+        time.sleep(0.001)
+
+
+# ---- what gives way ----
+
+uses_of_blocks = st.lists(st.integers(0, 7), max_size=40)
+
+
+@settings(deadline=None)
+@given(uses_of_blocks, st.integers(1, 6))
+def test_what_is_used_farthest_ahead_gives_way(path: str, uses: list[int], room: int) -> None:
+    array = cached(path, room, readers=0)
+    announce(array, uses)
+    for block in uses:
+        use(array, block)
+    assert array.cache.reads == belady_reads(uses, room)
+
+
+@settings(deadline=None)
+@given(uses_of_blocks, st.integers(1, 6))
+def test_the_least_recently_used_gives_way_where_nothing_is_announced(path: str, uses: list[int], room: int) -> None:
+    array = cached(path, room)
+    for block in uses:
+        use(array, block)
+    assert array.cache.reads == lru_reads(uses, room)
+
+
+@settings(deadline=None)
+@given(uses_of_blocks, st.integers(0, 8), st.integers(0, 45))
+def test_a_plan_knows_the_next_use(uses: list[int], block: int, since: int) -> None:
+    plan = UsePlan(np.array(uses, np.int64))
+
+    def expected(block: int, since: int) -> int:
+        found = next_use(uses, block, since)
+        return NEVER if found == FAR else found
+
+    assert plan.first_use(block, since) == expected(block, since)
+    assert plan.first_uses([block, 3]) == [expected(block, 0), expected(3, 0)]
+    assert [plan.next_use(i) for i in range(len(uses))] == [expected(uses[i], i + 1) for i in range(len(uses))]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 100), st.integers(0, 50)), max_size=8))
+def test_ranges_are_cut_into_blocks(ranges: list[tuple[int, int, int]]) -> None:
+    files, begins, counts = (
+        (np.array(column, np.int64) for column in zip(*ranges, strict=True)) if ranges else [np.zeros(0, np.int64)] * 3
+    )
+    found = block_keys(files, begins, begins + counts, 16)
+    expected = [
+        (file, block)
+        for file, begin, count in ranges
+        for block in range(200)
+        if max(block * 16, begin) < min(block * 16 + 16, begin + count)
+    ]
+    assert [(file_of(key), block_of(key)) for key in found.tolist()] == expected
+    assert found.tolist() == [key_of(file, block) for file, block in expected]
+
+
+# ---- what is read ahead ----
+
+
+def test_blocks_are_there_before_they_are_used(path: str) -> None:
+    array = cached(path, 8)
+    announce(array, [5, 9, 2, 9])
+    until("three blocks are read ahead", lambda: array.cache.reads == 3)
+    for block in (5, 9, 2, 9):
+        use(array, block)
+    assert array.cache.reads == 3
+
+
+def test_nothing_is_read_ahead_beyond_the_room_until_there_is_some(path: str) -> None:
+    array = cached(path, 3)
+    announce(array, list(range(10)))
+    until("the cache is full", lambda: array.cache.reads == 3)
+    time.sleep(0.05)
+    assert array.cache.reads == 3
+    for block in range(10):
+        use(array, block)
+    assert array.cache.reads == 10
+
+
+def test_reading_goes_on_where_announced_blocks_are_skipped(path: str) -> None:
+    array = cached(path, 8)
+    announce(array, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15])
+    until("the cache is full", lambda: array.cache.reads == 8)
+    for block in (6, 7):
+        use(array, block)
+    until("what was skipped gives way", lambda: array.cache.reads == 16)
+
+
+def test_more_may_be_announced_and_all_may_be_replaced(path: str) -> None:
+    array = cached(path, 6)
+    announce(array, [0, 1])
+    announce(array, [2, 3], more=True)
+    until("all four are read", lambda: array.cache.reads == 4)
+    announce(array, [20, 21, 22, 23, 24, 25])
+    until("others took their place", lambda: array.cache.reads == 10)
+    for block in (20, 25, 0, 3):
+        use(array, block)
+
+
+# ---- the budget ----
+
+
+def test_the_budget_is_held_by_threads_that_read_far_more(path: str) -> None:
+    array = cached(path, 5)
+    cache, orders = array.cache, np.random.default_rng(1)
+    memory = cache._memory
+
+    def read(order: NDArray[np.int64]) -> None:
+        for begin in order.tolist():
+            assert (array[begin : begin + 3 * BLOCK] == BYTES[begin : begin + 3 * BLOCK]).all()
+            with memory.changed:  # every slot is free or of one block, those under way included
+                slots = [block.slot for block in memory.blocks.values()]
+                assert sorted(slots + memory.free) == list(range(5))
+
+    announce(array, orders.integers(0, 40, 400).tolist())
+    run([lambda: read(orders.integers(0, len(BYTES), 200)) for _ in range(4)])
+    assert cache.memory.nbytes == 5 * BLOCK
+    assert sum(each.nbytes["Rss"] for each in mappings([cache.memory])) <= 5 * BLOCK
+
+
+def test_a_slice_larger_than_the_budget_is_read(path: str) -> None:
+    array = cached(path, 2)
+    assert (array[:] == BYTES).all()
+    announce(array, list(range(40)))
+    assert (array[1:-1] == BYTES[1:-1]).all()
+    assert not array[:5].flags.writeable
+
+
+def test_blocks_that_are_forgotten_are_read_again(path: str) -> None:
+    array = cached(path, 8)
+    for block in range(6):
+        use(array, block)
+    array.cache.forget(array.file, 2 * BLOCK, 4 * BLOCK)
+    for block in range(6):
+        use(array, block)
+    assert array.cache.reads == 8
+
+
+# ---- errors ----
+
+
+def test_what_went_wrong_in_the_background_is_raised_where_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "short"
+    file.write_bytes(BYTES.tobytes())
+    array = cached(str(file), 8)
+    os.truncate(file, 3 * BLOCK + 5)
+    announce(array, [0, 3, 9])
+    until("all were tried", lambda: array.cache.reads == 3)
+    use(array, 0)
+    for block, found in ((3, 3 * BLOCK + 5), (9, 9 * BLOCK)):
+        with pytest.raises(CorruptShardError, match=f"short: byte {found}: .*cut short.*F2"):
+            array[block * BLOCK : (block + 1) * BLOCK]
+    file.write_bytes(BYTES.tobytes())
+    use(array, 3)
+    assert len(array.cache._memory.free) == 6
+
+
+def test_a_disk_that_fails_is_an_error_with_the_path(tmp_path: Path, path: str) -> None:
+    array = cached(path, 4)
+    source = array.source
+    assert isinstance(source, PreadArray)
+    os.close(source._fd)
+    source._fd = os.open(tmp_path, os.O_RDONLY)  # reading a folder fails
+    with pytest.raises(OSError, match="bytes") as caught:
+        use(array, 1)
+    assert caught.value.filename == path
+    assert len(array.cache._memory.free) == 4
+
+
+# ---- threads, forks, pickles ----
+
+
+class Held(PreadArray):
+    """A file on a disk that answers when it is told to."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, BYTES.dtype, len(BYTES), 0)
+        self.go, self.asked = threading.Event(), 0
+
+    def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
+        self.asked += 1
+        assert self.go.wait(PATIENCE_SECONDS)
+        super().read_bytes(offset, out)
+
+
+def run(tasks: Sequence[Callable[[], None]]) -> None:
+    """All at once, in threads; what goes wrong in one is raised."""
+    errors: list[BaseException] = []
+
+    def guarded(task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(task,)) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_block_that_several_threads_want_is_read_once(path: str, ahead: bool) -> None:
+    source = Held(path)
+    array = BlockCache(4 * BLOCK, block_nbytes=BLOCK).array(source, path, b"")
+    if ahead:
+        announce(array, [3])
+        until("it is being read", lambda: source.asked == 1)
+    timer = threading.Timer(0.1, source.go.set)
+    timer.start()
+    run([lambda: use(array, 3)] * 4)
+    timer.join()
+    assert source.asked == 1
+
+
+def test_readers_do_not_wait_for_a_block_they_do_not_want(path: str) -> None:
+    source = Held(path)
+    array = BlockCache(4 * BLOCK, block_nbytes=BLOCK).array(source, path, b"")
+    source.go.set()
+    use(array, 1)
+    source.go.clear()
+    thread = threading.Thread(target=use, args=(array, 2), daemon=True)
+    thread.start()
+    until("a read is under way", lambda: source.asked == 2)
+    use(array, 1)
+    assert thread.is_alive()
+    source.go.set()
+    thread.join(PATIENCE_SECONDS)
+
+
+def _read_in_child(array: CachedArray, answer: Any) -> None:
+    before = array.cache.reads
+    for block in range(40):
+        use(array, block)
+    announce(array, [1, 2, 3])
+    use(array, 1)
+    answer.put((before, array.cache.reads >= 40))
+
+
+def test_a_fork_begins_with_an_empty_cache_whatever_threads_do(path: str) -> None:
+    array = cached(path, 4)
+    announce(array, list(range(40)) * 50)
+    stop = threading.Event()
+
+    def keep_reading() -> None:
+        while not stop.is_set():
+            use(array, 7)
+
+    threads = [threading.Thread(target=keep_reading, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        context = multiprocessing.get_context("fork")
+        for _ in range(5):
+            answer = context.SimpleQueue()
+            child = context.Process(target=_read_in_child, args=(array, answer))
+            child.start()
+            child.join(PATIENCE_SECONDS)
+            assert child.exitcode == 0
+            assert answer.get() == (0, True)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(PATIENCE_SECONDS)
+    use(array, 9)
+
+
+def test_a_cache_pickles_as_its_size(path: str) -> None:
+    array = cached(path, 4)
+    use(array, 1)
+    again = pickle.loads(pickle.dumps(array.cache))
+    assert (again.nbytes, again.block_nbytes, again.reads) == (4 * BLOCK, BLOCK, 0)
+
+
+def test_threads_end_with_the_plan_and_with_the_cache(path: str) -> None:
+    array = cached(path, 4)
+    memory = array.cache._memory
+    announce(array, [1, 2, 3])
+    until("the plan is at its end", lambda: memory.threads == 0)
+    announce(array, list(range(40)))
+    until("they wait for room", lambda: memory.waiting > 0)
+    assert memory.threads > 0
+    del array
+    gc.collect()
+    until("the cache is gone", lambda: memory.threads == 0)

@@ -1,0 +1,333 @@
+"""Shards read by every backend: the same packs in any order, and what each does to memory."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from packs import Sample, assert_holds, assert_is, demo_samples, samples, write_samples
+
+from megatron_sft_idx import _native
+from megatron_sft_idx.errors import CorruptShardError, FormatError
+from megatron_sft_idx.formats.dataset import open_dataset
+from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.storage import BlockCache, ReadOptions, advise_order, drop_pages, open_array
+from megatron_sft_idx.storage.huge_pages import mappings
+
+PAGE = mmap.PAGESIZE
+WAYS: list[dict[str, Any]] = [
+    {"backend": "mmap"},
+    {"backend": "os", "advice": "random"},
+    {"backend": "pread", "advice": "sequential"},
+    {"backend": "reopen"},
+    {"backend": "process"},
+    {"backend": "process", "cache_bytes": PAGE, "advice": "random"},
+    {"backend": "process", "cache_bytes": 3 * PAGE},
+]
+PATIENCE_SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A shard of 64 packs of 8192 tokens: 2 MiB of tokens, on disk."""
+    prefix = str(tmp_path_factory.mktemp("large") / "x")
+    rng = np.random.default_rng(3)
+    with ShardWriter(prefix, token_dtype=np.int32, capacity=8192) as writer:
+        for _ in range(64):
+            writer.add_pack(
+                rng.integers(0, 60_000, 8192), np.ones(8192, np.uint8), np.array([0]), mask_alignment="token"
+            )
+    return prefix
+
+
+# ---- the same packs ----
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None)
+@given(st.data(), samples(least=1), st.sampled_from([1, 7, 64]))
+def test_every_backend_reads_the_same_in_any_order(
+    tmp_path: Path, data: st.DataObject, packs: list[Sample], block: int
+) -> None:
+    write_samples(tmp_path / "x", packs, overwrite=True)
+    numbers = st.lists(st.integers(-len(packs), len(packs) - 1), max_size=12)
+    announced, read = data.draw(numbers), data.draw(numbers)
+    shards = [Shard(tmp_path / "x", **way) for way in WAYS]
+    # Blocks so small that every pack is of many, and of one that it shares.
+    shards += [Shard(tmp_path / "x", backend=how, cache=BlockCache(3 * block, block_nbytes=block)) for how in CACHED]
+    for shard in shards:
+        shard.schedule(announced)
+        for i in read:
+            assert_is(shard[i], packs[i])
+        shard.schedule(announced)
+        shard.dontneed(0, len(packs) // 2)
+        for i in announced:
+            assert_is(shard[i], packs[i])
+            assert shard.get(i, 1).tolist() == packs[i].tokens[1:]
+        assert_holds(shard, packs)
+
+
+CACHED: list[Any] = ["process", "reopen"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_sets_and_datasets_of_several_shards_read_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: dict[str, Any]
+) -> None:
+    packs = demo_samples(9)
+    for name, few in (("a", packs[:2]), ("b", packs[2:7]), ("c", packs[7:])):
+        write_samples(tmp_path / name, few, capacity=64)
+    order = [8, 0, 3, -5, 3, 7, 1]
+    for source in (tmp_path, str(tmp_path / "b")):
+        expected = packs if source == tmp_path else packs[2:7]
+        wanted = [i for i in order if i < len(expected)]
+        dataset = open_dataset(source, **way)
+        dataset.schedule(wanted)
+        for i in wanted:
+            assert_is(dataset[i], expected[i])
+    with pytest.raises(IndexError, match="pack 9, there are 9"):
+        open_dataset(tmp_path, **way).schedule([9])
+
+
+def test_one_cache_serves_all_shards_of_a_set_however_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packs = demo_samples(9)
+    for i, pack in enumerate(packs):
+        write_samples(tmp_path / str(i), [pack], capacity=64)
+    for most, expected in ((100, "process"), (0, "reopen")):
+        monkeypatch.setattr("megatron_sft_idx.shards.budgets.MAPPED_SHARDS.most", most)
+        shards = ShardSet.open(tmp_path, backend=ReadOptions("process", cache_bytes=2 * PAGE))
+        shards.schedule(range(9))
+        for i, pack in enumerate(packs):
+            assert_is(shards[i], pack)
+        assert shards.shard(0).backend == expected
+        assert shards.cache is not None
+        assert shards.cache.memory.nbytes == 2 * PAGE
+        again = pickle.loads(pickle.dumps(shards))
+        assert_is(again[3], packs[3])
+        assert again.cache.nbytes == 2 * PAGE
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_threads_share_a_shard(large: str, way: dict[str, Any]) -> None:
+    expected = [pack["input_ids"].copy() for pack in Shard(large)]
+    shard, wrong = Shard(large, **way), []
+
+    def read(seed: int) -> None:
+        order = np.random.default_rng(seed).integers(0, 64, 100)
+        if seed % 2:
+            shard.schedule(order)
+        wrong.extend(i for i in order.tolist() if not np.array_equal(shard[i]["input_ids"], expected[i]))
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+    assert not wrong
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("way", [WAYS[4], WAYS[6]])
+def test_another_process_reads_through_a_cache_of_its_own(large: str, method: str, way: dict[str, Any]) -> None:
+    shard = Shard(large, **way)
+    shard.schedule(range(64))
+    first = int(shard[5]["input_ids"].sum())
+    with multiprocessing.get_context(method).Pool(1) as pool:
+        assert pool.apply_async(_sum_of, (shard, 5)).get(PATIENCE_SECONDS) == first
+    assert len(pickle.dumps(shard)) < 300 + len(large)
+
+
+def _sum_of(shard: Shard, index: int) -> int:
+    shard.schedule([index, 2])
+    return int(shard[index]["input_ids"].sum())
+
+
+# ---- options and their errors ----
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "direct"}, "x: backend 'direct', choose one of mmap, os, pread, reopen, process"),
+        ({"advice": "willneed"}, "x: advice 'willneed', choose one of normal, sequential, random"),
+        ({"backend": "process", "cache_bytes": 100}, "x: cache_bytes 100, a cache holds at least one page"),
+    ],
+)
+def test_an_option_that_is_none_lists_those_there_are(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    for opening in (Shard, open_dataset):
+        with pytest.raises(FormatError, match=message):
+            opening(tmp_path / "x", **options)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_packs_that_are_not_there_cannot_be_announced(tmp_path: Path, way: dict[str, Any]) -> None:
+    write_samples(tmp_path / "x", demo_samples(3))
+    shard = Shard(tmp_path / "x", **way)
+    for missing in (3, -4):
+        with pytest.raises(IndexError, match=f"x: pack {missing}, there are 3"):
+            shard.schedule([0, missing])
+    with pytest.raises(IndexError):
+        shard.willneed(0, 4)
+    shard.schedule([])
+    shard.willneed(1, 1)
+    shard.dontneed(2, 1)
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_file_cut_short_is_an_error_with_its_path(tmp_path: Path, announced: bool) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    shard = Shard(tmp_path / "x", backend="process")
+    os.truncate(tmp_path / "x.loss.bin", 3)
+    if announced:
+        shard.schedule(range(7))
+    with pytest.raises(CorruptShardError, match=r"x\.loss\.bin: byte 3: .*cut short"):
+        shard[6]
+
+
+# ---- what the machine holds ----
+
+
+def resident(prefix: str) -> int:
+    """Pages of the token file in the page cache."""
+    tokens = Shard(prefix).files.tokens
+    assert isinstance(tokens, np.ndarray)
+    return _native.resident_pages(tokens)
+
+
+def require_droppable(folder: Path) -> None:
+    """Skip where the file system keeps pages that nobody uses, as tmpfs does: they have no other place."""
+    file = folder / "probe"
+    file.write_bytes(bytes(16 * PAGE))
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    array = open_array(str(file), np.dtype("u1"), 16 * PAGE, nbytes=16 * PAGE)
+    assert isinstance(array, np.ndarray)
+    if _native.resident_pages(array):
+        pytest.skip(f"the file system of {folder} keeps pages in memory that it is asked to drop")
+
+
+def test_dontneed_drops_what_is_mapped_from_the_page_cache(large: str) -> None:
+    require_droppable(Path(large).parent)
+    shard = Shard(large)
+    kept = shard[3]["input_ids"]
+    total = sum(int(pack["input_ids"].sum()) for pack in shard)
+    pages = resident(large)
+    assert pages == 2 * 1024 * 1024 // PAGE
+    # Neither half of it is enough: pages that are mapped stay, and so do pages that are only unmapped.
+    with open(large + ".bin", "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    assert resident(large) == pages
+    shard.dontneed()
+    assert resident(large) == 0
+    assert kept.tolist() == shard[3]["input_ids"].tolist()
+    assert sum(int(pack["input_ids"].sum()) for pack in shard) == total
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_part_is_dropped_and_wanted_again(large: str, way: dict[str, Any]) -> None:
+    require_droppable(Path(large).parent)
+    shard = Shard(large, **way)
+    pages_of_pack = 8192 * 4 // PAGE
+    shard.dontneed()
+    assert resident(large) == 0
+    shard.willneed(8, 24)
+    end = time.monotonic() + PATIENCE_SECONDS
+    while resident(large) < 16 * pages_of_pack:
+        assert time.monotonic() < end, f"{resident(large)} pages were read in advance"
+        time.sleep(0.01)
+    shard.dontneed(8, 24)
+    shard.dontneed()
+    assert resident(large) == 0
+
+
+def test_resident_pages_are_counted_as_they_come(tmp_path: Path) -> None:
+    require_droppable(tmp_path)
+    file = tmp_path / "bytes"
+    file.write_bytes(bytes(64 * PAGE))
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+    array = open_array(str(file), np.dtype("u1"), 64 * PAGE, nbytes=64 * PAGE)
+    assert isinstance(array, np.ndarray)
+    drop_pages(str(file), array, 0, len(array))
+    advise_order(array, "random")
+    assert _native.resident_pages(array) == 0
+    for page in (3, 60):
+        assert array[page * PAGE] == 0
+    assert _native.resident_pages(array) == 2
+    assert _native.resident_pages(array[3 * PAGE : 4 * PAGE]) == 1
+    assert _native.resident_pages(array[4 * PAGE - 1 : 5 * PAGE + 1]) == 1
+    assert _native.resident_pages(array[:0]) == 0
+
+
+def _touch_and_report(prefix: str, way: dict[str, Any], barrier: Any, answers: Any) -> None:
+    shard = Shard(prefix, **way)
+    for pack in shard:
+        pack["input_ids"].sum()
+    barrier.wait(PATIENCE_SECONDS)  # both have all of it
+    cache = shard._cache
+    found = mappings([cache.memory] if cache else [shard.files.tokens])
+    answers.put({name: sum(each.nbytes[name] for each in found) for name in ("Rss", "Pss", "Private_Dirty")})
+    barrier.wait(PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize(("way", "shared"), [(WAYS[0], True), (WAYS[4], False)])
+def test_processes_share_the_pages_of_maps_and_nothing_of_a_cache(
+    large: str, way: dict[str, Any], shared: bool
+) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, answers = context.Barrier(2), context.SimpleQueue()
+    children = [context.Process(target=_touch_and_report, args=(large, way, barrier, answers)) for _ in range(2)]
+    for child in children:
+        child.start()
+    found = [answers.get() for _ in children]
+    for child in children:
+        child.join(PATIENCE_SECONDS)
+        assert child.exitcode == 0
+    for memory in found:
+        assert memory["Rss"] >= 2 << 20
+        if shared:  # the kernel counts half of each page that two have mapped
+            assert memory["Pss"] <= 0.6 * memory["Rss"]
+            assert memory["Private_Dirty"] == 0
+        else:
+            assert memory["Pss"] == memory["Rss"] == memory["Private_Dirty"]
+
+
+# ---- huge pages ----
+
+
+def test_huge_pages_that_are_not_given_are_said(tmp_path: Path, large: str, caplog: pytest.LogCaptureFixture) -> None:
+    write_samples(tmp_path / "small", demo_samples())
+    with caplog.at_level(logging.WARNING):
+        small = Shard(tmp_path / "small", huge_pages=True)
+        by_pread = Shard(large, backend="pread", huge_pages=True)
+    assert_holds(small, demo_samples())
+    assert small.huge_pages() == by_pread.huge_pages() == 0
+    assert "small.bin: no huge pages: the file is smaller than one" in caplog.text
+    assert "x.bin: no huge pages: it is not mapped" in caplog.text
+
+
+def test_a_cache_of_huge_pages_has_them_where_the_kernel_gives_any(large: str) -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text(encoding="utf-8"):
+        pytest.skip("transparent huge pages are switched off on this machine")
+    shard = Shard(large, backend="process", cache_bytes=8 << 20, huge_pages=True)
+    for pack in shard:
+        pack["input_ids"].sum()
+    assert shard.huge_pages() in range(0, (8 << 20) + 1, 2 << 20)
+    plain = Shard(large, backend="process", cache_bytes=8 << 20)
+    assert [pack["input_ids"].sum() for pack in plain] == [pack["input_ids"].sum() for pack in shard]
+    assert plain.huge_pages() == 0
