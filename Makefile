@@ -69,9 +69,12 @@ fuzz: $(VENV)/built  ## every parser against mutated input, FUZZ_SECONDS (600) a
 	"make test replays the corpus anywhere"; exit 1; }
 	@$(BIN)/python tests/fuzz/driver.py --seconds $(FUZZ_SECONDS) $(FUZZ_TARGETS)
 
-bench: $(VENV)/built  ## packing, tokenising, writing, merging, reading, batches, verifying beside other packages: tools/bench/results
+# mosaicml-streaming would bring torchvision and the clients of five clouds, of which reading local files needs nothing;
+# what it does need is in the extra.
+bench: $(VENV)/built  ## the board, in under 20 minutes: everything beside its peers, tools/bench/RESULTS.md; BENCHES="shard merge" for some
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[bench]'
-	@for bench in packing tokenising shard merge batches index_only verify formats conversion scaling live_catalog; do $(BIN)/python tools/bench/$$bench.py || exit 1; done
+	@$(PIP) install --no-deps mosaicml-streaming
+	@$(BIN)/python tools/bench/board.py $(if $(BENCHES),--only $(BENCHES))
 
 # megatron-core warns four times that it falls back to its own code, which is what the demo wants.
 demo: $(VENV)/built  ## bundled chats become a packed shard in demo-out, are read back and shown

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import batches_peers as peers
 import numpy as np
 import torch
-from batches_peers import CAPACITY, ROWS, Files
+from batches_peers import CAPACITY, ROWS, SEQUENCES, TOKENS, Files, fill
 from measure import evict, read_from_disk
 from plot import Dot, dots
 from report import Bench, Parser, Size
@@ -31,10 +31,10 @@ from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
 from megatron_sft_idx.training.sources import StoredPacks
 
-SEQUENCES = 8
 WARM_UP, COLD_BATCHES, STEP_SECONDS = 10, 80, 0.004
 Batches = list[list[int]]
 ASSEMBLE, THREAD = "`assemble` into reused buffers", "`BatchLoader`, the thread"
+COPYING = "read the packs' bytes, write the batch's bytes (memcpy)"
 NUMPY, LISTS = "five files, collate in numpy", "Python lists, Megatron-Bridge's collate"
 COLD = "`BatchLoader`, 16 ahead, `random_access`"
 Cells = list[list[float]]  # of a way: the rounds of workers 0, workers 2, blocked in next()
@@ -52,18 +52,6 @@ class Store(NamedTuple):
     name: str
     files: list[Path]
     open: Callable[[], Dataset[Any]]
-
-
-def write_shard(prefix: Path, packs: int) -> None:
-    """Packs of 8 sequences that fill 95% of the capacity."""
-    rng = np.random.default_rng(0)
-    with ShardWriter(prefix, capacity=CAPACITY, pad_id=0, durable=False) as writer:
-        for _ in range(packs):
-            cuts = np.sort(rng.choice(np.arange(1, 3900), SEQUENCES - 1, replace=False))
-            starts = np.concatenate([[0], cuts])
-            mask = np.ones(3900, np.uint8)
-            mask[np.append(cuts, 3900) - 1] = 0
-            writer.add_pack(rng.integers(1, 150_000, 3900, np.int32), mask, starts)
 
 
 def assembler_of(prefix: Path, **options: Any) -> BatchAssembler:
@@ -143,7 +131,7 @@ def warm_ways(stores: list[Store], prefix: Path, packs: int) -> list[tuple[str, 
         ]
 
     ways: list[tuple[str, list[Callable[[], float] | None]]] = [
-        ("read the packs' bytes, write the batch's bytes (memcpy)", [copying(prefix, order), None, None]),
+        (COPYING, [copying(prefix, order), None, None]),
         (ASSEMBLE, [inline("wide"), None, None]),
         (THREAD, thread("wide")),
         ("`PackRows` in a DataLoader", through(PackRows(assembler_of(prefix)), whole_batch, 1)),
@@ -232,12 +220,12 @@ def headlines(bench: Bench, found: dict[str, Cells]) -> None:
     peers = {name: key for key in ("numpy", "arrow", "mds", "lists") for name in found if key_of(name) == key}
     for name, key in peers.items():
         what, ours = f"a batch of {size}, no workers", found[ASSEMBLE][0]
-        bench.headline(f"batch-{key}", what, ours, "ms", peer=name, theirs=found[name][0], short=True)
+        bench.headline(f"batch-{key}", what, ours, "ms", peer=name, theirs=found[name][0], short=key != "numpy")
     for name, key in peers.items():
         best = min((cell for cell in found[name] if cell), key=statistics.median)
         what, ours = "the same: time a trainer waits in `next`", found[THREAD][2]
         bench.headline(f"next-{key}", what, ours, "ms", peer=f"{name}; best of three", theirs=best)
-    others = set(peers)
+    others = {COPYING, *peers}
     marks = [Dot(name.replace("`", ""), cells[0], name not in others) for name, cells in found.items()]
     bench.plot("batches", dots(f"A batch of {size}, no workers", "milliseconds", marks))
 
@@ -307,8 +295,8 @@ def cold(bench: Bench, stores: list[Store], prefix: Path, packs: int, rounds: in
     bench.section("From disk")
     bench.say(
         f"Milliseconds a batch with the files dropped from the page cache before each run of {COLD_BATCHES} random"
-        f" batches, medians of {rounds}; workers 0. A batch holds {ROWS * 3900 * 5 / 1e6:.2f} MB of packs. The last two"
-        f" columns are for a trainer whose steps take {STEP_SECONDS * 1e3:.0f} ms."
+        f" batches, medians of {rounds}; workers 0. A batch holds {ROWS * TOKENS * 5 / 1e6:.2f} MB of packs. The last"
+        f" two columns are for a trainer whose steps take {STEP_SECONDS * 1e3:.0f} ms."
     )
     base, waits = figures[0][0], figures[0][2]
     rows = [
@@ -321,7 +309,7 @@ def cold(bench: Bench, stores: list[Store], prefix: Path, packs: int, rounds: in
     thread = times[COLD]
     for name in [name for name in times if key_of(name) in ("arrow", "mds")]:
         what = f"a batch of {ROWS} x {CAPACITY:,} from disk, nothing cached"
-        bench.headline(f"cold-{key_of(name)}", what, thread, "ms", peer=name, theirs=times[name], short=True)
+        bench.headline(f"cold-{key_of(name)}", what, thread, "ms", peer=name, theirs=times[name])
     marks = [Dot(name.replace("`", ""), cell, not key_of(name)) for name, cell in times.items()]
     bench.plot("batches_cold", dots("A shuffled batch from disk, nothing cached", "milliseconds", marks))
 
@@ -353,13 +341,14 @@ def main() -> None:
     versions = ("torch", "datasets", "mosaicml-streaming", "numpy")
     bench = Bench("batches", "Batches beside other stores and collates", versions, options)
     bench.say(
-        f"{options.packs:,} packs, capacity {CAPACITY}, batches of {ROWS} random packs: {ROWS * 3900:,} tokens of"
+        f"{options.packs:,} packs, capacity {CAPACITY}, batches of {ROWS} random packs: {ROWS * TOKENS:,} tokens of"
         f" {SEQUENCES * ROWS} sequences."
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prefix = folder / "ours"
-        write_shard(prefix, options.packs)
+        with ShardWriter(prefix, capacity=CAPACITY, pad_id=0, durable=False) as writer:
+            fill(writer, np.random.default_rng(0), options.packs)
         stores = []
         for make in (peers.arrow, peers.mds):
             try:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from formats_peers import import_streaming
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard import Shard, ShardWriter
 
-CAPACITY, ROWS, WIDTH = 4096, 8, 10
+CAPACITY, TOKENS, SEQUENCES, ROWS = 4096, 3900, 8, 8
+WIDTH = SEQUENCES + 2
 Row = tuple[NDArray[Any], NDArray[Any], NDArray[Any]]  # ids, label-aligned mask, boundaries
 Made = tuple[str, list[Path], Callable[[], Dataset[Any]]]
 
@@ -41,6 +41,15 @@ def collate(rows: list[Row]) -> dict[str, torch.Tensor]:
     made = {"tokens": tokens, "labels": labels, "position_ids": positions, "loss_mask": loss}
     made |= {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
     return {name: torch.from_numpy(array) for name, array in made.items()}
+
+
+def fill(writer: ShardWriter, rng: np.random.Generator, packs: int) -> None:
+    """Packs of 8 sequences that fill 95% of the capacity."""
+    for _ in range(packs):
+        cuts = np.sort(rng.choice(np.arange(1, TOKENS), SEQUENCES - 1, replace=False))
+        mask = np.ones(TOKENS, np.uint8)
+        mask[np.append(cuts, TOKENS) - 1] = 0
+        writer.add_pack(rng.integers(1, 150_000, TOKENS, np.int32), mask, np.concatenate([[0], cuts]))
 
 
 class Files(Dataset[Row]):
@@ -158,14 +167,6 @@ def arrow(folder: Path, rows: Dataset[Row]) -> Made:
 
 
 # ---- mosaicml-streaming ----
-
-
-def import_streaming() -> ModuleType:
-    """The package, without its image datasets, which alone need torchvision and are imported at once."""
-    sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
-    import streaming
-
-    return streaming  # type: ignore[no-any-return]
 
 
 class _MdsRows(Dataset[Row]):

@@ -31,7 +31,7 @@ from quotes import complaints, rewritten
 from report import HEADER, NOT_RUN, RESULTS, Headline, machine, table
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE, README = Path(__file__).parent / "RESULTS.md", ROOT / "README.md"
+PAGE = Path(__file__).resolve().parent / "RESULTS.md"
 BENCHES = (
     *("packing", "tokenising", "scaling", "shard", "merge", "verify", "formats", "conversion"),
     *("batches", "backends", "index_only", "many_shards", "live_catalog", "remote"),
@@ -46,7 +46,7 @@ class Result:
 
     Attributes:
         name: of the bench.
-        kept: its JSON.
+        kept: its JSON; empty where it leaves none.
         text: its Markdown.
     """
 
@@ -156,15 +156,16 @@ def results() -> list[Result]:
     found = []
     for name in BENCHES:
         kept, text = RESULTS / f"{name}.json", RESULTS / f"{name}.md"
-        if kept.exists():
-            found.append(Result(name, json.loads(kept.read_text()), text.read_text() if text.exists() else ""))
+        if kept.exists() or text.exists():
+            about = json.loads(kept.read_text()) if kept.exists() else {}
+            found.append(Result(name, about, text.read_text() if text.exists() else ""))
     return found
 
 
-def short_table(found: list[Result], link: str) -> list[str]:
+def short_table(found: list[Result]) -> list[str]:
     """One line a capability; the last column leads to the bench."""
     rows = [
-        (*headline.row(), f"[{result.name}]({link}#{result.name})")
+        (*headline.row(), f"[{result.name}](#{result.name})")
         for result in found
         for headline in result.headlines
         if headline.short
@@ -179,7 +180,8 @@ def sections(found: list[Result]) -> Iterator[str]:
         if reason := result.kept.get("not_run"):
             yield f"Not run: {reason}\n"
             continue
-        yield f"{result.kept['date']}, {result.kept['machine']}, {result.kept['seconds']} s.\n"
+        if result.kept:
+            yield f"{result.kept['date']}.\n"
         demoted = re.sub(r"^#(#*) ", r"##\1 ", result.text, flags=re.MULTILINE)
         yield re.sub(r"\]\((\w+\.svg)\)", r"](results/\1)", demoted)
 
@@ -198,7 +200,7 @@ def page(found: list[Result]) -> str:
         f"Last run: {about['date']}, commit {about['commit']}, {ran}{', --full' if about['full'] else ''} in"
         f" {about['seconds'] / 60:.0f} minutes; {'; '.join(about['machine'])}.",
         "",
-        *short_table(found, ""),
+        *short_table(found),
         "![Times better than the peer, one line a capability](results/overview.svg)",
         "",
         *sections(found),
@@ -214,18 +216,26 @@ def overview(found: list[Result]) -> str:
         for one in result.headlines
         if one.short and one.low is not None and one.ratio is not None and one.high is not None
     ]
-    return dots("Times better than the peer", "times better than the peer", rows, log=True, one=True)
+    return dots("Times better than the peer", "times better than the peer", rows, more=True, log=True, one=True)
 
 
 def write() -> list[str]:
-    """The page, the plot, and README's blocks; what README quotes without a row here."""
+    """The page, the plot, and the blocks of README and docs; what they quote that is in no row."""
     found = results()
     (RESULTS / "overview.svg").write_text(overview(found), encoding="utf-8")
     PAGE.write_text(page(found), encoding="utf-8")
     rows = {(result.name, one.key): one for result in found for one in result.headlines}
-    text, missing = rewritten(README.read_text(), rows, short_table(found, "tools/bench/RESULTS.md"))
-    README.write_text(text, encoding="utf-8")
-    return [*missing, *complaints(text, PAGE.read_text())]
+    said = []
+    for place in quoting():
+        text, missing = rewritten(place.read_text(encoding="utf-8"), rows, os.path.relpath(PAGE, place.parent))
+        place.write_text(text, encoding="utf-8")
+        said += [f"{place.name}: {complaint}" for complaint in (*missing, *complaints(text, PAGE.read_text()))]
+    return said
+
+
+def quoting() -> list[Path]:
+    """README and the pages of docs."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def main() -> None:
@@ -237,7 +247,7 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     failed = [] if options.readme else run_all(options.only or list(BENCHES), options.full)
     for complaint in write():
-        print(f"README: {complaint}", file=sys.stderr)
+        print(complaint, file=sys.stderr)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}; the page keeps what they found before")
 

@@ -23,9 +23,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from formats_peers import nbytes_of
 from formats_ways import write_packs
-from measure import memory
+from measure import in_own_process, memory
 from plot import Dot, dots
 from report import MIB, Bench, Parser, Size
 
@@ -106,7 +107,7 @@ def work(pipe: Connection, source: list[str], destination: str, to: str, options
     pipe.send((start, *begins[1:], time.perf_counter(), peak))
 
 
-def in_own_process(source: list[str], destination: str, to: str, options: ConvertOptions, *, traced: bool) -> Run:
+def watched(source: list[str], destination: str, to: str, options: ConvertOptions, *, traced: bool) -> Run:
     context = get_context("spawn")
     receive, send = context.Pipe(duplex=False)
     child = context.Process(target=work, args=(send, source, destination, to, options, traced))
@@ -156,7 +157,7 @@ def there_and_back(folder: Path, kind: Format, nbytes: int, *, traced: bool) -> 
         for suffix in (".bin", ".idx"):
             os.link(f"{shard}{suffix}", f"{other}{suffix}")
     else:
-        run = in_own_process([str(shard)], str(other), kind.name, kind.to, traced=traced)
+        run = watched([str(shard)], str(other), kind.name, kind.to, traced=traced)
         yield replace(run, direction=f"sft-idx to {kind.name}")
     if kind.name == "npy":
         remove(folder, kind.stored)
@@ -164,10 +165,54 @@ def there_and_back(folder: Path, kind: Format, nbytes: int, *, traced: bool) -> 
         write_packs(str(shard), max(1, int(nbytes * NPY_SHARE) // PACK_NBYTES))
         convert(str(shard), str(other), kind.name, kind.to)
     remove(folder, "shard")
-    run = in_own_process(up_to(other, nbytes), str(folder / "back"), "sft-idx", kind.back, traced=traced)
+    run = watched(up_to(other, nbytes), str(folder / "back"), "sft-idx", kind.back, traced=traced)
     yield replace(run, direction=f"{kind.name} to sft-idx")
     remove(folder, "back")
     remove(folder, kind.stored)
+
+
+# ---- beside what scripts do ----
+
+
+def by_convert(source: str, destination: str) -> float:
+    """Seconds to make a shard of a Parquet file; nothing is read again."""
+    import pyarrow.parquet  # noqa: F401  # neither side's imports count
+
+    start = time.perf_counter()
+    convert(source, destination, "sft-idx", ConvertOptions(verify=False))
+    return time.perf_counter() - start
+
+
+def by_script(source: str, destination: str) -> float:
+    """Seconds to make Megatron's own files of it, tokens only: Parquet row by row through Python lists."""
+    import pyarrow.parquet as pq
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    start = time.perf_counter()
+    builder = IndexedDatasetBuilder(destination + ".bin", np.int32)
+    for rows in pq.ParquetFile(source).iter_batches(1000, columns=["input_ids"]):
+        for row in rows.to_pylist():
+            builder.add_document(np.array(row["input_ids"], np.int32), [len(row["input_ids"])])
+    builder.finalize(destination + ".idx")
+    return time.perf_counter() - start
+
+
+def beside_scripts(bench: Bench, nbytes: int, rounds: int) -> None:
+    """Parquet to a shard, masks and boundaries included, beside the loop that people write for tokens alone."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_packs(str(folder / "shard"), max(1, nbytes // PACK_NBYTES))
+        convert(str(folder / "shard"), str(folder / "packs.parquet"), "parquet", ConvertOptions(verify=False))
+        for number in range(rounds):
+            for work, times in ((by_convert, ours), (by_script, theirs)):
+                prefix = f"{folder}/{work.__name__}{number}"
+                times.append(in_own_process(work, f"{folder}/packs.parquet", prefix))
+                remove(folder, Path(prefix).name)
+    what = f"Parquet to a shard of {nbytes / 1e6:,.0f} MB, masks and boundaries too"
+    peer = "pyarrow, lists and Megatron's `add_document`, tokens only"
+    bench.headline("parquet", what, ours, "s", peer=peer, theirs=theirs, short=True)
 
 
 # ---- the report ----
@@ -198,11 +243,15 @@ def report(bench: Bench, full: list[Run], tenth: list[Run], fifth: list[Run]) ->
     what = f"most heap of a conversion but from `npy` ({most.direction})"
     bench.headline("heap", what, [most.heap / MIB], "MiB")
     marks = [Dot(run.direction, [run.nbytes / run.seconds / 1e6], True) for run in full]
-    bench.plot("conversion", dots("Converting between formats", "MB read a second", marks))
+    bench.plot("conversion", dots("Converting between formats", "MB read a second", marks, more=True))
 
 
 def main() -> None:
-    options = Parser(__doc__, gigabytes=Size(0.2, 2.0, "size of what is converted")).parse()
+    options = Parser(
+        __doc__,
+        gigabytes=Size(0.2, 2.0, "size of what is converted"),
+        rounds=Size(3, 3, "runs beside a script, of which the median is taken"),
+    ).parse()
     nbytes = int(options.gigabytes * GB)
 
     def runs(share: float, *, traced: bool) -> list[Run]:
@@ -216,12 +265,13 @@ def main() -> None:
         return found
 
     title = "Converting between a shard and every other format"
-    bench = Bench("conversion", title, ("pyarrow", "numpy"), options)
+    bench = Bench("conversion", title, ("pyarrow", "megatron-core", "numpy"), options)
     bench.say(
         "Packs of 4096 tokens; a fresh process each; MB/s of what is read, opening it and fsync included. Heap: peak of"
         " all memory but mapped files, interpreter and libraries included. A pickled `.npy` can only be read whole: it"
         f" is read at {NPY_SHARE:.0%} of the size, and not verified at full size."
     )
+    beside_scripts(bench, nbytes // 2, options.rounds)
     report(bench, runs(1, traced=False), runs(0.1, traced=True), runs(0.2, traced=True))
     bench.write()
 

@@ -26,10 +26,12 @@ from measure import evict, in_own_process, memory, read_from_disk
 from plot import Dot, dots
 from report import MIB, Bench, Parser, Size
 
+from megatron_sft_idx import open_dataset
+
 MOST_READS, COLD_READS, SECONDS = 20_000, 300, 0.4
 WARM_PACKS = 20
 # Of what the shard is set beside, which are lines of the short table.
-SHORT = {"random": ("memmap", "arrow", "parquet", "mds"), "sequential": ("arrow", "parquet"), "cold": ("stock", "mds")}
+SHORT = {"random": ("stock", "arrow", "parquet"), "sequential": ("arrow", "mds"), "cold": ("arrow", "mds")}
 BESIDE = {
     "touched_us": ("random", "a random read of a pack, values copied"),
     "sequential_us": ("sequential", "a read in order, values copied"),
@@ -174,6 +176,8 @@ def report(bench: Bench, folder: Path, found: dict[Way, list[Figures]]) -> None:
 
 def headlines(bench: Bench, folder: Path, found: dict[Way, list[Figures]]) -> None:
     """What README's table of formats has: how each is read, its size, and the memory of its reader."""
+    for key, stored in (("packs", "shard"), ("npy-packs", "packs.npy")):
+        bench.headline(key, f"packs in {stored}", [len(open_dataset(str(folder / stored)))], "packs")
     for way in (way for way in WAYS if way.ours):
         usual = next((other for other in WAYS if other.stored == way.stored and not other.ours), None)
         us = [one.touched_us for one in found[way]]

@@ -9,14 +9,15 @@ import json
 import mmap
 import pickle
 import struct
+import sys
 import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
-from batches_peers import import_streaming
 
 Sample = dict[str, Any]
 
@@ -193,6 +194,14 @@ class ArrowItems:
     def __getitem__(self, i: int) -> Sample:
         row: Sample = self.rows[i]
         return row
+
+
+def import_streaming() -> ModuleType:
+    """The package, without its image datasets, which alone need torchvision and are imported at once."""
+    sys.modules.setdefault("streaming.vision", ModuleType("streaming.vision"))
+    import streaming
+
+    return streaming  # type: ignore[no-any-return]
 
 
 class MdsItems:

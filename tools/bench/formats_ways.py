@@ -13,7 +13,6 @@ from typing import cast
 
 import formats_peers as peers
 import numpy as np
-from batches_peers import Files, arrow, mds
 from formats_peers import Items
 
 from megatron_sft_idx import open_dataset
@@ -140,6 +139,9 @@ def write_all(folder: Path, packs: int, npy_packs: int) -> None:
         convert(str(source), str(folder / name), kind, options)
     for path in folder.glob("few.*"):
         path.unlink()
+    # It imports torch, which the many processes that read do not need.
+    from batches_peers import Files, arrow, mds
+
     rows = Files(folder / "shard")
     stored = {way.stored for way in WAYS}
     for name, make in (("arrow", arrow), ("mds", mds)):

@@ -108,6 +108,7 @@ def report(bench: Bench, folder: Path, count: int, rounds: int) -> None:
     once, again = ([run.seconds[-1] for run in runs] for runs in (first, second))
     what = f"first batch of {count // 10**6} million sequences packed at start-up, from the cached plan"
     bench.headline("first-batch", what, again, "s", peer="our own first start, which plans", theirs=once, short=True)
+    bench.headline("sequences", "sequences of the corpus", [count / 10**6], "million sequences")
     bench.headline("peak", "the same: peak memory until planned", [run.nbytes[0] / MIB for run in first], "MiB")
 
 

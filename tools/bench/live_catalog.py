@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from batches_peers import CAPACITY, ROWS, SEQUENCES, TOKENS, fill
 from plot import Dot, dots
 from report import Bench, Parser, Size
 
@@ -31,20 +32,16 @@ from megatron_sft_idx.training.order import EpochOrder
 from megatron_sft_idx.training.rows import PackedRows
 from megatron_sft_idx.training.sources import StoredPacks
 
-CAPACITY, TOKENS, SEQUENCES, ROWS, RANKS = 4096, 3900, 8, 8, 4
+RANKS = 4
 
 
 def write_catalog(folder: Path, shards: int, packs: int) -> None:
-    """A finished catalog of packs of 8 sequences that fill 95% of the capacity."""
+    """A finished catalog."""
     rng = np.random.default_rng(0)
     catalog = Catalog(folder)
     for shard in range(shards):
         with ShardWriter(catalog.shard_prefix(shard), capacity=CAPACITY, pad_id=0, durable=False) as writer:
-            for _ in range(packs // shards):
-                cuts = np.sort(rng.choice(np.arange(1, TOKENS), SEQUENCES - 1, replace=False))
-                mask = np.ones(TOKENS, np.uint8)
-                mask[np.append(cuts, TOKENS) - 1] = 0
-                writer.add_pack(rng.integers(1, 150_000, TOKENS, np.int32), mask, np.concatenate([[0], cuts]))
+            fill(writer, rng, packs // shards)
     catalog.write_producer(ProducerState(Limits(CAPACITY, SEQUENCES), published=shards))
     catalog.write_end(shards)
 
@@ -103,7 +100,7 @@ def beside(bench: Bench, folder: Path, rounds: int) -> None:
     bench.table(header, rows)
     static, ours = ([wall for wall, _ in cell] for cell in found[:2])
     what = f"a batch of {ROWS} x {CAPACITY} of a live catalog"
-    bench.headline("batch", what, ours, "ms", peer="the same shards as a static dataset", theirs=static, short=True)
+    bench.headline("batch", what, ours, "ms", peer="the same shards as a static dataset", theirs=static)
 
 
 # ---- four ranks ----

@@ -201,12 +201,13 @@ def report(bench: Bench, found: Found, shards: int) -> None:
         f"At most {found.maps} maps of shard files at a time (limit {MOST_MAPS}) and {found.files} descriptors of all"
         f" kinds (limit {MOST_FILES}, set with RLIMIT_NOFILE)."
     )
+    bench.headline("shards", "shards", [shards], "shards")
     bench.headline("open", f"opening {shards:,} shards and reading a pack", found.opening[1], "s")
     loader = found.access[-1]
     for key, which, how in (("memory", 1, "held in memory"), ("reopen", 2, "opened for each read")):
         ours, one = ([us / 1e3 for us in times] for times in (loader[which], loader[0]))
         what = f"a batch over {shards:,} shards, {how}"
-        bench.headline(key, what, ours, "ms", peer="one shard of the same size", theirs=one, short=True)
+        bench.headline(key, what, ours, "ms", peer="one shard of the same size", theirs=one, short=which == 1)
     rows_of = [
         Dot(f"{side}: {name.strip('`')}", times, True)
         for name, columns in zip(ACCESSES, found.access, strict=True)

@@ -161,9 +161,12 @@ def headlines(bench: Bench, found: dict[str, Run]) -> None:
     peers = (("add-index", "Megatron's `add_index`, tokens only", STOCK), ("cat", "`cat`, which checks nothing", CAT))
     for key, peer, name in peers:
         ours, theirs = rates["`merge`"], rates[name]
-        bench.headline(key, what, ours, "GB a CPU s", peer=peer, theirs=theirs, more=True, short=True)
+        bench.headline(key, what, ours, "GB a CPU s", peer=peer, theirs=theirs, more=True, short=name == STOCK)
     marks = [Dot(name.replace("`", ""), values, name not in (STOCK, CAT)) for name, values in rates.items()]
-    bench.plot("merge", dots(f"Merging {SHARDS} shards of 40 MB", "GB written a processor second", marks))
+    bench.plot(
+        "merge",
+        dots(f"Merging {SHARDS} shards of {SHAPES[0][0]:,} packs", "GB written a processor second", marks, more=True),
+    )
 
 
 def remove(prefixes: Sequence[str]) -> None:

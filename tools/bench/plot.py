@@ -19,6 +19,7 @@ DASHES = ("", "6 3", "2 3", "9 3 2 3", "1 4")
 FONT = 'font-family="Helvetica, Arial, sans-serif"'
 PALE = "#5a6066"
 WIDTH, ROW, TOP, FOOT = 900, 24, 64, 56
+LOGARITHMIC = ", logarithmic"
 LETTER = 6.4  # width of one at 12 px, about
 TINIEST = 1e-9
 
@@ -121,13 +122,16 @@ def key(y: float, others: str = "others") -> Iterator[str]:
     yield text(100, y, others)
 
 
-def dots(title: str, label: str, rows: Sequence[Dot], *, log: bool | None = None, one: bool = False) -> str:
+def dots(
+    title: str, label: str, rows: Sequence[Dot], *, more: bool = False, log: bool | None = None, one: bool = False
+) -> str:
     """Rows of dots on one axis: the median, and a bar from the least round to the greatest.
 
     Args:
         title: above.
         label: of the axis: what, in which unit.
         rows: from top to bottom.
+        more: whether more is better, else less is.
         log: whether the axis is logarithmic; found from the values where None.
         one: draw a line at 1, where both sides are equal.
     """
@@ -144,10 +148,8 @@ def dots(title: str, label: str, rows: Sequence[Dot], *, log: bool | None = None
             yield text(axis.at(tick), bottom + 16, number(tick), anchor="middle", size=11)
         if one:
             yield line(axis.at(1), TOP, axis.at(1), bottom, INK, 1.5)
-        scale = ", logarithmic" if axis.log else ""
-        yield text(
-            (left + WIDTH - 80) / 2, bottom + 38, f"{label}{scale}; bars from least to most round", anchor="middle"
-        )
+        about = f"{label}{LOGARITHMIC * axis.log}; {'more' if more else 'less'} is better; bars: least to most round"
+        yield text((left + WIDTH - 80) / 2, bottom + 38, about, anchor="middle")
         for place, row in enumerate(rows):
             y, middle = TOP + height * (place + 0.5), statistics.median(row.values)
             yield text(left - 12, y + 4 - 7 * noted, row.label, anchor="end")
@@ -161,12 +163,12 @@ def dots(title: str, label: str, rows: Sequence[Dot], *, log: bool | None = None
 
 
 def curves(title: str, x_label: str, y_label: str, rows: Sequence[Curve]) -> str:
-    """Lines over a logarithmic axis, with their names at their ends."""
+    """Lines over a logarithmic axis, with their names at their ends; the other axis is as the values want it."""
     left, right = 80.0, WIDTH - 30 - LETTER * max(len(row.label) for row in rows)
     bottom = TOP + 360.0
     points = [point for row in rows for point in row.points]
     across = Axis([x for x, _ in points], left, right, True)
-    up = Axis([y for _, y in points], bottom, TOP, True)
+    up = Axis([y for _, y in points], bottom, TOP)
 
     def parts() -> Iterator[str]:
         for tick in up.ticks():
@@ -174,8 +176,8 @@ def curves(title: str, x_label: str, y_label: str, rows: Sequence[Curve]) -> str
             yield text(left - 8, up.at(tick) + 4, number(tick), anchor="end", size=11)
         for tick in sorted({x for x, _ in points}):
             yield text(across.at(tick), bottom + 16, number(tick), anchor="middle", size=11)
-        yield text((left + right) / 2, bottom + 38, f"{x_label}, logarithmic", anchor="middle")
-        yield text(20, 50, f"{y_label}, logarithmic")
+        yield text((left + right) / 2, bottom + 38, x_label + LOGARITHMIC, anchor="middle")
+        yield text(20, 50, f"{y_label}{LOGARITHMIC * up.log}; less is better")
         seen: list[float] = []
         for place, row in enumerate(sorted(rows, key=lambda row: row.points[-1][1])):
             colour = OURS if row.ours else OTHERS

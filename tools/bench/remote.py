@@ -270,7 +270,7 @@ def headlines(bench: Bench, found: dict[Way, list[Run]], key: str, where: str) -
         name, short = (key, key == "swift20") if masks else (f"{key}-tokens", False)
         bench.headline(name, what, rates[OURS], "samples/s", peer=peer, theirs=theirs, more=True, short=short)
     marks = [Dot(way.name, every, way.kind.startswith("ours")) for way, every in rates.items()]
-    bench.plot(f"remote_{key}", dots(f"Shuffled batches from {where}", "samples a second", marks))
+    bench.plot(f"remote_{key}", dots(f"Shuffled batches from {where}", "samples a second", marks, more=True))
 
 
 def main() -> None:

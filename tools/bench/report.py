@@ -105,6 +105,7 @@ class Headline:
         return {
             "what": self.what,
             "ours": quantity(self.ours, self.unit),
+            "number": shown(self.ours),
             "peer": self.peer,
             "theirs": quantity(self.theirs, self.unit) if self.theirs is not None else "",
             "ratio": ratio,
@@ -113,7 +114,8 @@ class Headline:
 
     def row(self) -> tuple[str, ...]:
         """Of the table of headlines."""
-        return tuple(self.words().values())
+        words = self.words()
+        return tuple(words[part] for part in ("what", "ours", "peer", "theirs", "ratio", "spread"))
 
 
 class Bench:

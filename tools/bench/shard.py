@@ -116,7 +116,9 @@ def writing(bench: Bench, folder: Path, rounds: int) -> None:
         what = f"writing packs of {length:,} tokens with masks, rules checked, checksummed"
         peer = "Megatron's `add_document`, tokens only"
         unit = "M tokens a CPU s"
-        bench.headline(f"write{length}", what, rates[2], unit, peer=peer, theirs=rates[1], more=True, short=True)
+        bench.headline(
+            f"write{length}", what, rates[2], unit, peer=peer, theirs=rates[1], more=True, short=length == 4096
+        )
     header = "tokens a pack, writer, M tokens/cpu s, M tokens/s, MB/cpu s, cpu us a pack"
     bench.table([*header.split(", "), "rate by cpu, `add_document` = 1", "by clock"], rows)
 

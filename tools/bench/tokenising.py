@@ -246,9 +246,18 @@ def report(bench: Bench, times: dict[str, list[float]], tokens: int) -> None:
             key, what = f"{way}-{cores.split()[0]}", f"chats to ids and masks, identical output, with {way}"
             peer = f"transformers' batched `apply_chat_template`, {cores}"
             mine = rates[OURS[way == "tokenizers"]]
-            bench.headline(key, what, mine, "k tokens/s", peer=peer, theirs=rates[rival], more=True, short=short)
+            bench.headline(
+                key,
+                what,
+                mine,
+                "k tokens/s",
+                peer=peer,
+                theirs=rates[rival],
+                more=True,
+                short=short and rival == RIVALS[0],
+            )
     marks = [Dot(name.replace("`", ""), every, name.startswith("ours")) for name, every in rates.items()]
-    bench.plot("tokenising", dots("Chats to ids and masks", "thousand tokens a second", marks))
+    bench.plot("tokenising", dots("Chats to ids and masks", "thousand tokens a second", marks, more=True))
 
 
 def arguments() -> argparse.Namespace:
