@@ -69,7 +69,10 @@ class CorpusReader:
         if selection.begins is not None:
             starts = starts + selection.begins
         lengths = selection.lengths.astype(np.int64)
-        ids, mask = _native_copy((self._tokens, self._loss), starts, starts + lengths, np.arange(len(starts)))
+        in_order = np.arange(len(starts))
+        ids, mask = (np.empty(int(lengths.sum()), array.dtype) for array in (self._tokens, self._loss))
+        for array, out in ((self._tokens, ids), (self._loss, mask)):
+            _native.gather_sequences(array, starts, starts + lengths, in_order, out)
         # Where a sequence was cut its last label is gone; elsewhere this is zero already (rule P6).
         mask[np.cumsum(lengths) - 1] = 0
         return ids, mask
@@ -78,20 +81,6 @@ class CorpusReader:
         """How many of the tokens at these positions of these sequences are trained on; none is a first one."""
         labels = (self._bounds[sequences] + positions - 1).tolist()
         return sum(int(self._loss[label : label + 1][0] != 0) for label in labels)
-
-
-def _native_copy(
-    arrays: tuple[NDArray[Any], NDArray[Any]],
-    starts: NDArray[np.int64],
-    stops: NDArray[np.int64],
-    order: NDArray[np.int64],
-) -> tuple[NDArray[Any], NDArray[Any]]:
-    """``array[starts[i]:stops[i]]`` for each ``i`` of ``order``, end to end, of both arrays."""
-    count = int((stops - starts)[order].sum())
-    ids, mask = (np.empty(count, array.dtype) for array in arrays)
-    for array, out in zip(arrays, (ids, mask), strict=True):
-        _native.gather_sequences(array, starts, stops, order, out)
-    return ids, mask
 
 
 def write_packs(

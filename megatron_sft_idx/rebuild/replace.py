@@ -9,7 +9,7 @@ from types import TracebackType
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.rebuild.survey import digest_file
+from megatron_sft_idx.shard.digests import digest_file
 from megatron_sft_idx.storage import OutputFile, sync_folder
 
 __all__ = ["DAMAGED", "Replacement"]
@@ -65,10 +65,10 @@ class Replacement:
             if path == self._paths.seq_idx:
                 with open(file.path, "rb") as stream:
                     good = Header.decode(stream.read(header.nbytes), file.path) == header
-                arrays = digest_file(file.path, lambda _: None, header.nbytes)
+                arrays = digest_file(file.path, header.nbytes)
                 good = good and arrays.checksum == header.arrays_checksum
             else:
-                good = digest_file(file.path, lambda _: None) == digests[path]
+                good = digest_file(file.path) == digests[path]
             if not good:
                 raise FormatError(f"{file.path}: not what was written to it just now; check the disk, then run again")
 

@@ -20,7 +20,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import FIELDS, HEADER_FIXED_NBYTES, Header, align
 from megatron_sft_idx.layout.header import CHECKSUM_NBYTES, MAX_HEADER_NBYTES, encode_metadata
 from megatron_sft_idx.rebuild.lengths import OffsetLengths
-from megatron_sft_idx.rebuild.survey import digest_file
+from megatron_sft_idx.shard.digests import digest_file
 
 __all__ = ["damaged_values", "header_sizes", "prove", "proven_lengths"]
 
@@ -128,7 +128,7 @@ def proven_lengths(path: str, raw: bytes, sizes: list[int], num_packs: int) -> O
     if len(raw) < HEADER_FIXED_NBYTES:
         return None
     for size in sizes:
-        if digest_file(path, lambda _: None, size).checksum == raw[slice(*_place("arrays_checksum"))]:
+        if digest_file(path, size).checksum == raw[slice(*_place("arrays_checksum"))]:
             return OffsetLengths(path, align(size + 8 * (num_packs + 1)), num_packs)
     return None
 

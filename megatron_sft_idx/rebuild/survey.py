@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-import xxhash
-
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
 from megatron_sft_idx.rebuild.lengths import IdxLengths
-from megatron_sft_idx.rebuild.watch import Advance, Watch
+from megatron_sft_idx.rebuild.watch import Watch
+from megatron_sft_idx.shard.digests import digest_file
 
-__all__ = ["Survey", "digest_file", "survey"]
+__all__ = ["Survey", "survey"]
 
-_PIECE = 1 << 18
 # Read of any header; more only where it says that it is larger.
 _USUAL_HEADER_NBYTES = 1 << 16
 
@@ -54,12 +52,12 @@ def survey(paths: ShardPaths, watch: Watch) -> Survey:
             raise FormatError(f"{path}: not a file; remove what is there, or choose the right prefix")
     sizes = sum(os.stat(path).st_size for path in paths.present())
     with watch("reading", sizes) as advance:
-        digests = {path: digest_file(path, advance) if os.path.exists(path) else None for path in paths.data}
+        digests = {path: digest_file(path, advance=advance) if os.path.exists(path) else None for path in paths.data}
         raw, header, header_fault = _read_header(paths)
         faults, arrays_good = ({paths.seq_idx: _detail(header_fault)} if header_fault else {}), False
         if header is not None:
             faults = _unlike(paths, header, digests)
-            found = digest_file(paths.seq_idx, advance, header.nbytes)
+            found = digest_file(paths.seq_idx, header.nbytes, advance=advance)
             nbytes = header.seq_idx_nbytes - header.nbytes
             arrays_good = found == FileDigest(nbytes, header.arrays_checksum)
             if not arrays_good:
@@ -71,18 +69,6 @@ def survey(paths: ShardPaths, watch: Watch) -> Survey:
             faults |= _ill_formed(paths)
     faults |= {path: "missing (rule F1)" for path in paths.all if path not in paths.present()}
     return Survey(paths, digests, raw, header, header_fault, faults, arrays_good)
-
-
-def digest_file(path: str, advance: Advance, offset: int = 0) -> FileDigest:
-    """Size and checksum of a file from a byte offset on."""
-    checksum, nbytes = xxhash.xxh3_128(), 0
-    with open(path, "rb", buffering=0) as file:
-        file.seek(offset)
-        while piece := file.read(_PIECE):
-            checksum.update(piece)
-            nbytes += len(piece)
-            advance(len(piece))
-    return FileDigest(nbytes, checksum.digest())
 
 
 def _unlike(paths: ShardPaths, header: Header, digests: dict[str, FileDigest | None]) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 
 import xxhash
@@ -10,9 +9,7 @@ import xxhash
 from megatron_sft_idx.errors import CorruptShardError
 from megatron_sft_idx.layout.header import FileDigest
 
-__all__ = ["checked", "corrupt", "has_digest"]
-
-_CHUNK_NBYTES = 1 << 20
+__all__ = ["checked", "corrupt"]
 
 
 def checked(
@@ -41,14 +38,3 @@ def corrupt(path: str, digest: FileDigest) -> CorruptShardError:
     expected = f"{digest.nbytes:,} bytes with checksum {digest.checksum.hex()}"
     detail = f"its bytes are not the {expected} that the header says; it was changed or damaged: restore it"
     return CorruptShardError(path, 0, "F3", detail)
-
-
-def has_digest(path: str, digest: FileDigest) -> bool:
-    """Whether a local file is what a digest says; reads it where the size fits."""
-    with open(path, "rb", buffering=0) as file:
-        if os.fstat(file.fileno()).st_size != digest.nbytes:
-            return False
-        hashed = xxhash.xxh3_128()
-        while chunk := file.read(_CHUNK_NBYTES):
-            hashed.update(chunk)
-    return hashed.digest() == digest.checksum

@@ -14,10 +14,11 @@ import xxhash
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.shard.digests import has_digest
 from megatron_sft_idx.shard.lock import lock_journal
 from megatron_sft_idx.shard.publish import remove_temporaries
 from megatron_sft_idx.storage import OutputFile, sync_folder
-from megatron_sft_idx.transfer.checking import corrupt, has_digest
+from megatron_sft_idx.transfer.checking import corrupt
 from megatron_sft_idx.transfer.report import Copied
 from megatron_sft_idx.transfer.source import Source, digests_of
 

@@ -170,12 +170,12 @@ class _Run:
             tokenised = self._tokenise(cluster, files, encoder, cutting)
         report = tokenised.report
         with timed(self.seconds, "planning"):
+            table = tokenised.table()
             lengths = np.concatenate(tokenised.lengths).astype(np.int64)
-            tokenised.lengths = [np.empty(len(part), np.void) for part in tokenised.lengths]
+            tokenised.lengths.clear()  # gigabytes of a large corpus
             packing = plan_packs(
                 lengths, self.options.packing, shards=self.options.output_shards, source=self.options.prefix
             )
-            table = tokenised.table()
             outputs = list(
                 packing.outputs(
                     self.prefix,
