@@ -113,7 +113,7 @@ def test_nothing_is_recommended_where_all_is_refused() -> None:
         "- pread: never",
     ]
     found = report_dict(report, advice)
-    assert found["recommended"] == {"setting": None, "call": None, "reasons": advice.reasons}
+    assert found["recommended"] == {"setting": None, "call": None, "training": None, "reasons": advice.reasons}
     assert [one["refused"] for one in found["settings"]] == ["no", "never"]
 
 
@@ -139,6 +139,9 @@ def test_how_a_program_asks_for_a_setting() -> None:
     asked = Setting("process", "random", schedule=True, huge_pages=True)
     assert asked.call == (
         "Shard(prefix, backend='process', advice='random', huge_pages=True), with schedule() ahead of use"
+    )
+    assert asked.training == (
+        "PackedSFTDatasetConfig(..., read=ReadOptions(backend='process', advice='random', huge_pages=True))"
     )
     assert asked.name == "process, random, schedule, huge pages"
 

@@ -40,7 +40,7 @@ class Plan:
 
     order: Order = "shuffled"
     packs: int | None = None
-    seconds: float = 20.0
+    seconds: float = 15.0
     limit: MemoryLimit | None = None
     cache_nbytes: int = CACHE_NBYTES
     settings: Sequence[Setting] = SETTINGS

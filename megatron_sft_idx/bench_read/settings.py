@@ -34,10 +34,19 @@ class Setting:
     @property
     def call(self) -> str:
         """How a program asks for it."""
-        given = [f"backend={self.backend!r}"] * (self.backend != "mmap")
-        given += [f"advice={self.advice!r}"] * (self.advice != "normal") + ["huge_pages=True"] * self.huge_pages
-        opened = f"Shard({', '.join(['prefix', *given])})"
+        opened = f"Shard({', '.join(['prefix', *self._given])})"
         return f"{opened}, with schedule() ahead of use" if self.schedule else opened
+
+    @property
+    def training(self) -> str:
+        """How training asks for it, whose loaders say what comes next by themselves."""
+        return f"PackedSFTDatasetConfig(..., read=ReadOptions({', '.join(self._given)}))"
+
+    @property
+    def _given(self) -> list[str]:
+        """Options that are not as they are by default."""
+        given = [f"backend={self.backend!r}"] * (self.backend != "mmap")
+        return given + [f"advice={self.advice!r}"] * (self.advice != "normal") + ["huge_pages=True"] * self.huge_pages
 
 
 # From the simplest on: of settings that are as good as each other, the first one is recommended.

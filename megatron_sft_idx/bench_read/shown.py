@@ -51,6 +51,7 @@ def report_dict(report: Report, advice: Recommendation) -> dict[str, Any]:
         "recommended": {
             "setting": advice.setting and asdict(advice.setting),
             "call": advice.setting and advice.setting.call,
+            "training": advice.setting and advice.setting.training,
             "reasons": advice.reasons,
         },
     }
@@ -84,6 +85,7 @@ def report_lines(report: Report, advice: Recommendation) -> Iterator[str]:
         yield f"{report.subject.paths.prefix}: cannot be read in any of these ways"
     else:
         yield f"recommended: {advice.setting.call}"
+        yield f"in training: {advice.setting.training}"
     yield from (f"- {reason}" for reason in advice.reasons)
 
 
@@ -96,7 +98,7 @@ def _heading(report: Report) -> Iterator[str]:
     yield f"on {place.filesystem} ({place.source}{ahead}), memory for the page cache: {room}"
     if plan.limit is not None:
         yield f"under a limit of {shown_nbytes(plan.limit.nbytes)}, set by a control group"
-    step = f", every {report.sample.step:,}th" if report.sample.step > 1 else ""
+    step = f", one of every {report.sample.step:,}" if report.sample.step > 1 else ""
     times = "once" if plan.passes == 1 else f"{plan.passes} times, of which the median is shown"
     packs = f"{len(report.sample):,} packs from pack {report.sample.start:,} on{step}"
     yield f"read: {packs}, {plan.order}; each setting {times}"

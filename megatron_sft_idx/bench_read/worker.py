@@ -98,8 +98,8 @@ class ShardReader:
         options = ReadOptions(setting.backend, job.cache_nbytes, setting.advice, setting.huge_pages)
         self._shard = Shard(job.prefix, backend=options)
         header = self._shard.header
-        self._ids = np.zeros(header.longest_pack, header.token_dtype)
-        self._mask = np.zeros(header.longest_pack, header.mask_dtype)
+        longest = min(header.longest_pack, header.num_tokens)
+        self._ids, self._mask = np.zeros(longest, header.token_dtype), np.zeros(longest, header.mask_dtype)
         self._coming, self._read = np.empty(0, np.int64), 0
 
     def schedule(self, packs: NDArray[np.int64]) -> None:

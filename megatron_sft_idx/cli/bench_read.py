@@ -28,8 +28,8 @@ examples:
 
 Each setting is read by a process of its own: first with the page cache dropped (checked, not assumed), then once more,
 as in a second epoch. All are measured in turn, several rounds. Shown are packs a second, the time of a pack, bytes
-read from the disk for each byte asked for, and page faults. Nothing is written; reading the shard elsewhere meanwhile
-disturbs both.
+read from the disk for each byte asked for, and page faults. Nothing is written. A program that reads the shard
+meanwhile loses its cached pages too; what a server, or a host of this machine, keeps in its own memory stays there.
 
 A memory limit is a control group's. ulimit has none that would do: the page cache belongs to no process.
 
@@ -50,7 +50,7 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument("shard", type=local_path, metavar="PREFIX", help="prefix of the shard")
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
-        "--seconds", type=positive, default=20, metavar="N", help="time to read for, about (default: %(default)s)"
+        "--seconds", type=positive, default=15, metavar="N", help="time to read for, about (default: %(default)s)"
     )
     length.add_argument("--packs", type=positive, metavar="N", help="read N packs an epoch, however long that takes")
     parser.add_argument(
