@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,15 @@ def test_an_epoch_ends_with_its_time_and_reads_one_pack_at_least(shard: Path) ->
     assert (epoch.packs, epoch.nbytes) == (1, 5 * LENGTH + 4)
     assert sample.again(sample.first()[:5]).tolist() != sample.first()[:5].tolist()
     assert sorted(sample.again(sample.first()[:5]).tolist()) == sorted(sample.first()[:5].tolist())
+
+
+def test_what_a_first_epoch_has_no_time_for_is_read_before_the_second(workers: Workers, shard: Path) -> None:
+    job = Job(str(shard), Sample(0, PACKS), Setting(), 0.0)
+    assert workers.run(job).seen_nbytes == 5 * LENGTH + 4
+    # Time for something, and not for the whole: if a machine is that fast, nothing is left to be read.
+    run = workers.run(replace(job, most_seconds=1e-3))
+    assert run.first.nbytes <= run.seen_nbytes <= NBYTES
+    assert workers.run(replace(job, most_seconds=60.0)).seen_nbytes == NBYTES
 
 
 def test_what_is_announced_comes_in_windows_and_covers_the_epoch(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def epoch(rate: float, disk: int | None = 0, packs: int = 1000) -> Epoch:
 def runs(first: float, second: float, spread: float = 0.0, disk: int | None = 10_000_000) -> list[Run]:
     """Three rounds around these packs a second."""
     factors = (1 - spread, 1.0, 1 + spread)
-    return [Run(epoch(first * factor, disk), epoch(second * factor), 1 << 20, 0) for factor in factors]
+    return [Run(epoch(first * factor, disk), epoch(second * factor), 10**7, 1 << 20, 0) for factor in factors]
 
 
 def subject_of(size: int = GIB, memory: int | None = 8 * GIB, kind: Kind = "disk", packs: int = 100_000) -> Subject:

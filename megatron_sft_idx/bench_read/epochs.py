@@ -55,7 +55,7 @@ class Sample:
         return self._ordered(np.arange(self.start, self.stop, self.step, dtype=np.int64), 1)
 
     def again(self, packs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The packs of the first epoch that were read, for the second one: in another order where shuffled."""
+        """Packs that were read, for the second epoch: in another order where shuffled."""
         return self._ordered(np.sort(packs), 2)
 
     def _ordered(self, packs: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:

@@ -60,7 +60,7 @@ def _later(run: Run, report: Report) -> Epoch:
     The second is a sample's, which memory may keep where it does not keep the shard; unless more was read than it has.
     """
     subject, limit = report.subject, report.plan.limit
-    felt = limit is not None and run.first.nbytes > limit.nbytes
+    felt = limit is not None and run.seen_nbytes > limit.nbytes
     return run.second if felt or subject.fits(limit) else run.first
 
 

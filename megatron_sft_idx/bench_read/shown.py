@@ -130,7 +130,7 @@ def _too_little(report: Report) -> str | None:
     if report.plan.limit is None:
         return None
     limit = report.plan.limit.nbytes
-    most = max((run.first.nbytes for one in report.measured for run in one.runs), default=0)
+    most = max((run.seen_nbytes for one in report.measured for run in one.runs), default=0)
     if most > limit:
         return None
     too_small = report.subject.nbytes <= limit

@@ -41,6 +41,7 @@ from megatron_sft_idx.shard import ShardWriter
 
 LENGTH, SEQUENCES = 4096, 8
 MEMORY = Path("/dev/shm")
+PEER_NAMES = {"memmap": "np.memmap", "stock": "stock-mmap"}
 # Of the ways that differ where packs are read in order.
 IN_ORDER = ("mmap", "mmap, sequential", "pread", "process, schedule", *PEERS)
 
@@ -164,7 +165,7 @@ def rows(case: Case, limit: int | None) -> Iterator[tuple[str, ...]]:
             continue
         first, second = [run.first for run in one.runs], [run.second for run in one.runs]
         # Where less was read than the limit, nothing had to go, and the second epoch is warm as without one.
-        felt = limit is None or min(epoch.nbytes for epoch in first) > limit
+        felt = limit is None or min(run.seen_nbytes for run in one.runs) > limit
         again = list(cells(second)) if felt else [""] * len(EPOCH)
         own = f"{one.median(lambda run: run.private_nbytes) / MIB:.0f}"
         yield way.shown, *cells(first), *again, own
@@ -185,24 +186,20 @@ def rates(case: Case, name: str, epoch: Literal["first", "second"]) -> list[floa
 
 
 def headlines(bench: Bench, cold: Case, limited: Case | None) -> None:
-    announced = "mmap, random, schedule"
-    for case, where in ((cold, "cold"), (limited, "over a memory limit")):
-        if case is None or not case.found[announced].runs:
-            continue
-        for key, name, peer in (
-            ("memmap", "np.memmap", "`np.memmap`"),
-            ("stock", "stock-mmap", "stock `IndexedDataset`, tokens only"),
-        ):
-            short = name == "np.memmap" and case is limited
-            ours, theirs = rates(case, announced, "first"), rates(case, name, "first")
-            what = f"shuffled packs {where}, announced, without read-ahead"
-            bench.headline(
-                f"{where.split()[0]}-{key}", what, ours, "packs/s", peer=peer, theirs=theirs, more=True, short=short
-            )
-    warm = rates(cold, "mmap", "second"), rates(cold, "np.memmap", "second")
-    bench.headline(
-        "warm-memmap", "shuffled packs, warm", warm[0], "packs/s", peer="`np.memmap`", theirs=warm[1], more=True
-    )
+    def beside(key: str, what: str, case: Case, ours: str, which: Literal["first", "second"], short: bool) -> None:
+        for peer, name in (("memmap", "`np.memmap`"), ("stock", "stock `IndexedDataset`, tokens only")):
+            mine, theirs = rates(case, ours, which), rates(case, PEER_NAMES[peer], which)
+            if mine and len(mine) == len(theirs):
+                quoted = short and peer == "memmap"
+                bench.headline(
+                    f"{key}-{peer}", what, mine, "packs/s", peer=name, theirs=theirs, more=True, short=quoted
+                )
+
+    beside("cold", "shuffled packs, cold", cold, "mmap", "first", False)
+    beside("warm", "shuffled packs, warm", cold, "mmap", "second", False)
+    if limited is not None:
+        announced = "mmap, random, schedule"
+        beside("limited", "shuffled packs over a memory limit, announced", limited, announced, "first", True)
 
 
 def plot(bench: Bench, case: Case) -> None:
@@ -250,7 +247,7 @@ def main() -> None:
             for case, name in zip(cases, ("shuffled", "in order"), strict=False):
                 whole = Sample(0, options.mib * MIB // (5 * LENGTH), 1, case.sample.order)
                 title = f"Over a limit of {limit_nbytes // MIB} MiB for {options.mib} MiB, {name}"
-                limited.append(Case(title, case.prefix, whole, 0.5, group))
+                limited.append(Case(title, case.prefix, whole, 0.3, group))
         measure([*cases, *limited], options.rounds)
         for case in cases:
             show(bench, case, None)
