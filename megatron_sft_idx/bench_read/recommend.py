@@ -10,12 +10,12 @@ from megatron_sft_idx.bench_read.measure import Measured, Report
 from megatron_sft_idx.bench_read.settings import Setting
 from megatron_sft_idx.bench_read.worker import Run
 
-__all__ = ["EPOCHS", "Recommendation", "recommend", "shown_nbytes"]
+__all__ = ["Recommendation", "recommend", "shown_nbytes"]
 
 # What a training run is taken to read: its first epoch, and two more.
-EPOCHS = 3
+_EPOCHS = 3
 # A setting must be faster by so much to be worth more than a simpler one.
-MARGIN = 1.1
+_MARGIN = 1.1
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def recommend(report: Report) -> Recommendation:
 
     def as_good(one: Measured) -> bool:
         own = costs[one.setting]
-        return _middle(own) <= MARGIN * _middle(best) or min(own) <= max(best)
+        return _middle(own) <= _MARGIN * _middle(best) or min(own) <= max(best)
 
     if report.subject.place.kind == "network":
         # A server that goes away is an error of pread, and a killed process (SIGBUS) where pages are mapped.
@@ -51,7 +51,7 @@ def recommend(report: Report) -> Recommendation:
 
 def _costs(one: Measured, report: Report) -> list[float]:
     """Seconds of a pack over all epochs, for each round."""
-    return [1 / run.first.rate + (EPOCHS - 1) / _later(run, report).rate for run in one.runs]
+    return [1 / run.first.rate + (_EPOCHS - 1) / _later(run, report).rate for run in one.runs]
 
 
 def _later(run: Run, report: Report) -> Epoch:
@@ -98,7 +98,7 @@ def _of_the_choice(report: Report, chosen: Measured, read: list[Measured]) -> It
             f" {_rate(default, _second):,.0f} in the second"
         )
     elif len(read) > 1:
-        yield f"no other setting was clearly faster ({MARGIN - 1:.0%} or more, and beyond the spread of the rounds)"
+        yield f"no other setting was clearly faster ({_MARGIN - 1:.0%} or more, and beyond the spread of the rounds)"
     amplified = chosen.amplification(_first)
     if amplified is not None and report.cold:
         yield f"its first epoch reads {amplified:.2f} bytes from the disk for each one that is asked for"

@@ -11,9 +11,9 @@ from megatron_sft_idx.bench_read.measure import Measured, Report
 from megatron_sft_idx.bench_read.recommend import Recommendation, shown_nbytes
 from megatron_sft_idx.bench_read.worker import Run
 
-__all__ = ["EPOCHS", "epoch_summary", "report_dict", "report_lines"]
+__all__ = ["epoch_summary", "report_dict", "report_lines"]
 
-EPOCHS: dict[str, Callable[[Run], Epoch]] = {"first": lambda run: run.first, "second": lambda run: run.second}
+_EPOCHS: dict[str, Callable[[Run], Epoch]] = {"first": lambda run: run.first, "second": lambda run: run.second}
 _COLUMNS = ("setting", "epoch", "packs/s", "MiB/s", "median us", "p99 us", "disk/asked", "hard", "soft", "own MiB")
 
 
@@ -60,7 +60,7 @@ def report_dict(report: Report, advice: Recommendation) -> dict[str, Any]:
 def _setting(one: Measured) -> dict[str, Any]:
     found: dict[str, Any] = {"name": one.setting.name, "setting": asdict(one.setting), "refused": one.refused}
     if one.runs:
-        found |= {f"{name}_epoch": epoch_summary(one, of) for name, of in EPOCHS.items()}
+        found |= {f"{name}_epoch": epoch_summary(one, of) for name, of in _EPOCHS.items()}
         found["private_bytes"] = int(one.median(lambda run: run.private_nbytes))
         found["huge_page_bytes"] = int(one.median(lambda run: run.huge_nbytes))
     return found
@@ -109,11 +109,8 @@ def _heading(report: Report) -> Iterator[str]:
 
 def _of_the_cold(report: Report) -> str:
     """What first epochs began with."""
-    dropped, left, filesystem = (
-        "page cache dropped before each first epoch",
-        report.left_nbytes,
-        report.subject.place.filesystem,
-    )
+    dropped = "page cache dropped before each first epoch"
+    left, filesystem = report.left_nbytes, report.subject.place.filesystem
     if left is None:
         seen = "bytes were read from the disk" if report.cold else "no bytes were seen to be read from the disk"
         return f"{dropped}: the system does not tell this user what stayed, but {seen}"
@@ -141,7 +138,7 @@ def _too_little(report: Report) -> str | None:
 def _rows(one: Measured) -> Iterator[tuple[str, ...]]:
     if one.refused is not None:
         yield one.setting.name, f"refused: {one.refused}"
-    for number, (name, of) in enumerate(EPOCHS.items()):
+    for number, (name, of) in enumerate(_EPOCHS.items()):
         if not one.runs:
             continue
         found = {key: value or 0 for key, value in epoch_summary(one, of).items()}
