@@ -102,6 +102,13 @@ def test_a_default_that_is_refused_is_named_and_not_recommended() -> None:
     assert "mmap     refused: Operation not permitted" in "\n".join(report_lines(report, advice))
 
 
+def test_a_setting_whose_process_was_killed_in_a_later_round_is_not_recommended() -> None:
+    killed = Measured(PROCESS, runs(9000, 9000), refused="its process was killed")
+    report = report_of({MMAP: runs(100, 100)})
+    report.measured.insert(0, killed)
+    assert recommend(report).setting == MMAP
+
+
 def test_nothing_is_recommended_where_all_is_refused() -> None:
     report = report_of({MMAP: "no", PREAD: "never"})
     advice = recommend(report)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import median
 
 from megatron_sft_idx.bench_read.epochs import Epoch
 from megatron_sft_idx.bench_read.measure import Measured, Report
@@ -31,16 +32,16 @@ def recommend(report: Report) -> Recommendation:
 
     What counts is the time of a pack over three epochs. Where memory does not keep the shard, each is like the first.
     """
-    read = [one for one in report.measured if one.runs]
+    read = [one for one in report.measured if one.runs and one.refused is None]
     if not read:
         return Recommendation(None, [f"{one.setting.name}: {one.refused}" for one in report.measured])
     costs = {one.setting: _costs(one, report) for one in read}
-    fastest = min(read, key=lambda one: _middle(costs[one.setting]))
+    fastest = min(read, key=lambda one: median(costs[one.setting]))
     best = costs[fastest.setting]
 
     def as_good(one: Measured) -> bool:
         own = costs[one.setting]
-        return _middle(own) <= _MARGIN * _middle(best) or min(own) <= max(best)
+        return median(own) <= _MARGIN * median(best) or min(own) <= max(best)
 
     if report.subject.place.kind == "network":
         # A server that goes away is an error of pread, and a killed process (SIGBUS) where pages are mapped.
@@ -62,10 +63,6 @@ def _later(run: Run, report: Report) -> Epoch:
     subject, limit = report.subject, report.plan.limit
     felt = limit is not None and run.seen_nbytes > limit.nbytes
     return run.second if felt or subject.fits(limit) else run.first
-
-
-def _middle(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 def _of_the_place(report: Report) -> Iterator[str]:
