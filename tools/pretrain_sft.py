@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     model.add_argument("--hidden-size", type=int, default=64)
     model.add_argument("--num-attention-heads", type=int, default=4)
     model.add_argument(
-        "--vocab-size", type=int, help="rows of the embedding; default: enough for the tokenizer of the shards"
+        "--vocab-size", type=int, help="rows of the embedding; default: enough for the shards' tokenizer"
     )
     model.add_argument("--init-method-std", type=float, default=0.02)
     model.add_argument("--bf16", action="store_true", help="train in bfloat16; te needs it")

@@ -1,0 +1,124 @@
+"""Training on shards that are read by every backend: the same batches, blocks read ahead of them."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blends import build, config_of, digest_of, write_packs
+from shard_folders import write
+
+from megatron_sft_idx.cli.reading import add_read_options, read_options
+from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.storage import CACHE_NBYTES, ReadOptions
+from megatron_sft_idx.training.batch import BatchAssembler
+from megatron_sft_idx.training.loader import BatchLoader
+from megatron_sft_idx.training.provider import config_from_args
+from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks
+
+OPTIONS = [
+    ReadOptions("mmap", advice="random"),
+    ReadOptions("pread"),
+    ReadOptions("reopen"),
+    ReadOptions("process"),
+    ReadOptions("process", cache_bytes=4096, advice="random"),
+]
+
+
+def planned(shards: ShardSet) -> PlannedPacks:
+    return PlannedPacks(shards, PlanOptions(32, seed=3))
+
+
+def loaded(source: StoredPacks | PlannedPacks, order: list[list[int]], **options: Any) -> list[dict[str, list[Any]]]:
+    loader = BatchLoader(BatchAssembler(source, 64, **options), order)
+    return [{name: tensor.tolist() for name, tensor in batch.items()} for batch in loader]
+
+
+@pytest.mark.parametrize("source_of", [StoredPacks, planned])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("random_access", [False, True])
+def test_batches_are_the_same_whatever_the_backend(
+    tmp_path: Path, source_of: Callable[..., StoredPacks], options: ReadOptions, random_access: bool
+) -> None:
+    write(tmp_path)
+    expected = source_of(ShardSet.open(tmp_path))
+    order = [[i, expected.num_packs - 1 - i, i // 2] for i in range(expected.num_packs)]
+    source = source_of(ShardSet.open(tmp_path, backend=options))
+    for _ in range(2):
+        assert loaded(source, order, random_access=random_access) == loaded(expected, order)
+    assert loaded(pickle.loads(pickle.dumps(source)), order) == loaded(expected, order)
+
+
+def test_blocks_of_announced_batches_are_read_once(tmp_path: Path) -> None:
+    write(tmp_path)
+    shards = ShardSet.open(tmp_path, backend=ReadOptions("process"))
+    source = StoredPacks(shards)
+    loaded(source, [[i] for i in range(source.num_packs)] * 3)
+    assert shards.cache is not None
+    assert shards.cache.reads == 2 * sum(header.num_packs > 0 for header in shards.headers)
+
+
+def test_megatrons_flag_against_maps_reads_blocks(tmp_path: Path) -> None:
+    prefix = write_packs(tmp_path / "x", 40)
+    config = config_of(prefix, split="80,20,0", mmap_bin_files=False)
+    assert config.read == ReadOptions("process")
+    for found, expected in zip(
+        build(config, (60, 8, 0))[:2], build(config_of(prefix, split="80,20,0"), (60, 8, 0))[:2], strict=True
+    ):
+        assert found.source.shards.shard(0).backend == "process"
+        assert [digest_of(found[i]) for i in range(len(found))] == [digest_of(expected[i]) for i in range(len(found))]
+    kept = config_of(prefix, mmap_bin_files=False, read=ReadOptions("reopen"))
+    assert kept.read.backend == "reopen"
+
+
+def test_megatrons_arguments_reach_the_configuration(tmp_path: Path) -> None:
+    prefix = write_packs(tmp_path / "x", 4)
+    args = argparse.Namespace(
+        seed=1, seq_length=32, data_path=[prefix], split="1,0,0", data_cache_path=None, mmap_bin_files=False
+    )
+    assert config_from_args(args).read.backend == "process"
+    args.mmap_bin_files = True
+    assert config_from_args(args).read.backend == "mmap"
+
+
+# ---- the command line ----
+
+
+def parsed(*arguments: str) -> ReadOptions:
+    parser = argparse.ArgumentParser()
+    add_read_options(parser)
+    return read_options(parser.parse_args(arguments), parser)
+
+
+def test_options_are_parsed() -> None:
+    assert parsed() == ReadOptions()
+    assert parsed("--no-mmap-bin-files") == ReadOptions("process")
+    assert parsed("--no-mmap-bin-files", "--read-backend", "reopen") == ReadOptions("reopen")
+    assert parsed("--read-backend", "os").backend == "mmap"
+    full = parsed(
+        *("--read-backend", "process", "--read-cache", "64MiB", "--read-advice", "random", "--read-huge-pages")
+    )
+    assert full == ReadOptions("process", cache_bytes=64 << 20, advice="random", huge_pages=True)
+    assert parsed().cache_bytes == CACHE_NBYTES
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--read-backend", "direct"], "invalid choice: 'direct'"),
+        (["--read-advice", "willneed"], "invalid choice: 'willneed'"),
+        (["--read-cache", "12"], "cache_bytes 12, a cache holds at least one page"),
+        (["--no-mmap-bin-files", "--read-backend", "os"], "leave one of them out"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parsed(*arguments)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
