@@ -2,6 +2,7 @@
 #include <cerrno>
 
 #include "bindings/common.h"
+#include "page_residency.h"
 #include "stamped_file.h"
 
 namespace {
@@ -65,6 +66,14 @@ std::size_t advise_ranges(const py::tuple& files, const Array<std::int64_t>& off
   return sft_idx::advise_ranges(ranges.data(), ranges.size());
 }
 
+std::int64_t resident_nbytes(const py::array& array) {
+  require_vector(array, "array");
+  const void* data = array.data();
+  const auto nbytes = static_cast<std::size_t>(array.nbytes());
+  py::gil_scoped_release unlocked;
+  return sft_idx::resident_nbytes(data, nbytes);
+}
+
 }  // namespace
 
 void bind_storage(py::module_& m) {
@@ -79,4 +88,6 @@ void bind_storage(py::module_& m) {
         "Read a range of each StampedFile, end to end, into out: how many were read before one that has changed.");
   m.def("advise_ranges", &advise_ranges, "files"_a, py::arg("offsets").noconvert(), py::arg("nbytes").noconvert(),
         "Ask the kernel to read ranges of StampedFiles in advance: how many it took the advice for.");
+  m.def("resident_nbytes", &resident_nbytes, py::arg("array").noconvert(),
+        "Bytes of an array over a map, from the map's beginning on, that are in the page cache.");
 }

@@ -15,7 +15,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_sft_idx import __version__
-from megatron_sft_idx.cli import convert, copy, inspect, merge, pack, preprocess, produce, raw_index, rebuild, verify
+from megatron_sft_idx.cli import (
+    bench_read,
+    convert,
+    copy,
+    inspect,
+    merge,
+    pack,
+    preprocess,
+    produce,
+    raw_index,
+    rebuild,
+    verify,
+)
 from megatron_sft_idx.cli.messages import message_of
 from megatron_sft_idx.cli.options import HelpFormatter
 from megatron_sft_idx.errors import SFTIndexError
@@ -23,7 +35,7 @@ from megatron_sft_idx.report.marked import PICTURES
 
 __all__ = ["main"]
 
-_VERBS = (preprocess, pack, produce, convert, inspect, verify, rebuild, merge, copy, raw_index)
+_VERBS = (preprocess, pack, produce, convert, inspect, verify, rebuild, merge, copy, bench_read, raw_index)
 
 _EXAMPLE = """\
 example:

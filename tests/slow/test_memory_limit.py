@@ -1,0 +1,39 @@
+"""A limit smaller than the shard is felt: the second epoch reads the disk again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_sft_idx.bench_read.measure import bench_read
+from megatron_sft_idx.bench_read.memory_limit import MemoryLimit
+from megatron_sft_idx.bench_read.sampling import Plan
+from megatron_sft_idx.bench_read.settings import Setting
+from megatron_sft_idx.shard import ShardWriter
+
+LENGTH, PACKS, LIMIT = 4096, 6000, 32 << 20
+
+
+@pytest.mark.slow
+def test_over_a_limit_second_epochs_read_the_disk_again(tmp_path: Path) -> None:
+    mask = np.zeros(LENGTH, np.uint8)
+    with ShardWriter(tmp_path / "x", token_dtype=np.int32, capacity=LENGTH, durable=False) as writer:
+        for _ in range(PACKS):
+            writer.add_pack(np.zeros(LENGTH, np.int32), mask, [0])
+    try:
+        limit = MemoryLimit(LIMIT)
+    except OSError as refused:
+        pytest.skip(str(refused))
+    with limit:
+        settings = (Setting("pread", "random"), Setting(advice="random", schedule=True))
+        report = bench_read(str(tmp_path / "x"), Plan(packs=PACKS, settings=settings, limit=limit))
+    if not report.cold:
+        pytest.skip("the test folder's file system keeps its cache")
+    for one in report.measured:
+        assert one.refused is None
+        (run,) = one.runs
+        assert run.second.nbytes > 3 * LIMIT
+        assert (run.second.counters.disk_nbytes or 0) > 0.5 * run.second.nbytes
+    assert not report.subject.fits(limit)

@@ -1,0 +1,296 @@
+"""The bench-read verb: what it measures, on real disks as far as they let go of their cache; exit codes, JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chats import ROOT, command
+from packs import demo_samples, write_samples
+
+from megatron_sft_idx.bench_read.cold import cached_nbytes, drop_cache
+from megatron_sft_idx.bench_read.epochs import Sample, read_epoch
+from megatron_sft_idx.bench_read.measure import bench_read
+from megatron_sft_idx.bench_read.memory_limit import MemoryLimit
+from megatron_sft_idx.bench_read.recommend import recommend
+from megatron_sft_idx.bench_read.sampling import Plan
+from megatron_sft_idx.bench_read.settings import SETTINGS, Setting
+from megatron_sft_idx.bench_read.shown import report_lines
+from megatron_sft_idx.bench_read.worker import Job, Run, ShardReader
+from megatron_sft_idx.bench_read.workers import Workers
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.shard import ShardWriter
+
+PACKS, LENGTH = 300, 2048
+NBYTES = PACKS * (5 * LENGTH + 4)
+MEMORY = Path("/dev/shm")
+
+
+def write(prefix: Path) -> Path:
+    """Three megabytes."""
+    mask = np.ones(LENGTH, np.uint8)
+    mask[-1] = 0
+    with ShardWriter(prefix, token_dtype=np.int32, capacity=LENGTH, durable=False) as writer:
+        for pack in range(PACKS):
+            writer.add_pack(np.arange(pack, pack + LENGTH, dtype=np.int32), mask, [0])
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("reading") / "x")
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A folder whose files have no disk."""
+    if not os.access(MEMORY, os.W_OK):
+        pytest.skip("no folder in memory here")
+    folder = MEMORY / f"megatron-sft-idx-test-{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+def lets_go(prefix: Path) -> bool:
+    """Whether this file system drops what it is asked to drop."""
+    paths = ShardPaths.of(prefix).all
+    drop_cache(paths)
+    return cached_nbytes(paths) == 0
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    with Workers() as started:
+        yield started
+
+
+def run_in(workers: Workers, prefix: Path, setting: Setting, **options: Any) -> Run:
+    """Both epochs, from a cold start as far as the file system allows."""
+    drop_cache(ShardPaths.of(prefix).all)
+    return workers.run(Job(str(prefix), Sample(0, PACKS), setting, 60.0, **options))
+
+
+@pytest.mark.parametrize("setting", [Setting(), Setting("pread"), Setting("process", schedule=True)])
+def test_a_cold_epoch_reads_the_disk_and_a_second_one_does_not(workers: Workers, shard: Path, setting: Setting) -> None:
+    if not lets_go(shard):
+        pytest.skip("the test folder's file system keeps its cache")
+    run = run_in(workers, shard, setting)
+    assert run.first.packs == run.second.packs == PACKS
+    assert run.first.nbytes == run.second.nbytes == NBYTES
+    assert run.first.counters.disk_nbytes is not None
+    # The index lies in the same files' neighbourhood, and the ends of files in pages.
+    assert run.first.counters.disk_nbytes >= 0.9 * NBYTES
+    assert run.second.counters.disk_nbytes == 0
+    assert run.second.counters.hard_faults == 0
+    if setting.backend == "mmap":
+        assert run.first.counters.hard_faults > 0
+    assert 0 < run.first.median_us <= run.first.p99_us
+
+
+def test_without_read_ahead_every_page_is_a_hard_fault(workers: Workers, shard: Path) -> None:
+    if not lets_go(shard):
+        pytest.skip("the test folder's file system keeps its cache")
+    run = run_in(workers, shard, Setting(advice="random"))
+    assert run.first.counters.hard_faults >= 0.5 * NBYTES / os.sysconf("SC_PAGESIZE")
+
+
+def test_memory_of_a_cache_is_the_processes_own(workers: Workers, shard: Path) -> None:
+    sizes = {
+        backend: run_in(workers, shard, Setting(backend), cache_nbytes=64 << 20).private_nbytes  # type: ignore[arg-type]
+        for backend in ("mmap", "process")
+    }
+    assert sizes["process"] >= 0.9 * NBYTES
+    assert sizes["mmap"] < sizes["process"]
+
+
+def test_an_epoch_ends_with_its_time_and_reads_one_pack_at_least(shard: Path) -> None:
+    reader = ShardReader(Job(str(shard), Sample(0, PACKS), Setting(), 0.0))
+    sample = Sample(0, PACKS, seed=3)
+    epoch = read_epoch(reader, sample.first(), scheduled=False, most_seconds=0.0)
+    assert (epoch.packs, epoch.nbytes) == (1, 5 * LENGTH + 4)
+    assert sample.again(sample.first()[:5]).tolist() != sample.first()[:5].tolist()
+    assert sorted(sample.again(sample.first()[:5]).tolist()) == sorted(sample.first()[:5].tolist())
+
+
+def test_what_a_first_epoch_has_no_time_for_is_read_before_the_second(workers: Workers, shard: Path) -> None:
+    job = Job(str(shard), Sample(0, PACKS), Setting(), 0.0)
+    assert workers.run(job).seen_nbytes == 5 * LENGTH + 4
+    # Time for something, and not for the whole: if a machine is that fast, nothing is left to be read.
+    run = workers.run(replace(job, most_seconds=1e-3))
+    assert run.first.nbytes <= run.seen_nbytes <= NBYTES
+    assert workers.run(replace(job, most_seconds=60.0)).seen_nbytes == NBYTES
+
+
+def test_what_is_announced_comes_in_windows_and_covers_the_epoch(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = ShardReader(Job(str(shard), Sample(0, PACKS), Setting(schedule=True), 60.0))
+    told: list[int] = []
+    read: list[int] = []
+    real = type(reader._shard).schedule
+
+    def listening(self: Any, packs: Any) -> None:
+        assert not set(packs) & set(read)
+        told.extend(packs.tolist())
+        real(self, packs)
+
+    monkeypatch.setattr(type(reader._shard), "schedule", listening)
+    order = Sample(0, PACKS).first()
+    reader.schedule(order)
+    for pack in order.tolist():
+        assert pack in told
+        reader.read(pack)
+        read.append(pack)
+    assert told == order.tolist()
+
+
+def test_the_report_says_what_a_program_needs(shard: Path) -> None:
+    outcome = command("bench-read", shard, "--packs", 50, "--json")
+    assert outcome.code == 0
+    found = json.loads(outcome.out)
+    assert (found["packs"], found["bytes"]) == (PACKS, NBYTES)
+    assert found["sample"]["packs"] == 50
+    assert found["place"]["kind"] in ("disk", "network", "memory")
+    assert [one["name"] for one in found["settings"]] == [setting.name for setting in SETTINGS]
+    for one in found["settings"]:
+        assert one["refused"] is None
+        for epoch in (one["first_epoch"], one["second_epoch"]):
+            assert epoch["packs"] == 50
+            assert epoch["bytes"] == 50 * (5 * LENGTH + 4)
+            slowest, fastest = epoch["slowest_packs_per_second"], epoch["fastest_packs_per_second"]
+            assert 0 < slowest <= epoch["packs_per_second"] <= fastest
+            assert {"median_us", "p99_us", "read_amplification", "hard_faults", "soft_faults"} <= set(epoch)
+        assert one["huge_page_bytes"] >= 0
+    assert found["recommended"]["call"].startswith("Shard(prefix")
+    assert found["recommended"]["reasons"]
+
+
+def test_the_text_has_a_line_for_every_epoch_and_ends_with_a_recommendation(shard: Path) -> None:
+    outcome = command("bench-read", shard, "--packs", 20, "--order", "sequential", "--cache-mib", 16)
+    assert outcome.code == 0
+    lines = outcome.out.splitlines()
+    for setting in SETTINGS:
+        assert sum(line.startswith(f"{setting.name}  ") and " first " in line for line in lines) == 1
+    assert sum(" second " in line for line in lines) == len(SETTINGS)
+    assert "20 packs from pack 140 on, sequential" in outcome.out
+    assert any(line.startswith("recommended: Shard(prefix") for line in lines)
+    assert "reading: 36 runs, 100.0%" in outcome.err
+
+
+def test_a_shard_in_memory_is_not_called_cold(in_memory: Path) -> None:
+    write(in_memory / "x")
+    report = bench_read(str(in_memory / "x"), Plan(packs=20, settings=SETTINGS[:1], rounds=1))
+    assert report.subject.place.kind == "memory"
+    assert report.left_nbytes is not None
+    assert report.left_nbytes >= NBYTES
+    assert not report.cold
+    assert report.measured[0].runs[0].first.counters.disk_nbytes == 0
+    text = "\n".join(report_lines(report, recommend(report)))
+    assert "NOT COLD" in text
+    assert "tmpfs keeps the shard in memory" in text
+
+
+def test_a_memory_limit_is_a_group_that_is_gone_afterwards(shard: Path) -> None:
+    mib = 16
+    try:
+        limit = MemoryLimit(mib << 20)
+    except OSError as refused:
+        outcome = command("bench-read", shard, "--memory-limit", mib)
+        assert outcome.code == 2
+        assert "systemd-run" in outcome.err
+        pytest.skip(str(refused))
+    with limit:
+        folder = limit.folder
+        report = bench_read(str(shard), Plan(packs=PACKS, settings=SETTINGS[:1], limit=limit))
+        assert report.subject.memory_nbytes(limit) == mib << 20
+        assert len(report.measured[0].runs) == 1
+        text = "\n".join(report_lines(report, recommend(report)))
+        assert f"under a limit of {mib}.0 MiB" in text
+        assert "NOT FELT: 2.9 MiB at most were read, which the limit has room for: the shard is too small" in text
+    assert not folder.exists()
+
+
+def test_bad_shards_are_exit_code_1(tmp_path: Path) -> None:
+    assert command("bench-read", tmp_path / "nothing").code == 1
+    write_samples(tmp_path / "empty", [], capacity=8)
+    outcome = command("bench-read", tmp_path / "empty")
+    assert outcome.code == 1
+    assert "no packs" in outcome.err
+    write_samples(tmp_path / "torn", demo_samples())
+    os.truncate(tmp_path / "torn.bin", 3)
+    outcome = command("bench-read", tmp_path / "torn")
+    assert outcome.code == 1
+    assert "file has 3 bytes" in outcome.err
+
+
+def test_damage_that_only_reading_finds_is_exit_code_1(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "x")
+    with open(f"{prefix}.seq.idx", "r+b") as file:
+        file.seek(-8 * 100, os.SEEK_END)
+        file.write(b"\xff" * 16)
+    outcome = command("bench-read", prefix, "--packs", PACKS)
+    assert outcome.code == 1
+    assert "rule O2" in outcome.err
+    assert "rebuild" in outcome.err
+
+
+def test_wrong_usage_is_exit_code_2(shard: Path) -> None:
+    for arguments in (
+        ["--packs", 0],
+        ["--packs", 3, "--seconds", 3],
+        ["--order", "backwards"],
+        ["--memory-limit", "much"],
+    ):
+        assert command("bench-read", shard, *arguments).code == 2
+    assert command("bench-read", "s3://bucket/x").code == 2
+    assert command("bench-read").code == 2
+
+
+def test_processes_that_die_are_a_setting_that_is_refused(shard: Path) -> None:
+    job = Job(str(shard), Sample(0, 1), Setting(), 1.0)
+    dying = "import os, sys; from megatron_sft_idx.bench_read.worker import serve; serve(lambda job: os._exit(9))"
+    with Workers((sys.executable, "-c", dying)) as workers:
+        for _ in range(2):
+            with pytest.raises(OSError, match="its process ended with code 9"):
+                workers.run(job)
+    killed = dying.replace("_exit(9)", "kill(os.getpid(), 9)")
+    with Workers((sys.executable, "-c", killed)) as workers, pytest.raises(OSError, match="its process was killed"):
+        workers.run(job)
+    with Workers((sys.executable, "-c", "import os, sys; sys.stdin.readline(); os._exit(7)")) as workers:
+        for _ in range(2):
+            with pytest.raises(OSError, match="processes ended with code 7"):
+                workers.run(job)
+
+
+def test_a_job_survives_its_way_to_the_worker() -> None:
+    job = Job("x", Sample(1, 9, 2, "sequential", 4), SETTINGS[-1], float("inf"), 5, "group")
+    assert Job.from_json(job.to_json()) == job
+
+
+def test_measuring_imports_neither_torch_nor_megatron(shard: Path) -> None:
+    program = (
+        "import sys; from megatron_sft_idx.cli.main import main; main(sys.argv[1:]);"
+        "import megatron_sft_idx.bench_read.worker;"
+        "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules)"
+    )
+    arguments = ["bench-read", str(shard), "--packs", "2", "--log-interval", "0"]
+    done = subprocess.run([sys.executable, "-c", program, *arguments], cwd=ROOT, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert not done.stderr
+
+
+def test_an_answer_about_bad_bytes_is_a_format_error(workers: Workers, tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    os.truncate(tmp_path / "x.loss.bin", 1)
+    with pytest.raises(FormatError, match=r"x\.loss\.bin"):
+        run_in(workers, tmp_path / "x", Setting())

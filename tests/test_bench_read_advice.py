@@ -1,0 +1,239 @@
+"""What bench-read recommends, from made-up measurements; where files lie, from made-up tables of mounts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_sft_idx.bench_read.counters import Counters
+from megatron_sft_idx.bench_read.epochs import Epoch, Sample
+from megatron_sft_idx.bench_read.measure import Measured, Report
+from megatron_sft_idx.bench_read.memory_limit import MemoryLimit
+from megatron_sft_idx.bench_read.place import Kind, Place, find_place, kind_of, mount_of
+from megatron_sft_idx.bench_read.recommend import recommend, shown_nbytes
+from megatron_sft_idx.bench_read.sampling import Plan, Subject, largest_sample, sample_of, scaled_cache
+from megatron_sft_idx.bench_read.settings import Setting
+from megatron_sft_idx.bench_read.shown import report_dict, report_lines
+from megatron_sft_idx.bench_read.worker import Run
+from megatron_sft_idx.layout import ShardPaths
+
+GIB = 1 << 30
+MMAP, RANDOM, PREAD, PROCESS = Setting(), Setting(advice="random"), Setting("pread"), Setting("process", schedule=True)
+
+
+def epoch(rate: float, disk: int | None = 0, packs: int = 1000) -> Epoch:
+    return Epoch(packs, packs / rate, packs * 10_000, Counters(5, 2, disk), 1e6 / rate, 2e6 / rate)
+
+
+def runs(first: float, second: float, spread: float = 0.0, disk: int | None = 10_000_000) -> list[Run]:
+    """Three rounds around these packs a second."""
+    factors = (1 - spread, 1.0, 1 + spread)
+    return [Run(epoch(first * factor, disk), epoch(second * factor), 10**7, 1 << 20, 0) for factor in factors]
+
+
+def subject_of(size: int = GIB, memory: int | None = 8 * GIB, kind: Kind = "disk", packs: int = 100_000) -> Subject:
+    filesystem = {"disk": "ext4", "network": "nfs4", "memory": "tmpfs"}[kind]
+    return Subject(ShardPaths("data/x"), packs, size, Place(filesystem, "sda", kind, 128 << 10, memory))
+
+
+def report_of(found: dict[Setting, Any], plan: Plan | None = None, left: int | None = 0, **subject: Any) -> Report:
+    """Settings with their runs, or with why they were refused."""
+    measured = [
+        Measured(setting, refused=given) if isinstance(given, str) else Measured(setting, given)
+        for setting, given in found.items()
+    ]
+    return Report(subject_of(**subject), plan or Plan(settings=tuple(found)), Sample(0, 1000), left, measured)
+
+
+def limited(nbytes: int) -> Plan:
+    """Under a limit that nobody set."""
+    limit = MemoryLimit.__new__(MemoryLimit)
+    limit.nbytes = nbytes
+    return Plan(limit=limit)
+
+
+def test_where_memory_keeps_the_shard_later_epochs_count() -> None:
+    found = {MMAP: runs(1000, 50_000), RANDOM: runs(1500, 1500)}
+    advice = recommend(report_of(found))
+    assert advice.setting == MMAP
+    assert "only first epochs read the disk" in advice.reasons[0]
+    assert any("no other setting was clearly faster" in reason for reason in advice.reasons)
+
+
+def test_where_it_does_not_first_epochs_count() -> None:
+    found = {MMAP: runs(1000, 50_000), RANDOM: runs(1500, 1500)}
+    advice = recommend(report_of(found, memory=GIB // 2))
+    assert advice.setting == RANDOM
+    assert "every epoch reads the disk" in advice.reasons[0]
+    assert any("1,500 packs/s against 1,000 in the first epoch" in reason for reason in advice.reasons)
+    assert recommend(report_of(found, memory=None)).setting == MMAP
+
+
+def test_a_second_epoch_counts_under_a_limit_that_was_felt() -> None:
+    found = {MMAP: runs(1000, 50_000), RANDOM: runs(1500, 1500)}
+    assert recommend(report_of(found, limited(9_000_000))).setting == MMAP  # epochs have ten million bytes
+    assert recommend(report_of(found, limited(11_000_000))).setting == RANDOM
+
+
+@pytest.mark.parametrize(("faster", "spread", "chosen"), [(1.05, 0.0, MMAP), (1.3, 0.0, RANDOM), (1.3, 0.2, MMAP)])
+def test_a_setting_must_be_clearly_faster_than_a_simpler_one(faster: float, spread: float, chosen: Setting) -> None:
+    found = {MMAP: runs(1000, 1000, spread), RANDOM: runs(1000 * faster, 1000 * faster, spread)}
+    assert recommend(report_of(found)).setting == chosen
+
+
+def test_on_a_network_copies_are_preferred_to_maps_where_they_are_as_fast() -> None:
+    found = {MMAP: runs(1000, 1000), PREAD: runs(1000, 1000), PROCESS: runs(1000, 1000)}
+    advice = recommend(report_of(found, kind="network"))
+    assert advice.setting == PREAD
+    assert any("nfs4 is a network file system" in reason for reason in advice.reasons)
+    found[MMAP] = runs(5000, 5000)
+    assert recommend(report_of(found, kind="network")).setting == MMAP
+    assert recommend(report_of(found)).setting == MMAP
+
+
+def test_a_default_that_is_refused_is_named_and_not_recommended() -> None:
+    report = report_of({MMAP: "Operation not permitted", PREAD: runs(100, 100)})
+    advice = recommend(report)
+    assert advice.setting == PREAD
+    assert any("the default, mmap, is refused here: Operation not permitted" in reason for reason in advice.reasons)
+    assert "mmap     refused: Operation not permitted" in "\n".join(report_lines(report, advice))
+
+
+def test_a_setting_whose_process_was_killed_in_a_later_round_is_not_recommended() -> None:
+    killed = Measured(PROCESS, runs(9000, 9000), refused="its process was killed")
+    report = report_of({MMAP: runs(100, 100)})
+    report.measured.insert(0, killed)
+    assert recommend(report).setting == MMAP
+
+
+def test_nothing_is_recommended_where_all_is_refused() -> None:
+    report = report_of({MMAP: "no", PREAD: "never"})
+    advice = recommend(report)
+    assert advice.setting is None
+    assert advice.reasons == ["mmap: no", "pread: never"]
+    assert list(report_lines(report, advice))[-3:] == [
+        "data/x: cannot be read in any of these ways",
+        "- mmap: no",
+        "- pread: never",
+    ]
+    found = report_dict(report, advice)
+    assert found["recommended"] == {"setting": None, "call": None, "training": None, "reasons": advice.reasons}
+    assert [one["refused"] for one in found["settings"]] == ["no", "never"]
+
+
+def test_memory_is_no_disk() -> None:
+    advice = recommend(report_of({MMAP: runs(1000, 1000, disk=0)}, left=GIB, kind="memory"))
+    assert advice.reasons == ["tmpfs keeps the shard in memory: there is no disk to save"]
+
+
+def test_a_cache_that_stays_is_said_and_what_is_not_told_is_seen_in_what_was_read() -> None:
+    kept = report_of({MMAP: runs(1000, 1000)}, left=GIB)
+    assert not kept.cold
+    assert any("could not be dropped" in reason for reason in recommend(kept).reasons)
+    assert "NOT COLD: 1.0 GiB stay in memory" in "\n".join(report_lines(kept, recommend(kept)))
+    assert report_of({MMAP: runs(1000, 1000)}, left=None).cold
+    assert not report_of({MMAP: runs(1000, 1000, disk=0)}, left=None).cold
+    uncounted = report_of({MMAP: runs(1000, 1000, disk=None)}, left=None)
+    assert not uncounted.cold
+    assert "not told" in "\n".join(report_lines(uncounted, recommend(uncounted)))
+
+
+def test_how_a_program_asks_for_a_setting() -> None:
+    assert MMAP.call == "Shard(prefix)"
+    asked = Setting("process", "random", schedule=True, huge_pages=True)
+    assert asked.call == (
+        "Shard(prefix, backend='process', advice='random', huge_pages=True), with schedule() ahead of use"
+    )
+    assert asked.training == (
+        "PackedSFTDatasetConfig(..., read=ReadOptions(backend='process', advice='random', huge_pages=True))"
+    )
+    assert asked.name == "process, random, schedule, huge pages"
+
+
+# ---- samples ----
+
+
+def test_a_sample_has_neighbours_where_memory_keeps_the_shard_and_else_packs_from_everywhere() -> None:
+    plan = Plan()
+    assert sample_of(subject_of(), plan, 1000) == Sample(49_500, 50_500)
+    assert sample_of(subject_of(memory=1), plan, 1000) == Sample(0, 100_000, 100)
+    assert sample_of(subject_of(memory=1), Plan(order="sequential"), 1000) == Sample(49_500, 50_500, 1, "sequential")
+    assert len(sample_of(subject_of(), plan, 1 << 40)) == 100_000
+    assert sample_of(subject_of(packs=1), plan, 1000) == Sample(0, 1)
+
+
+def test_a_sample_grows_until_it_takes_its_time() -> None:
+    plan, tried = Plan(seconds=72.0), []  # a second an epoch
+
+    def trial(sample: Sample) -> Epoch:
+        tried.append(len(sample))
+        return epoch(10_000, packs=len(sample))
+
+    assert plan.epoch_seconds == 1.0
+    assert len(largest_sample(subject_of(), plan, trial)) == 10_000
+    assert tried == [256, 1024, 4096]
+    assert len(largest_sample(subject_of(packs=300), plan, trial)) == 300
+    assert len(largest_sample(subject_of(), plan, lambda sample: epoch(3, packs=6))) == 256
+    assert len(largest_sample(subject_of(), plan, lambda sample: None)) == 256
+
+
+def test_under_a_limit_a_sample_is_several_times_as_large() -> None:
+    plan = limited(GIB // 16)
+    assert len(largest_sample(subject_of(), plan, lambda sample: epoch(3, packs=6))) == pytest.approx(18_750, rel=0.01)
+
+
+def test_a_cache_is_to_a_sample_what_it_is_to_the_shard() -> None:
+    assert scaled_cache(Plan(cache_nbytes=GIB), 0.5) == GIB // 2
+    assert scaled_cache(Plan(cache_nbytes=GIB), 1e-9) == 8 << 20
+    assert scaled_cache(Plan(cache_nbytes=1 << 20), 0.5) == 1 << 20
+    assert limited(GIB).passes == 1
+    assert scaled_cache(limited(64 << 20), 1.0) == 16 << 20
+
+
+# ---- places ----
+
+TABLE = """\
+27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard
+30 27 0:27 / /data rw,relatime shared:7 master:1 - nfs4 server:/export rw,vers=4.2
+31 30 0:28 / /data/with\\040blank rw - fuse.sshfs me@host: rw
+32 27 0:29 / /dev/shm rw - tmpfs tmpfs rw,size=1k
+33 32 0:30 / /dev/shm rw - ramfs none rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "filesystem", "source", "kind"),
+    [
+        ("/elsewhere/x.bin", "ext4", "/dev/vda", "disk"),
+        ("/data/x.bin", "nfs4", "server:/export", "network"),
+        ("/database/x.bin", "ext4", "/dev/vda", "disk"),
+        ("/data/with blank/x.bin", "fuse.sshfs", "me@host:", "network"),
+        ("/dev/shm/x.bin", "ramfs", "none", "memory"),
+    ],
+)
+def test_a_path_lies_on_the_last_mount_above_it(
+    tmp_path: Path, path: str, filesystem: str, source: str, kind: str
+) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(TABLE)
+    mount = mount_of(path, str(table))
+    assert (mount.filesystem, mount.source, kind_of(mount.filesystem)) == (filesystem, source, kind)
+
+
+def test_the_place_of_a_file_here(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"x")
+    place = find_place(str(tmp_path / "x"))
+    assert place.filesystem
+    assert place.memory_nbytes is not None
+    assert 0 < place.memory_nbytes <= os.sysconf("SC_PAGESIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * GIB, "3.0 GiB"), (5000 << 40, "5000.0 TiB")],
+)
+def test_sizes_as_people_write_them(nbytes: int, shown: str) -> None:
+    assert shown_nbytes(nbytes) == shown

@@ -1,0 +1,267 @@
+"""Ways of reading a shard: cold, warm, over a memory limit, in order and shuffled, on a disk and in memory.
+
+    python tools/bench/backends.py [--mib 256] [--rounds 3]
+
+Writes tools/bench/results/backends.md. What ``megatron-sft-idx bench-read`` measures on one disk, here on two file
+systems and under a control group that has a quarter of the data's size, beside ``np.memmap`` and Megatron's own reader.
+Every way has a process of its own; they run in turn, and figures are medians of rounds with their range. Before each
+first epoch the page cache is dropped, which is looked at with mincore. Epochs end after a time, so that slow ways do
+not hold up the bench: rates, and faults of 1,000 packs, are of the packs that were read. The limit needs a control
+group: root, or a container that may make one; where none may be made, the report says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from backends_peers import PEERS
+from backends_reasons import reasons
+from backends_sharing import sharing
+from plot import Dot, dots
+from report import MIB, Bench, Parser, Size
+
+from megatron_sft_idx.bench_read.cold import cached_nbytes, drop_cache
+from megatron_sft_idx.bench_read.epochs import Epoch, Sample
+from megatron_sft_idx.bench_read.measure import Measured
+from megatron_sft_idx.bench_read.memory_limit import MemoryLimit
+from megatron_sft_idx.bench_read.place import find_place
+from megatron_sft_idx.bench_read.settings import SETTINGS, Setting
+from megatron_sft_idx.bench_read.worker import Job
+from megatron_sft_idx.bench_read.workers import SHARD_WORKERS, Workers
+from megatron_sft_idx.shard import ShardWriter
+
+LENGTH, SEQUENCES = 4096, 8
+MEMORY = Path("/dev/shm")
+PEER_NAMES = {"memmap": "np.memmap", "stock": "stock-mmap"}
+# Of the ways that differ where packs are read in order.
+IN_ORDER = ("mmap", "mmap, sequential", "pread", "process, schedule", *PEERS)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One line of the tables: a setting of ours, or a peer.
+
+    Attributes:
+        name: by which it is found.
+        setting: of ours; a peer's is the plain one.
+    """
+
+    name: str
+    setting: Setting
+
+    @property
+    def shown(self) -> str:
+        """In tables."""
+        return PEERS.get(self.name, f"`{self.name}`")
+
+    @property
+    def command(self) -> Sequence[str]:
+        """What starts the process that is measured."""
+        if self.name in PEERS:
+            return (sys.executable, str(Path(__file__).with_name("backends_peers.py")), self.name)
+        return SHARD_WORKERS
+
+
+WAYS = [*(Way(setting.name, setting) for setting in SETTINGS), *(Way(name, Setting()) for name in PEERS)]
+
+
+@dataclass
+class Case:
+    """A file system, an order and a limit.
+
+    Attributes:
+        title: of its section.
+        prefix: of the shard there.
+        sample: what an epoch reads.
+        seconds: of an epoch, at most.
+        group: folder of the control group.
+        found: by name of the way.
+        kept: most of the shard that was in memory when a first epoch began.
+    """
+
+    title: str
+    prefix: str
+    sample: Sample
+    seconds: float
+    group: str | None = None
+    found: dict[str, Measured] = field(default_factory=dict)
+    kept: int = 0
+
+    @property
+    def files(self) -> list[str]:
+        """Of the shard."""
+        return [self.prefix + suffix for suffix in (".bin", ".loss.bin", ".seq.bin", ".seq.idx", ".idx")]
+
+
+def write(prefix: Path, packs: int) -> None:
+    rng = np.random.default_rng(0)
+    starts = np.arange(SEQUENCES) * (LENGTH // SEQUENCES)
+    mask = np.ones(LENGTH, np.uint8)
+    mask[LENGTH // SEQUENCES - 1 :: LENGTH // SEQUENCES] = 0
+    with ShardWriter(prefix, token_dtype=np.int32, capacity=LENGTH, durable=False) as writer:
+        for _ in range(packs):
+            writer.add_pack(rng.integers(0, 60_000, LENGTH, np.int32), mask, starts)
+
+
+# ---- measuring ----
+
+
+def measure(cases: Sequence[Case], rounds: int) -> None:
+    """Every way in every case, in turn; a case after the other, those with a limit last, as no process leaves it."""
+    with ExitStack() as stack:
+        workers = {command: stack.enter_context(Workers(command)) for command in {way.command for way in WAYS}}
+        for case in cases:
+            ways = WAYS if case.sample.order == "shuffled" else [way for way in WAYS if way.name in IN_ORDER]
+            case.found = {way.name: Measured(way.setting) for way in ways}
+            for number in range(rounds):
+                for way in ways if number % 2 else reversed(ways):
+                    one_run(case, workers[way.command], case.found[way.name])
+            print(f"{case.title}: measured", file=sys.stderr, flush=True)
+
+
+def one_run(case: Case, workers: Workers, one: Measured) -> None:
+    drop_cache(case.files)
+    case.kept = max(case.kept, cached_nbytes(case.files) or 0)
+    # A cache of a quarter of the limit, or of that share of the data.
+    cache = Path(case.prefix + ".bin").stat().st_size // 16
+    try:
+        one.runs.append(workers.run(Job(case.prefix, case.sample, one.setting, case.seconds, cache, case.group)))
+    except OSError as refused:
+        one.refused = str(refused)
+
+
+# ---- showing ----
+
+FAULTS = ("hard_faults", "soft_faults")
+EPOCH = ("packs/s", "p99 µs", "disk bytes a byte", "hard, soft faults of 1,000 packs")
+COLUMNS = ("", f"first epoch: {EPOCH[0]}", *EPOCH[1:], f"second epoch: {EPOCH[0]}", *EPOCH[1:], "own MiB")
+
+
+def cells(epochs: Sequence[Epoch]) -> Iterator[str]:
+    """Of one epoch, over the rounds."""
+    rates = [epoch.rate for epoch in epochs]
+    yield f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})"
+    yield f"{statistics.median(epoch.p99_us for epoch in epochs):,.0f}"
+    yield f"{statistics.median(epoch.amplification or 0.0 for epoch in epochs):.2f}"
+    counts = ([1000 * getattr(epoch.counters, which) / epoch.packs for epoch in epochs] for which in FAULTS)
+    yield ", ".join(f"{statistics.median(of):,.0f}" for of in counts)
+
+
+def rows(case: Case, limit: int | None) -> Iterator[tuple[str, ...]]:
+    for way in WAYS:
+        if (one := case.found.get(way.name)) is None:
+            continue
+        if not one.runs:
+            yield way.shown, f"refused: {one.refused}", *[""] * (len(COLUMNS) - 2)
+            continue
+        first, second = [run.first for run in one.runs], [run.second for run in one.runs]
+        # Where less was read than the limit, nothing had to go, and the second epoch is warm as without one.
+        felt = limit is None or min(run.seen_nbytes for run in one.runs) > limit
+        again = list(cells(second)) if felt else [""] * len(EPOCH)
+        own = f"{one.median(lambda run: run.private_nbytes) / MIB:.0f}"
+        yield way.shown, *cells(first), *again, own
+
+
+def show(bench: Bench, case: Case, limit: int | None) -> None:
+    bench.section(case.title)
+    size = sum(Path(path).stat().st_size for path in case.files)
+    kept = f"{case.kept / size:.0%} of the shard was in the page cache when a first epoch began"
+    if (ahead := find_place(case.files[0]).read_ahead_nbytes) is not None:
+        kept += f"; the kernel reads up to {ahead >> 10:,} KiB ahead there"
+    bench.say(f"{len(case.sample):,} packs an epoch, {case.sample.order}, at most {case.seconds:g} s; {kept}.")
+    bench.table(COLUMNS, rows(case, limit))
+
+
+def rates(case: Case, name: str, epoch: Literal["first", "second"]) -> list[float]:
+    return [getattr(run, epoch).rate for run in case.found[name].runs]
+
+
+def headlines(bench: Bench, cold: Case, limited: Case | None) -> None:
+    def beside(key: str, what: str, case: Case, ours: str, which: Literal["first", "second"], short: bool) -> None:
+        for peer, name in (("memmap", "`np.memmap`"), ("stock", "stock `IndexedDataset`, tokens only")):
+            mine, theirs = rates(case, ours, which), rates(case, PEER_NAMES[peer], which)
+            if mine and len(mine) == len(theirs):
+                quoted = short and peer == "memmap"
+                bench.headline(
+                    f"{key}-{peer}", what, mine, "packs/s", peer=name, theirs=theirs, more=True, short=quoted
+                )
+
+    beside("cold", "shuffled packs, cold", cold, "mmap", "first", False)
+    beside("warm", "shuffled packs, warm", cold, "mmap", "second", False)
+    if limited is not None:
+        announced = "mmap, random, schedule"
+        beside("limited", "shuffled packs over a memory limit, announced", limited, announced, "first", True)
+
+
+def plot(bench: Bench, case: Case) -> None:
+    shown = [
+        Dot(way.shown.replace("`", ""), rates(case, way.name, "first"), way.name not in PEERS)
+        for way in WAYS
+        if case.found[way.name].runs
+    ]
+    bench.plot("backends", dots(f"{case.title}: first epoch", "packs/s", shown))
+
+
+def cases_in(folder: Path, memory: Path, options: argparse.Namespace) -> list[Case]:
+    """Without a limit."""
+    packs = options.mib * MIB // (5 * LENGTH)
+    write(folder / "x", packs)
+    write(memory / "x", packs)
+    disk, some = find_place(str(folder)).filesystem, packs // 4
+    start = (packs - some) // 2
+    shuffled, ordered = (Sample(start, start + some, 1, order) for order in ("shuffled", "sequential"))
+    return [
+        Case(f"On {disk}, cold and warm", str(folder / "x"), shuffled, 0.3),
+        Case(f"On {disk}, in order", str(folder / "x"), ordered, 0.2),
+        Case(f"On {find_place(str(memory)).filesystem}", str(memory / "x"), shuffled, 0.1),
+    ]
+
+
+def main() -> None:
+    options = Parser(
+        __doc__,
+        mib=Size(256, 1024, "MiB of tokens and masks; the memory limit is a quarter"),
+        rounds=Size(3, 7, "of which medians are taken"),
+    ).parse()
+    bench = Bench("backends", "Ways of reading a shard", peers=("megatron-core", "numpy"), arguments=options)
+    limit_nbytes = options.mib * MIB // 4
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        memory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None)))
+        cases = cases_in(folder, memory, options)
+        limited: list[Case] = []
+        try:
+            group = str(stack.enter_context(MemoryLimit(limit_nbytes)).folder)
+        except OSError as refused:
+            group, why = None, str(refused)
+        else:
+            for case, name in zip(cases, ("shuffled", "in order"), strict=False):
+                whole = Sample(0, options.mib * MIB // (5 * LENGTH), 1, case.sample.order)
+                title = f"Over a limit of {limit_nbytes // MIB} MiB for {options.mib} MiB, {name}"
+                limited.append(Case(title, case.prefix, whole, 0.3, group))
+        measure([*cases, *limited], options.rounds)
+        for case in cases:
+            show(bench, case, None)
+        for case in limited:
+            show(bench, case, limit_nbytes)
+        if group is None:
+            bench.section("Over a memory limit")
+            bench.say(f"Not measured: {why}.")
+        sharing(bench, cases[0].prefix)
+    reasons(bench, cases[0].found, cases[2].found, limited[0].found if limited else None)
+    headlines(bench, cases[0], limited[0] if limited else None)
+    plot(bench, limited[0] if limited else cases[0])
+    bench.write()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What ``backends.py`` measures beside ``Shard``: the same files through other readers, each in a process of its own.
+
+    python tools/bench/backends_peers.py {np.memmap,stock-mmap,stock-file}
+
+takes jobs on standard input, as ``megatron_sft_idx.bench_read.worker`` does.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.bench_read.worker import Job, serve
+from megatron_sft_idx.shard import Shard
+
+__all__ = ["PEERS"]
+
+# Name on the command line: what the table calls it.
+PEERS = {
+    "np.memmap": "`np.memmap` of both files",
+    "stock-mmap": "stock `IndexedDataset`, tokens only",
+    "stock-file": "the same, `mmap=False`",
+}
+
+
+class _Untold:
+    """A reader that cannot be told anything."""
+
+    def schedule(self, packs: NDArray[np.int64]) -> None:
+        raise NotImplementedError("no peer knows what comes next")
+
+    def huge_nbytes(self) -> int:
+        return 0
+
+
+class MemmapReader(_Untold):
+    """Tokens and masks sliced from ``np.memmap``, where packs end held in memory."""
+
+    def __init__(self, job: Job) -> None:
+        shard = Shard(job.prefix, backend="pread")
+        self._ends = shard.token_offsets.tolist()
+        header = shard.header
+        self._tokens = np.memmap(f"{job.prefix}.bin", header.token_dtype, mode="r")
+        self._loss = np.memmap(f"{job.prefix}.loss.bin", header.mask_dtype, mode="r")
+        self._ids, self._mask = (np.zeros(header.longest_pack, array.dtype) for array in (self._tokens, self._loss))
+
+    def read(self, pack: int) -> int:
+        start, stop = self._ends[pack : pack + 2]
+        ids, mask = self._tokens[start:stop], self._loss[start:stop]
+        self._ids[: len(ids)], self._mask[: len(mask)] = ids, mask
+        return ids.nbytes + mask.nbytes
+
+    def close(self) -> None:
+        del self._tokens, self._loss
+
+
+class StockReader(_Untold):
+    """Tokens by Megatron's own reader, which knows no masks."""
+
+    def __init__(self, job: Job, mmap: bool) -> None:
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+        self._dataset: Any = IndexedDataset(job.prefix, mmap=mmap)
+        self._ids = np.zeros(int(self._dataset.sequence_lengths.max()), self._dataset.index.dtype)
+
+    def read(self, pack: int) -> int:
+        ids = self._dataset[pack]
+        self._ids[: len(ids)] = ids
+        return int(ids.nbytes)
+
+    def close(self) -> None:
+        del self._dataset
+
+
+def main() -> None:
+    name = sys.argv[1]
+    warnings.simplefilter("ignore")  # Megatron's, of what is not installed
+    if name == "np.memmap":
+        serve(MemmapReader)
+    else:
+        serve(lambda job: StockReader(job, mmap=name == "stock-mmap"))
+
+
+if __name__ == "__main__":
+    main()

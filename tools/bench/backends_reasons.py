@@ -1,0 +1,134 @@
+"""Why each option of reading is on or off by default, in the figures of the run: nothing here is written beforehand."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from report import MIB, Bench
+
+from megatron_sft_idx.bench_read.epochs import Epoch
+from megatron_sft_idx.bench_read.measure import Measured
+from megatron_sft_idx.bench_read.worker import Run
+from megatron_sft_idx.storage import CACHE_NBYTES
+
+__all__ = ["reasons"]
+
+Found = Mapping[str, Measured]
+Which = Literal["first", "second"]
+# Rates that differ by less are called equal.
+EVEN = 1.1
+
+
+def epoch_of(run: Run, which: Which) -> Epoch:
+    return run.first if which == "first" else run.second
+
+
+def ratio(found: Found, name: str, other: str, which: Which) -> float | None:
+    """How many times the rate of another way one has, the median of the rounds; None where one was refused."""
+    pairs = zip(found[name].runs, found[other].runs, strict=False)
+    rates = [epoch_of(one, which).rate / epoch_of(another, which).rate for one, another in pairs]
+    return statistics.median(rates) if rates else None
+
+
+def beside(found: Found, name: str, other: str, which: Which) -> str:
+    """Such as ``3.1 times as fast as `pread` ``."""
+    times = ratio(found, name, other, which)
+    if times is None:
+        return f"not to be compared with `{other}`, of which one was refused"
+    if 1 / EVEN <= times <= EVEN:
+        return f"as fast as `{other}`"
+    return f"{times:.1f} times as fast as `{other}`" if times > 1 else f"{1 / times:.1f} times slower than `{other}`"
+
+
+def fastest(found: Found, which: Which) -> str:
+    """Of our ways."""
+    ours = [one for one in found.values() if one.runs and found.get(one.setting.name) is one]
+    return max(ours, key=lambda one: one.median(lambda run: epoch_of(run, which).rate)).setting.name
+
+
+def reasons(bench: Bench, cold: Found, memory: Found, limited: Found | None) -> None:
+    """A section of the report.
+
+    Args:
+        bench: the report.
+        cold: shuffled, on a disk, in memory's reach.
+        memory: shuffled, in a file system in memory.
+        limited: shuffled, over a memory limit; None where none could be set.
+    """
+    bench.section("Defaults, and why")
+    bench.say(
+        f"Fastest of ours: cold `{fastest(cold, 'first')}`, warm `{fastest(cold, 'second')}`"
+        + (f", over the limit `{fastest(limited, 'first')}`." if limited else "; the limit was not measured.")
+    )
+    rows = [backend(cold, limited), advice(cold, limited), schedule(cold, limited), huge(cold, memory, limited)]
+    rows.append(cache(cold, limited))
+    bench.table(("option", "default", "in this run"), rows)
+
+
+def joined(parts: Iterator[str]) -> str:
+    return "; ".join(parts) + "."
+
+
+def backend(cold: Found, limited: Found | None) -> tuple[str, str, str]:
+    def parts() -> Iterator[str]:
+        pread, process = (beside(cold, "mmap", other, "second") for other in ("pread", "process"))
+        yield f"warm, `mmap` is {pread} and {process}"
+        yield f"cold, it is {beside(cold, 'mmap', 'pread', 'first')}"
+        if limited:
+            names = "mmap, random, schedule", "process, random, schedule"
+            yield f"over the limit, `{names[0]}` is {beside(limited, *names, 'first')}"
+
+    return "`backend`", '`"mmap"`', joined(parts())
+
+
+def advice(cold: Found, limited: Found | None) -> tuple[str, str, str]:
+    def parts() -> Iterator[str]:
+        yield f"cold, where memory keeps the shard, `normal` is {beside(cold, 'mmap', 'mmap, random', 'first')}"
+        if limited:
+            yield f"over the limit `random` is {beside(limited, 'mmap, random', 'mmap', 'first')}"
+            read = limited["mmap"].amplification(lambda run: run.first)
+            yield f"there `normal` reads {read or 0:,.0f} bytes from the disk for each that is asked for"
+            if (ratio(limited, "mmap, random", "mmap", "first") or 0) > EVEN:
+                yield "so `random` is for shards that memory does not keep: `bench-read` says which yours is"
+
+    return "`advice`", '`"normal"`', joined(parts())
+
+
+def schedule(cold: Found, limited: Found | None) -> tuple[str, str, str]:
+    def parts() -> Iterator[str]:
+        yield "`Shard` cannot know what comes; whoever does calls it, as batch loaders do"
+        announced = "mmap, random, schedule"
+        for found, where in ((cold, "cold"), (limited, "over the limit")):
+            if found is not None:
+                yield f"{where}, `{announced}` is {beside(found, announced, 'mmap, random', 'first')}"
+        yield f"warm, `mmap, schedule` is {beside(cold, 'mmap, schedule', 'mmap', 'second')}"
+
+    return "`schedule()`", "not called", joined(parts())
+
+
+def huge(cold: Found, memory: Found, limited: Found | None) -> tuple[str, str, str]:
+    name = "mmap, huge pages"
+
+    def parts() -> Iterator[str]:
+        yield f"cold, asking for them is {beside(cold, name, 'mmap', 'first')}"
+        yield f"warm, it is {beside(cold, name, 'mmap', 'second')}"
+        if limited:
+            yield f"over the limit, it is {beside(limited, name, 'mmap', 'first')}"
+        given = [max((run.huge_nbytes for run in found[name].runs), default=0) for found in (cold, memory)]
+        yield f"{given[0] / MIB:,.0f} MiB were mapped by them on the disk, {given[1] / MIB:,.0f} MiB in memory"
+
+    return "`huge_pages`", "`False`", joined(parts())
+
+
+def cache(cold: Found, limited: Found | None) -> tuple[str, str, str]:
+    def parts() -> Iterator[str]:
+        yield "of `process` alone; here it has a sixteenth of the shard"
+        for found, where in ((cold, "cold"), (limited, "over the limit")):
+            if found is not None:
+                yield f"{where}, told what comes it is {beside(found, 'process, schedule', 'process', 'first')}"
+        own = cold["process, schedule"].median(lambda run: run.private_nbytes) / MIB
+        yield f"it took {own:,.0f} MiB"
+
+    return "`cache_bytes`", f"{CACHE_NBYTES // MIB} MiB", joined(parts())
