@@ -64,6 +64,7 @@ def test_blocks_and_page_are_what_the_results_give() -> None:
 def test_every_bench_is_on_the_board() -> None:
     scripts = {path.stem for path in BENCH.glob("*.py") if "bench.write()" in path.read_text(encoding="utf-8")}
     assert scripts - {"report"} == set(board.BENCHES)
+    assert [result.name for result in board.results()] == list(board.BENCHES)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +107,29 @@ def test_a_figure_in_no_block_is_not_taken_unless_it_is_known() -> None:
         assert quotes.complaints(f"so {phrase} it is", PAGE) == []
 
 
+@pytest.mark.parametrize(
+    "claim",
+    [
+        "5x faster",
+        "12× the rate",
+        "a 3-fold gain",
+        "a factor of 4",
+        "twice as fast",
+        "ten times the rate",
+        "30ms",
+        "40 packs/s",
+        "9 per cent",
+    ],
+)
+def test_a_comparison_in_other_words_is_a_figure_too(claim: str) -> None:
+    assert len(quotes.complaints(f"It is {claim}.", PAGE)) == 1
+
+
 def test_every_phrase_that_something_else_holds_is_there() -> None:
     texts = " ".join(" ".join(place.read_text(encoding="utf-8").split()) for place in board.quoting())
     assert [phrase for phrase in quotes.HELD_ELSEWHERE if phrase not in texts] == []
-    assert all((board.ROOT / holder).is_file() for holder in quotes.HELD_ELSEWHERE.values())
+    for holder, words in quotes.HELD_ELSEWHERE.values():
+        assert words in (board.ROOT / holder).read_text(encoding="utf-8"), holder
 
 
 def test_a_block_without_its_row_stays_and_is_named() -> None:
