@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -202,11 +203,20 @@ def test_a_bench_that_cannot_run_leaves_its_reason_and_no_stale_row(
 def test_plots_are_drawn_on_white_with_what_they_show() -> None:
     marks = [Dot("ours <1>", [1.0, 2.0], True), Dot("theirs", [300.0, 400.0, 500.0], False, "a note")]
     for svg in (dots("A title", "ms", marks, one=True), dots("A title", "ms", marks, log=False)):
+        assert "; less is better" in svg
         assert svg.count("<circle") == 2  # one in the key
         for words in ("A title", "ours &lt;1&gt;", "a note", ">400<", 'rx="6" fill="#ffffff"'):
             assert words in svg
+    assert "; more is better" in dots("A title", "MB/s", marks, more=True)
     lines = [Curve("ours", [(10, 1), (100, 2)], True), Curve("theirs", [(10, 3), (100, 40)], False)]
     assert curves("A title", "packs", "ms", lines).count("stroke-dasharray") == 2
+
+
+@pytest.mark.parametrize("plot", sorted((BENCH / "results").glob("*.svg")), ids=lambda plot: plot.stem)
+def test_a_plot_of_rates_says_that_more_is_better(plot: Path) -> None:
+    text = plot.read_text(encoding="utf-8")
+    if re.search(r">[^<]*(?:/s|a second)\b[^<]*is better", text):
+        assert "more is better" in text
 
 
 def test_the_short_table_has_what_is_flagged() -> None:

@@ -27,7 +27,7 @@ from megatron_sft_idx.builder import SFTIndexedDatasetBuilder
 from megatron_sft_idx.dataset import SFTIndexedDataset
 from megatron_sft_idx.shard import ShardWriter
 
-HEAP_PACKS = 1_000_000
+HEAP_PACKS = 250_000
 STOCK = "Megatron's `IndexedDataset`"
 
 
