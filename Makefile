@@ -75,7 +75,7 @@ fuzz: $(VENV)/built  ## every parser against mutated input, FUZZ_SECONDS (600) a
 # what it does need is in the extra.
 bench: $(VENV)/built  ## the board, in under 20 minutes: everything beside its peers, tools/bench/RESULTS.md; BENCHES="shard merge" for some
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[bench]'
-	@$(PIP) install --no-deps mosaicml-streaming
+	@$(PIP) install --constraint constraints.txt --no-deps mosaicml-streaming
 	@$(BIN)/python tools/bench/board.py $(if $(BENCHES),--only $(BENCHES))
 
 # megatron-core warns four times that it falls back to its own code, which is what the demo wants.

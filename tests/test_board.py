@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -64,6 +65,7 @@ def test_blocks_and_page_are_what_the_results_give() -> None:
 def test_every_bench_is_on_the_board() -> None:
     scripts = {path.stem for path in BENCH.glob("*.py") if "bench.write()" in path.read_text(encoding="utf-8")}
     assert scripts - {"report"} == set(board.BENCHES)
+    assert [result.name for result in board.results()] == list(board.BENCHES)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +108,29 @@ def test_a_figure_in_no_block_is_not_taken_unless_it_is_known() -> None:
         assert quotes.complaints(f"so {phrase} it is", PAGE) == []
 
 
+@pytest.mark.parametrize(
+    "claim",
+    [
+        "5x faster",
+        "12× the rate",
+        "a 3-fold gain",
+        "a factor of 4",
+        "twice as fast",
+        "ten times the rate",
+        "30ms",
+        "40 packs/s",
+        "9 per cent",
+    ],
+)
+def test_a_comparison_in_other_words_is_a_figure_too(claim: str) -> None:
+    assert len(quotes.complaints(f"It is {claim}.", PAGE)) == 1
+
+
 def test_every_phrase_that_something_else_holds_is_there() -> None:
     texts = " ".join(" ".join(place.read_text(encoding="utf-8").split()) for place in board.quoting())
     assert [phrase for phrase in quotes.HELD_ELSEWHERE if phrase not in texts] == []
-    assert all((board.ROOT / holder).is_file() for holder in quotes.HELD_ELSEWHERE.values())
+    for holder, words in quotes.HELD_ELSEWHERE.values():
+        assert words in (board.ROOT / holder).read_text(encoding="utf-8"), holder
 
 
 def test_a_block_without_its_row_stays_and_is_named() -> None:
@@ -182,11 +203,20 @@ def test_a_bench_that_cannot_run_leaves_its_reason_and_no_stale_row(
 def test_plots_are_drawn_on_white_with_what_they_show() -> None:
     marks = [Dot("ours <1>", [1.0, 2.0], True), Dot("theirs", [300.0, 400.0, 500.0], False, "a note")]
     for svg in (dots("A title", "ms", marks, one=True), dots("A title", "ms", marks, log=False)):
+        assert "; less is better" in svg
         assert svg.count("<circle") == 2  # one in the key
         for words in ("A title", "ours &lt;1&gt;", "a note", ">400<", 'rx="6" fill="#ffffff"'):
             assert words in svg
+    assert "; more is better" in dots("A title", "MB/s", marks, more=True)
     lines = [Curve("ours", [(10, 1), (100, 2)], True), Curve("theirs", [(10, 3), (100, 40)], False)]
     assert curves("A title", "packs", "ms", lines).count("stroke-dasharray") == 2
+
+
+@pytest.mark.parametrize("plot", sorted((BENCH / "results").glob("*.svg")), ids=lambda plot: plot.stem)
+def test_a_plot_of_rates_says_that_more_is_better(plot: Path) -> None:
+    text = plot.read_text(encoding="utf-8")
+    if re.search(r">[^<]*(?:/s|a second)\b[^<]*is better", text):
+        assert "more is better" in text
 
 
 def test_the_short_table_has_what_is_flagged() -> None:

@@ -20,8 +20,8 @@ from training_twin import pretrain_script
 from megatron_sft_idx.cli.main import build_parser
 from megatron_sft_idx.shard import Shard
 
-# What is somewhere else, or comes from another program, is parsed and not run.
-AWAY = ("s3://", "msc://", "--engine ray", " | ")
+# What is somewhere else, comes from another program, or needs rights that not everybody has, is parsed and not run.
+AWAY = ("s3://", "msc://", "--engine ray", " | ", "--memory-limit")
 # Commands that find what they look for, and exit with 1 where they do not.
 NOT_FOUND = ("--find 'as an AI'",)
 

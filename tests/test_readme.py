@@ -7,7 +7,6 @@ import io
 import re
 import subprocess
 from collections.abc import Callable
-from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -48,36 +47,41 @@ def program(folder: Path) -> Callable[[Block], Said]:
     return run
 
 
-def test_the_readme_can_be_pasted_from_top_to_bottom(tmp_path: Path) -> None:
-    assert_true("README.md", RUN, clone(tmp_path))
-
-
 @pytest.fixture(scope="module")
-def after_the_readme(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the pages in docs/ go on from: with what the README makes before it first reads it."""
+def after_the_readme(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder that the README's blocks leave, which the pages in docs/ go on from, and what they did not print."""
     folder = clone(tmp_path_factory.mktemp("clone"))
-    made = takewhile(lambda block: block.kind != "python", BLOCKS["README.md"])
-    paste([block for block in made if block.kind in RUN], folder, fast_environment(folder), 600)
-    return folder
+    return folder, wrongly_shown("README.md", RUN, folder)
+
+
+def test_the_readme_can_be_pasted_from_top_to_bottom(after_the_readme: tuple[Path, list[str]]) -> None:
+    folder, wrong = after_the_readme
+    assert not wrong, "\n\n".join(wrong)
+    assert_ignored(folder)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES[1:] if any(block.kind in RUN for block in BLOCKS[page])])
-def test_a_page_can_be_pasted_from_top_to_bottom(page: str, after_the_readme: Path) -> None:
-    assert_true(page, RUN, after_the_readme)
+def test_a_page_can_be_pasted_from_top_to_bottom(page: str, after_the_readme: tuple[Path, list[str]]) -> None:
+    folder, _ = after_the_readme
+    wrong = wrongly_shown(page, RUN, folder)
+    assert not wrong, "\n\n".join(wrong)
+    assert_ignored(folder)
 
 
 @pytest.mark.slow
 def test_the_readme_with_its_long_blocks(tmp_path: Path) -> None:
-    assert_true("README.md", {*RUN, "sh slow"}, clone(tmp_path))
+    folder = clone(tmp_path)
+    wrong = wrongly_shown("README.md", {*RUN, "sh slow"}, folder)
+    assert not wrong, "\n\n".join(wrong)
+    assert_ignored(folder)
 
 
-def assert_true(page: str, kinds: set[str], folder: Path) -> None:
-    """Paste the blocks of these kinds; they do what they should, and print what is shown."""
+def wrongly_shown(page: str, kinds: set[str], folder: Path) -> list[str]:
+    """Paste the blocks of these kinds, which have to do what they should; what they print otherwise than is shown."""
     pasted = [block for block in BLOCKS[page] if block.kind in kinds]
     said = paste(pasted, folder, fast_environment(folder), 1800, program(folder))
     wrong = [complaint(shown, said[block]) for block, shown in outputs(BLOCKS[page]) if block in said]
-    assert not any(wrong), "\n\n".join(filter(None, wrong))
-    assert_ignored(folder)
+    return [one for one in wrong if one]
 
 
 def assert_ignored(folder: Path) -> None:

@@ -208,7 +208,7 @@ def plot(bench: Bench, case: Case) -> None:
         for way in WAYS
         if case.found[way.name].runs
     ]
-    bench.plot("backends", dots(f"{case.title}: first epoch", "packs/s", shown))
+    bench.plot("backends", dots(f"{case.title}: first epoch", "packs/s", shown, more=True))
 
 
 def cases_in(folder: Path, memory: Path, options: argparse.Namespace) -> list[Case]:

@@ -249,7 +249,7 @@ def report(bench: Bench, full: list[Run], tenth: list[Run], fifth: list[Run]) ->
 def main() -> None:
     options = Parser(
         __doc__,
-        gigabytes=Size(0.2, 2.0, "size of what is converted"),
+        gigabytes=Size(0.1, 2.0, "size of what is converted"),
         rounds=Size(3, 3, "runs beside a script, of which the median is taken"),
     ).parse()
     nbytes = int(options.gigabytes * GB)

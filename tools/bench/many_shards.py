@@ -219,8 +219,8 @@ def report(bench: Bench, found: Found, shards: int) -> None:
 def main() -> None:
     options = Parser(
         __doc__,
-        shards=Size(4000, 5000, "how many"),
-        rounds=Size(5, 5, "runs of which the median is taken"),
+        shards=Size(1000, 5000, "how many"),
+        rounds=Size(3, 5, "runs of which the median is taken"),
     ).parse()
     title = f"{options.shards:,} shards beside one of the same size"
     bench = Bench("many_shards", title, ("megatron-core",), options)

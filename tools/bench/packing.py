@@ -333,14 +333,15 @@ def by_size(bench: Bench, runs: dict[int, list[Run]]) -> None:
                 points.setdefault(run.packer.strip("*"), []).append((count, statistics.median(run.seconds)))
     shown = {name: line for name, line in points.items() if name in ("auto", "best-fit", *PEERS)}
     lines = [Curve(name, line, name not in PEERS) for name, line in shown.items() if len(line) > 1]
-    bench.plot("packing_sizes", curves("Packing chats into 4,096 tokens", "lengths", "processor seconds", lines))
+    if lines:
+        bench.plot("packing_sizes", curves("Packing chats into 4,096 tokens", "lengths", "processor seconds", lines))
 
 
 def main() -> None:
     options = Parser(
         __doc__,
         sizes=Size([1e4, 1e5, 1e6, 1e7], [1e4, 1e5, 1e6, 1e7], "numbers of lengths"),
-        random=Size(50, 200, "random shapes"),
+        random=Size(25, 200, "random shapes"),
     ).parse()
     bench = Bench("packing", "Packing", ("lightbinpack", "trl", "binpacking"), options)
     bench.say(

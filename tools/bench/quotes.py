@@ -23,16 +23,23 @@ LINK = re.compile(r"RESULTS\.md#(\w+)")
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 UNITS = (
     *("CPU s", "core hours", "hours", "minutes", "seconds", "milliseconds", "µs", "us", "ms", "s"),
-    *("GB/s", "MB/s", "GB a CPU s", "M tokens a CPU s", "k tokens/s", "samples/s", "KB", "MB", "GB", "TB", "MiB"),
-    *("GiB", "KiB", "times", "%"),
+    *("GB/s", "MB/s", "GB a CPU s", "M tokens a CPU s", "k tokens/s", "samples/s", "packs/s"),
+    *("KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "times", "%", "ns", "min", "sec", "percent", "per cent"),
 )
 ANY_UNIT = "|".join(sorted(UNITS, key=len, reverse=True))
 FIGURE = re.compile(rf"(?<![\w.,-])({NUMBER}(?: (?:to|/) {NUMBER})*)(?: |(?=%))({ANY_UNIT})(?!\w)")
-# Figures of README that no bench measures, as they stand there, and what holds them.
+# Comparisons in other words, which no row can hold: 5x, 5-fold, a factor of 5, twice as fast, ten times the rate.
+COMPARED = re.compile(
+    rf"(?<![\w.,-]){NUMBER}(?:x|×|-fold|[kKMG]?B/s|[mµu]?s)(?!\w)|\bfactor of {NUMBER}"
+    r"|\b(?:twice|(?:two|three|four|five|six|seven|eight|nine|ten|twenty|(?:a )?hundred|(?:a )?thousand) times)"
+    r" (?:as|the|more|less|faster|slower)\b"
+)
+# Figures of README that no bench measures, as they stand there, and the file and the words in it that hold them.
 HELD_ELSEWHERE = {
-    "under 1 MB for any shard": "tests/test_inspect_page.py",
-    "1% of 42 packs is none": "tests/test_troubleshooting_training.py",
-    "up to 1 GiB": "megatron_sft_idx/shards/budgets.py",
+    "under 1 MB for any shard": ("megatron_sft_idx/report/page/render.py", "MAX_NBYTES = 1_000_000"),
+    "1% of 42 packs is none": ("tests/test_troubleshooting_training.py", 'split="99,1,0"'),
+    "up to 1 GiB": ("megatron_sft_idx/shards/budgets.py", "Budget(1 << 30)"),
+    "256 MiB by default": ("megatron_sft_idx/storage/options.py", "CACHE_NBYTES = 256 << 20"),
 }
 
 
@@ -73,7 +80,7 @@ def rewritten(text: str, rows: Mapping[tuple[str, str], Headline], page: str) ->
 
 def figures(text: str) -> Iterator[tuple[str, list[str], str]]:
     """Every quantity in a text that is not code: as it stands, its numbers, its unit."""
-    for found in FIGURE.finditer(re.sub(r"`[^`\n]*`", "``", text)):
+    for found in FIGURE.finditer(_no_code(text)):
         yield found[0], re.findall(NUMBER, found[1]), found[2]
 
 
@@ -105,9 +112,12 @@ def complaints(text: str, page: str) -> list[str]:
     prose = " ".join(prose.split())
     for phrase in HELD_ELSEWHERE:
         prose = prose.replace(phrase, "")
-    for figure, _, _ in figures(prose):
-        found.append(f"{figure!r} is in no block, and nothing that is known holds it")
-    return found
+    said = [figure for figure, _, _ in figures(prose)] + [match[0] for match in COMPARED.finditer(_no_code(prose))]
+    return found + [f"{figure!r} is in no block, and nothing that is known holds it" for figure in said]
+
+
+def _no_code(text: str) -> str:
+    return re.sub(r"`[^`\n]*`", "``", text)
 
 
 def _holds(row: str, number: str, unit: str) -> bool:

@@ -27,7 +27,7 @@ from megatron_sft_idx.builder import SFTIndexedDatasetBuilder
 from megatron_sft_idx.dataset import SFTIndexedDataset
 from megatron_sft_idx.shard import ShardWriter
 
-HEAP_PACKS = 1_000_000
+HEAP_PACKS = 250_000
 STOCK = "Megatron's `IndexedDataset`"
 
 
@@ -247,7 +247,7 @@ def opening(bench: Bench, folder: Path, rounds: int, largest: int) -> None:
 def main() -> None:
     options = Parser(
         __doc__,
-        rounds=Size(5, 9, "runs of which the median is taken"),
+        rounds=Size(3, 9, "runs of which the median is taken"),
         largest=Size(10**6, 10**7, "packs in the largest shard that is opened"),
     ).parse()
     bench = Bench("shard", "Shards beside Megatron's IndexedDataset", ("megatron-core", "torch", "numpy"), options)
