@@ -214,7 +214,7 @@ def beside_ours(bench: Bench, found: dict[Way, list[Figures]]) -> None:
 def main() -> None:
     options = Parser(
         __doc__,
-        packs=Size(20_000, 20_000, "packs in every format but .npy"),
+        packs=Size(12_000, 20_000, "packs in every format but .npy"),
         npy_packs=Size(1_000, 2_000, "packs in the pickled .npy"),
         rounds=Size(3, 5, "runs of which the median is taken"),
     ).parse()
