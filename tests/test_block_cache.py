@@ -8,6 +8,7 @@ import os
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,46 @@ def test_more_may_be_announced_and_all_may_be_replaced(path: str) -> None:
         use(array, block)
 
 
+def test_what_is_announced_batch_by_batch_leaves_nothing_behind(path: str) -> None:
+    array, memory = (found := cached(path, 8)), found.cache._memory
+    for blocks in np.random.default_rng(2).integers(0, 40, (300, 4)).tolist():
+        announce(array, blocks, more=True)
+        for block in blocks:
+            use(array, block)
+    assert len(memory.due) <= 2 * 8
+    assert memory.plan.end - memory.plan.begin <= 4
+
+
+def test_one_block_of_memory_is_not_held_by_one_that_is_skipped(path: str) -> None:
+    array = cached(path, 1)
+    announce(array, [5, 6, 7, 8, 9])
+    until("the first one is read", lambda: array.cache.reads == 1)
+    use(array, 6)
+    until("another one is read ahead", lambda: array.cache.reads > 1)
+
+
+def test_what_is_withdrawn_stands_in_the_way_of_nothing(path: str) -> None:
+    array = cached(path, 8)
+    announce(array, list(range(40)), more=True)
+    until("as much as may be is read", lambda: array.cache.reads == 2)
+    array.cache.withdraw()
+    announce(array, [30, 31], more=True)
+    until("what is announced then is read", lambda: array.cache.reads == 4)
+
+
+def test_without_threads_blocks_are_read_when_they_are_needed(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    array = cached(path, 12)
+    before = threading.stack_size(1 << 60)  # more than there are addresses: no thread can start
+    try:
+        announce(array, [1, 2])
+    finally:
+        threading.stack_size(before)
+    assert "when they are needed, not ahead" in caplog.text
+    use(array, 1)
+    announce(array, [3, 4])
+    until("threads that can start read ahead", lambda: array.cache.reads == 3)
+
+
 # ---- the budget ----
 
 
@@ -228,6 +269,17 @@ def test_a_disk_that_fails_is_an_error_with_the_path(tmp_path: Path, path: str) 
     assert len(array.cache._memory.free) == 4
 
 
+def test_what_failed_in_the_background_is_tried_again_where_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "late"
+    file.write_bytes(b"")
+    array = cached(str(file), 12)
+    announce(array, [0, 3])
+    until("both were tried", lambda: array.cache.reads == 2)
+    file.write_bytes(BYTES.tobytes())
+    for block in (0, 3):
+        use(array, block)
+
+
 # ---- threads, forks, pickles ----
 
 
@@ -276,6 +328,36 @@ def test_a_block_that_several_threads_want_is_read_once(path: str, ahead: bool) 
     run([lambda: use(array, 3)] * 4)
     timer.join()
     assert source.asked == 1
+
+
+class Interrupted(Held):
+    """A file of which the first read is interrupted by the user."""
+
+    def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
+        super().read_bytes(offset, out)
+        if self.asked == 1:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_is_of_the_thread_that_it_came_to(path: str) -> None:
+    source = Interrupted(path)
+    array = BlockCache(4 * BLOCK, block_nbytes=BLOCK).array(source, path, b"")
+    interrupted: list[BaseException] = []
+
+    def first() -> None:
+        try:
+            use(array, 3)
+        except KeyboardInterrupt as error:
+            interrupted.append(error)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    until("a read is under way", lambda: source.asked == 1)
+    timer = threading.Timer(0.1, source.go.set)
+    timer.start()
+    run([lambda: use(array, 3)] * 3)
+    thread.join(PATIENCE_SECONDS)
+    assert (len(interrupted), source.asked) == (1, 2)
 
 
 def test_readers_do_not_wait_for_a_block_they_do_not_want(path: str) -> None:
@@ -328,6 +410,31 @@ def test_a_fork_begins_with_an_empty_cache_whatever_threads_do(path: str) -> Non
         for thread in threads:
             thread.join(PATIENCE_SECONDS)
     use(array, 9)
+
+
+def _rss_in_child(array: CachedArray, answer: Any) -> None:
+    (inherited,) = array.cache._made.values()
+    found = [sum(each.nbytes["Rss"] for each in mappings([inherited.bytes]))]
+    gone = weakref.ref(inherited)
+    del inherited
+    use(array, 1)
+    gc.collect()
+    answer.put((*found, gone() is None))
+
+
+def test_a_fork_keeps_no_block_of_its_parents_in_memory(path: str) -> None:
+    array = cached(path, 40)
+    for block in range(40):
+        use(array, block)
+    context = multiprocessing.get_context("fork")
+    answer = context.SimpleQueue()
+    child = context.Process(target=_rss_in_child, args=(array, answer))
+    child.start()
+    child.join(PATIENCE_SECONDS)
+    assert child.exitcode == 0
+    assert answer.get() == (0, True)
+    use(array, 1)
+    assert array.cache.reads == 40
 
 
 def test_a_cache_pickles_as_its_size(path: str) -> None:

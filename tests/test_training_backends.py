@@ -16,7 +16,7 @@ from megatron_sft_idx.cli.reading import add_read_options, read_options
 from megatron_sft_idx.shards import ShardSet
 from megatron_sft_idx.storage import CACHE_NBYTES, ReadOptions
 from megatron_sft_idx.training.batch import BatchAssembler
-from megatron_sft_idx.training.loader import BatchLoader
+from megatron_sft_idx.training.loader import BatchIterator, BatchLoader
 from megatron_sft_idx.training.provider import config_from_args
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks
 
@@ -60,6 +60,17 @@ def test_blocks_of_announced_batches_are_read_once(tmp_path: Path) -> None:
     loaded(source, [[i] for i in range(source.num_packs)] * 3)
     assert shards.cache is not None
     assert shards.cache.reads == 2 * sum(header.num_packs > 0 for header in shards.headers)
+
+
+def test_a_loop_that_is_left_leaves_no_announcements(tmp_path: Path) -> None:
+    write(tmp_path)
+    shards = ShardSet.open(tmp_path, backend=ReadOptions("process", cache_bytes=8192))
+    source = StoredPacks(shards)
+    loader = BatchLoader(BatchAssembler(source, 64), [list(range(source.num_packs))] * 50, ahead=40)
+    with BatchIterator(loader) as it:
+        next(it)
+    assert shards.cache is not None
+    assert shards.cache._memory.plan.end == 0
 
 
 def test_megatrons_flag_against_maps_reads_blocks(tmp_path: Path) -> None:
