@@ -163,6 +163,10 @@ def _sum_of(shard: Shard, index: int) -> int:
         ({"backend": "direct"}, "x: backend 'direct', choose one of mmap, os, pread, reopen, process"),
         ({"advice": "willneed"}, "x: advice 'willneed', choose one of normal, sequential, random"),
         ({"backend": "process", "cache_bytes": 100}, "x: cache_bytes 100, a cache holds at least one page"),
+        ({"backend": "process", "cache_bytes": -5}, "x: cache_bytes -5, a cache holds at least one page"),
+        ({"backend": "process", "cache_bytes": "64MiB"}, "x: cache_bytes '64MiB', .* give a whole number of bytes"),
+        ({"backend": "process", "cache_bytes": 1e8}, "x: cache_bytes 100000000.0, .* give a whole number of bytes"),
+        ({"backend": "process", "cache_bytes": 1 << 70}, "x: cache_bytes 1180591620717411303424, "),
     ],
 )
 def test_an_option_that_is_none_lists_those_there_are(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -170,6 +174,13 @@ def test_an_option_that_is_none_lists_those_there_are(tmp_path: Path, options: d
     for opening in (Shard, open_dataset):
         with pytest.raises(FormatError, match=message):
             opening(tmp_path / "x", **options)
+
+
+def test_a_cache_larger_than_there_are_addresses_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    shard = Shard(tmp_path / "x", backend="process", cache_bytes=1 << 60)
+    with pytest.raises(OSError, match=f"a cache of {1 << 60} bytes; give it less"):
+        shard[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -181,7 +192,10 @@ def test_packs_that_are_not_there_cannot_be_announced(tmp_path: Path, way: dict[
             shard.schedule([0, missing])
     with pytest.raises(IndexError):
         shard.willneed(0, 4)
+    with pytest.raises(IndexError, match="x: packs -1 to 2, there are 3"):
+        shard.willneed(-1, 2)
     shard.schedule([])
+    shard.schedule(np.array([-1, 2], np.int8))
     shard.willneed(1, 1)
     shard.dontneed(2, 1)
 
@@ -235,6 +249,33 @@ def test_dontneed_drops_what_is_mapped_from_the_page_cache(large: str) -> None:
     assert resident(large) == 0
     assert kept.tolist() == shard[3]["input_ids"].tolist()
     assert sum(int(pack["input_ids"].sum()) for pack in shard) == total
+
+
+def test_dontneed_drops_the_index_too(tmp_path: Path) -> None:
+    require_droppable(tmp_path)
+    write_samples(tmp_path / "x", demo_samples(4) * 400, capacity=64)
+    for path in tmp_path.iterdir():
+        with path.open("rb") as opened:
+            os.fsync(opened.fileno())
+    shard = Shard(tmp_path / "x")
+    shard.sequence_bounds()
+    shard.dontneed()
+    for suffix in (".seq.bin", ".seq.idx"):
+        file = tmp_path / f"x{suffix}"
+        nbytes = file.stat().st_size
+        array = open_array(str(file), np.dtype("u1"), nbytes, nbytes=nbytes)
+        assert isinstance(array, np.ndarray)
+        assert _native.resident_pages(array) == 0
+    assert_holds(shard, demo_samples(4) * 400)
+
+
+def test_a_shard_that_was_removed_can_be_let_go_of(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    shard = Shard(tmp_path / "x")
+    for path in tmp_path.iterdir():
+        path.unlink()
+    shard.dontneed()
+    assert_holds(shard, demo_samples())
 
 
 @pytest.mark.parametrize("way", WAYS)

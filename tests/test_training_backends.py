@@ -13,6 +13,7 @@ from blends import build, config_of, digest_of, write_packs
 from shard_folders import write
 
 from megatron_sft_idx.cli.reading import add_read_options, read_options
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shards import ShardSet
 from megatron_sft_idx.storage import CACHE_NBYTES, ReadOptions
 from megatron_sft_idx.training.batch import BatchAssembler
@@ -84,6 +85,10 @@ def test_megatrons_flag_against_maps_reads_blocks(tmp_path: Path) -> None:
         assert [digest_of(found[i]) for i in range(len(found))] == [digest_of(expected[i]) for i in range(len(found))]
     kept = config_of(prefix, mmap_bin_files=False, read=ReadOptions("reopen"))
     assert kept.read.backend == "reopen"
+    maps: Any = "os"
+    assert config_of(prefix, mmap_bin_files=False, read=maps).read.backend == "process"
+    with pytest.raises(FormatError, match="read: backend 'direct', choose one of"):
+        config_of(prefix, read=ReadOptions("direct"))  # type: ignore[arg-type]
 
 
 def test_megatrons_arguments_reach_the_configuration(tmp_path: Path) -> None:

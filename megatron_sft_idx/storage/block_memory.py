@@ -61,6 +61,9 @@ class BlockMemory:
         slots: blocks that there is room for.
         block_nbytes: of each; those at the end of a file may have less in them.
         huge_pages: ask for huge pages.
+
+    Raises:
+        OSError: there are not as many addresses.
     """
 
     def __init__(self, sources: Mapping[int, Source], slots: int, block_nbytes: int, huge_pages: bool) -> None:
@@ -69,7 +72,11 @@ class BlockMemory:
         self.room = threading.Condition(lock)  # for reading ahead
         self.sources, self.slots, self.block_nbytes = sources, slots, block_nbytes
         # Private: what mmap gives by itself would be shared with forked processes. Untouched pages take no memory.
-        self.map = mmap.mmap(-1, slots * block_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self.map = mmap.mmap(-1, slots * block_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            what = f"a cache of {slots * block_nbytes} bytes; give it less (cache_bytes)"
+            raise OSError(error.errno, f"{error.strerror}: {what}") from None
         with suppress(OSError):  # Linux before 4.14
             self.map.madvise(_MADV_WIPEONFORK)
         if huge_pages:
