@@ -74,6 +74,16 @@ def test_a_loop_that_is_left_leaves_no_announcements(tmp_path: Path) -> None:
     assert shards.cache._memory.plan.end == 0
 
 
+def test_an_assembler_pickles_without_the_caches_that_it_told(tmp_path: Path) -> None:
+    write(tmp_path)
+    assembler = BatchAssembler(StoredPacks(ShardSet.open(tmp_path, backend=ReadOptions("process"))), 64)
+    assembler.will_need(assembler.plan([0, 1]))
+    again = pickle.loads(pickle.dumps(assembler))
+    again.forget_needs()
+    for name, tensor in assembler.assemble([1, 0]).items():
+        assert again.assemble([1, 0])[name].tolist() == tensor.tolist()
+
+
 def test_megatrons_flag_against_maps_reads_blocks(tmp_path: Path) -> None:
     prefix = write_packs(tmp_path / "x", 40)
     config = config_of(prefix, split="80,20,0", mmap_bin_files=False)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from weakref import WeakSet
+from typing import Any
 
 import numpy as np
 import torch
@@ -94,7 +94,11 @@ class BatchAssembler:
         self._advised: dict[int, int] = {}
         self._layouts: dict[int, BatchLayout] = {}
         self._fetcher = Fetcher(fetch_nbytes)
-        self._told: WeakSet[BlockCache] = WeakSet()
+        self._told: set[BlockCache] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is so in this process only."""
+        return {**self.__dict__, "_advised": {}, "_told": set()}
 
     def layout(self, rows: int) -> BatchLayout:
         """What a batch of so many packs consists of."""
