@@ -43,13 +43,13 @@ def runs_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray[np
     Packs whose offsets point outside the files are left out: whoever reads one is told.
 
     Args:
-        shards: open files.
+        shards: open files, of each some packs.
         slots: int64 [packs], which of the shards each pack lies in.
         packs: int64 [packs], its number there.
     """
     starts, counts = np.empty(len(packs), np.int64), np.empty(len(packs), np.int64)
-    for slot, files in enumerate(shards):
-        mine = np.flatnonzero(slots == slot)
+    by_shard = np.split(np.argsort(slots, kind="stable"), np.cumsum(np.bincount(slots, minlength=len(shards)))[:-1])
+    for files, mine in zip(shards, by_shard, strict=True):
         own = packs[mine]
         first = int(own.min())
         offsets = files.token_offsets[first : int(own.max()) + 2]
