@@ -115,7 +115,11 @@ def huge(cold: Found, memory: Found, limited: Found | None) -> tuple[str, str, s
         yield f"cold, asking for them is {beside(cold, name, 'mmap', 'first')}"
         yield f"warm, it is {beside(cold, name, 'mmap', 'second')}"
         if limited:
+            announced = "mmap, random, schedule"
             yield f"over the limit, it is {beside(limited, name, 'mmap', 'first')}"
+            yield f"there `{announced}`, which needs none, is {beside(limited, announced, name, 'first')}"
+        if (ratio(cold, name, "mmap", "second") or 0) <= EVEN:
+            yield "they gain nothing in warm epochs, which are most of them"
         given = [max((run.huge_nbytes for run in found[name].runs), default=0) for found in (cold, memory)]
         yield f"{given[0] / MIB:,.0f} MiB were mapped by them on the disk, {given[1] / MIB:,.0f} MiB in memory"
 
