@@ -279,6 +279,12 @@ def test_damage_that_only_reading_finds_is_exit_code_1(tmp_path: Path) -> None:
     assert "rebuild" in outcome.err
 
 
+def test_a_smaller_shard_published_over_the_one_that_is_measured_is_bad(workers: Workers, tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples(3))
+    with pytest.raises(FormatError, match=r"x: 3 packs, .* published over it; measure again"):
+        run_in(workers, tmp_path / "x", Setting("pread"))
+
+
 def test_wrong_usage_is_exit_code_2(shard: Path) -> None:
     for arguments in (
         ["--packs", 0],
