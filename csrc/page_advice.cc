@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
 namespace sft_idx {
 namespace {
@@ -55,17 +54,6 @@ std::int64_t advise_will_need(const void* data, std::size_t count, std::size_t i
     open = next;
   }
   return accepted + (advise(open, MADV_WILLNEED) ? 1 : 0);
-}
-
-std::int64_t resident_pages(const void* data, std::size_t nbytes) {
-  if (nbytes == 0) return 0;
-  const auto base = reinterpret_cast<std::uintptr_t>(data);
-  const Pages pages = pages_of(base, base + nbytes);
-  std::vector<unsigned char> found((pages.end - pages.begin) / page_nbytes());
-  if (mincore(reinterpret_cast<void*>(pages.begin), pages.end - pages.begin, found.data()) != 0) {
-    throw std::invalid_argument("the kernel does not say which pages of the array are in memory");
-  }
-  return std::count_if(found.begin(), found.end(), [](unsigned char page) { return (page & 1) != 0; });
 }
 
 }  // namespace sft_idx

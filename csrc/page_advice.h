@@ -1,5 +1,4 @@
-// Tells the kernel how mapped files will be read, and asks what it has of them. Advice only: where memory is no map,
-// nothing changes.
+// Tells the kernel how mapped files will be read. Advice only: where memory is no map, nothing changes.
 #pragma once
 
 #include <cstddef>
@@ -12,9 +11,5 @@ namespace sft_idx {
 // Throws std::invalid_argument where a range does not lie within count items.
 std::int64_t advise_will_need(const void* data, std::size_t count, std::size_t item_nbytes, const std::int64_t* starts,
                               const std::int64_t* stops, std::size_t ranges);
-
-// How many of the pages that data lies in are in memory; of a map of a file, in the kernel's page cache, whether or
-// not this process has them mapped. Throws std::invalid_argument where the kernel does not say.
-std::int64_t resident_pages(const void* data, std::size_t nbytes);
 
 }  // namespace sft_idx

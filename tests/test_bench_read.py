@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -220,6 +222,39 @@ def test_a_memory_limit_is_a_group_that_is_gone_afterwards(shard: Path) -> None:
     assert not folder.exists()
 
 
+def children(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def is_running(pid: int) -> bool:
+    """Not so of a zombie, which nobody may ever ask for: it has no command line any more."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize(("signum", "limit"), [(signal.SIGINT, []), (signal.SIGTERM, ["--memory-limit", "64"])])
+def test_who_is_interrupted_leaves_neither_processes_nor_a_group(shard: Path, signum: int, limit: list[str]) -> None:
+    arguments = ["-m", "megatron_sft_idx.cli.main", "bench-read", str(shard), "--seconds", "600", *limit]
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    end = time.monotonic() + 60
+    while not any(measured := [one for server in children(process.pid) for one in children(server)]):
+        if process.poll() is not None:
+            assert limit, "ended by itself"
+            pytest.skip("no control group may be made here")
+        assert time.monotonic() < end, "no process was started"
+        time.sleep(0.01)
+    process.send_signal(signum)
+    assert process.wait(60) == 128 + signum
+    while any(map(is_running, measured)):
+        assert time.monotonic() < end, "processes were left"
+        time.sleep(0.01)
+    assert not list(Path("/sys/fs/cgroup").rglob(f"megatron-sft-idx-{process.pid}"))
+
+
 def test_bad_shards_are_exit_code_1(tmp_path: Path) -> None:
     assert command("bench-read", tmp_path / "nothing").code == 1
     write_samples(tmp_path / "empty", [], capacity=8)
@@ -242,6 +277,12 @@ def test_damage_that_only_reading_finds_is_exit_code_1(tmp_path: Path) -> None:
     assert outcome.code == 1
     assert "rule O2" in outcome.err
     assert "rebuild" in outcome.err
+
+
+def test_a_smaller_shard_published_over_the_one_that_is_measured_is_bad(workers: Workers, tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples(3))
+    with pytest.raises(FormatError, match=r"x: 3 packs, .* published over it; measure again"):
+        run_in(workers, tmp_path / "x", Setting("pread"))
 
 
 def test_wrong_usage_is_exit_code_2(shard: Path) -> None:

@@ -12,13 +12,14 @@ from megatron_sft_idx.bench_read.counters import Counters
 from megatron_sft_idx.bench_read.epochs import Epoch, Sample
 from megatron_sft_idx.bench_read.measure import Measured, Report
 from megatron_sft_idx.bench_read.memory_limit import MemoryLimit
-from megatron_sft_idx.bench_read.place import Kind, Place, find_place, kind_of, mount_of
+from megatron_sft_idx.bench_read.place import Kind, Place, find_place, kind_of
 from megatron_sft_idx.bench_read.recommend import recommend, shown_nbytes
 from megatron_sft_idx.bench_read.sampling import Plan, Subject, largest_sample, sample_of, scaled_cache
 from megatron_sft_idx.bench_read.settings import Setting
 from megatron_sft_idx.bench_read.shown import report_dict, report_lines
 from megatron_sft_idx.bench_read.worker import Run
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.storage.mounts import mount_of
 
 GIB = 1 << 30
 MMAP, RANDOM, PREAD, PROCESS = Setting(), Setting(advice="random"), Setting("pread"), Setting("process", schedule=True)
@@ -139,6 +140,18 @@ def test_a_cache_that_stays_is_said_and_what_is_not_told_is_seen_in_what_was_rea
     uncounted = report_of({MMAP: runs(1000, 1000, disk=None)}, left=None)
     assert not uncounted.cold
     assert "not told" in "\n".join(report_lines(uncounted, recommend(uncounted)))
+
+
+def test_reads_that_a_file_system_does_not_count_are_not_called_none() -> None:
+    unseen = report_of({MMAP: runs(1000, 5000, disk=0), PREAD: runs(900, 900, disk=0)}, kind="network")
+    advice = recommend(unseen)
+    assert unseen.cold
+    text = "\n".join([*report_lines(unseen, advice), *advice.reasons])
+    assert text.count("not told") == 4
+    assert "0.00" not in text
+    assert report_dict(unseen, advice)["settings"][0]["first_epoch"]["read_amplification"] is None
+    seen = report_of({MMAP: runs(1000, 5000), PREAD: runs(900, 900, disk=0)})
+    assert "not told" not in "\n".join(report_lines(seen, recommend(seen)))
 
 
 def test_how_a_program_asks_for_a_setting() -> None:

@@ -1,32 +1,24 @@
-"""The cache of file blocks: what it gives up, what it holds, and what threads and forks make of it."""
+"""The cache of file blocks: what it gives up, what it reads ahead, what it holds, and its errors."""
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 import os
-import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from block_cache_twin import FAR, belady_reads, lru_reads, next_use
+from cached_blocks import BLOCK, BYTES, announce, cached, run, until, use
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError
-from megatron_sft_idx.storage import BlockCache, CachedArray, PreadArray
+from megatron_sft_idx.storage import PreadArray
 from megatron_sft_idx.storage.block_plan import NEVER, UsePlan, block_keys, block_of, file_of, key_of
 from megatron_sft_idx.storage.huge_pages import mappings
-
-BLOCK = 4096
-BYTES = np.random.default_rng(7).integers(0, 256, 40 * BLOCK + 123).astype(np.uint8)
-PATIENCE_SECONDS = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -34,29 +26,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     file = tmp_path_factory.mktemp("cache") / "bytes"
     file.write_bytes(BYTES.tobytes())
     return str(file)
-
-
-def cached(path: str, room: int, **options: int) -> CachedArray:
-    cache = BlockCache(room * BLOCK, block_nbytes=BLOCK, **options)
-    return cache.array(PreadArray(path, BYTES.dtype, len(BYTES), 0), path, b"")
-
-
-def announce(array: CachedArray, blocks: list[int], *, more: bool = False) -> None:
-    begins = np.array(blocks, np.int64) * BLOCK
-    files = np.full(len(blocks), array.file)
-    array.cache.schedule(files, begins, np.minimum(begins + BLOCK, len(BYTES)), more=more)
-
-
-def use(array: CachedArray, block: int) -> None:
-    assert (array[block * BLOCK : (block + 1) * BLOCK] == BYTES[block * BLOCK : (block + 1) * BLOCK]).all()
-
-
-def until(what: str, holds: Callable[[], bool]) -> None:
-    """Wait for something that another thread does."""
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not holds():
-        assert time.monotonic() < end, f"not within {PATIENCE_SECONDS} s: {what}"
-        time.sleep(0.001)
 
 
 # ---- what gives way ----
@@ -158,6 +127,46 @@ def test_more_may_be_announced_and_all_may_be_replaced(path: str) -> None:
         use(array, block)
 
 
+def test_what_is_announced_batch_by_batch_leaves_nothing_behind(path: str) -> None:
+    array, memory = (found := cached(path, 8)), found.cache._memory
+    for blocks in np.random.default_rng(2).integers(0, 40, (300, 4)).tolist():
+        announce(array, blocks, more=True)
+        for block in blocks:
+            use(array, block)
+    assert len(memory.due) <= 2 * 8
+    assert memory.plan.end - memory.plan.begin <= 4
+
+
+def test_one_block_of_memory_is_not_held_by_one_that_is_skipped(path: str) -> None:
+    array = cached(path, 1)
+    announce(array, [5, 6, 7, 8, 9])
+    until("the first one is read", lambda: array.cache.reads == 1)
+    use(array, 6)
+    until("another one is read ahead", lambda: array.cache.reads > 1)
+
+
+def test_what_is_withdrawn_stands_in_the_way_of_nothing(path: str) -> None:
+    array = cached(path, 8)
+    announce(array, list(range(40)), more=True)
+    until("as much as may be is read", lambda: array.cache.reads == 2)
+    array.cache.withdraw()
+    announce(array, [30, 31], more=True)
+    until("what is announced then is read", lambda: array.cache.reads == 4)
+
+
+def test_without_threads_blocks_are_read_when_they_are_needed(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    array = cached(path, 12)
+    before = threading.stack_size(1 << 60)  # more than there are addresses: no thread can start
+    try:
+        announce(array, [1, 2])
+    finally:
+        threading.stack_size(before)
+    assert "when they are needed, not ahead" in caplog.text
+    use(array, 1)
+    announce(array, [3, 4])
+    until("threads that can start read ahead", lambda: array.cache.reads == 3)
+
+
 # ---- the budget ----
 
 
@@ -228,123 +237,12 @@ def test_a_disk_that_fails_is_an_error_with_the_path(tmp_path: Path, path: str) 
     assert len(array.cache._memory.free) == 4
 
 
-# ---- threads, forks, pickles ----
-
-
-class Held(PreadArray):
-    """A file on a disk that answers when it is told to."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(path, BYTES.dtype, len(BYTES), 0)
-        self.go, self.asked = threading.Event(), 0
-
-    def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
-        self.asked += 1
-        assert self.go.wait(PATIENCE_SECONDS)
-        super().read_bytes(offset, out)
-
-
-def run(tasks: Sequence[Callable[[], None]]) -> None:
-    """All at once, in threads; what goes wrong in one is raised."""
-    errors: list[BaseException] = []
-
-    def guarded(task: Callable[[], None]) -> None:
-        try:
-            task()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(task,)) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_SECONDS)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_block_that_several_threads_want_is_read_once(path: str, ahead: bool) -> None:
-    source = Held(path)
-    array = BlockCache(4 * BLOCK, block_nbytes=BLOCK).array(source, path, b"")
-    if ahead:
-        announce(array, [3])
-        until("it is being read", lambda: source.asked == 1)
-    timer = threading.Timer(0.1, source.go.set)
-    timer.start()
-    run([lambda: use(array, 3)] * 4)
-    timer.join()
-    assert source.asked == 1
-
-
-def test_readers_do_not_wait_for_a_block_they_do_not_want(path: str) -> None:
-    source = Held(path)
-    array = BlockCache(4 * BLOCK, block_nbytes=BLOCK).array(source, path, b"")
-    source.go.set()
-    use(array, 1)
-    source.go.clear()
-    thread = threading.Thread(target=use, args=(array, 2), daemon=True)
-    thread.start()
-    until("a read is under way", lambda: source.asked == 2)
-    use(array, 1)
-    assert thread.is_alive()
-    source.go.set()
-    thread.join(PATIENCE_SECONDS)
-
-
-def _read_in_child(array: CachedArray, answer: Any) -> None:
-    before = array.cache.reads
-    for block in range(40):
+def test_what_failed_in_the_background_is_tried_again_where_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "late"
+    file.write_bytes(b"")
+    array = cached(str(file), 12)
+    announce(array, [0, 3])
+    until("both were tried", lambda: array.cache.reads == 2)
+    file.write_bytes(BYTES.tobytes())
+    for block in (0, 3):
         use(array, block)
-    announce(array, [1, 2, 3])
-    use(array, 1)
-    answer.put((before, array.cache.reads >= 40))
-
-
-def test_a_fork_begins_with_an_empty_cache_whatever_threads_do(path: str) -> None:
-    array = cached(path, 4)
-    announce(array, list(range(40)) * 50)
-    stop = threading.Event()
-
-    def keep_reading() -> None:
-        while not stop.is_set():
-            use(array, 7)
-
-    threads = [threading.Thread(target=keep_reading, daemon=True) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        context = multiprocessing.get_context("fork")
-        for _ in range(5):
-            answer = context.SimpleQueue()
-            child = context.Process(target=_read_in_child, args=(array, answer))
-            child.start()
-            child.join(PATIENCE_SECONDS)
-            assert child.exitcode == 0
-            assert answer.get() == (0, True)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(PATIENCE_SECONDS)
-    use(array, 9)
-
-
-def test_a_cache_pickles_as_its_size(path: str) -> None:
-    array = cached(path, 4)
-    use(array, 1)
-    again = pickle.loads(pickle.dumps(array.cache))
-    assert (again.nbytes, again.block_nbytes, again.reads) == (4 * BLOCK, BLOCK, 0)
-
-
-def test_threads_end_with_the_plan_and_with_the_cache(path: str) -> None:
-    array = cached(path, 4)
-    memory = array.cache._memory
-    announce(array, [1])
-    until("the plan is at its end", lambda: memory.threads == 0)
-    announce(array, list(range(40)))
-    until("they wait for room", lambda: memory.waiting > 0)
-    assert memory.threads > 0
-    del array
-    gc.collect()
-    until("the cache is gone", lambda: memory.threads == 0)

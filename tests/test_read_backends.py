@@ -163,6 +163,10 @@ def _sum_of(shard: Shard, index: int) -> int:
         ({"backend": "direct"}, "x: backend 'direct', choose one of mmap, os, pread, reopen, process"),
         ({"advice": "willneed"}, "x: advice 'willneed', choose one of normal, sequential, random"),
         ({"backend": "process", "cache_bytes": 100}, "x: cache_bytes 100, a cache holds at least one page"),
+        ({"backend": "process", "cache_bytes": -5}, "x: cache_bytes -5, a cache holds at least one page"),
+        ({"backend": "process", "cache_bytes": "64MiB"}, "x: cache_bytes '64MiB', .* give a whole number of bytes"),
+        ({"backend": "process", "cache_bytes": 1e8}, "x: cache_bytes 100000000.0, .* give a whole number of bytes"),
+        ({"backend": "process", "cache_bytes": 1 << 70}, "x: cache_bytes 1180591620717411303424, "),
     ],
 )
 def test_an_option_that_is_none_lists_those_there_are(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -170,6 +174,13 @@ def test_an_option_that_is_none_lists_those_there_are(tmp_path: Path, options: d
     for opening in (Shard, open_dataset):
         with pytest.raises(FormatError, match=message):
             opening(tmp_path / "x", **options)
+
+
+def test_a_cache_larger_than_there_are_addresses_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    shard = Shard(tmp_path / "x", backend="process", cache_bytes=1 << 60)
+    with pytest.raises(OSError, match=f"a cache of {1 << 60} bytes; give it less"):
+        shard[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -181,7 +192,10 @@ def test_packs_that_are_not_there_cannot_be_announced(tmp_path: Path, way: dict[
             shard.schedule([0, missing])
     with pytest.raises(IndexError):
         shard.willneed(0, 4)
+    with pytest.raises(IndexError, match="x: packs -1 to 2, there are 3"):
+        shard.willneed(-1, 2)
     shard.schedule([])
+    shard.schedule(np.array([-1, 2], np.int8))
     shard.willneed(1, 1)
     shard.dontneed(2, 1)
 
@@ -201,10 +215,10 @@ def test_a_file_cut_short_is_an_error_with_its_path(tmp_path: Path, announced: b
 
 
 def resident(prefix: str) -> int:
-    """Pages of the token file in the page cache."""
+    """Bytes of the token file in the page cache."""
     tokens = Shard(prefix).files.tokens
     assert isinstance(tokens, np.ndarray)
-    return _native.resident_pages(tokens)
+    return _native.resident_nbytes(tokens)
 
 
 def require_droppable(folder: Path) -> None:
@@ -216,7 +230,7 @@ def require_droppable(folder: Path) -> None:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     array = open_array(str(file), np.dtype("u1"), 16 * PAGE, nbytes=16 * PAGE)
     assert isinstance(array, np.ndarray)
-    if _native.resident_pages(array):
+    if _native.resident_nbytes(array):
         pytest.skip(f"the file system of {folder} keeps pages in memory that it is asked to drop")
 
 
@@ -225,36 +239,62 @@ def test_dontneed_drops_what_is_mapped_from_the_page_cache(large: str) -> None:
     shard = Shard(large)
     kept = shard[3]["input_ids"]
     total = sum(int(pack["input_ids"].sum()) for pack in shard)
-    pages = resident(large)
-    assert pages == 2 * 1024 * 1024 // PAGE
+    nbytes = resident(large)
+    assert nbytes == 2 << 20
     # Neither half of it is enough: pages that are mapped stay, and so do pages that are only unmapped.
     with open(large + ".bin", "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    assert resident(large) == pages
+    assert resident(large) == nbytes
     shard.dontneed()
     assert resident(large) == 0
     assert kept.tolist() == shard[3]["input_ids"].tolist()
     assert sum(int(pack["input_ids"].sum()) for pack in shard) == total
 
 
+def test_dontneed_drops_the_index_too(tmp_path: Path) -> None:
+    require_droppable(tmp_path)
+    write_samples(tmp_path / "x", demo_samples(4) * 400, capacity=64)
+    for path in tmp_path.iterdir():
+        with path.open("rb") as opened:
+            os.fsync(opened.fileno())
+    shard = Shard(tmp_path / "x")
+    shard.sequence_bounds()
+    shard.dontneed()
+    for suffix in (".seq.bin", ".seq.idx"):
+        file = tmp_path / f"x{suffix}"
+        nbytes = file.stat().st_size
+        array = open_array(str(file), np.dtype("u1"), nbytes, nbytes=nbytes)
+        assert isinstance(array, np.ndarray)
+        assert _native.resident_nbytes(array) == 0
+    assert_holds(shard, demo_samples(4) * 400)
+
+
+def test_a_shard_that_was_removed_can_be_let_go_of(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    shard = Shard(tmp_path / "x")
+    for path in tmp_path.iterdir():
+        path.unlink()
+    shard.dontneed()
+    assert_holds(shard, demo_samples())
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_part_is_dropped_and_wanted_again(large: str, way: dict[str, Any]) -> None:
     require_droppable(Path(large).parent)
     shard = Shard(large, **way)
-    pages_of_pack = 8192 * 4 // PAGE
     shard.dontneed()
     assert resident(large) == 0
     shard.willneed(8, 24)
     end = time.monotonic() + PATIENCE_SECONDS
-    while resident(large) < 16 * pages_of_pack:
-        assert time.monotonic() < end, f"{resident(large)} pages were read in advance"
+    while resident(large) < 16 * 8192 * 4:
+        assert time.monotonic() < end, f"{resident(large)} bytes were read in advance"
         time.sleep(0.01)
     shard.dontneed(8, 24)
     shard.dontneed()
     assert resident(large) == 0
 
 
-def test_resident_pages_are_counted_as_they_come(tmp_path: Path) -> None:
+def test_resident_bytes_are_counted_as_they_come(tmp_path: Path) -> None:
     require_droppable(tmp_path)
     file = tmp_path / "bytes"
     file.write_bytes(bytes(64 * PAGE))
@@ -264,13 +304,11 @@ def test_resident_pages_are_counted_as_they_come(tmp_path: Path) -> None:
     assert isinstance(array, np.ndarray)
     drop_pages(str(file), array, 0, len(array))
     advise_order(array, "random")
-    assert _native.resident_pages(array) == 0
+    assert _native.resident_nbytes(array) == 0
     for page in (3, 60):
         assert array[page * PAGE] == 0
-    assert _native.resident_pages(array) == 2
-    assert _native.resident_pages(array[3 * PAGE : 4 * PAGE]) == 1
-    assert _native.resident_pages(array[4 * PAGE - 1 : 5 * PAGE + 1]) == 1
-    assert _native.resident_pages(array[:0]) == 0
+    assert _native.resident_nbytes(array) == 2 * PAGE
+    assert _native.resident_nbytes(array[3 * PAGE : 4 * PAGE]) == PAGE
 
 
 def _touch_and_report(prefix: str, way: dict[str, Any], barrier: Any, answers: Any) -> None:

@@ -48,7 +48,7 @@ def other_samples() -> list[Sample]:
     return [Sample([token + 500 for token in pack.tokens], pack.mask, pack.starts) for pack in demo_samples()]
 
 
-@pytest.mark.parametrize("backend", ["mmap", "pread"])
+@pytest.mark.parametrize("backend", ["mmap", "pread", "process"])
 def test_a_remote_shard_holds_what_the_local_one_does(folder: Path, url: str, backend: Any) -> None:
     header = write_samples(folder / "x", demo_samples())
     shard = Shard(f"{url}/x", backend=backend)
@@ -62,6 +62,10 @@ def test_a_remote_shard_holds_what_the_local_one_does(folder: Path, url: str, ba
     assert shard.sequence_bounds().tolist() == local.sequence_bounds().tolist()
     with pytest.raises(ValueError, match="read-only"):
         shard[0]["input_ids"][0] = 1
+    shard.schedule([1, 0])
+    shard.willneed(0, 2)
+    shard.dontneed()
+    assert_holds(shard, demo_samples())
     assert Shard(f"{url}/x", copy=True)[0]["input_ids"].flags.writeable
 
 

@@ -13,10 +13,11 @@ from blends import build, config_of, digest_of, write_packs
 from shard_folders import write
 
 from megatron_sft_idx.cli.reading import add_read_options, read_options
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shards import ShardSet
 from megatron_sft_idx.storage import CACHE_NBYTES, ReadOptions
 from megatron_sft_idx.training.batch import BatchAssembler
-from megatron_sft_idx.training.loader import BatchLoader
+from megatron_sft_idx.training.loader import BatchIterator, BatchLoader
 from megatron_sft_idx.training.provider import config_from_args
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks
 
@@ -62,6 +63,27 @@ def test_blocks_of_announced_batches_are_read_once(tmp_path: Path) -> None:
     assert shards.cache.reads == 2 * sum(header.num_packs > 0 for header in shards.headers)
 
 
+def test_a_loop_that_is_left_leaves_no_announcements(tmp_path: Path) -> None:
+    write(tmp_path)
+    shards = ShardSet.open(tmp_path, backend=ReadOptions("process", cache_bytes=8192))
+    source = StoredPacks(shards)
+    loader = BatchLoader(BatchAssembler(source, 64), [list(range(source.num_packs))] * 50, ahead=40)
+    with BatchIterator(loader) as it:
+        next(it)
+    assert shards.cache is not None
+    assert shards.cache._memory.plan.end == 0
+
+
+def test_an_assembler_pickles_without_the_caches_that_it_told(tmp_path: Path) -> None:
+    write(tmp_path)
+    assembler = BatchAssembler(StoredPacks(ShardSet.open(tmp_path, backend=ReadOptions("process"))), 64)
+    assembler.will_need(assembler.plan([0, 1]))
+    again = pickle.loads(pickle.dumps(assembler))
+    again.forget_needs()
+    for name, tensor in assembler.assemble([1, 0]).items():
+        assert again.assemble([1, 0])[name].tolist() == tensor.tolist()
+
+
 def test_megatrons_flag_against_maps_reads_blocks(tmp_path: Path) -> None:
     prefix = write_packs(tmp_path / "x", 40)
     config = config_of(prefix, split="80,20,0", mmap_bin_files=False)
@@ -73,6 +95,10 @@ def test_megatrons_flag_against_maps_reads_blocks(tmp_path: Path) -> None:
         assert [digest_of(found[i]) for i in range(len(found))] == [digest_of(expected[i]) for i in range(len(found))]
     kept = config_of(prefix, mmap_bin_files=False, read=ReadOptions("reopen"))
     assert kept.read.backend == "reopen"
+    maps: Any = "os"
+    assert config_of(prefix, mmap_bin_files=False, read=maps).read.backend == "process"
+    with pytest.raises(FormatError, match="read: backend 'direct', choose one of"):
+        config_of(prefix, read=ReadOptions("direct"))  # type: ignore[arg-type]
 
 
 def test_megatrons_arguments_reach_the_configuration(tmp_path: Path) -> None:

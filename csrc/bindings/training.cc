@@ -147,14 +147,6 @@ std::int64_t will_need(const py::array& array, const Longs& starts, const Longs&
   return sft_idx::advise_will_need(data, count, item_nbytes, begin, end, ranges);
 }
 
-std::int64_t resident_pages(const py::array& array) {
-  require_vector(array, "array");
-  const void* data = array.data();
-  const auto nbytes = static_cast<std::size_t>(array.nbytes());
-  py::gil_scoped_release unlocked;
-  return sft_idx::resident_pages(data, nbytes);
-}
-
 }  // namespace
 
 void bind_training(py::module_& m) {
@@ -171,6 +163,4 @@ void bind_training(py::module_& m) {
         "Assemble a micro-batch of int32 ids and masks alone; the rest follows from them.");
   m.def("will_need", &will_need, py::arg("array").noconvert(), py::arg("starts").noconvert(),
         py::arg("stops").noconvert(), "Ask the kernel to read items [start, stop) of an array over a map in advance.");
-  m.def("resident_pages", &resident_pages, py::arg("array").noconvert(),
-        "How many pages of an array are in memory: of one over a map of a file, in the page cache.");
 }

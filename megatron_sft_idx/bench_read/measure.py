@@ -43,6 +43,11 @@ class Measured:
         found = [of(run).amplification for run in self.runs]
         return None if None in found else statistics.median(value for value in found if value is not None)
 
+    @property
+    def read_disk(self) -> bool:
+        """Whether any first epoch was seen to read from the disk."""
+        return any(run.first.counters.disk_nbytes for run in self.runs)
+
 
 @dataclass(frozen=True)
 class Report:
@@ -67,9 +72,22 @@ class Report:
     def cold(self) -> bool:
         """Whether first epochs began without the shard in memory: by the page cache, or else by what was read."""
         if self.left_nbytes is not None:
-            return self.left_nbytes <= self.subject.nbytes // 100
+            return self._emptied
         found = [m.amplification(lambda run: run.first) for m in self.measured if m.runs]
         return any(value is not None and value > 0.5 for value in found)
+
+    @property
+    def _emptied(self) -> bool:
+        return self.left_nbytes is not None and self.left_nbytes <= self.subject.nbytes // 100
+
+    @property
+    def disk_is_counted(self) -> bool:
+        """Not on every file system: where none of a shard was in memory and nothing is said to have been read."""
+        return not self._emptied or any(one.read_disk for one in self.measured)
+
+    def amplification(self, one: Measured, of: Callable[[Run], Epoch]) -> float | None:
+        """As of ``Measured``; None where the file system's reads are not counted."""
+        return one.amplification(of) if self.disk_is_counted else None
 
 
 def bench_read(prefix: str, plan: Plan | None = None, *, tell: Tell = lambda runs: None) -> Report:

@@ -96,7 +96,7 @@ def _of_the_choice(report: Report, chosen: Measured, read: list[Measured]) -> It
         )
     elif len(read) > 1:
         yield f"no other setting was clearly faster ({_MARGIN - 1:.0%} or more, and beyond the spread of the rounds)"
-    amplified = chosen.amplification(_first)
+    amplified = report.amplification(chosen, _first)
     if amplified is not None and report.cold:
         yield f"its first epoch reads {amplified:.2f} bytes from the disk for each one that is asked for"
 

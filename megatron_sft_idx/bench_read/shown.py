@@ -17,7 +17,7 @@ _EPOCHS: dict[str, Callable[[Run], Epoch]] = {"first": lambda run: run.first, "s
 _COLUMNS = ("setting", "epoch", "packs/s", "MiB/s", "median us", "p99 us", "disk/asked", "hard", "soft", "own MiB")
 
 
-def epoch_summary(one: Measured, of: Callable[[Run], Epoch]) -> dict[str, float | int | None]:
+def epoch_summary(report: Report, one: Measured, of: Callable[[Run], Epoch]) -> dict[str, float | int | None]:
     """Medians over the rounds of one epoch; faults, packs and bytes are of a whole epoch."""
     rates = [of(run).rate for run in one.runs]
     return {
@@ -28,7 +28,7 @@ def epoch_summary(one: Measured, of: Callable[[Run], Epoch]) -> dict[str, float 
         "fastest_packs_per_second": max(rates),
         "median_us": one.median(lambda run: of(run).median_us),
         "p99_us": one.median(lambda run: of(run).p99_us),
-        "read_amplification": one.amplification(of),
+        "read_amplification": report.amplification(one, of),
         "hard_faults": int(one.median(lambda run: of(run).counters.hard_faults)),
         "soft_faults": int(one.median(lambda run: of(run).counters.soft_faults)),
     }
@@ -47,7 +47,7 @@ def report_dict(report: Report, advice: Recommendation) -> dict[str, Any]:
         "memory_limit_bytes": report.plan.limit and report.plan.limit.nbytes,
         "cold": report.cold,
         "cached_bytes_when_cold": report.left_nbytes,
-        "settings": [_setting(one) for one in report.measured],
+        "settings": [_setting(report, one) for one in report.measured],
         "recommended": {
             "setting": advice.setting and asdict(advice.setting),
             "call": advice.setting and advice.setting.call,
@@ -57,10 +57,10 @@ def report_dict(report: Report, advice: Recommendation) -> dict[str, Any]:
     }
 
 
-def _setting(one: Measured) -> dict[str, Any]:
+def _setting(report: Report, one: Measured) -> dict[str, Any]:
     found: dict[str, Any] = {"name": one.setting.name, "setting": asdict(one.setting), "refused": one.refused}
     if one.runs:
-        found |= {f"{name}_epoch": epoch_summary(one, of) for name, of in _EPOCHS.items()}
+        found |= {f"{name}_epoch": epoch_summary(report, one, of) for name, of in _EPOCHS.items()}
         found["private_bytes"] = int(one.median(lambda run: run.private_nbytes))
         found["huge_page_bytes"] = int(one.median(lambda run: run.huge_nbytes))
     return found
@@ -70,7 +70,7 @@ def report_lines(report: Report, advice: Recommendation) -> Iterator[str]:
     """For people."""
     yield from _heading(report)
     yield ""
-    rows = [_COLUMNS, *(row for one in report.measured for row in _rows(one))]
+    rows = [_COLUMNS, *(row for one in report.measured for row in _rows(report, one))]
     widths = [max(len(row[column]) for row in rows if len(row) > 2) for column in range(len(_COLUMNS))]
     for row in rows:
         left = [cell.ljust(width) for cell, width in zip(row[:2], widths, strict=False)]
@@ -135,14 +135,14 @@ def _too_little(report: Report) -> str | None:
     return f"NOT FELT: {shown_nbytes(most)} at most were read, which the limit has room for: {remedy}"
 
 
-def _rows(one: Measured) -> Iterator[tuple[str, ...]]:
+def _rows(report: Report, one: Measured) -> Iterator[tuple[str, ...]]:
     if one.refused is not None:
         yield one.setting.name, f"refused: {one.refused}"
     for number, (name, of) in enumerate(_EPOCHS.items()):
         if not one.runs:
             continue
-        found = {key: value or 0 for key, value in epoch_summary(one, of).items()}
-        amplified = one.amplification(of)
+        found = {key: value or 0 for key, value in epoch_summary(report, one, of).items()}
+        amplified = report.amplification(one, of)
         thousand = 1000 / found["packs"]
         yield (
             "" if number else one.setting.name,

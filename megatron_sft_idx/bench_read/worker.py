@@ -100,6 +100,11 @@ class ShardReader:
         setting = job.setting
         options = ReadOptions(setting.backend, job.cache_nbytes, setting.advice, setting.huge_pages)
         self._shard = Shard(job.prefix, backend=options)
+        if len(self._shard) < job.sample.stop:
+            raise FormatError(
+                f"{job.prefix}: {len(self._shard)} packs, the shard that was to be measured had more: another one was"
+                " published over it; measure again"
+            )
         header = self._shard.header
         longest = min(header.longest_pack, header.num_tokens)
         self._ids, self._mask = np.zeros(longest, header.token_dtype), np.zeros(longest, header.mask_dtype)

@@ -173,6 +173,11 @@ class Header:
             self.num_sequences * 4,
         )
 
+    @property
+    def index_nbytes(self) -> int:
+        """Memory that the index arrays take: two offsets a pack, and those behind the last one, and the starts."""
+        return 16 * (self.num_packs + 1) + 4 * self.num_sequences
+
     def encode(self) -> bytes:
         """The header's bytes, checksum included."""
         block = encode_metadata(self.metadata)

@@ -16,7 +16,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard.opening import Files, open_files
-from megatron_sft_idx.shard.paging import announce_packs, drop_packs, huge_nbytes
+from megatron_sft_idx.shard.paging import announce_packs, drop_packs, huge_nbytes, will_need_packs
 from megatron_sft_idx.shard.published import read_header, require_same
 from megatron_sft_idx.storage import CACHE_NBYTES, Advice, Backend, BackendName, BlockCache, ReadOptions
 
@@ -288,14 +288,15 @@ class Shard:
 
     def willneed(self, start: int, stop: int) -> None:
         """Ask the kernel to read packs ``[start, stop)`` from disk in the background. IndexError: no such pack."""
-        announce_packs(self.files, range(start, stop), self.prefix, to_kernel=True)
+        will_need_packs(self.files, start, stop, self.prefix)
 
     def dontneed(self, start: int = 0, stop: int | None = None) -> None:
         """Drop packs ``[start, stop)`` from memory: from this process's, and from the page cache of the machine.
 
         A cold read is what follows, unless another process has the pages mapped. Views that were handed out stay valid.
+        Nothing happens to a shard in an object store, nor to the pages of files that were removed.
         """
-        drop_packs(self.files, self._paths, start, self.files.num_packs if stop is None else stop)
+        drop_packs(self.files, self._paths, start, stop)
 
     def huge_pages(self) -> int:
         """Bytes of this shard, or of its cache, that are mapped by huge pages right now, as the kernel counts them."""

@@ -12,17 +12,16 @@ from megatron_sft_idx.layout import Header
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.reader import Pack
 
-__all__ = ["HeldShards", "held_nbytes"]
+__all__ = ["HeldShards", "held_nbytes", "running_sums"]
 
 
 def held_nbytes(headers: Sequence[Header]) -> int:
-    """Bytes of memory that shards take; their index arrays have one value a pack and one a sequence."""
-    return sum(
-        sum(header.derived_nbytes()[:2]) + 16 * (header.num_packs + 1) + 4 * header.num_sequences for header in headers
-    )
+    """Bytes of memory that shards take: tokens, masks and index arrays."""
+    return sum(sum(header.derived_nbytes()[:2]) + header.index_nbytes for header in headers)
 
 
-def _running(counts: Iterable[int]) -> NDArray[np.int64]:
+def running_sums(counts: Iterable[int]) -> NDArray[np.int64]:
+    """What comes before each count, and the sum of all: int64 [counts + 1]."""
     return np.cumsum([0, *counts], dtype=np.int64)
 
 
@@ -47,9 +46,9 @@ class HeldShards:
 
     def __init__(self, headers: Sequence[Header], open_shard: Callable[[int], Shard]) -> None:
         self._open = open_shard
-        self._packs_before = _running(header.num_packs for header in headers)
-        self._sequences_before = _running(header.num_sequences for header in headers)
-        self.tokens_before = _running(header.num_tokens for header in headers)
+        self._packs_before = running_sums(header.num_packs for header in headers)
+        self._sequences_before = running_sums(header.num_sequences for header in headers)
+        self.tokens_before = running_sums(header.num_tokens for header in headers)
         packs, tokens = int(self._packs_before[-1]), int(self.tokens_before[-1])
         # Pages of an array that nobody has written to take no memory.
         self._own = (

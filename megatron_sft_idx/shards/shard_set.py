@@ -22,7 +22,7 @@ from megatron_sft_idx.shard.paging import checked_packs, runs_of
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same
 from megatron_sft_idx.shards.budgets import MAPPED_SHARDS, MEMORY_NBYTES
 from megatron_sft_idx.shards.find import Source, find_prefixes
-from megatron_sft_idx.shards.held import HeldShards, held_nbytes
+from megatron_sft_idx.shards.held import HeldShards, held_nbytes, running_sums
 from megatron_sft_idx.storage import BackendName, BlockCache, ReadOptions, announce, is_remote
 from megatron_sft_idx.storage.remote.threads import threads
 
@@ -173,7 +173,7 @@ class ShardSet:
     @cached_property
     def packs_before(self) -> NDArray[np.int64]:
         """Packs in all shards before each one, and in all of them: int64 [shards + 1]."""
-        return _running([header.num_packs for header in self.headers])
+        return running_sums(header.num_packs for header in self.headers)
 
     @cached_property
     def _before(self) -> list[int]:
@@ -183,7 +183,7 @@ class ShardSet:
     @cached_property
     def sequences_before(self) -> NDArray[np.int64]:
         """As ``packs_before``, of sequences."""
-        return _running([header.num_sequences for header in self.headers])
+        return running_sums(header.num_sequences for header in self.headers)
 
     @property
     def num_sequences(self) -> int:
@@ -218,7 +218,7 @@ class ShardSet:
 
     @property
     def _index_nbytes(self) -> list[int]:
-        return [16 * (header.num_packs + 1) + 4 * header.num_sequences for header in self.headers]
+        return [header.index_nbytes for header in self.headers]
 
     @cached_property
     def _most_held(self) -> int:
@@ -298,10 +298,6 @@ class ShardSet:
 
     def __iter__(self) -> Iterator[Pack]:
         return (self[i] for i in range(len(self)))
-
-
-def _running(counts: list[int]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
 def _open(

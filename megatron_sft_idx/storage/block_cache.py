@@ -8,9 +8,9 @@ of memory of that size, those under way included, and what is handed out are cop
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import threading
-import weakref
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from megatron_sft_idx.storage.block_plan import block_keys, key_of
 from megatron_sft_idx.storage.local import Source
 
 __all__ = ["BLOCK_NBYTES", "BlockCache", "CachedArray"]
+
+logger = logging.getLogger(__name__)
 
 # Large enough that the file system's cost of a request is little beside its bytes, small enough that packs read at
 # random do not bring much along that is not theirs.
@@ -54,12 +56,16 @@ class BlockCache:
     def __init__(
         self, nbytes: int, *, block_nbytes: int = BLOCK_NBYTES, huge_pages: bool = False, readers: int = READERS
     ) -> None:
+        self._made: dict[int, BlockMemory] = {}  # one entry, by the process it is of
         self.nbytes, self._huge_pages, self._readers = nbytes, huge_pages, readers
         self.block_nbytes = min(block_nbytes, nbytes)
         self._sources: dict[int, Source] = {}
         self._numbers: dict[tuple[str, bytes], int] = {}
         self._count = itertools.count()
-        self._made: dict[int, BlockMemory] = {}  # one entry, by the process it is of
+
+    def __del__(self) -> None:
+        for made in self._made.values():
+            made.stop()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _renewed, (self.nbytes, self.block_nbytes, self._huge_pages, self._readers)
@@ -73,9 +79,8 @@ class BlockCache:
         """What this process reads into: neither a lock nor threads survive a fork."""
         slots, forks = self.nbytes // self.block_nbytes, _forks
         made = self._made.setdefault(forks, BlockMemory(self._sources, slots, self.block_nbytes, self._huge_pages))
-        for other in [each for each in self._made if each != forks]:
-            del self._made[other]
-        weakref.finalize(self, made.stop).atexit = False
+        for other in set(self._made) - {forks}:
+            self._made.pop(other, None)
         return made
 
     @property
@@ -145,7 +150,17 @@ class BlockCache:
             memory.threads += missing
             memory.room.notify_all()
         for _ in range(missing):
-            threading.Thread(target=memory.read_ahead, name="blocks", daemon=True).start()
+            try:
+                threading.Thread(target=memory.read_ahead, name="blocks", daemon=True).start()
+            except RuntimeError as error:  # the limit of this user or container
+                logger.warning("blocks are read when they are needed, not ahead: %s", error)
+                with memory.changed:
+                    memory.threads -= 1
+
+    def withdraw(self) -> None:
+        """Nothing of what was announced will be read."""
+        none = np.zeros(0, np.int64)
+        self.schedule(none, none, none)
 
     def forget(self, file: int, begin: int, end: int) -> None:
         """Let go of the blocks that bytes ``[begin, end)`` of a file lie in."""

@@ -12,6 +12,7 @@ import mmap
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,8 @@ _AHEAD_SHARE = 4
 _STEPS = 4096
 # A thread that nobody could tell of the end looks by itself.
 _PATIENCE_SECONDS = 1.0
+# Of linux/mman.h, which Python does not name: a forked process has blocks of its own and must not keep these in memory.
+_MADV_WIPEONFORK = 18
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +44,6 @@ class _Block:
         due: its next use in the plan; NEVER where none is announced.
         ready: whether it is there.
         ahead: whether it was read ahead and waits for its use.
-        error: why it could not be read in the background; whoever comes for it raises this.
     """
 
     key: int
@@ -49,7 +51,6 @@ class _Block:
     due: int
     ready: bool = False
     ahead: bool = False
-    error: BaseException | None = None
 
 
 class BlockMemory:
@@ -60,6 +61,9 @@ class BlockMemory:
         slots: blocks that there is room for.
         block_nbytes: of each; those at the end of a file may have less in them.
         huge_pages: ask for huge pages.
+
+    Raises:
+        OSError: there are not as many addresses.
     """
 
     def __init__(self, sources: Mapping[int, Source], slots: int, block_nbytes: int, huge_pages: bool) -> None:
@@ -68,7 +72,13 @@ class BlockMemory:
         self.room = threading.Condition(lock)  # for reading ahead
         self.sources, self.slots, self.block_nbytes = sources, slots, block_nbytes
         # Private: what mmap gives by itself would be shared with forked processes. Untouched pages take no memory.
-        self.map = mmap.mmap(-1, slots * block_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            self.map = mmap.mmap(-1, slots * block_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            what = f"a cache of {slots * block_nbytes} bytes; give it less (cache_bytes)"
+            raise OSError(error.errno, f"{error.strerror}: {what}") from None
+        with suppress(OSError):  # Linux before 4.14
+            self.map.madvise(_MADV_WIPEONFORK)
         if huge_pages:
             self.map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = np.frombuffer(self.map, np.uint8)
@@ -94,7 +104,6 @@ class BlockMemory:
             return
         self.plan = UsePlan(keys)
         self.used = self.looked = self.swept = 0
-        self.blocks = {key: block for key, block in self.blocks.items() if block.error is None}
         for block, use in zip(self.blocks.values(), self.plan.first_uses(list(self.blocks)), strict=True):
             self._count(block, False)
             block.due = use
@@ -140,14 +149,19 @@ class BlockMemory:
         self._count(block, False)
         if use == NEVER:
             self.idle.move_to_end(block.key)
-        elif use < max(self.looked, self.used) + self.slots:
-            # A use much farther off is still to come: somebody else reads here.
-            self.used = max(self.used, use + 1)
+        elif self._pass(use):
             skipped = use < self.plan.begin
             block.due = self.plan.first_use(block.key, self.used) if skipped else self.plan.next_use(use)
             self._settle(block)
-            if self.waiting:
-                self.room.notify()
+
+    def _pass(self, use: int) -> bool:
+        """A use is over, and those before it; False where it is so far off that somebody else reads here."""
+        if use >= max(self.looked, self.used) + self.slots:
+            return False
+        self.used = max(self.used, use + 1)
+        if self.waiting:
+            self.room.notify()
+        return True
 
     def _count(self, block: _Block, ahead: bool) -> None:
         self.ahead += ahead - block.ahead
@@ -158,6 +172,8 @@ class BlockMemory:
             self.idle[block.key] = None
         else:
             heapq.heappush(self.due, (-block.due, block.key))
+            if len(self.due) > 2 * self.slots:  # mostly uses that are over
+                self._sort()
 
     # ---- room ----
 
@@ -201,57 +217,56 @@ class BlockMemory:
         while True:
             block = self.blocks.get(key)
             if block is None:
-                block = self._claim(key, self.plan.first_use(key, self.used))
+                use = self.plan.first_use(key, self.used)
+                block = self._claim(key, use)
                 if block is None:
+                    self._pass(use)
                     return None
                 self._fill(block)
-            if block.error is not None:
-                if self.blocks.get(key) is block:
-                    del self.blocks[key]
-                raise block.error
             if block.ready:
                 self._touch(block)
                 return block.slot * self.block_nbytes
             self.changed.wait()
 
     def _fill(self, block: _Block) -> None:
-        """Read a block, others having their turn meanwhile; what goes wrong is left in it."""
+        """Read a block, others having their turn meanwhile; one that cannot be read is none."""
         offset = block_of(block.key) * self.block_nbytes
         source, begin = self.sources[file_of(block.key)], block.slot * self.block_nbytes
         out = self.bytes[begin : begin + min(self.block_nbytes, source.nbytes - offset)]
         self.reads += 1
+        came = False
         self.changed.release()
         try:
             source.read_bytes(offset, out)
-        except BaseException as error:  # whoever waits for the block must not wait for ever
-            block.error = error
+            came = True
         finally:
             self.changed.acquire()
-        if block.error is None:
-            block.ready = True
-            self._settle(block)
-        else:
-            self._count(block, False)
-            self.free.append(block.slot)
-            block.slot = -1
-        self.changed.notify_all()
+            block.ready = came  # with the lock: from here on it may give way
+            if came:
+                self._settle(block)
+            else:
+                self.free.append(self._give_up(block.key))
+            self.changed.notify_all()  # those who wait for it, who try by themselves where it did not come
 
     # ---- reading ahead ----
 
     def read_ahead(self) -> None:
         """What a thread does, until the plan is at its end."""
         with self.changed:
-            while not self.stopped:
-                block = self._next()
-                if block is not None:
-                    self._fill(block)
-                elif self.looked >= self.plan.end:
-                    break
-                elif not self._sweep():
-                    self.waiting += 1
-                    self.room.wait(_PATIENCE_SECONDS)
-                    self.waiting -= 1
-            self.threads -= 1
+            try:
+                while not self.stopped:
+                    block = self._next()
+                    if block is not None:
+                        with suppress(Exception):  # whoever needs the block reads it again, and is told
+                            self._fill(block)
+                    elif self.looked >= self.plan.end:
+                        break
+                    elif not self._sweep():
+                        self.waiting += 1
+                        self.room.wait(_PATIENCE_SECONDS)
+                        self.waiting -= 1
+            finally:
+                self.threads -= 1
 
     def _next(self) -> _Block | None:
         """The next block that is to be read ahead; None where there is no room yet, or nothing to read."""

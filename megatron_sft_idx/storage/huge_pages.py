@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_sft_idx.storage.advice import map_of
 from megatron_sft_idx.storage.local import Array
+from megatron_sft_idx.storage.mounts import mount_of
 
 __all__ = ["Mapping", "ask_huge_pages", "huge_nbytes_of", "mappings"]
 
@@ -87,7 +88,7 @@ def _obstacle(path: str) -> str | None:
     if enabled in ("never", None):
         return f"transparent huge pages are switched off on this machine ({_SETTINGS / 'enabled'})"
     on_tmpfs = _setting("shmem_enabled")
-    if _is_tmpfs(path) and on_tmpfs in ("never", "deny", None):
+    if mount_of(path).filesystem == "tmpfs" and on_tmpfs in ("never", "deny", None):
         return f"tmpfs gives none unless {_SETTINGS / 'shmem_enabled'} says advise, or it is mounted with huge=advise"
     if os.path.getsize(path) < _pmd_nbytes():
         return f"the file is smaller than one of {_pmd_nbytes()} bytes"
@@ -108,17 +109,3 @@ def _pmd_nbytes() -> int:
         return int((_SETTINGS / "hpage_pmd_size").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return 2 << 20
-
-
-def _is_tmpfs(path: str) -> bool:
-    """Whether the file system of a path lives in memory, by the list of mounts: the longest one that holds it."""
-    path, best, kind = os.path.realpath(path), "", ""
-    try:
-        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return False
-    for line in mounts:
-        _, at, this, *_ = line.split(" ")
-        if len(at) >= len(best) and os.path.commonpath([at, path]) == at:
-            best, kind = at, this
-    return kind == "tmpfs"

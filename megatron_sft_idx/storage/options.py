@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import sys
+from numbers import Integral
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from megatron_sft_idx.errors import FormatError
@@ -59,8 +61,9 @@ class ReadOptions(NamedTuple):
         ):
             if value not in choices:
                 raise FormatError(f"{where}: {what} {value!r}, choose one of {', '.join(choices)}")
-        if made.cache_bytes < mmap.PAGESIZE:
+        if not isinstance(made.cache_bytes, Integral) or not mmap.PAGESIZE <= made.cache_bytes <= sys.maxsize:
             raise FormatError(
-                f"{where}: cache_bytes {made.cache_bytes}, a cache holds at least one page of {mmap.PAGESIZE} bytes"
+                f"{where}: cache_bytes {made.cache_bytes!r}, a cache holds at least one page of {mmap.PAGESIZE} bytes:"
+                " give a whole number of bytes"
             )
         return made

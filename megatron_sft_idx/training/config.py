@@ -86,6 +86,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         """
         if self.blend is None and not any(self.blend_per_split or ()):
             raise FormatError("neither blend nor blend_per_split is given; name the shards to train on (--data-path)")
+        self.read = ReadOptions.of("read", self.read)
         # Megatron wants it off for object storage, where nothing is mapped here either.
         if not self.mmap_bin_files and self.read.backend == "mmap" and not self._all_remote():
             self.read = self.read._replace(backend="process")

@@ -151,7 +151,8 @@ def cells(epochs: Sequence[Epoch]) -> Iterator[str]:
     rates = [epoch.rate for epoch in epochs]
     yield f"{statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f})"
     yield f"{statistics.median(epoch.p99_us for epoch in epochs):,.0f}"
-    yield f"{statistics.median(epoch.amplification or 0.0 for epoch in epochs):.2f}"
+    amplified = [epoch.amplification for epoch in epochs if epoch.amplification is not None]
+    yield f"{statistics.median(amplified):.2f}" if amplified else "not told"
     counts = ([1000 * getattr(epoch.counters, which) / epoch.packs for epoch in epochs] for which in FAULTS)
     yield ", ".join(f"{statistics.median(of):,.0f}" for of in counts)
 
