@@ -302,7 +302,7 @@ def report_runs(bench: Bench, runs: Runs, engines: Sequence[str]) -> None:
 def main() -> None:
     parser = Parser(
         __doc__,
-        chats=Size(12_000, 100_000, "how many"),
+        chats=Size(24_000, 100_000, "how many"),
         rounds=Size(3, 3, "whole runs of which the median is taken"),
     )
     engines = ["local", *(["ray"] if importlib.util.find_spec("ray") else [])]
