@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -31,6 +31,13 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: no collection of garbage need look at it again, here or in a fork."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected() -> Iterator[None]:
+    """What a module's tests leave goes with it: torch kills a forked child that collects models its parent trained."""
+    yield
+    gc.collect()
 
 
 _LEFT_OUT = pytest.StashKey[int]()

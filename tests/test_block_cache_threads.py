@@ -148,7 +148,6 @@ def test_a_fork_keeps_no_block_of_its_parents_in_memory(path: str) -> None:
     array = cached(path, 40)
     for block in range(40):
         use(array, block)
-    gc.collect()  # a child that collects models which other tests trained is one that torch kills
     context = multiprocessing.get_context("fork")
     answer = context.SimpleQueue()
     child = context.Process(target=_rss_in_child, args=(array, answer))

@@ -251,15 +251,16 @@ def loaded(times):
         load_tokenizer(sys.argv[1], backend="gigatoken")
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
-print(-loaded(4) + loaded(8))
+print(-loaded(4) + loaded(16))
 """
 
 
 def test_what_the_sample_took_is_given_back() -> None:
     """The tokenizers library keeps a thread's words after their tokenizer is gone: of the sample, three megabytes."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # One arena: with more of them what is free depends on which threads met.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}
     grown = subprocess.run([sys.executable, "-c", LOADS, TOKENIZER], check=True, env=environment, capture_output=True)
-    assert int(grown.stdout) < 8 << 20
+    assert int(grown.stdout) < 24 << 20
 
 
 def test_no_texts_are_no_rows() -> None:
