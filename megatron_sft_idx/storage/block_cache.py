@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.storage.block_memory import BlockMemory
 from megatron_sft_idx.storage.block_plan import block_keys, key_of
-from megatron_sft_idx.storage.local import Source
+from megatron_sft_idx.storage.local import CopiedArray
 
 __all__ = ["BLOCK_NBYTES", "BlockCache", "CachedArray"]
 
@@ -59,7 +59,7 @@ class BlockCache:
         self._made: dict[int, BlockMemory] = {}  # one entry, by the process it is of
         self.nbytes, self._huge_pages, self._readers = nbytes, huge_pages, readers
         self.block_nbytes = min(block_nbytes, nbytes)
-        self._sources: dict[int, Source] = {}
+        self._sources: dict[int, CopiedArray] = {}
         self._numbers: dict[tuple[str, bytes], int] = {}
         self._count = itertools.count()
 
@@ -93,7 +93,7 @@ class BlockCache:
         """Blocks that were read so far in this process, in the background or not."""
         return self._memory.reads
 
-    def array(self, source: Source, path: str, content: bytes) -> CachedArray:
+    def array(self, source: CopiedArray, path: str, content: bytes) -> CachedArray:
         """An array whose slices are copied out of blocks.
 
         Args:
@@ -173,7 +173,7 @@ def _renewed(nbytes: int, block_nbytes: int, huge_pages: bool, readers: int) -> 
     return BlockCache(nbytes, block_nbytes=block_nbytes, huge_pages=huge_pages, readers=readers)
 
 
-class CachedArray:
+class CachedArray(CopiedArray):
     """An array that is read through a cache: every slice is a fresh copy. ``BlockCache.array`` makes one.
 
     Attributes:
@@ -182,20 +182,10 @@ class CachedArray:
         file: its number there.
     """
 
-    def __init__(self, cache: BlockCache, source: Source, file: int) -> None:
+    def __init__(self, cache: BlockCache, source: CopiedArray, file: int) -> None:
+        super().__init__(source.dtype, len(source))
         self.cache, self.source, self.file = cache, source, file
-        self.dtype = source.dtype
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: slice, /) -> NDArray[Any]:
-        start, stop, _ = index.indices(len(self.source))
-        out = np.empty(max(stop - start, 0), self.dtype)
-        self.read_bytes(start * self.dtype.itemsize, out.view(np.uint8))
-        out.flags.writeable = False
-        return out
 
     def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
-        """See ``Source``; errors as of ``BlockCache.read``."""
+        """See ``CopiedArray``; errors as of ``BlockCache.read``."""
         self.cache.read(self.file, offset, out)

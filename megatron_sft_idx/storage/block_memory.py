@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.storage.block_plan import NEVER, UsePlan, block_of, file_of
-from megatron_sft_idx.storage.local import Source
+from megatron_sft_idx.storage.local import CopiedArray
 
 __all__ = ["BlockMemory"]
 
@@ -66,7 +66,7 @@ class BlockMemory:
         OSError: there are not as many addresses.
     """
 
-    def __init__(self, sources: Mapping[int, Source], slots: int, block_nbytes: int, huge_pages: bool) -> None:
+    def __init__(self, sources: Mapping[int, CopiedArray], slots: int, block_nbytes: int, huge_pages: bool) -> None:
         lock = threading.Lock()
         self.changed = threading.Condition(lock)  # a block came, or did not
         self.room = threading.Condition(lock)  # for reading ahead

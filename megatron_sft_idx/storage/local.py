@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.storage.options import Backend
 
-__all__ = ["Array", "OutputFile", "PreadArray", "Source", "as_bytes", "check_size", "open_array", "sync_folder"]
+__all__ = ["Array", "CopiedArray", "OutputFile", "PreadArray", "as_bytes", "check_size", "open_array", "sync_folder"]
 
 
 class Array(Protocol):
@@ -32,36 +33,16 @@ class Array(Protocol):
     def __len__(self) -> int: ...
 
 
-class Source(Array, Protocol):
-    """An array that is read into memory of the caller's."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of all items."""
-        ...
-
-    def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
-        """Bytes from ``offset`` on, counted from the first item and all there, into ``out``."""
-        ...
-
-
-class PreadArray:
-    """An array read with ``pread``: every slice is a fresh copy.
-
-    For file systems where mapping is slow or refused. The descriptor is shared by threads and forked processes:
-    pread has no file position.
+class CopiedArray(ABC):
+    """An array whose slices are fresh copies, read into memory of the caller's.
 
     Args:
-        path: the file.
         dtype: of its items.
         count: how many items there are.
-        offset: where the first one begins, in bytes.
     """
 
-    def __init__(self, path: str, dtype: np.dtype[Any], count: int, offset: int) -> None:
-        self._path, self._count, self._offset = path, count, offset
-        self.dtype = dtype
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def __init__(self, dtype: np.dtype[Any], count: int) -> None:
+        self.dtype, self._count = dtype, count
 
     def __len__(self) -> int:
         return self._count
@@ -78,12 +59,35 @@ class PreadArray:
         out.flags.writeable = False
         return out
 
+    @abstractmethod
+    def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
+        """Bytes from ``offset`` on, counted from the first item and all there, into ``out``."""
+
+
+class PreadArray(CopiedArray):
+    """An array read with ``pread``: every slice is a fresh copy.
+
+    For file systems where mapping is slow or refused. The descriptor is shared by threads and forked processes:
+    pread has no file position.
+
+    Args:
+        path: the file.
+        dtype: of its items.
+        count: how many items there are.
+        offset: where the first one begins, in bytes.
+    """
+
+    def __init__(self, path: str, dtype: np.dtype[Any], count: int, offset: int) -> None:
+        super().__init__(dtype, count)
+        self._path, self._offset = path, offset
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
     def advise(self, advice: int, offset: int = 0, nbytes: int = 0) -> None:
         """Give the kernel ``posix_fadvise`` on bytes from ``offset`` on; 0 bytes are all that follow."""
         os.posix_fadvise(self._fd, self._offset + offset, nbytes, advice)
 
     def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
-        """See ``Source``.
+        """See ``CopiedArray``.
 
         Raises:
             CorruptShardError: the file ends before (rule F2).

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage.block_cache import CachedArray
-from megatron_sft_idx.storage.local import Array, PreadArray, check_size
+from megatron_sft_idx.storage.local import Array, CopiedArray, check_size
 
 __all__ = ["ReopenedArray", "read_runs"]
 
@@ -20,7 +19,7 @@ __all__ = ["ReopenedArray", "read_runs"]
 _MOST_LOOKS = 5
 
 
-class ReopenedArray:
+class ReopenedArray(CopiedArray):
     """An array in a file that is opened for each slice, which is a fresh copy; between them nothing is held open.
 
     Each time the file must be the one that was looked at when this was made, by device, inode, size and times. Where
@@ -40,13 +39,13 @@ class ReopenedArray:
     """
 
     def __init__(self, path: str, dtype: np.dtype[Any], count: int, nbytes: int, confirm: Callable[[], None]) -> None:
-        self.dtype = dtype
-        self._path, self._count, self._nbytes, self._confirm = path, count, nbytes, confirm
+        super().__init__(dtype, count)
+        self._path, self._file_nbytes, self._confirm = path, nbytes, confirm
         self.file = self._look()
 
     def _look(self) -> _native.StampedFile:
         file = _native.StampedFile(os.fsencode(self._path))
-        check_size(self._path, file.nbytes, self._nbytes)
+        check_size(self._path, file.nbytes, self._file_nbytes)
         return file
 
     def look_again(self) -> None:
@@ -59,23 +58,8 @@ class ReopenedArray:
         self._confirm()
         self.file = file
 
-    def __len__(self) -> int:
-        return self._count
-
-    @property
-    def nbytes(self) -> int:
-        """Of all items."""
-        return self._count * self.dtype.itemsize
-
-    def __getitem__(self, index: slice, /) -> NDArray[Any]:
-        start, stop, _ = index.indices(self._count)
-        out = np.empty(max(stop - start, 0), self.dtype)
-        self.read_bytes(start * self.dtype.itemsize, out.view(np.uint8))
-        out.flags.writeable = False
-        return out
-
     def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
-        """See ``Source``. FormatError, OSError: what is there now is not this array."""
+        """See ``CopiedArray``. FormatError, OSError: what is there now is not this array."""
         for _ in range(_MOST_LOOKS):
             if self.file.read(offset, out):
                 return
@@ -113,7 +97,7 @@ def read_runs(arrays: Sequence[Array], starts: NDArray[np.int64], counts: NDArra
         return
     end = 0
     for array, start, count in zip(arrays, starts.tolist(), counts.tolist(), strict=True):
-        if isinstance(array, PreadArray | CachedArray):
+        if isinstance(array, CopiedArray):
             array.read_bytes(start * array.dtype.itemsize, out[end : end + count].view(np.uint8))
         else:
             out[end : end + count] = array[start : start + count]
