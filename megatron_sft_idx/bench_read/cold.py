@@ -10,20 +10,18 @@ from collections.abc import Iterable
 import numpy as np
 
 from megatron_sft_idx import _native
+from megatron_sft_idx.storage import drop_cached
 
 __all__ = ["cached_nbytes", "drop_cache"]
 
 
-def drop_cache(paths: Iterable[str]) -> None:
+def drop_cache(paths: Iterable[str | os.PathLike[str]]) -> None:
     """Ask the system to forget what it holds of files. Pages that some process maps stay; so does all of tmpfs."""
     for path in paths:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            with contextlib.suppress(OSError):  # not of every file system
-                os.fsync(fd)  # what is not on the disk yet is not forgotten
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+        # What is not on the disk yet is not forgotten; not every file system syncs.
+        with open(path, "rb", buffering=0) as file, contextlib.suppress(OSError):
+            os.fsync(file.fileno())
+        drop_cached(path)
 
 
 def cached_nbytes(paths: Iterable[str]) -> int | None:

@@ -1,6 +1,6 @@
 """Where bytes lie: on local disks (``local``) or in object stores (``remote``); and how they are read."""
 
-from megatron_sft_idx.storage.advice import Runs, advise_order, announce, drop_file, drop_pages
+from megatron_sft_idx.storage.advice import Runs, advise_order, announce, drop_cached, drop_file, drop_pages
 from megatron_sft_idx.storage.block_cache import BlockCache, CachedArray
 from megatron_sft_idx.storage.huge_pages import ask_huge_pages, huge_nbytes_of
 from megatron_sft_idx.storage.local import (
@@ -34,6 +34,7 @@ __all__ = [
     "as_bytes",
     "ask_huge_pages",
     "check_size",
+    "drop_cached",
     "drop_file",
     "drop_pages",
     "huge_nbytes_of",

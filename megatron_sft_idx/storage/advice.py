@@ -21,7 +21,7 @@ from megatron_sft_idx.storage.local import Array, PreadArray
 from megatron_sft_idx.storage.options import Advice
 from megatron_sft_idx.storage.reopened import ReopenedArray
 
-__all__ = ["Runs", "advise_order", "announce", "drop_file", "drop_pages", "map_of"]
+__all__ = ["Runs", "advise_order", "announce", "drop_cached", "drop_file", "drop_pages", "map_of"]
 
 _MADVISE = {"normal": mmap.MADV_NORMAL, "sequential": mmap.MADV_SEQUENTIAL, "random": mmap.MADV_RANDOM}
 _FADVISE = {
@@ -114,9 +114,7 @@ def _announce_cached(runs: Runs, more: bool) -> None:
 
 
 def drop_pages(path: str, array: Array, start: int, stop: int) -> None:
-    """Let go of items ``[start, stop)`` of an array that begins with its file.
-
-    Of this process's pages or blocks of them, and of the page cache's.
+    """Let go of items ``[start, stop)`` of an array that begins with its file, here and in the page cache.
 
     Pages that lie in part outside are kept, as are those that are not on disk yet and those that others have mapped.
     """
@@ -130,18 +128,18 @@ def drop_pages(path: str, array: Array, start: int, stop: int) -> None:
         if first < last:
             mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
     if begin < end:
-        _drop_cached(path, begin, end - begin)
+        drop_cached(path, begin, end - begin)
 
 
 def drop_file(path: str, array: Array) -> None:
     """As ``drop_pages``, of all of the file that an array lies in."""
     if (mapped := map_of(array)) is not None:
         mapped.madvise(mmap.MADV_DONTNEED)
-    _drop_cached(path, 0, 0)
+    drop_cached(path)
 
 
-def _drop_cached(path: str, offset: int, nbytes: int) -> None:
-    """Of the page cache; 0 bytes are all that follow."""
+def drop_cached(path: str | os.PathLike[str], offset: int = 0, nbytes: int = 0) -> None:
+    """Have the page cache let go of a part of a file; 0 bytes are all that follow."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:  # another shard is being published here, or it was removed: whose pages go by themselves

@@ -20,11 +20,12 @@ import batches_peers as peers
 import numpy as np
 import torch
 from batches_peers import CAPACITY, ROWS, SEQUENCES, TOKENS, Files, fill
-from measure import evict, read_from_disk
+from measure import read_from_disk
 from plot import Dot, dots
 from report import Bench, Parser, Size
 from torch.utils.data import DataLoader, Dataset
 
+from megatron_sft_idx.bench_read.cold import drop_cache
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shards import ShardSet
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
@@ -328,7 +329,7 @@ def _from_disk(
         took = measure(batches(random_batches(packs, COLD_BATCHES, seed)), COLD_BATCHES)
         return took, (read_from_disk() - before) / (COLD_BATCHES + WARM_UP)
 
-    evict(files)
+    drop_cache(files)
     return in_fork(work)
 
 

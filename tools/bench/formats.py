@@ -22,11 +22,12 @@ import formats_peers as peers
 import numpy as np
 from formats_peers import Items
 from formats_ways import CAPACITY, SEQUENCES, WAYS, Way, check_equal, write_all
-from measure import evict, in_own_process, memory, read_from_disk
+from measure import in_own_process, memory, read_from_disk
 from plot import Dot, dots
 from report import MIB, Bench, Parser, Size
 
 from megatron_sft_idx import open_dataset
+from megatron_sft_idx.bench_read.cold import drop_cache
 
 MOST_READS, COLD_READS, SECONDS = 20_000, 300, 0.25
 WARM_PACKS = 20
@@ -135,7 +136,7 @@ def measured(folder: Path, warm: Path, rounds: int) -> dict[Way, list[Figures]]:
     found: dict[Way, list[Figures]] = {way: [] for way in WAYS}
     for seed in range(rounds):
         for number, way in enumerate(WAYS):
-            evict(peers.files_of(str(folder / way.stored)))
+            drop_cache(peers.files_of(str(folder / way.stored)))
             us, kib = in_own_process(cold, number, str(folder), str(warm), seed + rounds)
             warmly: Figures = in_own_process(measure, number, str(folder), str(warm), seed)
             found[way].append(warmly._replace(cold_us=us, cold_kib=kib))

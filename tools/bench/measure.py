@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 __all__ = [
     "Time",
     "alternated",
-    "evict",
     "in_own_process",
     "medians",
     "memory",
@@ -80,15 +78,6 @@ def memory(field: str, process: int | str = "self") -> int:
 def reset_peak() -> None:
     """Let ``VmHWM`` of this process begin anew, at what is resident now."""
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def evict(files: Iterable[Path]) -> None:
-    """Drop files from the page cache; nobody may have them mapped."""
-    for path in files:
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
 
 
 def read_from_disk() -> int:
