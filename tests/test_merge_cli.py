@@ -10,7 +10,7 @@ import pytest
 from packs import assert_holds, demo_samples, write_samples
 
 from megatron_sft_idx.cli.main import main
-from megatron_sft_idx.cli.merge import nbytes
+from megatron_sft_idx.cli.options import nbytes
 from megatron_sft_idx.shard import Shard
 
 ROOT = Path(__file__).parent.parent

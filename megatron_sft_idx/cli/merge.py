@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable, Sequence
 
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, positive
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, nbytes, positive
 from megatron_sft_idx.cli.output import Output, add_staging, local_path
 from megatron_sft_idx.cli.shown_progress import ShownProgress
 from megatron_sft_idx.layout import ShardPaths
@@ -41,21 +40,6 @@ examples:
   go on after an interruption:
     megatron-sft-idx split data/train --shards 8 --output-prefix data/train --resume
 """
-_UNITS = {"": 1} | {
-    f"{letter}{binary}B": base ** (power + 1)
-    for power, letter in enumerate("KMGT")
-    for binary, base in (("", 1000), ("i", 1024))
-}
-
-
-def nbytes(text: str) -> int:
-    """A number of bytes, such as 500MB (of 1000) or 2GiB (of 1024)."""
-    found = re.fullmatch(r"(\d{1,15})\s*(\w*)", text)
-    if not found or found[2] not in _UNITS or not int(found[1]):
-        units = ", ".join(unit for unit in _UNITS if unit)
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of bytes, also with {units}")
-    unit: int = _UNITS[found[2]]
-    return int(found[1]) * unit
 
 
 def add_parser(verbs: Verbs) -> None:

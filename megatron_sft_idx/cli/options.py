@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,17 @@ __all__ = [
     "add_output_options",
     "add_packing_options",
     "natural",
+    "nbytes",
     "packing_options",
     "positive",
     "writable",
 ]
+
+_UNITS = {"": 1} | {
+    f"{letter}{binary}B": base ** (power + 1)
+    for power, letter in enumerate("KMGT")
+    for binary, base in (("", 1000), ("i", 1024))
+}
 
 Verbs = Any  # argparse names the type of add_subparsers() only privately
 
@@ -53,6 +61,16 @@ def _whole(text: str, least: int) -> int:
     if not least <= value < 2**31:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from {least} to {2**31 - 1}")
     return value
+
+
+def nbytes(text: str) -> int:
+    """A number of bytes, such as 500MB (of 1000) or 2GiB (of 1024)."""
+    found = re.fullmatch(r"(\d{1,15})\s*(\w*)", text)
+    if not found or found[2] not in _UNITS or not int(found[1]):
+        units = ", ".join(unit for unit in _UNITS if unit)
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of bytes, also with {units}")
+    unit: int = _UNITS[found[2]]
+    return int(found[1]) * unit
 
 
 def writable(text: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from megatron_sft_idx.cli.merge import nbytes
+from megatron_sft_idx.cli.options import nbytes
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import CACHE_NBYTES, Advice, BackendName, ReadOptions
 
