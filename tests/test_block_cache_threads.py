@@ -7,6 +7,7 @@ import multiprocessing
 import pickle
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,17 @@ def test_readers_do_not_wait_for_a_block_they_do_not_want(path: str) -> None:
     thread.join(PATIENCE_SECONDS)
 
 
+def in_fork(work: Callable[[CachedArray, Any], None], array: CachedArray) -> Any:
+    """What ``work`` puts into a queue in a forked process, which has to end well."""
+    context = multiprocessing.get_context("fork")
+    answer = context.SimpleQueue()
+    child = context.Process(target=work, args=(array, answer))
+    child.start()
+    child.join(PATIENCE_SECONDS)
+    assert child.exitcode == 0
+    return answer.get()
+
+
 def _read_in_child(array: CachedArray, answer: Any) -> None:
     before = array.cache.reads
     for block in range(40):
@@ -119,14 +131,8 @@ def test_a_fork_begins_with_an_empty_cache_whatever_threads_do(path: str) -> Non
     for thread in threads:
         thread.start()
     try:
-        context = multiprocessing.get_context("fork")
         for _ in range(5):
-            answer = context.SimpleQueue()
-            child = context.Process(target=_read_in_child, args=(array, answer))
-            child.start()
-            child.join(PATIENCE_SECONDS)
-            assert child.exitcode == 0
-            assert answer.get() == (0, True)
+            assert in_fork(_read_in_child, array) == (0, True)
     finally:
         stop.set()
         for thread in threads:
@@ -148,13 +154,7 @@ def test_a_fork_keeps_no_block_of_its_parents_in_memory(path: str) -> None:
     array = cached(path, 40)
     for block in range(40):
         use(array, block)
-    context = multiprocessing.get_context("fork")
-    answer = context.SimpleQueue()
-    child = context.Process(target=_rss_in_child, args=(array, answer))
-    child.start()
-    child.join(PATIENCE_SECONDS)
-    assert child.exitcode == 0
-    assert answer.get() == (0, True)
+    assert in_fork(_rss_in_child, array) == (0, True)
     use(array, 1)
     assert array.cache.reads == 40
 
