@@ -1,7 +1,36 @@
 """Packed SFT data for Megatron: five memory-mapped files a shard, exact loss masks."""
 
+import os
+import sys
 from importlib import import_module
-from typing import Any
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec, module_from_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what type checkers know the names below by
+    from megatron_sft_idx.builder import SFTIndexedDatasetBuilder as SFTIndexedDatasetBuilder
+    from megatron_sft_idx.dataset import MMapIndexedDataset as MMapIndexedDataset
+    from megatron_sft_idx.dataset import SFTIndexedDataset as SFTIndexedDataset
+    from megatron_sft_idx.errors import CorruptShardError as CorruptShardError
+    from megatron_sft_idx.errors import FormatError as FormatError
+    from megatron_sft_idx.errors import SequenceError as SequenceError
+    from megatron_sft_idx.errors import SFTIndexError as SFTIndexError
+    from megatron_sft_idx.errors import ShardNotFoundError as ShardNotFoundError
+    from megatron_sft_idx.errors import StorageError as StorageError
+    from megatron_sft_idx.errors import UnsupportedVersionError as UnsupportedVersionError
+    from megatron_sft_idx.formats.dataset import PackedDataset as PackedDataset
+    from megatron_sft_idx.formats.dataset import open_dataset as open_dataset
+    from megatron_sft_idx.formats.memmap import MemmapShardWriter as MemmapShardWriter
+    from megatron_sft_idx.formats.npy import LegacyPickleWriter as LegacyPickleWriter
+    from megatron_sft_idx.packing import PackPlan as PackPlan
+    from megatron_sft_idx.packing import pack_sequences as pack_sequences
+    from megatron_sft_idx.shard import Shard as Shard
+    from megatron_sft_idx.shard import ShardWriter as ShardWriter
+    from megatron_sft_idx.streaming import LiveDataset as LiveDataset
+    from megatron_sft_idx.streaming import LiveLoader as LiveLoader
+    from megatron_sft_idx.training.dataset import PackedSFTDataset as PackedSFTDataset
+    from megatron_sft_idx.training.dataset import PackedSFTDatasetConfig as PackedSFTDatasetConfig
+    from megatron_sft_idx.verify import verify_shard as verify_shard
 
 __version__ = "0.1.0"
 
@@ -38,8 +67,38 @@ __all__ = sorted(_HOMES)  # noqa: PLE0605
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        home = import_module(f"{__name__}.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        if (missing := (error.name or "").split(".")[0]) not in ("torch", "megatron"):
+            raise
+        way_out = "pip install 'megatron-sft-idx[megatron]'"
+        raise ImportError(f"{__name__}.{name} needs {missing}, which is not installed: {way_out}") from None
+    return getattr(home, name)
 
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
+
+
+def _installed() -> ModuleSpec:
+    """The same package where it is installed, with its C++ compiled, for a folder of sources that has none.
+
+    Raises:
+        ImportError: there is none.
+    """
+    here = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    elsewhere = [entry for entry in sys.path if os.path.realpath(entry) != here]
+    for finder in sys.meta_path:
+        spec = finder.find_spec(__name__, elsewhere)
+        if spec and PathFinder.find_spec(f"{__name__}._native", spec.submodule_search_locations):
+            return spec
+    version = "Python {}.{}".format(*sys.version_info)
+    raise ImportError(f"{here}: sources whose C++ is not compiled for {version}: pip install --editable {here}")
+
+
+# In the folder of a clone, Python finds these sources before the package that was installed from them.
+if find_spec(f"{__name__}._native") is None:
+    _spec = _installed()
+    sys.modules[__name__] = module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules[__name__])  # type: ignore[union-attr]

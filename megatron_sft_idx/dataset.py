@@ -5,7 +5,7 @@ Older Megatron called its memory-mapped reader ``MMapIndexedDataset``; that name
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
@@ -169,6 +169,12 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
 
     def __len__(self) -> int:
         return len(self.shard)
+
+    @overload
+    def __getitem__(self, idx: int | np.integer[Any]) -> Pack: ...
+
+    @overload
+    def __getitem__(self, idx: slice) -> list[Pack]: ...
 
     def __getitem__(self, idx: int | np.integer[Any] | slice) -> Pack | list[Pack]:
         """One pack, or a list of packs for a slice of step 1; negative indices count from the end."""

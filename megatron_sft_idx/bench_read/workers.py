@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 from megatron_sft_idx.bench_read.worker import Job, Run
@@ -16,7 +18,17 @@ from megatron_sft_idx.errors import FormatError
 
 __all__ = ["SHARD_WORKERS", "Workers"]
 
-SHARD_WORKERS = (sys.executable, "-c", "from megatron_sft_idx.bench_read.worker import main; main()")
+# ``-c`` puts the current folder first on the path. It is taken out before anything else is imported, and the package
+# is imported from where it was found here, wherever that is.
+_START = """import sys
+sys.path[:] = filter(None, sys.path)
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("megatron_sft_idx", sys.argv[1])
+sys.modules[spec.name] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules[spec.name])
+from megatron_sft_idx.bench_read.worker import main
+main()"""
+SHARD_WORKERS = (sys.executable, "-c", _START, str(Path(__file__).parents[1] / "__init__.py"))
 
 
 class Workers:
@@ -27,9 +39,15 @@ class Workers:
     """
 
     def __init__(self, command: Sequence[str] = SHARD_WORKERS) -> None:
+        self._errors = tempfile.TemporaryFile(buffering=0)
         # A session of their own: Ctrl-C is for whoever gives the jobs, and all can be ended at once.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,
         )
 
     def run(self, job: Job) -> Run:
@@ -47,13 +65,21 @@ class Workers:
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         if not line:
-            raise OSError(f"the measured processes ended with code {self._process.wait()}")
+            raise OSError(f"the measured processes ended with code {self._process.wait()}{self._said()}")
         answer = json.loads(line)
         if "bad" in answer:
             raise FormatError(answer["bad"])
         if "refused" in answer:
-            raise OSError(answer["refused"])
+            raise OSError(answer["refused"] + self._said())
         return Run.of(answer["run"])
+
+    def _said(self) -> str:
+        """What the processes last complained of on standard error: of a traceback, the line that says what it is."""
+        errors = self._errors.fileno()  # shared with them, the place in it too
+        lines = os.pread(errors, os.fstat(errors).st_size, 0).decode(errors="replace").strip().splitlines()
+        os.ftruncate(errors, 0)
+        os.lseek(errors, 0, os.SEEK_SET)
+        return f": {lines[-1]}" if lines else ""
 
     def __enter__(self) -> Workers:
         return self
@@ -67,3 +93,4 @@ class Workers:
         with suppress(BrokenPipeError):  # a job that nobody took
             self._process.__exit__(kind, error, trace)
         self._process.wait()
+        self._errors.close()

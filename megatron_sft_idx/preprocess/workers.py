@@ -16,6 +16,7 @@ import signal
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, TypeVar, overload
@@ -121,13 +122,28 @@ class _Job(Generic[Item, Result]):
         self.done, self.error, self.result = True, error, result
 
 
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """A process that is started meanwhile takes no module from the current folder before it has this one's path.
+
+    Python 3.10 does not know the variable: there a stray ``signal.py`` still breaks the workers.
+    """
+    before = os.environ.setdefault("PYTHONSAFEPATH", "")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        os.environ["PYTHONSAFEPATH"] = before  # empty is as good as unset
+
+
 class _Worker(Generic[Item, Result]):
     """One process, this end of its pipe, and the job it has."""
 
     def __init__(self, make_task: Callable[..., Callable[[Item], Result]], make_args: tuple[Any, ...]) -> None:
         self.pipe, other_end = _PROCESSES.Pipe()
         self.process = _PROCESSES.Process(target=_work, args=(other_end, make_task, make_args), daemon=True)
-        self.process.start()
+        with _safe_path():
+            self.process.start()
         # Ours was the second copy of that end: with it closed, the pipe ends when the worker does.
         other_end.close()
         self.job: _Job[Item, Result] | None = None

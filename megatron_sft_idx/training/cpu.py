@@ -42,8 +42,20 @@ def megatron_device() -> Iterator[None]:
             setattr(torch.cuda, name, original)
 
 
-# What Megatron calls by itself; the second before it writes a checkpoint.
-_WITHOUT_CUDA: dict[str, Callable[..., Any]] = {"current_device": lambda: "cpu", "synchronize": lambda *_: None}
+class _Stream:
+    """A stream that nothing waits for: on the CPU, what was called is done."""
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+# What Megatron calls by itself: the device everywhere, streams where gradients are reduced (0.19 and later), the last
+# before it writes a checkpoint.
+_WITHOUT_CUDA: dict[str, Callable[..., Any]] = {
+    "current_device": lambda: "cpu",
+    "current_stream": lambda *_: _Stream(),
+    "synchronize": lambda *_: None,
+}
 
 
 class _CudaMeansCpu(TorchFunctionMode):
