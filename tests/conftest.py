@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -38,6 +40,32 @@ def collected() -> Iterator[None]:
     """What a module's tests leave goes with it: torch kills a forked child that collects models its parent trained."""
     yield
     gc.collect()
+
+
+# What a base install lacks. Where that is so, a test that needs it is skipped; where all is there, nothing is.
+_EXTRAS = ("torch", "megatron", "pyarrow", "transformers", "zstandard", "boto3", "botocore", "multistorageclient")
+_MISSING = {name for name in _EXTRAS if find_spec(name) is None}
+
+
+def _skip_if_missing(report: Any, place: str, complaint: object) -> None:
+    """Turn the report of a failure into that of a skip where Python, or our own message, names what is missing."""
+    named = re.findall(r"No module named '(\w+)|needs ([\w-]+)[^\n]* pip install 'megatron-sft-idx\[", str(complaint))
+    if report.failed and (missing := _MISSING.intersection(name.replace("-", "") for pair in named for name in pair)):
+        report.outcome, report.longrepr = "skipped", (place, 0, f"{min(missing)} is not installed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    report = yield
+    _skip_if_missing(report, str(collector.path), report.longrepr)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    report = yield
+    _skip_if_missing(report, str(item.path), call.excinfo and call.excinfo.value)
+    return report
 
 
 _LEFT_OUT = pytest.StashKey[int]()

@@ -16,13 +16,14 @@ from chats import (
     preprocess,
     sequences_of,
 )
-from transformers import AutoTokenizer
 
 from megatron_sft_idx.shard import Shard
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(TOKENIZER, local_files_only=True)
 
 
@@ -247,7 +248,7 @@ def test_rows_with_tools_get_the_template_for_tools(tmp_path, tokenizer):
     rows = [row, {**row, "tools": tools}]
     done = preprocess(tmp_path / "x", "--tokenizer-model", tmp_path / "tok", "--packing", "none", rows=rows)
     assert done.code == 0, done
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "tok", local_files_only=True)
+    theirs = type(tokenizer).from_pretrained(tmp_path / "tok", local_files_only=True)
     for given, (ids, _) in zip(rows, sequences_of(tmp_path / "x"), strict=True):
         assert tokenizer.decode(ids) == theirs.apply_chat_template(
             given["messages"], given.get("tools"), tokenize=False

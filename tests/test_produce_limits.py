@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from chats import write_rows
 from interrupted_runs import be_quick
-from live_catalogs import publish
 from productions import acknowledge, ended, produced, producing, state_of, until
 
 from megatron_sft_idx.catalog import Ack, Base, Catalog, CatalogWatch, Limits, ProducerState, ack_folder, write_ack
@@ -209,6 +208,8 @@ def test_a_consumer_that_holds_everything_up_is_named(catalog):
     """Such as one of an earlier run under another name, which nobody will hear of again."""
     Path(catalog.folder).mkdir()
     catalog.write_producer(ProducerState(Limits(40, 8, max_ahead_shards=1), published=1))
+    from live_catalogs import publish
+
     publish(Path(catalog.folder), 0, 2)
     acknowledge(Path(catalog.folder), 1, "present")
     acknowledge(Path(catalog.folder), 0, "of-last-week")
