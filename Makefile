@@ -1,4 +1,4 @@
-# Everything a fresh machine needs is Python 3.10 to 3.12, a C++17 compiler and make.
+# Everything a fresh machine needs is Python 3.10 to 3.13, a C++17 compiler and make.
 # The targets make .venv themselves, once; it is renewed when one of the files it was made from changes.
 
 PYTHON ?= python3
@@ -11,7 +11,7 @@ SANITIZED := build/sanitize/lib
 
 .DEFAULT_GOAL := help
 FUZZ_SECONDS ?= 600
-.PHONY: help venv build lint format test test-slow test-ray test-browser test-cloud sanitize fuzz bench demo clean
+.PHONY: help venv build lint format test test-slow test-megatron test-ray test-browser test-cloud sanitize fuzz bench wheels demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,11 @@ test: $(VENV)/built  ## the test suite; what it skips it names at the end
 
 test-slow: $(VENV)/built  ## the longer checks that test leaves out
 	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python tests/matrix.py megatron
+
+# One environment for each Python but that of .venv, .venv-megatron-3.X: each takes 5 GB with a torch for CUDA.
+test-megatron: $(VENV)/built  ## faces, training and live data against each Python found here and its Megatron
+	@$(BIN)/python tests/matrix.py megatron
 
 test-ray: $(VENV)/built  ## preprocess --engine ray on clusters of several nodes on this machine, killed and not; installs Ray
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test,ray]'
@@ -78,17 +83,21 @@ bench: $(VENV)/built  ## the board, in under 20 minutes: everything beside its p
 	@$(PIP) install --constraint constraints.txt --no-deps mosaicml-streaming
 	@$(BIN)/python tools/bench/board.py $(if $(BENCHES),--only $(BENCHES))
 
+wheels: $(VENV)/built  ## dist/: a source distribution, and a wheel for each Python found here, tried in a fresh environment
+	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[wheels]'
+	@$(BIN)/python tests/matrix.py wheels
+
 # megatron-core warns four times that it falls back to its own code, which is what the demo wants.
 demo: $(VENV)/built  ## bundled chats become a packed shard in demo-out, are read back and shown
 	@$(BIN)/python -W 'ignore:Transformer Engine and Apex' tools/demo/run.py
 
 clean:  ## remove everything the targets made, .venv included
-	rm -rf $(VENV) .venv-swift .venv-swift.lock build dist demo-out *.egg-info megatron_sft_idx/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-megatron-* .venv-swift .venv-swift.lock build dist demo-out *.egg-info megatron_sft_idx/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/installed: pyproject.toml setup.py constraints.txt
-	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 12) or sys.exit( \
-	"$(PYTHON) is Python %d.%d; 3.10 to 3.12 is needed: make PYTHON=python3.11 ..." % v)'
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 13) or sys.exit( \
+	"$(PYTHON) is Python %d.%d; 3.10 to 3.13 is needed: make PYTHON=python3.11 ..." % v)'
 	@echo "setting up $(VENV), which takes a few minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install --constraint constraints.txt setuptools pybind11

@@ -4,7 +4,7 @@ import os
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec, module_from_spec
+from importlib.util import module_from_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers know the names below by
@@ -98,7 +98,7 @@ def _installed() -> ModuleSpec:
 
 
 # In the folder of a clone, Python finds these sources before the package that was installed from them.
-if find_spec(f"{__name__}._native") is None:
+if PathFinder.find_spec(f"{__name__}._native", __path__) is None:
     _spec = _installed()
     sys.modules[__name__] = module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules[__name__])  # type: ignore[union-attr]

@@ -15,7 +15,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.shard.published import missing_files
-from megatron_sft_idx.storage import BackendName, ReadOptions, is_remote
+from megatron_sft_idx.storage import CACHE_NBYTES, Advice, BackendName, ReadOptions, is_remote
 
 __all__ = ["MMapIndexedDataset", "SFTIndexedDataset"]
 
@@ -83,8 +83,10 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         dtype_code: accepted and without effect, as ``fast_cache_load``.
         copy: hand out writable copies instead of read-only views.
         backend: of ``Shard``, such as ``"process"``; None goes by ``mmap``.
-        reading: ``cache_bytes``, ``advice`` and ``huge_pages`` of ``Shard``, whose ``schedule``, ``willneed`` and
+        cache_bytes: of ``Shard``, as are ``advice`` and ``huge_pages``. Its ``schedule``, ``willneed`` and
             ``dontneed`` are there as ``ds.shard``.
+        advice: of ``Shard``.
+        huge_pages: of ``Shard``.
 
     Raises:
         ShardNotFoundError: some of the five files are missing.
@@ -104,12 +106,24 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         *,
         copy: bool = False,
         backend: BackendName | ReadOptions | None = None,
-        **reading: Any,
+        cache_bytes: int = CACHE_NBYTES,
+        advice: Advice = "normal",
+        huge_pages: bool = False,
     ) -> None:
         config = object_storage_config or s3_config
-        chosen = {"copy": copy, "backend": backend, **reading}
         self.initialize(
-            path_prefix, multimodal, mmap, config, fast_cache_load, sequences_per_dataset, dtype_code, **chosen
+            path_prefix,
+            multimodal,
+            mmap,
+            config,
+            fast_cache_load,
+            sequences_per_dataset,
+            dtype_code,
+            copy=copy,
+            backend=backend,
+            cache_bytes=cache_bytes,
+            advice=advice,
+            huge_pages=huge_pages,
         )
 
     def initialize(
@@ -124,7 +138,9 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         *,
         copy: bool = False,
         backend: BackendName | ReadOptions | None = None,
-        **reading: Any,
+        cache_bytes: int = CACHE_NBYTES,
+        advice: Advice = "normal",
+        huge_pages: bool = False,
     ) -> None:
         """Open the shard; arguments as the constructor's."""
         if multimodal:
@@ -132,8 +148,14 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         if object_storage_config and not is_remote(path_prefix):
             raise FormatError(f"{path_prefix}: object storage is configured, but this is a local path; leave that out")
         cache = object_storage_config.path_to_idx_cache if object_storage_config else None
-        backend = backend or ("mmap" if mmap else "pread")
-        shard = Shard(path_prefix, backend=backend, copy=copy, index_cache=cache, **reading)
+        backend = ReadOptions.of(
+            path_prefix,
+            backend or ("mmap" if mmap else "pread"),
+            cache_bytes=cache_bytes,
+            advice=advice,
+            huge_pages=huge_pages,
+        )
+        shard = Shard(path_prefix, backend=backend, copy=copy, index_cache=cache)
         self._take(shard, object_storage_config)
 
     def _take(self, shard: Shard, object_storage_config: Any) -> None:

@@ -49,7 +49,7 @@ _MISSING = {name for name in _EXTRAS if find_spec(name) is None}
 
 def _skip_if_missing(report: Any, place: str, complaint: object) -> None:
     """Turn the report of a failure into that of a skip where Python, or our own message, names what is missing."""
-    named = re.findall(r"No module named '(\w+)|needs ([\w-]+)[^\n]* pip install 'megatron-sft-idx\[", str(complaint))
+    named = re.findall(r"No module named '(\w+)|needs? ([\w-]+)[^\n]* pip install 'megatron-sft-idx\[", str(complaint))
     if report.failed and (missing := _MISSING.intersection(name.replace("-", "") for pair in named for name in pair)):
         report.outcome, report.longrepr = "skipped", (place, 0, f"{min(missing)} is not installed")
 

@@ -35,7 +35,7 @@ HEAVY = MEGATRON | CLOUD | {"transformers", "datasets", "ray", "pyarrow", "gigat
 
 TOP_LEVEL = {
     *("setup.py", "megatron_sft_idx", "csrc", "tests", "tools", "docs", "README.md"),
-    *("pyproject.toml", "Makefile", "constraints.txt", "CHANGELOG.md", "LICENSE"),
+    *("pyproject.toml", "Makefile", "MANIFEST.in", "constraints.txt", "CHANGELOG.md", "LICENSE"),
 }
 # Written so that this file does not hold what it looks for.
 PRIVATE = re.compile(r"(?<![\w.\-/])/(?:wor[k]|tm[p]|hom[e]|roo[t])/[\w.]")

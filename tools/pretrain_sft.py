@@ -21,8 +21,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+try:
+    from megatron_sft_idx import PackedSFTDataset
+except ImportError as error:  # torch or Megatron is missing
+    raise SystemExit(f"{__file__}: {error}") from None
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
@@ -41,7 +47,6 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.streaming.megatron import LiveData, add_live_options, check_live_options, is_live, open_live
 from megatron_sft_idx.training.attention import ATTENTION, Batch, layer_spec, model_inputs
 from megatron_sft_idx.training.cpu import connect, current_device, megatron_device, seed_everything
-from megatron_sft_idx.training.dataset import PackedSFTDataset
 from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.provider import build_datasets
 from megatron_sft_idx.training.rows import PackedRows
@@ -116,6 +121,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             check_live_options(args)
         except FormatError as error:
             parser.error(str(error))
+    if args.save and find_spec("psutil") is None:  # megatron.core would wait for ever as it writes a checkpoint
+        parser.error("--save needs psutil: pip install 'megatron-sft-idx[megatron]'")
     args.read = read_options(args, parser)
     args.encoding = encoding_options(args, parser) if args.tokenizer_model else None
     args.train_iters = 50 if args.train_iters is None else args.train_iters

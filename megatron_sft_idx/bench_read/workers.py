@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -39,7 +38,7 @@ class Workers:
     """
 
     def __init__(self, command: Sequence[str] = SHARD_WORKERS) -> None:
-        self._errors = tempfile.TemporaryFile(buffering=0)
+        self._errors = os.memfd_create("errors")
         # A session of their own: Ctrl-C is for whoever gives the jobs, and all can be ended at once.
         self._process = subprocess.Popen(
             command,
@@ -75,10 +74,9 @@ class Workers:
 
     def _said(self) -> str:
         """What the processes last complained of on standard error: of a traceback, the line that says what it is."""
-        errors = self._errors.fileno()  # shared with them, the place in it too
-        lines = os.pread(errors, os.fstat(errors).st_size, 0).decode(errors="replace").strip().splitlines()
-        os.ftruncate(errors, 0)
-        os.lseek(errors, 0, os.SEEK_SET)
+        lines = os.pread(self._errors, os.fstat(self._errors).st_size, 0).decode(errors="replace").strip().splitlines()
+        os.ftruncate(self._errors, 0)
+        os.lseek(self._errors, 0, os.SEEK_SET)  # theirs too: it is one open file
         return f": {lines[-1]}" if lines else ""
 
     def __enter__(self) -> Workers:
@@ -93,4 +91,4 @@ class Workers:
         with suppress(BrokenPipeError):  # a job that nobody took
             self._process.__exit__(kind, error, trace)
         self._process.wait()
-        self._errors.close()
+        os.close(self._errors)

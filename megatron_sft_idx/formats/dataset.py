@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +21,35 @@ from megatron_sft_idx.formats.registry import Source, find
 from megatron_sft_idx.formats.sft_idx import FORMAT as SHARDS
 from megatron_sft_idx.formats.sft_idx import Reader as ShardReader
 from megatron_sft_idx.shard.reader import Pack, Shard
-from megatron_sft_idx.storage import ReadOptions
+from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from megatron_sft_idx.formats.parquet import Opener
+    from megatron_sft_idx.formats.stock import MaskRule
 
 __all__ = ["PackedDataset", "open_dataset"]
 
 # What several shards read as one understand.
 _SHARED_OPTIONS = {"backend", "copy", *ReadOptions._fields}
+
+
+class Options(TypedDict, total=False):
+    """What readers of the one or the other format take besides; ``Reader`` of each format says what it means."""
+
+    advice: Advice
+    allow_gaps: bool
+    backend: BackendName | ReadOptions
+    cache_bytes: int
+    cache_nbytes: int
+    capacity: int | None
+    copy: bool
+    huge_pages: bool
+    index_cache: str | None
+    mask_path: str | os.PathLike[str] | None
+    mask_rule: MaskRule | None
+    opener: Opener | None
 
 
 def open_dataset(
@@ -34,7 +58,7 @@ def open_dataset(
     format: str | None = None,
     mask_alignment: MaskAlignment = "label",
     max_open: int = MAX_OPEN,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> PackedDataset:
     """Open packed data of any format this package reads.
 

@@ -1,0 +1,161 @@
+"""Every Python from 3.10 to 3.13 that is found here, in the PATH or under pyenv's folder.
+
+``python tests/matrix.py megatron`` runs the tests of the faces, training and live data against each, with the Megatron
+that constraints.txt has for it. Each has an environment of its own beside .venv, made once and used again.
+``python tests/matrix.py wheels`` makes a source distribution and a wheel for each of it, and tries every wheel in a
+fresh environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+MADE_FROM = ("pyproject.toml", "setup.py", "constraints.txt")
+TESTS = ("megatron_faces", "bridge_collate", "training_*", "live_*", "streaming_*", "chunk_folder", "pretrain_script")
+# One that can make environments and compile: pyenv has shims that run nothing, systems a Python without headers.
+PROBE = """
+import ensurepip, os, sys, sysconfig, venv
+assert os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
+print("{}.{}".format(*sys.version_info))
+"""
+TRY = """
+import sys
+from megatron_sft_idx import Shard, _native
+(pack,) = Shard(sys.argv[1])
+assert _native.__file__.startswith(sys.prefix), _native.__file__
+print(f"{len(pack['input_ids'])} tokens, {pack['loss_mask'].sum()} trained")
+"""
+CHAT = '{"messages": [{"role": "user", "content": "Good morning!"}, {"role": "assistant", "content": "Bonjour !"}]}\n'
+
+
+def candidates(version: str) -> Iterator[Path]:
+    """Where a Python of this version may be, the most likely first."""
+    for folder in os.get_exec_path():
+        yield Path(folder, f"python{version}")
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    yield from sorted(pyenv.glob(f"versions/{version}.*/bin/python"))
+
+
+def find(version: str) -> Path | None:
+    """A Python of this version that works."""
+    for path in candidates(version):
+        if path.exists():
+            probed = subprocess.run([path, "-I", "-c", PROBE], capture_output=True, text=True, check=False)
+            if probed.stdout.strip() == version:
+                return path
+    return None
+
+
+def pip(python: Path | str, *arguments: object) -> None:
+    """Run pip quietly, with the versions of constraints.txt, also where it builds apart."""
+    constraints = str(ROOT / "constraints.txt")
+    command = [python, "-m", "pip", "-qq", "--disable-pip-version-check", *map(str, arguments)]
+    subprocess.run(command, env={**os.environ, "PIP_CONSTRAINT": constraints}, cwd=ROOT, check=True)
+
+
+def environment(version: str, found: Path) -> Path:
+    """The Python of an environment with this package and its tests' needs; .venv's own where the version is its."""
+    if version == "{}.{}".format(*sys.version_info):
+        return Path(sys.executable)
+    folder = ROOT / f".venv-megatron-{version}"
+    python, stamp = folder / "bin" / "python", folder / "made-from"
+    wanted = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in MADE_FROM)).hexdigest()
+    if not stamp.exists() or stamp.read_text() != wanted:
+        print(f"setting up {folder.name}, which takes many minutes and 5 GB the first time", flush=True)
+        subprocess.run([found, "-m", "venv", folder], check=True)
+        pip(python, "install", "setuptools", "pybind11")
+        pip(python, "install", "--no-build-isolation", "--editable", ".[test]")
+        stamp.write_text(wanted)
+    subprocess.run([python, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=ROOT, check=True)
+    return python
+
+
+def test_megatron(pythons: dict[str, Path]) -> list[str]:
+    """What each pair came to, in a line; the first word says whether it is good."""
+    files = [str(path) for name in TESTS for path in sorted((ROOT / "tests").glob(f"test_{name}.py"))]
+    outcomes = []
+    for version, found in pythons.items():
+        try:
+            python = environment(version, found)
+        except subprocess.CalledProcessError as error:
+            outcomes.append(f"bad: Python {version}: {error}")
+            continue
+        query = "from importlib.metadata import version as v; print(v('megatron-core'), 'and torch', v('torch'))"
+        pair = subprocess.run([python, "-c", query], capture_output=True, text=True, check=True).stdout.strip()
+        print(f"Python {version}, megatron-core {pair}", flush=True)
+        command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile"]
+        run = subprocess.Popen([*command, *files], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert run.stdout is not None
+        last = ""
+        for line in run.stdout:
+            print(line, end="", flush=True)
+            last = line.strip() or last
+        outcomes.append(f"{'bad' if run.wait() else 'good'}: Python {version}, megatron-core {pair}: {last}")
+    return outcomes
+
+
+def make_wheels(pythons: dict[str, Path]) -> list[str]:
+    """What was made and tried, in lines; the first word says whether it is good."""
+    out = ROOT / "dist"
+    shutil.rmtree(out, ignore_errors=True)
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, out], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+    (source,) = out.iterdir()
+    outcomes = [f"good: {source.name}, {source.stat().st_size / 1e6:.1f} MB: the wheels were made from it"]
+    for version, found in pythons.items():
+        with tempfile.TemporaryDirectory() as temporary:
+            try:
+                outcomes.append(_make_wheel(version, found, source, Path(temporary)))
+            except subprocess.CalledProcessError as error:
+                outcomes.append(f"bad: Python {version}: {error} {error.stderr or ''}")
+    return outcomes
+
+
+def _make_wheel(version: str, found: Path, source: Path, here: Path) -> str:
+    """One wheel, made from the source distribution, repaired, and tried in the environment of a stranger."""
+    subprocess.run([found, "-m", "venv", here / "env"], check=True)
+    programs, python = here / "env" / "bin", here / "env" / "bin" / "python"
+    pip(python, "wheel", "--no-deps", "--wheel-dir", here, source)
+    (plain,) = here.glob("*.whl")
+    repair = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", here / "repaired", plain]
+    tools = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    subprocess.run(repair, env=tools, capture_output=True, text=True, check=True)
+    (wheel,) = (here / "repaired").iterdir()
+    pip(python, "install", wheel)
+    (here / "chat.jsonl").write_text(CHAT)
+    arguments = ["--tokenizer-model", ROOT / "tools/demo/tokenizer", "--seq-length", "64", "--output-prefix", "x"]
+    steps = {
+        "preprocessed": [programs / "megatron-sft-idx", "preprocess", "--input", "chat.jsonl", *arguments],
+        "verified": [programs / "megatron-sft-idx", "verify", "x", "--full"],
+        "read": [python, "-c", TRY, "x"],
+    }
+    for step, command in steps.items():
+        run = subprocess.run(command, cwd=here, capture_output=True, text=True, check=False)
+        if run.returncode:
+            return f"bad: {wheel.name}: {step}: {run.stderr.strip()}"
+    shutil.copy(wheel, source.parent)
+    return f"good: {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB: {', '.join(steps)}: {run.stdout.strip()}"
+
+
+def main(task: str) -> int:
+    """Do it, say what it came to, and which Pythons were not there."""
+    found = {version: find(version) for version in VERSIONS}
+    pythons = {version: path for version, path in found.items() if path}
+    outcomes = {"megatron": test_megatron, "wheels": make_wheels}[task](pythons)
+    print(*outcomes, sep="\n")
+    if missing := [version for version in VERSIONS if version not in pythons]:
+        print(f"not found, neither in the PATH nor under pyenv's folder: Python {', '.join(missing)}")
+    return int(any(outcome.startswith("bad") for outcome in outcomes) or not pythons)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
