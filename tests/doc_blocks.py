@@ -88,9 +88,10 @@ def outputs(blocks: Sequence[Block]) -> Iterator[tuple[Block, Block]]:
 
 
 def clone(folder: Path) -> Path:
-    """What pasted commands touch of a clone, in ``folder``; the package itself is the one under test."""
-    ignored = shutil.ignore_patterns("bench", "__pycache__")
-    shutil.copytree(ROOT / "tools", folder / "tools", ignore=ignored)
+    """What pasted commands meet of a clone, in ``folder``: its sources too, before which the package under test is."""
+    ignored = shutil.ignore_patterns("bench", "__pycache__", "*.so")
+    for name in ("tools", "megatron_sft_idx"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     return folder
 
 
@@ -105,7 +106,7 @@ def fast_environment(folder: Path) -> dict[str, str]:
             (programs / name).chmod(0o755)
     path = os.pathsep.join([str(programs), os.environ["PATH"]])
     # One thread: more of them wait for each other where tests run beside tests.
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def paste(
@@ -137,8 +138,11 @@ def _in_one_shell(
     for number, block in enumerate(blocks):
         script.append(f"exec >{said}/{number}.out 2>{said}/{number}.err </dev/null")
         if block.kind == "python":
+            # As a file where the commands are run; given to Python in both other ways it prints the same.
             (said / f"{number}.py").write_text(block.text, encoding="utf-8")
-            script.append(f"python {said}/{number}.py")
+            script += [f"cp {said}/{number}.py block.py", "python block.py", "program=$(cat block.py)"]
+            script += [f"{way} | diff - {said}/{number}.out" for way in ('python -c "$program"', "python - < block.py")]
+            script.append("rm block.py")
         elif block.kind == "sh fails":
             script.append(f"if (\n{block.text}) then\necho it succeeded >&2\nexit 1\nfi")
         else:

@@ -305,11 +305,11 @@ def test_processes_that_die_are_a_setting_that_is_refused(shard: Path) -> None:
             with pytest.raises(OSError, match="its process ended with code 9"):
                 workers.run(job)
     failing = dying.replace("os._exit(9)", "1 / 0")
-    with Workers((sys.executable, "-c", failing)) as workers:
-        with pytest.raises(OSError, match="its process ended with code 1: ZeroDivisionError: division by zero"):
-            workers.run(job)
-    with Workers((sys.executable, "-c", "import no_such_module")) as workers:
-        with pytest.raises(OSError, match="ended with code 1: ModuleNotFoundError: No module named 'no_such_module'"):
+    for program, found in (
+        (failing, "its process ended with code 1: ZeroDivisionError: division by zero"),
+        ("import no_such_module", "processes ended with code 1: ModuleNotFoundError: No module named 'no_such_module'"),
+    ):
+        with Workers((sys.executable, "-c", program)) as workers, pytest.raises(OSError, match=found):
             workers.run(job)
     killed = dying.replace("_exit(9)", "kill(os.getpid(), 9)")
     with Workers((sys.executable, "-c", killed)) as workers, pytest.raises(OSError, match="its process was killed"):

@@ -17,6 +17,7 @@ from types import FunctionType
 
 import pytest
 from chats import CHATS, TOKENIZER, command
+from troubles import quoted
 
 import megatron_sft_idx
 
@@ -66,6 +67,7 @@ def test_a_clone_beside_no_installed_package_says_how_to_compile_it(clone: Path)
     assert run.returncode == 1
     found = f"{clone}: sources whose C++ is not compiled for Python 3.{sys.version_info.minor}"
     assert run.stderr.splitlines()[-1] == f"ImportError: {found}: pip install --editable {clone}"
+    assert any(message in run.stderr for message in quoted("docs/troubleshooting.md", "Installing"))
 
 
 def test_processes_of_ours_take_nothing_from_the_current_folder(
@@ -105,6 +107,8 @@ def test_without_megatron_one_line_says_what_brings_it(program: str, missing: st
     lines = run.stderr.splitlines()
     assert lines[-1].endswith(f"needs {missing}, which is not installed: pip install 'megatron-sft-idx[megatron]'")
     assert len(lines) == 1 or "runpy" not in program
+    told = [message for message in quoted("docs/troubleshooting.md", "Installing") if message.startswith("needs ")]
+    assert [message.replace("torch", missing) in lines[-1] for message in told] == [True]
 
 
 def test_type_checkers_know_every_public_name() -> None:

@@ -86,7 +86,11 @@ def wrongly_shown(page: str, kinds: set[str], folder: Path) -> list[str]:
 
 def assert_ignored(folder: Path) -> None:
     """What blocks make is nothing that git, or a test of what belongs to the project, takes for the project's."""
-    made = {path.name + "/" * path.is_dir() for path in folder.iterdir()} - {"tools/", ".programs/"}
+    made = {path.name + "/" * path.is_dir() for path in folder.iterdir()} - {
+        "tools/",
+        "megatron_sft_idx/",
+        ".programs/",
+    }
     git = ["git", "check-ignore", "--no-index", *made]
     ignored = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
     if ignored.returncode != 128:  # not a checkout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from doc_blocks import ROOT, RUN, blocks_of, complaint, outputs, paste
 pytestmark = pytest.mark.slow
 
 
-def test_the_readme_in_a_clean_clone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("install", ["pip install", "pip install --editable"])
+def test_the_readme_in_a_clean_clone(tmp_path: Path, install: str) -> None:
     folder = tmp_path / "clone"
     git = ["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(folder)]
     if subprocess.run(git, capture_output=True, check=False).returncode:
@@ -23,6 +25,11 @@ def test_the_readme_in_a_clean_clone(tmp_path: Path) -> None:
     environment = {name: os.environ[name] for name in os.environ if not name.startswith("PY")}
     environment["PYTEST_ADDOPTS"] = "tests/test_house.py"
     pasted = [block for block in blocks if block.kind in {*RUN, "sh install", "sh slow", "sh ray"}]
+    if "--editable" in install:  # the commands that are quick, by the package that is compiled in the clone
+        pasted = [block for block in pasted if block.kind in RUN or "pip install" in block.text]
+        pasted = [replace(block, text=block.text.replace(" '.[", " --editable '.[")) for block in pasted]
     said = paste(pasted, folder, environment, 3600)
     wrong = [complaint(shown, said[block]) for block, shown in outputs(blocks) if block in said]
     assert not any(wrong), "\n\n".join(filter(None, wrong))
+    # `make` compiles in the clone as well; what pip installed without --editable lies elsewhere.
+    assert list(folder.glob("megatron_sft_idx/_native.*.so"))
