@@ -25,12 +25,63 @@ CODE = [
 ]
 WORDS = [
     *("the", "Hello", "HELLO", "it's", "WE'LL", "they'Ve", "ſ's", "don’t", "naïve", "straße", "ǅ", "ﬁre", "über"),
-    *("Привет", "мир", "γειά", "שָׁלוֹם", "مَرْحَبًا", "नमस्ते", "สวัสดี", "你好世界", "機械学習", "こんにちは", "カﾀｶﾅ", "한국어"),
-    *("한", "각", "ក្រុង", "ᠮᠣᠩᠭᠣᠯ", "𐍈𐌰", "𠮷野家", "🯰🯱", "𝔘𝔫𝔦", "e\u0301", "A\u030a", "\u1e9b\u0323", "a\u0300\u0316\u0327"),
+    *(
+        "Привет",
+        "мир",
+        "γειά",
+        "שָׁלוֹם",
+        "مَرْحَبًا",
+        "नमस्ते",
+        "สวัสดี",
+        "你好世界",
+        "機械学習",
+        "こんにちは",
+        "カﾀｶﾅ",
+        "한국어",
+    ),
+    *(
+        "한",
+        "각",
+        "ក្រុង",
+        "ᠮᠣᠩᠭᠣᠯ",
+        "𐍈𐌰",
+        "𠮷野家",
+        "🯰🯱",
+        "𝔘𝔫𝔦",
+        "e\u0301",
+        "A\u030a",
+        "\u1e9b\u0323",
+        "a\u0300\u0316\u0327",
+    ),
     *("Z\u0351\u036b\u0343a\u0363l\u0348\u034dgo", "\u0301", "\u200d", "\u202eabc\u202c", "ﷺ", "½", "™", "㍿", "㌔"),
 ]
-EMOJI = ["😀", "👨\u200d👩\u200d👧\u200d👦", "🏳️\u200d🌈", "👩🏽\u200d🚀", "🇫🇷🇩🇪", "1️⃣", "☺️", "☺", "🫠", "🏴\U000e0067\U000e007f", "🏽"]
-EDGES = ["\x00", "\x7f", "\x80", "\xff", "\ud7ff", "\ue000", "\ufdd0", "\ufffd", "\ufffe", "\uffff", "\U00010000", "\U0010ffff"]
+EMOJI = [
+    "😀",
+    "👨\u200d👩\u200d👧\u200d👦",
+    "🏳️\u200d🌈",
+    "👩🏽\u200d🚀",
+    "🇫🇷🇩🇪",
+    "1️⃣",
+    "☺️",
+    "☺",
+    "🫠",
+    "🏴\U000e0067\U000e007f",
+    "🏽",
+]
+EDGES = [
+    "\x00",
+    "\x7f",
+    "\x80",
+    "\xff",
+    "\ud7ff",
+    "\ue000",
+    "\ufdd0",
+    "\ufffd",
+    "\ufffe",
+    "\uffff",
+    "\U00010000",
+    "\U0010ffff",
+]
 
 
 def probe(count: int, control: Sequence[str] = (), *, seed: int = 0, longest: int = 3_000) -> Iterator[str]:
@@ -56,7 +107,9 @@ def probe(count: int, control: Sequence[str] = (), *, seed: int = 0, longest: in
             parts = [chr(c) + rng.choice(["", " ", "a", "1", "\n", "'s", "", " "]) for c in some]
         elif kind == 3:  # neighbours, which mostly are of one script
             start = rng.choice(known)
-            parts = [chr(c) for c in range(start, start + rng.randrange(1, 40)) if c < 0x110000 and not 0xD800 <= c < 0xE000]
+            parts = [
+                chr(c) for c in range(start, start + rng.randrange(1, 40)) if c < 0x110000 and not 0xD800 <= c < 0xE000
+            ]
         elif kind == 4:  # runs
             length = rng.choice([2, 3, 7, 16, 17, 64, 200, longest]) if number % 64 == 4 else rng.randrange(1, 20)
             parts = [rng.choice([*pieces, *"aA0.-=_#*\n\t /"]) * length, rng.choice(pieces)]
