@@ -31,7 +31,11 @@ MEGATRON = {"torch", "megatron"}
 LIGHT_VERBS = {"preprocess", "convert", "produce", "report", "bench_read"}
 # Imported where used, never when a module of ours is imported.
 CLOUD = {"boto3", "botocore", "multistorageclient", "obstore"}
-HEAVY = MEGATRON | CLOUD | {"transformers", "datasets", "ray", "pyarrow", "gigatoken", "zstandard"}
+HEAVY = (
+    MEGATRON
+    | CLOUD
+    | {"transformers", "datasets", "ray", "pyarrow", "gigatoken", "zstandard", "sentencepiece", "tiktoken"}
+)
 
 TOP_LEVEL = {
     *("setup.py", "megatron_sft_idx", "csrc", "tests", "tools", "docs", "README.md"),

@@ -59,16 +59,11 @@ def model(**changes: Any) -> dict[str, Any]:
 TOKEN = {"id": 0, "content": "<x>", "special": True}
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n"
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
-    "empty folder": (only(), "holds no tokenizer.json"),
-    "sentencepiece only": (
-        only("tokenizer.model"),
-        "without tokenizer.json; convert it once with transformers",
-    ),
+    "empty folder": (only(), "holds no tokenizer.json, tekken.json, SentencePiece model or file of ranks"),
     "vocab and merges only": (
         only("vocab.json", "merges.txt"),
-        r"vocab.json: a tokenizer without tokenizer.json",
+        r"vocab.json: a tokenizer without tokenizer.json; convert it once with transformers: python -c .*AutoTokenizer",
     ),
-    "tiktoken only": (only("tiktoken.model"), "AutoTokenizer"),
     "empty file": (file("tokenizer.json", ""), "not JSON"),
     "cut short": (file("tokenizer.json", zoo.train("gpt2")[:5000]), "not JSON"),
     "not UTF-8": (file("tokenizer.json", b'{"model": "\xff"}'), "not JSON"),
@@ -141,9 +136,9 @@ def test_hub_names_are_not_downloaded(name: str, monkeypatch: pytest.MonkeyPatch
 def test_other_wrong_paths_and_options(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="no such file or folder"):
         load_tokenizer(tmp_path / "gone" / "tokenizer.json")
-    (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
+    (tmp_path / "vocab.txt").write_bytes(b"the\n")
     with pytest.raises(FormatError, match=r"without tokenizer\.json; convert it once"):
-        load_tokenizer(tmp_path / "tokenizer.model")
+        load_tokenizer(tmp_path / "vocab.txt")
     with pytest.raises(FormatError, match="backend: 'rust' is not one of"):
         load_tokenizer(tmp_path, backend="rust")  # type: ignore[arg-type]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -11,18 +12,22 @@ import unicodedata
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tokenizer_zoo as zoo
+import xxhash
 from chats import ROOT, TOKENIZER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sft_idx.chat.tokenizer import fast_engine
+from megatron_sft_idx.chat.tokenizer import fast_engine, load_tokenizer
 from megatron_sft_idx.chat.tokenizer.engines import Ids, TokenizersEngine, build_tokenizer
-from megatron_sft_idx.chat.tokenizer.fast_engine import FastEngine, known_class, load_fast_engine
+from megatron_sft_idx.chat.tokenizer.fast_engine import FastEngine, known_class, load_fast_engine, settled
+from megatron_sft_idx.chat.types import Rendered
+from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder
 
 pytest.importorskip("gigatoken")
 
@@ -100,7 +105,24 @@ def test_new_characters_go_to_the_library_that_defines_the_ids(kind: str) -> Non
     """U+11DE0 became a digit in Unicode 17, which one library knows and the other does not."""
     fast, exact = engines(zoo.spec_of(kind))
     assert differing(fast, exact, [in_context("\U00011de0"), "plain", "é", in_context("\U00016ff4")]) == []
-    assert unicodedata.category("\U00011de0") == "Cn", "pick a character this Python does not know"
+    assert not settled()[[0x11DE0, 0x16FF4]].any()
+
+
+def test_what_all_tables_know_is_no_matter_of_this_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python with newer tables than a library's once took that library's ignorance for knowledge."""
+    here = np.array([unicodedata.category(chr(code)) != "Cn" for code in range(0x110000)])
+    assert (here >= settled()).all(), "characters stay"
+    assert (unicodedata.unidata_version != "13.0.0") or (here == settled()).all()
+    assert not settled()[[0x378, 0xFFFE, 0x2FFFF]].any()
+    assert settled()[[0, 0x41, 0x4E00, 0x1F600, 0x1F9FF, 0xE000, 0x10FFFD]].all()
+    assert xxhash.xxh3_64_hexdigest(np.packbits(settled()).tobytes()) == "490e3951eb6e0d9d"
+
+    def unasked(character: str) -> str:
+        raise AssertionError(f"{character!r}: asked this Python's tables")
+
+    monkeypatch.setattr(fast_engine.unicodedata, "category", unasked)
+    fast, exact = engines(zoo.spec_of("qwen2"))
+    assert differing(fast, exact, ["plain", "naïve 😀", in_context("\U00011de0")]) == []
 
 
 def variant(kind: str, **flags: bool) -> dict[str, Any]:
@@ -203,9 +225,9 @@ class Wrong:
     def __init__(self, right: Any) -> None:
         self.right = right
 
-    def encode_batch(self, texts: list[bytes], *, parallel: bool) -> Any:
-        found = self.right.encode_batch(texts, parallel=parallel)
-        found.layout.content.data[5] += 1
+    def encode(self, text: bytes) -> Any:
+        found = self.right.encode(text).copy()
+        found[5] += 1
         return found
 
 
@@ -261,6 +283,51 @@ def test_what_the_sample_took_is_given_back() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}
     grown = subprocess.run([sys.executable, "-c", LOADS, TOKENIZER], check=True, env=environment, capture_output=True)
     assert int(grown.stdout) < 8 << 20
+
+
+def test_the_sample_is_paid_for_once_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are handed what the first process proved, and prove it again for another tokenizer or other libraries."""
+    samples: list[str] = []
+    agrees = fast_engine._agrees
+    monkeypatch.setattr(fast_engine, "_agrees", lambda *args: samples.append("one more") or agrees(*args))
+    encoder = RowEncoder(EncodingOptions(str(zoo.write_folder(tmp_path / "a", "gpt2"))))
+    assert (len(samples), encoder.tokenizer.backend) == (1, "gigatoken")
+    handed = pickle.loads(pickle.dumps(encoder.options))
+    assert RowEncoder(handed).tokenizer.backend == "gigatoken"
+    assert pickle.loads(pickle.dumps(encoder.tokenizer)).backend == "gigatoken"
+    assert len(samples) == 1
+    zoo.write_folder(tmp_path / "a", "llama3")
+    assert RowEncoder(handed).tokenizer.backend == "gigatoken"
+    assert len(samples) == 2
+    monkeypatch.setattr(fast_engine, "version", lambda name: "0.0.1")
+    assert load_tokenizer(tmp_path / "a", proof=RowEncoder(handed).tokenizer.proof.replace("0.0.1", "0.0.2"))
+    assert len(samples) == 4
+
+
+def test_loading_and_encoding_import_nothing_large() -> None:
+    script = (
+        "import sys; from megatron_sft_idx.chat.tokenizer import load_tokenizer as load; "
+        "from megatron_sft_idx.chat.types import Rendered; "
+        "t = load(sys.argv[1], backend='gigatoken'); t.encode([Rendered('é', [])]); "
+        "print({'awkward', 'transformers', 'sentencepiece', 'tiktoken', 'mistral_common', 'torch'} & set(sys.modules))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run([sys.executable, "-c", script, TOKENIZER], check=True, env=environment, capture_output=True)
+    assert found.stdout.decode().strip() == "set()"
+
+
+@pytest.mark.parametrize("piece", ["a", "é", "<", "abcdefg"])
+def test_a_long_added_token_is_left_to_the_library_that_takes_it_in_its_stride(tmp_path: Path, piece: str) -> None:
+    long = (piece * 30_000)[:30_000]
+    tokenizer = load_tokenizer(zoo.write_folder(tmp_path, "gpt2", {"extra_special_tokens": [long]}))
+    assert tokenizer.backend == "tokenizers"
+    text = f"the {long} fox {long[:-1]}"
+    ids = tokenizer.encode([Rendered(text, [])])[0].input_ids
+    assert tokenizer.decode(ids) == text
+    assert np.count_nonzero(ids == tokenizer.vocab_size - 1) == 1
+    literal = tokenizer.encode([Rendered(text, [], [(4, 4 + len(long))])])[0].input_ids
+    assert tokenizer.decode(literal) == text
+    assert not np.count_nonzero(literal == tokenizer.vocab_size - 1)
 
 
 def test_no_texts_are_no_rows() -> None:

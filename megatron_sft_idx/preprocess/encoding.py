@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ class EncodingOptions:
     """How rows become sequences; picklable, the same in every worker.
 
     Attributes:
-        tokenizer: folder or ``tokenizer.json`` of the tokenizer.
+        tokenizer: folder or vocabulary file of the tokenizer.
         chat_template: template text that replaces the tokenizer's own.
         template_name: what errors call it, such as its file.
         template_kwargs: extra variables for the template.
@@ -38,6 +38,7 @@ class EncodingOptions:
             it is.
         span_by_span: tokenise each trained span by itself, so that no token straddles its edge.
         on_bad_row: ``error`` stops at the first row that cannot be used, ``skip`` counts and lists it.
+        tokenizer_proof: of the tokenizer as loaded before, so that no worker proves again what one process did.
     """
 
     tokenizer: str
@@ -49,6 +50,7 @@ class EncodingOptions:
     append_eod: bool = False
     span_by_span: bool = False
     on_bad_row: Literal["error", "skip"] = "error"
+    tokenizer_proof: str = ""
 
 
 @dataclass(slots=True)
@@ -87,13 +89,18 @@ _Prepared = _Drawn | TokenizedRow
 class RowEncoder:
     """Turns pieces of input into token ids with their masks.
 
+    Attributes:
+        options: as given, and for other processes what it took this one seconds to find out.
+
     Raises:
         FormatError: the tokenizer or the template cannot be used.
     """
 
     def __init__(self, options: EncodingOptions) -> None:
-        self.options = options
-        self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer)
+        self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer, proof=options.tokenizer_proof)
+        if options.chat_template is None and (generated := self.tokenizer.generated_template) is not None:
+            options = replace(options, chat_template=generated, template_name=options.tokenizer)
+        self.options = options = replace(options, tokenizer_proof=self.tokenizer.proof)
         self.token_dtype = token_dtype_for_vocabulary(self.tokenizer.vocab_size)
         if options.append_eod and self.tokenizer.eos_id is None:
             raise FormatError(f"{options.tokenizer}: --append-eod, but the tokenizer names no eos_token; leave it out")

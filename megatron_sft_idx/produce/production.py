@@ -174,7 +174,7 @@ class _Production:
         """Make shards until the input ends; then say how many there are."""
         results = map_in_order(
             make_encode_task,
-            (self._options.encoding,),
+            (self._encoder.options,),
             self._feed,
             workers=self._options.workers,
             name_of=name_of_piece,

@@ -112,7 +112,8 @@ class RawLines:
         self.options = options
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RawLines, (self.options,)
+        made: RowEncoder | None = self.__dict__.get("encoder")
+        return RawLines, (self.options if made is None else made.options,)
 
     @cached_property
     def encoder(self) -> RowEncoder:

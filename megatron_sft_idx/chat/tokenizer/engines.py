@@ -1,17 +1,35 @@
-"""Text to token ids, by whichever library is at hand: the ids are the same."""
+"""What turns text into token ids, and what it knows beside that: the interfaces, and the tokenizers library."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import orjson
 import tokenizers
 from numpy.typing import NDArray
 
-__all__ = ["Engine", "Ids", "TokenizersEngine", "build_tokenizer", "middle_spec"]
+if TYPE_CHECKING:
+    from megatron_sft_idx.chat.tokenizer.token_masks import TokenSpellings
+
+__all__ = ["AddedToken", "Engine", "Ids", "Located", "Model", "Passage", "TokenizersEngine", "build_tokenizer"]
+
+
+class Passage(NamedTuple):
+    """A text to tokenise.
+
+    Attributes:
+        text: whole, or a piece of one.
+        literals: character ranges whose control tokens are only words; ascending ``(start, stop)``.
+        middle: whether text before it runs on into it, so that a tokenizer that begins texts with a space of its own
+            must not.
+    """
+
+    text: str
+    literals: Sequence[tuple[int, int]] = ()
+    middle: bool = False
 
 
 class Ids(NamedTuple):
@@ -26,9 +44,40 @@ class Ids(NamedTuple):
         offsets = np.fromiter(accumulate(map(len, rows), initial=0), np.int64, len(rows) + 1)
         return Ids(np.fromiter(chain.from_iterable(rows), np.uint32, int(offsets[-1])), offsets)
 
+    @staticmethod
+    def join(rows: Sequence[NDArray[np.uint32]]) -> Ids:
+        """Joins rows that are arrays."""
+        offsets = np.fromiter(accumulate(map(len, rows), initial=0), np.int64, len(rows) + 1)
+        return Ids(np.concatenate([np.zeros(0, np.uint32), *rows]), offsets)
+
     def rows(self) -> list[NDArray[np.uint32]]:
         """The texts' ids one by one, as views."""
         return [self.flat[a:b] for a, b in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
+
+
+class AddedToken(NamedTuple):
+    """A control token: text that becomes this id wherever a template writes it."""
+
+    number: int
+    text: str
+    special: bool
+
+
+class Located(Protocol):
+    """Which characters a text's tokens stand for, as ``tokenizers.Encoding`` tells it."""
+
+    @property
+    def ids(self) -> Sequence[int]:
+        """Token ids."""
+        ...
+
+    def char_to_token(self, character: int, /) -> int | None:
+        """The first token that holds the character."""
+        ...
+
+    def token_to_chars(self, token: int, /) -> tuple[int, int] | None:
+        """Where a token's characters begin and end."""
+        ...
 
 
 class Engine(Protocol):
@@ -41,8 +90,59 @@ class Engine(Protocol):
         ...
 
 
+class Model(Protocol):
+    """A loaded tokenizer of one kind: ids by the library that defines them, and its vocabulary.
+
+    Attributes:
+        name: the library that tokenises.
+        size: the largest id + 1.
+        added: the control tokens, by id.
+        named: what the vocabulary itself says of ``bos_token`` and the like.
+        fingerprint: xxh3_128 of all that decides the ids.
+    """
+
+    name: str
+    size: int
+    added: list[AddedToken]
+    named: dict[str, str]
+    fingerprint: str
+
+    @property
+    def spellings(self) -> TokenSpellings | None:
+        """The bytes of every token, where tokens spell their text byte for byte, otherwise None."""
+        ...
+
+    def ids(self, passages: Sequence[Passage]) -> Ids:
+        """Token ids of the passages.
+
+        Raises:
+            ValueError: a passage that cannot be tokenised.
+        """
+        ...
+
+    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Located, Callable[[int], int]]:
+        """Ids, where they stand, and where a character of the passage stands in the text that was located.
+
+        Raises:
+            ValueError: a passage that cannot be tokenised.
+        """
+        ...
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a token by its name in the vocabulary."""
+        ...
+
+    def token_name(self, index: int) -> str | None:
+        """The vocabulary's name for an id, None where it is no token."""
+        ...
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        """The text that ids stand for; see ``Tokenizer.decode``."""
+        ...
+
+
 class TokenizersEngine:
-    """The tokenizers library: every tokenizer, and the one whose ids are right by definition."""
+    """The tokenizers library, whose ids are right by definition for every tokenizer.json."""
 
     name = "tokenizers"
 
@@ -66,24 +166,3 @@ def build_tokenizer(spec: dict[str, Any]) -> tokenizers.Tokenizer:
     """
     bare = {**spec, "truncation": None, "padding": None, "post_processor": None}
     return tokenizers.Tokenizer.from_str(orjson.dumps(bare).decode())
-
-
-def middle_spec(spec: dict[str, Any]) -> dict[str, Any]:
-    """The same tokenizer for a text that goes on from another: it puts no space in front."""
-    spec = dict(spec)
-    spec["normalizer"] = _without_prefix(spec.get("normalizer"), "normalizers")
-    spec["pre_tokenizer"] = _without_prefix(spec.get("pre_tokenizer"), "pretokenizers")
-    return spec
-
-
-def _without_prefix(step: dict[str, Any] | None, parts: str) -> dict[str, Any] | None:
-    if step is None or step.get("type") == "Prepend":
-        return None
-    if step.get("type") == "Sequence":
-        kept = [part for part in (_without_prefix(part, parts) for part in step[parts]) if part is not None]
-        return {**step, parts: kept}
-    if step.get("type") == "Metaspace":
-        return {**step, "prepend_scheme": "never", "add_prefix_space": False}
-    if "add_prefix_space" in step:
-        return {**step, "add_prefix_space": False}
-    return step

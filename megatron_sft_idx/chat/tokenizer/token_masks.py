@@ -19,7 +19,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.chat.tokenizer.engines import Ids
+from megatron_sft_idx.chat.tokenizer.engines import Ids, Located
 from megatron_sft_idx.chat.types import Span
 
 __all__ = ["TokenSpellings", "byte_alphabet", "spelling_table", "unknown_id", "weights_by_offsets"]
@@ -112,7 +112,7 @@ def spelling_table(tokenizer: tokenizers.Tokenizer, pre_tokenizer: dict[str, obj
 
 
 def weights_by_offsets(
-    encoding: tokenizers.Encoding,
+    encoding: Located,
     text: str,
     spans: Sequence[Span],
     *,
@@ -149,7 +149,7 @@ def weights_by_offsets(
     return weights, straddling
 
 
-def _first_token(encoding: tokenizers.Encoding, characters: map[int]) -> int | None:
+def _first_token(encoding: Located, characters: map[int]) -> int | None:
     """The token that holds the first of the characters that any token holds."""
     for character in characters:
         token = encoding.char_to_token(character)
@@ -158,6 +158,6 @@ def _first_token(encoding: tokenizers.Encoding, characters: map[int]) -> int | N
     return None
 
 
-def _begin(encoding: tokenizers.Encoding, token: int) -> int:
+def _begin(encoding: Located, token: int) -> int:
     characters = encoding.token_to_chars(token)
     return int(characters[0]) if characters is not None else 0

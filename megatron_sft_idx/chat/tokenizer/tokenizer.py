@@ -7,41 +7,40 @@ string, as the model will see it, and the spans' characters are then followed to
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
-import orjson
-import tokenizers
-import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.tokenizer.engines import Engine, TokenizersEngine, build_tokenizer, middle_spec
-from megatron_sft_idx.chat.tokenizer.fast_engine import load_fast_engine
-from megatron_sft_idx.chat.tokenizer.shield import Shield
-from megatron_sft_idx.chat.tokenizer.span_pieces import Piece, cut_at_spans
-from megatron_sft_idx.chat.tokenizer.token_masks import spelling_table, unknown_id, weights_by_offsets
-from megatron_sft_idx.chat.tokenizer.tokenizer_files import AddedTokenSpec, TokenizerFiles, read_tokenizer_files
+from megatron_sft_idx.chat.tokenizer.engines import Ids, Model, Passage
+from megatron_sft_idx.chat.tokenizer.json_model import Backend, JsonModel
+from megatron_sft_idx.chat.tokenizer.originals import RankModel, SentencePieceModel, mistral_template
+from megatron_sft_idx.chat.tokenizer.token_masks import weights_by_offsets
+from megatron_sft_idx.chat.tokenizer.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 __all__ = ["Backend", "Tokenizer", "append_eod", "load_tokenizer"]
 
-Backend = Literal["auto", "tokenizers", "gigatoken"]
 
+def load_tokenizer(
+    path: str | Path, *, backend: Backend = "auto", parallel: bool = False, proof: str = ""
+) -> Tokenizer:
+    """Loads a tokenizer from a local folder in Hugging Face's layout, or from the file with its vocabulary alone.
 
-def load_tokenizer(path: str | Path, *, backend: Backend = "auto", parallel: bool = False) -> Tokenizer:
-    """Loads a tokenizer from a local folder in Hugging Face's layout, or from a ``tokenizer.json`` alone.
+    That is a ``tokenizer.json``, a SentencePiece model, ranks of tiktoken's or a ``tekken.json``.
 
     Args:
-        path: the folder or file; nothing is ever downloaded.
-        backend: ``auto`` takes gigatoken where it is installed and known to give the same ids, tokenizers
-            otherwise; ``gigatoken`` fails where it cannot be taken.
+        path: the folder or file; nothing is ever downloaded, and no code that came with it is run.
+        backend: of a ``tokenizer.json``. ``auto`` takes gigatoken where it is installed and known to give the same
+            ids, tokenizers otherwise; ``gigatoken`` fails where it cannot be taken.
         parallel: tokenise a batch on all cores. Off, this process keeps to one thread, which it asks of the
             tokenizers library through ``TOKENIZERS_PARALLELISM`` unless the environment already sets that.
+        proof: that of the tokenizer as loaded before, perhaps in another process: what it proved is not proved again.
 
     Raises:
         FormatError: what is missing or broken, and what to do about it.
@@ -50,7 +49,7 @@ def load_tokenizer(path: str | Path, *, backend: Backend = "auto", parallel: boo
         raise FormatError(f"backend: {backend!r} is not one of auto, tokenizers, gigatoken")
     if not parallel:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return Tokenizer(read_tokenizer_files(path), backend=backend, parallel=parallel)
+    return Tokenizer(read_tokenizer_files(path), backend=backend, parallel=parallel, proof=proof)
 
 
 class Tokenizer:
@@ -58,46 +57,50 @@ class Tokenizer:
 
     Attributes:
         path: where it came from.
-        backend: the library that tokenises, ``gigatoken`` or ``tokenizers``.
+        backend: the library that tokenises: ``gigatoken``, ``tokenizers``, ``sentencepiece`` or ``tiktoken``.
         vocab_size: the largest id + 1, added tokens included.
         special_tokens: template variables (``bos_token``, ``eos_token`` ...) as transformers passes them.
         control_tokens: texts of the added tokens that are special, by id.
         eos_id: id of ``eos_token``, None where the tokenizer names none.
         pad_id: id of ``pad_token``, None where the tokenizer names none.
         chat_templates: the templates that came with it, by name.
+        proof: for ``load_tokenizer``, where the same tokenizer is loaded again.
         fingerprint: xxh3_128 of what decides the ids, the same for a folder and its tokenizer.json unless the
             folder's other files change the added tokens.
     """
 
-    def __init__(self, files: TokenizerFiles, *, backend: Backend, parallel: bool) -> None:
-        self._options = (files.path, backend, parallel)
-        self.path = str(files.path)
-        try:
-            self._tokenizer = build_tokenizer(files.spec)
-        except Exception as error:
-            raise FormatError(f"{files.path}: the tokenizers library cannot load it: {error}") from error
-        before = _added_tokens(self._tokenizer)
-        self._tokenizer.add_tokens([_added_token(token) for token in files.additions])
-        after = _added_tokens(self._tokenizer)
-        self._spec: dict[str, Any] = orjson.loads(self._tokenizer.to_str())
-        self._spellings = spelling_table(self._tokenizer, self._spec.get("pre_tokenizer"))
-        self._engine = self._choose_engine(backend, parallel)
-        self._added_texts = tuple(text for _, text, _ in after if text)
-        self._has_prefix = middle_spec(self._spec) != self._spec
-        self._variants: dict[bool, tokenizers.Tokenizer] = {False: self._tokenizer}
-        self._shields: dict[bool, Shield] = {}
+    def __init__(self, files: TokenizerFiles, *, backend: Backend, parallel: bool, proof: str = "") -> None:
+        self._model: Model
+        self.proof = ""
+        if files.kind == "json":
+            self._model = model = JsonModel(files, backend=backend, parallel=parallel, proof=proof)
+            self.proof = model.proof
+        elif backend != "auto":
+            raise FormatError(f"{files.path}: backend {backend} is for a tokenizer.json, this is {files.file.name}")
+        else:
+            self._model = SentencePieceModel(files) if files.kind == "sentencepiece" else RankModel(files)
+        self._options = (files.path, backend, parallel, self.proof)
+        self._file, self.chat_templates = files.file, files.templates
+        self._added_texts = tuple(token.text for token in self._model.added if token.text)
 
-        self.backend = self._engine.name
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.special_tokens = files.special_tokens
-        self.control_tokens = [text for _, text, token in after if token["special"]]
+        self.path = str(files.path)
+        self.backend = self._model.name
+        self.vocab_size = self._model.size
+        # What the folder says of a token, be it that there is none, outweighs what the vocabulary does.
+        named = {name: text for name, text in self._model.named.items() if name not in files.settings}
+        self.special_tokens = named | files.special_tokens
+        self.control_tokens = [token.text for token in self._model.added if token.special]
         self.eos_id = self._named_id("eos_token")
         self.pad_id = self._named_id("pad_token")
-        self.chat_templates = files.templates
-        self.fingerprint = _fingerprint(files.spec, [] if after == before else after)
+        self.fingerprint = self._model.fingerprint
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reload, self._options
+
+    @cached_property
+    def generated_template(self) -> str | None:
+        """Of Mistral's files that came without a template, the one that mistral-common makes, which takes seconds."""
+        return None if self.chat_templates else mistral_template(self._file)
 
     @property
     def chat_template(self) -> str | None:
@@ -128,22 +131,23 @@ class Tokenizer:
         if span_by_span:
             return self._encode_pieces(rendered)
         result: dict[int, Encoded] = {}
-        if self._spellings is not None:
+        spellings = self._model.spellings
+        if spellings is not None:
             plain = [i for i, row in enumerate(rendered) if not row.literals]
-            ids = self._engine.ids([rendered[i].text for i in plain], [utf8[i] for i in plain])
-            weights, straddling, spelled = self._spellings.weights(
-                ids,
-                [utf8[i] for i in plain],
-                [rendered[i].spans for i in plain],
-                whole_characters=whole_characters,
-            )
-            flat = ids.flat.view(np.int32)
-            bounds = ids.offsets.tolist()
-            for at, i in enumerate(plain):
-                if spelled[at]:
-                    here = slice(bounds[at], bounds[at + 1])
-                    notes = _notes(rendered[i], straddling[at])
-                    result[i] = Encoded(flat[here], weights[here], notes)
+            for some in [plain, *([i] for i, row in enumerate(rendered) if row.literals)]:
+                ids = self._ids(some, [Passage(rendered[i].text, rendered[i].literals) for i in some])
+                weights, straddling, spelled = spellings.weights(
+                    ids,
+                    [utf8[i] for i in some],
+                    [rendered[i].spans for i in some],
+                    whole_characters=whole_characters,
+                )
+                flat = ids.flat.view(np.int32)
+                bounds = ids.offsets.tolist()
+                for at, i in enumerate(some):
+                    if spelled[at]:
+                        here = slice(bounds[at], bounds[at + 1])
+                        result[i] = Encoded(flat[here], weights[here], _notes(rendered[i], straddling[at]))
         for i in [i for i in range(len(rendered)) if i not in result]:
             result[i] = self._encode_slowly(i, rendered[i], whole_characters)
         return [result[i] for i in range(len(rendered))]
@@ -172,55 +176,43 @@ class Tokenizer:
         Byte-level tokenizers give the exact text; half a character shows as U+FFFD, an id that is no token as its
         number in angle brackets.
         """
-        if self._spellings is not None:
-            return self._spellings.spell(ids).decode("utf-8", "replace")
-        return "".join(
-            self._tokenizer.decode(some, skip_special_tokens=False) if known else "".join(map(unknown_id, some))
-            for known, some in ((known, list(run)) for known, run in groupby(np.asarray(ids).tolist(), self._is_token))
-        )
-
-    def _is_token(self, index: int) -> bool:
-        return 0 <= index < self.vocab_size and self._tokenizer.id_to_token(index) is not None
+        return self._model.decode(ids)
 
     def token_text(self, index: int) -> str:
         """One token's text; where that is nothing on its own, the vocabulary's name for it."""
-        return self.decode([index]) or str(self._tokenizer.id_to_token(index) or "")
-
-    def _choose_engine(self, backend: Backend, parallel: bool) -> Engine:
-        if backend != "tokenizers":
-            engine, reason = load_fast_engine(self._spec, self._tokenizer, parallel=parallel)
-            if engine is not None:
-                return engine
-            if backend == "gigatoken":
-                raise FormatError(f"{self.path}: {reason}")
-        return TokenizersEngine(self._tokenizer)
+        return self.decode([index]) or self._model.token_name(index) or ""
 
     def _named_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
-        index = None if text is None else self._tokenizer.token_to_id(text)
-        return None if index is None else int(index)
+        return None if text is None else self._model.token_id(text)
+
+    def _ids(self, rows: Sequence[int], passages: Sequence[Passage]) -> Ids:
+        """Ids of passages, of which row each is from."""
+        try:
+            return self._model.ids(passages)
+        except ValueError as error:
+            for row, passage in zip(rows, passages, strict=True):
+                try:
+                    self._model.ids([passage])
+                except ValueError as reason:
+                    raise SequenceError("rendered", row, str(reason)) from reason
+            raise AssertionError("passages that can be tokenised one by one") from error
 
     def _encode_slowly(self, index: int, row: Rendered, whole_characters: bool) -> Encoded:
         """By the library's own offsets: any tokenizer, any text."""
-        position: Callable[[int], int] = int
-        if row.literals:
-            try:
-                shielded, encoding, ids = self._shield(False).encode(row.text, row.literals)
-            except ValueError as error:
-                raise SequenceError("rendered", index, str(error)) from error
-            position = shielded.position
-        else:
-            encoding = self._tokenizer.encode(row.text, add_special_tokens=False)
-            ids = np.array(encoding.ids, np.uint32)
+        try:
+            ids, located, position = self._model.locate(Passage(row.text, row.literals))
+        except ValueError as error:
+            raise SequenceError("rendered", index, str(error)) from error
         weights, straddling = weights_by_offsets(
-            encoding, row.text, row.spans, whole_characters=whole_characters, position=position
+            located, row.text, row.spans, whole_characters=whole_characters, position=position
         )
         return Encoded(ids.view(np.int32), weights, _notes(row, straddling))
 
     def _encode_pieces(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         """Tokenises span by span: each piece of text is wholly trained on, or not at all."""
-        pieces = [piece for i, row in enumerate(rendered) for piece in cut_at_spans(i, row, self._added_texts)]
-        ids = self._piece_ids(pieces)
+        pieces = [piece for i, row in enumerate(rendered) for piece in _cut_at_spans(i, row, self._added_texts)]
+        ids = self._ids([piece.row for piece in pieces], [piece.passage for piece in pieces]).rows()
         rows: list[list[int]] = [[] for _ in rendered]
         for at, piece in enumerate(pieces):
             rows[piece.row].append(at)
@@ -233,34 +225,39 @@ class Tokenizer:
             result.append(Encoded(flat.view(np.int32), mask, _notes(row, 0)))
         return result
 
-    def _piece_ids(self, pieces: Sequence[Piece]) -> list[NDArray[np.uint32]]:
-        """Ids by piece; in the middle of a text no space is put in front, where the tokenizer does that."""
-        result: dict[int, NDArray[np.uint32]] = {}
-        plain = [at for at, p in enumerate(pieces) if not p.literals and not (p.middle and self._has_prefix)]
-        texts = [pieces[at].text for at in plain]
-        for at, ids in zip(plain, self._engine.ids(texts, [t.encode() for t in texts]).rows(), strict=True):
-            result[at] = ids
-        for at, piece in enumerate(pieces):
-            middle = piece.middle and self._has_prefix
-            if piece.literals:
-                try:
-                    result[at] = self._shield(middle).encode(piece.text, piece.literals)[2]
-                except ValueError as error:
-                    raise SequenceError("rendered", piece.row, str(error)) from error
-            elif at not in result:
-                encoding = self._variant(middle).encode(piece.text, add_special_tokens=False)
-                result[at] = np.array(encoding.ids, np.uint32)
-        return [result[at] for at in range(len(pieces))]
 
-    def _variant(self, middle: bool) -> tokenizers.Tokenizer:
-        if middle not in self._variants:
-            self._variants[middle] = build_tokenizer(middle_spec(self._spec))
-        return self._variants[middle]
+class _Piece(NamedTuple):
+    """A part of the text of one row that is wholly trained on with ``weight``, or not at all (0)."""
 
-    def _shield(self, middle: bool) -> Shield:
-        if middle not in self._shields:
-            self._shields[middle] = Shield(middle_spec(self._spec) if middle else self._spec)
-        return self._shields[middle]
+    row: int
+    passage: Passage
+    weight: float
+
+
+def _cut_at_spans(index: int, row: Rendered, added_tokens: tuple[str, ...]) -> list[_Piece]:
+    """The pieces of one text, in order, cut at the edges of its spans; none is empty.
+
+    After a control token a tokenizer that begins texts with a space does what it always does there; elsewhere the text
+    runs on.
+
+    Raises:
+        ValueError: spans descend, overlap or end past the text.
+    """
+    cuts: list[tuple[int, int, float]] = []
+    done = 0
+    for span in row.spans:
+        if not done <= span.start <= span.stop <= len(row.text):
+            raise ValueError(f"row {index}: span [{span.start}, {span.stop}) descends, overlaps or ends past the text")
+        cuts += [(done, span.start, 0.0), (span.start, span.stop, span.weight)]
+        done = span.stop
+    cuts.append((done, len(row.text), 0.0))
+    pieces = []
+    for start, stop, weight in cuts:
+        if start < stop:
+            inside = [(max(a, start) - start, min(b, stop) - start) for a, b in row.literals if a < stop and b > start]
+            middle = start > 0 and not row.text.endswith(added_tokens, 0, start)
+            pieces.append(_Piece(index, Passage(row.text[start:stop], inside, middle), weight))
+    return pieces
 
 
 def append_eod(encoded: Encoded, eod_id: int) -> Encoded:
@@ -273,8 +270,8 @@ def append_eod(encoded: Encoded, eod_id: int) -> Encoded:
     )
 
 
-def _reload(path: Path, backend: Backend, parallel: bool) -> Tokenizer:
-    return load_tokenizer(path, backend=backend, parallel=parallel)
+def _reload(path: Path, backend: Backend, parallel: bool, proof: str) -> Tokenizer:
+    return load_tokenizer(path, backend=backend, parallel=parallel, proof=proof)
 
 
 def _utf8(index: int, text: str) -> bytes:
@@ -293,20 +290,3 @@ def _notes(row: Rendered, straddling: int) -> dict[str, int]:
     if row.literals:
         notes["literals"] = len(row.literals)
     return notes
-
-
-def _added_token(token: AddedTokenSpec) -> tokenizers.AddedToken:
-    return tokenizers.AddedToken(token.content, **token.flags)
-
-
-def _added_tokens(tokenizer: tokenizers.Tokenizer) -> list[tuple[int, str, dict[str, bool]]]:
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    found = sorted(tokenizer.get_added_tokens_decoder().items())
-    return [(i, token.content, {flag: getattr(token, flag) for flag in flags}) for i, token in found]
-
-
-def _fingerprint(spec: dict[str, Any], added: list[tuple[int, str, dict[str, bool]]]) -> str:
-    """Of the parts of tokenizer.json that decide ids, whatever their order or white space in the file."""
-    decisive = {key: spec.get(key) for key in ("normalizer", "pre_tokenizer", "model", "added_tokens", "decoder")}
-    content = orjson.dumps([decisive, added], option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
-    return xxhash.xxh3_128_hexdigest(content)

@@ -3,33 +3,51 @@
 A folder in Hugging Face's layout holds ``tokenizer.json`` (the tokenizer itself), ``tokenizer_config.json``
 (which tokens play which part, tokens added later, perhaps the chat template), in older ones
 ``special_tokens_map.json`` and ``added_tokens.json``, and the chat template in a file of its own. How they
-override each other follows transformers 5, so that both see the same vocabulary.
+override each other follows transformers 5, so that both see the same vocabulary. Where there is no
+``tokenizer.json``, the vocabulary is a SentencePiece model, ranks of tiktoken's, or Mistral's ``tekken.json``.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import orjson
 
 from megatron_sft_idx.errors import FormatError
 
-__all__ = ["AddedTokenSpec", "TokenizerFiles", "read_tokenizer_files"]
+__all__ = ["AddedTokenSpec", "TokenizerFiles", "read_tokenizer_files", "refuse"]
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-SLOW_FILES = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tiktoken.model", "tekken.json")
+# Vocabularies that stand for a tokenizer.json, the first one found taken; and those that would have to be converted.
+VOCABULARIES = (
+    "tekken*.json",
+    "tiktoken.model",
+    "*.tiktoken",
+    "tokenizer.model",
+    "spiece.model",
+    "*.model",
+    "*.model.v*",
+)
+UNREADABLE = ("vocab.json", "vocab.txt")
 TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 @dataclass(frozen=True, slots=True)
 class AddedTokenSpec:
-    """A token that stands outside the model's own vocabulary, with ``tokenizers.AddedToken``'s flags."""
+    """A token that stands outside the model's own vocabulary.
+
+    Attributes:
+        content: its text.
+        flags: those of ``tokenizers.AddedToken`` that were given.
+        number: its id, where the files give one.
+    """
 
     content: str
     flags: dict[str, bool]
+    number: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +56,11 @@ class TokenizerFiles:
 
     Attributes:
         path: the folder or file that was asked for.
-        spec: ``tokenizer.json``, parsed.
+        file: what holds the vocabulary.
+        kind: of that file; ``ranks`` are tiktoken's.
+        spec: the file, parsed, where it is JSON.
+        content: its bytes, where it is not.
+        settings: ``tokenizer_config.json`` and what overrides it.
         special_tokens: template variables such as ``eos_token``, as transformers passes them.
         additions: tokens that the other files add to ``spec``, or whose flags they change, in the order in
             which transformers adds them.
@@ -46,14 +68,18 @@ class TokenizerFiles:
     """
 
     path: Path
+    file: Path
+    kind: Literal["json", "tekken", "ranks", "sentencepiece"]
     spec: dict[str, Any]
+    content: bytes
+    settings: dict[str, Any]
     special_tokens: dict[str, str]
     additions: list[AddedTokenSpec]
     templates: dict[str, str]
 
 
 def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
-    """Reads a tokenizer's folder, or a ``tokenizer.json`` alone (which knows no template and no eos token).
+    """Reads a tokenizer's folder, or the file with its vocabulary alone (beside which nothing else is read).
 
     Raises:
         FormatError: what is missing or broken, and what to do about it.
@@ -62,7 +88,8 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
     if place.is_dir():
         return _read_folder(place)
     if place.exists():
-        return TokenizerFiles(place, _read_spec(place), {}, [], {})
+        kind, spec, content = _read_vocabulary(place)
+        return TokenizerFiles(place, place, kind, spec, content, {}, {}, [], {})
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)) and not str(path).startswith("."):
         raise FormatError(
             f"{path}: not a local folder; if it is a model on the Hugging Face hub, download its tokenizer "
@@ -72,11 +99,8 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
 
 
 def _read_folder(folder: Path) -> TokenizerFiles:
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        slow = next((name for name in SLOW_FILES if (folder / name).is_file()), None)
-        raise FormatError(_slow_only(folder / slow, folder) if slow else f"{folder}: holds no tokenizer.json")
-    spec = _read_spec(file)
+    file = _vocabulary_of(folder)
+    kind, spec, content = _read_vocabulary(file)
     config = _read_object(folder / "tokenizer_config.json")
     settings, decoder = _merged_settings(folder, config, spec)
     special = _special_tokens(folder, settings)
@@ -84,15 +108,35 @@ def _read_folder(folder: Path) -> TokenizerFiles:
     if not isinstance(extra, list):
         raise FormatError(f"{folder}: extra_special_tokens must be a list or an object, found {extra!r:.80}")
     extra = [_token_text(folder, "extra_special_tokens", token) for token in extra]
-    known = {token["content"] for token in spec["added_tokens"]}
+    known = {token["content"] for token in spec["added_tokens"]} if kind == "json" else set()
     additions = _additions(decoder, known, list(special.values()), extra)
-    return TokenizerFiles(folder, spec, special, additions, _read_templates(folder, config))
+    templates = _read_templates(folder, config)
+    return TokenizerFiles(folder, file, kind, spec, content, settings, special, additions, templates)
 
 
-def _slow_only(file: Path, folder: Path) -> str:
-    return (
-        f'{file}: a tokenizer without tokenizer.json; convert it once with transformers: python -c "from '
-        f"transformers import AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('{folder}')\""
+def _vocabulary_of(folder: Path) -> Path:
+    if (folder / "tokenizer.json").is_file():
+        return folder / "tokenizer.json"
+    for pattern in VOCABULARIES:
+        for file in sorted(folder.glob(pattern)):
+            if file.is_file():
+                return file
+    for name in UNREADABLE:
+        if (folder / name).is_file():
+            refuse(folder / name, "a tokenizer without tokenizer.json")
+    raise FormatError(f"{folder}: holds no tokenizer.json, tekken.json, SentencePiece model or file of ranks")
+
+
+def refuse(file: Path, why: str, *, code: bool = False) -> NoReturn:
+    """Of a tokenizer that transformers can convert; ``code`` where only by running what came with it.
+
+    Raises:
+        FormatError: always.
+    """
+    trust = ", trust_remote_code=True" if code else ""
+    raise FormatError(
+        f'{file}: {why}; convert it once with transformers: python -c "from transformers import AutoTokenizer as T; '
+        f"T.from_pretrained('{file.parent}'{trust}).save_pretrained('{file.parent}')\""
     )
 
 
@@ -110,7 +154,10 @@ def _read_object(file: Path) -> dict[str, Any]:
     """A JSON object, or an empty one where there is no such file."""
     if not file.exists():
         return {}
-    data = _read_bytes(file)
+    return _parse_object(file, _read_bytes(file))
+
+
+def _parse_object(file: Path, data: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -120,10 +167,29 @@ def _read_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def _read_spec(file: Path) -> dict[str, Any]:
-    if file.name in SLOW_FILES or file.suffix == ".model":
-        raise FormatError(_slow_only(file, file.parent))
-    spec = _read_object(file)
+def _read_vocabulary(
+    file: Path,
+) -> tuple[Literal["json", "tekken", "ranks", "sentencepiece"], dict[str, Any], bytes]:
+    """The kind of a vocabulary, which its content decides and not its name, and that content, parsed if it is JSON."""
+    if file.name in UNREADABLE:
+        refuse(file, "a tokenizer without tokenizer.json")
+    content = _read_bytes(file)
+    if file.suffix != ".json" and content[:1] not in (b"{", b"["):
+        if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content):
+            return "ranks", {}, content
+        # A SentencePiece model begins with its first piece, in protocol buffers' spelling.
+        if content[:1] == b"\n":
+            return "sentencepiece", {}, content
+        raise FormatError(
+            f"{file}: neither JSON, nor ranks of tiktoken's, nor a SentencePiece model; download it again"
+        )
+    spec = _parse_object(file, content)
+    if isinstance(spec.get("vocab"), list) and isinstance(spec.get("config"), dict):
+        return "tekken", spec, b""
+    return "json", _checked_spec(file, spec), b""
+
+
+def _checked_spec(file: Path, spec: dict[str, Any]) -> dict[str, Any]:
     model = spec.get("model")
     if not isinstance(model, dict) or "vocab" not in model:
         raise FormatError(
@@ -153,13 +219,13 @@ def _token_text(file: Path, key: str, value: Any) -> str:
     return text
 
 
-def _token_spec(file: Path, key: str, value: Any) -> AddedTokenSpec:
+def _token_spec(file: Path, key: str, value: Any, index: int) -> AddedTokenSpec:
     content = _token_text(file, key, value)
     flags = {flag: value[flag] for flag in TOKEN_FLAGS if isinstance(value, dict) and flag in value}
     wrong = next((flag for flag, setting in flags.items() if not isinstance(setting, bool)), None)
     if wrong is not None:
         raise FormatError(f"{file}: {key}: {wrong} must be true or false, found {flags[wrong]!r:.80}")
-    return AddedTokenSpec(content, flags)
+    return AddedTokenSpec(content, flags, index)
 
 
 def _merged_settings(
@@ -176,7 +242,7 @@ def _merged_settings(
         if not isinstance(listed, dict) or not all(str(key).isdecimal() for key in listed):
             raise FormatError(f"{file}: added_tokens_decoder must be an object from ids to tokens")
         for key, value in listed.items():
-            decoder[int(key)] = _token_spec(file, f"added_tokens_decoder[{key}]", value)
+            decoder[int(key)] = _token_spec(file, f"added_tokens_decoder[{key}]", value, int(key))
         return settings, [decoder[key] for key in sorted(decoder)]
     # Older folders: the map has the last word, and tokens added later stand in a file of their own.
     settings.update(_read_object(folder / "special_tokens_map.json"))
@@ -186,9 +252,10 @@ def _merged_settings(
     for content, index in _read_object(folder / "added_tokens.json").items():
         if not isinstance(index, int):
             raise FormatError(f"{folder / 'added_tokens.json'}: {content!r} must have a whole number, not {index!r}")
-        decoder[index] = AddedTokenSpec(content, {"special": content in names, "normalized": content not in names})
-    for token in spec["added_tokens"]:
-        decoder[token["id"]] = _token_spec(folder / "tokenizer.json", "added_tokens", token)
+        flags = {"special": content in names, "normalized": content not in names}
+        decoder[index] = AddedTokenSpec(content, flags, index)
+    for token in spec.get("added_tokens", []):
+        decoder[token["id"]] = _token_spec(folder / "tokenizer.json", "added_tokens", token, token["id"])
     return settings, [decoder[key] for key in sorted(decoder)]
 
 
@@ -214,8 +281,7 @@ def _additions(
     """Tokens in the order transformers adds them; listed ones that play a named part are always special."""
     parts = set(named)
     result = [
-        AddedTokenSpec(token.content, {**token.flags, "special": True}) if token.content in parts else token
-        for token in decoder
+        replace(token, flags={**token.flags, "special": True}) if token.content in parts else token for token in decoder
     ]
     known = known | {token.content for token in decoder}
     for content in [*named, *extra]:

@@ -203,7 +203,7 @@ class _Run:
         self, cluster: Cluster, files: Sequence[InputFile], encoder: RowEncoder, cutting: Cutting
     ) -> _Tokenised:
         options = self.options
-        encoding = dataclasses.replace(options.encoding, tokenizer=os.path.abspath(options.encoding.tokenizer))
+        encoding = dataclasses.replace(encoder.options, tokenizer=os.path.abspath(options.encoding.tokenizer))
         job = cluster.share(TokenisingJob(self.folder.path, encoding, digest_of(encoder), cutting))
         result = _Tokenised()
         pieces = xxhash.xxh3_128()

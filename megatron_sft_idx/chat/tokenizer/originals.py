@@ -1,0 +1,470 @@
+"""Tokenizers without a tokenizer.json: SentencePiece models, tiktoken's ranks, and Mistral's tekken.json.
+
+Nothing is converted: the library that such a file was made for tokenises here too, so that its ids are the right ones
+by definition, whatever the text, and which Unicode tables or which converter is installed makes no difference. What a
+file does not say is taken from ``tokenizer_config.json``, or known by name; code that came with a tokenizer is never
+run. As everywhere, control tokens that a template writes are found first, and what stands between them is tokenised
+stretch by stretch.
+"""
+
+from __future__ import annotations
+
+import re
+from binascii import a2b_base64
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+import xxhash
+from numpy.typing import NDArray
+
+from megatron_sft_idx.chat.tokenizer.engines import AddedToken, Ids, Located, Passage
+from megatron_sft_idx.chat.tokenizer.token_masks import TokenSpellings
+from megatron_sft_idx.chat.tokenizer.tokenizer_files import AddedTokenSpec, TokenizerFiles, refuse
+from megatron_sft_idx.errors import FormatError
+
+__all__ = ["RankModel", "SentencePieceModel", "mistral_template"]
+
+# Tokenizer classes of transformers that keep a SentencePiece model's ids, and whether each stretch of text between
+# control tokens gets the space that such models put before a text, or only one that the whole text begins with.
+# ``legacy`` in tokenizer_config.json has the last word. Others renumber the pieces, or do more in code.
+SPACE_BEFORE_EVERY_STRETCH = {
+    "LlamaTokenizer": False,
+    "CodeLlamaTokenizer": False,
+    "GemmaTokenizer": False,
+    "T5Tokenizer": True,
+}
+
+# Moonshot's Kimi and Moonlight: a file of ranks, and a class TikTokenTokenizer that splits text like this, keeps 256
+# ids for control tokens, and cuts long texts and long runs of white space or of anything else.
+KIMI_CODE = ("tokenization_kimi", "tokenization_moonshot")
+KIMI_SPLIT = (
+    r"[\p{Han}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"\p{N}{1,3}",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    r"\s*[\r\n]+",
+    r"\s+(?!\S)",
+    r"\s+",
+)
+KIMI_RESERVED, KIMI_LONGEST_TEXT, KIMI_LONGEST_RUN = 256, 400_000, 25_000
+
+# The first control tokens of a tekken.json that lists none; the others are numbered.
+TEKKEN_TOKENS = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
+TEKKEN_NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+TEKKEN_VERSIONS_WITHOUT_LIST = ("v1", "v2", "v3", "v7")
+
+
+class _Stretch(NamedTuple):
+    """Text ``[start, stop)`` between control tokens, or a control token with its id."""
+
+    start: int
+    stop: int
+    token: int | None
+
+
+class _ControlTokens:
+    """Finds the control tokens of a text, of several that begin alike the longest."""
+
+    def __init__(self, added: Sequence[AddedToken]) -> None:
+        self._ids = {token.text: token.number for token in added}
+        longest_first = sorted(self._ids, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def stretches(self, text: str, literals: Sequence[tuple[int, int]]) -> Iterator[_Stretch]:
+        """The text in order, without its empty stretches; literals belong to the text around them."""
+        done = begin = 0
+        for literal_start, literal_stop in [*literals, (len(text), len(text))]:
+            for match in self._pattern.finditer(text, begin, literal_start):
+                if done < match.start():
+                    yield _Stretch(done, match.start(), None)
+                done = match.end()
+                yield _Stretch(match.start(), done, self._ids[match.group()])
+            begin = literal_stop
+        if done < len(text):
+            yield _Stretch(done, len(text), None)
+
+
+class _Offsets:
+    """See ``Located``: tokens that ascend, each with the characters ``[begin, end)``."""
+
+    def __init__(self, ids: list[int], begins: list[int], ends: list[int]) -> None:
+        self.ids = ids
+        # Of the pieces that spell one character, only the last is said to hold it; they all do. A space that the
+        # model put before a text holds nothing; it belongs to what follows.
+        for i in range(len(ids) - 2, -1, -1):
+            if begins[i] == ends[i] == begins[i + 1]:
+                ends[i] = ends[i + 1]
+        self._begins, self._ends = begins, ends
+
+    def char_to_token(self, character: int) -> int | None:
+        token = bisect_right(self._ends, character)
+        return token if token < len(self.ids) and self._begins[token] <= character else None
+
+    def token_to_chars(self, token: int) -> tuple[int, int] | None:
+        return self._begins[token], self._ends[token]
+
+
+class SentencePieceModel:
+    """See ``Model``: a SentencePiece model, tokenised by the sentencepiece library.
+
+    Raises:
+        FormatError: the library is missing, the file is damaged, or the folder asks for more than the model does.
+    """
+
+    name = "sentencepiece"
+    spellings = None  # a model may normalize text, or not know a character: its own offsets say where tokens stand
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        library = _library("sentencepiece", files.file)
+        settings, name = files.settings, str(files.settings.get("tokenizer_class") or "").removesuffix("Fast")
+        if "auto_map" in settings or (name and name not in SPACE_BEFORE_EVERY_STRETCH):
+            why = (
+                f"tokenizer_class {name or None}: what it makes of the pieces is written in code, which is not run here"
+            )
+            refuse(files.file, why, code="auto_map" in settings)
+        try:
+            self._whole = library.SentencePieceProcessor(model_proto=files.content)
+        except Exception as error:
+            raise FormatError(f"{files.file}: sentencepiece cannot load it: {error}; download it again") from error
+        if not hasattr(self._whole, "encode_as_offset_mapping"):
+            raise FormatError(f"{files.file}: needs sentencepiece 0.2.2 or later: pip install -U sentencepiece")
+        # A message of protocol buffers may repeat a part, and what comes later counts: add_dummy_prefix is false.
+        self._inner = library.SentencePieceProcessor(model_proto=files.content + b"\x1a\x02\x18\x00")
+        self._always = bool(settings.get("legacy", SPACE_BEFORE_EVERY_STRETCH.get(name, False)))
+        if settings.get("add_prefix_space") is False:
+            self._whole, self._always = self._inner, False
+        pieces = [self._whole.id_to_piece(i) for i in range(self._whole.get_piece_size())]
+        self._ids = {piece: i for i, piece in enumerate(pieces)}
+        own = [i for i in self._ids.values() if self._whole.is_control(i) or self._whole.is_unknown(i)]
+        self.added = _added(files, [AddedToken(i, pieces[i], True) for i in own], self._ids, len(pieces))
+        self.named = {
+            f"{role}_token": pieces[index]
+            for role in ("bos", "eos", "unk", "pad")
+            if 0 <= (index := getattr(self._whole, f"{role}_id")()) < len(pieces)
+        }
+        self._control = _ControlTokens(self.added)
+        # A character that the model does not know may become the token that stands for such, in data as anywhere.
+        self._literal = {token.number for token in self.added} - {self._whole.unk_id()}
+        self._names = {**dict(enumerate(pieces)), **{token.number: token.text for token in self.added}}
+        self.size = max(self._names) + 1
+        spellings = {i: self._spelling(i, name) for i, name in self._names.items()}
+        self._spellings = TokenSpellings(spellings)
+        self._begins_with_space = self._whole.encode("x")[:1] != self._inner.encode("x")[:1]
+        self.fingerprint = _fingerprint(
+            "sentencepiece", files.content, [self._always, self._begins_with_space], self.added
+        )
+
+    def ids(self, passages: Sequence[Passage]) -> Ids:
+        """See ``Model.ids``."""
+        return Ids.of(
+            [
+                [
+                    index
+                    for (start, stop, token), library in self._stretches(passage)
+                    for index in (
+                        self._ordinary(library.encode(passage.text[start:stop]), passage) if token is None else (token,)
+                    )
+                ]
+                for passage in passages
+            ]
+        )
+
+    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Located, Callable[[int], int]]:
+        """See ``Model.locate``."""
+        ids: list[int] = []
+        begins: list[int] = []
+        ends: list[int] = []
+        for (start, stop, token), library in self._stretches(passage):
+            if token is None:
+                found = library.encode_as_offset_mapping(passage.text[start:stop])
+                ids += self._ordinary(found["ids"], passage)
+                begins += [start + begin for begin, _ in found["offsets"]]
+                ends += [start + end for _, end in found["offsets"]]
+            else:
+                ids.append(token)
+                begins.append(start)
+                ends.append(stop)
+        return np.array(ids, np.uint32), _Offsets(ids, begins, ends), int
+
+    def token_id(self, text: str) -> int | None:
+        """See ``Model.token_id``."""
+        return next((token.number for token in self.added if token.text == text), self._ids.get(text))
+
+    def token_name(self, index: int) -> str | None:
+        """See ``Model.token_name``."""
+        return self._names.get(index)
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        """See ``Model.decode``; the space that the model put before a text is left out."""
+        text = self._spellings.spell(ids).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self._begins_with_space else text
+
+    def _stretches(self, passage: Passage) -> Iterator[tuple[_Stretch, Any]]:
+        """With the model that tokenises each: with a space before it, or not."""
+        for stretch in self._control.stretches(passage.text, passage.literals):
+            begins = stretch.start == 0 and not passage.middle
+            yield stretch, self._whole if begins or (self._always and stretch.start) else self._inner
+
+    def _ordinary(self, ids: list[int], passage: Passage) -> list[int]:
+        """Ids of a stretch; pieces of the user's own definition are found by the model itself, wherever they stand."""
+        if passage.literals and not self._literal.isdisjoint(ids):
+            raise ValueError("control tokens in the data cannot be kept as text: this tokenizer always knows them")
+        return ids
+
+    def _spelling(self, index: int, name: str) -> bytes:
+        if index < self._whole.get_piece_size() and self._whole.is_byte(index):
+            return bytes([int(name[3:5], 16)])
+        return name.replace("\u2581", " ").encode()
+
+
+class RankModel:
+    """See ``Model``: byte pair encoding by tiktoken, of a file of ranks or of a tekken.json.
+
+    Raises:
+        FormatError: the library is missing, the file is damaged, or nothing says how its tokenizer splits text.
+    """
+
+    name = "tiktoken"
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        library = _library("tiktoken", files.file)
+        self._cut = False
+        self.named: dict[str, str] = {}
+        if files.kind == "tekken":
+            ranks, pattern, self._first, own = _read_tekken(files)
+            texts = {token.text for token in own}
+            self.named = {name: text for name, text in TEKKEN_NAMED.items() if text in texts}
+        else:
+            ranks, self._first, own = _read_ranks(files), 0, []
+            pattern, reserved = _split_of(files)
+            self._cut = bool(reserved)
+            taken = {token.number for token in files.additions}
+            for index in range(len(ranks), len(ranks) + reserved):
+                if index not in taken:
+                    own.append(AddedToken(index, f"<|reserved_token_{index}|>", True))
+        last = max(ranks.values()) + self._first
+        spellings = {rank + self._first: token for token, rank in ranks.items()}
+        for token in (token for token in files.additions if token.number in spellings):
+            raise FormatError(
+                f"{files.path}: {token.content!r} has the id {token.number}, which is a token of the model"
+            )
+        self.added = _added(files, own, {}, 1 + max([last, *(token.number for token in own)]))
+        spellings.update((token.number, token.text.encode()) for token in self.added)
+        try:
+            self._library = library.Encoding(files.file.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        except Exception as error:
+            raise FormatError(f"{files.file}: tiktoken cannot load it: {error}") from error
+        self._control = _ControlTokens(self.added)
+        self._added_ids = {token.text: token.number for token in self.added}
+        self.size = max(spellings) + 1
+        self.spellings = TokenSpellings(spellings)
+        self._nbytes = np.array([len(spellings.get(i, b"")) for i in range(self.size)], np.int64)
+        content = np.array([(rank, len(token)) for token, rank in ranks.items()], np.int64).tobytes() + b"".join(ranks)
+        self.fingerprint = _fingerprint("tiktoken", content, [pattern, self._first, self._cut], self.added)
+
+    def ids(self, passages: Sequence[Passage]) -> Ids:
+        """See ``Model.ids``."""
+        return Ids.join([self._ids_of(passage) for passage in passages])
+
+    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Located, Callable[[int], int]]:
+        """Never needed: tokens spell the text."""
+        raise ValueError(f"the tokens do not spell the text {passage.text!r:.80}")
+
+    def token_id(self, text: str) -> int | None:
+        """See ``Model.token_id``."""
+        return self._added_ids.get(text)
+
+    def token_name(self, index: int) -> str | None:
+        """See ``Model.token_name``."""
+        known = 0 <= index < self.size and self._nbytes[index]
+        return self.decode([index]) if known else None
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        """See ``Model.decode``."""
+        return self.spellings.spell(ids).decode("utf-8", "replace")
+
+    def _ids_of(self, passage: Passage) -> NDArray[np.uint32]:
+        parts = [np.zeros(0, np.uint32)]
+        text, edges = passage.text, [0, *(_kimi_cuts(passage.text) if self._cut else ()), len(passage.text)]
+        for begin, end in pairwise(edges):
+            literals = [
+                (max(a, begin) - begin, min(b, end) - begin) for a, b in passage.literals if a < end and b > begin
+            ]
+            piece = text[begin:end] if len(edges) > 2 else text
+            for start, stop, token in self._control.stretches(piece, literals):
+                parts.append(self._ordinary(piece[start:stop]) if token is None else np.array([token], np.uint32))
+        return np.concatenate(parts)
+
+    def _ordinary(self, text: str) -> NDArray[np.uint32]:
+        try:
+            ids: NDArray[np.uint32] = self._library.encode_to_numpy(text, disallowed_special=()) + np.uint32(
+                self._first
+            )
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust is a BaseException
+            raise ValueError(f"tiktoken cannot tokenize {text!r:.40}, of {len(text)} characters: {error}") from error
+        if self._nbytes[ids].sum() != len(text.encode()):
+            raise ValueError(f"tiktoken drops a part of {text!r:.80}, which the tokenizer's pattern leaves out")
+        return ids
+
+
+def mistral_template(file: Path) -> str | None:
+    """The chat template that mistral-common generates for a file of Mistral's; None without one, or without it.
+
+    Which templates a file is for is in it (``tekken.json``) or in its name (``tokenizer.model.v3``).
+    """
+    if file.suffix != ".json" and not re.search(r"\.model\.v\d+(m\d+)?$", file.name):
+        return None
+    try:
+        generator = import_module("mistral_common.integrations.chat_templates.chat_templates")
+        return str(generator.convert_tokenizer_to_chat_template(file))
+    except Exception:  # not installed, too old, or no template for this version: the user is asked for one
+        return None
+
+
+def _library(name: str, file: Path) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise FormatError(
+            f"{file}: read by {name}, which is not installed: pip install 'megatron-sft-idx[tokenizers]'"
+        ) from error
+
+
+def _added(
+    files: TokenizerFiles, own: Sequence[AddedToken], pieces: dict[str, int], next_index: int
+) -> list[AddedToken]:
+    """The control tokens that the vocabulary has, and those that the folder adds or speaks of."""
+    tokens = {token.text: token for token in own}
+    names = {index: text for text, index in pieces.items()} | {token.number: token.text for token in own}
+    for token in files.additions:
+        _check_flags(files, token)
+        index = tokens[token.content].number if token.content in tokens else pieces.get(token.content, token.number)
+        if index is None:
+            index = next_index
+        found = names.get(index, token.content)
+        if token.number not in (None, index) or found != token.content:
+            where = f"{files.path}: {token.content!r} has the id {token.number}"
+            raise FormatError(f"{where}, but in {files.file.name} {index} is {found!r}; are they of one tokenizer?")
+        names[index] = token.content
+        tokens[token.content] = AddedToken(index, token.content, token.flags.get("special", False))
+        next_index = max(next_index, index + 1)
+    return sorted((token for token in tokens.values() if token.text), key=lambda token: token.number)
+
+
+def _check_flags(files: TokenizerFiles, token: AddedTokenSpec) -> None:
+    for flag in ("lstrip", "rstrip", "single_word"):
+        if token.flags.get(flag):
+            refuse(files.file, f"{token.content!r} has {flag} set, which is done for a tokenizer.json only")
+
+
+def _fingerprint(kind: str, content: bytes, options: list[Any], added: Sequence[AddedToken]) -> str:
+    decisive = [kind, xxhash.xxh3_128_hexdigest(content), options, [list(token) for token in added]]
+    return xxhash.xxh3_128_hexdigest(orjson.dumps(decisive))
+
+
+def _read_ranks(files: TokenizerFiles) -> dict[bytes, int]:
+    """Lines of a token in base64 and its rank."""
+    line = rb"([A-Za-z0-9+/]+=*) (\d+)\r?"
+    found, lines = re.findall(rb"(?m)^" + line + rb"$", files.content), files.content.splitlines()
+    try:
+        if len(found) != len(lines):
+            at = next(at for at, text in enumerate(lines) if not re.fullmatch(line, text))
+            raise ValueError(f"line {at + 1} is no token with its rank: {lines[at]!r:.60}")
+        ranks = {a2b_base64(token): int(rank) for token, rank in found}
+    except ValueError as error:
+        raise FormatError(f"{files.file}: {error}; download it again") from error
+    return _checked_ranks(files, ranks, len(lines))
+
+
+def _checked_ranks(files: TokenizerFiles, ranks: dict[bytes, int], count: int) -> dict[bytes, int]:
+    missing = next((byte for byte in range(256) if bytes([byte]) not in ranks), None)
+    if missing is not None:
+        raise FormatError(f"{files.file}: no token is the byte {missing:#04x} alone; is the file cut short?")
+    if not count == len(ranks) == len(set(ranks.values())):
+        raise FormatError(f"{files.file}: a token is there twice, or a rank; download it again")
+    return ranks
+
+
+def _split_of(files: TokenizerFiles) -> tuple[str, int]:
+    """The pattern that a file of ranks does not hold, and how many ids behind the ranks are control tokens at least."""
+    pattern = files.settings.get("pat_str")
+    if isinstance(pattern, str):
+        return pattern, 0
+    auto_map = files.settings.get("auto_map")
+    code = auto_map.get("AutoTokenizer") if isinstance(auto_map, dict) else None
+    code = next((str(part) for part in code if part), None) if isinstance(code, list) else code
+    module = str(code).split("--")[-1].split(".")[0] if code else KIMI_CODE[0]
+    name = files.settings.get("tokenizer_class")
+    if name == "TikTokenTokenizer" and module in KIMI_CODE and _is_kimi(files.path / f"{module}.py"):
+        return "|".join(KIMI_SPLIT), KIMI_RESERVED
+    where = f"{module}.py" if code else "the code of its tokenizer"
+    raise FormatError(
+        f"{files.file}: ranks of tiktoken's, tokenizer_class {name}: how text is split is written in {where}, which is"
+        ' not run here; give its pattern as "pat_str" and its control tokens as "added_tokens_decoder" in'
+        " tokenizer_config.json, beside the file, and the folder as the tokenizer"
+    )
+
+
+def _is_kimi(code: Path) -> bool:
+    """Whether the code, where it came along, still holds what is known of it; it is read, and never run."""
+    if not code.is_file():
+        return True
+    text = code.read_text(encoding="utf-8", errors="replace")
+    numbers = text.replace("_", "")
+    return all(part in text for part in KIMI_SPLIT) and all(
+        str(number) in numbers for number in (KIMI_RESERVED, KIMI_LONGEST_TEXT, KIMI_LONGEST_RUN)
+    )
+
+
+def _kimi_cuts(text: str) -> list[int]:
+    """Where Kimi's tokenizer begins anew: after so many characters, and in runs of white space or of anything else."""
+    cuts = []
+    for start in range(0, len(text), KIMI_LONGEST_TEXT):
+        stop = min(start + KIMI_LONGEST_TEXT, len(text))
+        cuts += [start] if start else []
+        if stop - start > KIMI_LONGEST_RUN:
+            for run in re.compile(r"\s+|\S+").finditer(text, start, stop):
+                cuts += range(run.start() + KIMI_LONGEST_RUN, run.end(), KIMI_LONGEST_RUN)
+    return cuts
+
+
+def _read_tekken(files: TokenizerFiles) -> tuple[dict[bytes, int], str, int, list[AddedToken]]:
+    """Ranks, the pattern that splits text, how many ids go to control tokens first, and those tokens."""
+    config, vocabulary = files.spec["config"], files.spec["vocab"]
+    pattern, size, count = (config.get(key) for key in ("pattern", "default_vocab_size", "default_num_special_tokens"))
+    if not isinstance(pattern, str) or not isinstance(size, int) or not isinstance(count, int):
+        wanted = "pattern, default_vocab_size and default_num_special_tokens"
+        raise FormatError(f"{files.file}: config must have {wanted}, found {config!r:.200}")
+    if not 256 <= size - count <= len(vocabulary):
+        raise FormatError(
+            f"{files.file}: a vocabulary of {size} with {count} control tokens, but {len(vocabulary)} tokens are listed"
+        )
+    listed = files.spec.get("special_tokens")
+    if listed is None and config.get("version") in TEKKEN_VERSIONS_WITHOUT_LIST:
+        listed = [{"rank": rank, "token_str": text} for rank, text in enumerate(TEKKEN_TOKENS[:count])]
+    try:
+        ranks = {a2b_base64(token["token_bytes"]): int(token["rank"]) for token in vocabulary[: size - count]}
+        texts = {int(token["rank"]): str(token["token_str"]) for token in listed or ()}
+    except (TypeError, KeyError, ValueError) as error:
+        raise FormatError(f"{files.file}: vocab and special_tokens must be lists of tokens: {error!r}") from error
+    if len(set(texts.values())) != len(listed or ()):
+        raise FormatError(f"{files.file}: special_tokens has a token or a rank twice")
+    if not texts or list(ranks.values()) != list(range(size - count)) or not set(texts) <= set(range(count)):
+        raise FormatError(f"{files.file}: its tokens must have the ranks from 0 on, and its special_tokens too")
+    own = [AddedToken(rank, texts.get(rank, f"<SPECIAL_{rank}>"), True) for rank in range(count)]
+    return _checked_ranks(files, ranks, size - count), pattern, count, own
