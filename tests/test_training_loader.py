@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from training_source import two_shards
 
 from megatron_sft_idx.training.batch import BatchAssembler
-from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch, whole_rows
+from megatron_sft_idx.training.loader import BatchLoader, PackRows, Wanted, whole_batch, whole_rows
 
 Tensors = dict[str, torch.Tensor]
 
@@ -113,16 +113,28 @@ def test_batches_may_grow(assembler: BatchAssembler) -> None:
         assert same(batch, assembler.assemble(picked))
 
 
-def test_indices_become_packs_in_the_thread(assembler: BatchAssembler) -> None:
+def test_batches_are_asked_for_in_the_thread(assembler: BatchAssembler) -> None:
     seen = []
 
-    def packs_of(indices: Sequence[int]) -> list[int]:
+    def order() -> Iterator[Wanted]:
         seen.append(threading.current_thread().name)
-        return [25 - i for i in indices]
+        yield Wanted([25, 22])
 
-    (batch,) = BatchLoader(assembler, [[0, 3]], packs_of=packs_of)
+    (batch,) = BatchLoader(assembler, order())
     assert same(batch, assembler.assemble([25, 22]))
     assert seen == ["batches"]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_batch_carries_the_state_behind_itself_and_not_behind_what_is_prefetched(
+    assembler: BatchAssembler, ahead: int
+) -> None:
+    order = [Wanted([i], np.array([i == 3]), {"taken": i + 1}) for i in range(6)]
+    with iter(BatchLoader(assembler, order, prefetch=3, ahead=ahead)) as taken:
+        assert taken.state is None
+        for i, batch in enumerate(taken):
+            assert taken.state == {"taken": i + 1}
+            assert bool(batch["loss_mask"].any()) == (i != 3 and bool(assembler.sample(i)["loss_mask"].any()))
 
 
 def test_endless_batches_are_taken_as_they_are_needed(assembler: BatchAssembler) -> None:

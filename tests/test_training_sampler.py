@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader
 
 from megatron_sft_idx.packing import attention_cost, pack_sequences
 from megatron_sft_idx.training.balance import deal
-from megatron_sft_idx.training.sampler import PADDING, PackedBatchSampler, attention_costs
+from megatron_sft_idx.training.loader import BatchLoader
+from megatron_sft_idx.training.rows import rows_of
+from megatron_sft_idx.training.sampler import PADDING, PackedBatchSampler
 
 
 class Costs:
@@ -164,6 +166,68 @@ def test_a_blend_resumes_bitwise_on_one_rank_and_on_two(tmp_path: Path, balance:
     assert len(set(rows)) == 33
 
 
+# ---- blends, read natively ----
+
+
+def blend_of(tmp_path: Path, planned: bool, samples: int = 120, weights: Any = (0.5, 0.3, 0.2)) -> Any:
+    """Three members: one of two shards, one that is the second half of its shard by a split, and a small one."""
+    write_packs(tmp_path / "a" / "one", 11, 0)
+    write_packs(tmp_path / "a" / "two", 9, 1)
+    paths = [str(tmp_path / "a"), write_packs(tmp_path / "b", 30, 2), write_packs(tmp_path / "c", 5, 3)]
+    options: dict[str, Any] = {
+        "index_only_packing": planned,
+        "path_to_cache": str(tmp_path / "cache") if planned else None,
+    }
+    return build(config_of((paths, list(weights) if weights else None), "40,60,0", **options), (samples, samples, 0))
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("split", [0, 1])
+def test_a_blend_read_natively_is_what_megatron_reads_sample_by_sample(
+    tmp_path: Path, planned: bool, split: int
+) -> None:
+    blend = blend_of(tmp_path, planned)[split]
+    rows = rows_of(blend)
+    mine = sampler(rows, 0, 1, 8)
+    loaded = DataLoader(blend, batch_sampler=sampler(blend, 0, 1, 8))
+    count = 0
+    for expected, found in zip(loaded, BatchLoader(rows.assembler, rows.order(mine), copy=True), strict=True):
+        assert expected.keys() - found.keys() == {"dataset_id"}
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+        count += 1
+    assert count == len(mine) == 15
+    assert {int(i) for i in blend.dataset_index} == {0, 1, 2}
+    assert torch.equal(rows[17]["tokens"], blend[17]["tokens"])
+
+
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (3, 2), (4, 8)])
+def test_a_blend_is_filled_up_with_masked_rows(tmp_path: Path, ranks: int, micro: int) -> None:
+    write_packs(tmp_path / "a", 10, 0)
+    write_packs(tmp_path / "b", 7, 1)
+    blend = build(config_of(([str(tmp_path / "a"), str(tmp_path / "b")], None)))[0]
+    rows = rows_of(blend)
+    loaders = [
+        BatchLoader(rows.assembler, rows.order(sampler(rows, rank, ranks, micro, drop_last=False)), copy=True)
+        for rank in range(ranks)
+    ]
+    seen = [
+        (key_of({"tokens": tokens}), bool(loss.any()))
+        for batches in zip(*loaders, strict=True)
+        for batch in batches
+        for tokens, loss in zip(batch["tokens"], batch["loss_mask"], strict=True)
+    ]
+    assert len(seen) == -(-17 // (ranks * micro)) * ranks * micro
+    assert sorted(key for key, _ in seen[:17]) == sorted(pack_keys(10) + pack_keys(7, 1))
+    assert not any(trained for _, trained in seen[17:])
+    with pytest.raises(ValueError, match="rows_of"):
+        sampler(blend, 0, ranks, micro, drop_last=False)
+
+
+def test_only_packed_data_sets_have_rows(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="list: expected a PackedSFTDataset"):
+        rows_of([1])
+
+
 # ---- attention ----
 
 
@@ -172,7 +236,7 @@ def test_costs_are_sums_of_squared_lengths(tmp_path: Path) -> None:
     single = build(config_of(paths[0]), (50, 0, 0))[0]
     blend = build(config_of((paths, [1.0, 1.0])), (50, 0, 0))[0]
     for dataset in (single, single.rows, blend):
-        for i, cost in enumerate(attention_costs(dataset, np.arange(50))):
+        for i, cost in enumerate(rows_of(dataset).attention_costs(np.arange(50))):
             row = dataset[i]
             bounds = row["cu_seqlens"][row["cu_seqlens"] <= len(key_of(row))]
             assert cost == (bounds.diff() ** 2).sum()
@@ -231,10 +295,3 @@ def test_micro_batches_of_a_rank_are_evened_out_too() -> None:
 def test_numbers_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sampler(Costs(range(40)), **{"rank": 0, "ranks": 2, "micro": 2, **options})
-
-
-def test_a_blend_has_no_masked_rows(tmp_path: Path) -> None:
-    paths = [write_packs(tmp_path / "a", 20, 0), write_packs(tmp_path / "b", 13, 1)]
-    blend = build(config_of((paths, None)))[0]
-    with pytest.raises(ValueError, match="which a blend has not"):
-        sampler(blend, 0, 2, 2, drop_last=False)

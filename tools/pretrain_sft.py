@@ -39,7 +39,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options, encoding_options
 from megatron_sft_idx.cli.reading import add_read_options, read_options
@@ -49,7 +48,7 @@ from megatron_sft_idx.training.attention import ATTENTION, Batch, layer_spec, mo
 from megatron_sft_idx.training.cpu import connect, current_device, megatron_device, seed_everything
 from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.provider import build_datasets
-from megatron_sft_idx.training.rows import PackedRows
+from megatron_sft_idx.training.rows import rows_of
 from megatron_sft_idx.training.sampler import PackedBatchSampler
 
 # Called with every batch that this process trains on, before it does.
@@ -338,8 +337,9 @@ def vocabulary_of(dataset: Any) -> int:
 
 def load_batches(args: argparse.Namespace, dataset: Any, consumed: int) -> Iterator[Batch]:
     """Micro-batches for this process, from where ``consumed`` samples of all processes end."""
+    rows = rows_of(dataset)
     sampler = PackedBatchSampler(
-        dataset,
+        rows,
         consumed_samples=consumed,
         micro_batch_size=args.micro_batch_size,
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
@@ -347,11 +347,7 @@ def load_batches(args: argparse.Namespace, dataset: Any, consumed: int) -> Itera
         global_batch_size=args.global_batch_size,
         balance_attention=args.balance_attention,
     )
-    rows: Any = dataset.rows if isinstance(dataset, PackedSFTDataset) else dataset
-    if isinstance(rows, PackedRows):
-        return iter(BatchLoader(rows.assembler, sampler, packs_of=rows.packs))
-    # A blend is Megatron's own class, which gives one sample at a time.
-    return iter(DataLoader(dataset, batch_sampler=sampler, num_workers=0))
+    return iter(BatchLoader(rows.assembler, rows.order(sampler)))
 
 
 def evaluate(args: argparse.Namespace, model: DistributedDataParallel, batches: Iterator[Batch]) -> float:

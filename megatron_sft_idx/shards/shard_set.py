@@ -120,6 +120,15 @@ class ShardSet:
         self._take(tuple(prefixes.split("\0")), ReadOptions(*options), fingerprint, index_cache)
 
     @classmethod
+    def joined(cls, sets: Sequence[ShardSet]) -> ShardSet:
+        """The shards of several sets, one set after the other, read as the first one is."""
+        found = cls.__new__(cls)
+        prefixes = tuple(prefix for one in sets for prefix in one.prefixes)
+        found._take(prefixes, sets[0]._options, b"", sets[0]._index_cache)
+        found.headers = [header for one in sets for header in one.headers]
+        return found
+
+    @classmethod
     def reopen(cls, state: _State) -> ShardSet:
         """The set that ``__getstate__`` gave ``state`` of."""
         found = cls.__new__(cls)

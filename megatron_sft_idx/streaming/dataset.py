@@ -19,8 +19,8 @@ from megatron_sft_idx.streaming.order import AtEnd
 from megatron_sft_idx.streaming.shards import CatalogShards
 from megatron_sft_idx.streaming.source import LiveSource
 from megatron_sft_idx.streaming.state import RankState, resume
-from megatron_sft_idx.streaming.walk import MicroBatch, Walk
-from megatron_sft_idx.training import BatchAssembler, Form, Tensors, whole_rows
+from megatron_sft_idx.streaming.walk import Walk
+from megatron_sft_idx.training import BatchAssembler, Form, Tensors, Wanted, whole_rows
 
 __all__ = ["LiveDataset"]
 
@@ -225,8 +225,8 @@ class LiveDataset(IterableDataset[Tensors]):
         except ValueError as error:
             raise FormatError(f"{self.shards.folder}: {error}") from None
 
-    def open(self, waiter: Waiter) -> tuple[BatchAssembler, Walk, Iterator[tuple[MicroBatch, Any]]]:
-        """What makes the micro-batches, who walks, and all of them, each with its packs as the assembler takes them.
+    def open(self, waiter: Waiter) -> tuple[BatchAssembler, Walk, Iterator[Wanted]]:
+        """What makes the micro-batches, who walks, and all of them, each with the rank's state behind it.
 
         The packs of one are read before the next is asked for.
         """
@@ -252,19 +252,19 @@ class LiveDataset(IterableDataset[Tensors]):
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
         assembler, walk, batches = self.open(waiter)
-        for number, (batch, packs) in enumerate(batches):
+        for number, batch in enumerate(batches):
             if number % workers == worker:
-                masked = np.arange(len(packs)) >= len(packs) - batch.num_masked
-                yield whole_rows(assembler, packs, masked).whole(), batch.state
+                yield whole_rows(assembler, batch.packs, batch.masked).whole(), batch.state
         yield None, walk.state
 
     def __iter__(self) -> Iterator[Tensors]:
         return (tensors for tensors, _ in self.deliveries(self.waiter()) if tensors is not None)
 
 
-def _placed(walk: Walk, source: LiveSource) -> Iterator[tuple[MicroBatch, Any]]:
+def _placed(walk: Walk, source: LiveSource) -> Iterator[Wanted]:
     for batch in walk:
-        yield batch, source.place(batch.shards, batch.packs)
+        masked = np.arange(len(batch.packs)) >= len(batch.packs) - batch.num_masked
+        yield Wanted(source.place(batch.shards, batch.packs), masked if batch.num_masked else None, batch.state)
         # What pads this batch pads the next ones too.
         filling = batch.shards[len(batch.shards) - batch.num_masked :]
         source.close_all_but([*walk.shards, *filling.tolist()])

@@ -16,7 +16,6 @@ from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.streaming.dataset import Event, LiveDataset
 from megatron_sft_idx.streaming.live import Stopped
 from megatron_sft_idx.streaming.state import RankState
-from megatron_sft_idx.streaming.walk import MicroBatch
 from megatron_sft_idx.training import BatchLoader, Tensors
 
 __all__ = ["LiveLoader"]
@@ -194,23 +193,11 @@ class LiveLoader(Iterator[Tensors]):
 def _of_thread(dataset: LiveDataset, stop: Event, **options: Any) -> Iterator[_Delivery]:
     """Deliveries of a thread of this process."""
     assembler, walk, batches = dataset.open(dataset.waiter(stop))
-    made: deque[MicroBatch] = deque()
     # No looking ahead: a batch that is ready must not be held back until the next shard is published.
-    loader = BatchLoader(assembler, _noted(batches, made), ahead=0, **options)
-    with iter(loader) as taken:
+    with iter(BatchLoader(assembler, batches, ahead=0, **options)) as taken:
         for tensors in taken:
-            batch = made.popleft()
-            if batch.num_masked:
-                tensors["loss_mask"][-batch.num_masked :] = 0
-            yield tensors, batch.state
+            yield tensors, taken.state
     yield None, walk.state
-
-
-def _noted(batches: Iterator[tuple[MicroBatch, Any]], made: deque[MicroBatch]) -> Iterator[Any]:
-    """The packs of micro-batches, for the thread; what else is known of them goes into ``made``."""
-    for batch, packs in batches:
-        made.append(batch)
-        yield packs
 
 
 class _InWorkers(IterableDataset[_Outcome]):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.streaming.live import Indexed, LiveLimits, LiveShards, OpenPacks, Waiter
-from megatron_sft_idx.training import Segments
+from megatron_sft_idx.training import Segments, interleaved
 
 __all__ = ["LiveSource"]
 
@@ -69,20 +69,12 @@ class LiveSource:
             # One call for all shards. Where it finds something wrong, the shard that is asked by itself says what.
             with contextlib.suppress(ValueError):
                 return Segments(*_native.pack_segments(indexes, slots, local))
-        if len(used) == 1:
-            offsets, starts, lengths = self._open(used[0]).segments(local)
-            return Segments(offsets, np.full(len(starts), used[0], np.int32), starts, lengths)
-        # Each shard is asked once; then its sequences go to the rows that are its.
-        order = np.argsort(slots, kind="stable")
-        parts = [self._open(slot).segments(local[order[slots[order] == slot]]) for slot in used]
-        counts = np.empty(len(packs), np.int64)
-        counts[order] = _joined([np.diff(offsets) for offsets, _, _ in parts])
-        begins = np.empty(len(packs), np.int64)
-        begins[order] = _joined([np.zeros(1, np.int64), np.cumsum(counts[order])])[:-1]
-        offsets = _joined([np.zeros(1, np.int64), np.cumsum(counts)])
-        taken = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], counts)
-        starts, lengths = (_joined([part[column] for part in parts])[taken] for column in (1, 2))
-        return Segments(offsets, np.repeat(slots, counts).astype(np.int32), starts, lengths)
+
+        def ask(slot: int, rows: NDArray[np.int64]) -> Segments:
+            offsets, starts, lengths = self._open(slot).segments(local[rows])
+            return Segments(offsets, np.full(len(starts), slot, np.int32), starts, lengths)
+
+        return interleaved(slots, ask)
 
     def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Tokens and label-aligned loss mask of a slot."""
@@ -112,7 +104,3 @@ class LiveSource:
             logger.info(
                 "%s: %s, %s packs%s", self._waiter.who, self._shards.name(shard), f"{opened.num_packs:,}", tokens
             )
-
-
-def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)

@@ -2,8 +2,19 @@
 
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.layout import Form, Tensors
-from megatron_sft_idx.training.loader import BatchIterator, BatchLoader, whole_rows
-from megatron_sft_idx.training.segments import PackSource, Segments
+from megatron_sft_idx.training.loader import BatchIterator, BatchLoader, Wanted, whole_rows
+from megatron_sft_idx.training.segments import PackSource, Segments, interleaved
 
 # Megatron's face is not here: it takes seconds to import, and worker processes do without it.
-__all__ = ["BatchAssembler", "BatchIterator", "BatchLoader", "Form", "PackSource", "Segments", "Tensors", "whole_rows"]
+__all__ = [
+    "BatchAssembler",
+    "BatchIterator",
+    "BatchLoader",
+    "Form",
+    "PackSource",
+    "Segments",
+    "Tensors",
+    "Wanted",
+    "interleaved",
+    "whole_rows",
+]

@@ -112,8 +112,13 @@ class BatchAssembler:
         """Where the sequences of these packs lie: what ``fill`` and ``will_need`` work on."""
         return self.source.segments(np.asarray(packs, np.int64))
 
-    def fill(self, segments: Segments, out: Batch) -> Tensors:
+    def fill(self, segments: Segments, out: Batch, masked: NDArray[np.bool_] | None = None) -> Tensors:
         """Write a batch into ``out``, which may have more rows; the tensors are views of it.
+
+        Args:
+            segments: what ``plan`` gave.
+            out: room for it.
+            masked: bool [rows], whose loss is zeroed: rows that only fill up the batch.
 
         Raises:
             ValueError: a row that does not fit, or one whose sequences do not lie within their shard.
@@ -141,23 +146,29 @@ class BatchAssembler:
             _native.assemble_wide(*where, tokens, arrays["labels"], arrays["position_ids"], loss_mask, *boundaries)
         else:
             _native.assemble_narrow(*where, tokens, loss_mask, *boundaries)
+        if masked is not None:
+            loss_mask[masked] = 0
         return dict(out.tensors)
 
-    def assemble(self, packs: NDArray[np.int64] | Sequence[int], out: Batch | None = None) -> Tensors:
-        """The tensors of a batch, one row a pack, into ``out`` or fresh memory.
+    def assemble(
+        self,
+        packs: NDArray[np.int64] | Sequence[int],
+        out: Batch | None = None,
+        *,
+        masked: NDArray[np.bool_] | None = None,
+    ) -> Tensors:
+        """The tensors of a batch, one row a pack, into ``out`` or fresh memory; ``masked`` as for ``fill``.
 
         Returns:
             tokens, labels, position_ids int64 [B, S], loss_mask float32 [B, S], cu_seqlens int32 [B, W], max_seqlen
             int32 [B], and with a sequence multiple above 1 cu_seqlens_padded int32 [B, W].
         """
         segments = self.plan(packs)
-        return self.fill(segments, Batch(self.layout(len(segments.offsets) - 1)) if out is None else out)
+        return self.fill(segments, Batch(self.layout(len(segments.offsets) - 1)) if out is None else out, masked)
 
     def sample(self, pack: int, masked: bool = False) -> Tensors:
         """One row without the batch dimension; ``masked`` zeroes its loss, for rows that only fill up a batch."""
-        batch = self.assemble([pack])
-        if masked:
-            batch["loss_mask"].zero_()
+        batch = self.assemble([pack], masked=np.array([masked]))
         return {name: tensor[0] for name, tensor in batch.items()}
 
     def will_need(self, segments: Segments) -> None:

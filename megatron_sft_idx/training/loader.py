@@ -3,7 +3,7 @@
 ``BatchLoader`` is the default. Assembling a batch takes less time than handing one over from another process, so one
 thread beside the trainer keeps a few batches ready and asks the kernel for the file pages of the next ones.
 
-    loader = BatchLoader(assembler, batch_sampler)
+    loader = BatchLoader(rows.assembler, rows.order(batch_sampler))
     for batch in loader:
         step(batch["tokens"], ...)
 
@@ -19,9 +19,9 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,11 +30,25 @@ from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.layout import Batch, BatchLayout, Tensors
+from megatron_sft_idx.training.segments import Segments
 
-__all__ = ["BatchIterator", "BatchLoader", "BatchRows", "PackRows", "whole_batch", "whole_rows"]
+__all__ = ["BatchIterator", "BatchLoader", "BatchRows", "PackRows", "Wanted", "whole_batch", "whole_rows"]
 
-_T = TypeVar("_T")
 _PATIENCE_SECONDS = 5.0
+
+
+class Wanted(NamedTuple):
+    """The rows of one micro-batch.
+
+    Attributes:
+        packs: int64 [rows], of the assembler's source.
+        masked: bool [rows], those that only fill up the batch: their loss is zeroed. None for none.
+        state: where the order stands behind this micro-batch; what it is, the order decides.
+    """
+
+    packs: NDArray[np.int64] | Sequence[int]
+    masked: NDArray[np.bool_] | None = None
+    state: Any = None
 
 
 class BatchLoader:
@@ -51,8 +65,7 @@ class BatchLoader:
 
     Args:
         assembler: makes the batches.
-        batches: lists of packs, as a Megatron batch sampler gives them; iterated in the thread.
-        packs_of: what makes packs of the indices that ``batches`` holds, where they are something else.
+        batches: the packs of each micro-batch, or ``Wanted``, which says more; iterated in the thread.
         prefetch: batches that are kept ready.
         ahead: further batches whose pages the kernel is asked for, or that are fetched where shards are remote; 0 for
             none, where all data is in memory.
@@ -64,9 +77,8 @@ class BatchLoader:
     def __init__(
         self,
         assembler: BatchAssembler,
-        batches: Iterable[Sequence[int]],
+        batches: Iterable[Sequence[int] | Wanted],
         *,
-        packs_of: Callable[[Sequence[int]], NDArray[np.int64] | Sequence[int]] | None = None,
         prefetch: int = 2,
         ahead: int = 4,
         keep: int = 1,
@@ -77,7 +89,6 @@ class BatchLoader:
             raise ValueError(f"prefetch {prefetch} and keep {keep} are at least 1, ahead {ahead} at least 0")
         self.assembler = assembler
         self.batches = batches
-        self.packs_of = packs_of
         self.prefetch = prefetch
         self.ahead = ahead
         self.keep = keep
@@ -92,12 +103,17 @@ class BatchLoader:
 
 
 class BatchIterator(Iterator[Tensors]):
-    """One pass over the batches of a ``BatchLoader``; also a context manager that closes."""
+    """One pass over the batches of a ``BatchLoader``; also a context manager that closes.
+
+    Attributes:
+        state: of the order, behind the batch that was taken last; None before the first one.
+    """
 
     def __init__(self, loader: BatchLoader) -> None:
         self._keep, self._copy = loader.keep, loader.copy
         self._pid = os.getpid()
         self._taken: deque[_Slot] = deque()
+        self.state: Any = None
         self._line = _Line()
         pinned = loader.pin_memory and torch.cuda.is_available()
         for _ in range(loader.prefetch + loader.keep):
@@ -125,6 +141,7 @@ class BatchIterator(Iterator[Tensors]):
             old.given_back()
             self._line.free.put(old)
         assert done.tensors is not None
+        self.state = done.state
         if self._copy:
             return {name: tensor.clone() for name, tensor in done.tensors.items()}
         return done.tensors
@@ -148,6 +165,7 @@ class _Slot:
         self._buffer: Batch | None = None
         self._copied: torch.cuda.Event | None = None
         self.tensors: Tensors | None = None
+        self.state: Any = None
 
     def buffer(self, layout: BatchLayout) -> Batch:
         """Room for a batch: what is there if it is large enough, once the copies from it are done."""
@@ -187,13 +205,13 @@ def _produce(loader: BatchLoader, line: _Line) -> None:
     """What the thread does."""
     assembler = loader.assembler
     try:
-        plans = (assembler.plan(loader.packs_of(b) if loader.packs_of else b) for b in loader.batches)
-        for segments in _looking_ahead(plans, loader.ahead, assembler.will_need):
+        for wanted, segments in _looking_ahead(assembler, loader.batches, loader.ahead):
             slot = line.free.get()
             if line.stopped.is_set() or slot is None:
                 return
             layout = assembler.layout(len(segments.offsets) - 1)
-            slot.tensors = assembler.fill(segments, slot.buffer(layout))
+            slot.tensors = assembler.fill(segments, slot.buffer(layout), wanted.masked)
+            slot.state = wanted.state
             line.ready.put(slot)
     except BaseException as error:
         line.ready.put(error)
@@ -203,15 +221,16 @@ def _produce(loader: BatchLoader, line: _Line) -> None:
         assembler.forget_needs()
 
 
-def _looking_ahead(items: Iterable[_T], ahead: int, tell: Callable[[_T], None]) -> Iterator[_T]:
-    """The items as they are, each told of ``ahead`` items before it comes."""
-    if not ahead:
-        yield from items
-        return
-    waiting: deque[_T] = deque()
-    for item in items:
-        tell(item)
-        waiting.append(item)
+def _looking_ahead(
+    assembler: BatchAssembler, batches: Iterable[Sequence[int] | Wanted], ahead: int
+) -> Iterator[tuple[Wanted, Segments]]:
+    """What is wanted and where it lies; the assembler is told of it ``ahead`` micro-batches before it comes."""
+    waiting: deque[tuple[Wanted, Segments]] = deque()
+    for batch in batches:
+        wanted = batch if isinstance(batch, Wanted) else Wanted(batch)
+        waiting.append((wanted, assembler.plan(wanted.packs)))
+        if ahead:
+            assembler.will_need(waiting[-1][1])
         if len(waiting) > ahead:
             yield waiting.popleft()
     yield from waiting
@@ -273,9 +292,7 @@ def whole_rows(
     if in_worker:
         assembler.will_need(segments)  # from disk, all of it at once is faster than one page after another
     batch = Batch(assembler.layout(len(segments.offsets) - 1), shared=in_worker)
-    assembler.fill(segments, batch)
-    if masked is not None:
-        batch.arrays["loss_mask"][masked] = 0
+    assembler.fill(segments, batch, masked)
     return BatchRows(batch, in_worker)
 
 

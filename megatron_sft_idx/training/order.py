@@ -60,6 +60,8 @@ class EpochOrder:
     def pack_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The pack of each sample, int64; samples count from 0 through all epochs."""
         epochs, positions = np.divmod(samples, self.packs)
+        if len(samples) and (epochs == epochs[0]).all():
+            return self.epoch(int(epochs[0]))[positions].astype(np.int64, copy=False)
         out = np.empty(len(samples), np.int64)
         for number in np.unique(epochs):
             here = epochs == number

@@ -1,9 +1,18 @@
-"""``PackedRows``: the light object that turns sample numbers into rows; what worker processes get."""
+"""Sample numbers to rows, whole batches at a time.
+
+``PackedRows`` are of one data set, the light object that worker processes get; ``BlendedRows`` of a blend of them::
+
+    rows = rows_of(dataset)
+    sampler = PackedBatchSampler(rows, ...)
+    for batch in BatchLoader(rows.assembler, rows.order(sampler)):
+        step(batch)
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,48 +21,36 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_sft_idx.training.batch import BatchAssembler
-from megatron_sft_idx.training.loader import BatchRows, whole_rows
+from megatron_sft_idx.training.loader import BatchRows, Wanted, whole_rows
 from megatron_sft_idx.training.order import EpochOrder
-from megatron_sft_idx.training.sources import PlannedPacks, StoredPacks, reopen
+from megatron_sft_idx.training.segments import PackSource
+from megatron_sft_idx.training.sources import JoinedPacks, PlannedPacks, StoredPacks, reopen
 
-__all__ = ["PackedRows"]
+__all__ = ["BlendedRows", "PackedRows", "Rows", "rows_of"]
 
 
-class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Samples of one split: an order over a source of packs. Needs torch and not Megatron.
+class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Samples, each of which is a pack of ``source``.
 
-    A ``PackedSFTDataset`` pickles as this: a worker process opens the files by itself, and starts without importing
-    Megatron, which takes seconds and hundreds of MB.
-
-    Args:
+    Attributes:
         source: of the packs.
-        order: of the epochs.
-        num_samples: rows to serve, over as many epochs as it takes.
+        num_samples: rows to serve.
         seq_length: positions of a row.
         sequence_multiple: each sequence is padded to a multiple of this inside its row.
         width: of ``cu_seqlens``; None leaves it to the source.
         pad_id: fills up rows; None leaves it to the source.
     """
 
-    def __init__(
-        self,
-        source: StoredPacks | PlannedPacks,
-        order: EpochOrder,
-        num_samples: int,
-        seq_length: int,
-        *,
-        sequence_multiple: int = 1,
-        width: int | None = None,
-        pad_id: int | None = None,
-    ) -> None:
-        self.source, self.order, self.num_samples = source, order, num_samples
-        self.seq_length, self.sequence_multiple = seq_length, sequence_multiple
-        self.width, self.pad_id = width, pad_id
+    source: PackSource
+    num_samples: int
+    seq_length: int
+    sequence_multiple: int
+    width: int | None
+    pad_id: int | None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        order, shape = self.order, (self.sequence_multiple, self.width, self.pad_id)
-        # The order's pack count and fingerprint are the source's.
-        return _rows, (self.source.state(), order.seed, order.split, self.num_samples, self.seq_length, *shape)
+    @abstractmethod
+    def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The pack of each sample; samples are 0 to ``num_samples`` - 1."""
 
     @cached_property
     def assembler(self) -> BatchAssembler:
@@ -71,7 +68,29 @@ class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         samples = np.asarray(samples, np.int64)
         if len(samples) and not 0 <= samples.min() <= samples.max() < self.num_samples:
             raise IndexError(f"samples {samples.min()} to {samples.max()}, there are {self.num_samples}")
-        return self.order.pack_of(samples)
+        return self._packs(samples)
+
+    def wanted(self, samples: NDArray[np.int64] | Sequence[int]) -> Wanted:
+        """Some samples as packs; negative ones, which only fill up a batch, count from the end and are masked."""
+        return Wanted(*self._wanted(np.asarray(samples, np.int64)))
+
+    def _wanted(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        masked = samples < 0
+        packs = self.packs(np.where(masked, samples + self.num_samples, samples).ravel())
+        return packs.reshape(samples.shape), masked
+
+    def order(self, batches: Iterable[Sequence[int]]) -> Iterator[Wanted]:
+        """Micro-batches of samples as a ``BatchLoader`` takes them.
+
+        Args:
+            batches: samples of each. A ``PackedBatchSampler`` is asked for many at once, which costs less.
+        """
+        if blocks := getattr(batches, "blocks", None):
+            for block in blocks():
+                packs, masked = self._wanted(block)
+                yield from map(Wanted, packs, masked)
+        else:
+            yield from map(self.wanted, batches)
 
     def attention_costs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The sum of squared sequence lengths of each sample: attention's work, as it never crosses a sequence."""
@@ -83,20 +102,13 @@ class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def batch(self, samples: Sequence[int] | NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """Several samples, stacked; negative ones with their loss masked, as in ``__getitem__``."""
-        packs, masked = self._wanted(samples)
-        batch = self.assembler.assemble(packs)
-        batch["loss_mask"][torch.from_numpy(masked)] = 0
-        return batch
+        packs, masked, _ = self.wanted(samples)
+        return self.assembler.assemble(packs, masked=masked)
 
     def __getitems__(self, samples: Sequence[int] | NDArray[np.int64]) -> BatchRows:
         """What a ``DataLoader`` asks for a batch: assembled whole; give it ``collate_fn=whole_batch``."""
-        return whole_rows(self.assembler, *self._wanted(samples))
-
-    def _wanted(self, samples: Sequence[int] | NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The packs of samples, and which of them only fill up a batch."""
-        wanted = np.asarray(samples, np.int64)
-        masked = wanted < 0
-        return self.packs(np.where(masked, wanted + self.num_samples, wanted)), masked
+        packs, masked, _ = self.wanted(samples)
+        return whole_rows(self.assembler, packs, masked)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -111,8 +123,96 @@ class PackedRows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         at = i if i >= 0 else i + self.num_samples
         if not 0 <= at < self.num_samples:
             raise IndexError(f"sample {i}, there are {self.num_samples}")
-        pack = self.order.epoch(at // self.order.packs)[at % self.order.packs]
-        return self.assembler.sample(int(pack), masked=i < 0)
+        return self.assembler.sample(int(self._packs(np.array([at]))[0]), masked=i < 0)
+
+
+class PackedRows(Rows):
+    """Samples of one split: an order over a source of packs. Needs torch and not Megatron.
+
+    A ``PackedSFTDataset`` pickles as this: a worker process opens the files by itself, and starts without importing
+    Megatron, which takes seconds and hundreds of MB.
+
+    Args:
+        source: of the packs.
+        epochs: their order.
+        num_samples: rows to serve, over as many epochs as it takes.
+        seq_length: positions of a row.
+        sequence_multiple: each sequence is padded to a multiple of this inside its row.
+        width: of ``cu_seqlens``; None leaves it to the source.
+        pad_id: fills up rows; None leaves it to the source.
+    """
+
+    def __init__(
+        self,
+        source: StoredPacks | PlannedPacks,
+        epochs: EpochOrder,
+        num_samples: int,
+        seq_length: int,
+        *,
+        sequence_multiple: int = 1,
+        width: int | None = None,
+        pad_id: int | None = None,
+    ) -> None:
+        self.source = self.stored = source
+        self.epochs, self.num_samples = epochs, num_samples
+        self.seq_length, self.sequence_multiple = seq_length, sequence_multiple
+        self.width, self.pad_id = width, pad_id
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        epochs, shape = self.epochs, (self.sequence_multiple, self.width, self.pad_id)
+        # The epochs' pack count and fingerprint are the source's.
+        return _rows, (self.stored.state(), epochs.seed, epochs.split, self.num_samples, self.seq_length, *shape)
+
+    def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.epochs.pack_of(samples)
+
+
+class BlendedRows(Rows):
+    """Samples of a blend, read as those of one data set: whole batches, looked ahead for, and fillers masked.
+
+    Args:
+        members: what is blended; their rows have one shape.
+        member_of: integers [samples], which of them each sample is of.
+        sample_of: integers [samples], its number there.
+    """
+
+    def __init__(
+        self, members: Sequence[PackedRows], member_of: NDArray[np.integer[Any]], sample_of: NDArray[np.integer[Any]]
+    ) -> None:
+        first = members[0]
+        self.source = self._joined = JoinedPacks([member.stored for member in members])
+        self.num_samples, self.seq_length = len(member_of), first.seq_length
+        self.sequence_multiple, self.width, self.pad_id = first.sequence_multiple, first.width, first.pad_id
+        self._members, self._index = members, (member_of, sample_of)
+
+    def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        members, numbers = (np.asarray(column[samples], np.int64) for column in self._index)
+        packs = np.empty(len(samples), np.int64)
+        for member, begin in enumerate(self._joined.packs_before[:-1].tolist()):
+            here = np.flatnonzero(members == member)
+            packs[here] = self._members[member].packs(numbers[here]) + begin
+        return packs
+
+
+def rows_of(dataset: Any) -> Rows:
+    """The rows of what Megatron's dataset builder made, to be read natively.
+
+    Args:
+        dataset: a ``PackedSFTDataset``, its rows, or a ``BlendedDataset`` of these.
+
+    Raises:
+        TypeError: something else.
+    """
+    if isinstance(dataset, Rows):
+        return dataset
+    if isinstance(rows := getattr(dataset, "rows", None), Rows):
+        return rows
+    if not hasattr(dataset, "dataset_index"):
+        raise TypeError(f"{type(dataset).__name__}: expected a PackedSFTDataset, or a blend of such data sets")
+    if dataset.dataset_index is None and len(dataset):
+        dataset[0]  # with defer_npy_index_mmap a blend opens its index when first read
+    members = [rows_of(member) for member in dataset.datasets]
+    return BlendedRows(members, dataset.dataset_index, dataset.dataset_sample_index)  # type: ignore[arg-type]
 
 
 def _rows(
@@ -126,7 +226,7 @@ def _rows(
     pad_id: int | None,
 ) -> PackedRows:
     source = reopen(*source_state)
-    order = EpochOrder(source.num_packs, seed, split, source.fingerprint)
+    epochs = EpochOrder(source.num_packs, seed, split, source.fingerprint)
     return PackedRows(
-        source, order, num_samples, seq_length, sequence_multiple=sequence_multiple, width=width, pad_id=pad_id
+        source, epochs, num_samples, seq_length, sequence_multiple=sequence_multiple, width=width, pad_id=pad_id
     )

@@ -14,31 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.training.balance import deal
+from megatron_sft_idx.training.rows import rows_of
 
-__all__ = ["PADDING", "PackedBatchSampler", "attention_costs"]
+__all__ = ["PADDING", "PackedBatchSampler"]
 
 # A negative index is a row with a loss mask of zeros.
 PADDING = -1
-
-
-def attention_costs(dataset: Any, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The sum of squared sequence lengths of each sample of a packed data set, or of a blend of them.
-
-    Args:
-        dataset: a ``PackedSFTDataset``, its ``rows``, or Megatron's ``BlendedDataset`` of these.
-        samples: [samples].
-    """
-    if hasattr(dataset, "attention_costs"):
-        costs: NDArray[np.int64] = dataset.attention_costs(samples)
-        return costs
-    if dataset.dataset_index is None and len(samples):
-        dataset[int(samples[0])]  # with defer_npy_index_mmap a blend opens its index when first read
-    out = np.empty(len(samples), np.int64)
-    members, inner = dataset.dataset_index[samples], dataset.dataset_sample_index[samples]
-    for member in np.unique(members):
-        here = members == member
-        out[here] = attention_costs(dataset.datasets[member], inner[here].astype(np.int64))
-    return out
+# Samples that are looked up at once.
+_BLOCK_SAMPLES = 1 << 12
 
 
 class PackedBatchSampler:
@@ -56,8 +39,8 @@ class PackedBatchSampler:
         balance_attention: deal the packs of each global batch so that ranks have equal attention to do. The packs of a
             batch stay the same, so training does too; which rank and micro-batch a pack is in differs.
         drop_last: leave out what does not fill a micro-batch of every rank (a global batch when balancing). False
-            fills it up with rows whose loss is masked, for evaluation: every pack comes once. Not for blends, which
-            know no such rows.
+            fills it up with rows whose loss is masked, for evaluation: every pack comes once. Not for Megatron's
+            ``BlendedDataset``, which knows no such rows; its ``rows_of`` do.
 
     Raises:
         ValueError: numbers that do not go together.
@@ -79,6 +62,8 @@ class PackedBatchSampler:
         self.micro_batch_size, self.drop_last = micro_batch_size, drop_last
         self.rank, self.ranks = data_parallel_rank, data_parallel_size
         self.balance_attention = balance_attention
+        # Only where costs are asked for: a blend's rows open all of its members.
+        self._rows: Any = dataset if not balance_attention or hasattr(dataset, "attention_costs") else rows_of(dataset)
         if micro_batch_size < 1 or not 0 <= data_parallel_rank < data_parallel_size:
             raise ValueError(
                 f"micro-batch size {micro_batch_size}, rank {data_parallel_rank} of {data_parallel_size}; sizes are at"
@@ -105,7 +90,10 @@ class PackedBatchSampler:
                 )
             self._window = global_batch_size
         if not drop_last and hasattr(dataset, "dataset_index"):
-            raise ValueError("drop_last=False fills up with masked rows, which a blend has not; sample its parts")
+            raise ValueError(
+                "drop_last=False fills up with masked rows, which Megatron's BlendedDataset has not; sample and load"
+                " rows_of(dataset) (megatron_sft_idx.training.rows) instead"
+            )
 
     def __len__(self) -> int:
         """Micro-batches from ``consumed_samples`` to the end."""
@@ -114,13 +102,22 @@ class PackedBatchSampler:
         return windows * (self._window // (self.micro_batch_size * self.ranks))
 
     def __iter__(self) -> Iterator[list[int]]:
-        for first in range(self.consumed_samples, self.total_samples, self._window):
-            count = min(self._window, self.total_samples - first)
-            if count < self._window and self.drop_last:
-                return
-            samples = np.full(self._window, PADDING, np.int64)
-            samples[:count] = np.arange(first, first + count)
-            yield from self._share(samples).tolist()
+        for block in self.blocks():
+            yield from block.tolist()
+
+    def blocks(self) -> Iterator[NDArray[np.int64]]:
+        """The same, many at once: int64 [micro-batches, packs] each, so that what is done for all of them costs little.
+
+        The first ones hold few, for the trainer waits for the first batch.
+        """
+        count = self.total_samples - self.consumed_samples
+        windows, first = (count if self.drop_last else count + self._window - 1) // self._window, 0
+        while first < windows:
+            last = min(windows, 2 * first + 1, first + max(_BLOCK_SAMPLES // self._window, 1))
+            samples = np.arange(first * self._window, last * self._window)
+            samples = np.where(samples < count, samples + self.consumed_samples, PADDING)
+            yield np.concatenate([self._share(window) for window in samples.reshape(-1, self._window)])
+            first = last
 
     def _share(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """This rank's micro-batches of a window, [micro-batches, packs]."""
@@ -128,7 +125,7 @@ class PackedBatchSampler:
             return samples.reshape(-1, self.ranks, self.micro_batch_size)[:, self.rank]
         costs = np.zeros(len(samples), np.int64)
         real = samples >= 0
-        costs[real] = attention_costs(self.dataset, samples[real])
+        costs[real] = self._rows.attention_costs(samples[real])
         micro_batches = len(samples) // (self.ranks * self.micro_batch_size)
         mine: NDArray[np.int64] = samples[deal(costs, self.ranks, micro_batches)[self.rank]]
         return mine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.storage import Array
 
-__all__ = ["PackSource", "Pair", "Segments", "dense", "in_slots"]
+__all__ = ["PackSource", "Pair", "Segments", "dense", "in_slots", "interleaved"]
 
 Pair: TypeAlias = tuple[Array, Array]
 
@@ -84,3 +85,25 @@ def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[
 def dense(used: list[int]) -> bool:
     """Whether ascending numbers are 0, 1, ... to the last, so that they are their own slots."""
     return not used or (used[0] >= 0 and used[-1] == len(used) - 1)
+
+
+def interleaved(members: NDArray[np.int64], ask: Callable[[int, NDArray[np.int64]], Segments]) -> Segments:
+    """The sequences of packs that lie in several places, each of which is asked once.
+
+    Args:
+        members: int64 [packs], the place of each pack.
+        ask: given a place and the positions in ``members`` of its packs, ascending, the segments of these.
+    """
+    order = np.argsort(members, kind="stable")
+    used, firsts = np.unique(members[order], return_index=True)
+    parts = [ask(member, rows) for member, rows in zip(used.tolist(), np.split(order, firsts)[1:], strict=True)]
+    if not parts:
+        return Segments(np.zeros(1, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    counts, begins = np.empty(len(members), np.int64), np.empty(len(members), np.int64)
+    counts[order] = np.concatenate([np.diff(part.offsets) for part in parts])
+    begins[order] = np.cumsum(counts[order]) - counts[order]
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    taken = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], counts)
+    columns = [(part.shards, part.starts, part.lengths) for part in parts]
+    shards, starts, lengths = (np.concatenate(column)[taken] for column in zip(*columns, strict=True))
+    return Segments(offsets, shards, starts, lengths)

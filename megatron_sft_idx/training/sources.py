@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,11 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.shards import OPENED_AT_ONCE, ShardSet
+from megatron_sft_idx.shards.held import running_sums
 from megatron_sft_idx.training.plan_cache import PlacedPlan, load_or_make
-from megatron_sft_idx.training.segments import Pair, Segments, dense, in_slots
+from megatron_sft_idx.training.segments import Pair, Segments, dense, in_slots, interleaved
 
-__all__ = ["PlanOptions", "PlannedPacks", "StoredPacks", "reopen", "require_fit"]
+__all__ = ["JoinedPacks", "PlanOptions", "PlannedPacks", "StoredPacks", "reopen", "require_fit"]
 
 _CHUNK = 1 << 20
 
@@ -247,6 +248,52 @@ class PlannedPacks:
         if self.last - self.first == self.shards.num_sequences:
             return self.shards.total("num_tokens")
         return int(self.plan.lengths.sum(dtype=np.int64))
+
+
+class JoinedPacks:
+    """Several sources as one, for a blend: a ``PackSource`` whose packs count through theirs, one after the other.
+
+    Stored packs are found in one call, whatever the number of sources; planned ones are asked of each source.
+
+    Args:
+        sources: one or more, that can be trained on together.
+    """
+
+    def __init__(self, sources: Sequence[StoredPacks | PlannedPacks]) -> None:
+        self._sources = sources
+        self.packs_before = running_sums(source.num_packs for source in sources)
+        self.num_packs = int(self.packs_before[-1])
+        self.capacity = max(source.capacity for source in sources)
+        self.sequence_multiple = math.gcd(*(source.sequence_multiple for source in sources))
+        self.most_sequences = max(source.most_sequences for source in sources)
+        self.pad_id = next((source.pad_id for source in sources if source.pad_id is not None), None)
+        self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps([source.fingerprint for source in sources]).encode())
+        sets = [source.shards for source in sources]
+        self._shards_before = running_sums(len(shards.prefixes) for shards in sets)
+        self._stored: StoredPacks | None = None
+        if all(isinstance(source, StoredPacks) for source in sources):
+            self._stored = StoredPacks(ShardSet.joined(sets))
+            begins = running_sums(map(len, sets))[:-1] + np.array([source.first for source in sources], np.int64)
+            self._shift: NDArray[np.int64] = begins - self.packs_before[:-1]
+
+    def segments(self, packs: NDArray[np.int64]) -> Segments:
+        """Where the sequences of these packs lie; see ``PackSource``."""
+        members = np.searchsorted(self.packs_before, packs, side="right") - 1
+        if self._stored is not None:
+            return self._stored.segments(packs + self._shift[members])
+
+        def ask(member: int, rows: NDArray[np.int64]) -> Segments:
+            found = self._sources[member].segments(packs[rows] - self.packs_before[member])
+            return replace(found, shards=found.shards + np.int32(self._shards_before[member]), used=None)
+
+        return interleaved(members, ask)
+
+    def arrays(self, shard: int) -> Pair:
+        """Tokens and label-aligned loss mask of one shard, whole."""
+        if self._stored is not None:
+            return self._stored.arrays(shard)
+        member = int(np.searchsorted(self._shards_before, shard, side="right")) - 1
+        return self._sources[member].arrays(shard - int(self._shards_before[member]))
 
 
 def _starts(shards: ShardSet, first: int, last: int) -> tuple[list[tuple[int, NDArray[np.int64]]], NDArray[np.int64]]:
