@@ -84,7 +84,7 @@ def add_parser(verbs: Verbs) -> None:
         help="matches and differences to name; --find stops there (default: %(default)s)",
     )
     add_log_interval(parser, "packs", default=1_000_000)
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, prints_result=True)
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
