@@ -9,15 +9,17 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import orjson
 
 from megatron_sft_idx.errors import FormatError, UnsupportedVersionError
-from megatron_sft_idx.storage import OutputFile, sync_folder
+from megatron_sft_idx.storage.publish import Kind, head_of, write_file
 
 __all__ = ["MAX_NBYTES", "VERSION", "Document", "read_document", "write_document"]
+
+_BEGIN = b'{"version":'
+_KIND = Kind("a document of a catalog", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
 
 VERSION = 1
 # Far above what is ever written: a leftover of every one of a million shards.
@@ -144,16 +146,5 @@ def _no_file(name: str) -> FormatError:
 
 
 def write_document(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Replace the document at ``path``, durably, all at once.
-
-    One writer at a time: the temporary name is always the same, so that a killed writer leaves no more than one.
-    """
-    target = Path(path)
-    file = OutputFile(f"{target}.tmp")
-    try:
-        file.write(orjson.dumps({"version": VERSION, **content}))
-        file.sync()
-    finally:
-        file.close()
-    os.rename(file.path, target)
-    sync_folder(target.parent)
+    """Replace the document at ``path``, durably, all at once. FormatError where something else is there."""
+    write_file(path, orjson.dumps({"version": VERSION, **content}), _KIND, overwrite=True)

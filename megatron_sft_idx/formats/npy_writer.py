@@ -84,7 +84,7 @@ class LegacyPickleWriter:
 
     def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         self._output = output_file(path, overwrite=overwrite)
-        self._file = OutputFile(self._output.temporary)
+        self._file = OutputFile(self._output.temporary, keep=True)
         self._done = False
         self.num_packs = 0
         self._file.write(_beginning(0))

@@ -45,7 +45,9 @@ class Replacement:
 
     def create(self, path: str) -> OutputFile:
         """A new file for ``path``."""
-        file = OutputFile(os.devnull if self._dry_run else self._paths.temporary(path))
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._paths.temporary(path))
+        file = OutputFile(os.devnull if self._dry_run else self._paths.temporary(path), keep=self._dry_run)
         self._files[path] = file
         return file
 

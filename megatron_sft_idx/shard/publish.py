@@ -87,7 +87,7 @@ class Publication:
         try:
             if not take_up:
                 self._drop_remains()
-            self.journal = OutputFile(paths.journal, durable=durable, keep=take_up)
+            self.journal = OutputFile(paths.journal, durable=durable, keep=True)
         except BaseException:
             os.close(self._lock)
             raise
@@ -114,7 +114,11 @@ class Publication:
 
     def open(self, path: str, suffix: str = "", *, keep: bool = False) -> OutputFile:
         """A temporary file of this build, by the name it will have: published or removed with the others."""
-        file = OutputFile(self.paths.temporary(path) + suffix, durable=self.durable, keep=keep)
+        name = self.paths.temporary(path) + suffix
+        if not keep:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+        file = OutputFile(name, durable=self.durable, keep=keep)
         self._files.append(file)
         return file
 
@@ -134,6 +138,8 @@ class Publication:
     def cut_journal(self, nbytes: int, tail: bytes) -> None:
         """Make the journal its first ``nbytes`` and ``tail``, all at once: a kill leaves the old one or the new one."""
         old = self.journal
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.paths.journal + _SHORTER)
         new = OutputFile(self.paths.journal + _SHORTER, durable=self.durable)
         for offset in range(0, nbytes, _COPY_NBYTES):
             new.write(old.read_at(offset, min(_COPY_NBYTES, nbytes - offset)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Protocol
@@ -177,14 +178,22 @@ class OutputFile:
     Args:
         path: the file.
         durable: False makes ``sync`` do nothing.
-        keep: go on at the end of what is there, rather than empty it.
+        keep: go on at the end of a regular file that is there; else the file is made, and nothing may be there.
+
+    Raises:
+        FileExistsError: something is there, be it a link.
+        FormatError: what is to be kept is no regular file.
     """
 
     def __init__(self, path: str, *, durable: bool = True, keep: bool = False) -> None:
         self.path = path
         self._durable = durable
-        begin = 0 if keep else os.O_TRUNC
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | begin, 0o666)
+        # Not to wait for the other end where somebody has put a pipe there.
+        begin = os.O_NONBLOCK if keep else os.O_CREAT | os.O_EXCL
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | begin, 0o666)
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode) and path != os.devnull:
+            self.close()
+            raise FormatError(f"{path}: no regular file; remove it, or choose another name")
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
 
     def cut(self, nbytes: int) -> None:
@@ -216,8 +225,11 @@ class OutputFile:
         """Replace bytes already written."""
         assert offset + len(data) <= self.nbytes
         done = 0
-        while done < len(data):
-            done += os.pwrite(self._fd, data[done:], offset + done)
+        try:
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], offset + done)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.path) from error
 
     def sync(self) -> None:
         """Wait until the bytes are on disk, unless the file was opened with ``durable=False``."""
@@ -238,7 +250,7 @@ class OutputFile:
             os.close(fd)
 
 
-def sync_folder(folder: Path) -> None:
+def sync_folder(folder: str | Path) -> None:
     """Make renames and unlinks in ``folder`` durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -125,7 +125,7 @@ def _publish(path: str, plan: PlacedPlan) -> None:
     # A name of its own: where there are no locks, two processes may write at the same time.
     fd, temporary = tempfile.mkstemp(prefix=os.path.basename(path) + ".", suffix=".tmp", dir=os.path.dirname(path))
     os.close(fd)
-    file = OutputFile(temporary)
+    file = OutputFile(temporary, keep=True)
     try:
         file.write(json.dumps(fields).encode().ljust(_HEADER_NBYTES))
         for array in (plan.offsets, plan.starts, plan.lengths, plan.shards):

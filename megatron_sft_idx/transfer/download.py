@@ -109,9 +109,10 @@ class _Download:
     def _fetch(self, suffix: str, *, keep: bool) -> bool:
         """Whether the file is what it must be; what an earlier attempt left may be of another shard."""
         digest = self.digests[suffix]
-        file = OutputFile(_arriving(self._paths.prefix + suffix), keep=keep)
+        path = _arriving(self._paths.prefix + suffix)
+        file = OutputFile(path, keep=os.path.lexists(path))
         try:
-            if file.nbytes > digest.nbytes:
+            if not keep or file.nbytes > digest.nbytes:
                 file.cut(0)
             hashed = xxhash.xxh3_128()
             for offset in range(0, file.nbytes, _READ_NBYTES):

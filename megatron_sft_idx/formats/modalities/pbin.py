@@ -226,7 +226,7 @@ class Writer(PackedWriter):
         self._num_packs = 0
         self._lengths: list[NDArray[np.int64]] = []
         self._output = output_file(path, overwrite=overwrite)
-        self._file = OutputFile(self._output.temporary)
+        self._file = OutputFile(self._output.temporary, keep=True)
         self._file.write(encode_header(0, token_nbytes))
 
     def write(self, run: PackRun) -> None:

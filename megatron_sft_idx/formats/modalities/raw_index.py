@@ -120,7 +120,7 @@ def create_raw_index(
     try:
         scan = _Scan(name, drop_faulty)
         blocks = list(scan.rows(on_progress or (lambda num_bytes, num_rows: None)))
-        file = OutputFile(output.temporary)
+        file = OutputFile(output.temporary, keep=True)
         try:
             write_pairs(file.write, scan.num_rows, blocks)
         finally:
