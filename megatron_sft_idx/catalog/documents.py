@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 
-from megatron_sft_idx.errors import FormatError, UnsupportedVersionError
-from megatron_sft_idx.storage.publish import Kind, head_of, write_file
+from megatron_sft_idx.errors import FormatError, SFTIndexError, UnsupportedVersionError
+from megatron_sft_idx.storage.publish import Kind, write_file
 
-__all__ = ["MAX_NBYTES", "VERSION", "Document", "read_document", "write_document"]
-
-_BEGIN = b'{"version":'
-_KIND = Kind("a document of a catalog", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
+__all__ = ["MAX_NBYTES", "VERSION", "Document", "kind_of_document", "read_document", "write_document"]
 
 VERSION = 1
 # Far above what is ever written: a leftover of every one of a million shards.
@@ -145,6 +142,30 @@ def _no_file(name: str) -> FormatError:
     return FormatError(f"{name}: something that is no file is here; remove it")
 
 
-def write_document(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Replace the document at ``path``, durably, all at once. FormatError where something else is there."""
-    write_file(path, orjson.dumps({"version": VERSION, **content}), _KIND, overwrite=True)
+def kind_of_document(name: str, parse: Callable[[Document], object]) -> Kind:
+    """Documents of one sort, recognized by being read: ``parse`` raises FormatError for all others."""
+
+    def recognize(path: str) -> bool:
+        try:
+            if (document := read_document(path)) is None:
+                return False
+            parse(document)
+        except (SFTIndexError, OSError):
+            return False
+        return True
+
+    return Kind(name, recognize)
+
+
+def write_document(path: str | os.PathLike[str], content: Mapping[str, Any], kind: Kind) -> None:
+    """Replace the document at ``path``, durably, all at once; of several writers the last one stays.
+
+    Raises:
+        FormatError: something else than a document of this kind is there.
+        OSError: the disk says no.
+    """
+    data = orjson.dumps({"version": VERSION, **content})
+    try:
+        write_file(path, data, kind, overwrite=True)
+    except FormatError:  # unless it was another writer's, which has come in between
+        write_file(path, data, kind, overwrite=True)
