@@ -19,7 +19,15 @@ from megatron_sft_idx.cli.options import (
     packing_options,
 )
 from megatron_sft_idx.cli.output import Output
-from megatron_sft_idx.preprocess import EncodingOptions, PreprocessOptions, Preview, corpus_prefix, preprocess, preview
+from megatron_sft_idx.preprocess import (
+    EncodingOptions,
+    PreprocessOptions,
+    Preview,
+    check_summary,
+    corpus_prefix,
+    preprocess,
+    preview,
+)
 from megatron_sft_idx.preprocess.workers import available_cpus
 from megatron_sft_idx.report import mark_pack
 from megatron_sft_idx.storage import is_remote
@@ -258,6 +266,8 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
             " afterwards: megatron-sft-idx copy"
         )
     output = Output(arguments, shards=arguments.output_shards)
+    if arguments.summary and not arguments.dry_run:
+        check_summary(arguments.summary, overwrite=arguments.overwrite or arguments.resume)
     if not arguments.dry_run:
         output.prepare(resume=arguments.resume)
     options = PreprocessOptions(
@@ -281,7 +291,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     output.publish(*([corpus_prefix("")] if arguments.keep_corpus else []))
     print("\n".join([f"{'found' if summary.found else 'wrote'} {output.shown}", *summary.lines()]))
     if arguments.summary:
-        summary.write(arguments.summary)
+        summary.write(arguments.summary, overwrite=arguments.overwrite or arguments.resume)
 
 
 def _show(seen: Preview) -> None:
