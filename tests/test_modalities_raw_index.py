@@ -151,9 +151,7 @@ def test_the_index_of_a_shard_is_neither_replaced_nor_read(tmp_path: Path) -> No
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a":1}\n')
     for overwrite in (False, True):
-        with pytest.raises(
-            FormatError, match=r"rows\.idx: holds .* begins with b'MMIDIDX.*; expected a raw index"
-        ):
+        with pytest.raises(FormatError, match=r"rows\.idx: holds .* begins with b'MMIDIDX.*; expected a raw index"):
             create_raw_index(path, overwrite=overwrite)
     with pytest.raises(FormatError, match=r"an index of Megatron's \.bin"):
         len(RawRows(path))
