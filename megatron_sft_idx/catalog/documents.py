@@ -7,13 +7,13 @@ size, syntax, version and the type of every field are checked, and anything wron
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError, UnsupportedVersionError
+from megatron_sft_idx.storage import open_regular
 from megatron_sft_idx.storage.publish import Kind, write_file
 
 __all__ = ["MAX_NBYTES", "VERSION", "Document", "kind_of_document", "read_document", "write_document"]
@@ -110,17 +110,14 @@ def read_document(path: str | os.PathLike[str]) -> Document | None:
     """
     name = os.fspath(path)
     try:
-        # Not to wait for the other end where somebody has put a pipe there.
-        with open(name, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise _no_file(name)
+        with open_regular(name) as file:
             data = b""
             while len(data) <= MAX_NBYTES and (block := file.read(1 << 20)):
                 data += block
     except (FileNotFoundError, NotADirectoryError):
         return None
     except IsADirectoryError:
-        raise _no_file(name) from None
+        raise FormatError(f"{name}: a folder is here, expected a file; remove it") from None
     if len(data) > MAX_NBYTES:
         raise FormatError(f"{name}: more than {MAX_NBYTES} bytes, which no such file ever has; remove it")
     try:
@@ -136,10 +133,6 @@ def read_document(path: str | os.PathLike[str]) -> Document | None:
     if (version := document.whole("version")) != VERSION:
         raise UnsupportedVersionError(name, version, [VERSION])
     return document
-
-
-def _no_file(name: str) -> FormatError:
-    return FormatError(f"{name}: something that is no file is here; remove it")
 
 
 def kind_of_document(name: str, parse: Callable[[Document], object]) -> Kind:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
-from pathlib import Path
 from typing import Any
 
 from megatron_sft_idx.chat.inputs.json_value import parse_json
@@ -19,6 +19,7 @@ from megatron_sft_idx.cli.options import (
     packing_options,
 )
 from megatron_sft_idx.cli.output import Output
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.preprocess import (
     EncodingOptions,
     PreprocessOptions,
@@ -30,7 +31,7 @@ from megatron_sft_idx.preprocess import (
 )
 from megatron_sft_idx.preprocess.workers import available_cpus
 from megatron_sft_idx.report import mark_pack
-from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage import is_remote, open_regular
 
 __all__ = ["add_mask_options", "add_parser", "add_row_options", "add_workers_option", "encoding_options"]
 
@@ -226,8 +227,9 @@ def encoding_options(arguments: argparse.Namespace, parser: argparse.ArgumentPar
     template = None
     if arguments.chat_template is not None:
         try:
-            template = Path(arguments.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            with open_regular(arguments.chat_template) as file:
+                template = io.TextIOWrapper(file, encoding="utf-8").read()
+        except (OSError, UnicodeDecodeError, FormatError) as error:
             parser.error(f"--chat-template {arguments.chat_template}: {error}")
     return EncodingOptions(
         tokenizer=arguments.tokenizer_model,

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
+from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.checks import checked_alignment
 from megatron_sft_idx.formats.masks import MaskAlignment
@@ -37,7 +37,7 @@ def recognise(path: str) -> str | None:
     """What makes this a ``.pbin``, as a sentence; None for other files."""
     try:
         found = framings(path)
-    except OSError:
+    except (OSError, FormatError):
         return None
     return f"Modalities .pbin: {found[0]}" if found else None
 
@@ -46,7 +46,7 @@ def _is_whole(path: str) -> bool:
     """Whether the reader opens a file: it has no magic, but an index that fits its data."""
     try:
         place_documents(path, repair_merge=True)
-    except (SFTIndexError, OSError, ValueError):
+    except Exception:  # whatever a stranger's bytes do to the reader
         return False
     return True
 

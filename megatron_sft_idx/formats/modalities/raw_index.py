@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.inputs.cutting import MAX_ROW_NBYTES, cut_lines
 from megatron_sft_idx.chat.inputs.files import expand_inputs
 from megatron_sft_idx.chat.inputs.json_value import parse_json
-from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
+from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.modalities.pickled_pairs import LIST_HEADS, read_pairs, write_pairs
 from megatron_sft_idx.storage import Array, Backend, open_array, open_regular
 from megatron_sft_idx.storage.publish import Kind, Place, new_file, require_apart
@@ -98,7 +98,7 @@ def _is_whole(path: str) -> bool:
         raw = open_array(path, np.dtype(np.uint8), size, nbytes=size)
         assert isinstance(raw, np.ndarray)
         return size > 0 and read_pairs(path, raw).ndim == 2
-    except (SFTIndexError, OSError):
+    except Exception:  # whatever a stranger's bytes do to the reader
         return False
 
 
@@ -177,7 +177,7 @@ class _Scan:
         return True
 
     def _blocks(self) -> Iterator[tuple[bytes, int]]:
-        with open(self._path, "rb", buffering=0) as file:
+        with open_regular(self._path) as file:
             while block := file.read(_BLOCK_NBYTES):
                 yield block, file.tell()
 
