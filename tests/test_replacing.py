@@ -58,7 +58,8 @@ def test_a_format_replaces_itself_and_no_other(tmp_path: Path, old: str, new: st
         write_packs(path, new)
     if old == new:
         write_packs(path, new, 2, overwrite=True)
-        reader = registry.open_reader(str(path), new, **({"mask_rule": "all"} if new == "pbin" else {}))
+        rule: dict[str, Any] = {"mask_rule": "all"} if new == "pbin" else {}
+        reader = registry.open_reader(str(path), new, **rule)
         assert len(reader) == (sum(len(pack.starts) for pack in demo_samples(2)) if new == "pbin" else 2)
         assert not list(tmp_path.glob(".*"))
         return

@@ -76,7 +76,7 @@ def add_parser(verbs: Verbs) -> None:
     show.add_argument("--diff", metavar="OTHER", help="show what differs from the shard at this prefix")
     show.add_argument("--html", type=writable, metavar="FILE", help="write a page that needs nothing else")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    parser.add_argument("--overwrite", action="store_true", help="replace the file that --html names")
+    parser.add_argument("--overwrite", action="store_true", help="replace the page that --html names")
     parser.add_argument(
         "--limit",
         type=positive,

@@ -162,7 +162,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         " (default: one shard, at PREFIX)",
     )
     add_staging(group)
-    group.add_argument("--overwrite", action="store_true", help="replace what is at the prefix")
+    group.add_argument("--overwrite", action="store_true", help="replace the shard at the prefix, and the summary")
     group.add_argument("--summary", type=writable, metavar="FILE", help="write counts and seconds as JSON")
     add_log_interval(group, "rows")
 
