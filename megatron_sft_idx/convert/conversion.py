@@ -11,8 +11,8 @@ from typing import Any
 from megatron_sft_idx.convert.content import Content
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
+from megatron_sft_idx.formats.checks import MaskAlignment
 from megatron_sft_idx.formats.joined import JoinedReader
-from megatron_sft_idx.formats.masks import MaskAlignment
 from megatron_sft_idx.formats.registry import Source, create, find, places
 from megatron_sft_idx.storage.publish import require_apart
 

@@ -16,9 +16,8 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.checks import checked_alignment, checked_run, require_same_length
-from megatron_sft_idx.formats.masks import MaskAlignment
-from megatron_sft_idx.formats.memmap.reader import ARRAYS, MANIFEST, NAME, STATED, Reader, encode_header, read_manifest
+from megatron_sft_idx.formats.checks import MaskAlignment, checked_alignment, checked_run, require_same_length
+from megatron_sft_idx.formats.memmap import ARRAYS, MANIFEST, NAME, STATED, Reader, encode_header, read_manifest
 from megatron_sft_idx.formats.runs import BinaryMasks, Counts
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.storage.publish import Kind, New, head_of, new_folder
