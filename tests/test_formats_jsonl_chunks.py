@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
@@ -324,10 +325,38 @@ def test_nothing_is_left_where_writing_ends_early(tmp_path: Path) -> None:
         Writer(tmp_path / "x", spec_of(packs), samples_per_chunk=0)
     assert folder_of(tmp_path) == []
     (tmp_path / "x").mkdir()
+    write_packs(Writer, tmp_path / "x", packs)
     with pytest.raises(FormatError, match="--overwrite"):
         Writer(tmp_path / "x", spec_of(packs))
     write_packs(Writer, tmp_path / "x", packs, overwrite=True)
     assert_reads(Reader(tmp_path / "x"), packs)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "ours"),
+    [
+        ("chunk_00001.jsonl", b"", True),
+        ("chunk_00000.jsonl.completed", b"", True),
+        ("chunk_00000.jsonl.completed", b"notes", False),
+        ("chunk_00001.jsonl", b'{"messages": []}\n', False),
+        ("chunk_1.jsonl", b"", False),
+        ("rows.jsonl", b"", False),
+        (".hidden", b"", False),
+    ],
+)
+def test_a_folder_is_replaced_where_all_in_it_is_of_chunks(
+    tmp_path: Path, name: str, content: bytes, ours: bool
+) -> None:
+    packs = demo_samples()
+    write_packs(Writer, tmp_path / "x", packs)
+    (tmp_path / "x" / name).write_bytes(content)
+    if ours:
+        write_packs(Writer, tmp_path / "x", packs[:2], overwrite=True)
+        assert folder_of(tmp_path / "x") == ["chunk_00000.jsonl"]
+    else:
+        with pytest.raises(FormatError, match=f"x: holds {re.escape(name)}, a file of {len(content)} bytes"):
+            Writer(tmp_path / "x", spec_of(packs), overwrite=True)
+        assert (tmp_path / "x" / name).read_bytes() == content
 
 
 def test_identity_is_of_all_chunks(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from megatron_sft_idx.storage.publish import (
 )
 
 OURS = b"ours "
+_OTHER = "choose another name"
 PAGE = Kind("a page of tests", lambda path: head_of(path, len(OURS)) == OURS)
 
 
@@ -105,8 +106,6 @@ def test_a_folder_is_replaced_entry_by_entry(tmp_path: Path, exchange: bool, mon
     if not exchange:
         monkeypatch.setattr(publish, "_rename", lambda old, new, flags: False)
     _folder_of(tmp_path / "d", {"a": OURS, "b": OURS}, overwrite=False)
-    (tmp_path / "d" / "inner").mkdir()
-    (tmp_path / "d" / "inner" / "c").write_bytes(OURS)
     _folder_of(tmp_path / "d", {"z": OURS}, overwrite=True)
     assert os.listdir(tmp_path) == ["d"]
     assert os.listdir(tmp_path / "d") == ["z"]
@@ -114,12 +113,15 @@ def test_a_folder_is_replaced_entry_by_entry(tmp_path: Path, exchange: bool, mon
     assert sorted(os.listdir(tmp_path)) == ["d", "x"]
 
 
-@pytest.mark.parametrize("stranger", STRANGERS)
+@pytest.mark.parametrize("stranger", [*STRANGERS, "empty folder", "folder of the kind"])
 def test_one_stranger_refuses_a_folder_by_name(tmp_path: Path, stranger: str) -> None:
     _folder_of(tmp_path / "d", {"a": OURS}, overwrite=False)
-    STRANGERS[stranger](tmp_path / "d" / "x")
+    if stranger in STRANGERS:
+        STRANGERS[stranger](tmp_path / "d" / "x")
+    else:
+        _folder_of(tmp_path / "d" / "x", {"a": OURS} if stranger == "folder of the kind" else {}, overwrite=False)
     before = everything(tmp_path)
-    with pytest.raises(FormatError, match="x"):
+    with pytest.raises(FormatError, match=rf"^{tmp_path}/d: holds \w+, a .*{_OTHER}"):
         new_folder(tmp_path / "d", PAGE, overwrite=True)
     assert everything(tmp_path) == before
 

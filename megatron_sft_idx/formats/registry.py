@@ -15,7 +15,8 @@ from megatron_sft_idx.formats.masks import MaskAlignment
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shards import find_prefixes, natural_key
-from megatron_sft_idx.storage import is_remote, require_local
+from megatron_sft_idx.storage import is_remote, open_regular, require_local
+from megatron_sft_idx.storage.publish import Place, files_of
 
 __all__ = [
     "READABLE",
@@ -27,7 +28,6 @@ __all__ = [
     "places",
     "reader_options",
     "recognise",
-    "same_place",
 ]
 
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
@@ -48,6 +48,7 @@ READABLE = tuple(_MODULES)
 WRITABLE = tuple(name for name in _MODULES if name != "megatron")
 # Formats whose paths are prefixes: several files that differ in their suffixes.
 _PREFIXES = ("sft-idx", "megatron")
+_FOLDERS = ("memmap", "jsonl-chunks")
 _LISTED = 5
 
 
@@ -205,7 +206,7 @@ def _unknown(path: str, tried: Sequence[str] = ()) -> FormatError:
         names = ", ".join(os.path.basename(entry) for entry in sorted(tried, key=natural_key)[:_LISTED])
         there = f"{len(tried)} entries, none of them known: {names}{', ...' if len(tried) > _LISTED else ''}"
     elif os.path.isfile(path):
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             head = file.read(16)
         there = f"a file of {os.path.getsize(path)} bytes that begins with {head!r}"
     elif os.path.isdir(path):
@@ -226,24 +227,17 @@ def prefix_of(path: str) -> str:
         return path  # a folder, or nothing but a suffix
 
 
-def places(path: str, name: str) -> list[str]:
-    """The files or the folder that a path of a format stands for, there or not."""
+def places(path: str, name: str, role: str, *, written: bool = False) -> list[Place]:
+    """The files that a path of a format stands for, there or not, for ``require_apart``.
+
+    Args:
+        path: as the user gave it.
+        name: of the format.
+        role: what the path is to the run, for sentences.
+        written: it is going to be written: a folder as a whole; a shard under other names, and with a journal, first.
+    """
     if name not in _PREFIXES:
-        return [path]
-    try:
-        return list(ShardPaths.of(path).all)
-    except FormatError:
-        return [path]
-
-
-def same_place(first: str, first_name: str, second: str, second_name: str) -> bool:
-    """Whether writing ``second`` would touch ``first``: they share a file, or one is a folder that holds the other."""
-    ones, others = (
-        [os.path.realpath(place) for place in places(path, name)]
-        for path, name in ((first, first_name), (second, second_name))
-    )
-    return any(
-        one == other or one.startswith(other + os.sep) or other.startswith(one + os.sep)
-        for one in ones
-        for other in others
-    )
+        return [Place(path, role, folder=name in _FOLDERS)] if written else files_of(path, role)
+    paths = ShardPaths.of(path)
+    before = [paths.journal, *map(paths.temporary, paths.all)] if written else []
+    return [Place(file, role) for file in (*paths.all, *before)]

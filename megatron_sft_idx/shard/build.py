@@ -196,6 +196,12 @@ class Build:
 
     def publish(self, metadata: Mapping[str, Any], *, rebuilt: bool = False) -> Header:
         """Write the indexes and publish the shard; nothing is staged. Returns its header."""
+        header = self.complete(metadata, rebuilt=rebuilt)
+        self._publication.publish()
+        return header
+
+    def complete(self, metadata: Mapping[str, Any], *, rebuilt: bool = False) -> Header:
+        """Write the indexes: the files hold all of the shard, under the names of before publication."""
         header = self._write_indexes(metadata, rebuilt)
         publication = self._publication
         # What is not of these packs was never part of the shard: the torn end of what a kill interrupted.
@@ -203,7 +209,6 @@ class Build:
             data.file.cut(data.nbytes)
         if self._journal_nbytes is not None:
             publication.journal.cut(self._journal_nbytes)
-        publication.publish()
         return header
 
     def _write_indexes(self, metadata: Mapping[str, Any], rebuilt: bool) -> Header:

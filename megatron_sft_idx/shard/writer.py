@@ -90,6 +90,7 @@ class ShardWriter:
 
     def _set_build(self, build: Build, dropped_first_tokens: int) -> None:
         self._build, self._stage = build, build.stage
+        self._header: Header | None = None
         self._dropped_before = dropped_first_tokens
         self.metadata: dict[str, Any] = dict(build.options.metadata)
 
@@ -105,6 +106,11 @@ class ShardWriter:
     def prefix(self) -> str:
         """The path the five files will share."""
         return self._paths.prefix
+
+    @property
+    def paths(self) -> ShardPaths:
+        """The five files; ``paths.unpublished`` until they are published."""
+        return self._paths
 
     @property
     def mask_dtype(self) -> np.dtype[Any]:
@@ -314,8 +320,22 @@ class ShardWriter:
         with self._all_or_nothing():
             self._build.widen_mask()
 
+    def complete(self) -> Header:
+        """Write the indexes: a ``Shard`` can be opened at ``paths.unpublished``. Nothing more can be added.
+
+        Raises:
+            FormatError: the metadata is not JSON.
+        """
+        if self._header is None:
+            self._require_open()
+            self._publication.require_owner()
+            with self._all_or_nothing():
+                self.flush()
+                self._header = self._build.complete(self.metadata)
+        return self._header
+
     def finalize(self) -> Header:
-        """Write the indexes and publish the shard.
+        """Write the indexes, unless they are, and publish the shard.
 
         Returns:
             The header of the published shard.
@@ -325,12 +345,15 @@ class ShardWriter:
         """
         self._require_open()
         self._publication.require_owner()
+        header = self.complete()
         with self._all_or_nothing():
-            self.flush()
-            return self._build.publish(self.metadata)
+            self._publication.publish()
+        return header
 
     def _require_ready(self, mask_alignment: str) -> None:
         self._require_open()
+        if self._header is not None:
+            raise FormatError(f"{self.prefix}: this shard is complete; open another writer to write more packs")
         if mask_alignment not in ("label", "token"):
             raise FormatError(f"{self.prefix}: mask_alignment {mask_alignment!r}, choose 'label' or 'token'")
 

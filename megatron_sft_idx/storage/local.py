@@ -6,6 +6,7 @@ was cut short is an error when opening and not a SIGBUS later.
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import stat
@@ -19,7 +20,17 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.storage.options import Backend
 
-__all__ = ["Array", "CopiedArray", "OutputFile", "PreadArray", "as_bytes", "check_size", "open_array", "sync_folder"]
+__all__ = [
+    "Array",
+    "CopiedArray",
+    "OutputFile",
+    "PreadArray",
+    "as_bytes",
+    "check_size",
+    "open_array",
+    "open_regular",
+    "sync_folder",
+]
 
 
 class Array(Protocol):
@@ -134,6 +145,20 @@ def check_size(path: str, found: int, expected: int) -> None:
         )
 
 
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """A file that a user named, open for reading; never waits, as opening a FIFO does for its other end.
+
+    Raises:
+        FormatError: what is there is no file.
+        OSError: there is nothing, a folder, or what may not be read.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise FormatError(f"{os.fspath(path)}: neither a file nor a folder, expected a file; name one")
+
+
 def open_array(
     path: str, dtype: np.dtype[Any], count: int, *, nbytes: int, offset: int = 0, backend: Backend = "mmap"
 ) -> NDArray[Any] | PreadArray:
@@ -157,7 +182,7 @@ def open_array(
     """
     if backend not in ("mmap", "pread"):
         raise FormatError(f"{path}: backend {backend!r}, choose mmap or pread")
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         check_size(path, size, nbytes)
         if backend == "pread":

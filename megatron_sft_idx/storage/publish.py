@@ -31,6 +31,7 @@ __all__ = [
     "Place",
     "check_place",
     "describe",
+    "files_of",
     "head_of",
     "identity",
     "make_folders",
@@ -48,6 +49,7 @@ Identity = tuple[int, int]
 
 MAX_NAME_NBYTES = 255
 _OTHER_NAME = "choose another name"
+_SHOWN_NBYTES = 16
 # Of renameat2, as Linux defines them.
 _NOREPLACE, _EXCHANGE, _AT_FDCWD = 1, 2, -100
 _UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
@@ -65,7 +67,7 @@ class Kind(NamedTuple):
 
     Attributes:
         name: for sentences, such as ``"a page of inspect"``.
-        recognize: whether a regular file is of this kind: the file itself, or every file of a folder. It opens without
+        recognize: whether a regular file is of this kind: the file itself, or every entry of a folder. It opens without
             following links or waiting (``head_of``), and answers False rather than raise.
     """
 
@@ -122,6 +124,14 @@ def resolve(path: str | os.PathLike[str], *, folder: bool = False) -> str:
     if above and not os.path.isdir(above):
         raise FormatError(f"{text}: {above} is {describe(above)}, expected a folder; {_OTHER_NAME}")
     return os.path.join(os.path.realpath(parent), base)
+
+
+def files_of(path: str, role: str) -> list[Place]:
+    """What is read of a path, for ``require_apart``: the file, or the files that lie right in the folder."""
+    try:
+        return [Place(os.path.join(path, name), role) for name in sorted(os.listdir(path))]
+    except OSError:
+        return [Place(path, role)]
 
 
 def identity(path: str) -> Identity | None:
@@ -215,35 +225,31 @@ def check_place(path: str, kind: Kind, *, overwrite: bool, folder: bool = False)
     wanted = stat.S_IFDIR if folder else stat.S_IFREG
     if stat.S_IFMT(os.lstat(path).st_mode) != wanted:
         raise FormatError(f"{path}: {describe(path)} is here, expected {kind.name} or nothing; {_OTHER_NAME}")
-    files = _files_below(path, kind) if folder else [path]
+    files = _files_in(path, kind) if folder else [path]
     if not files or (not folder and not os.lstat(path).st_size):
         return found
     for file in files:
         if not kind.recognize(file):
-            where = f"holds {os.path.relpath(file, path)}, which" if folder else ""
-            raise FormatError(
-                f"{path}: {where or 'what is here'} was not written as {kind.name} and is never replaced; {_OTHER_NAME}"
-            )
+            head = head_of(file, _SHOWN_NBYTES)
+            what = f"a file of {os.path.getsize(file)} bytes that begins with {head!r}"
+            holds = f"holds {os.path.basename(file)}, {what}" if folder else f"holds {what}"
+            raise FormatError(f"{path}: {holds}; expected {kind.name}, anything else is never replaced: {_OTHER_NAME}")
     if not overwrite:
         raise FormatError(f"{path}: exists already; {_OTHER_NAME}, or pass overwrite (--overwrite)")
     return found
 
 
-def _files_below(folder: str, kind: Kind) -> list[str]:
-    """All files of a folder and its folders. FormatError at anything else."""
-    files = []
+def _files_in(folder: str, kind: Kind) -> list[str]:
+    """All entries of a folder, which are files; FormatError at anything else, folders among it."""
     with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if entry.is_dir(follow_symlinks=False):
-                files += _files_below(entry.path, kind)
-            elif entry.is_file(follow_symlinks=False):
-                files.append(entry.path)
-            else:
-                raise FormatError(
-                    f"{entry.path}: {describe(entry.path)} is here, which no {kind.name.split(' ', 1)[-1]} has;"
-                    f" {_OTHER_NAME}"
-                )
-    return files
+        found = sorted(entries, key=lambda entry: entry.name)
+    for entry in found:
+        if not entry.is_file(follow_symlinks=False):
+            raise FormatError(
+                f"{folder}: holds {entry.name}, {describe(entry.path)}, which no {kind.name.split(' ', 1)[-1]} has;"
+                f" {_OTHER_NAME}"
+            )
+    return [entry.path for entry in found]
 
 
 def make_folders(path: str) -> None:
@@ -300,10 +306,9 @@ class New:
             FormatError: what is at the place is not what was there before the first byte.
             OSError: the disk says no.
         """
-        for path in _files_below(self.temporary, self._kind) if self._folder else [self.temporary]:
+        for path in _files_in(self.temporary, self._kind) if self._folder else []:
             _sync(path)
-        for folder, _, _ in os.walk(self.temporary, topdown=False):
-            _sync(folder)
+        _sync(self.temporary)
         old = put(self.temporary, self.path, self._found)
         self._close()
         sync_folder(os.path.dirname(self.path))
@@ -319,10 +324,9 @@ class New:
                 raise
             shutil.rmtree(old, ignore_errors=True)  # it holds the new one now
             raise
-        for folder, _, names in os.walk(old, topdown=False):
-            for name in names:
-                os.unlink(os.path.join(folder, name))
-            os.rmdir(folder)
+        for name in os.listdir(old):
+            os.unlink(os.path.join(old, name))
+        os.rmdir(old)
 
     def abandon(self) -> None:
         """Remove what was written; nothing where it is published or abandoned already."""

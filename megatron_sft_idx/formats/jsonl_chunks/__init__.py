@@ -14,9 +14,9 @@ A folder of ``chunk_00000.jsonl``, ``chunk_00001.jsonl``, ...; one pack a line:
 Other fields are left alone. There is no place for loss weights, capacity or padding id.
 """
 
-from megatron_sft_idx.formats.jsonl_chunks.reader import Reader, recognise
+from megatron_sft_idx.formats.jsonl_chunks.reader import KIND, Reader, recognise
 from megatron_sft_idx.formats.jsonl_chunks.writer import Writer
 
-__all__ = ["FORMAT", "Reader", "Writer", "recognise"]
+__all__ = ["FORMAT", "KIND", "Reader", "Writer", "recognise"]
 
 FORMAT = "jsonl-chunks"

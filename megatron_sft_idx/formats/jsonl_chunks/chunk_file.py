@@ -6,6 +6,7 @@ import os
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.jsonl_chunks.chunks import line_bounds, read_line
+from megatron_sft_idx.storage import open_regular
 
 __all__ = ["ChunkFile"]
 
@@ -22,7 +23,8 @@ class ChunkFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with open_regular(path) as file:
+            self._fd = os.dup(file.fileno())
         self._nbytes = os.fstat(self._fd).st_size
         self._starts, self._stops = line_bounds(path)
         self._require_unchanged()

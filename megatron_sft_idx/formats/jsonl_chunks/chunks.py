@@ -11,8 +11,18 @@ import orjson
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.storage import open_regular
 
-__all__ = ["COMPLETED", "chunk_name", "chunk_numbers", "chunk_paths", "ends_whole", "line_bounds", "read_line"]
+__all__ = [
+    "COMPLETED",
+    "chunk_name",
+    "chunk_numbers",
+    "chunk_paths",
+    "ends_whole",
+    "is_chunk_name",
+    "line_bounds",
+    "read_line",
+]
 
 # What a consumer leaves beside a chunk that it is done with, the chunk's name and this; the producer may delete both.
 COMPLETED = ".completed"
@@ -28,6 +38,12 @@ _MOST_BLANK_NBYTES = 64
 def chunk_name(number: int) -> str:
     """The file name of a chunk: five digits, more from 100000 on."""
     return f"chunk_{number:05d}.jsonl"
+
+
+def is_chunk_name(name: str) -> bool:
+    """Whether it is the name that a chunk's number gives."""
+    match = _NAME.fullmatch(name)
+    return match is not None and name == chunk_name(int(match[1]))
 
 
 def chunk_numbers(folder: str) -> list[int]:
@@ -86,7 +102,7 @@ def line_bounds(path: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """
     ends: list[int] = []
     size, block = 0, bytearray(_BLOCK_NBYTES)
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         while nbytes := file.readinto(block):
             # Lines are long: finding one newline after the other is several times as fast as comparing every byte.
             after = 0
@@ -124,7 +140,7 @@ def read_line(fd: int, path: str, start: int, stop: int) -> bytes:
 
 def ends_whole(path: str) -> bool:
     """Whether a chunk ends with a whole line, or is empty; reads its last line alone."""
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         end, last = file.seek(0, os.SEEK_END), b""
         while end and b"\n" not in last:
             begin = max(end - _BLOCK_NBYTES, 0)

@@ -13,14 +13,16 @@ import xxhash
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackRun
 from megatron_sft_idx.formats.checks import checked_alignment
-from megatron_sft_idx.formats.jsonl_chunks.chunks import chunk_paths, line_bounds, read_line
+from megatron_sft_idx.formats.jsonl_chunks.chunks import COMPLETED, chunk_paths, is_chunk_name, line_bounds, read_line
 from megatron_sft_idx.formats.jsonl_chunks.lines import FIELDS, Line, parse, run_of
 from megatron_sft_idx.formats.masks import MaskAlignment
 from megatron_sft_idx.formats.reading import file_identity
 from megatron_sft_idx.formats.runs import Counts, IndexedRun, note_unplaced
 from megatron_sft_idx.shard.reader import Pack
+from megatron_sft_idx.storage import open_regular
+from megatron_sft_idx.storage.publish import Kind
 
-__all__ = ["Reader", "recognise"]
+__all__ = ["KIND", "Reader", "recognise"]
 
 # Longest first line that is looked at to tell what a file is.
 _MOST_HEAD_NBYTES = 32 << 20
@@ -42,11 +44,25 @@ def recognise(path: str) -> str | None:
 
 
 def _begins_packed(path: str) -> bool:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         if file.read(1) != b"{":
             return False
         row = orjson.loads(b"{" + file.readline(_MOST_HEAD_NBYTES))
     return all(name in row for name in FIELDS)
+
+
+def _is_chunk(path: str) -> bool:
+    """Whether a file is a chunk by its name and its first line, an empty one, or the mark beside a chunk."""
+    name = os.path.basename(path)
+    try:
+        if name.endswith(COMPLETED):
+            return is_chunk_name(name.removesuffix(COMPLETED)) and not os.path.getsize(path)
+        return is_chunk_name(name) and (not os.path.getsize(path) or _begins_packed(path))
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+KIND = Kind("a folder of pre-packed JSONL chunks", _is_chunk)
 
 
 class Reader(PackedReader):
@@ -124,7 +140,7 @@ class Reader(PackedReader):
             FormatError: the chunk is shorter than when it was opened.
         """
         chunk = bisect_right(self._first_packs, index) - 1
-        with open(self._paths[chunk], "rb", buffering=0) as file:
+        with open_regular(self._paths[chunk]) as file:
             line = self._line(file.fileno(), chunk, index)
         return IndexedRun(run_of(self.path, index, [line])).pack(0)
 
@@ -138,7 +154,7 @@ class Reader(PackedReader):
         held: list[Line] = []
         first = tokens = unplaced = 0
         for chunk, path in enumerate(self._paths):
-            with open(path, "rb", buffering=0) as file:
+            with open_regular(path) as file:
                 for index in range(self._first_packs[chunk], self._first_packs[chunk + 1]):
                     held.append(self._line(file.fileno(), chunk, index))
                     tokens += len(held[-1].tokens)

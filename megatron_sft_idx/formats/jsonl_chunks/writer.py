@@ -12,9 +12,10 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.jsonl_chunks.chunks import chunk_name
 from megatron_sft_idx.formats.jsonl_chunks.lines import UNTRAINED
-from megatron_sft_idx.formats.output import output_folder
+from megatron_sft_idx.formats.jsonl_chunks.reader import KIND, Reader
 from megatron_sft_idx.formats.runs import BinaryMasks, Counts
 from megatron_sft_idx.storage import OutputFile
+from megatron_sft_idx.storage.publish import new_folder, require_space
 
 __all__ = ["Writer"]
 
@@ -25,7 +26,7 @@ class Writer(PackedWriter):
     Args:
         path: the folder.
         spec: what is going to be written; held against what came in the end.
-        overwrite: replace what is at ``path``.
+        overwrite: replace a folder of chunks.
         allow_loss: write loss weights above 0 as 1.
         samples_per_chunk: packs in a chunk, the last one may have fewer; what the consumer has to be told.
 
@@ -50,13 +51,15 @@ class Writer(PackedWriter):
         self._counts, self._masks = Counts(), BinaryMasks(self._path, allow_loss=allow_loss)
         self.lost = self._masks.lost
         self._num_chunks = self._num_lines = 0
-        self._output = output_folder(path, overwrite=overwrite)
+        # A digit and a comma for every id, label and position.
+        require_space(self._path, 6 * spec.num_tokens, -(-spec.num_packs // samples_per_chunk))
+        self._output, self._complete = new_folder(path, KIND, overwrite=overwrite), False
         self._chunk = self._next_chunk()
 
     def _next_chunk(self) -> OutputFile:
         name = chunk_name(self._num_chunks)
         self._num_chunks, self._num_lines = self._num_chunks + 1, 0
-        return OutputFile(os.path.join(self._output.temporary, name))
+        return self._output.open(name)
 
     def write(self, run: PackRun) -> None:
         """Append packs.
@@ -95,19 +98,24 @@ class Writer(PackedWriter):
         self._chunk.write(orjson.dumps(pack, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
         self._num_lines += 1
 
-    def finalize(self) -> None:
-        """Put the folder in its place.
+    def complete(self) -> None:
+        """Close the last chunk.
 
         Raises:
             FormatError: other packs were written than the spec announced.
         """
-        try:
+        if not self._complete:
             self._counts.require(self._path, self._spec)
             self._chunk.close()
-            self._output.publish()
-        except BaseException:
-            self.abandon()
-            raise
+            self._complete = True
+
+    def reread(self) -> Reader:
+        """A reader of all of it."""
+        return Reader(self._output.temporary)
+
+    def publish(self) -> None:
+        """Put the folder in its place."""
+        self._output.publish()
 
     def abandon(self) -> None:
         """Remove what was written; nothing where it is finalized or abandoned already."""

@@ -14,9 +14,8 @@ packs before they are written, which trains the wrong tokens: such folders need 
 """
 
 from megatron_sft_idx.formats.memmap.reader import Reader, recognise
-from megatron_sft_idx.formats.memmap.shard_writer import MemmapShardWriter
-from megatron_sft_idx.formats.memmap.writer import Writer
+from megatron_sft_idx.formats.memmap.writer import KIND, MemmapShardWriter, Writer
 
-__all__ = ["FORMAT", "MemmapShardWriter", "Reader", "Writer", "recognise"]
+__all__ = ["FORMAT", "KIND", "MemmapShardWriter", "Reader", "Writer", "recognise"]
 
 FORMAT = "memmap"

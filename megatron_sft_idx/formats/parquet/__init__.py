@@ -15,8 +15,8 @@ which, so that its older ones need ``mask_alignment="rolled-right"``.
 """
 
 from megatron_sft_idx.formats.parquet.reader import Opener, Reader, recognise
-from megatron_sft_idx.formats.parquet.writer import Writer
+from megatron_sft_idx.formats.parquet.writer import KIND, Writer
 
-__all__ = ["FORMAT", "Opener", "Reader", "Writer", "recognise"]
+__all__ = ["FORMAT", "KIND", "Opener", "Reader", "Writer", "recognise"]
 
 FORMAT = "parquet"

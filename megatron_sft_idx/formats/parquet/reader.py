@@ -21,6 +21,7 @@ from megatron_sft_idx.formats.parquet.metadata import decode
 from megatron_sft_idx.formats.runs import Counts, IndexedRun, note_unplaced, stated_alignment, stated_int
 from megatron_sft_idx.layout.values import MAX_CAPACITY, MAX_COUNT
 from megatron_sft_idx.shard.reader import Pack
+from megatron_sft_idx.storage import open_regular
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -42,7 +43,7 @@ _MOST_GROUP_VALUES = 1 << 31
 def recognise(path: str) -> str | None:
     """Evidence that a file is packed Parquet: its magic and its three columns."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             if file.read(4) != _MAGIC or file.seek(-4, os.SEEK_END) < 8 or file.read(4) != _MAGIC:
                 return None
         with pyarrow_errors(path):
@@ -108,6 +109,8 @@ class Reader(PackedReader):
         import pyarrow.parquet as pq
 
         # Not a memory map: a file that is cut short while it is read is then an error, and no SIGBUS.
+        if opener is None:
+            open_regular(self.path).close()
         source = pa.OSFile(self.path) if opener is None else opener(self.path)
         self._source = source if isinstance(source, pa.NativeFile) else pa.PythonFile(source, mode="r")
         self._file = pq.ParquetFile(self._source, pre_buffer=False)

@@ -11,12 +11,15 @@ import numpy as np
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.output import output_file
 from megatron_sft_idx.formats.parquet.columns import COLUMNS, list_array, pyarrow_errors
 from megatron_sft_idx.formats.parquet.metadata import KEY, encode
+from megatron_sft_idx.formats.parquet.reader import Reader, recognise
 from megatron_sft_idx.formats.runs import BinaryMasks, Counts, IndexedRun
+from megatron_sft_idx.storage.publish import Kind, new_file, require_space
 
-__all__ = ["Writer"]
+__all__ = ["KIND", "Writer"]
+
+KIND = Kind("a Parquet file of packs", lambda path: recognise(path) is not None)
 
 # A row group is what a writer holds in memory and a random read decodes: 1000 packs of 4096, however long packs are.
 # pyarrow's encoder takes 25 bytes a token of it beside the 5 that are held.
@@ -45,7 +48,7 @@ class Writer(PackedWriter):
     Args:
         path: the file; it appears when it is whole.
         spec: what is going to be written; kept in the schema's metadata, and held against what came in the end.
-        overwrite: replace a file at ``path``.
+        overwrite: replace a Parquet file of packs.
         allow_loss: write loss weights above 0 as 1.
         row_group_size: most packs in a row group; fewer where packs are long. Small groups make random reads quick,
             large ones the file small.
@@ -84,7 +87,8 @@ class Writer(PackedWriter):
                 raise FormatError(f"{name}: compression {compression!r}, choose none, {', '.join(_CODECS)}")
         self._types = [pa.list_(pa.int32()), pa.list_(pa.uint8()), pa.list_(pa.int32())]
         self._schema = pa.schema(list(zip(COLUMNS, self._types, strict=True)), metadata={KEY: encode(spec)})
-        self._output = output_file(path, overwrite=overwrite)
+        require_space(name, 0)  # how far they can be compressed is not known
+        self._output, self._complete = new_file(path, KIND, overwrite=overwrite), False
         try:
             self._writer: Any = pq.ParquetWriter(self._output.temporary, self._schema, compression=compression)
         except BaseException:
@@ -142,21 +146,27 @@ class Writer(PackedWriter):
             self._writer.write_table(table, row_group_size=len(lengths))
         pa.default_memory_pool().release_unused()
 
-    def finalize(self) -> None:
-        """Write the last row group and the footer, and put the file in its place.
+    def complete(self) -> None:
+        """Write the last row group and the footer.
 
         Raises:
             FormatError: other packs were written than the spec announced.
         """
-        try:
-            self._counts.require(self._output.path, self._spec)
-            self._write_group()
-            with _path_in_errors(self._output.temporary):
-                self._writer.close()
-            self._output.publish()
-        except BaseException:
-            self.abandon()
-            raise
+        if self._complete:
+            return
+        self._counts.require(self._output.path, self._spec)
+        self._write_group()
+        with _path_in_errors(self._output.temporary):
+            self._writer.close()
+        self._complete = True
+
+    def reread(self) -> Reader:
+        """A reader of all of it."""
+        return Reader(self._output.temporary)
+
+    def publish(self) -> None:
+        """Put the file in its place."""
+        self._output.publish()
 
     def abandon(self) -> None:
         """Remove what was written; nothing where it is finalized or abandoned already."""
