@@ -18,7 +18,7 @@ from megatron_sft_idx.layout.journal import BuildOptions
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.arrays import integer_array, mask_array, token_array
 from megatron_sft_idx.shard.build import STAGE_TOKENS, Build
-from megatron_sft_idx.shard.publish import Publication
+from megatron_sft_idx.shard.publish import WIDENED, Publication
 from megatron_sft_idx.shard.reader import Shard
 
 __all__ = ["MaskAlignment", "ShardWriter"]
@@ -44,6 +44,8 @@ class ShardWriter:
         overwrite: replace a shard, or the remains of an interrupted build, at this prefix.
         metadata: JSON object for the header: fingerprints, options, counts. Nothing that changes from run to run.
         durable: False skips fsync, for files that are thrown away anyway.
+        scratch: the shard is a means to another one, and its journal stays beside it to say so until it is removed
+            (``is_scratch``).
 
     Raises:
         FormatError: an argument the format does not allow, or something is at the prefix and ``overwrite`` is False.
@@ -62,6 +64,7 @@ class ShardWriter:
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
         durable: bool = True,
+        scratch: bool = False,
     ) -> None:
         self._paths = ShardPaths.of(prefix)
         options = BuildOptions(
@@ -74,7 +77,14 @@ class ShardWriter:
         )
         header_nbytes(options.metadata)  # refuses what cannot be stored now, not after hours of writing
         self._marked = False
-        self._publication = Publication(self._paths, overwrite=overwrite, durable=durable)
+        self._publication = Publication(
+            self._paths,
+            options.encode(),
+            overwrite=overwrite,
+            durable=durable,
+            spare=(WIDENED,) if options.mask_dtype == np.uint8 else (),
+            scratch=scratch,
+        )
         with self._all_or_nothing():
             self._set_build(Build(self._publication, options), 0)
 

@@ -24,6 +24,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage.local import OutputFile, sync_folder
 
 __all__ = [
+    "MAX_NAME_NBYTES",
     "Identity",
     "Kind",
     "New",
@@ -46,7 +47,7 @@ __all__ = [
 Identity = tuple[int, int]
 """Device and inode of what is at a path, links not followed."""
 
-_NAME_NBYTES = 255
+MAX_NAME_NBYTES = 255
 _OTHER_NAME = "choose another name"
 _SHOWN_NBYTES = 16
 # Of renameat2, as Linux defines them.
@@ -114,8 +115,8 @@ def resolve(path: str | os.PathLike[str], *, folder: bool = False) -> str:
         if text == "/":
             raise FormatError(f"{path}: the root of all folders is never written; {_OTHER_NAME}")
         base = os.path.basename(text)
-    if max(len(os.fsencode(name)) for name in text.split("/")) > _NAME_NBYTES:
-        raise FormatError(f"{text}: a name of more than {_NAME_NBYTES} bytes; choose a shorter one")
+    if max(len(os.fsencode(name)) for name in text.split("/")) > MAX_NAME_NBYTES:
+        raise FormatError(f"{text}: a name of more than {MAX_NAME_NBYTES} bytes; choose a shorter one")
     parent = os.path.dirname(text.rstrip("/"))
     above = parent or "."
     while above and not os.path.lexists(above):
