@@ -9,12 +9,13 @@ import numpy as np
 
 from megatron_sft_idx.layout import Header, ShardPaths, token_dtype_of
 from megatron_sft_idx.layout.header import header_nbytes
-from megatron_sft_idx.layout.journal import PACK, BuildOptions, encode_block, encode_head
+from megatron_sft_idx.layout.journal import PACK, BuildOptions, encode_block
 from megatron_sft_idx.merge.source import SourceShard
 from megatron_sft_idx.merge.trained import TrainedCount
 from megatron_sft_idx.shard.build import FORMAT_WRITER
-from megatron_sft_idx.shard.index import HashedFile, JournalPacks, write_idx, write_seq_idx
+from megatron_sft_idx.shard.index import JournalPacks, write_idx, write_seq_idx
 from megatron_sft_idx.shard.publish import Publication
+from megatron_sft_idx.storage.hashing import HashedFile
 
 __all__ = ["CopyWriter"]
 
@@ -32,25 +33,27 @@ class CopyWriter:
             of no concern.
         overwrite: replace what is at the prefix.
         durable: False skips fsync.
+        nbytes: what will be written, for which room is looked for.
 
     Raises:
         FormatError: something is at the prefix, or the metadata are too large for a header.
         OSError: the disk says no.
     """
 
-    def __init__(self, prefix: str, like: Header, *, overwrite: bool, durable: bool) -> None:
+    def __init__(self, prefix: str, like: Header, *, overwrite: bool, durable: bool, nbytes: int = 0) -> None:
         self._paths = ShardPaths.of(prefix)
         self._like = dataclasses.replace(like, metadata={**like.metadata, "format_writer": FORMAT_WRITER})
         header_nbytes(self._like.metadata)
         self._totals = np.zeros(2, np.int64)  # tokens, sequences
         self._most = np.zeros(2, np.int64)  # in one pack
         self._num_packs = 0
-        self._publication = Publication(self._paths, overwrite=overwrite, durable=durable)
+        self._publication = Publication(
+            self._paths, _options(like).encode(), overwrite=overwrite, durable=durable, nbytes=nbytes
+        )
         try:
             self._tokens, self._loss, self._starts = map(
                 self._file, (self._paths.tokens, self._paths.loss, self._paths.starts)
             )
-            self._publication.journal.write(encode_head(_options(like).encode()))
         except BaseException:
             self._publication.abandon()
             raise

@@ -5,6 +5,7 @@ So a producer that was killed knows which files of a folder it had taken, whatev
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,7 +54,7 @@ class InputLog:
     def add(self, *files: TakenFile) -> None:
         """Note files that come after those noted."""
         if self._file is None:
-            self._file = OutputFile(self.path, keep=True)
+            self._file = OutputFile(self.path, keep=os.path.lexists(self.path))
             self._file.cut(self._nbytes)
             sync_folder(Path(self.path).parent)
         self._file.write(b"".join(orjson.dumps(file._asdict()) + b"\n" for file in files))

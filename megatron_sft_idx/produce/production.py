@@ -19,6 +19,7 @@ from megatron_sft_idx.catalog import Catalog, ProducerState
 from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.journal import MAGICS
 from megatron_sft_idx.preprocess import (
     CorpusReport,
     EncodedPiece,
@@ -42,7 +43,7 @@ from megatron_sft_idx.produce.room import Room
 from megatron_sft_idx.produce.start import CURSOR, Cursor, find_start
 from megatron_sft_idx.produce.waiting import Waiting
 from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.shard.lock import lock_journal
+from megatron_sft_idx.storage.lock import lock_file
 
 __all__ = ["ProduceSummary", "produce"]
 
@@ -125,7 +126,7 @@ def _held(catalog: Catalog) -> Iterator[None]:
     os.makedirs(catalog.folder, exist_ok=True)
     paths = ShardPaths.of(os.path.join(catalog.folder, _LOCK))
     busy = f"{catalog.folder}: another producer is at work here now; wait for it, or name another folder"
-    lock = lock_journal(paths, create=True, busy=busy)
+    lock = lock_file(paths.journal, MAGICS, create=True, busy=busy)
     try:
         yield
     finally:

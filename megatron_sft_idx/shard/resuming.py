@@ -64,7 +64,7 @@ class InterruptedBuild:
     def __init__(self, prefix: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         paths = ShardPaths.of(prefix)
         try:
-            publication = Publication(paths, overwrite=overwrite, durable=True, take_up=True)
+            publication = Publication.take_up(paths, overwrite=overwrite)
         except FileNotFoundError:
             raise FormatError(f"{paths.journal}: there is no journal, so there is nothing to go on from") from None
         self._publication: Publication | None = publication
@@ -92,7 +92,7 @@ class InterruptedBuild:
             for block in read_blocks(stream):
                 if block.kind == PACK:
                     yield _Part(block.records, None)
-                elif block.kind == MARK and (content := _checked(block.mark())) is not None:
+                elif block.kind == MARK and (content := _checked(block.json())) is not None:
                     yield _Part(_NO_RECORDS, _Mark(content, stream.tell()))
 
     @property

@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.storage import open_regular
 
 __all__ = ["AddedTokenSpec", "TokenizerFiles", "read_tokenizer_files"]
 
@@ -98,7 +99,8 @@ def _slow_only(file: Path, folder: Path) -> str:
 
 def _read_bytes(file: Path) -> bytes:
     try:
-        data = file.read_bytes()
+        with open_regular(file) as opened:
+            data = opened.read()
     except OSError as error:
         raise FormatError(f"{file}: cannot be read: {error.strerror}") from error
     if data.startswith(b"version https://git-lfs"):

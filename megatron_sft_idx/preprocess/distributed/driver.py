@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs, total_bytes
@@ -40,6 +39,7 @@ from megatron_sft_idx.preprocess.start import has_journal, require_not_output
 from megatron_sft_idx.preprocess.summary import Summary, timed
 from megatron_sft_idx.shard import check_free, read_header
 from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage.hashing import StreamHash
 
 if TYPE_CHECKING:
     from megatron_sft_idx.preprocess.pipeline import PreprocessOptions
@@ -206,7 +206,7 @@ class _Run:
         encoding = dataclasses.replace(options.encoding, tokenizer=os.path.abspath(options.encoding.tokenizer))
         job = cluster.share(TokenisingJob(self.folder.path, encoding, digest_of(encoder), cutting))
         result = _Tokenised()
-        pieces = xxhash.xxh3_128()
+        pieces = StreamHash()
         lines: Counter[int] = Counter()
         cut: deque[Stretch] = deque()
 
@@ -233,7 +233,7 @@ class _Run:
                         self._take(result, part, stretch.name, before)
                         pieces.update("".join(part.info.pieces).encode())
                         lines[stretch.number] += part.info.lines
-        result.fingerprint = pieces.hexdigest()
+        result.fingerprint = pieces.hex()
         if not any(map(len, result.lengths)):
             report = result.report
             raise FormatError(
