@@ -28,6 +28,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_sft_idx.cli.main import build_parser
 from megatron_sft_idx.formats.registry import WRITABLE
+from megatron_sft_idx.layout import ShardPaths
 
 _TEXT = "--tokenizer-model <tok> --seq-length 16 --workers 0"
 _ROWS = f"--input <rows.jsonl> {_TEXT}"
@@ -404,7 +405,7 @@ EMPTY: dict[str, Callable[[str], object]] = {"empty file": lambda path: Path(pat
 LONG = "n" * 250
 NOT_UTF8 = os.fsdecode(b"caf\xe9")
 # What is no name of a file; a prefix needs a name too.
-FOLDERS = ("", ".", "..", "sub/..", "/", "../here")
+FOLDERS = ("", ".", "..", "sub/..", "/")
 SPELLINGS = (
     *FOLDERS,
     "sub",
@@ -570,6 +571,12 @@ def judge(
     yield from _judge_bystanders(before, after, may_go=_replaceable(world, cell) if done else set())
     new = sorted(after.keys() - before.keys())
     if not done:
+        if cell.recipe.verb == "produce":
+            # A catalog is made shard by shard: where one is refused, those before it stay, and the same command goes on.
+            catalog = {f"here/{cell.value if cell.slot == 'live' else 'live'}/"}
+            new = [
+                name for name in new if not name.startswith(tuple(catalog)) or not cell.name.startswith("live/shard")
+            ]
         if new:
             yield f"left {new}, refusing with: {outcome.err.strip()[-200:]}"
         if cell.way == OLD and "--overwrite" in cell.flags:
@@ -582,6 +589,8 @@ def judge(
     if cell.value in FOLDERS and cell.slot not in ("live", "acks", "into/") and cell.recipe.verb != "copy":
         yield "exit code 0, where a name is needed"
     for name, content in expected.items():
+        if name in (".", "here"):
+            continue
         if name not in after:
             yield f"exit code 0, and no {name!r}"
         elif content is not None and what(after[name]) != content and not cell.changes:
@@ -591,7 +600,7 @@ def judge(
 def _replaceable(world: World, cell: Cell) -> set[str]:
     """Names under the root of what a run that is done may have taken the place of."""
     if cell.way in EMPTY:
-        return {f"here/{cell.name}"}
+        return {f"here/{path}" for path in (cell.name, *map(str, Path(cell.name).parents))}
     if cell.way == OLD and {"--overwrite", "--resume"} & set(cell.flags):
         return {f"here/{name}" for name in world.old(cell.recipe)}
     return set()
@@ -610,6 +619,9 @@ def _judge_bystanders(before: dict[str, Entry], after: dict[str, Entry], may_go:
             yield f"touched {name!r}: same content, another inode, mode or time"
 
 
+_OPTIONS = ("--output-prefix", "--summary", "--catalog", "--ack-dir", "--html", "--output", "DST")
+
+
 def _judge_words(cell: Cell, outcome: Outcome) -> Iterator[str]:
     if outcome.code not in (0, 1, 2):
         yield f"exit code {outcome.code}: {outcome.err.strip()[-300:]}"
@@ -621,15 +633,17 @@ def _judge_words(cell: Cell, outcome: Outcome) -> Iterator[str]:
         yield f"exit code {outcome.code} without a word"
     if "Traceback" in said or "[Errno" in said:
         yield f"no sentence: {said.strip()[-300:]}"
-    places = {os.path.basename(cell.name), cell.value, cell.value and os.path.basename(os.path.normpath(cell.value))}
-    places |= {cell.slot.rstrip("/")} if cell.value is None else set()
-    if cell.value is not None:
-        # The empty name and its kin are known by the option they came with.
-        places |= {f"--{option}" for option in ("output-prefix", "summary", "catalog", "ack-dir", "html", "output")}
-        places |= {"DST", "'", os.path.basename(os.getcwd())} if not cell.value.strip("/.") else set()
+    places = {os.path.basename(cell.name), *([] if cell.slot else cell.recipe.writes)}
+    if cell.value is None:
+        places.add(cell.slot.rstrip("/"))
+    else:
+        # The empty name and its kin are known by how they stand there, or by the option they came with.
+        name = os.path.basename(os.path.normpath(cell.value)) if cell.value.strip("/.") else ""
+        places |= {cell.value, name, f"error: {cell.value}: ", f"{cell.value!r}: ", *_OPTIONS}
+        places |= {f"{ShardPaths.of(name).prefix}." for suffix in SUFFIXES if name.endswith(suffix)}
     # A name may be shortened, and what is no letter is shown in other ways.
-    shown = {re.split(r"[^ -~]", place)[0][:9] for place in places if place and place not in (".", "..")}
-    if not any(part in said for part in shown):
+    shown = {re.split(r"[^ -~]", place)[0][:9] if "error" not in place else place for place in places}
+    if not any(part in said for part in shown - {"", ".", ".."}):
         yield f"names no path: {said.strip()[-300:]}"
 
 
@@ -641,6 +655,8 @@ def _expected(world: World, cell: Cell) -> dict[str, Any]:
         if cell.recipe.text.startswith("copy") and slot == cell.slot and _is_folder(world, value):
             value = os.path.join(value, "s") if slot == "out" else value
         value = value.rstrip("/") if value != "/" else "/"
+        if slot == "out" and pattern != "{}":
+            value = ShardPaths.of(value).prefix
         name = os.path.normpath(os.path.join("here", pattern.format(value)))
         found[name] = content
     return found
