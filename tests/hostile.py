@@ -277,25 +277,25 @@ class World:
         if not self.root.exists():
             shutil.copytree(self.template, self.root, symlinks=True)
             self._known = {}
-            self._pristine = self.look()
+            self.pristine = self.look()
             return self.here
         seen = self.look() if self._seen is None else self._seen
-        changed = [name for name, entry in seen.items() if self._pristine.get(name) != entry]
+        changed = [name for name, entry in seen.items() if self.pristine.get(name) != entry]
         for name in sorted(changed, key=len, reverse=True):
             path = self.root / name
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()
-        for name in sorted((set(changed) | (self._pristine.keys() - seen.keys())) & self._pristine.keys(), key=len):
+        for name in sorted((set(changed) | (self.pristine.keys() - seen.keys())) & self.pristine.keys(), key=len):
             source, path = self.template / name, self.root / name
             if source.is_dir():
                 if not path.exists():
                     shutil.copytree(source, path, symlinks=True)
             else:
                 shutil.copy2(source, path)
-        if set(changed) & self._pristine.keys() or self._pristine.keys() - seen.keys():
-            self._pristine = self.look()
+        if set(changed) & self.pristine.keys() or self.pristine.keys() - seen.keys():
+            self.pristine = self.look()
         self._seen = None
         return self.here
 
@@ -405,7 +405,7 @@ EMPTY: dict[str, Callable[[str], object]] = {"empty file": lambda path: Path(pat
 LONG = "n" * 250
 NOT_UTF8 = os.fsdecode(b"caf\xe9")
 # What is no name of a file; a prefix needs a name too.
-FOLDERS = ("", ".", "..", "sub/..", "/")
+FOLDERS = ("", ".", "..", "sub/..")
 SPELLINGS = (
     *FOLDERS,
     "sub",
@@ -498,7 +498,7 @@ def the_input_itself(recipe: Recipe, calm: Calm) -> Iterator[Cell]:
         for pattern, slot in calm.touched.items():
             name = pattern.format(slot.rstrip("/"))
             for read in recipe.reads:
-                if read.endswith(".jsonl") and "/" not in name:
+                if read.endswith(".jsonl") and slot and "/" not in name:
                     yield Cell(recipe, flags, "", None, f"{read} itself", name, ((read, name),))
                     yield Cell(recipe, flags, "", None, f"another name of {read}", name)
 
@@ -567,12 +567,16 @@ def judge(
 ) -> Iterator[str]:
     """Refused with a sentence, or done; and nothing else has changed."""
     yield from _judge_words(cell, outcome)
-    done, expected = outcome.code == 0, _expected(world, cell)
-    yield from _judge_bystanders(before, after, may_go=_replaceable(world, cell) if done else set())
+    done, expected = outcome.code == 0, results(world, cell)
+    may_go = _replaceable(world, cell) if done else set()
+    kept = f"here/{cell.name}.damaged"
+    if cell.recipe.verb == "rebuild" and what(after.get(kept, (0, 0, 0))) == what(before.get(kept[:-8], (1, 1, 1))):
+        may_go, expected = {kept[:-8]}, {**expected, kept: None}  # what rebuild replaces stays beside
+    yield from judge_bystanders(before, after, may_go=may_go)
     new = sorted(after.keys() - before.keys())
     if not done:
         if cell.recipe.verb == "produce":
-            # A catalog is made shard by shard: where one is refused, those before it stay, and the same command goes on.
+            # A catalog is made shard by shard: where one is refused, those before it stay, and the command goes on.
             catalog = {f"here/{cell.value if cell.slot == 'live' else 'live'}/"}
             new = [
                 name for name in new if not name.startswith(tuple(catalog)) or not cell.name.startswith("live/shard")
@@ -606,7 +610,7 @@ def _replaceable(world: World, cell: Cell) -> set[str]:
     return set()
 
 
-def _judge_bystanders(before: dict[str, Entry], after: dict[str, Entry], may_go: set[str]) -> Iterator[str]:
+def judge_bystanders(before: dict[str, Entry], after: dict[str, Entry], may_go: set[str]) -> Iterator[str]:
     for name, entry in before.items():
         now = after.get(name)
         if now == entry or name in may_go:
@@ -647,15 +651,15 @@ def _judge_words(cell: Cell, outcome: Outcome) -> Iterator[str]:
         yield f"names no path: {said.strip()[-300:]}"
 
 
-def _expected(world: World, cell: Cell) -> dict[str, Any]:
+def results(world: World, cell: Cell) -> dict[str, Any]:
     """What a run that is done has made, by name under the root."""
     found = {}
     for pattern, (slot, content) in world.calm(cell.recipe).made.items():
         value = cell.value if cell.value is not None and slot == cell.slot else slot
         if cell.recipe.text.startswith("copy") and slot == cell.slot and _is_folder(world, value):
             value = os.path.join(value, "s") if slot == "out" else value
-        value = value.rstrip("/") if value != "/" else "/"
-        if slot == "out" and pattern != "{}":
+        value = value.rstrip("/")
+        if slot == "out" and pattern != "{}" and value not in FOLDERS:
             value = ShardPaths.of(value).prefix
         name = os.path.normpath(os.path.join("here", pattern.format(value)))
         found[name] = content
