@@ -659,8 +659,13 @@ def results(world: World, cell: Cell) -> dict[str, Any]:
         if cell.recipe.text.startswith("copy") and slot == cell.slot and _is_folder(world, value):
             value = os.path.join(value, "s") if slot == "out" else value
         value = value.rstrip("/")
-        if slot == "out" and pattern != "{}" and value not in FOLDERS:
-            value = ShardPaths.of(value).prefix
+        if (
+            slot == "out"
+            and pattern != "{}"
+            and value not in FOLDERS
+            and not (world.here / pattern.format(value)).exists()
+        ):
+            value = ShardPaths.of(value).prefix  # X.bin names the shard X
         name = os.path.normpath(os.path.join("here", pattern.format(value)))
         found[name] = content
     return found
