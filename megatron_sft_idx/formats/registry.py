@@ -14,14 +14,16 @@ from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.formats.checks import MaskAlignment
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.shard.publish import check_free
 from megatron_sft_idx.shards import find_prefixes, natural_key
 from megatron_sft_idx.storage import is_remote, open_regular, require_local
-from megatron_sft_idx.storage.publish import Place, files_of
+from megatron_sft_idx.storage.publish import Place, check_place, files_of, resolve
 
 __all__ = [
     "READABLE",
     "WRITABLE",
     "Source",
+    "check_destination",
     "create",
     "find",
     "open_reader",
@@ -96,6 +98,16 @@ def create(
         raise FormatError(f"{path}: {name} output has no option {', '.join(unknown)}; leave it out")
     writer: PackedWriter = made(path, spec, overwrite=overwrite, allow_loss=allow_loss, **options)
     return writer
+
+
+def check_destination(path: str, name: str, *, overwrite: bool) -> None:
+    """FormatError where ``create`` would refuse the place: a source may be read for minutes before that is called."""
+    if name == "sft-idx":
+        check_free(ShardPaths.of(path), overwrite=overwrite)
+    elif name in WRITABLE:
+        folder = name in _FOLDERS
+        kind = _import(_MODULES[name][1]).KIND
+        check_place(resolve(path, folder=folder), kind, overwrite=overwrite, folder=folder)
 
 
 def recognise(path: str) -> dict[str, str]:
