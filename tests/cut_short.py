@@ -18,8 +18,8 @@ STEPS = ("open", "write", "pwrite", "fsync", "rename", "replace", "link", "unlin
 
 
 @contextlib.contextmanager
-def counted(at: int, then: Callable[[], object]) -> Iterator[list[str]]:
-    """Do ``then`` before the step of this number that would change the disk; yields the steps taken."""
+def counted(at: int, then: Callable[[str | None], object]) -> Iterator[list[str]]:
+    """Do ``then``, with the path of the step, before that step that would change the disk; yields the steps taken."""
     taken: list[str] = []
 
     def counting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,7 +27,7 @@ def counted(at: int, then: Callable[[], object]) -> Iterator[list[str]]:
             if name != "open" or arguments[1] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                 taken.append(name)
                 if len(taken) == at + 1:
-                    then()
+                    then(os.fspath(arguments[0]) if not isinstance(arguments[0], int) else None)
             return call(*arguments, **more)
 
         return step
@@ -95,12 +95,13 @@ def finish_forward(world: World, recipe: Recipe) -> Iterator[str]:
         yield f"after the same command again, {left} are left"
 
 
-def judge_interrupted(world: World, recipe: Recipe, outcome: Outcome | None) -> Iterator[str]:
-    """What a run that failed (or, without an outcome, was killed) over an older result has left."""
+def judge_interrupted(world: World, recipe: Recipe, outcome: Outcome | None, step: str = "") -> Iterator[str]:
+    """What a run that failed at a step (or, without an outcome, was killed) over an older result has left."""
     after = world.look()
     yield from judge_bystanders(world.pristine, after, may_go={"here/lost.idx"})
     state = state_of(world, recipe, after)
-    if strange := undocumented(world, recipe, after.keys() - world.pristine.keys()):
+    strange = undocumented(world, recipe, after.keys() - world.pristine.keys())
+    if strange and step not in ("unlink", "rmdir"):  # which may have been to remove it
         yield f"left {strange}"
     if outcome is not None:
         if outcome.code not in (0, 1) or "Traceback" in outcome.err:

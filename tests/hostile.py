@@ -566,7 +566,7 @@ def judge(
     world: World, cell: Cell, outcome: Outcome, before: dict[str, Entry], after: dict[str, Entry]
 ) -> Iterator[str]:
     """Refused with a sentence, or done; and nothing else has changed."""
-    yield from _judge_words(cell, outcome)
+    yield from judge_words(cell, outcome)
     done, expected = outcome.code == 0, results(world, cell)
     may_go = _replaceable(world, cell) if done else set()
     kept = f"here/{cell.name}.damaged"
@@ -626,7 +626,7 @@ def judge_bystanders(before: dict[str, Entry], after: dict[str, Entry], may_go: 
 _OPTIONS = ("--output-prefix", "--summary", "--catalog", "--ack-dir", "--html", "--output", "DST")
 
 
-def _judge_words(cell: Cell, outcome: Outcome) -> Iterator[str]:
+def judge_words(cell: Cell, outcome: Outcome) -> Iterator[str]:
     if outcome.code not in (0, 1, 2):
         yield f"exit code {outcome.code}: {outcome.err.strip()[-300:]}"
         return

@@ -9,8 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cut_short import counted, judge_interrupted, replacing
-from hostile import OBSTACLES, RECIPES, Cell, Outcome, Recipe, World, attempt, judge, within
+from cut_short import counted, judge_interrupted, replacing, undocumented
+from hostile import (
+    OBSTACLES,
+    RECIPES,
+    Cell,
+    Outcome,
+    Recipe,
+    World,
+    attempt,
+    judge_bystanders,
+    judge_words,
+    within,
+)
 
 from megatron_sft_idx.cli import main
 
@@ -27,8 +38,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(tmp_path_factory.mktemp("failures"))
 
 
-def says_no() -> None:
-    raise OSError(errno.EIO, "Input/output error")
+def says_no(path: str | None) -> None:
+    raise OSError(errno.EIO, "Input/output error", path)
 
 
 @pytest.mark.parametrize("text", WRITING)
@@ -41,7 +52,7 @@ def test_a_disk_that_says_no_at_any_step_destroys_nothing(world: World, text: st
             break
         complaints += [
             f"{text} over an older result, failing at step {step}, {steps[step]}: {wrong}"
-            for wrong in judge_interrupted(world, recipe, outcome)
+            for wrong in judge_interrupted(world, recipe, outcome, steps[step])
         ]
     assert not complaints, "\n".join(complaints[:40])
 
@@ -70,7 +81,7 @@ def test_what_appears_meanwhile_is_left_alone(world: World, text: str) -> None:
             with within(world.fresh()):
                 planted = None
 
-                def plant(path: str = name, way: str = way) -> None:
+                def plant(_: str | None, path: str = name, way: str = way) -> None:
                     nonlocal planted
                     if not os.path.lexists(path) and os.path.isdir(os.path.dirname(path) or "."):
                         OBSTACLES[way](path)
@@ -82,10 +93,15 @@ def test_what_appears_meanwhile_is_left_alone(world: World, text: str) -> None:
                 if planted is None:
                     continue
                 after = world.look()
-            before = {**world.pristine, f"here/{name}": after.get(f"here/{name}", (0, 0, "the stranger's"))}
-            complaints += [f"{cell}, meanwhile: {wrong}" for wrong in judge(world, cell, outcome, before, after)]
-            if not stranger_is_there(way, name, world.root):
-                complaints.append(f"{cell}, meanwhile: the stranger's {way} is gone")
+            own = f"here/{name}"
+            new = [
+                path for path in after.keys() - world.pristine.keys() if path != own and not path.startswith(f"{own}/")
+            ]
+            wrong = [*judge_words(cell, outcome), *judge_bystanders(world.pristine, after, may_go=set())]
+            wrong += [f"left {left}" for left in [undocumented(world, recipe, new)] if left]
+            wrong += [] if outcome.code else ["exit code 0"]
+            wrong += [] if stranger_is_there(way, name, world.root) else ["the stranger's is gone"]
+            complaints += [f"{cell}, meanwhile: {one}" for one in wrong]
     assert not complaints, "\n".join(complaints[:40])
 
 
