@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from chats import ROOT, Outcome
+from chats import ROOT, SUFFIXES, Outcome
 from hostile import Cell, Entry, Recipe, World, attempt, judge_bystanders, results, what, within
 
 # What changes a disk.
@@ -73,7 +73,11 @@ def state_of(world: World, recipe: Recipe, after: dict[str, Entry]) -> str:
     new = results(world, Cell(recipe, ()))
     old = {f"here/{name}": content for name, content in world.old(recipe).items()}
     for state, wanted in (("new", new), ("old", old)):
-        if all(name in after and content in (None, what(after[name])) for name, content in wanted.items()):
+        # How a catalog was made may differ from run to run; what is in it may not.
+        same = (
+            name in after and ("/_" in name or content in (None, what(after[name]))) for name, content in wanted.items()
+        )
+        if all(same):
             return state
     return "nothing" if not any(name in after for name in new.keys() | old.keys()) else "parts"
 
@@ -95,6 +99,31 @@ def finish_forward(world: World, recipe: Recipe) -> Iterator[str]:
         yield f"after the same command again, {left} are left"
 
 
+def lost(world: World, recipe: Recipe, after: dict[str, Entry]) -> Iterator[str]:
+    """Of an older result each shard, file or folder that is neither itself nor the new one, nor can be finished."""
+    new, old = results(world, Cell(recipe, ())), {f"here/{name}": entry for name, entry in world.old(recipe).items()}
+    names = {name.removesuffix(".seq.idx"): [name.removesuffix(".seq.idx") + end for end in SUFFIXES] for name in old}
+    units = {unit: files for unit, files in names.items() if f"{unit}.seq.idx" in old}
+    loose = old.keys() - {file for files in units.values() for file in files}
+    units |= {name: [other for other in old if f"{other}/".startswith(f"{name}/")] for name in loose}
+
+    def whole(files: list[str], now: dict[str, Entry]) -> bool:
+        return any(
+            all(name in now and wanted.get(name) in (None, what(now[name])) for name in files) for wanted in (old, new)
+        )
+
+    for unit, files in units.items():
+        if whole(files, after):
+            continue
+        if f"{unit}.seq.idx" in files:
+            said = attempt(["rebuild", os.fspath(world.root / unit)])
+            if whole(files, world.look()):
+                continue
+            yield f"{unit}: neither the older one nor the new one, and rebuild says: {(said.out + said.err)[-200:]}"
+        else:
+            yield f"{unit}: neither the older one nor the new one"
+
+
 def judge_interrupted(world: World, recipe: Recipe, outcome: Outcome | None, step: str = "") -> Iterator[str]:
     """What a run that failed at a step (or, without an outcome, was killed) over an older result has left."""
     after = world.look()
@@ -110,4 +139,6 @@ def judge_interrupted(world: World, recipe: Recipe, outcome: Outcome | None, ste
             yield f"no sentence: {outcome.err.strip()[-300:]}"
         elif not outcome.code and state != "new":
             yield f"exit code 0, and {state} at the destination"
+    if any(f"here/{name}" in world.put for name in world.old(recipe)):
+        yield from lost(world, recipe, after)
     yield from finish_forward(world, recipe)

@@ -278,6 +278,7 @@ class World:
             shutil.copytree(self.template, self.root, symlinks=True)
             self._known = {}
             self.pristine = self.look()
+            self.put = set()
             return self.here
         seen = self.look() if self._seen is None else self._seen
         changed = [name for name, entry in seen.items() if self.pristine.get(name) != entry]
@@ -297,6 +298,7 @@ class World:
         if set(changed) & self.pristine.keys() or self.pristine.keys() - seen.keys():
             self.pristine = self.look()
         self._seen = None
+        self.put = set()
         return self.here
 
     def calm(self, recipe: Recipe) -> Calm:
@@ -349,6 +351,7 @@ class World:
 
     def put_old(self, recipe: Recipe) -> None:
         """Put an older result at the destination."""
+        self.put = {f"here/{name}" for name in self.old(recipe)}
         for name, (kind, content) in sorted(self.old(recipe).items()):
             if kind == stat.S_IFDIR:
                 os.mkdir(name)

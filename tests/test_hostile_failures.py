@@ -72,7 +72,7 @@ def failing(world: World, recipe: Recipe, step: int) -> tuple[Outcome, list[str]
 def test_what_appears_meanwhile_is_left_alone(world: World, text: str) -> None:
     """A stranger makes something at the destination after the command has looked there."""
     recipe = Recipe(text)
-    calm = world.calm(recipe)
+    calm, _ = world.calm(recipe), world.old(recipe)
     complaints: list[str] = []
     finals = [pattern.format(slot.rstrip("/")) for pattern, (slot, _) in calm.made.items()]
     for i, name in enumerate(finals):
