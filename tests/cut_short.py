@@ -6,12 +6,14 @@ import contextlib
 import fnmatch
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from chats import ROOT, SUFFIXES, Outcome
-from hostile import Cell, Entry, Recipe, World, attempt, judge_bystanders, results, what, within
+from chats import ROOT, SUFFIXES, Outcome, command
+from hostile import OTHERS, Cell, Entry, Recipe, World, attempt, judge_bystanders, results, what, within
+from kills import killed_after
 
 # What changes a disk.
 STEPS = ("open", "write", "pwrite", "fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir", "ftruncate")
@@ -68,10 +70,19 @@ def undocumented(world: World, recipe: Recipe, names: Iterable[str]) -> list[str
     )
 
 
+def older(world: World, recipe: Recipe) -> dict[str, Any]:
+    """The older result by name under the root; None for content that differs from run to run."""
+    new = results(world, Cell(recipe, ()))
+    return {
+        name: content if new.get(name, content) is not None else None
+        for name, content in ((f"here/{name}", content) for name, content in world.old(recipe).items())
+    }
+
+
 def state_of(world: World, recipe: Recipe, after: dict[str, Entry]) -> str:
     """Whether the destination holds the older result, the new one, neither, or something else."""
     new = results(world, Cell(recipe, ()))
-    old = {f"here/{name}": content for name, content in world.old(recipe).items()}
+    old = older(world, recipe)
     for state, wanted in (("new", new), ("old", old)):
         # How a catalog was made may differ from run to run; what is in it may not.
         same = (
@@ -101,7 +112,7 @@ def finish_forward(world: World, recipe: Recipe) -> Iterator[str]:
 
 def lost(world: World, recipe: Recipe, after: dict[str, Entry]) -> Iterator[str]:
     """Of an older result each shard, file or folder that is neither itself nor the new one, nor can be finished."""
-    new, old = results(world, Cell(recipe, ())), {f"here/{name}": entry for name, entry in world.old(recipe).items()}
+    new, old = results(world, Cell(recipe, ())), older(world, recipe)
     names = {name.removesuffix(".seq.idx"): [name.removesuffix(".seq.idx") + end for end in SUFFIXES] for name in old}
     units = {unit: files for unit, files in names.items() if f"{unit}.seq.idx" in old}
     loose = old.keys() - {file for files in units.values() for file in files}
@@ -142,3 +153,76 @@ def judge_interrupted(world: World, recipe: Recipe, outcome: Outcome | None, ste
     if any(f"here/{name}" in world.put for name in world.old(recipe)):
         yield from lost(world, recipe, after)
     yield from finish_forward(world, recipe)
+
+
+# --- runs that are killed, and two at once ---
+
+
+def killed(world: World, recipe: Recipe, seconds: float, *, over_an_older: bool) -> tuple[bool, list[str]]:
+    """Kill a run so much later; whether it had not ended by itself, and what is wrong with what it has left."""
+    world.calm(recipe), world.old(recipe)
+    with within(world.fresh()):
+        if over_an_older and "lost" not in recipe.writes and recipe.verb != "produce":
+            world.put_old(recipe)
+        argv = recipe.argv(None, *replacing(recipe))
+        cut = killed_after(seconds, lambda: command(*argv))
+    how = "over an older result" if over_an_older else "to a free place"
+    return cut, [
+        f"{recipe.text} {how}, killed after {seconds:.4f} s: {e}" for e in judge_interrupted(world, recipe, None)
+    ]
+
+
+def seconds_of(world: World, recipe: Recipe) -> float:
+    """What a run takes in a fork."""
+    world.fresh()
+    begin = time.monotonic()
+    with within(world.here):
+        in_forks(world, [recipe.argv()], [0.0])
+    return time.monotonic() - begin
+
+
+def in_forks(world: World, runs: list[list[str]], delays: list[float]) -> list[Outcome]:
+    """Run commands in processes of their own at the same moment, but for their delays; what each said."""
+    said = [world.root.with_name(f"said-{number}") for number in range(len(runs))]
+    waiting, start = os.pipe()
+    children = []
+    for argv, path, delay in zip(runs, said, delays, strict=True):
+        if (child := os.fork()) == 0:
+            code = 99
+            try:
+                os.close(start)
+                os.read(waiting, 1)
+                time.sleep(delay)
+                outcome = attempt(argv)
+                path.write_text(outcome.err)
+                code = outcome.code % 256
+            finally:
+                os._exit(code)
+        children.append(child)
+    os.close(waiting)
+    os.close(start)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return [Outcome(code, "", path.read_text()) for code, path in zip(codes, said, strict=True)]
+
+
+def race(world: World, recipe: Recipe, flags: tuple[str, ...], delay: float) -> list[str]:
+    """Two runs with other input to one destination, the second a little later; what is wrong with how it ended."""
+    world.calm(recipe), world.old(recipe)
+    with within(world.fresh()):
+        first, second = in_forks(world, [recipe.argv(None, *flags), recipe.argv(OTHERS, *flags)], [0.0, delay])
+    after = world.look()
+    state = state_of(world, recipe, after)
+    wrong = [f"exit code {run.code}: {run.err[-300:]}" for run in (first, second) if run.code not in (0, 1)]
+    wrong += [f"no sentence: {run.err[-300:]}" for run in (first, second) if run.code and "error: " not in run.err]
+    wrong += judge_bystanders(world.pristine, after, may_go={"here/lost.idx"})
+    if left := undocumented(world, recipe, after.keys() - world.pristine.keys()):
+        wrong.append(f"left {left}")
+    same = older(world, recipe) == results(world, Cell(recipe, ()))
+    winners = {"new": first, "old": second}
+    if state in winners and winners[state].code and not same:
+        wrong.append(f"the result is of the run that said: {winners[state].err[-300:]}")
+    if state == "parts" or (state == "nothing" and 0 in (first.code, second.code)):
+        wrong.append(
+            f"exit codes {first.code} and {second.code}, and {state} at the destination: {first.err}{second.err}"
+        )
+    return [f"{recipe.text} {' '.join(flags)} twice at once: {one}" for one in wrong]
