@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.shard import publish
+from megatron_sft_idx.shard import prefix
+from megatron_sft_idx.shard.recovery import adopt_remains
 
 # What makes, renames, cuts and removes files, and what waits for the disk.
 STEPS = ("rename", "unlink", "link", "fsync", "ftruncate")
@@ -34,7 +35,7 @@ def killed_at(step: int, work: Callable[[], Any]) -> bool:
 
         for name in STEPS:
             setattr(os, name, counted(getattr(os, name)))
-        publish.put = counted(publish.put)
+        prefix.put = counted(prefix.put)
         status = 1
         try:
             work()
@@ -67,4 +68,4 @@ def copy_remains(source: Path, target: Path) -> None:
     shutil.copytree(source, target, dirs_exist_ok=True)
     for journal in target.glob("*.journal"):
         if journal.stat().st_size:
-            publish.adopt_remains(ShardPaths(str(journal).removesuffix(".journal")))
+            adopt_remains(ShardPaths(str(journal).removesuffix(".journal")))

@@ -23,7 +23,7 @@ from packs import WHOLE, assert_holds, demo_samples, folder_of, opens, write_sam
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.journal import DONE, MASK, PACK, read_blocks, read_head
-from megatron_sft_idx.shard import Shard, ShardWriter, publish
+from megatron_sft_idx.shard import Shard, ShardWriter, prefix
 from megatron_sft_idx.shard import build as build_module
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +47,7 @@ def test_the_journal_knows_what_is_written_while_it_is(tmp_path: Path, monkeypat
             assert set(options.pop("files")) == {*(suffix + ".tmp" for suffix in SUFFIXES), ".loss.bin.tmp.float32"}
             assert options == {
                 "work": "build",
+                "overwrite": False,
                 "token_dtype": 4,
                 "mask_dtype": 1,
                 "capacity": 99,
@@ -207,14 +208,14 @@ def test_publication_that_fails_halfway_keeps_what_is_left(
 ) -> None:
     if replaces:
         write_samples(tmp_path / "x", demo_samples(3))
-    put = publish.put
+    put = prefix.put
 
     def failing(source: str, target: str, found: Any) -> None:
         if target.endswith("x.seq.bin"):
             raise error
         put(source, target, found)
 
-    monkeypatch.setattr(publish, "put", failing)
+    monkeypatch.setattr(prefix, "put", failing)
     with pytest.raises(type(error)):
         write_samples(tmp_path / "x", demo_samples(5), overwrite=replaces)
     assert not opens(tmp_path / "x")

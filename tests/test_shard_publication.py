@@ -15,7 +15,7 @@ from packs import WHOLE, demo_samples, five_files, folder_of, write_samples
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, publish, recover
+from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, prefix, recover
 from megatron_sft_idx.storage import OutputFile
 
 
@@ -203,7 +203,7 @@ def test_what_follows_from_a_step_comes_after_it_is_on_disk(
         monkeypatch.setattr(module, name, noted)
 
     writer = ShardWriter(tmp_path / "x", overwrite=True)
-    noting(publish, "put")
+    noting(prefix, "put")
     for name in ("fsync", "unlink"):
         noting(os, name)
     for pack in demo_samples(3):

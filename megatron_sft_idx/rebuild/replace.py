@@ -9,7 +9,7 @@ from types import TracebackType
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.shard.publish import Publication
+from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.storage import OutputFile
 from megatron_sft_idx.storage.hashing import digest_file
 from megatron_sft_idx.storage.publish import put

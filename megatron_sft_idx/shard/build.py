@@ -24,7 +24,8 @@ from megatron_sft_idx.layout.journal import (
 )
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.index import JournalPacks, write_idx, write_seq_idx
-from megatron_sft_idx.shard.publish import WIDENED, Publication
+from megatron_sft_idx.shard.prefix import WIDENED
+from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.remains import Remains, pack_records
 from megatron_sft_idx.storage.hashing import HashedFile, StreamHash
 

@@ -9,10 +9,11 @@ from typing import Any
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard.build import Build
-from megatron_sft_idx.shard.publish import Publication, check_free, drop_remains
+from megatron_sft_idx.shard.prefix import check_free, drop_remains
+from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.remains import Remains, complete_header, find_remains, read_remains
 
-__all__ = ["Remains", "find_remains", "recover", "remove_remains"]
+__all__ = ["Remains", "adopt_remains", "find_remains", "recover", "remove_remains"]
 
 
 def recover(
@@ -75,6 +76,18 @@ def finish_publication(publication: Publication, *, overwrite: bool) -> Header:
         check_free(paths, overwrite=False)
     publication.finish()
     return header
+
+
+def adopt_remains(paths: ShardPaths) -> None:
+    """Let a journal name the temporary files that lie beside it, all of which were copied here.
+
+    Raises:
+        FormatError: there is no journal, or a living writer is at work here.
+    """
+    try:
+        Publication.take_up(paths, overwrite=False, copied=True).close()
+    except FileNotFoundError:
+        raise FormatError(f"{paths.journal}: there is no journal; copy it here with the .tmp files beside it") from None
 
 
 def remove_remains(prefix: str | os.PathLike[str]) -> None:

@@ -16,7 +16,7 @@ from megatron_sft_idx.errors import CorruptShardError
 from megatron_sft_idx.layout import MASK_DTYPES, Header, ShardPaths
 from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
 from megatron_sft_idx.layout.journal import MASK, PACK, Block, BuildOptions, Head, read_blocks, read_head, torn
-from megatron_sft_idx.shard.publish import WIDENED, is_scratch, lock_journal, read_journal, require_build
+from megatron_sft_idx.shard.prefix import WIDENED, is_scratch, lock_journal, read_journal, require_build
 
 __all__ = ["Remains", "complete_header", "find_remains", "pack_records", "read_remains", "where_to_look"]
 

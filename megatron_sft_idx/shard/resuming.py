@@ -15,7 +15,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import MASK_DTYPES, ShardPaths
 from megatron_sft_idx.layout.journal import MARK, PACK, BuildOptions, read_blocks, read_head
 from megatron_sft_idx.shard.build import Build
-from megatron_sft_idx.shard.publish import Publication
+from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.remains import read_remains
 from megatron_sft_idx.shard.writer import ShardWriter
 

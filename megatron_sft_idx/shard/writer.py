@@ -18,7 +18,8 @@ from megatron_sft_idx.layout.journal import BuildOptions
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.arrays import integer_array, mask_array, token_array
 from megatron_sft_idx.shard.build import STAGE_TOKENS, Build
-from megatron_sft_idx.shard.publish import WIDENED, Publication
+from megatron_sft_idx.shard.prefix import WIDENED
+from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.reader import Shard
 
 __all__ = ["MaskAlignment", "ShardWriter"]

@@ -12,7 +12,8 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import FileDigest, ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import recover
-from megatron_sft_idx.shard.publish import Publication, read_journal
+from megatron_sft_idx.shard.prefix import read_journal
+from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.storage.hashing import StreamHash, has_digest
 from megatron_sft_idx.transfer.checking import corrupt
 from megatron_sft_idx.transfer.report import Copied

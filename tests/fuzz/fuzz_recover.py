@@ -17,7 +17,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.journal import PACK, read_blocks, read_head
 from megatron_sft_idx.shard import Shard, find_remains, recover
-from megatron_sft_idx.shard.publish import adopt_remains
+from megatron_sft_idx.shard.recovery import adopt_remains
 from megatron_sft_idx.verify import verify_shard
 
 WIDENED = "x.loss.bin.tmp.float32"

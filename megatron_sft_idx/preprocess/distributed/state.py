@@ -18,7 +18,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.preprocess.distributed.stretches import Cutting
 from megatron_sft_idx.preprocess.encoding import RowEncoder
 from megatron_sft_idx.preprocess.identity import option_differences
-from megatron_sft_idx.shard.publish import lock_journal
+from megatron_sft_idx.shard.prefix import lock_journal
 from megatron_sft_idx.storage.publish import Kind, head_of, write_file
 
 __all__ = ["RunFolder"]

@@ -32,7 +32,7 @@ from megatron_sft_idx.preprocess.distributed.stretches import Cutting, Stretch, 
 from megatron_sft_idx.preprocess.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.preprocess.gather import PackedRun, write_packs
 from megatron_sft_idx.preprocess.outputs import Output
-from megatron_sft_idx.shard.publish import lock_journal
+from megatron_sft_idx.shard.prefix import lock_journal
 
 __all__ = ["MadePart", "PartsTable", "TokenisingJob", "count_trained", "digest_of", "gather_shard", "make_parts"]
 
