@@ -63,11 +63,12 @@ def undocumented(world: World, recipe: Recipe, names: Iterable[str]) -> list[str
     # Several shards at one prefix have names of their own.
     stems |= {Path(name).name.removesuffix(".seq.idx") for name in made if name.endswith(".seq.idx")}
     patterns = [pattern.replace("X", stem, 1) for pattern in documented() for stem in stems]
-    return sorted(
-        name
-        for name in set(names) - made
-        if not any(fnmatch.fnmatch(path, f"*/{pattern}") for path in (name, f"{name}/") for pattern in patterns)
-    )
+
+    def told(name: str) -> bool:
+        paths = [name, *map(str, Path(name).parents)]
+        return any(fnmatch.fnmatch(path, f"*/{pattern}") for path in paths for pattern in patterns)
+
+    return sorted(name for name in set(names) - made if not told(name))
 
 
 def older(world: World, recipe: Recipe) -> dict[str, Any]:

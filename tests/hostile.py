@@ -278,7 +278,7 @@ class World:
             shutil.copytree(self.template, self.root, symlinks=True)
             self._known = {}
             self.pristine = self.look()
-            self.put = set()
+            self._seen, self.put = None, set()
             return self.here
         seen = self.look() if self._seen is None else self._seen
         changed = [name for name, entry in seen.items() if self.pristine.get(name) != entry]
@@ -297,8 +297,7 @@ class World:
                 shutil.copy2(source, path)
         if set(changed) & self.pristine.keys() or self.pristine.keys() - seen.keys():
             self.pristine = self.look()
-        self._seen = None
-        self.put = set()
+        self._seen, self.put = None, set()
         return self.here
 
     def calm(self, recipe: Recipe) -> Calm:
