@@ -665,7 +665,7 @@ def results(world: World, cell: Cell) -> dict[str, Any]:
             slot == "out"
             and pattern != "{}"
             and value not in FOLDERS
-            and not (world.here / pattern.format(value)).exists()
+            and not os.path.lexists(world.here / pattern.format(value))
         ):
             value = ShardPaths.of(value).prefix  # X.bin names the shard X
         name = os.path.normpath(os.path.join("here", pattern.format(value)))
