@@ -295,12 +295,20 @@ def settle(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[s
                 f"{paths.journal}: left by a {head.work} that was interrupted, complete but for renames; finish it:"
                 f" megatron-sft-idx rebuild {paths.prefix}"
             )
-        rename_all(paths, head, durable=True)
+        if _is_begun(paths, head):
+            rename_all(paths, head, durable=True)
     elif head is not None and not overwrite and head.work not in drops:
         raise _left(paths, head)
     remove_temporaries(paths, head)
     # Not before: files that no journal names are nobody's to remove.
     os.ftruncate(lock, 0)
+
+
+def _is_begun(paths: ShardPaths, head: Head) -> bool:
+    """Whether a step of ``rename_all`` was taken, so that the shard that is replaced is none any more."""
+    files = [path for path in paths.all if suffix_of(paths, paths.temporary(path)) in head.files]
+    replaces = suffix_of(paths, paths.seq_idx) in (head.done or {})
+    return _pending(paths, head) != files or (replaces and inode_of(paths.seq_idx) is None)
 
 
 def _left(paths: ShardPaths, head: Head) -> FormatError:
@@ -332,7 +340,7 @@ def rename_all(paths: ShardPaths, head: Head, *, durable: bool) -> None:
 def _remove_seq_idx(paths: ShardPaths, head: Head, *, durable: bool) -> list[str]:
     """The first of the steps: from here on the old shard is none. Returns the files that have yet to be renamed."""
     assert head.done is not None
-    pending = [path for path in paths.all if inode_of(paths.temporary(path)) in head.files.values()]
+    pending = _pending(paths, head)
     for path in pending:
         if (inode := inode_of(path)) is not None and inode != head.done.get(suffix_of(paths, path)):
             raise FormatError(
@@ -344,6 +352,11 @@ def _remove_seq_idx(paths: ShardPaths, head: Head, *, durable: bool) -> list[str
         if durable:
             sync_folder(paths.folder)
     return pending
+
+
+def _pending(paths: ShardPaths, head: Head) -> list[str]:
+    """The files that have yet to be renamed."""
+    return [path for path in paths.all if inode_of(paths.temporary(path)) in head.files.values()]
 
 
 def suffix_of(paths: ShardPaths, path: str) -> str:

@@ -351,6 +351,15 @@ class ShardWriter:
             self._publication.publish()
         return header
 
+    def set_aside(self) -> Header:
+        """As ``finalize``, but leave the publication to ``publish_all``."""
+        self._require_open()
+        self._publication.require_owner()
+        header = self.complete()
+        with self._all_or_nothing():
+            self._publication.set_aside()
+        return header
+
     def _require_ready(self, mask_alignment: str) -> None:
         self._require_open()
         if self._header is not None:

@@ -195,7 +195,7 @@ def gather_shard(table: PartsTable, output: Output, run: PackedRun) -> Header:
         return header
     with output.writer(overwrite=True) as writer:
         write_packs(PartsReader(table.paths, table.bounds, table.mask_dtype), run, writer)
-        return writer.finalize()
+        return writer.set_aside()
 
 
 def _wait_for_lock(paths: ShardPaths) -> None:
