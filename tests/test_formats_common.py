@@ -14,8 +14,15 @@ from hypothesis import strategies as st
 from packs import Sample, samples
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.checks import checked_alignment, checked_run, require_same_length
-from megatron_sft_idx.formats.masks import MASK_ALIGNMENTS, alignment_note, label_aligned, unplaced_note
+from megatron_sft_idx.formats.checks import (
+    MASK_ALIGNMENTS,
+    alignment_note,
+    checked_alignment,
+    checked_run,
+    label_aligned,
+    require_same_length,
+    unplaced_note,
+)
 from megatron_sft_idx.storage.publish import Kind, new_file, new_folder
 
 

@@ -47,10 +47,10 @@ def test_overlong_drop_truncate_split(tmp_path, multiple):
     def run(overlong):
         done = preprocess(
             tmp_path / overlong, "--overlong", overlong, "--packing", "sequential", "--sequence-multiple", multiple,
-            "--summary", tmp_path / "s.json", rows=LONG, capacity=250,
+            "--summary", tmp_path / f"{overlong}.json", rows=LONG, capacity=250,
         )  # fmt: skip
         assert done.code == 0, done
-        return sequences_of(tmp_path / overlong), json.loads((tmp_path / "s.json").read_text())["packing"]
+        return sequences_of(tmp_path / overlong), json.loads((tmp_path / f"{overlong}.json").read_text())["packing"]
 
     limit = 250 // multiple * multiple
     dropped, counts = run("drop")

@@ -84,7 +84,7 @@ def writable(text: str) -> str:
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: a folder is there, expected the name of a file")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {Path(text).parent}")
     if not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text}: may not be written")
     return text

@@ -11,9 +11,9 @@ from typing import Any
 from megatron_sft_idx.convert.content import Content
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
+from megatron_sft_idx.formats.checks import MaskAlignment
 from megatron_sft_idx.formats.joined import JoinedReader
-from megatron_sft_idx.formats.masks import MaskAlignment
-from megatron_sft_idx.formats.registry import Source, create, find, places
+from megatron_sft_idx.formats.registry import Source, check_destination, create, find, places
 from megatron_sft_idx.storage.publish import require_apart
 
 __all__ = ["ConvertOptions", "ConvertReport", "Progress", "convert"]
@@ -103,6 +103,7 @@ def convert(
     if reading.get("mask_path") is not None:
         sources += places(os.fspath(reading["mask_path"]), "megatron", "--mask-path")
     require_apart(places(destination, to, "the destination", written=True), sources)
+    check_destination(destination, to, overwrite=options.overwrite)
     if name == "npy" and options.capacity is not None:
         reading["capacity"] = options.capacity  # its packers exceed what they were given, which its reader knows
     parts = JoinedReader(name, paths, mask_alignment=options.mask_alignment, max_open=1, options=reading)

@@ -18,11 +18,17 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.checks import checked_alignment, checked_run, require_same_length
-from megatron_sft_idx.formats.masks import MaskAlignment, alignment_note, unplaced_note
+from megatron_sft_idx.formats.checks import (
+    MaskAlignment,
+    alignment_note,
+    checked_alignment,
+    checked_run,
+    require_same_length,
+    unplaced_note,
+)
 from megatron_sft_idx.formats.npy_writer import KEYS, KIND, LegacyPickleWriter
-from megatron_sft_idx.formats.reading import file_identity, run_bounds
 from megatron_sft_idx.formats.restricted_pickle import KeptArray, npy_header, unpickle_rows
+from megatron_sft_idx.formats.runs import file_identity, run_bounds
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_regular
 from megatron_sft_idx.storage.publish import require_space

@@ -10,9 +10,8 @@ import numpy as np
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError, StorageError
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.checks import checked_alignment, checked_run
-from megatron_sft_idx.formats.masks import MaskAlignment
-from megatron_sft_idx.formats.reading import run_bounds
+from megatron_sft_idx.formats.checks import MaskAlignment, checked_alignment, checked_run
+from megatron_sft_idx.formats.runs import run_bounds
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same

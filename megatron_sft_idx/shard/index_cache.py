@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
 
-import numpy as np
-import xxhash
-
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
-from megatron_sft_idx.storage import as_bytes, open_array
+from megatron_sft_idx.layout.header import FileDigest
+from megatron_sft_idx.storage.hashing import has_digest
 from megatron_sft_idx.storage.publish import Kind, new_file
 
 __all__ = ["IndexCache"]
@@ -103,10 +101,9 @@ def _placing() -> Iterator[None]:
 
 def _is_good(path: Path, checksum: bytes, nbytes: int) -> bool:
     try:
-        content = open_array(str(path), np.dtype("u1"), nbytes, nbytes=nbytes)[:]
+        return has_digest(str(path), FileDigest(nbytes, checksum))
     except (OSError, FormatError):
         return False
-    return xxhash.xxh3_128_digest(as_bytes(content)) == checksum
 
 
 def _users() -> Path:

@@ -11,7 +11,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.layout.header import FileDigest
-from megatron_sft_idx.storage.local import OutputFile, as_bytes
+from megatron_sft_idx.storage.local import OutputFile, as_bytes, open_regular
 
 __all__ = ["HashedFile", "StreamHash", "digest_file", "has_digest"]
 
@@ -74,7 +74,7 @@ def digest_file(path: str, offset: int = 0, *, advance: Callable[[int], None] = 
         advance: told how many bytes were read since it was last called.
     """
     stream = StreamHash()
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         file.seek(offset)
         while piece := file.read(_PIECE_NBYTES):
             stream.update(piece)

@@ -224,7 +224,10 @@ class OutputFile:
     def cut(self, nbytes: int) -> None:
         """Drop what lies behind the first ``nbytes``, and go on there."""
         assert nbytes <= self.nbytes
-        os.ftruncate(self._fd, nbytes)
+        try:
+            os.ftruncate(self._fd, nbytes)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.path) from error
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
@@ -280,5 +283,7 @@ def sync_folder(folder: str | Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(folder)) from error
     finally:
         os.close(fd)

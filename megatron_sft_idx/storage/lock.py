@@ -17,7 +17,7 @@ __all__ = ["lock_file"]
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
-def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: bool = False, busy: str) -> int:
+def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: bool = False, busy: str | None) -> int:
     """Open a file and lock it. What is under its name but is not of this package is left alone.
 
     Args:
@@ -25,7 +25,7 @@ def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: boo
         magics: what the file may begin with, all of one length; it may also be empty.
         create: make the file where there is none.
         shared: only look: keeps writers out, not other lookers, and needs no right to write.
-        busy: the error where another process holds it.
+        busy: the error where another process holds it; None waits for that process.
 
     Returns:
         The descriptor; the lock is given up when it is closed.
@@ -67,9 +67,9 @@ def _expected(path: str) -> str:
     return f"where {os.path.basename(path)} of this command would be; move it away, or choose another name"
 
 
-def _lock(fd: int, path: str, *, shared: bool, busy: str) -> None:
+def _lock(fd: int, path: str, *, shared: bool, busy: str | None) -> None:
     try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if busy is None else fcntl.LOCK_NB))
     except BlockingIOError:
         raise FormatError(busy) from None
     except OSError as error:

@@ -295,9 +295,13 @@ class New:
         self.abandon()
 
     def open(self, name: str = "", *, durable: bool = True) -> OutputFile:
-        """The file, or a new file of the folder, to write to; the caller closes it."""
+        """The file, or a new file of the folder, to write to; the caller closes it. A failure abandons all of it."""
         path = os.path.join(self.temporary, name) if self._folder else self.temporary
-        return OutputFile(path, durable=durable, keep=not self._folder)
+        try:
+            return OutputFile(path, durable=durable, keep=not self._folder)
+        except BaseException:
+            self.abandon()
+            raise
 
     def publish(self) -> None:
         """Sync all of it, put it in its place, and remove what it replaces.
@@ -311,22 +315,18 @@ class New:
         _sync(self.temporary)
         old = put(self.temporary, self.path, self._found)
         self._close()
-        sync_folder(os.path.dirname(self.path))
-        if old is not None:
-            self._remove(old)
-
-    def _remove(self, old: str) -> None:
-        """Remove the folder that was replaced, or bring it back where a stranger's file has come into it."""
+        if old is None:
+            sync_folder(os.path.dirname(self.path))
+            return
         try:
+            sync_folder(os.path.dirname(self.path))
             check_place(old, self._kind, overwrite=True, folder=True)
-        except FormatError:
-            if not _rename(old, self.path, _EXCHANGE):
-                raise
-            shutil.rmtree(old, ignore_errors=True)  # it holds the new one now
+        except (OSError, FormatError):
+            # Bring the old folder back: the disk says no, or a stranger's file has come into it.
+            if _rename(old, self.path, _EXCHANGE):
+                shutil.rmtree(old, ignore_errors=True)  # it holds the new one now
             raise
-        for name in os.listdir(old):
-            os.unlink(os.path.join(old, name))
-        os.rmdir(old)
+        _remove_files(old)
 
     def abandon(self) -> None:
         """Remove what was written; nothing where it is published or abandoned already."""
@@ -343,6 +343,19 @@ class New:
         self._closed = True
         if self._lock >= 0:
             os.close(self._lock)
+
+
+def _remove_files(folder: str) -> None:
+    """Remove a folder of files, as far as that goes; what a busy network file system refuses is tried once more."""
+    for _ in range(2):
+        try:
+            for name in os.listdir(folder):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(folder, name))
+            return os.rmdir(folder)
+        except OSError as error:
+            failed = error
+    raise OSError(failed.errno, f"{failed.strerror}: it was replaced, and can be removed now", folder)
 
 
 def _take_left_over(path: str, kind: Kind) -> int | None:

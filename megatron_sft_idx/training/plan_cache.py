@@ -8,7 +8,6 @@ data or options have another name.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import open_array, open_regular
+from megatron_sft_idx.storage.lock import lock_file
 from megatron_sft_idx.storage.publish import Kind, head_of, new_file
 
 __all__ = ["PlacedPlan", "load_or_make", "plan_path"]
@@ -109,10 +109,8 @@ def _locked(path: str) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-            held.callback(os.close, fd)
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        except OSError as error:
+            held.callback(os.close, lock_file(path, (b"",), create=True, busy=None))
+        except (OSError, FormatError) as error:
             # Some network file systems have no locks. Then a plan may be made twice, and the first one stays.
             logger.info("%s: no lock (%s); going on without", path, error)
         yield

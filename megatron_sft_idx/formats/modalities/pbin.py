@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.checks import checked_alignment
-from megatron_sft_idx.formats.masks import MaskAlignment
+from megatron_sft_idx.formats.checks import MaskAlignment, checked_alignment
 from megatron_sft_idx.formats.modalities.layout import encode_header, framings
 from megatron_sft_idx.formats.modalities.pickled_pairs import write_pairs
 from megatron_sft_idx.formats.modalities.placement import Placement, place_documents
-from megatron_sft_idx.formats.reading import file_identity, run_bounds
+from megatron_sft_idx.formats.runs import file_identity, run_bounds
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import as_bytes

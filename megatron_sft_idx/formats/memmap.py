@@ -1,6 +1,19 @@
-"""Reading a memmap folder by pointer arithmetic: rows and their lengths, never a guess at padding.
+"""Packs as a folder of padded NumPy arrays, ``memmap_padded_v1``: every pack a row of fixed width.
 
-Its ``.npy`` files hold arrays of numbers that are mapped or read in order; nothing in them is ever unpickled.
+===================  ======================  ========================================================
+``input_ids.npy``    [packs, pack_size]      ids; what follows a pack's tokens in its row is never read
+``loss_mask.npy``    [packs, pack_size]      uint8, 0 or 1
+``packed_len.npy``   [packs]                 uint32, tokens in each pack
+``seq_offsets.npy``  [packs + 1]             uint32, CSR offsets of the sequences by pack
+``seq_starts.npy``   [sequences]             uint32, where each sequence starts in its pack
+``manifest.json``    written last            format, counts, dtypes; here also alignment, padding id, checksums
+===================  ======================  ========================================================
+
+A plain manifest does not say how its masks are aligned. The plan this format comes from rolls them right over whole
+packs before they are written, which trains the wrong tokens: such folders need ``mask_alignment="rolled-right"``.
+
+Reading is pointer arithmetic: rows and their lengths, never a guess at padding. The ``.npy`` files hold arrays of
+numbers that are mapped or read in order; nothing in them is ever unpickled.
 """
 
 from __future__ import annotations
@@ -18,16 +31,15 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackRun
-from megatron_sft_idx.formats.checks import checked_alignment, checked_run
-from megatron_sft_idx.formats.masks import MaskAlignment, alignment_note
-from megatron_sft_idx.formats.reading import file_identity
-from megatron_sft_idx.formats.runs import IndexedRun, note_unplaced, stated_alignment, stated_int
+from megatron_sft_idx.formats.checks import MaskAlignment, alignment_note, checked_alignment, checked_run
+from megatron_sft_idx.formats.runs import IndexedRun, file_identity, note_unplaced, stated_alignment, stated_int
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_array, open_regular
 
-__all__ = ["ARRAYS", "MANIFEST", "NAME", "STATED", "Reader", "encode_header", "read_manifest", "recognise"]
+__all__ = ["ARRAYS", "FORMAT", "MANIFEST", "NAME", "STATED", "Reader", "encode_header", "read_manifest", "recognise"]
 
+FORMAT = "memmap"
 NAME = "memmap_padded_v1"
 MANIFEST = "manifest.json"
 # The manifest's key for what the plain one does not say.

@@ -11,16 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.checks import checked_alignment, checked_run, require_same_length
-from megatron_sft_idx.formats.masks import MaskAlignment
-from megatron_sft_idx.formats.memmap.reader import ARRAYS, MANIFEST, NAME, STATED, Reader, encode_header, read_manifest
+from megatron_sft_idx.formats.checks import MaskAlignment, checked_alignment, checked_run, require_same_length
+from megatron_sft_idx.formats.memmap import ARRAYS, MANIFEST, NAME, STATED, Reader, encode_header, read_manifest
 from megatron_sft_idx.formats.runs import BinaryMasks, Counts
 from megatron_sft_idx.layout.values import MAX_CAPACITY
+from megatron_sft_idx.storage.hashing import HashedFile
 from megatron_sft_idx.storage.publish import Kind, New, head_of, new_folder
 
 __all__ = ["KIND", "MemmapShardWriter", "Writer"]
@@ -56,18 +55,17 @@ class _ArrayFile:
     """
 
     def __init__(self, folder: New, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._file = folder.open(f"{name}.npy")
-        self._hash = xxhash.xxh3_128()
+        self._file = HashedFile(folder.open(f"{name}.npy"))
         self._gathered = bytearray()
         header = encode_header(dtype, shape)
         nbytes = len(header) + math.prod(shape) * dtype.itemsize
         try:
             if nbytes > _MOST_FILE_NBYTES:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-            os.posix_fallocate(self._file.fileno(), 0, nbytes)
+            os.posix_fallocate(self._file.file.fileno(), 0, nbytes)
         except OSError as error:
-            self._file.close()
-            raise OSError(error.errno, f"{error.strerror} ({nbytes} bytes)", self._file.path) from error
+            self.discard()
+            raise OSError(error.errno, f"{error.strerror} ({nbytes} bytes)", self._file.file.path) from error
         self.write(header)
 
     def write(self, data: bytes | memoryview) -> None:
@@ -76,19 +74,17 @@ class _ArrayFile:
             self.flush()
 
     def flush(self) -> None:
-        data = bytes(self._gathered)
+        self._file.write(bytes(self._gathered))
         self._gathered.clear()
-        self._hash.update(data)
-        self._file.write(data)
 
     def close(self) -> str:
         """Checksum of the file."""
         self.flush()
-        self._file.close()
-        return self._hash.hexdigest()
+        self.discard()
+        return self._file.hex()
 
     def discard(self) -> None:
-        self._file.close()
+        self._file.file.close()
 
 
 class MemmapShardWriter:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import orjson
+from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.parquet.columns import COLUMNS, list_array, pyarrow_errors
-from megatron_sft_idx.formats.parquet.metadata import KEY, encode
-from megatron_sft_idx.formats.parquet.reader import Reader, recognise
 from megatron_sft_idx.formats.runs import BinaryMasks, Counts, IndexedRun
 from megatron_sft_idx.storage.publish import Kind, new_file, require_space
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+from megatron_sft_idx.formats.parquet import COLUMNS, KEY, VERSION, Reader, pyarrow_errors, recognise
 
 __all__ = ["KIND", "Writer"]
 
@@ -27,6 +30,34 @@ _MOST_GROUP_TOKENS = 4 << 20
 
 # Codecs that Parquet has.
 _CODECS = ("zstd", "snappy", "gzip", "lz4", "brotli")
+
+
+def _metadata(spec: PackedSpec) -> bytes:
+    """The schema's metadata, JSON, for a file that is going to hold what the spec says; the same for the same spec."""
+    stated = {
+        "format": "packed-sft",
+        "version": VERSION,
+        "mask_alignment": "label",
+        "token_dtype": spec.token_dtype.name,
+        "capacity": spec.capacity,
+        "longest_pack": spec.longest_pack,
+        "sequence_multiple": spec.sequence_multiple,
+        "pad_id": spec.pad_id,
+        "num_packs": spec.num_packs,
+        "num_sequences": spec.num_sequences,
+        "num_tokens": spec.num_tokens,
+        "metadata": dict(spec.metadata),
+    }
+    return orjson.dumps(stated, option=orjson.OPT_SORT_KEYS)
+
+
+def _list_array(values: NDArray[Any], lengths: NDArray[np.int64], kind: pa.DataType) -> pa.ListArray:
+    """An Arrow list column over a numpy array."""
+    import pyarrow as pa
+
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(values)), type=kind)
 
 
 @contextlib.contextmanager
@@ -86,7 +117,7 @@ class Writer(PackedWriter):
             if compression != "none" and not (compression in _CODECS and pa.Codec.is_available(compression)):
                 raise FormatError(f"{name}: compression {compression!r}, choose none, {', '.join(_CODECS)}")
         self._types = [pa.list_(pa.int32()), pa.list_(pa.uint8()), pa.list_(pa.int32())]
-        self._schema = pa.schema(list(zip(COLUMNS, self._types, strict=True)), metadata={KEY: encode(spec)})
+        self._schema = pa.schema(list(zip(COLUMNS, self._types, strict=True)), metadata={KEY: _metadata(spec)})
         require_space(name, 0)  # how far they can be compressed is not known
         self._output, self._complete = new_file(path, KIND, overwrite=overwrite), False
         try:
@@ -140,7 +171,7 @@ class Writer(PackedWriter):
             ),
         )
         held.clear()  # the encoder needs several times as much: not both at once
-        arrays = [list_array(*column, kind) for column, kind in zip(columns, self._types, strict=True)]
+        arrays = [_list_array(*column, kind) for column, kind in zip(columns, self._types, strict=True)]
         table = pa.Table.from_arrays(arrays, schema=self._schema)
         with _path_in_errors(self._output.temporary):
             self._writer.write_table(table, row_group_size=len(lengths))
