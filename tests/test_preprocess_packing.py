@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from chats import command, files_of, preprocess, remains, sequences_of
+from chats import SUFFIXES, command, files_of, preprocess, remains, sequences_of
 
 from megatron_sft_idx.shard import Shard
 
@@ -21,7 +21,7 @@ def test_overlong_is_an_error_that_keeps_the_corpus_for_the_next_run(tmp_path):
     assert failed.code == 1
     assert "1 of 2 sequences are longer than 256 tokens, the longest has" in failed.err
     assert "--overlong drop, truncate or split" in failed.err
-    assert remains(tmp_path) == sorted(f"x.unpacked{s}" for s in (".bin", ".idx", ".loss.bin", ".seq.bin", ".seq.idx"))
+    assert remains(tmp_path) == sorted(f"x.unpacked{s}" for s in (*SUFFIXES, ".journal"))
     again = preprocess(tmp_path / "x", "--overlong", "split", rows=LONG, capacity=256)
     assert again.code == 0, again
     assert "corpus reused" in again.out

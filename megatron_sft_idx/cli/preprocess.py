@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import io
 import sys
 from typing import Any
@@ -32,6 +33,7 @@ from megatron_sft_idx.preprocess import (
 from megatron_sft_idx.preprocess.workers import available_cpus
 from megatron_sft_idx.report import mark_pack
 from megatron_sft_idx.storage import is_remote, open_regular
+from megatron_sft_idx.storage.publish import Place, files_of
 
 __all__ = ["add_mask_options", "add_parser", "add_row_options", "add_workers_option", "encoding_options"]
 
@@ -268,10 +270,10 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
             " afterwards: megatron-sft-idx copy"
         )
     output = Output(arguments, shards=arguments.output_shards)
-    if arguments.summary and not arguments.dry_run:
-        check_summary(arguments.summary, overwrite=arguments.overwrite or arguments.resume)
     if not arguments.dry_run:
-        output.prepare(resume=arguments.resume)
+        if arguments.summary is not None:
+            check_summary(arguments.summary, overwrite=arguments.overwrite or arguments.resume)
+        output.prepare(_reads(arguments), resume=arguments.resume)
     options = PreprocessOptions(
         inputs=arguments.input,
         prefix=output.local,
@@ -292,8 +294,19 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     summary = preprocess(options, log=lambda line: print(line, file=sys.stderr, flush=True))
     output.publish(*([corpus_prefix("")] if arguments.keep_corpus else []))
     print("\n".join([f"{'found' if summary.found else 'wrote'} {output.shown}", *summary.lines()]))
-    if arguments.summary:
+    if arguments.summary is not None:
         summary.write(arguments.summary, overwrite=arguments.overwrite or arguments.resume)
+
+
+def _reads(arguments: argparse.Namespace) -> list[Place]:
+    """The files that a run reads, but for those that remote paths name."""
+    inputs = [path for pattern in arguments.input for path in (glob.glob(pattern) or [pattern])]
+    template = [Place(arguments.chat_template, "the chat template")] if arguments.chat_template else []
+    return [
+        *(place for path in inputs if not is_remote(path) for place in files_of(path, "the input")),
+        *files_of(arguments.tokenizer_model, "the tokenizer"),
+        *template,
+    ]
 
 
 def _show(seen: Preview) -> None:

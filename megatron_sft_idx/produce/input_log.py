@@ -13,6 +13,7 @@ import orjson
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import OutputFile, sync_folder
+from megatron_sft_idx.storage.publish import describe
 
 __all__ = ["INPUTS", "InputLog", "TakenFile"]
 
@@ -45,6 +46,8 @@ class InputLog:
     def __init__(self, path: str) -> None:
         self.path = path
         self._file: OutputFile | None = None
+        if os.path.lexists(path) and describe(path) != "a file":
+            raise FormatError(f"{path}: {describe(path)} is here, expected a file or nothing; move it away")
         content = self._read()
         # A line without its end was being written when the producer was killed: its file was not read yet.
         self._nbytes = content.rfind(b"\n") + 1

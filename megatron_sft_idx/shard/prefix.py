@@ -41,6 +41,7 @@ __all__ = [
     "is_set_aside",
     "keep_scratch",
     "lock_journal",
+    "name_held",
     "parts_held",
     "publish_all",
     "read_journal",
@@ -365,18 +366,25 @@ def suffix_of(paths: ShardPaths, path: str) -> str:
 
 
 @contextlib.contextmanager
-def parts_held(prefix: str) -> Iterator[None]:
-    """Keep others away from all shards whose prefixes begin with one and a number."""
-    path = f"{prefix}-parts.journal"
-    make_folders(path)
-    busy = f"{prefix}: another command writes shards of this name now; wait for it, or choose another prefix"
-    lock = lock_file(path, MAGICS, create=True, busy=busy)
+def name_held(path: str, busy: str) -> Iterator[None]:
+    """Hold the lock of a file that is there for it alone, and goes in the end; it may not hold anything."""
+    lock = lock_file(path, (), create=True, busy=busy)
     try:
         yield
     finally:
-        if not os.fstat(lock).st_size:
-            os.unlink(path)
+        with contextlib.suppress(FileNotFoundError):
+            if not os.fstat(lock).st_size and os.path.samestat(os.fstat(lock), os.lstat(path)):
+                os.unlink(path)
         os.close(lock)
+
+
+@contextlib.contextmanager
+def parts_held(prefix: str) -> Iterator[None]:
+    """Keep others away from all shards whose prefixes begin with one and a number."""
+    make_folders(prefix)
+    busy = f"{prefix}: another command writes shards of this name now; wait for it, or choose another prefix"
+    with name_held(f"{prefix}-parts.journal", busy):
+        yield
 
 
 def is_set_aside(paths: ShardPaths) -> bool:

@@ -22,7 +22,7 @@ def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: boo
 
     Args:
         path: of the file; a link there is refused.
-        magics: what the file may begin with; it may also be empty. All of one length.
+        magics: what the file may begin with, all of one length; it may also be empty.
         create: make the file where there is none.
         shared: only look: keeps writers out, not other lookers, and needs no right to write.
         busy: the error where another process holds it; None waits for that process.
@@ -47,8 +47,8 @@ def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: boo
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise FormatError(f"{path}: {describe(path)} is here, {_expected(path)}")
-            found = os.pread(fd, len(magics[0]), 0)
-            if not any(magic.startswith(found) for magic in magics):
+            found = os.pread(fd, max(map(len, magics), default=1), 0)
+            if found and not any(magic.startswith(found) for magic in magics):
                 raise FormatError(f"{path}: a file that megatron-sft-idx did not write is here, {_expected(path)}")
             if status.st_nlink > 1 and not shared:
                 raise FormatError(f"{path}: this file has another name too (a hard link), {_expected(path)}")

@@ -44,14 +44,8 @@ def download(
     interrupted = read_journal(paths)
     if interrupted is not None and interrupted.work == "copy" and interrupted.done is not None:
         recover(paths.prefix, overwrite=overwrite)
-    same = {suffix for suffix in SUFFIXES if _is_there(paths.prefix + suffix, digests[suffix])}
-    wanted = [suffix for suffix in SUFFIXES if suffix not in same]
-    if not overwrite and (others := [paths.prefix + end for end in wanted if os.path.lexists(paths.prefix + end)]):
-        raise FormatError(
-            f"{paths.prefix}: {', '.join(others)} exist already and are not of this shard; choose another prefix,"
-            " or pass overwrite (--overwrite)"
-        )
-    if wanted:
+    same = find_same(source, paths, overwrite=overwrite)
+    if wanted := [suffix for suffix in SUFFIXES if suffix not in same]:
         # A .seq.idx that is right as it is goes while a file beside it does not have its content.
         again = [".seq.idx"] if ".seq.idx" in same else []
         _fetch_all(source, paths, digests, wanted + again, overwrite or bool(again), on_progress)
@@ -60,6 +54,19 @@ def download(
         on_progress(digests[suffix].nbytes)
     sent = sum(digests[suffix].nbytes for suffix in SUFFIXES if suffix not in same)
     return Copied(paths.prefix, sent, sum(digests[suffix].nbytes for suffix in same), 0)
+
+
+def find_same(source: Source, paths: ShardPaths, *, overwrite: bool) -> set[str]:
+    """Which files are there already, by suffix. FormatError where others are, and may not be replaced."""
+    digests = digests_of(source)
+    same = {suffix for suffix in SUFFIXES if _is_there(paths.prefix + suffix, digests[suffix])}
+    others = [path for suffix in SUFFIXES if suffix not in same and os.path.lexists(path := paths.prefix + suffix)]
+    if others and not overwrite:
+        raise FormatError(
+            f"{paths.prefix}: {', '.join(others)} exist already and are not of this shard; choose another prefix,"
+            " or pass overwrite (--overwrite)"
+        )
+    return same
 
 
 def _is_there(path: str, digest: FileDigest) -> bool:
