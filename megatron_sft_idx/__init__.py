@@ -43,7 +43,7 @@ _HOMES = {
     "LiveDataset": "streaming",
     "LiveLoader": "streaming",
     "MMapIndexedDataset": "dataset",
-    "MemmapShardWriter": "formats.memmap",
+    "MemmapShardWriter": "formats.memmap_writer",
     "PackPlan": "packing",
     "PackedDataset": "formats.dataset",
     "PackedSFTDataset": "training.dataset",

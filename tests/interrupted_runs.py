@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chats import CHATS, SUFFIXES, Outcome, files_of, preprocess, remains, write_rows
+from kills import copy_remains
 from packs import opens
 
 from megatron_sft_idx.layout.journal import PACK, read_blocks, read_head
@@ -90,7 +91,7 @@ class Case:
         if opens(where) or not (recorded := self._recorded(Path(f"{where}.journal"))):
             return
         copy = self.folder / "recovered"
-        shutil.copytree(prefix.parent, copy)
+        copy_remains(prefix.parent, copy)
         left = find_remains(copy / "x.unpacked")
         assert left is not None
         assert left.num_packs == recorded

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.shard import prefix
+from megatron_sft_idx.shard.recovery import adopt_remains
+
 # What makes, renames, cuts and removes files, and what waits for the disk.
-STEPS = ("rename", "unlink", "fsync", "ftruncate")
+STEPS = ("rename", "unlink", "link", "fsync", "ftruncate")
 
 
 def killed_at(step: int, work: Callable[[], Any]) -> bool:
@@ -29,6 +35,7 @@ def killed_at(step: int, work: Callable[[], Any]) -> bool:
 
         for name in STEPS:
             setattr(os, name, counted(getattr(os, name)))
+        prefix.put = counted(prefix.put)
         status = 1
         try:
             work()
@@ -54,3 +61,11 @@ def killed_after(seconds: float, work: Callable[[], Any]) -> bool:
     status = os.waitpid(child, 0)[1]
     assert status in (0, signal.SIGKILL), f"exit status {status}"
     return status == signal.SIGKILL
+
+
+def copy_remains(source: Path, target: Path) -> None:
+    """Copy what a killed build left, whose journal then names the copies."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    for journal in target.glob("*.journal"):
+        if journal.stat().st_size:
+            adopt_remains(ShardPaths(str(journal).removesuffix(".journal")))

@@ -176,10 +176,12 @@ def test_deep_nesting_is_refused(catalog):
         catalog.end()
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_what_is_no_file_is_refused_and_not_waited_for(catalog, make):
+@pytest.mark.parametrize(
+    ("make", "words"), [(os.mkfifo, "neither a file nor a folder, expected a file"), (os.mkdir, "a folder is here")]
+)
+def test_what_is_no_file_is_refused_and_not_waited_for(catalog, make, words):
     make(Path(catalog.folder, "_END.json"))
-    with pytest.raises(FormatError, match="something that is no file"):
+    with pytest.raises(FormatError, match=f"_END.json: {words}"):
         catalog.end()
 
 

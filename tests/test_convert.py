@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import subprocess
@@ -19,9 +20,9 @@ from packs import Sample, assert_holds, demo_samples, five_files, sample_of, sam
 from megatron_sft_idx import LegacyPickleWriter, open_dataset
 from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.convert import ConvertOptions, convert
-from megatron_sft_idx.convert import conversion as conversion_module
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.registry import WRITABLE
+from megatron_sft_idx.formats import registry
+from megatron_sft_idx.formats.registry import WRITABLE, open_reader
 from megatron_sft_idx.shard import Shard
 
 ROOT = Path(__file__).parent.parent
@@ -267,12 +268,18 @@ def test_a_source_is_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     options = ConvertOptions(overwrite=True)
     for target in ("x", "x.bin", "./x", "link/x"):
-        with pytest.raises(FormatError, match=r"is where the source .* lies"):
+        with pytest.raises(FormatError, match=r"is both the destination and the source"):
             convert(str(tmp_path / "x"), f"{tmp_path}/{target}", "sft-idx", options)
     # Another format has other names, which may be those of the source's files.
     for suffix in (".bin", ".idx", ".loss.bin", ".seq.bin", ".seq.idx"):
-        with pytest.raises(FormatError, match=r"is where the source .* lies"):
+        with pytest.raises(FormatError, match=r"is both the destination and the source"):
             convert(str(tmp_path / "x"), f"{tmp_path}/link/x{suffix}", "npy", options)
+        os.link(tmp_path / f"x{suffix}", tmp_path / "hard")
+        with pytest.raises(FormatError, match=r"is both the destination and the source"):
+            convert(str(tmp_path / "x"), f"{tmp_path}/hard", "npy", options)
+        (tmp_path / "hard").unlink()
+    with pytest.raises(FormatError, match=r"the source .* lies in this folder, which would be replaced"):
+        convert(str(tmp_path / "x"), str(tmp_path), "memmap", options)
     source = numpy_file(tmp_path / "folder.npy", [], [])
     with pytest.raises(FormatError, match="exists already"):
         convert(str(tmp_path / "x"), source, "npy")
@@ -285,7 +292,7 @@ def test_the_masks_of_a_stock_dataset_are_never_written_over(tmp_path: Path) -> 
     for suffix in (".bin", ".idx"):
         (tmp_path / f"stock{suffix}").write_bytes((tmp_path / f"x{suffix}").read_bytes())
     options = ConvertOptions(overwrite=True, reader={"mask_path": tmp_path / "x"})
-    with pytest.raises(FormatError, match=r"is where the source .*x lies"):
+    with pytest.raises(FormatError, match=r"is both the destination and --mask-path"):
         convert(str(tmp_path / "stock"), str(tmp_path / "x"), "sft-idx", options)
     assert five_files(tmp_path / "x") == before
 
@@ -315,19 +322,24 @@ def test_a_broken_source_leaves_nothing_behind(tmp_path: Path) -> None:
         assert not list((tmp_path / "out").rglob("*y*"))
 
 
-@pytest.mark.parametrize("to", ["sft-idx", "memmap", "parquet"])
-def test_a_result_that_is_not_what_went_in_loses_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("to", WHOLE)
+def test_a_result_that_is_not_what_went_in_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, replaces: bool
 ) -> None:
     write_samples(tmp_path / "x", demo_samples(5))
     write_samples(tmp_path / "other", [*demo_samples(4), Sample([1], [0], [0])])
-    opened = conversion_module.open_reader
+    options, target = ConvertOptions(overwrite=replaces), place(tmp_path, to, "y")
+    if replaces:
+        convert(str(tmp_path / "other"), target, to)
+    (tmp_path / "y.failed").write_text("mine")
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     # As if the disk gave back something else.
-    monkeypatch.setattr(conversion_module, "open_reader", lambda *_: opened(str(tmp_path / "other"), "sft-idx"))
-    for _ in range(2):  # what is left of the first failure is not in the way
-        with pytest.raises(FormatError, match="read again, its token ids, loss masks, sequence lengths are not those"):
-            convert(str(tmp_path / "x"), str(tmp_path / "y"), to)
-        assert {path.suffix for path in tmp_path.glob("y*")} == {".failed"}
+    writer = registry._import(registry._MODULES[to][1]).Writer
+    monkeypatch.setattr(writer, "reread", lambda self: open_reader(str(tmp_path / "other"), "sft-idx"))
+    with pytest.raises(FormatError, match="read again, its token ids, loss masks, sequence lengths are not those"):
+        convert(str(tmp_path / "x"), target, to, options)
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
     assert convert(str(tmp_path / "x"), str(tmp_path / "z"), "sft-idx", ConvertOptions(verify=False)).verified is False
 
 

@@ -11,12 +11,19 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from packs import Sample, folder_of, samples
+from packs import Sample, samples
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.checks import checked_alignment, checked_run, require_same_length
-from megatron_sft_idx.formats.masks import MASK_ALIGNMENTS, alignment_note, label_aligned, unplaced_note
-from megatron_sft_idx.formats.output import Output, output_file, output_folder
+from megatron_sft_idx.formats.checks import (
+    MASK_ALIGNMENTS,
+    alignment_note,
+    checked_alignment,
+    checked_run,
+    label_aligned,
+    require_same_length,
+    unplaced_note,
+)
+from megatron_sft_idx.storage.publish import Kind, new_file, new_folder
 
 
 def joined(packs: list[Sample], masks: list[list[float]]) -> dict[str, Any]:
@@ -166,82 +173,11 @@ def test_whatever_a_file_says_is_a_run_or_an_error(columns: Any) -> None:
 # ---- output ----
 
 
-def write(output: Output, content: str, folder: bool) -> None:
-    place = Path(output.temporary)
-    ((place / "inside") if folder else place).write_text(content)
-
-
-def content_of(path: Path) -> str:
-    return (path / "inside" if path.is_dir() else path).read_text()
-
-
-@pytest.mark.parametrize("folder", [False, True])
-def test_output_appears_whole_or_not_at_all(tmp_path: Path, folder: bool) -> None:
-    make, place = (output_folder if folder else output_file), tmp_path / "new" / "x"
-    output = make(place, overwrite=False)
-    write(output, "one", folder)
-    assert not place.exists()
-    output.publish()
-    output.abandon()
-    assert content_of(place) == "one"
-    with pytest.raises(FormatError, match="exists already"):
-        make(place, overwrite=False)
-    second = make(place, overwrite=True)
-    write(second, "two", folder)
-    second.abandon()
-    second.abandon()
-    assert content_of(place) == "one"
-    third = make(place, overwrite=True)
-    write(third, "three", folder)
-    third.publish()
-    assert content_of(place) == "three"
-    assert folder_of(place.parent) == ["x"]
-
-
-@pytest.mark.parametrize("folder", [False, True])
-def test_what_appeared_in_the_meantime_is_kept(tmp_path: Path, folder: bool) -> None:
-    output = (output_folder if folder else output_file)(tmp_path / "x", overwrite=False)
-    write(output, "mine", folder)
-    (tmp_path / "x").write_text("theirs")
-    with pytest.raises(FormatError, match="exists already"):
-        output.publish()
-    output.abandon()
-    assert (tmp_path / "x").read_text() == "theirs"
-    assert folder_of(tmp_path) == ["x"]
-
-
-@pytest.mark.parametrize("folder", [False, True])
-def test_a_link_is_followed(tmp_path: Path, folder: bool) -> None:
-    make, place, link = (output_folder if folder else output_file), tmp_path / "far" / "x", tmp_path / "link"
-    first = make(place, overwrite=False)
-    write(first, "one", folder)
-    first.publish()
-    link.symlink_to(place)
-    with pytest.raises(FormatError, match="link: exists already"):
-        make(link, overwrite=False)
-    second = make(link, overwrite=True)
-    write(second, "two", folder)
-    second.publish()
-    assert link.is_symlink()
-    assert content_of(place) == "two"
-    assert (folder_of(tmp_path), folder_of(place.parent)) == (["far", "link"], ["x"])
-
-
-def test_a_file_is_no_folder_and_a_folder_no_file(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(FormatError, match="a file is there"):
-        output_folder(tmp_path / "file", overwrite=True)
-    with pytest.raises(FormatError, match="a folder is there"):
-        output_file(tmp_path / "folder", overwrite=True)
-
-
 def test_the_mode_is_that_of_any_new_file(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     (tmp_path / "plain folder").mkdir()
-    output = output_file(tmp_path / "x", overwrite=False)
-    output.publish()
-    folder = output_folder(tmp_path / "f", overwrite=False)
-    folder.publish()
+    kind = Kind("anything", lambda path: True)
+    new_file(tmp_path / "x", kind, overwrite=False).publish()
+    new_folder(tmp_path / "f", kind, overwrite=False).publish()
     assert os.stat(tmp_path / "x").st_mode == os.stat(tmp_path / "plain").st_mode
     assert os.stat(tmp_path / "f").st_mode == os.stat(tmp_path / "plain folder").st_mode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,8 +18,8 @@ from hypothesis import strategies as st
 from packs import Sample, assert_is, demo_samples, folder_of, sample_of
 
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.chunk_lines import line_bounds
 from megatron_sft_idx.formats.jsonl_chunks import Reader, Writer, recognise
-from megatron_sft_idx.formats.jsonl_chunks.chunks import line_bounds
 
 
 def produced(pack: Sample, **changes: Any) -> dict[str, Any]:
@@ -169,7 +170,7 @@ def test_a_line_of_what_is_no_white_space_in_json_is_no_blank_line(tmp_path: Pat
 def test_lines_may_lie_across_the_blocks_they_are_found_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr("megatron_sft_idx.formats.jsonl_chunks.chunks._BLOCK_NBYTES", block)
+    monkeypatch.setattr("megatron_sft_idx.formats.chunk_lines._BLOCK_NBYTES", block)
     raw = b"{}\n\n" + b"x" * (2 * 64 - 5) + b"\n" + b"y" * 6 + b"\n" + b'{"last":0}'
     (tmp_path / "x").write_bytes(raw)
     starts, stops = line_bounds(str(tmp_path / "x"))
@@ -324,10 +325,38 @@ def test_nothing_is_left_where_writing_ends_early(tmp_path: Path) -> None:
         Writer(tmp_path / "x", spec_of(packs), samples_per_chunk=0)
     assert folder_of(tmp_path) == []
     (tmp_path / "x").mkdir()
+    write_packs(Writer, tmp_path / "x", packs)
     with pytest.raises(FormatError, match="--overwrite"):
         Writer(tmp_path / "x", spec_of(packs))
     write_packs(Writer, tmp_path / "x", packs, overwrite=True)
     assert_reads(Reader(tmp_path / "x"), packs)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "ours"),
+    [
+        ("chunk_00001.jsonl", b"", True),
+        ("chunk_00000.jsonl.completed", b"", True),
+        ("chunk_00000.jsonl.completed", b"notes", False),
+        ("chunk_00001.jsonl", b'{"messages": []}\n', False),
+        ("chunk_1.jsonl", b"", False),
+        ("rows.jsonl", b"", False),
+        (".hidden", b"", False),
+    ],
+)
+def test_a_folder_is_replaced_where_all_in_it_is_of_chunks(
+    tmp_path: Path, name: str, content: bytes, ours: bool
+) -> None:
+    packs = demo_samples()
+    write_packs(Writer, tmp_path / "x", packs)
+    (tmp_path / "x" / name).write_bytes(content)
+    if ours:
+        write_packs(Writer, tmp_path / "x", packs[:2], overwrite=True)
+        assert folder_of(tmp_path / "x") == ["chunk_00000.jsonl"]
+    else:
+        with pytest.raises(FormatError, match=f"x: holds {re.escape(name)}, a file of {len(content)} bytes"):
+            Writer(tmp_path / "x", spec_of(packs), overwrite=True)
+        assert (tmp_path / "x" / name).read_bytes() == content
 
 
 def test_identity_is_of_all_chunks(tmp_path: Path) -> None:

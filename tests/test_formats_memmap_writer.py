@@ -20,7 +20,8 @@ from memmap_folders import ARRAYS, WHOLE, expected_arrays, loaded
 from packs import Sample, assert_is, demo_samples, folder_of, sample_of
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.memmap import MemmapShardWriter, Reader
+from megatron_sft_idx.formats.memmap import Reader
+from megatron_sft_idx.formats.memmap_writer import MemmapShardWriter
 
 
 def write_bins(writer: Any, packs: Sequence[Sample]) -> Any:
@@ -177,22 +178,43 @@ def test_the_space_is_reserved_and_the_folder_appears_when_it_is_whole(tmp_path:
     assert folder_of(tmp_path / "x") == WHOLE
 
 
-def test_a_folder_with_files_is_kept_unless_it_may_go(tmp_path: Path) -> None:
+def write_good(folder: Path, **options: Any) -> None:
+    with MemmapShardWriter(folder, 1, 4, 2, **options) as writer:
+        writer.write_bin(**GOOD)
+        writer.finalize()
+
+
+def test_a_folder_with_files_of_others_is_kept(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "mine").write_text("x")
-    with pytest.raises(FormatError, match="--overwrite"):
-        MemmapShardWriter(tmp_path / "x", 1, 4, 2)
+    (tmp_path / "x" / "mine").write_text("notes")
+    for overwrite in (False, True):
+        with pytest.raises(FormatError, match=r"x: holds mine, a file of 5 bytes that begins with b'notes'"):
+            write_good(tmp_path / "x", overwrite=overwrite)
     (tmp_path / "y").mkdir()
     with MemmapShardWriter(tmp_path / "y", 1, 4, 2) as late:
         late.write_bin(**GOOD)
         (tmp_path / "y" / "mine").write_text("x")
-        with pytest.raises(FormatError, match="appeared"):
+        with pytest.raises(FormatError, match="holds mine, a file of 1 bytes"):
             late.finalize()
     assert (folder_of(tmp_path / "x"), folder_of(tmp_path / "y")) == (["mine"], ["mine"])
-    with MemmapShardWriter(tmp_path / "x", 1, 4, 2, overwrite=True) as writer:
-        writer.write_bin(**GOOD)
-        writer.finalize()
-    assert (folder_of(tmp_path), folder_of(tmp_path / "x")) == (["x", "y"], WHOLE)
+    assert folder_of(tmp_path) == ["x", "y"]
+
+
+def test_a_folder_of_the_format_may_be_replaced(tmp_path: Path) -> None:
+    write_good(tmp_path / "x", extra={"first": True})
+    with pytest.raises(FormatError, match="--overwrite"):
+        write_good(tmp_path / "x")
+    write_good(tmp_path / "x", overwrite=True)
+    assert "first" not in json.loads((tmp_path / "x" / "manifest.json").read_text())
+    assert (folder_of(tmp_path), folder_of(tmp_path / "x")) == (["x"], WHOLE)
+    # An array that the manifest does not speak of is another's, and without a manifest so are all.
+    np.save(tmp_path / "x" / "embeddings.npy", np.ones(3))
+    with pytest.raises(FormatError, match=r"x: holds embeddings\.npy, a file of"):
+        write_good(tmp_path / "x", overwrite=True)
+    (tmp_path / "x" / "embeddings.npy").unlink()
+    (tmp_path / "x" / "manifest.json").unlink()
+    with pytest.raises(FormatError, match=r"x: holds input_ids\.npy, a file of"):
+        write_good(tmp_path / "x", overwrite=True)
 
 
 # ---- memory ----

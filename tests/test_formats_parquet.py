@@ -18,7 +18,8 @@ from packs import Sample, assert_is, demo_samples, sample_of
 from parquet_tables import table_of, write_groups
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.formats.parquet import Reader, Writer
+from megatron_sft_idx.formats.parquet import Reader
+from megatron_sft_idx.formats.parquet_writer import Writer
 
 # ---- trips ----
 
@@ -48,7 +49,7 @@ def test_same_packs_same_bytes_however_they_come(tmp_path: Path) -> None:
 
 
 def test_long_packs_make_smaller_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_sft_idx.formats.parquet.writer._MOST_GROUP_TOKENS", 10)
+    monkeypatch.setattr("megatron_sft_idx.formats.parquet_writer._MOST_GROUP_TOKENS", 10)
     lengths = [4, 4, 4, 30, 2, 9]
     packs = [sample_of([n], lambda p: p % 2, lambda p: p) for n in lengths]
     for pieces in (1, 3):
@@ -176,7 +177,7 @@ def test_an_opener_supplies_the_bytes_and_groups_are_read_once(tmp_path: Path) -
 
 
 def test_runs_are_bounded_whatever_the_row_groups_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_sft_idx.formats.parquet.reader.RUN_TOKENS", 12)
+    monkeypatch.setattr("megatron_sft_idx.formats.parquet.RUN_TOKENS", 12)
     lengths = [1] * 40 + [3] * 6 + [5] + [1] * 3 + [30] + [2] * 2
     packs = [sample_of([n], lambda p: p % 2, lambda p: p) for n in lengths]
     write_groups(tmp_path / "x", table_of(packs), [40, 6, 1, 0, 3, 1, 2])

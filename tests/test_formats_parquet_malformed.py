@@ -17,7 +17,8 @@ from packs import assert_is, demo_samples, folder_of, sample_of
 from parquet_tables import table_of
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.parquet import Reader, Writer, recognise
+from megatron_sft_idx.formats.parquet import Reader, recognise
+from megatron_sft_idx.formats.parquet_writer import Writer
 
 
 def broken(**columns: Any) -> pa.Table:
@@ -105,9 +106,14 @@ def test_nothing_is_left_where_writing_ends_early(tmp_path: Path) -> None:
         out.write(run_of(packs))
     assert folder_of(tmp_path) == []
     (tmp_path / "x").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(FormatError, match="a file of 4 bytes that begins with b'mine'; expected a Parquet file"):
+            Writer(tmp_path / "x", spec_of(packs), overwrite=overwrite)
+    assert (tmp_path / "x").read_text() == "mine"
+    (tmp_path / "x").unlink()
+    write_packs(Writer, tmp_path / "x", packs[:1])
     with pytest.raises(FormatError, match="--overwrite"):
         Writer(tmp_path / "x", spec_of(packs))
-    assert (tmp_path / "x").read_text() == "mine"
     write_packs(Writer, tmp_path / "x", packs, overwrite=True)
     assert_reads(Reader(tmp_path / "x"), packs)
     with pytest.raises(FormatError, match="compression 'best'"):

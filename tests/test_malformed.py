@@ -228,7 +228,7 @@ USAGE = {
     "kwargs nested too deeply": (("--chat-template-kwargs", '{"a": ' + "[" * 20000), "depth"),
     "template missing": (("--chat-template", "missing.jinja"), "missing.jinja"),
     "summary without a folder": (("--summary", "missing/summary.json"), "no folder missing"),
-    "summary is a folder": (("--summary", "."), "a folder is there"),
+    "summary is a folder": (("--summary", "."), "names a folder, expected the name of a file"),
     "unknown option": (("--quick",), "--quick"),
 }
 

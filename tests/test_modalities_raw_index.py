@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle
 from collections.abc import Callable
 from multiprocessing import get_context
@@ -138,7 +139,7 @@ def test_other_inputs_are_refused(tmp_path: Path) -> None:
         create_raw_index(tmp_path / "missing.jsonl")
     with pytest.raises(FormatError, match="every one has an index of its own"):
         create_raw_index(tmp_path)
-    with pytest.raises(FormatError, match="is the file to be indexed"):
+    with pytest.raises(FormatError, match="is both the index and the file to be indexed"):
         create_raw_index(listed.rename(tmp_path / "rows.idx"), overwrite=True)
     (tmp_path / "rows.idx").rename(listed)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["rows.json", "rows.jsonl.gz"]
@@ -150,12 +151,40 @@ def test_the_index_of_a_shard_is_neither_replaced_nor_read(tmp_path: Path) -> No
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a":1}\n')
     for overwrite in (False, True):
-        with pytest.raises(FormatError, match="an index of Megatron is here"):
+        with pytest.raises(FormatError, match=r"rows\.idx: holds .* begins with b'MMIDIDX.*; expected a raw index"):
             create_raw_index(path, overwrite=overwrite)
     with pytest.raises(FormatError, match=r"an index of Megatron's \.bin"):
         len(RawRows(path))
     assert (tmp_path / "rows.idx").read_bytes() == before
     assert recognise_raw_index(str(tmp_path / "rows.idx")) is None
+
+
+def test_only_a_raw_index_is_replaced(made: Made) -> None:
+    path = made(b'{"a":1}\n')
+    index = Path(path).with_suffix(".idx")
+    for pickled in ([[1, 2]], {"a": 1}, [(0, 1), "x"]):
+        index.write_bytes(pickle.dumps(pickled))
+        before = index.read_bytes()
+        with pytest.raises(FormatError, match="anything else is never replaced"):
+            create_raw_index(path, overwrite=True)
+        assert index.read_bytes() == before
+    index.write_bytes(pickle.dumps([(0, 3)]))
+    with pytest.raises(FormatError, match="exists already"):
+        create_raw_index(path)
+    assert create_raw_index(path, overwrite=True).num_rows == 1
+
+
+def test_pipes_are_not_waited_for(made: Made, tmp_path: Path) -> None:
+    path = made(b'{"a":1}\n')
+    os.mkfifo(tmp_path / "pipe")
+    for overwrite in (False, True):
+        with pytest.raises(FormatError, match="pipe: a FIFO is here, expected a raw index or nothing"):
+            create_raw_index(path, tmp_path / "pipe", overwrite=overwrite)
+    with pytest.raises(FormatError, match="pipe: no such file"):
+        create_raw_index(tmp_path / "pipe", tmp_path / "x.idx")
+    with pytest.raises(FormatError, match="pipe: neither a file nor a folder"):
+        len(RawRows(path, tmp_path / "pipe"))
+    assert recognise_raw_index(str(tmp_path / "pipe")) is None
 
 
 def test_recognised_by_content(made: Made, tmp_path: Path) -> None:

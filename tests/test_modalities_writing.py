@@ -99,9 +99,16 @@ def test_ids_that_do_not_fit_are_named_and_nothing_is_left(tmp_path: Path) -> No
 def test_an_existing_file_is_replaced_only_when_asked(tmp_path: Path) -> None:
     path = tmp_path / "out.pbin"
     path.write_bytes(b"mine")
+    for overwrite in (False, True):
+        with pytest.raises(FormatError, match=r"out\.pbin: holds a file of 4 bytes that begins with b'mine'; expe"):
+            Writer(path, spec_of(), overwrite=overwrite, allow_loss=True)
+    assert path.read_bytes() == b"mine"
+    path.unlink()
+    with Writer(path, spec_of(), allow_loss=True) as writer:
+        writer.write(run_of([[[2]]]))
     with pytest.raises(FormatError, match="exists already"):
         Writer(path, spec_of(), allow_loss=True)
-    assert path.read_bytes() == b"mine"
+    assert documents_of(str(path)) == [[2]]
     with Writer(path, spec_of(), overwrite=True, allow_loss=True) as writer:
         writer.write(run_of([[[1]]]))
     assert documents_of(str(path)) == [[1]]

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from chats import command, files_of, preprocess, remains, sequences_of
+from chats import SUFFIXES, command, files_of, preprocess, remains, sequences_of
 
 from megatron_sft_idx.shard import Shard
 
@@ -21,7 +21,7 @@ def test_overlong_is_an_error_that_keeps_the_corpus_for_the_next_run(tmp_path):
     assert failed.code == 1
     assert "1 of 2 sequences are longer than 256 tokens, the longest has" in failed.err
     assert "--overlong drop, truncate or split" in failed.err
-    assert remains(tmp_path) == sorted(f"x.unpacked{s}" for s in (".bin", ".idx", ".loss.bin", ".seq.bin", ".seq.idx"))
+    assert remains(tmp_path) == sorted(f"x.unpacked{s}" for s in (*SUFFIXES, ".journal"))
     again = preprocess(tmp_path / "x", "--overlong", "split", rows=LONG, capacity=256)
     assert again.code == 0, again
     assert "corpus reused" in again.out
@@ -47,10 +47,10 @@ def test_overlong_drop_truncate_split(tmp_path, multiple):
     def run(overlong):
         done = preprocess(
             tmp_path / overlong, "--overlong", overlong, "--packing", "sequential", "--sequence-multiple", multiple,
-            "--summary", tmp_path / "s.json", rows=LONG, capacity=250,
+            "--summary", tmp_path / f"{overlong}.json", rows=LONG, capacity=250,
         )  # fmt: skip
         assert done.code == 0, done
-        return sequences_of(tmp_path / overlong), json.loads((tmp_path / "s.json").read_text())["packing"]
+        return sequences_of(tmp_path / overlong), json.loads((tmp_path / f"{overlong}.json").read_text())["packing"]
 
     limit = 250 // multiple * multiple
     dropped, counts = run("drop")

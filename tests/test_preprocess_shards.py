@@ -87,8 +87,10 @@ def killed_over_the_second(prefix, *options):
 def test_new_shards_are_never_beside_those_they_replace(tmp_path):
     prefix, seed = tmp_path / "x", ("--seed", 3)
     assert preprocess(prefix, *THREE).code == 0
+    before = {name: files_of(tmp_path / name) for name in PARTS}
     assert killed_over_the_second(prefix, *THREE, *seed, "--overwrite")
-    assert [name for name in PARTS if (tmp_path / f"{name}.seq.idx").exists()] == PARTS[:1]
+    # The old ones stay until all new ones are whole.
+    assert {name: files_of(tmp_path / name) for name in PARTS} == before
     assert preprocess(prefix, *THREE, *seed, "--resume").code == 0
     assert preprocess(tmp_path / "calm" / "x", *THREE, *seed).code == 0
     assert {name: files_of(tmp_path / name) for name in PARTS} == {
@@ -100,7 +102,7 @@ def test_shards_that_are_done_are_kept_and_the_others_made(tmp_path):
     assert preprocess(tmp_path / "calm" / "x", *THREE).code == 0
     prefix = tmp_path / "shot" / "x"
     assert killed_over_the_second(prefix, *THREE)
-    first = os.stat(prefix.parent / f"{PARTS[0]}.bin").st_ino
+    first = os.stat(prefix.parent / f"{PARTS[0]}.bin.tmp").st_ino
     other = preprocess(prefix, *THREE, "--resume", "--seed", 3)
     assert (other.code, "packing seed was 0, is 3" in other.err) == (1, True)
     assert preprocess(prefix, *THREE, "--resume").code == 0

@@ -23,6 +23,8 @@ from productions import (
 )
 
 from megatron_sft_idx.catalog import Catalog
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.shard import remove_shard
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -83,9 +85,10 @@ def test_killed_while_it_removes_what_is_completed(production, tmp_path):
 def test_a_removal_that_was_cut_short_is_finished(production, catalog):
     """The ``.seq.idx`` goes first; what a kill leaves of the rest is no shard, and is not left for ever."""
     shutil.copytree(production.folder / "calm", catalog)
-    for number, suffixes in ((0, (".seq.idx",)), (2, (".seq.idx", ".idx", ".bin"))):
-        for suffix in suffixes:
-            Path(Catalog(catalog).shard_prefix(number) + suffix).unlink()
+    for number, step in ((0, 1), (2, 3)):
+        paths = ShardPaths(Catalog(catalog).shard_prefix(number))
+        assert killed_at(step, lambda paths=paths: remove_shard(paths))
+        assert len(paths.missing()) == step
     assert Catalog(catalog).present() == sorted(range(len(production.shards)))
     assert production.run(catalog).code == 0
     assert Catalog(catalog).present() == [1, *range(3, len(production.shards))]

@@ -103,14 +103,13 @@ def test_files_of_every_kind(nodes, tmp_path):
     pq.write_table(pa.Table.from_pylist(plain), tmp_path / "in" / "b.parquet")
     with gzip.open(tmp_path / "in" / "c.jsonl.gz", "wb") as file:
         file.write(CHATS.read_bytes())
-    options = ("--input", tmp_path / "in" / "*", "--on-bad-row", "skip", "--summary", tmp_path / "s.json")
+    options = ("--input", tmp_path / "in" / "*", "--on-bad-row", "skip", "--summary")
     here, there = tmp_path / "local" / "x", tmp_path / "ray" / "x"
-    assert preprocess(here, *options).code == 0
-    wanted = counts(tmp_path / "s.json")
-    done = run_on(nodes, there, *options)
+    assert preprocess(here, *options, tmp_path / "l.json").code == 0
+    done = run_on(nodes, there, *options, tmp_path / "r.json")
     assert done.code == 0, done
     assert files_of(there) == files_of(here)
-    assert counts(tmp_path / "s.json") == wanted
+    assert counts(tmp_path / "r.json") == counts(tmp_path / "l.json")
 
 
 @pytest.mark.slow

@@ -131,17 +131,20 @@ def test_index_files_are_held_to_their_checksums(folder: Path, url: str, suffix:
     assert not list(Path(os.environ["SFT_IDX_CACHE"]).glob("*")) or suffix == ".seq.bin"
 
 
-def test_a_damaged_copy_in_the_cache_is_fetched_again(folder: Path, url: str, tmp_path: Path) -> None:
+def test_a_damaged_copy_in_the_cache_is_passed_over(folder: Path, url: str, tmp_path: Path) -> None:
     write_samples(folder / "x", demo_samples())
     cache = tmp_path / "named"
     assert_holds(Shard(f"{url}/x", index_cache=str(cache)), demo_samples())
     copies = sorted(cache.iterdir())
     assert len(copies) == 2
     for damage in (lambda raw: raw[:-1], lambda raw: bytes(len(raw))):
-        for copy in copies:
-            copy.write_bytes(damage(copy.read_bytes()))
+        damaged = [damage(copy.read_bytes()) for copy in copies]
+        for copy, raw in zip(copies, damaged, strict=True):
+            copy.write_bytes(raw)
         assert_holds(Shard(f"{url}/x", index_cache=str(cache)), demo_samples())
-    assert sorted(cache.iterdir()) == copies
+        assert [copy.read_bytes() for copy in copies] == damaged
+    beside = [copy.with_name(copy.name.replace(".index", ".1.index")) for copy in copies]
+    assert sorted(cache.iterdir()) == sorted([*copies, *beside])
 
 
 def test_a_shard_that_replaces_another_never_meets_its_index(folder: Path, url: str) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from packs import WHOLE, assert_holds, demo_samples, folder_of, opens, write_sam
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.journal import DONE, MASK, PACK, read_blocks, read_head
-from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard import Shard, ShardWriter, prefix
 from megatron_sft_idx.shard import build as build_module
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +44,10 @@ def test_the_journal_knows_what_is_written_while_it_is(tmp_path: Path, monkeypat
                 options = read_head(stream, str(journal))
                 records = [record for block in read_blocks(stream) for record in block.records.tolist()]
                 assert stream.read() == b""
+            assert set(options.pop("files")) == {*(suffix + ".tmp" for suffix in SUFFIXES), ".loss.bin.tmp.float32"}
             assert options == {
+                "work": "build",
+                "overwrite": False,
                 "token_dtype": 4,
                 "mask_dtype": 1,
                 "capacity": 99,
@@ -101,7 +105,7 @@ def test_a_torn_journal_gives_a_prefix_of_its_blocks(
 
 @pytest.mark.parametrize("block", [b"", b"[1]", b"{", b"\xff\xfe{\x00", b"[" * 100_000])
 def test_a_journal_whose_head_is_no_object_says_so(block: bytes) -> None:
-    head = struct.pack("<8sII", b"SFTJRNL1", len(block), 0) + block
+    head = struct.pack("<8sII", b"SFTJRNL2", len(block), 0) + block
     head = head.ljust(-(-len(head) // 8) * 8, b"\0")
     raw = head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
     with pytest.raises(CorruptShardError, match="J1"):
@@ -142,7 +146,8 @@ def test_a_build_killed_halfway_leaves_a_journal_and_no_shard(tmp_path: Path) ->
         str(tmp_path / "x"),
         expected=-signal.SIGKILL,
     )
-    assert folder_of(tmp_path) == ["x.bin.tmp", "x.journal", "x.loss.bin.tmp", "x.seq.bin.tmp"]
+    names = [*(f"x{suffix}.tmp" for suffix in SUFFIXES), "x.journal", "x.loss.bin.tmp.float32"]
+    assert folder_of(tmp_path) == sorted(names)
     with pytest.raises(ShardNotFoundError, match="interrupted here"):
         Shard(tmp_path / "x")
     with open(tmp_path / "x.journal", "rb") as stream:
@@ -203,14 +208,14 @@ def test_publication_that_fails_halfway_keeps_what_is_left(
 ) -> None:
     if replaces:
         write_samples(tmp_path / "x", demo_samples(3))
-    rename = os.rename
+    put = prefix.put
 
-    def failing(source: str, target: str) -> None:
+    def failing(source: str, target: str, found: Any) -> None:
         if target.endswith("x.seq.bin"):
             raise error
-        rename(source, target)
+        put(source, target, found)
 
-    monkeypatch.setattr(os, "rename", failing)
+    monkeypatch.setattr(prefix, "put", failing)
     with pytest.raises(type(error)):
         write_samples(tmp_path / "x", demo_samples(5), overwrite=replaces)
     assert not opens(tmp_path / "x")

@@ -15,7 +15,7 @@ from packs import WHOLE, demo_samples, five_files, folder_of, write_samples
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, recover
+from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, prefix, recover
 from megatron_sft_idx.storage import OutputFile
 
 
@@ -153,10 +153,13 @@ def test_a_lock_on_a_removed_journal_is_not_a_lock(tmp_path: Path, monkeypatch: 
 
 
 def test_remains_of_a_killed_build_go_with_the_next(tmp_path: Path) -> None:
-    for suffix in (*SUFFIXES, ".loss.bin.tmp.float32"):
-        (tmp_path / f"x{suffix.removesuffix('.tmp.float32')}.tmp").write_bytes(b"old")
-    (tmp_path / "x.loss.bin.tmp.float32").write_bytes(b"old")
-    (tmp_path / "x.journal").write_bytes(b"torn")
+    with ShardWriter(tmp_path / "x", durable=False) as writer:
+        writer.add_pack([1, 2], [1, 0], [0])
+        writer.flush()
+        writer.suspend()
+    (tmp_path / "x.journal.tmp").write_bytes((tmp_path / "x.journal").read_bytes()[:40])
+    (tmp_path / "x.loss.bin.tmp.float32").write_bytes(b"half")
+    assert len(folder_of(tmp_path)) == 8
     ShardWriter(tmp_path / "x", overwrite=True, durable=False).abandon()
     assert folder_of(tmp_path) == []
 
@@ -165,7 +168,7 @@ def test_remains_of_a_killed_build_go_with_the_next(tmp_path: Path) -> None:
 def test_what_is_named_like_the_journal_and_is_no_file_is_refused(tmp_path: Path, put: Callable[[Path], None]) -> None:
     put(tmp_path / "x.journal")
     for attempt in (ShardWriter, find_remains, recover):
-        with pytest.raises(FormatError, match="no file is where the journal"):
+        with pytest.raises(FormatError, match=r"x\.journal: .* is here"):
             attempt(tmp_path / "x")
     assert folder_of(tmp_path) == ["x.journal"]
 
@@ -174,7 +177,7 @@ def test_a_missing_folder_is_made_and_a_file_in_its_place_is_not(tmp_path: Path)
     write_samples(tmp_path / "a" / "b" / "x", [])
     assert Shard(tmp_path / "a" / "b" / "x").header.num_packs == 0
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(OSError):
+    with pytest.raises(FormatError, match="file is a file, expected a folder"):
         ShardWriter(tmp_path / "file" / "x")
 
 
@@ -190,28 +193,29 @@ def test_what_follows_from_a_step_comes_after_it_is_on_disk(
         path = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path
         return "folder" if Path(path) == tmp_path else Path(path).name
 
-    def noting(name: str) -> None:
-        call = getattr(os, name)
+    def noting(module: Any, name: str) -> None:
+        call = getattr(module, name)
 
         def noted(path: Any, *arguments: Any) -> None:
             steps.append(f"{name} {name_of(path)}")
             call(path, *arguments)
 
-        monkeypatch.setattr(os, name, noted)
+        monkeypatch.setattr(module, name, noted)
 
     writer = ShardWriter(tmp_path / "x", overwrite=True)
-    for name in ("fsync", "rename", "unlink"):
-        noting(name)
+    noting(prefix, "put")
+    for name in ("fsync", "unlink"):
+        noting(os, name)
     for pack in demo_samples(3):
         writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
     writer.finalize()
     monkeypatch.undo()
     assert steps == [
         *(f"fsync x{suffix}.tmp" for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")),
-        *("fsync folder", "fsync x.journal", "unlink x.seq.idx", *["fsync folder"] * replaces),
-        *(f"rename x{suffix}.tmp" for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx")),
-        *("fsync folder", "rename x.seq.idx.tmp", "fsync folder"),
-        *("unlink x.loss.bin.tmp.float32", "unlink x.journal.tmp", "unlink x.journal"),
+        *("fsync folder", "fsync x.journal", *["unlink x.seq.idx", "fsync folder"] * replaces),
+        *(f"put x{suffix}.tmp" for suffix in (".bin", ".loss.bin", ".seq.bin", ".idx")),
+        *("fsync folder", "put x.seq.idx.tmp", "fsync folder"),
+        *("unlink x.loss.bin.tmp.float32", "unlink x.journal"),
     ]
 
 

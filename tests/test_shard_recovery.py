@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kills import killed_at
+from kills import copy_remains, killed_at
 from packs import WHOLE, assert_holds, demo_samples, five_files, folder_of, opens, write_samples
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
@@ -30,7 +30,7 @@ def leave(prefix: Path, packs: Any, *, weights_from: int | None = None, **option
                 writer.promote_mask_dtype()
             writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
             writer.flush()
-        shutil.copytree(prefix.parent / "build", prefix.parent, dirs_exist_ok=True)
+        copy_remains(prefix.parent / "build", prefix.parent)
         writer.abandon()
     shutil.rmtree(prefix.parent / "build")
 
@@ -49,7 +49,7 @@ def test_every_pack_of_the_journal_comes_back(tmp_path: Path, weights_from: int 
     assert (remains.num_packs, remains.num_recorded, remains.done) == (9, 9, False)
     assert remains.num_tokens == sum(len(pack.tokens) for pack in packs)
     assert remains.num_sequences == sum(len(pack.starts) for pack in packs)
-    assert remains.options["metadata"] == {"a": 1}
+    assert remains.build_options.metadata == {"a": 1}
     header = recover(tmp_path / "x")
     assert folder_of(tmp_path) == WHOLE
     assert find_remains(tmp_path / "x") is None
@@ -87,7 +87,7 @@ def test_packs_count_as_far_as_every_file_reaches(
             if i % blocks == blocks - 1:
                 writer.flush()
         writer.flush()
-        shutil.copytree(folder, folder / "left")
+        copy_remains(folder, folder / "left")
         writer.abandon()
     path = folder / "left" / f"x{suffix}"
     os.truncate(path, size := max(path.stat().st_size - cut, 0))
@@ -166,7 +166,7 @@ def test_a_recovery_killed_at_any_step_can_be_run_again(tmp_path: Path, replaces
     expected = None
     for step in range(100):
         folder = tmp_path / str(step)
-        shutil.copytree(tmp_path / "left", folder)
+        copy_remains(tmp_path / "left", folder)
         if not killed_at(step, lambda folder=folder: recover(folder / "x", overwrite=replaces)):  # type: ignore[misc]
             break
         if opens(folder / "x"):

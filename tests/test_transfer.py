@@ -14,6 +14,7 @@ from packs import demo_samples, five_files, write_samples
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.transfer import StagedOutput, copy_shard, open_source
 
 
@@ -99,8 +100,10 @@ def test_a_missing_source_says_what_is_missing(shard: str, store: str) -> None:
 
 
 def test_a_build_at_work_at_the_target_keeps_copies_out(shard: str, tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there/train.journal").write_bytes(b"of a build that was interrupted")
+    writer = ShardWriter(tmp_path / "there/train")
+    with pytest.raises(FormatError, match="another writer is at work"):
+        copy_shard(shard, str(tmp_path / "there/train"), overwrite=True)
+    writer.suspend()
     with pytest.raises(FormatError, match="left by a build that was interrupted"):
         copy_shard(shard, str(tmp_path / "there/train"))
     copy_shard(shard, str(tmp_path / "there/train"), overwrite=True)

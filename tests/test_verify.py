@@ -13,7 +13,7 @@ from packs import demo_samples, five_files, write_samples
 from reseal import put
 
 import megatron_sft_idx
-from megatron_sft_idx.cli.messages import message_of
+from megatron_sft_idx.cli.streams import message_of
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_sft_idx.catalog.documents import Document, read_document, write_document
+from megatron_sft_idx.catalog.documents import Document, kind_of_document, read_document, write_document
 from megatron_sft_idx.catalog.folder import ACKS, Catalog
 from megatron_sft_idx.errors import FormatError
 
@@ -134,6 +134,9 @@ class Ack:
         return self.epoch != other.epoch or self.current_base() == other.current_base()
 
 
+_KIND = kind_of_document("an acknowledgement", Ack.parse)
+
+
 def ack_folder(catalog: Catalog, ack_dir: str | os.PathLike[str] | None = None) -> str:
     """Where acknowledgements are: in the catalog, or in ``ack_dir`` where consumers may not write there."""
     return os.fspath(ack_dir) if ack_dir is not None else os.path.join(catalog.folder, ACKS)
@@ -151,13 +154,11 @@ def write_ack(folder: str, ack: Ack) -> None:
     """Replace a rank's acknowledgement in ``ack_folder(...)``, durably.
 
     Raises:
-        FormatError: the consumer's name is no name of a folder.
+        FormatError: the consumer's name is no name of a folder, or something else lies where it would be.
         OSError: it may not be written there.
     """
     require_consumer(ack.consumer)
-    home = os.path.join(folder, ack.consumer)
-    os.makedirs(home, exist_ok=True)
-    write_document(os.path.join(home, f"rank-{ack.rank:05d}.json"), ack.to_json())
+    write_document(os.path.join(folder, ack.consumer, f"rank-{ack.rank:05d}.json"), ack.to_json(), _KIND)
 
 
 def read_acks(folder: str) -> dict[str, list[Ack]]:

@@ -7,17 +7,16 @@ size, syntax, version and the type of every field are checked, and anything wron
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import orjson
 
-from megatron_sft_idx.errors import FormatError, UnsupportedVersionError
-from megatron_sft_idx.storage import OutputFile, sync_folder
+from megatron_sft_idx.errors import FormatError, SFTIndexError, UnsupportedVersionError
+from megatron_sft_idx.storage import open_regular
+from megatron_sft_idx.storage.publish import Kind, write_file
 
-__all__ = ["MAX_NBYTES", "VERSION", "Document", "read_document", "write_document"]
+__all__ = ["MAX_NBYTES", "VERSION", "Document", "kind_of_document", "read_document", "write_document"]
 
 VERSION = 1
 # Far above what is ever written: a leftover of every one of a million shards.
@@ -111,17 +110,14 @@ def read_document(path: str | os.PathLike[str]) -> Document | None:
     """
     name = os.fspath(path)
     try:
-        # Not to wait for the other end where somebody has put a pipe there.
-        with open(name, "rb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise _no_file(name)
+        with open_regular(name) as file:
             data = b""
             while len(data) <= MAX_NBYTES and (block := file.read(1 << 20)):
                 data += block
     except (FileNotFoundError, NotADirectoryError):
         return None
     except IsADirectoryError:
-        raise _no_file(name) from None
+        raise FormatError(f"{name}: a folder is here, expected a file; remove it") from None
     if len(data) > MAX_NBYTES:
         raise FormatError(f"{name}: more than {MAX_NBYTES} bytes, which no such file ever has; remove it")
     try:
@@ -139,21 +135,30 @@ def read_document(path: str | os.PathLike[str]) -> Document | None:
     return document
 
 
-def _no_file(name: str) -> FormatError:
-    return FormatError(f"{name}: something that is no file is here; remove it")
+def kind_of_document(name: str, parse: Callable[[Document], object]) -> Kind:
+    """Documents of one sort, recognized by being read: ``parse`` raises FormatError for all others."""
+
+    def recognize(path: str) -> bool:
+        try:
+            if (document := read_document(path)) is None:
+                return False
+            parse(document)
+        except (SFTIndexError, OSError):
+            return False
+        return True
+
+    return Kind(name, recognize)
 
 
-def write_document(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Replace the document at ``path``, durably, all at once.
+def write_document(path: str | os.PathLike[str], content: Mapping[str, Any], kind: Kind) -> None:
+    """Replace the document at ``path``, durably, all at once; of several writers the last one stays.
 
-    One writer at a time: the temporary name is always the same, so that a killed writer leaves no more than one.
+    Raises:
+        FormatError: something else than a document of this kind is there.
+        OSError: the disk says no.
     """
-    target = Path(path)
-    file = OutputFile(f"{target}.tmp")
+    data = orjson.dumps({"version": VERSION, **content})
     try:
-        file.write(orjson.dumps({"version": VERSION, **content}))
-        file.sync()
-    finally:
-        file.close()
-    os.rename(file.path, target)
-    sync_folder(target.parent)
+        write_file(path, data, kind, overwrite=True)
+    except FormatError:  # unless it was another writer's, which has come in between
+        write_file(path, data, kind, overwrite=True)

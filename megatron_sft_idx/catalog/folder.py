@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from megatron_sft_idx.catalog.documents import read_document, write_document
+from megatron_sft_idx.catalog.documents import kind_of_document, read_document, write_document
 from megatron_sft_idx.catalog.producer_state import ProducerState
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.storage import require_local
@@ -17,6 +17,8 @@ _REMEDY = (
     "keep it where producer and trainers share a file system; shards that are done may be copied to a bucket"
     " (megatron-sft-idx copy), and trained on from there"
 )
+_PRODUCER_KIND = kind_of_document("the state of a producer", ProducerState.parse)
+_END_KIND = kind_of_document("the end of a catalog", lambda document: document.whole("shards"))
 _NAME = re.compile(r"shard-([0-9]{6,18})\.")
 
 
@@ -82,11 +84,11 @@ class Catalog:
 
     def write_producer(self, state: ProducerState) -> None:
         """Replace ``_producer.json``; for the one producer that holds the catalog."""
-        write_document(os.path.join(self.folder, PRODUCER), state.to_json())
+        write_document(os.path.join(self.folder, PRODUCER), state.to_json(), _PRODUCER_KIND)
 
     def write_end(self, shards: int) -> None:
         """Say that there are so many shards and no more will come; every one is published."""
-        write_document(os.path.join(self.folder, END), {"shards": shards})
+        write_document(os.path.join(self.folder, END), {"shards": shards}, _END_KIND)
 
     def _found(self) -> dict[int, set[str]]:
         """What follows the name, of every shard of which anything is there; numbers in order."""

@@ -70,7 +70,7 @@ def add_parser(verbs: Verbs) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     add_log_interval(parser, "runs", default=10)
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, prints_result=True)
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

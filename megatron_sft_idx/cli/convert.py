@@ -9,7 +9,7 @@ from typing import Any
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, positive
 from megatron_sft_idx.cli.output import local_path
 from megatron_sft_idx.convert import ConvertOptions, ConvertReport, convert
-from megatron_sft_idx.formats.masks import MASK_ALIGNMENTS
+from megatron_sft_idx.formats.checks import MASK_ALIGNMENTS
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE
 from megatron_sft_idx.preprocess.progress import Progress
 
@@ -38,9 +38,9 @@ some writers do. Results are always label-aligned, and a file that says it is ca
 memory: under 256 MiB of heap whatever the size, but for reading .npy, which is unpickled whole (some 40 bytes a
 token; --no-verify spares that where .npy is written).
 
-interruption: nothing is at DST before it is whole. A conversion that was killed leaves hidden files beside DST, named
-.DST.*.tmp: remove them. Where it wrote a shard, pass --overwrite to start anew. A result that is not equal when it is
-read again is renamed to DST.failed (each of the five files of a shard).
+interruption: nothing is at DST before it is whole, and equal when it is read again; what was there before stays until
+then. A conversion that was killed leaves hidden files beside DST, named .DST.*.tmp: remove them. Where it wrote a
+shard, pass --overwrite to start anew.
 
 loss: what a format has no place for is an error, or let go and said with --allow-loss: loss masks and packs in .pbin;
 weights other than 0 and 1 in memmap, parquet and jsonl-chunks. .npy and .pbin do not keep the capacity.
@@ -96,7 +96,7 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument("--row-group-size", type=positive, metavar="N", help="parquet: packs in a row group")
     parser.add_argument("--samples-per-chunk", type=positive, metavar="N", help="jsonl-chunks: packs in a file")
     parser.add_argument("--allow-loss", action="store_true", help="let go what the format has no place for")
-    parser.add_argument("--overwrite", action="store_true", help="replace what is at DST")
+    parser.add_argument("--overwrite", action="store_true", help="replace DST, where it is of the format of --to")
     parser.add_argument("--no-verify", action="store_true", help="do not read the result again")
     add_log_interval(parser, "packs")
     parser.set_defaults(run=_run)

@@ -7,7 +7,7 @@ import argparse
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval
 from megatron_sft_idx.cli.shown_progress import ShownProgress
 from megatron_sft_idx.shards import find_prefixes
-from megatron_sft_idx.transfer import copy_shard, destinations, shard_nbytes
+from megatron_sft_idx.transfer import check_destinations, copy_shard, destinations, shard_nbytes
 
 __all__ = ["add_parser"]
 
@@ -57,6 +57,7 @@ def add_parser(verbs: Verbs) -> None:
 def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
     prefixes = find_prefixes(arguments.source)
     targets = destinations(prefixes, arguments.destination)
+    check_destinations(prefixes, targets, overwrite=arguments.overwrite)
     total, done = sum(map(shard_nbytes, prefixes)), 0
     sent = found = aborted = 0
     with ShownProgress("copying", arguments.log_interval) as progress:

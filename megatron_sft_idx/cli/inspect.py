@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +18,9 @@ import numpy as np
 from megatron_sft_idx.chat.tokenizer.tokenizer import load_tokenizer
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, natural, positive, writable
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.preprocess.progress import Progress
-from megatron_sft_idx.report import compare_shards, find_text, make_page, mark_pack, survey_shard
+from megatron_sft_idx.report import PAGE, compare_shards, find_text, make_page, mark_pack, survey_shard
 from megatron_sft_idx.report.diff_text import diff_lines
 from megatron_sft_idx.report.marked import Decode, ids_as_text, on_one_line, shortened, trained_tokens
 from megatron_sft_idx.report.odd import counted
@@ -28,6 +28,7 @@ from megatron_sft_idx.report.summary import summary_dict, summary_lines
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.fingerprints import tokenizer_of
 from megatron_sft_idx.shards import find_prefixes
+from megatron_sft_idx.storage.publish import Place, check_place, files_of, require_apart, resolve, write_file
 
 __all__ = ["add_parser"]
 
@@ -75,7 +76,7 @@ def add_parser(verbs: Verbs) -> None:
     show.add_argument("--diff", metavar="OTHER", help="show what differs from the shard at this prefix")
     show.add_argument("--html", type=writable, metavar="FILE", help="write a page that needs nothing else")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    parser.add_argument("--overwrite", action="store_true", help="replace the file that --html names")
+    parser.add_argument("--overwrite", action="store_true", help="replace the page that --html names")
     parser.add_argument(
         "--limit",
         type=positive,
@@ -84,7 +85,7 @@ def add_parser(verbs: Verbs) -> None:
         help="matches and differences to name; --find stops there (default: %(default)s)",
     )
     add_log_interval(parser, "packs", default=1_000_000)
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, prints_result=True)
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -204,21 +205,17 @@ def _diff(shard: Shard, arguments: argparse.Namespace) -> int:
 
 
 def _write_page(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> None:
-    path = Path(arguments.html)
-    if path.exists() and not arguments.overwrite:
-        raise FormatError(f"{path}: a file is there; choose another name, or replace it with --overwrite")
+    path = resolve(arguments.html)
+    tokenizer = files_of(arguments.tokenizer, "the tokenizer") if arguments.tokenizer else []
+    shards = [Place(file, "a file of the shard") for file in ShardPaths.of(shard.prefix).all]
+    require_apart([Place(path, "--html")], [*shards, *tokenizer])
+    check_place(path, PAGE, overwrite=arguments.overwrite)
     with _progress(shard, arguments) as tell:
         found = survey_shard(shard, tell=tell)
     page = make_page(shard, found, decode)
-    # Whoever has the old page open never sees half of the new one.
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_bytes(page)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_file(path, page, PAGE, overwrite=arguments.overwrite)
     of = "" if found.complete else f"; ids and masks sampled from {found.read_packs:,} packs"
-    print(f"wrote {path}: {len(page):,} bytes, {counted(shard.header.num_packs, 'pack')}{of}")
+    print(f"wrote {arguments.html}: {len(page):,} bytes, {counted(shard.header.num_packs, 'pack')}{of}")
 
 
 def _print_json(value: Any) -> None:

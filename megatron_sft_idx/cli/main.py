@@ -6,8 +6,6 @@ Exit codes: 0 done, 1 bad data or a disk that says no, 2 wrong usage, 130 interr
 from __future__ import annotations
 
 import argparse
-import io
-import os
 import signal
 import sys
 import threading
@@ -28,8 +26,8 @@ from megatron_sft_idx.cli import (
     rebuild,
     verify,
 )
-from megatron_sft_idx.cli.messages import message_of
 from megatron_sft_idx.cli.options import HelpFormatter
+from megatron_sft_idx.cli.streams import STDOUT, StandardOutput, message_of, standard_streams
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.report.marked import PICTURES
 
@@ -59,33 +57,42 @@ def build_parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", metavar="<verb>", required=True)
     for verb in _VERBS:
         verb.add_parser(verbs)
+    parser.set_defaults(prints_result=False)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
+    with standard_streams() as output:
+        try:
+            return _run(argv, output)
+        except SFTIndexError as error:
+            return _fail(str(error))
+        except OSError as error:
+            if isinstance(error, BrokenPipeError) and error.filename == STDOUT:
+                return 1  # whoever read it has seen enough
+            return _fail(message_of(error))
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+
+
+def _run(argv: Sequence[str] | None, output: StandardOutput) -> int:
     parser = build_parser()
-    arguments = parser.parse_args(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Data hold any character; a terminal or file of another encoding gets those it lacks by number.
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with _cleaning_up_when_terminated():
-            code = arguments.run(arguments, parser) or 0
-        if sys.stdout:
-            sys.stdout.flush()  # here, where what goes wrong is told like all else
-        return code
-    except SFTIndexError as error:
-        return _fail(str(error))
-    except BrokenPipeError:
-        _forget_output()  # whoever read it has seen enough
-        return 1
-    except OSError as error:
-        _forget_output()
-        return _fail(message_of(error))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        arguments = parser.parse_args(argv)
+    except SystemExit as leaving:
+        if not leaving.code:  # --help and --version
+            output.finish(product=True)
+        raise
+    page = getattr(arguments, "html", None)
+    product = getattr(arguments, "dry_run", False) or (arguments.prints_result and not page)
+    output.begin(product=product)
+    with _cleaning_up_when_terminated():
+        code: int = arguments.run(arguments, parser) or 0
+    if (lost := output.finish(product=product)) and not isinstance(lost, BrokenPipeError):
+        print(f"megatron-sft-idx: {message_of(lost)}; the work itself is done", file=sys.stderr)
+    return code
 
 
 @contextmanager
@@ -99,14 +106,6 @@ def _cleaning_up_when_terminated() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _forget_output() -> None:
-    """Where stdout takes no more, keep Python from trying again, and complaining, when it exits."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, nbytes, positive
 from megatron_sft_idx.cli.output import Output, add_staging, local_path
 from megatron_sft_idx.cli.shown_progress import ShownProgress
+from megatron_sft_idx.formats.registry import places
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.merge import Parts, merge, split
@@ -110,10 +111,11 @@ def _once_a_shard(sources: Sequence[str]) -> list[str]:
 
 def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
     output = Output(arguments)
-    output.prepare()
+    prefixes = find_prefixes(_once_a_shard(arguments.sources))
+    output.prepare(place for prefix in prefixes for place in places(prefix, "sft-idx", "a source"))
     with ShownProgress("merging", arguments.log_interval) as progress:
         report = merge(
-            find_prefixes(_once_a_shard(arguments.sources)),
+            prefixes,
             output.local,
             overwrite=arguments.overwrite,
             mixed_capacity=arguments.mixed_capacity,

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sft_idx.cli.output import add_staging
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.packing import METHODS
 from megatron_sft_idx.preprocess import PackOptions
+from megatron_sft_idx.storage.publish import resolve
 
 __all__ = [
     "HelpFormatter",
@@ -75,12 +77,15 @@ def nbytes(text: str) -> int:
 
 def writable(text: str) -> str:
     """A file that can be made; asked before hours of work, of which it is to tell."""
-    path = Path(text)
+    try:
+        path = Path(resolve(text))
+    except FormatError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: a folder is there, expected the name of a file")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {Path(text).parent}")
+    if not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text}: may not be written")
     return text
 
@@ -157,7 +162,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
         " (default: one shard, at PREFIX)",
     )
     add_staging(group)
-    group.add_argument("--overwrite", action="store_true", help="replace what is at the prefix")
+    group.add_argument("--overwrite", action="store_true", help="replace the shard at the prefix, and the summary")
     group.add_argument("--summary", type=writable, metavar="FILE", help="write counts and seconds as JSON")
     add_log_interval(group, "rows")
 

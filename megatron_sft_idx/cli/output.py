@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from megatron_sft_idx.cli.shown_progress import ShownProgress
 from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.formats.registry import places
 from megatron_sft_idx.preprocess import output_prefixes
 from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage.publish import Place, require_apart
 from megatron_sft_idx.transfer import StagedOutput, shard_nbytes
 from megatron_sft_idx.transfer.staging import STAGING
 
 __all__ = ["Output", "add_staging", "local_path"]
+
+_ROLE = "the output"
 
 
 def local_path(text: str) -> str:
@@ -57,13 +62,23 @@ class Output:
         self.prefix: str = arguments.output_prefix
         self.shown = self.prefix + (f"-*-of-{shards:05d}" if shards > 1 else "")
         self._suffixes = output_prefixes("", shards)
+        self._summary: str | None = getattr(arguments, "summary", None)
         self._staged: StagedOutput | None = None
         if is_remote(self.prefix):
             self._staged = StagedOutput(self.prefix, arguments.staging, overwrite=arguments.overwrite)
         self.local = self._staged.local if self._staged else self.prefix
 
-    def prepare(self, *, resume: bool = False) -> None:
-        """Before the work: SFTIndexError where it could not be published in the end."""
+    def prepare(self, reads: Iterable[Place], *, resume: bool = False) -> None:
+        """Before the work: SFTIndexError where it could not be published in the end.
+
+        Args:
+            reads: the files that the verb reads.
+            resume: it may go on with what an earlier run left.
+        """
+        writes = [place for end in self._suffixes for place in places(self.local + end, "sft-idx", _ROLE, written=True)]
+        if self._summary is not None:
+            writes.append(Place(self._summary, "--summary"))
+        require_apart(writes, reads)
         if self._staged:
             self._staged.prepare(self._suffixes, resume=resume)
             print(f"building at {self.local}, to be uploaded to {self.prefix}", file=sys.stderr, flush=True)

@@ -7,7 +7,8 @@ import time
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_output_options, add_packing_options, packing_options
 from megatron_sft_idx.cli.output import Output, local_path
-from megatron_sft_idx.preprocess import Summary, pack_shard
+from megatron_sft_idx.formats.registry import places
+from megatron_sft_idx.preprocess import Summary, check_summary, pack_shard
 from megatron_sft_idx.shard import Shard
 
 __all__ = ["add_parser"]
@@ -39,8 +40,10 @@ def add_parser(verbs: Verbs) -> None:
 
 def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
     options = packing_options(arguments)
+    if arguments.summary is not None:
+        check_summary(arguments.summary, overwrite=arguments.overwrite)
     output = Output(arguments, shards=arguments.output_shards)
-    output.prepare()
+    output.prepare(places(arguments.source, "sft-idx", "the source"))
     begin = time.monotonic()
     report = pack_shard(
         Shard(arguments.source),
@@ -54,5 +57,5 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
     summary = Summary(arguments.output_prefix, options.capacity, None, report, seconds)
     output.publish()
     print("\n".join([f"wrote {output.shown}", *summary.lines()]))
-    if arguments.summary:
-        summary.write(arguments.summary)
+    if arguments.summary is not None:
+        summary.write(arguments.summary, overwrite=arguments.overwrite)

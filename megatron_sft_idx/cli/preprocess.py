@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import glob
+import io
 import sys
-from pathlib import Path
 from typing import Any
 
 from megatron_sft_idx.chat.inputs.json_value import parse_json
@@ -19,10 +20,20 @@ from megatron_sft_idx.cli.options import (
     packing_options,
 )
 from megatron_sft_idx.cli.output import Output
-from megatron_sft_idx.preprocess import EncodingOptions, PreprocessOptions, Preview, corpus_prefix, preprocess, preview
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.preprocess import (
+    EncodingOptions,
+    PreprocessOptions,
+    Preview,
+    check_summary,
+    corpus_prefix,
+    preprocess,
+    preview,
+)
 from megatron_sft_idx.preprocess.workers import available_cpus
 from megatron_sft_idx.report import mark_pack
-from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage import is_remote, open_regular
+from megatron_sft_idx.storage.publish import Place, files_of
 
 __all__ = ["add_mask_options", "add_parser", "add_row_options", "add_workers_option", "encoding_options"]
 
@@ -218,8 +229,9 @@ def encoding_options(arguments: argparse.Namespace, parser: argparse.ArgumentPar
     template = None
     if arguments.chat_template is not None:
         try:
-            template = Path(arguments.chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            with open_regular(arguments.chat_template) as file:
+                template = io.TextIOWrapper(file, encoding="utf-8").read()
+        except (OSError, UnicodeDecodeError, FormatError) as error:
             parser.error(f"--chat-template {arguments.chat_template}: {error}")
     return EncodingOptions(
         tokenizer=arguments.tokenizer_model,
@@ -259,7 +271,9 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         )
     output = Output(arguments, shards=arguments.output_shards)
     if not arguments.dry_run:
-        output.prepare(resume=arguments.resume)
+        if arguments.summary is not None:
+            check_summary(arguments.summary, overwrite=arguments.overwrite or arguments.resume)
+        output.prepare(_reads(arguments), resume=arguments.resume)
     options = PreprocessOptions(
         inputs=arguments.input,
         prefix=output.local,
@@ -280,8 +294,19 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     summary = preprocess(options, log=lambda line: print(line, file=sys.stderr, flush=True))
     output.publish(*([corpus_prefix("")] if arguments.keep_corpus else []))
     print("\n".join([f"{'found' if summary.found else 'wrote'} {output.shown}", *summary.lines()]))
-    if arguments.summary:
-        summary.write(arguments.summary)
+    if arguments.summary is not None:
+        summary.write(arguments.summary, overwrite=arguments.overwrite or arguments.resume)
+
+
+def _reads(arguments: argparse.Namespace) -> list[Place]:
+    """The files that a run reads, but for those that remote paths name."""
+    inputs = [path for pattern in arguments.input for path in (glob.glob(pattern) or [pattern])]
+    template = [Place(arguments.chat_template, "the chat template")] if arguments.chat_template else []
+    return [
+        *(place for path in inputs if not is_remote(path) for place in files_of(path, "the input")),
+        *files_of(arguments.tokenizer_model, "the tokenizer"),
+        *template,
+    ]
 
 
 def _show(seen: Preview) -> None:

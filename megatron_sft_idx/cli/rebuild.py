@@ -48,6 +48,11 @@ def add_parser(verbs: Verbs) -> None:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("prefix", type=local_path, metavar="PREFIX", help="path that the five files share")
+    parser.add_argument(
+        "--copied",
+        action="store_true",
+        help="the .journal and .tmp files of a killed build were copied here from where it ran: take them for its own",
+    )
     parser.add_argument("--dry-run", action="store_true", help="say what would happen, write nothing")
     add_log_interval(parser, "bytes or tokens", 1 << 30)
     group = parser.add_argument_group("what the files do not say any more")
@@ -76,7 +81,7 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
         with Progress(what, total, unit="", log_interval=interval, items="done") as progress:
             yield lambda done: progress.update(done, done)
 
-    report = rebuild(arguments.prefix, known, dry_run=arguments.dry_run, watch=watch)
+    report = rebuild(arguments.prefix, known, copied=arguments.copied, dry_run=arguments.dry_run, watch=watch)
     _show(report)
     if not report.whole:
         raise FormatError(f"{report.prefix}: no whole shard can be made of what is left; see the lines above")

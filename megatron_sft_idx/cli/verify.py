@@ -9,8 +9,8 @@ import os
 import sys
 from typing import Any
 
-from megatron_sft_idx.cli.messages import message_of
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, positive
+from megatron_sft_idx.cli.streams import message_of
 from megatron_sft_idx.errors import SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.preprocess.progress import Progress
@@ -66,7 +66,7 @@ def add_parser(verbs: Verbs) -> None:
         metavar="N",
         help="with --full, every id must be below N (default: what the shard says of its tokenizer)",
     )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_run, prints_result=True)
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

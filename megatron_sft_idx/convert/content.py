@@ -6,10 +6,10 @@ from collections.abc import Collection
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.formats.base import PackRun
+from megatron_sft_idx.storage.hashing import StreamHash
 
 __all__ = ["COLUMNS", "Content"]
 
@@ -30,7 +30,7 @@ class Content:
     """
 
     def __init__(self) -> None:
-        self._hashes = {column: xxhash.xxh3_128() for column in COLUMNS}
+        self._hashes = {column: StreamHash() for column in COLUMNS}
         self.num_packs = self.num_sequences = self.num_tokens = self.num_trained_tokens = 0
 
     def add(self, run: PackRun) -> None:
@@ -45,12 +45,12 @@ class Content:
         self._update("packs", run.pack_sequences, "<i8")
 
     def _update(self, column: str, values: NDArray[Any], dtype: str) -> None:
-        self._hashes[column].update(np.ascontiguousarray(values, dtype).data)
+        self._hashes[column].update(np.ascontiguousarray(values, dtype))
 
     def differs(self, other: Content, ignored: Collection[str] = ()) -> list[str]:
         """Names of the columns that are not the same, but for those ignored."""
         return [
             name
             for column, name in COLUMNS.items()
-            if column not in ignored and self._hashes[column].digest() != other._hashes[column].digest()
+            if column not in ignored and self._hashes[column].checksum() != other._hashes[column].checksum()
         ]

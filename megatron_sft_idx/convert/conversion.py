@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_sft_idx.convert.content import Content
-from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
+from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
+from megatron_sft_idx.formats.checks import MaskAlignment
 from megatron_sft_idx.formats.joined import JoinedReader
-from megatron_sft_idx.formats.masks import MaskAlignment
-from megatron_sft_idx.formats.registry import Source, create, find, open_reader, places, reader_options, same_place
+from megatron_sft_idx.formats.registry import Source, check_destination, create, find, places
+from megatron_sft_idx.storage.publish import require_apart
 
 __all__ = ["ConvertOptions", "ConvertReport", "Progress", "convert"]
 
@@ -81,7 +81,7 @@ def convert(
     """Convert packed data; several sources of one format become one result.
 
     Heap stays below 256 MiB, but for a format that can only be read whole (``npy``). The same source and options give
-    the same bytes. A result that is not what went in does not keep its name: ``.failed`` is put behind it.
+    the same bytes. The result is read again, and compared with what went in, before it replaces anything.
 
     Args:
         source: path, glob, folder, or a list of these, as ``open_dataset`` takes it.
@@ -99,10 +99,11 @@ def convert(
     options = options or ConvertOptions()
     name, paths = find(source, options.source_format)
     reading = dict(options.reader)
-    beside = [(os.fspath(reading["mask_path"]), "megatron")] if reading.get("mask_path") is not None else []
-    for path, kind in [*((path, name) for path in paths), *beside]:
-        if same_place(path, kind, destination, to):
-            raise FormatError(f"{destination}: is where the source {path} lies; convert to another place")
+    sources = [place for path in paths for place in places(path, name, "the source")]
+    if reading.get("mask_path") is not None:
+        sources += places(os.fspath(reading["mask_path"]), "megatron", "--mask-path")
+    require_apart(places(destination, to, "the destination", written=True), sources)
+    check_destination(destination, to, overwrite=options.overwrite)
     if name == "npy" and options.capacity is not None:
         reading["capacity"] = options.capacity  # its packers exceed what they were given, which its reader knows
     parts = JoinedReader(name, paths, mask_alignment=options.mask_alignment, max_open=1, options=reading)
@@ -114,12 +115,9 @@ def convert(
         for run in _counted(parts.runs(), begun and begun("converting", spec.num_tokens)):
             _write(writer, run, spec)
             content.add(run)
-    if options.verify:
-        try:
-            _verify(destination, to, content, writer.lost, begun and begun("verifying", spec.num_tokens))
-        except (SFTIndexError, OSError):
-            _set_aside(destination, to)
-            raise
+        writer.complete()
+        if options.verify:
+            _verify(destination, writer, content, begun and begun("verifying", spec.num_tokens))
     return ConvertReport(name, parts.paths, content, spec, parts.notes, [*writer.lost.values()], options.verify)
 
 
@@ -158,27 +156,15 @@ def _counted(runs: Iterable[PackRun], progress: Progress | None) -> Iterable[Pac
             progress(len(run.tokens), len(run.pack_lengths))
 
 
-def _verify(path: str, name: str, expected: Content, lost: Mapping[str, str], progress: Progress | None) -> None:
-    """FormatError unless the result holds what was written, but for what its format has no place for."""
-    # A format without masks is read back by a rule; what the rule gives is not compared.
-    options: dict[str, Any] = {"mask_rule": "all"} if "masks" in lost and "mask_rule" in reader_options(name) else {}
+def _verify(path: str, writer: PackedWriter, expected: Content, progress: Progress | None) -> None:
+    """FormatError unless what was written is what went in, but for what its format has no place for."""
     found = Content()
-    for run in _counted(open_reader(path, name, **options).runs(), progress):
+    for run in _counted(writer.reread().runs(), progress):
         found.add(run)
-    if different := expected.differs(found, lost):
+    if different := expected.differs(found, writer.lost):
         raise FormatError(
             f"{path}: read again, its {', '.join(different)} are not those of the source: {found.num_packs} packs with"
             f" {found.num_tokens} tokens, {found.num_trained_tokens} trained on; expected {expected.num_packs},"
-            f" {expected.num_tokens}, {expected.num_trained_tokens}. The disk may be failing: convert again to another"
-            " one; what was written is kept under this name with .failed behind it, to be looked into or removed"
+            f" {expected.num_tokens}, {expected.num_trained_tokens}. What was written is removed again, and what was"
+            " at this place before is still there. The disk may be failing: convert again to another one"
         )
-
-
-def _set_aside(path: str, name: str) -> None:
-    """Take the name away from a result that nobody should use: a shard's last file, which makes it one, first."""
-    for place in reversed(places(path, name)):
-        failed = place.rstrip(os.sep) + ".failed"
-        if os.path.isdir(failed):
-            shutil.rmtree(failed)
-        if os.path.lexists(place):
-            os.replace(place, failed)

@@ -132,8 +132,30 @@ class PackedWriter(ABC):
         """Append packs."""
 
     @abstractmethod
+    def complete(self) -> None:
+        """Write what is missing behind the last pack, so that ``reread`` finds it whole; may be called twice."""
+
+    @abstractmethod
+    def reread(self) -> PackedReader:
+        """A reader of all that was written, which is complete and not in its place yet."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Put what is complete in its place, on disk."""
+
     def finalize(self) -> None:
-        """Put the result in its place, whole, on disk."""
+        """Complete it and put it in its place; where that fails, remove what was written.
+
+        Raises:
+            FormatError: other packs were written than announced, or something has appeared at the place.
+            OSError: the disk says no.
+        """
+        try:
+            self.complete()
+            self.publish()
+        except BaseException:
+            self.abandon()
+            raise
 
     @abstractmethod
     def abandon(self) -> None:

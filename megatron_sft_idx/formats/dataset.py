@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.formats.joined import MAX_OPEN, JoinedReader
-from megatron_sft_idx.formats.joined_shards import JoinedShards
-from megatron_sft_idx.formats.masks import MaskAlignment
+from megatron_sft_idx.formats.checks import MaskAlignment
+from megatron_sft_idx.formats.joined import MAX_OPEN, JoinedReader, JoinedShards
 from megatron_sft_idx.formats.registry import Source, find
 from megatron_sft_idx.formats.sft_idx import FORMAT as SHARDS
 from megatron_sft_idx.formats.sft_idx import Reader as ShardReader

@@ -18,15 +18,24 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.checks import checked_alignment, checked_run, require_same_length
-from megatron_sft_idx.formats.masks import MaskAlignment, alignment_note, unplaced_note
-from megatron_sft_idx.formats.npy_writer import LegacyPickleWriter
-from megatron_sft_idx.formats.reading import file_identity, run_bounds
+from megatron_sft_idx.formats.checks import (
+    MaskAlignment,
+    alignment_note,
+    checked_alignment,
+    checked_run,
+    require_same_length,
+    unplaced_note,
+)
+from megatron_sft_idx.formats.npy_writer import KEYS, KIND, LegacyPickleWriter
 from megatron_sft_idx.formats.restricted_pickle import KeptArray, npy_header, unpickle_rows
+from megatron_sft_idx.formats.runs import file_identity, run_bounds
 from megatron_sft_idx.shard.reader import Pack
+from megatron_sft_idx.storage import open_regular
+from megatron_sft_idx.storage.publish import require_space
 
 __all__ = [
     "FORMAT",
+    "KIND",
     "LegacyPacks",
     "LegacyPickleWriter",
     "Reader",
@@ -37,7 +46,6 @@ __all__ = [
 ]
 
 FORMAT = "npy"
-_KEYS = ("input_ids", "loss_mask", "seq_start_id")
 _PLAIN = {int, float, bool}
 
 
@@ -65,7 +73,7 @@ class LegacyPacks:
 def recognise(path: str) -> str | None:
     """Evidence that a file is a ``.npy`` of objects; what its pickle holds is seen when it is opened."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             shape, dtype = npy_header(BytesIO(file.read(1 << 16)), path)
     except (OSError, FormatError):
         return None
@@ -82,7 +90,7 @@ def read_legacy(path: str | os.PathLike[str], *, mask_alignment: MaskAlignment =
         SequenceError: a pack that breaks the format's rules, with its number.
     """
     name = os.fspath(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         rows = unpickle_rows(file, name)
     packs: list[PackRun] = []
     rows.reverse()
@@ -116,11 +124,11 @@ def _pack_of(row: Any, name: str, number: int, alignment: MaskAlignment) -> Pack
     try:
         if not isinstance(row, dict):
             raise ValueError(f"found {type(row).__name__}")
-        if missing := [key for key in _KEYS if key not in row]:
+        if missing := [key for key in KEYS if key not in row]:
             raise ValueError(f"no {', '.join(missing)}")
-        ids, mask, starts = (_numbers(row[key], key) for key in _KEYS)
+        ids, mask, starts = (_numbers(row[key], key) for key in KEYS)
     except (ValueError, TypeError, OverflowError) as error:
-        raise SequenceError(name, number, f"{error}; every pack is a dict of lists {', '.join(_KEYS)}") from None
+        raise SequenceError(name, number, f"{error}; every pack is a dict of lists {', '.join(KEYS)}") from None
     require_same_length(name, number, input_ids=len(ids), loss_mask=len(mask))
     if mask.dtype.kind == "f" and ((mask == 0) | (mask == 1)).all():
         mask = mask.astype(np.uint8)
@@ -269,7 +277,8 @@ class Writer(PackedWriter):
     format = FORMAT
 
     def __init__(self, path: str, spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False) -> None:
-        del spec, allow_loss
+        del allow_loss
+        require_space(path, 4 * spec.num_tokens)  # an opcode and a byte for each id and each mask
         self._writer = LegacyPickleWriter(path, overwrite=overwrite)
 
     def write(self, run: PackRun) -> None:
@@ -282,7 +291,15 @@ class Writer(PackedWriter):
             )
             begin, first = end, last
 
-    def finalize(self) -> None:
+    def complete(self) -> None:
+        """Write the end."""
+        self._writer.complete()
+
+    def reread(self) -> Reader:
+        """A reader of all of it."""
+        return Reader(self._writer.temporary)
+
+    def publish(self) -> None:
         """Put the file in its place."""
         self._writer.finalize()
 

@@ -10,25 +10,31 @@ from __future__ import annotations
 
 import os
 import pickle
+import pickletools
 import struct
 from io import BytesIO
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from megatron_sft_idx.errors import SequenceError
 from megatron_sft_idx.formats.checks import checked_run, require_same_length
-from megatron_sft_idx.formats.output import output_file
-from megatron_sft_idx.storage import OutputFile
+from megatron_sft_idx.formats.restricted_pickle import npy_header
+from megatron_sft_idx.storage import open_regular
+from megatron_sft_idx.storage.publish import Kind, new_file
 
-__all__ = ["LegacyPickleWriter"]
+__all__ = ["KEYS", "KIND", "LegacyPickleWriter"]
+
+KEYS = ("input_ids", "loss_mask", "seq_start_id")
 
 # Protocol 2: values stand in the stream as they are, without the frames of protocol 4.
 _PROTOCOL = 2
 # The number of packs as an eight-byte number, whatever it is.
 _COUNT = struct.Struct("<2sq")
+# What may stand between a list and its first element.
+_BETWEEN = ("MARK", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT")
 
 
 def _opcodes(value: Any) -> bytes:
@@ -69,6 +75,37 @@ def _beginning(num_packs: int) -> bytes:
     return header.getvalue() + _ARRAY + _count(num_packs) + _AFTER_SHAPE
 
 
+def _holds_packs(path: str) -> bool:
+    """Whether a file is an array of objects, none or the first of them a pack; reads no further, unpickles nothing."""
+    try:
+        with open_regular(path) as file:
+            shape, dtype = npy_header(file, path)
+            return dtype.hasobject and (shape == (0,) or (len(shape) == 1 and {*KEYS} <= _first_keys(file)))
+    except Exception:  # whatever a stranger's pickle does to its reader
+        return False
+
+
+def _first_keys(file: BinaryIO) -> set[str]:
+    """The strings in the dict that comes first in the pickled list that begins here; none in anything else."""
+    keys: set[str] = set()
+    in_list = in_dict = False
+    for opcode, value, _ in pickletools.genops(file):
+        if in_dict:
+            if opcode.name.startswith("SETITEM"):
+                break
+            if isinstance(value, str):
+                keys.add(value)
+        elif in_list and opcode.name not in _BETWEEN:
+            if opcode.name != "EMPTY_DICT":
+                break
+            in_dict = True
+        in_list = in_list or opcode.name == "EMPTY_LIST"
+    return keys
+
+
+KIND = Kind("a pickled .npy of packs", _holds_packs)
+
+
 class LegacyPickleWriter:
     """Writes packs as a pickled ``.npy`` of dicts of lists, holding one pack in memory.
 
@@ -76,18 +113,27 @@ class LegacyPickleWriter:
 
     Args:
         path: the file; it appears when all of it is written.
-        overwrite: replace a file that is there.
+        overwrite: replace a file of packs that is there.
+
+    Attributes:
+        path: the file, its name resolved.
+        temporary: where it is until then.
 
     Raises:
-        FormatError: something is at ``path`` already.
+        FormatError: something is at ``path`` that may not be replaced.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        self._output = output_file(path, overwrite=overwrite)
-        self._file = OutputFile(self._output.temporary)
-        self._done = False
+        self._output = new_file(path, KIND, overwrite=overwrite)
+        self.path, self.temporary = self._output.path, self._output.temporary
+        self._file = self._output.open()
+        self._complete = self._done = False
         self.num_packs = 0
-        self._file.write(_beginning(0))
+        try:
+            self._file.write(_beginning(0))
+        except BaseException:
+            self.abandon()
+            raise
 
     def write_bin(self, bin_id: int, input_ids: ArrayLike, loss_mask: ArrayLike, seq_start_id: ArrayLike) -> None:
         """Append pack number ``bin_id``: packs are written in order.
@@ -101,7 +147,7 @@ class LegacyPickleWriter:
         Raises:
             SequenceError: a rule of packs is broken, or the pack is not the next one.
         """
-        path = self._output.path
+        path = self.path
         if bin_id != self.num_packs:
             raise SequenceError(path, bin_id, f"the next pack is number {self.num_packs}; write packs in order")
         ids, mask, starts = np.asarray(input_ids), np.asarray(loss_mask), np.asarray(seq_start_id)
@@ -115,12 +161,18 @@ class LegacyPickleWriter:
         self._file.write(_opcodes(row) + pickle.APPEND)
         self.num_packs += 1
 
-    def finalize(self) -> dict[str, Any]:
-        """Put the file in its place; returns what it is and how many packs it holds. May be called twice."""
-        if not self._done:
+    def complete(self) -> None:
+        """Write the end, so that the file at ``temporary`` can be read; may be called twice."""
+        if not self._complete:
             self._file.write(_END)
             self._file.write_at(_beginning(self.num_packs), 0)
             self._file.close()
+            self._complete = True
+
+    def finalize(self) -> dict[str, Any]:
+        """Put the file in its place; returns what it is and how many packs it holds. May be called twice."""
+        if not self._done:
+            self.complete()
             self._output.publish()
             self._done = True
         return {"format": "legacy_pickle", "num_bins": self.num_packs}

@@ -11,43 +11,46 @@ from typing import Any, TypeAlias
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter
-from megatron_sft_idx.formats.masks import MaskAlignment
+from megatron_sft_idx.formats.checks import MaskAlignment
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.shard.prefix import check_free
 from megatron_sft_idx.shards import find_prefixes, natural_key
-from megatron_sft_idx.storage import is_remote, require_local
+from megatron_sft_idx.storage import is_remote, open_regular, require_local
+from megatron_sft_idx.storage.publish import Place, check_place, files_of, resolve
 
 __all__ = [
     "READABLE",
     "WRITABLE",
     "Source",
+    "check_destination",
     "create",
     "find",
     "open_reader",
     "places",
     "reader_options",
     "recognise",
-    "same_place",
 ]
 
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
-# Where each format lives, inside this package, and what it is in a few words. A module is imported when a file is
-# looked at or written: some need libraries that take a second to import.
+# Where each format is read and written, inside this package, and what it is in a few words. A module is imported when a
+# file is looked at or written: some need libraries that take a second to import. A stock dataset has no place for masks
+# or for sequences inside a pack, and shards are stock datasets already.
 _MODULES = {
-    "sft-idx": ("sft_idx", "a packed SFT shard (X.seq.idx and four files beside it)"),
-    "npy": ("npy", "a pickled .npy of packs"),
-    "memmap": ("memmap", "a folder of padded arrays (manifest.json and five .npy files)"),
-    "parquet": ("parquet", "a Parquet file of packs (input_ids, loss_mask, seq_start_id)"),
-    "pbin": ("modalities.pbin", "a Modalities .pbin"),
-    "jsonl-chunks": ("jsonl_chunks", "pre-packed JSONL chunks (chunk_00000.jsonl and on)"),
-    "megatron": ("stock", "a stock Megatron dataset (X.bin and X.idx, no masks)"),
+    "sft-idx": ("sft_idx", "sft_idx", "a packed SFT shard (X.seq.idx and four files beside it)"),
+    "npy": ("npy", "npy", "a pickled .npy of packs"),
+    "memmap": ("memmap", "memmap_writer", "a folder of padded arrays (manifest.json and five .npy files)"),
+    "parquet": ("parquet", "parquet_writer", "a Parquet file of packs (input_ids, loss_mask, seq_start_id)"),
+    "pbin": ("modalities.pbin", "modalities.pbin", "a Modalities .pbin"),
+    "jsonl-chunks": ("jsonl_chunks", "jsonl_chunks", "pre-packed JSONL chunks (chunk_00000.jsonl and on)"),
+    "megatron": ("stock", None, "a stock Megatron dataset (X.bin and X.idx, no masks)"),
 }
 READABLE = tuple(_MODULES)
-# A stock dataset has no place for masks or for sequences inside a pack, and shards are stock datasets already.
-WRITABLE = tuple(name for name in _MODULES if name != "megatron")
+WRITABLE = tuple(name for name, (_, writer, _) in _MODULES.items() if writer)
 # Formats whose paths are prefixes: several files that differ in their suffixes.
 _PREFIXES = ("sft-idx", "megatron")
+_FOLDERS = ("memmap", "jsonl-chunks")
 _LISTED = 5
 
 
@@ -55,7 +58,11 @@ def _module(name: str) -> Any:
     """The module of a format; FormatError where there is no such format."""
     if name not in _MODULES:
         raise FormatError(f"format {name!r}: there is none of this name, choose one of {', '.join(_MODULES)}")
-    return import_module(f"megatron_sft_idx.formats.{_MODULES[name][0]}")
+    return _import(_MODULES[name][0])
+
+
+def _import(module: str | None) -> Any:
+    return import_module(f"megatron_sft_idx.formats.{module}")
 
 
 def reader_options(name: str) -> set[str]:
@@ -86,11 +93,21 @@ def create(
     if name not in WRITABLE:
         raise FormatError(f"{path}: format {name!r} is not written; choose one of {', '.join(WRITABLE)}")
     require_local(path, f"writing {name}")
-    made = _module(name).Writer
+    made = _import(_MODULES[name][1]).Writer
     if unknown := sorted(options.keys() - signature(made).parameters.keys()):
         raise FormatError(f"{path}: {name} output has no option {', '.join(unknown)}; leave it out")
     writer: PackedWriter = made(path, spec, overwrite=overwrite, allow_loss=allow_loss, **options)
     return writer
+
+
+def check_destination(path: str, name: str, *, overwrite: bool) -> None:
+    """FormatError where ``create`` would refuse the place: a source may be read for minutes before that is called."""
+    if name == "sft-idx":
+        check_free(ShardPaths.of(path), overwrite=overwrite)
+    elif name in WRITABLE:
+        folder = name in _FOLDERS
+        kind = _import(_MODULES[name][1]).KIND
+        check_place(resolve(path, folder=folder), kind, overwrite=overwrite, folder=folder)
 
 
 def recognise(path: str) -> dict[str, str]:
@@ -200,12 +217,12 @@ def _several(paths: list[str], name: str | None) -> list[tuple[str, str]]:
 
 def _unknown(path: str, tried: Sequence[str] = ()) -> FormatError:
     """What was looked for, and what is there instead."""
-    looked = "; ".join(f"{name}: {words}" for name, (_, words) in _MODULES.items())
+    looked = "; ".join(f"{name}: {words}" for name, (*_, words) in _MODULES.items())
     if tried:
         names = ", ".join(os.path.basename(entry) for entry in sorted(tried, key=natural_key)[:_LISTED])
         there = f"{len(tried)} entries, none of them known: {names}{', ...' if len(tried) > _LISTED else ''}"
     elif os.path.isfile(path):
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             head = file.read(16)
         there = f"a file of {os.path.getsize(path)} bytes that begins with {head!r}"
     elif os.path.isdir(path):
@@ -226,24 +243,17 @@ def prefix_of(path: str) -> str:
         return path  # a folder, or nothing but a suffix
 
 
-def places(path: str, name: str) -> list[str]:
-    """The files or the folder that a path of a format stands for, there or not."""
+def places(path: str, name: str, role: str, *, written: bool = False) -> list[Place]:
+    """The files that a path of a format stands for, there or not, for ``require_apart``.
+
+    Args:
+        path: as the user gave it.
+        name: of the format.
+        role: what the path is to the run, for sentences.
+        written: it is going to be written: a folder as a whole; a shard under other names, and with a journal, first.
+    """
     if name not in _PREFIXES:
-        return [path]
-    try:
-        return list(ShardPaths.of(path).all)
-    except FormatError:
-        return [path]
-
-
-def same_place(first: str, first_name: str, second: str, second_name: str) -> bool:
-    """Whether writing ``second`` would touch ``first``: they share a file, or one is a folder that holds the other."""
-    ones, others = (
-        [os.path.realpath(place) for place in places(path, name)]
-        for path, name in ((first, first_name), (second, second_name))
-    )
-    return any(
-        one == other or one.startswith(other + os.sep) or other.startswith(one + os.sep)
-        for one in ones
-        for other in others
-    )
+        return [Place(path, role, folder=name in _FOLDERS)] if written else files_of(path, role)
+    paths = ShardPaths.of(path)
+    before = [paths.journal, *map(paths.temporary, paths.all)] if written else []
+    return [Place(file, role) for file in (*paths.all, *before)]

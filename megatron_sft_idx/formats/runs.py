@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.formats.base import PackedSpec, PackRun
-from megatron_sft_idx.formats.masks import MaskAlignment, unplaced_note
+from megatron_sft_idx.formats.base import RUN_TOKENS, PackedSpec, PackRun
+from megatron_sft_idx.formats.checks import MaskAlignment, unplaced_note
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.reader import Pack
 
-__all__ = ["BinaryMasks", "Counts", "IndexedRun", "note_unplaced", "stated_alignment", "stated_int"]
+__all__ = [
+    "BinaryMasks",
+    "Counts",
+    "IndexedRun",
+    "file_identity",
+    "note_unplaced",
+    "run_bounds",
+    "stated_alignment",
+    "stated_int",
+]
+
+
+def file_identity(*paths: str) -> str:
+    """Size and time of change of files, which differ where a file was written anew."""
+    stats = (os.stat(path) for path in paths)
+    return " ".join(f"{stat.st_size}-{stat.st_mtime_ns}" for stat in stats)
+
+
+def run_bounds(token_offsets: NDArray[Any], tokens: int = RUN_TOKENS) -> Iterator[tuple[int, int]]:
+    """First and last + 1 pack of runs of some ``tokens`` tokens, at least one pack each.
+
+    Args:
+        token_offsets: where each pack begins, and the last one ends, ascending [packs + 1].
+        tokens: in a run, at most, unless a single pack has more.
+    """
+    first, packs = 0, len(token_offsets) - 1
+    while first < packs:
+        last = int(np.searchsorted(token_offsets, token_offsets[first] + tokens, side="right")) - 1
+        last = min(max(last, first + 1), packs)
+        yield first, last
+        first = last
 
 
 class IndexedRun:

@@ -10,9 +10,8 @@ import numpy as np
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError, StorageError
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.checks import checked_alignment, checked_run
-from megatron_sft_idx.formats.masks import MaskAlignment
-from megatron_sft_idx.formats.reading import run_bounds
+from megatron_sft_idx.formats.checks import MaskAlignment, checked_alignment, checked_run
+from megatron_sft_idx.formats.runs import run_bounds
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same
@@ -56,7 +55,7 @@ class Reader(PackedReader):
     """One shard; its header is read at once, its other files when they are needed.
 
     Args:
-        path: its prefix, or one of its files.
+        path: its prefix, or one of its files; or the paths of a shard that is not published yet.
         mask_alignment: label, as in every shard.
         backend: of ``Shard``.
         copy: hand out writable copies instead of read-only views.
@@ -73,7 +72,7 @@ class Reader(PackedReader):
 
     def __init__(
         self,
-        path: str,
+        path: str | ShardPaths,
         *,
         mask_alignment: MaskAlignment = "label",
         backend: BackendName | ReadOptions = "mmap",
@@ -83,13 +82,14 @@ class Reader(PackedReader):
         advice: Advice = "normal",
         huge_pages: bool = False,
     ) -> None:
-        self.path = ShardPaths.of(path).prefix
+        self._paths = ShardPaths.of(path)
+        self.path = self._paths.prefix
         if checked_alignment(self.path, mask_alignment) != "label":
             raise FormatError(
                 f"{self.path}: mask alignment {mask_alignment}, but a shard's loss masks are label-aligned (rule P6);"
                 " leave the option out: they would be shifted twice"
             )
-        self.header = read_header(self.path)
+        self.header = read_header(self._paths)
         self.notes = []
         self._options = ReadOptions.of(
             self.path, backend, cache_bytes=cache_bytes, advice=advice, huge_pages=huge_pages
@@ -100,7 +100,7 @@ class Reader(PackedReader):
     @cached_property
     def shard(self) -> Shard:
         """The shard, open."""
-        shard = Shard(self.path, backend=self._options, copy=self._copy, index_cache=self._index_cache)
+        shard = Shard(self._paths, backend=self._options, copy=self._copy, index_cache=self._index_cache)
         require_same(self.path, shard.shard_id, self.header.shard_id)
         return shard
 
@@ -170,7 +170,15 @@ class Writer(PackedWriter):
         """Append packs."""
         self._writer.add_packs(run.tokens, run.loss_mask, run.seq_starts, run.pack_lengths, run.pack_sequences)
 
-    def finalize(self) -> None:
+    def complete(self) -> None:
+        """Write the indexes."""
+        self._writer.complete()
+
+    def reread(self) -> Reader:
+        """A reader of the five files under the names that they have until they are published."""
+        return Reader(self._writer.paths.unpublished)
+
+    def publish(self) -> None:
         """Publish the shard."""
         self._writer.finalize()
 

@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackRun
-from megatron_sft_idx.formats.checks import checked_alignment, checked_run
-from megatron_sft_idx.formats.masks import MaskAlignment, alignment_note
-from megatron_sft_idx.formats.reading import file_identity, run_bounds
-from megatron_sft_idx.formats.runs import note_unplaced
+from megatron_sft_idx.formats.checks import MaskAlignment, alignment_note, checked_alignment, checked_run
+from megatron_sft_idx.formats.runs import file_identity, note_unplaced, run_bounds
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.mmididx import IDX_HEADER, IDX_HEADER_NBYTES, idx_nbytes, pack_idx_header
 from megatron_sft_idx.shard.reader import Pack
-from megatron_sft_idx.storage import open_array
+from megatron_sft_idx.storage import open_array, open_regular
 
 __all__ = ["FORMAT", "MaskRule", "Reader", "recognise"]
 
@@ -40,7 +38,7 @@ def recognise(path: str) -> str | None:
     """Evidence that a stock dataset is at this prefix, or that the path is one of its files."""
     try:
         paths = ShardPaths.of(path)
-        with open(paths.idx, "rb") as file:
+        with open_regular(paths.idx) as file:
             head = file.read(len(_MAGIC))
     except (FormatError, OSError):
         return None
@@ -100,7 +98,7 @@ class _Items:
 def _read_idx(path: str) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.int64]]:
     """Dtype of the items, their lengths and their positions in bytes. FormatError where the file is not whole."""
     size = os.path.getsize(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         head = file.read(IDX_HEADER_NBYTES)
         if len(head) < IDX_HEADER_NBYTES or head[: len(_MAGIC)] != _MAGIC:
             raise FormatError(f"{path}: begins with {head[:9]!r}, expected {_MAGIC!r}; it is no index of Megatron's")

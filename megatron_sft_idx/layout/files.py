@@ -14,6 +14,7 @@ __all__ = ["DATA_SUFFIXES", "SUFFIXES", "ShardPaths"]
 DATA_SUFFIXES = (".bin", ".loss.bin", ".idx", ".seq.bin")
 # In the order of publication: a shard exists once its .seq.idx does.
 SUFFIXES = (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")
+_UNPUBLISHED = ".tmp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +23,21 @@ class ShardPaths:
 
     Attributes:
         prefix: the path all five share, as ``--data-path`` takes it.
+        ending: added to the name of each while it is not published.
     """
 
     prefix: str
+    ending: str = ""
 
     @classmethod
-    def of(cls, prefix: str | os.PathLike[str]) -> ShardPaths:
-        """Paths for a prefix; a path of one of the five files is taken for its prefix.
+    def of(cls, prefix: str | os.PathLike[str] | ShardPaths) -> ShardPaths:
+        """Paths for a prefix; a path of one of the five files is taken for its prefix, and paths for themselves.
 
         Raises:
             FormatError: the prefix is empty or names a folder only.
         """
+        if isinstance(prefix, ShardPaths):
+            return prefix
         path = os.fspath(prefix)
         for suffix in (".seq.idx", ".loss.bin", ".seq.bin", ".idx", ".bin"):
             if path.endswith(suffix):
@@ -45,27 +50,27 @@ class ShardPaths:
     @property
     def tokens(self) -> str:
         """``X.bin``: tokens of all packs."""
-        return self.prefix + ".bin"
+        return self.prefix + ".bin" + self.ending
 
     @property
     def loss(self) -> str:
         """``X.loss.bin``: the loss mask of every token."""
-        return self.prefix + ".loss.bin"
+        return self.prefix + ".loss.bin" + self.ending
 
     @property
     def starts(self) -> str:
         """``X.seq.bin``: start positions of the sequences inside their packs."""
-        return self.prefix + ".seq.bin"
+        return self.prefix + ".seq.bin" + self.ending
 
     @property
     def idx(self) -> str:
         """``X.idx``: Megatron's index."""
-        return self.prefix + ".idx"
+        return self.prefix + ".idx" + self.ending
 
     @property
     def seq_idx(self) -> str:
         """``X.seq.idx``: header and offsets; written last."""
-        return self.prefix + ".seq.idx"
+        return self.prefix + ".seq.idx" + self.ending
 
     @property
     def journal(self) -> str:
@@ -85,17 +90,22 @@ class ShardPaths:
     @property
     def all(self) -> tuple[str, ...]:
         """The five files in the order of publication."""
-        return tuple(self.prefix + suffix for suffix in SUFFIXES)
+        return tuple(self.prefix + suffix + self.ending for suffix in SUFFIXES)
 
     @property
     def data(self) -> tuple[str, ...]:
         """The four files with a digest in the header, in its order."""
-        return tuple(self.prefix + suffix for suffix in DATA_SUFFIXES)
+        return tuple(self.prefix + suffix + self.ending for suffix in DATA_SUFFIXES)
 
     @staticmethod
     def temporary(path: str) -> str:
         """The name a file has until it is published."""
-        return path + ".tmp"
+        return path + _UNPUBLISHED
+
+    @property
+    def unpublished(self) -> ShardPaths:
+        """The same files under the names that they have until they are published."""
+        return ShardPaths(self.prefix, _UNPUBLISHED)
 
     def missing(self) -> list[str]:
         """Which of the five files are not there."""

@@ -2,16 +2,19 @@
 
 ::
 
-    head    8 bytes  b"SFTJRNL1", uint32 size of the JSON, uint32 zero, JSON (``BuildOptions``), zeros to 8,
-            uint64 xxh3_64 of all that
+    head    8 bytes  b"SFTJRNL2", uint32 size of the JSON, uint32 zero, JSON (``Head``), zeros to 8, uint64 xxh3_64 of
+            all that
     block   4 bytes  b"PACK", uint32 n, uint64 xxh3_64 of the records, n records: uint32 length in tokens,
             uint32 sequences
     block   4 bytes  b"MASK", uint32 n = 1, uint64 xxh3_64, uint32 dtype code the loss file has from its first byte on,
-            uint32 zero; while X.loss.bin.tmp.float32 exists, it is that file, about to take the other's name
+            uint32 zero; until X.loss.bin.tmp.float32 has taken the other's name it is that file
     block   4 bytes  b"MARK", uint32 n, uint64 xxh3_64 of what follows, n times 8 bytes: JSON of whoever feeds the
             builder, spaces to 8; all that it stands for lies in the blocks before it
-    block   4 bytes  b"DONE", uint32 n = 0, uint64 xxh3_64 of nothing: all files are complete and synced, and only
-            renames are left
+    block   4 bytes  b"DONE", uint32 n, uint64 xxh3_64, n times 8 bytes: JSON, spaces to 8: the inodes of the files that
+            are to be replaced, by suffix. All files are complete and synced, and only renames are left
+
+The head names every temporary file by suffix and inode (of the journal's own device, since they share a folder): what
+lies under such a name and is another file is a stranger's. It is synced before anything is written to them.
 
 A block is appended after the data of its packs has been written, so whoever finds a journal may count on the packs
 of its complete blocks, except after a power failure: what had not been synced may then be missing from the end of any
@@ -34,25 +37,30 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import CorruptShardError
+from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout.values import MASK_DTYPES, MAX_CAPACITY, TOKEN_DTYPES, align, mask_dtype_of, token_dtype_of
 
 __all__ = [
     "DONE",
+    "MAGICS",
     "MARK",
     "MASK",
     "MAX_RECORDS",
     "PACK",
     "Block",
     "BuildOptions",
+    "Head",
     "encode_block",
     "encode_head",
-    "encode_mark",
+    "encode_json",
     "read_blocks",
     "read_head",
+    "torn",
 ]
 
-_MAGIC = b"SFTJRNL1"
+_MAGIC, _OLD_MAGIC = b"SFTJRNL2", b"SFTJRNL1"
+# What a file begins with that is a journal of this package, of whatever version.
+MAGICS = (_MAGIC, _OLD_MAGIC)
 _HEAD = struct.Struct("<8sII")
 _BLOCK = struct.Struct("<4sIQ")
 _RECORD_NBYTES = 8
@@ -101,16 +109,16 @@ class BuildOptions:
             value = options.get(name)
             if (value is None and optional) or (type(value) is int and least <= value <= MAX_CAPACITY):
                 return value
-            raise _torn(path, f"{name} {value!r}")
+            raise torn(path, f"{name} {value!r}")
 
         codes = options.get("token_dtype"), options.get("mask_dtype")
         metadata = options.get("metadata")
         if type(codes[0]) is not int or codes[0] not in TOKEN_DTYPES:
-            raise _torn(path, f"token dtype code {codes[0]!r}")
+            raise torn(path, f"token dtype code {codes[0]!r}")
         if type(codes[1]) is not int or codes[1] not in MASK_DTYPES:
-            raise _torn(path, f"mask dtype code {codes[1]!r}")
+            raise torn(path, f"mask dtype code {codes[1]!r}")
         if not isinstance(metadata, dict):
-            raise _torn(path, "no metadata")
+            raise torn(path, "no metadata")
         return cls(
             TOKEN_DTYPES[codes[0]],
             MASK_DTYPES[codes[1]],
@@ -127,8 +135,8 @@ class Block(NamedTuple):
     kind: bytes
     records: NDArray[np.uint32]
 
-    def mark(self) -> dict[str, Any] | None:
-        """What a MARK block says; None where it is no JSON object."""
+    def json(self) -> dict[str, Any] | None:
+        """What a MARK or DONE block says; None where it is no JSON object."""
         return _json_object(self.records.tobytes())
 
 
@@ -146,22 +154,29 @@ def encode_block(kind: bytes, records: NDArray[np.uint32]) -> bytes:
     return _BLOCK.pack(kind, len(records), xxhash.xxh3_64_intdigest(raw)) + raw
 
 
-def encode_mark(mark: Mapping[str, Any]) -> bytes:
-    """A MARK block."""
-    raw = json.dumps(mark, ensure_ascii=False).encode()
+def encode_json(kind: bytes, content: Mapping[str, Any]) -> bytes:
+    """A MARK or DONE block."""
+    raw = json.dumps(content, ensure_ascii=False).encode()
     raw = raw.ljust(align(len(raw), _RECORD_NBYTES), b" ")
-    return encode_block(MARK, np.frombuffer(raw, "<u4").reshape(-1, 2))
+    return encode_block(kind, np.frombuffer(raw, "<u4").reshape(-1, 2))
 
 
 def read_head(stream: BinaryIO, path: str) -> dict[str, Any]:
-    """The builder's options; leaves the stream at the first block.
+    """What the head says; leaves the stream at the first block.
 
     Raises:
         CorruptShardError: the head is torn or changed.
+        FormatError: an earlier version of this package wrote it.
     """
     raw = stream.read(_HEAD.size)
     if len(raw) == _HEAD.size:
         magic, size, _ = _HEAD.unpack(raw)
+        if magic == _OLD_MAGIC:
+            prefix = path.removesuffix(".journal")
+            raise FormatError(
+                f"{path}: the journal of a build by an earlier version of this package, which does not name its files;"
+                f" recover it with that version, or remove it with {prefix}.*.tmp* and build again"
+            )
         if magic == _MAGIC and size <= _MAX_HEAD_NBYTES:
             raw += stream.read(align(_HEAD.size + size, 8) - _HEAD.size)
             checksum = stream.read(_CHECKSUM.size)
@@ -169,7 +184,7 @@ def read_head(stream: BinaryIO, path: str) -> dict[str, Any]:
                 options = _json_object(raw[_HEAD.size : _HEAD.size + size])
                 if options is not None:
                     return options
-    raise _torn(path, "the journal's head is torn or changed")
+    raise torn(path, "the journal's head is torn or changed")
 
 
 def read_blocks(stream: BinaryIO) -> Iterator[Block]:
@@ -192,10 +207,51 @@ def _json_object(raw: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _torn(path: str, found: str) -> CorruptShardError:
+class Head(NamedTuple):
+    """What a journal is of, whatever the work.
+
+    Attributes:
+        content: all of the head, with what only the work itself knows: ``BuildOptions`` of a build.
+        work: ``build``, ``copy``, ``rebuild`` or ``removal``.
+        files: inodes of the temporary files, by what is added to the prefix in the end; of the files to be removed.
+        scratch: the shard is a means to another one: whoever made it removes it, and the journal stays until then.
+        done: what the DONE block says; None before it.
+    """
+
+    content: dict[str, Any]
+    work: str
+    files: dict[str, int]
+    scratch: bool
+    done: dict[str, int] | None
+
+    @classmethod
+    def read(cls, path: str) -> Head | None:
+        """Of the journal at a path; None for an empty one. Errors as ``read_head``."""
+        with open(path, "rb") as stream:
+            if not stream.read(1):
+                return None
+            stream.seek(0)
+            content = read_head(stream, path)
+            done = None
+            for block in read_blocks(stream):
+                done = _inodes(block.json(), path) if block.kind == DONE else None
+        work = content.get("work")
+        if work not in ("build", "copy", "rebuild", "removal"):
+            raise torn(path, f"work {work!r}")
+        return cls(content, work, _inodes(content.get("files"), path), content.get("scratch") is True, done)
+
+
+def _inodes(value: Any, path: str) -> dict[str, int]:
+    if isinstance(value, dict) and all(type(inode) is int for inode in value.values()):
+        return value
+    raise torn(path, "no inodes of files")
+
+
+def torn(path: str, found: str) -> CorruptShardError:
+    """The error about a journal that a kill of the machine, or somebody, has left without sense."""
     return CorruptShardError(
         path,
         0,
         "J1",
-        f"{found}; the build left nothing to recover: build it again with overwrite (--overwrite)",
+        f"{found}; the build left nothing to recover: remove this file and the .tmp files beside it, and build again",
     )

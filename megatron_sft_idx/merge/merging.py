@@ -82,7 +82,7 @@ def merge(
         trained_tokens += header.num_trained_tokens
         masked_packs += header.num_masked_packs
     tick = counting(progress, total)
-    with CopyWriter(paths.prefix, agreement.header(), overwrite=overwrite, durable=durable) as writer:
+    with CopyWriter(paths.prefix, agreement.header(), overwrite=overwrite, durable=durable, nbytes=total) as writer:
         for source, shard_id in zip(prefixes, ids, strict=True):
             shard = SourceShard(source, shard_id, tick)
             shard.verify_indexes()

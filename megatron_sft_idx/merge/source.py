@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError
@@ -15,7 +14,8 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import DATA_SUFFIXES
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.reader import require_same
-from megatron_sft_idx.storage import Array, PreadArray, as_bytes, require_local
+from megatron_sft_idx.storage import Array, PreadArray, require_local
+from megatron_sft_idx.storage.hashing import StreamHash
 
 __all__ = ["Content", "SourceShard", "Tick", "copied_nbytes", "nbytes_of"]
 
@@ -57,20 +57,20 @@ class Content:
         """
         stop = len(self.array) if stop is None else stop
         whole = (start, stop) == (0, len(self.array))
-        checksum = xxhash.xxh3_128()
+        stream = StreamHash()
         step = _PIECE_NBYTES // self.itemsize
         for first in range(start, stop, step):
             piece = self.array[first : min(first + step, stop)]
             if whole:
-                checksum.update(as_bytes(piece))
+                stream.update(piece)
             yield piece
             self.tick(piece.nbytes)
-        if whole and checksum.digest() != self.checksum:
+        if whole and stream.checksum() != self.checksum:
             raise CorruptShardError(
                 self.path,
                 0,
                 "F3",
-                f"checksum of all bytes is {checksum.hexdigest()}, the header says {self.checksum.hex()};"
+                f"checksum of all bytes is {stream.hex()}, the header says {self.checksum.hex()};"
                 " the file was changed or is of another shard: restore it. Nothing was written",
             )
 

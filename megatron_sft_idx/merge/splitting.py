@@ -7,12 +7,12 @@ import dataclasses
 import glob
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
-from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.mmididx import idx_nbytes
 from megatron_sft_idx.layout.values import ARRAY_ALIGNMENT
@@ -22,7 +22,10 @@ from megatron_sft_idx.merge.origin import ORIGIN, Origin, origin_entry, runs_of
 from megatron_sft_idx.merge.source import SourceShard, copied_nbytes, nbytes_of
 from megatron_sft_idx.merge.target import CopyWriter
 from megatron_sft_idx.merge.trained import TrainedCount
-from megatron_sft_idx.shard import Shard, check_free, read_header, remove_shard
+from megatron_sft_idx.shard import Shard, check_free, read_header
+from megatron_sft_idx.shard.prefix import drop_remains, is_set_aside, parts_held, publish_all, read_journal
+from megatron_sft_idx.shard.remains import complete_header
+from megatron_sft_idx.storage.publish import require_space
 
 __all__ = ["Parts", "SplitReport", "part_prefix", "refuse_other_splits", "split"]
 
@@ -85,8 +88,8 @@ def split(
     """Write the packs of one shard, in their order, as shards ``PREFIX-00000-of-00012`` and so on.
 
     The source is read twice: once to hold every byte to its checksum before anything is published, once to copy it.
-    Parts are published one by one, each whole: a split that was killed leaves those it was done with, and ``resume``
-    goes on behind them. Memory is a few MiB for packs of any number and size.
+    All parts are whole before the first is published: a split that was killed leaves those it was done with under
+    temporary names, and ``resume`` goes on behind them. Memory is a few MiB for packs of any number and size.
 
     Args:
         source: prefix of the shard.
@@ -110,46 +113,41 @@ def split(
     planned = list(_plan(shard, prefix, parts))
     refuse_shared(ShardPaths.of(source), (part.paths for part in planned))
     refuse_other_splits(prefix, len(planned))
-    kept = {part for part in planned if resume and part.is_there()}
-    for part in planned:
-        unfinished = resume and (part in kept or os.path.exists(part.paths.journal))
-        check_free(part.paths, overwrite=overwrite or unfinished)
-    shard.verify()
-    made: list[_Part] = []
-    try:
-        for part in _copied(shard, planned, kept, tick, overwrite=overwrite or resume, durable=durable):
-            made.append(part)
-    except (SFTIndexError, OSError):
-        # Some parts of many are half of a result, which a pattern would read as if it were all; and a full disk gets
-        # its space back. Those that an interrupted split had made are left as they were.
-        for part in reversed(made):
-            remove_shard(part.paths)
-        raise
+    with parts_held(prefix):
+        kept = {part for part in planned if resume and part.is_there()}
+        leave = {part for part in planned if overwrite or (resume and part.may_overwrite())}
+        for part in planned:
+            check_free(part.paths, overwrite=part in kept or part in leave)
+        require_space(prefix, 0 if kept else nbytes_of(header), 6 * (len(planned) - len(kept)))
+        shard.verify()
+        made: list[ShardPaths] = []
+        try:
+            for part in planned:
+                if part in kept:
+                    (first, stop), (start, end) = shard.spans(part.first, part.stop)
+                    tick(copied_nbytes(header, stop - first, end - start))
+                else:
+                    drops = ("build",) if resume else ()
+                    _copy(part, shard, overwrite=part in leave, durable=durable, drops=drops)
+                    made.append(part.paths)
+        except BaseException as error:
+            # Some parts of many are half of a result, and a full disk gets its space back. What was published before,
+            # and what an interrupted split had done, is left as it was; and of one that is interrupted now, all.
+            for paths in made if isinstance(error, Exception) else ():
+                drop_remains(paths)
+            raise
+        publish_all([part.paths for part in planned if is_set_aside(part.paths)], durable=durable)
     return SplitReport([part.paths.prefix for part in planned], len(kept))
 
 
-def _copied(
-    shard: SourceShard,
-    planned: list[_Part],
-    kept: set[_Part],
-    tick: Callable[[int], None],
-    *,
-    overwrite: bool,
-    durable: bool,
-) -> Iterator[_Part]:
-    """Copy the parts that are not kept, and yield each once it is published."""
+def _copy(part: _Part, shard: SourceShard, *, overwrite: bool, durable: bool, drops: Collection[str]) -> None:
+    """Copy a part, and set it aside."""
     origin = Origin(runs_of(shard.header))
-    for part in planned:
-        if part in kept:
-            (first, stop), (start, end) = shard.spans(part.first, part.stop)
-            tick(copied_nbytes(shard.header, stop - first, end - start))
-        else:
-            like = _header_of(part, shard.header, origin_entry(origin.slice(part.first, part.stop, shard.spans)))
-            with CopyWriter(part.paths.prefix, like, overwrite=overwrite, durable=durable) as writer:
-                trained = TrainedCount(records[:, 0] for records in shard.records(part.first, part.stop))
-                writer.append(shard, part.first, part.stop, trained)
-                writer.finalize(trained.num_trained_tokens, trained.num_masked_packs)
-            yield part
+    like = _header_of(part, shard.header, origin_entry(origin.slice(part.first, part.stop, shard.spans)))
+    with CopyWriter(part.paths.prefix, like, overwrite=overwrite, durable=durable, drops=drops) as writer:
+        trained = TrainedCount(records[:, 0] for records in shard.records(part.first, part.stop))
+        writer.append(shard, part.first, part.stop, trained)
+        writer.finalize(trained.num_trained_tokens, trained.num_masked_packs, publish=False)
 
 
 def _header_of(part: _Part, whole: Header, origin: list[dict[str, Any]]) -> Header:
@@ -184,14 +182,21 @@ class _Part:
         }
 
     def is_there(self) -> bool:
-        """Whether this very part was published: a shard appears whole or not at all.
+        """Whether this very part was published, or set aside: a shard appears whole or not at all.
 
         Raises:
             FormatError: the shard that is there lacks files, or breaks a rule.
         """
+        if is_set_aside(self.paths):
+            return complete_header(self.paths).metadata.get(SPLIT) == self.entry()
         return (
             os.path.exists(self.paths.seq_idx) and Shard(self.paths.prefix).header.metadata.get(SPLIT) == self.entry()
         )
+
+    def may_overwrite(self) -> bool:
+        """Whether a split that was interrupted here had leave to replace what is here."""
+        head = read_journal(self.paths)
+        return head is not None and head.work == "build" and head.content.get("overwrite") is True
 
 
 def _plan(shard: SourceShard, prefix: str, parts: Parts) -> Iterator[_Part]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from types import TracebackType
 
 import numpy as np
 
 from megatron_sft_idx.layout import Header, ShardPaths, token_dtype_of
 from megatron_sft_idx.layout.header import header_nbytes
-from megatron_sft_idx.layout.journal import PACK, BuildOptions, encode_block, encode_head
+from megatron_sft_idx.layout.journal import PACK, BuildOptions, encode_block
 from megatron_sft_idx.merge.source import SourceShard
 from megatron_sft_idx.merge.trained import TrainedCount
 from megatron_sft_idx.shard.build import FORMAT_WRITER
-from megatron_sft_idx.shard.index import HashedFile, JournalPacks, write_idx, write_seq_idx
-from megatron_sft_idx.shard.publish import Publication
+from megatron_sft_idx.shard.index import JournalPacks, write_idx, write_seq_idx
+from megatron_sft_idx.shard.publication import Publication
+from megatron_sft_idx.storage.hashing import HashedFile
 
 __all__ = ["CopyWriter"]
 
@@ -32,25 +34,30 @@ class CopyWriter:
             of no concern.
         overwrite: replace what is at the prefix.
         durable: False skips fsync.
+        nbytes: what will be written, for which room is looked for.
+        drops: what half done work at the prefix may be dropped all the same.
 
     Raises:
         FormatError: something is at the prefix, or the metadata are too large for a header.
         OSError: the disk says no.
     """
 
-    def __init__(self, prefix: str, like: Header, *, overwrite: bool, durable: bool) -> None:
+    def __init__(
+        self, prefix: str, like: Header, *, overwrite: bool, durable: bool, nbytes: int = 0, drops: Collection[str] = ()
+    ) -> None:
         self._paths = ShardPaths.of(prefix)
         self._like = dataclasses.replace(like, metadata={**like.metadata, "format_writer": FORMAT_WRITER})
         header_nbytes(self._like.metadata)
         self._totals = np.zeros(2, np.int64)  # tokens, sequences
         self._most = np.zeros(2, np.int64)  # in one pack
         self._num_packs = 0
-        self._publication = Publication(self._paths, overwrite=overwrite, durable=durable)
+        self._publication = Publication(
+            self._paths, _options(like).encode(), overwrite=overwrite, durable=durable, nbytes=nbytes, drops=drops
+        )
         try:
             self._tokens, self._loss, self._starts = map(
                 self._file, (self._paths.tokens, self._paths.loss, self._paths.starts)
             )
-            self._publication.journal.write(encode_head(_options(like).encode()))
         except BaseException:
             self._publication.abandon()
             raise
@@ -90,8 +97,17 @@ class CopyWriter:
             self._most = np.maximum(self._most, records.max(axis=0))
             self._publication.journal.write(encode_block(PACK, records.astype(np.uint32)))
 
-    def finalize(self, num_trained_tokens: int, num_masked_packs: int) -> Header:
-        """Write the indexes and publish; the counts are of all that was appended. Returns the header."""
+    def finalize(self, num_trained_tokens: int, num_masked_packs: int, *, publish: bool = True) -> Header:
+        """Write the indexes and publish, or set the shard aside for ``publish_all``.
+
+        Args:
+            num_trained_tokens: of all that was appended.
+            num_masked_packs: likewise.
+            publish: whether to publish.
+
+        Returns:
+            The header.
+        """
         paths, like = self._paths, self._like
         packs = JournalPacks(self._publication.journal.path, self._num_packs)
         code, dtype = token_dtype_of(like.token_dtype)
@@ -110,7 +126,10 @@ class CopyWriter:
             digests=(self._tokens.digest(), self._loss.digest(), idx_digest, self._starts.digest()),
         )
         header = write_seq_idx(seq_idx, packs, header)
-        self._publication.publish()
+        if publish:
+            self._publication.publish()
+        else:
+            self._publication.set_aside()
         return header
 
 

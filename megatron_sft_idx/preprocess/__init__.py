@@ -7,7 +7,7 @@ from megatron_sft_idx.preprocess.outputs import output_prefixes
 from megatron_sft_idx.preprocess.pack import PackOptions, PackReport, pack_shard
 from megatron_sft_idx.preprocess.pipeline import PreprocessOptions, corpus_prefix, preprocess
 from megatron_sft_idx.preprocess.preview import Preview, preview
-from megatron_sft_idx.preprocess.summary import Summary
+from megatron_sft_idx.preprocess.summary import Summary, check_summary
 from megatron_sft_idx.preprocess.workers import NOT_YET, NotYet, available_cpus, map_in_order
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Summary",
     "add_piece",
     "available_cpus",
+    "check_summary",
     "corpus_prefix",
     "make_encode_task",
     "map_in_order",

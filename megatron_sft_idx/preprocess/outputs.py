@@ -14,7 +14,9 @@ from megatron_sft_idx.merge import part_prefix
 from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.preprocess.gather import PackedRun
 from megatron_sft_idx.preprocess.overlong import Cuts, Overlong, cut_sequences
-from megatron_sft_idx.shard import ShardWriter, check_free, read_header, remove_shard
+from megatron_sft_idx.shard import ShardWriter, check_free, read_header
+from megatron_sft_idx.shard.prefix import is_set_aside
+from megatron_sft_idx.shard.remains import complete_header
 
 __all__ = ["Output", "PackOptions", "Packing", "make_room", "output_prefixes", "plan_packs"]
 
@@ -73,10 +75,14 @@ class Output:
     metadata: dict[str, Any]
 
     def found(self) -> Header | None:
-        """The header of this very shard, where it was published already; a shard appears whole or not at all."""
-        if ShardPaths.of(self.prefix).missing():
+        """The header of this very shard, where it is published or set aside; a shard is whole or not there at all."""
+        paths = ShardPaths.of(self.prefix)
+        if is_set_aside(paths):
+            header = complete_header(paths)
+        elif paths.missing():
             return None
-        header = read_header(self.prefix)
+        else:
+            header = read_header(self.prefix)
         same = {**header.metadata, "format_writer": None} == {**self.metadata, "format_writer": None}
         return header if same else None
 
@@ -95,13 +101,11 @@ class Output:
 
 
 def make_room(outputs: Sequence[Output], *, overwrite: bool, keep: bool) -> dict[str, Header]:
-    """Remove the shards that are to be replaced, all of them before the first is written.
-
-    New shards beside old ones would open as a dataset that lacks some sequences and repeats others.
+    """Find out which of the shards of a run are there, and whether the others may be written.
 
     Args:
         outputs: all shards of a run.
-        overwrite: whether shards may be removed.
+        overwrite: whether shards may be replaced.
         keep: leave those that are the very ones that would be made.
 
     Returns:
@@ -117,7 +121,6 @@ def make_room(outputs: Sequence[Output], *, overwrite: bool, keep: bool) -> dict
             kept[output.prefix] = found
         else:
             check_free(paths, overwrite=overwrite)
-            remove_shard(paths)
     return kept
 
 

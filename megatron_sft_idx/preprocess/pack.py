@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,12 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.merge import refuse_other_splits
 from megatron_sft_idx.preprocess.gather import CorpusReader, write_packs
-from megatron_sft_idx.preprocess.outputs import PackOptions, make_room, output_prefixes, plan_packs
+from megatron_sft_idx.preprocess.outputs import Output, Packing, PackOptions, make_room, output_prefixes, plan_packs
 from megatron_sft_idx.preprocess.overlong import Overlong
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.fingerprints import source_of
+from megatron_sft_idx.shard.prefix import drop_remains, is_set_aside, parts_held, publish_all
 from megatron_sft_idx.storage import require_local
 
 __all__ = ["Overlong", "PackOptions", "PackReport", "pack_report", "pack_shard"]
@@ -97,11 +98,32 @@ def pack_shard(
             pad_id=header.pad_id,
         )
     )
-    # What one shard replaces stays until that is written; of several it would be mixed with what is new.
-    kept = make_room(outputs, overwrite=overwrite, keep=keep) if shards > 1 else {}
-    headers = []
     total = len(packing.cuts.lengths)
     with Progress("packing", total, unit="seq", log_interval=log_interval, items="sequences") as progress:
+        if shards == 1:
+            with outputs[0].writer(overwrite=overwrite) as writer:
+                write_packs(reader, packing.run(0), writer, progress.update)
+                return pack_report([writer.finalize()])
+        # What one shard replaces stays until that is whole; of several, until all are.
+        with parts_held(prefix):
+            kept = make_room(outputs, overwrite=overwrite, keep=keep)
+            headers = _pack_all(reader, packing, outputs, kept, overwrite, progress)
+            publish_all([paths for output in outputs if is_set_aside(paths := ShardPaths.of(output.prefix))])
+    return pack_report(headers)
+
+
+def _pack_all(
+    reader: CorpusReader,
+    packing: Packing,
+    outputs: Sequence[Output],
+    kept: Mapping[str, Header],
+    overwrite: bool,
+    progress: Progress,
+) -> list[Header]:
+    """Write the shards that are not kept, and set them aside."""
+    headers: list[Header] = []
+    made: list[ShardPaths] = []
+    try:
         for number, output in enumerate(outputs):
             run = packing.run(number)
             if (found := kept.get(output.prefix)) is not None:
@@ -110,8 +132,13 @@ def pack_shard(
                 continue
             with output.writer(overwrite=overwrite) as writer:
                 write_packs(reader, run, writer, progress.update)
-                headers.append(writer.finalize())
-    return pack_report(headers)
+                headers.append(writer.set_aside())
+            made.append(ShardPaths.of(output.prefix))
+    except Exception:  # what is interrupted can be gone on with
+        for paths in made:
+            drop_remains(paths)
+        raise
+    return headers
 
 
 def _require_apart(source: Shard, prefix: str, shards: int) -> None:

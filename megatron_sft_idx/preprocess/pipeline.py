@@ -16,10 +16,11 @@ from megatron_sft_idx.preprocess.encoding import EncodingOptions, RowEncoder
 from megatron_sft_idx.preprocess.outputs import output_prefixes
 from megatron_sft_idx.preprocess.pack import PackOptions, pack_report, pack_shard
 from megatron_sft_idx.preprocess.resume import resume
-from megatron_sft_idx.preprocess.start import Job, begin, has_journal, require_not_output
+from megatron_sft_idx.preprocess.start import Job, begin, require_not_output
 from megatron_sft_idx.preprocess.summary import Summary, timed
 from megatron_sft_idx.preprocess.workers import available_cpus
 from megatron_sft_idx.shard import Shard, remove_shard
+from megatron_sft_idx.shard.prefix import drop_remains, is_scratch, keep_scratch, read_journal
 
 __all__ = ["PreprocessOptions", "corpus_prefix", "preprocess"]
 
@@ -84,12 +85,21 @@ def preprocess(options: PreprocessOptions, log: Callable[[str], None] = lambda l
         files = expand_inputs(options.inputs)
         require_not_output(files, [*outputs, where])
         encoder = RowEncoder(options.encoding)
-        job = Job(files, encoder, options.packing, options.prefix, outputs, where, options.log_interval, log)
+        job = Job(
+            files,
+            encoder,
+            options.packing,
+            options.prefix,
+            outputs,
+            where,
+            options.keep_corpus,
+            options.log_interval,
+            log,
+        )
         start = resume(job) if options.resume else begin(job, overwrite=options.overwrite)
     if start.shards:
         log(f"{options.prefix}: done already, with the same input and options")
-        if not options.keep_corpus and not has_journal(where):
-            remove_shard(ShardPaths.of(where))
+        _end_corpus(where, keep=options.keep_corpus)
         report, packing = corpus_report(start.shards[0]), pack_report(start.shards)
         return Summary(options.prefix, options.packing.capacity, report, packing, seconds, found=True)
     with timed(seconds, "tokenising"):
@@ -115,6 +125,14 @@ def preprocess(options: PreprocessOptions, log: Callable[[str], None] = lambda l
         except (SFTIndexError, OSError, KeyboardInterrupt, SystemExit):
             log(f"the tokenised corpus is kept at {where}; the next run with the same input goes on from it")
             raise
-    if not options.keep_corpus:
-        remove_shard(ShardPaths.of(where))
+    _end_corpus(where, keep=options.keep_corpus)
     return Summary(options.prefix, options.packing.capacity, report, packing, seconds)
+
+
+def _end_corpus(prefix: str, *, keep: bool) -> None:
+    """Remove the corpus, unless it is to be kept, or is one that a run was told to keep, or no run's at all."""
+    paths = ShardPaths.of(prefix)
+    if (head := read_journal(paths)) is not None and head.work == "removal":
+        drop_remains(paths)  # an earlier run was killed over it
+    elif is_scratch(paths):
+        (keep_scratch if keep else remove_shard)(paths)

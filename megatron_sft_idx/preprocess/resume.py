@@ -16,8 +16,9 @@ from megatron_sft_idx.preprocess.corpus import CorpusRun
 from megatron_sft_idx.preprocess.identity import option_differences, packing_differences, shards_differences
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.preprocess.source import Source
-from megatron_sft_idx.preprocess.start import Job, Start, begin_anew, find_corpus, has_journal
+from megatron_sft_idx.preprocess.start import Job, Start, begin_anew, find_corpus, has_remains, require_room
 from megatron_sft_idx.shard import InterruptedBuild, Remains, check_free, find_remains, read_header, recover
+from megatron_sft_idx.shard.prefix import is_set_aside, publish_all, read_journal
 
 __all__ = ["resume"]
 
@@ -31,9 +32,17 @@ def resume(job: Job) -> Start:
     Raises:
         FormatError: it was of another input or other options, and says which; or a living run is at work.
     """
-    for prefix in (*job.outputs, job.corpus):
+    _finish_forward(job, job.corpus)
+    waiting = [paths for prefix in job.outputs if is_set_aside(paths := ShardPaths.of(prefix))]
+    if waiting and all(paths in waiting or not paths.missing() for paths in map(ShardPaths.of, job.outputs)):
+        # Several shards of a run appear together.
+        publish_all(waiting)
+        job.log(f"resuming: {job.prefix} was complete but for renames, which are done now")
+    for prefix in job.outputs if len(job.outputs) == 1 else ():
         _finish_forward(job, prefix)
-    done = [prefix for prefix in job.outputs if not ShardPaths.of(prefix).missing()]
+    heads = [read_journal(ShardPaths.of(prefix)) for prefix in job.outputs]
+    may_replace = any(head is not None and head.content.get("overwrite") is True for head in heads)
+    done = [prefix for prefix in job.outputs if not ShardPaths.of(prefix).missing() and not may_replace]
     headers = [read_header(prefix) for prefix in done]
     differs = shards_differences(headers, job.encoder, job.files, job.packing)
     if len(done) == len(job.outputs) and not differs:
@@ -54,13 +63,13 @@ def resume(job: Job) -> Start:
         )
     for prefix in job.outputs:
         # Those that are done are these very ones, and are kept.
-        check_free(ShardPaths.of(prefix), overwrite=prefix in done)
+        check_free(ShardPaths.of(prefix), overwrite=prefix in done or may_replace)
     return _after_tokenising(job)
 
 
 def _after_tokenising(job: Job) -> Start:
     """The corpus is finished, or there is nothing of it."""
-    half_made = [prefix for prefix in job.outputs if has_journal(prefix)]
+    half_made = [prefix for prefix in job.outputs if has_remains(prefix)]
     if (corpus := find_corpus(job, overwrite=False)) is not None:
         for prefix in half_made:
             if (packed := _remains(prefix)) is not None:
@@ -74,7 +83,8 @@ def _after_tokenising(job: Job) -> Start:
             f" no corpus at {job.corpus}; recover it, or pass --overwrite to start anew"
         )
     job.log(f"{job.prefix}: nothing to resume, starting from the beginning")
-    return Start(run=begin_anew(job, overwrite=has_journal(job.corpus)))
+    require_room(job, overwrite=has_remains(job.corpus))
+    return Start(run=begin_anew(job, overwrite=has_remains(job.corpus)))
 
 
 def _remains(prefix: str) -> Remains | None:
@@ -117,7 +127,7 @@ def _go_on(job: Job, interrupted: InterruptedBuild, *, replaces: bool) -> Start 
     run.notes = Counter(last["notes"])
     run.num_bytes, run.num_pieces, run.fingerprint = last["num_bytes"], last["pieces"], source.fingerprint
     job.log(f"resuming after {run.report.rows:,} rows")
-    return Start(run=run, overwrite=replaces or any(map(has_journal, job.outputs)))
+    return Start(run=run, overwrite=replaces or any(map(has_remains, job.outputs)))
 
 
 def _require_same_options(journal: str, differs: list[str]) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-import xxhash
-
 from megatron_sft_idx.chat.inputs.files import InputFile
 from megatron_sft_idx.chat.inputs.pieces import Piece, iter_pieces
+from megatron_sft_idx.storage.hashing import StreamHash
 
 __all__ = ["Source", "source_fingerprint"]
 
@@ -24,7 +23,7 @@ class Source:
 
     def __init__(self, files: Sequence[InputFile]) -> None:
         self._pieces = iter_pieces(files, piece_nbytes=PIECE_NBYTES)
-        self._hash = xxhash.xxh3_128()
+        self._hash = StreamHash()
         self._taken: deque[str] = deque()
 
     def __iter__(self) -> Iterator[Piece]:
@@ -39,7 +38,7 @@ class Source:
     @property
     def fingerprint(self) -> str:
         """Of all pieces taken."""
-        return self._hash.hexdigest()
+        return self._hash.hex()
 
     def done(self) -> str:
         """The fingerprint up to the next piece that is done; called once for each, in order."""

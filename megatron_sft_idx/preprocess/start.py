@@ -16,8 +16,9 @@ from megatron_sft_idx.preprocess.identity import corpus_differences
 from megatron_sft_idx.preprocess.pack import PackOptions
 from megatron_sft_idx.preprocess.source import Source
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, remove_remains
+from megatron_sft_idx.shard.prefix import is_scratch
 
-__all__ = ["Job", "Start", "begin", "begin_anew", "find_corpus", "has_journal", "require_not_output"]
+__all__ = ["Job", "Start", "begin", "begin_anew", "find_corpus", "has_remains", "require_not_output", "require_room"]
 
 
 class Job(NamedTuple):
@@ -30,6 +31,7 @@ class Job(NamedTuple):
         prefix: of the packed shard, or what the prefixes of several begin with.
         outputs: prefixes of the packed shards.
         corpus: prefix of the tokenised corpus.
+        keep_corpus: whether that is a result too.
         log_interval: see ``PreprocessOptions``.
         log: takes lines for people.
     """
@@ -40,6 +42,7 @@ class Job(NamedTuple):
     prefix: str
     outputs: Sequence[str]
     corpus: str
+    keep_corpus: bool
     log_interval: int
     log: Callable[[str], None]
 
@@ -69,13 +72,14 @@ def begin(job: Job, *, overwrite: bool) -> Start:
     for prefix in job.outputs:
         check_free(ShardPaths.of(prefix), overwrite=overwrite)
     for prefix in (job.corpus, *job.outputs):
-        if not overwrite and has_journal(prefix):
+        if not overwrite and has_remains(prefix):
             raise FormatError(
                 f"{ShardPaths.of(prefix).journal}: left by a run that was interrupted, or is at work still; pass"
                 " --resume to go on with it, or --overwrite to start anew"
             )
     corpus = find_corpus(job, overwrite=overwrite)
     if corpus is None:
+        require_room(job, overwrite=overwrite)
         return Start(run=begin_anew(job, overwrite=overwrite), overwrite=overwrite)
     remove_remains(job.corpus)
     return Start(corpus=corpus, overwrite=overwrite)
@@ -90,6 +94,7 @@ def begin_anew(job: Job, *, overwrite: bool) -> CorpusRun:
         pad_id=encoder.tokenizer.pad_id,
         overwrite=overwrite,
         metadata=encoder.describe(),
+        scratch=not job.keep_corpus,
     )
     run = CorpusRun(writer, Source(job.files))
     inputs = [[file.path, file.num_bytes] for file in job.files]
@@ -113,13 +118,29 @@ def find_corpus(job: Job, *, overwrite: bool) -> Shard | None:
         return None
     raise FormatError(
         f"{job.corpus}: a tokenised corpus is here, made from something else: {'; '.join(differs)};"
-        " pass --overwrite to replace it"
+        + (
+            " pass --overwrite to replace it"
+            if job.keep_corpus or is_scratch(ShardPaths.of(job.corpus))
+            else " move it away, or choose another --output-prefix"
+        )
     )
 
 
-def has_journal(prefix: str) -> bool:
+def require_room(job: Job, *, overwrite: bool) -> None:
+    """FormatError where a shard is in the place of the corpus that no run made for itself."""
+    paths = ShardPaths.of(job.corpus)
+    check_free(paths, overwrite=overwrite)
+    if paths.present() and not job.keep_corpus and not is_scratch(paths):
+        raise FormatError(
+            f"{job.corpus}: a shard is here that is not of this run, where its tokenised corpus would be for a while;"
+            " move it away, choose another --output-prefix, or pass --keep-corpus to have it replaced"
+        )
+
+
+def has_remains(prefix: str) -> bool:
     """Whether a build was interrupted here, or is at work."""
-    return os.path.lexists(ShardPaths.of(prefix).journal)
+    paths = ShardPaths.of(prefix)
+    return os.path.lexists(paths.journal) and not is_scratch(paths)
 
 
 def require_not_output(files: Sequence[InputFile], prefixes: Sequence[str]) -> None:

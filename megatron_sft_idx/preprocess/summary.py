@@ -7,13 +7,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron_sft_idx.preprocess.corpus import CorpusReport
 from megatron_sft_idx.preprocess.pack import PackReport
+from megatron_sft_idx.storage.publish import Kind, check_place, head_of, resolve, write_file
 
-__all__ = ["Summary", "timed"]
+__all__ = ["Summary", "check_summary", "timed"]
 
 _NOTES = {
     "control_tokens_read_by_template": "control tokens in the data that the chat template itself reads, left to it",
@@ -25,6 +25,17 @@ _NOTES = {
     "tool_arguments_converted": "tool calls whose arguments became text or an object, as the chat template expects",
     "words_placed_by_search": "answers whose words were found by search in what the chat template made of them",
 }
+
+
+# The first key of the file, by which it is recognized.
+_MARK = {"written_by": "megatron-sft-idx"}
+_BEGIN = json.dumps(_MARK, indent=2).removesuffix("\n}").encode()
+_KIND = Kind("a summary", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
+
+
+def check_summary(path: str, *, overwrite: bool) -> None:
+    """FormatError where a summary could not be written here: asked before hours of work, of which it is to tell."""
+    check_place(resolve(path), _KIND, overwrite=overwrite)
 
 
 @dataclass(slots=True)
@@ -51,9 +62,15 @@ class Summary:
         """All counts as plain values."""
         return asdict(self)
 
-    def write(self, path: str) -> None:
-        """Write ``to_dict`` as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    def write(self, path: str, *, overwrite: bool = False) -> None:
+        """Write ``to_dict`` as JSON, with a first key that says what it is.
+
+        Raises:
+            FormatError: something is there that is no summary, or may not be replaced.
+        """
+        text = json.dumps({**_MARK, **self.to_dict()}, indent=2, ensure_ascii=False) + "\n"
+        # Paths may hold bytes that are no UTF-8, which JSON has an escape for.
+        write_file(path, text.encode(errors="backslashreplace"), _KIND, overwrite=overwrite)
 
     def lines(self) -> list[str]:
         """The summary as a person reads it."""

@@ -5,6 +5,7 @@ So a producer that was killed knows which files of a folder it had taken, whatev
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import orjson
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import OutputFile, sync_folder
+from megatron_sft_idx.storage.publish import describe
 
 __all__ = ["INPUTS", "InputLog", "TakenFile"]
 
@@ -44,6 +46,8 @@ class InputLog:
     def __init__(self, path: str) -> None:
         self.path = path
         self._file: OutputFile | None = None
+        if os.path.lexists(path) and describe(path) != "a file":
+            raise FormatError(f"{path}: {describe(path)} is here, expected a file or nothing; move it away")
         content = self._read()
         # A line without its end was being written when the producer was killed: its file was not read yet.
         self._nbytes = content.rfind(b"\n") + 1
@@ -53,7 +57,7 @@ class InputLog:
     def add(self, *files: TakenFile) -> None:
         """Note files that come after those noted."""
         if self._file is None:
-            self._file = OutputFile(self.path, keep=True)
+            self._file = OutputFile(self.path, keep=os.path.lexists(self.path))
             self._file.cut(self._nbytes)
             sync_folder(Path(self.path).parent)
         self._file.write(b"".join(orjson.dumps(file._asdict()) + b"\n" for file in files))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -41,13 +40,14 @@ from megatron_sft_idx.produce.pace import Pace
 from megatron_sft_idx.produce.room import Room
 from megatron_sft_idx.produce.start import CURSOR, Cursor, find_start
 from megatron_sft_idx.produce.waiting import Waiting
-from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.shard.lock import lock_journal
+from megatron_sft_idx.shard import Shard, ShardWriter, check_free, remove_shard
+from megatron_sft_idx.shard.prefix import drop_remains, name_held, temporaries_of
+from megatron_sft_idx.storage.publish import describe, resolve
 
 __all__ = ["ProduceSummary", "produce"]
 
 # The tokenised sequences of the shard in the making; thrown away with each.
-_WORK = "_work"
+_WORK, _CORPUS = "_work", "corpus"
 # Locked by the one producer of a catalog.
 _LOCK = "_producer"
 
@@ -104,7 +104,7 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
             taken.clear()
         source = _open_input(options, files, taken, log)
         summary = ProduceSummary(catalog.folder, state.published, cursor.rows, cursor.skipped)
-        shutil.rmtree(os.path.join(catalog.folder, _WORK), ignore_errors=True)
+        _clear_work(catalog)
         if catalog.end() is not None:
             log(f"{catalog.folder}: complete already, with the same input and options")
             room = Room(catalog, StateKeeper(catalog, ended(state)), options.ahead.ack_dir, log)
@@ -121,17 +121,45 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
 
 @contextlib.contextmanager
 def _held(catalog: Catalog) -> Iterator[None]:
-    """The catalog's folder, made where it is missing, for this producer alone."""
-    os.makedirs(catalog.folder, exist_ok=True)
-    paths = ShardPaths.of(os.path.join(catalog.folder, _LOCK))
+    """The catalog's folder, made where it is missing, for this producer alone; what is not its own there is refused."""
+    folder = resolve(catalog.folder, folder=True)
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise FormatError(f"{catalog.folder}: {describe(folder)} is here, expected a folder; name another one")
+    made = not os.path.isdir(folder)
+    os.makedirs(folder, exist_ok=True)
     busy = f"{catalog.folder}: another producer is at work here now; wait for it, or name another folder"
-    lock = lock_journal(paths, create=True, busy=busy)
     try:
-        yield
+        with name_held(os.path.join(catalog.folder, f"{_LOCK}.journal"), busy):
+            _check_work(catalog)
+            yield
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(paths.journal)
-        os.close(lock)
+        if made:
+            with contextlib.suppress(OSError):  # it is not empty
+                os.rmdir(folder)
+
+
+def _check_work(catalog: Catalog) -> None:
+    """FormatError where something is called like the folder of the shard in the making, and is not such a folder."""
+    work = os.path.join(catalog.folder, _WORK)
+    if not os.path.lexists(work):
+        return
+    if os.path.islink(work) or not os.path.isdir(work):
+        raise FormatError(f"{work}: {describe(work)} is here, where a producer works; move it away")
+    paths = ShardPaths.of(os.path.join(work, _CORPUS))
+    ours = {*paths.all, *temporaries_of(paths), paths.journal}
+    for name in sorted(os.listdir(work)):
+        if os.path.join(work, name) not in ours:
+            raise FormatError(f"{work}: holds {name}, which no producer made; move it away, or name another catalog")
+    check_free(paths, overwrite=True)
+
+
+def _clear_work(catalog: Catalog) -> None:
+    """Remove the folder of the shard in the making."""
+    paths = ShardPaths.of(os.path.join(catalog.folder, _WORK, _CORPUS))
+    drop_remains(paths)
+    remove_shard(paths)
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(paths.prefix))
 
 
 def _open_input(
@@ -161,7 +189,7 @@ class _Production:
         log: Callable[[str], None],
     ) -> None:
         self._options, self._catalog, self._encoder, self._log = options, catalog, encoder, log
-        self._corpus = os.path.join(catalog.folder, _WORK, "corpus")
+        self._corpus = os.path.join(catalog.folder, _WORK, _CORPUS)
         self._keeper = StateKeeper(catalog, state)
         self._room = Room(catalog, self._keeper, options.ahead.ack_dir, log)
         self._waiting = Waiting(self._keeper, "waiting for input", log, longest_pause=0.25)
@@ -184,7 +212,7 @@ class _Production:
             while self._tokenise(results):
                 self._publish()
                 summary.made += 1
-            shutil.rmtree(os.path.dirname(self._corpus), ignore_errors=True)
+            _clear_work(self._catalog)
             self._room.free_completed()
             if not keeper.state.published:
                 raise FormatError(

@@ -11,6 +11,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.produce.keeper import StateKeeper
 from megatron_sft_idx.produce.waiting import Waiting
 from megatron_sft_idx.shard import remove_shard
+from megatron_sft_idx.shard.prefix import drop_remains
 
 __all__ = ["Room"]
 
@@ -73,7 +74,7 @@ class Room:
         published = self._keeper.state.published
         for number in self._catalog.present():
             if number < published and not self._catalog.is_published(number):
-                remove_shard(ShardPaths.of(self._catalog.shard_prefix(number)))
+                drop_remains(ShardPaths.of(self._catalog.shard_prefix(number)))
 
     def _published(self) -> list[int]:
         """The shards that are there."""

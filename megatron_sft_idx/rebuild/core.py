@@ -16,8 +16,8 @@ from megatron_sft_idx.rebuild.replace import Replacement
 from megatron_sft_idx.rebuild.restore import restore
 from megatron_sft_idx.rebuild.survey import Survey, survey
 from megatron_sft_idx.rebuild.watch import Watch, unwatched
-from megatron_sft_idx.shard.lock import lock_journal
-from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
+from megatron_sft_idx.shard.prefix import held, lock_journal, read_journal
+from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
 from megatron_sft_idx.shard.remains import where_to_look
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.verify import verify_shard
@@ -74,7 +74,12 @@ class Report:
 
 
 def rebuild(
-    prefix: str | os.PathLike[str], known: Known | None = None, *, dry_run: bool = False, watch: Watch = unwatched
+    prefix: str | os.PathLike[str],
+    known: Known | None = None,
+    *,
+    copied: bool = False,
+    dry_run: bool = False,
+    watch: Watch = unwatched,
 ) -> Report:
     """Bring back what can be derived of a shard whose files are damaged or missing.
 
@@ -87,6 +92,7 @@ def rebuild(
     Args:
         prefix: the path that the five files share.
         known: what the files do not say any more.
+        copied: the journal and the temporary files of a killed build were copied here: take them for the build's.
         dry_run: only find out what would happen.
         watch: shows how far long work is.
 
@@ -99,21 +105,23 @@ def rebuild(
     paths = ShardPaths.of(prefix)
     require_local(paths.prefix, "rebuild")
     known = known or Known()
+    if copied and not dry_run:
+        adopt_remains(paths)
     if _has_remains(paths) and (remains := find_remains(prefix)) is not None:
         return _recovered(paths, remains, dry_run, watch)
     if not paths.present():
         raise ShardNotFoundError(paths.prefix, list(paths.all), f"nothing to rebuild from; {where_to_look(paths)}")
-    with _locked(paths, dry_run=dry_run):
+    with _locked(paths, dry_run=dry_run) as lock:
         found = survey(paths, watch)
         if not found.faults:
             _verify(paths, watch, _AS_WRITTEN)
             return Report(paths.prefix, _states(found, {}), note="nothing to do", dry_run=dry_run)
-        return _rebuilt(found, known, dry_run, watch)
+        return _rebuilt(found, known, lock, watch)
 
 
-def _rebuilt(found: Survey, known: Known, dry_run: bool, watch: Watch) -> Report:
-    paths, header = found.paths, found.header
-    with Replacement(paths, dry_run=dry_run) as new:
+def _rebuilt(found: Survey, known: Known, lock: int | None, watch: Watch) -> Report:
+    paths, header, dry_run = found.paths, found.header, lock is None
+    with Replacement(paths, lock) as new:
         if header is not None:
             done = restore(found, header, known, new, watch)
         else:
@@ -187,48 +195,41 @@ def _verify(paths: ShardPaths, watch: Watch, what: str = "rebuilt") -> None:
 
 
 @contextlib.contextmanager
-def _locked(paths: ShardPaths, *, dry_run: bool) -> Iterator[None]:
-    """Keep writers away from a prefix whose journal is empty or not there; a dry run only asks whether one is at work.
+def _locked(paths: ShardPaths, *, dry_run: bool) -> Iterator[int | None]:
+    """The lock of a prefix where no build is half done; a dry run only asks whether one is at work, and yields None.
 
     Raises:
         FormatError: another writer is at work, or its folder may not be written.
     """
-    try:
-        lock = lock_journal(paths, create=not dry_run, shared=dry_run)
-    except FileNotFoundError:
-        if not dry_run:
-            raise
-        yield
+    if dry_run:
+        with contextlib.suppress(FileNotFoundError):
+            os.close(lock_journal(paths, create=False, shared=True))
+        yield None
         return
-    except PermissionError as error:
-        raise FormatError(
-            f"{paths.folder}: {error.strerror}: rebuilt files go beside the data, so this folder must be writable;"
-            " --dry-run needs no such right"
-        ) from None
-    try:
-        if os.fstat(lock).st_size:
-            raise FormatError(f"{paths.journal}: a build has just been interrupted here; run the rebuild again")
+    with contextlib.ExitStack() as stack:
         try:
-            yield
-        finally:
-            if not dry_run:
-                os.unlink(paths.journal)
-    finally:
-        os.close(lock)
+            lock = stack.enter_context(held(paths))
+        except PermissionError as error:
+            raise FormatError(
+                f"{paths.folder}: {error.strerror}: rebuilt files go beside the data, so this folder must be writable;"
+                " --dry-run needs no such right"
+            ) from None
+        yield lock
 
 
 def _has_remains(paths: ShardPaths) -> bool:
-    """Whether a build has written a journal; an empty one is only a lock, and a rebuild that was killed leaves one."""
-    try:
-        return os.stat(paths.journal).st_size > 0
-    except FileNotFoundError:
+    """Whether a build or a copy has written a journal: not one that is only a lock, or that of a killed rebuild."""
+    head = read_journal(paths)
+    if head is not None and head.work == "rebuild" and head.done is None:
         return False
+    return os.path.lexists(paths.journal) and os.path.getsize(paths.journal) > 0
 
 
 def _recovered(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch) -> Report:
     """The shard of a killed build."""
     unpublished = os.path.lexists(paths.temporary(paths.seq_idx))
-    if paths.present() and (not remains.done or (unpublished and os.path.lexists(paths.seq_idx))):
+    replaces = unpublished and os.path.lexists(paths.seq_idx) and remains.head.work == "build"
+    if paths.present() and (not remains.done or replaces):
         return _left_alone(paths, remains, dry_run, watch)
     if not remains.done and not remains.num_packs:
         raise FormatError(
@@ -239,7 +240,7 @@ def _recovered(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch)
     how = f"from the journal of a build that was {'complete but for renames' if remains.done else 'killed'}: {what}"
     if not dry_run:
         with watch("recovering", remains.num_tokens) as advance:
-            recover(paths.prefix, progress=advance)
+            recover(paths.prefix, overwrite=remains.done, progress=advance)
         _verify(paths, watch)
     files = tuple(FileState(path, "rebuilt", remedy="from the journal") for path in paths.all)
     return Report(paths.prefix, files, note=how, dry_run=dry_run)

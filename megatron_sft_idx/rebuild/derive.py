@@ -60,7 +60,7 @@ def derive(found: Survey, known: Known, new: Replacement, watch: Watch) -> tuple
 
     header = _header(files, stage, {**found.digests, paths.idx: idx_digest}, known)
     # Written nowhere first: what is stored is held against the checksum of the arrays too.
-    header = write_seq_idx(OutputFile(os.devnull), packs, header)
+    header = write_seq_idx(OutputFile(os.devnull, keep=True), packs, header)
     stored = found.raw_header or b""
     if proven := prove(stored, header, sizes, paths.seq_idx):
         _require_same(paths.seq_idx, proven, known)

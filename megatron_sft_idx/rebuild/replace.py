@@ -9,8 +9,10 @@ from types import TracebackType
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.shard.digests import digest_file
-from megatron_sft_idx.storage import OutputFile, sync_folder
+from megatron_sft_idx.shard.publication import Publication
+from megatron_sft_idx.storage import OutputFile
+from megatron_sft_idx.storage.hashing import digest_file
+from megatron_sft_idx.storage.publish import put
 
 __all__ = ["DAMAGED", "Replacement"]
 
@@ -19,20 +21,22 @@ DAMAGED = ".damaged"
 
 
 class Replacement:
-    """New files of one shard, written under temporary names and renamed together.
+    """New files of one shard, published together; leaving the context removes what was not published.
 
-    A file that is replaced stays in its place until the new one is renamed over it, so a kill at any moment leaves
-    what there was or what shall be, and in either case all that a second rebuild needs. Leaving the context removes
-    what was not published.
+    A file that is replaced keeps another name, so a kill at any moment leaves all that a second rebuild needs.
 
     Args:
         paths: of the shard.
-        dry_run: write nothing; the bytes go nowhere.
+        lock: of its journal; None for a dry run, whose bytes go nowhere.
     """
 
-    def __init__(self, paths: ShardPaths, *, dry_run: bool) -> None:
-        self._paths, self._dry_run = paths, dry_run
-        self._files: dict[str, OutputFile] = {}
+    def __init__(self, paths: ShardPaths, lock: int | None) -> None:
+        self._paths = paths
+        self._written: set[str] = set()
+        self._new: Publication | None = None
+        if lock is not None:
+            only = (paths.starts, paths.idx, paths.seq_idx)
+            self._new = Publication(paths, {}, work="rebuild", overwrite=True, only=only, lock=lock)
 
     def __enter__(self) -> Replacement:
         return self
@@ -40,55 +44,47 @@ class Replacement:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for path in list(self._files):
-            self.drop(path)
+        if self._new is not None:
+            self._new.abandon()
 
     def create(self, path: str) -> OutputFile:
         """A new file for ``path``."""
-        file = OutputFile(os.devnull if self._dry_run else self._paths.temporary(path))
-        self._files[path] = file
-        return file
+        if self._new is None:
+            return OutputFile(os.devnull, keep=True)
+        self._written.add(path)
+        return self._new.open(path)
 
     def drop(self, path: str) -> None:
         """Do without the new file for ``path``, where there is one."""
-        if (file := self._files.pop(path, None)) is None:
-            return
-        file.close()
-        if not self._dry_run:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(file.path)
+        self._written.discard(path)
 
     def check(self, header: Header) -> None:
         """FormatError where a new file reads back as something else than the header says."""
         digests = dict(zip(self._paths.data, header.digests, strict=True))
-        for path, file in () if self._dry_run else self._files.items():
+        for path in self._written:
+            name = self._paths.temporary(path)
             if path == self._paths.seq_idx:
-                with open(file.path, "rb") as stream:
-                    good = Header.decode(stream.read(header.nbytes), file.path) == header
-                arrays = digest_file(file.path, header.nbytes)
-                good = good and arrays.checksum == header.arrays_checksum
+                with open(name, "rb") as stream:
+                    good = Header.decode(stream.read(header.nbytes), name) == header
+                good = good and digest_file(name, header.nbytes).checksum == header.arrays_checksum
             else:
-                good = digest_file(file.path) == digests[path]
+                good = digest_file(name) == digests[path]
             if not good:
-                raise FormatError(f"{file.path}: not what was written to it just now; check the disk, then run again")
+                raise FormatError(f"{name}: not what was written to it just now; check the disk, then run again")
 
     def publish(self) -> list[str]:
-        """Sync the new files, keep the old ones under another name, and rename; ``.seq.idx`` last (rule W2).
+        """Keep the old files under another name, then let the new ones take their places, ``.seq.idx`` last (rule W2).
 
         Returns:
             Paths under which the replaced files are kept.
         """
-        order = [path for path in self._paths.all if path in self._files]
-        if self._dry_run or not order:
+        if self._new is None or not self._written:
             return []
-        for path in order:
-            self._files[path].sync()
-        kept = [_keep(path) for path in order if os.path.lexists(path)]
-        sync_folder(self._paths.folder)
-        for path in order:
-            os.rename(self._files[path].path, path)
-            self._files.pop(path).close()
-            sync_folder(self._paths.folder)
+        for path in self._paths.all:
+            if path not in self._written:
+                self._new.drop(path)
+        kept = [_keep(path) for path in self._paths.all if path in self._written and os.path.lexists(path)]
+        self._new.publish()
         return kept
 
 
@@ -102,6 +98,8 @@ def _keep(path: str) -> str:
     try:
         os.link(path, kept)
     except OSError:
-        shutil.copyfile(path, kept + ".tmp")
-        os.rename(kept + ".tmp", kept)
+        copy = OutputFile(f"{kept}.{os.getpid()}.tmp")
+        with contextlib.closing(copy), open(path, "rb") as file, open(copy.fileno(), "wb", closefd=False) as out:
+            shutil.copyfileobj(file, out)
+        put(copy.path, kept, None)
     return kept

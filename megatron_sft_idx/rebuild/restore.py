@@ -18,8 +18,9 @@ from megatron_sft_idx.rebuild.packs import StartedPacks, Starts, StoredPacks, pi
 from megatron_sft_idx.rebuild.replace import Replacement
 from megatron_sft_idx.rebuild.survey import Survey
 from megatron_sft_idx.rebuild.watch import Watch
-from megatron_sft_idx.shard.index import HashedFile, PackChunk, write_idx, write_seq_idx
+from megatron_sft_idx.shard.index import PackChunk, write_idx, write_seq_idx
 from megatron_sft_idx.storage import open_array
+from megatron_sft_idx.storage.hashing import HashedFile
 
 __all__ = ["restore"]
 

@@ -20,7 +20,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import FIELDS, HEADER_FIXED_NBYTES, Header, align
 from megatron_sft_idx.layout.header import CHECKSUM_NBYTES, MAX_HEADER_NBYTES, encode_metadata
 from megatron_sft_idx.rebuild.lengths import OffsetLengths
-from megatron_sft_idx.shard.digests import digest_file
+from megatron_sft_idx.storage.hashing import digest_file
 
 __all__ = ["damaged_values", "header_sizes", "prove", "proven_lengths"]
 

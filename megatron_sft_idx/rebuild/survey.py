@@ -10,7 +10,7 @@ from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
 from megatron_sft_idx.rebuild.lengths import IdxLengths
 from megatron_sft_idx.rebuild.watch import Watch
-from megatron_sft_idx.shard.digests import digest_file
+from megatron_sft_idx.storage.hashing import digest_file
 
 __all__ = ["Survey", "survey"]
 

@@ -1,6 +1,6 @@
 """One shard, read and written: numpy and the native kernels only, no torch, no megatron."""
 
-from megatron_sft_idx.shard.publish import check_free, remove_shard
+from megatron_sft_idx.shard.prefix import check_free, remove_shard
 from megatron_sft_idx.shard.reader import Pack, Shard, read_header
 from megatron_sft_idx.shard.recovery import Remains, find_remains, recover, remove_remains
 from megatron_sft_idx.shard.resuming import InterruptedBuild

@@ -8,25 +8,26 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.layout import Header, mask_dtype_of, token_dtype_of
 from megatron_sft_idx.layout.journal import (
+    MARK,
     MASK,
     MAX_RECORDS,
     PACK,
     BuildOptions,
     encode_block,
-    encode_head,
-    encode_mark,
+    encode_json,
     read_head,
 )
 from megatron_sft_idx.layout.values import MAX_CAPACITY
-from megatron_sft_idx.shard.index import HashedFile, JournalPacks, write_idx, write_seq_idx
-from megatron_sft_idx.shard.publish import WIDENED, Publication
+from megatron_sft_idx.shard.index import JournalPacks, write_idx, write_seq_idx
+from megatron_sft_idx.shard.prefix import WIDENED
+from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.remains import Remains, pack_records
+from megatron_sft_idx.storage.hashing import HashedFile, StreamHash
 
 __all__ = ["FORMAT_WRITER", "STAGE_TOKENS", "Build"]
 
@@ -62,14 +63,16 @@ class Build:
         self._publication = publication
         self._journal_nbytes = remains.journal_nbytes if remains else None
         # Of the masks taken in as they were before they were widened; marks made until then say what it should be.
-        self._flags_hash = xxhash.xxh3_128()
+        self._flags_hash = StreamHash()
         paths, keep = publication.paths, remains is not None
         self._tokens = HashedFile(publication.open(paths.tokens, keep=keep))
         self._loss = HashedFile(publication.open(paths.loss, keep=keep))
         self._starts = HashedFile(publication.open(paths.starts, keep=keep))
-        if remains is None:
-            publication.journal.write(encode_head(options.encode()))
-        elif os.path.lexists(paths.temporary(paths.loss) + WIDENED) and self.mask_dtype != options.mask_dtype:
+        if (
+            remains is not None
+            and os.path.lexists(paths.temporary(paths.loss) + WIDENED)
+            and (self.mask_dtype != options.mask_dtype)
+        ):
             # The journal speaks of the widened file already; it has yet to take its name.
             widened = publication.open(paths.loss, WIDENED, keep=True)
             publication.replace(widened, self._loss.file)
@@ -109,7 +112,7 @@ class Build:
             "dropped_first_tokens": dropped_first_tokens,
             "state": state,
         }
-        self._publication.journal.write(encode_mark(mark))
+        self._publication.journal.write(encode_json(MARK, mark))
 
     def _checksums(self) -> list[str]:
         return [data.checksum().hex() for data in (self._tokens, self._loss, self._starts)]
@@ -118,7 +121,7 @@ class Build:
         """Whether the files hold what they held when the mark was made, masks widened since or not."""
         found = self._checksums()
         if mark["mask_dtype"] != mask_dtype_of(self.mask_dtype)[0]:
-            found[1] = self._flags_hash.hexdigest()
+            found[1] = self._flags_hash.hex()
         return bool(found == mark["checksums"])
 
     def replay(self, num_packs: int, progress: Callable[[int], None] = lambda num_tokens: None) -> int:
@@ -185,15 +188,21 @@ class Build:
         except ValueError:
             return len(records) > 1 and all(self._replay_run(record) for record in records[:, np.newaxis])
         for file, data in zip((self._tokens, self._loss, self._starts), raw, strict=True):
-            file.take(data)
+            file.update(data)
         if self.mask_dtype != self.options.mask_dtype:
             with np.errstate(invalid="ignore"):  # weights that were added later are not asked about
-                self._flags_hash.update(mask.astype(self.options.mask_dtype).data)
+                self._flags_hash.update(mask.astype(self.options.mask_dtype))
         self.stage.clear()
         return True
 
     def publish(self, metadata: Mapping[str, Any], *, rebuilt: bool = False) -> Header:
         """Write the indexes and publish the shard; nothing is staged. Returns its header."""
+        header = self.complete(metadata, rebuilt=rebuilt)
+        self._publication.publish()
+        return header
+
+    def complete(self, metadata: Mapping[str, Any], *, rebuilt: bool = False) -> Header:
+        """Write the indexes: the files hold all of the shard, under the names of before publication."""
         header = self._write_indexes(metadata, rebuilt)
         publication = self._publication
         # What is not of these packs was never part of the shard: the torn end of what a kill interrupted.
@@ -201,7 +210,6 @@ class Build:
             data.file.cut(data.nbytes)
         if self._journal_nbytes is not None:
             publication.journal.cut(self._journal_nbytes)
-        publication.publish()
         return header
 
     def _write_indexes(self, metadata: Mapping[str, Any], rebuilt: bool) -> Header:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.layout import FileDigest, Header
 from megatron_sft_idx.layout.journal import PACK, read_blocks, read_head
 from megatron_sft_idx.layout.mmididx import pack_idx_header
-from megatron_sft_idx.storage import OutputFile, as_bytes
+from megatron_sft_idx.storage import OutputFile
+from megatron_sft_idx.storage.hashing import HashedFile
 
-__all__ = ["CHUNK_PACKS", "HashedFile", "JournalPacks", "PackChunk", "write_idx", "write_seq_idx"]
+__all__ = ["CHUNK_PACKS", "JournalPacks", "PackChunk", "write_idx", "write_seq_idx"]
 
 # Packs handled at once: a few MiB of arrays.
 CHUNK_PACKS = 1 << 15
@@ -64,38 +64,6 @@ def _offsets(counts: Iterable[NDArray[np.int64]], scale: int = 1) -> Iterator[ND
         total = int(offsets[-1])
         yield offsets[:-1]
     yield np.array([total])
-
-
-class HashedFile:
-    """Writes to a file and hashes what it writes, in large pieces.
-
-    Attributes:
-        file: the file.
-        nbytes: bytes hashed: of all that is in the file, once what it held before was taken in.
-    """
-
-    def __init__(self, file: OutputFile) -> None:
-        self.file, self.nbytes, self._hash = file, 0, xxhash.xxh3_128()
-
-    def take(self, data: bytes) -> None:
-        """Hash bytes that are in the file already, the next behind those hashed so far."""
-        self.nbytes += len(data)
-        self._hash.update(data)
-
-    def write(self, data: bytes | memoryview | NDArray[Any]) -> None:
-        """Append all of ``data``."""
-        raw = as_bytes(data)
-        self.file.write(raw)
-        self.nbytes += len(raw)
-        self._hash.update(raw)
-
-    def checksum(self) -> bytes:
-        """Of what was written or taken here."""
-        return self._hash.digest()
-
-    def digest(self) -> FileDigest:
-        """Of the file, where all of it was written or taken here."""
-        return FileDigest(self.nbytes, self.checksum())
 
 
 def write_idx(

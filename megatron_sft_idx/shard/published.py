@@ -14,7 +14,7 @@ from megatron_sft_idx.storage import is_remote
 __all__ = ["missing_files", "not_found", "read_header", "read_raw_header", "require_same"]
 
 
-def read_header(prefix: str | os.PathLike[str]) -> Header:
+def read_header(prefix: str | os.PathLike[str] | ShardPaths) -> Header:
     """The header of a shard; reads nothing else.
 
     Raises:

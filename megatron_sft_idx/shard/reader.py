@@ -47,7 +47,7 @@ class Shard:
     pack is two requests, for its tokens and its mask. Where the shard is replaced after that, reading is an error.
 
     Args:
-        prefix: the path the five files share.
+        prefix: the path the five files share; or their paths, where they are not published yet.
         backend: ``mmap``, also called ``os``; ``pread`` where mapping is slow or refused (slices are then copies);
             ``process`` there too, where the order of reading is known (``schedule``): blocks of the files are read
             into memory of this process before they are used; ``reopen`` to hold neither maps nor descriptors, where
@@ -68,7 +68,7 @@ class Shard:
 
     def __init__(
         self,
-        prefix: str | os.PathLike[str],
+        prefix: str | os.PathLike[str] | ShardPaths,
         *,
         backend: BackendName | ReadOptions = "mmap",
         cache_bytes: int = CACHE_NBYTES,

@@ -9,10 +9,11 @@ from typing import Any
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard.build import Build
-from megatron_sft_idx.shard.publish import Publication, check_free
+from megatron_sft_idx.shard.prefix import check_free, drop_remains
+from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.remains import Remains, complete_header, find_remains, read_remains
 
-__all__ = ["Remains", "find_remains", "recover", "remove_remains"]
+__all__ = ["Remains", "adopt_remains", "find_remains", "recover", "remove_remains"]
 
 
 def recover(
@@ -45,7 +46,7 @@ def recover(
     """
     paths = ShardPaths.of(prefix)
     try:
-        publication = Publication(paths, overwrite=overwrite, durable=True, take_up=True)
+        publication = Publication.take_up(paths, overwrite=overwrite)
     except FileNotFoundError:
         raise FormatError(f"{paths.journal}: there is no journal, so there is nothing to recover from it") from None
     try:
@@ -71,10 +72,22 @@ def finish_publication(publication: Publication, *, overwrite: bool) -> Header:
     paths = publication.paths
     header = complete_header(paths)
     # .seq.idx is renamed last: while it has its temporary name, the one beside it is of the shard to be replaced.
-    if os.path.lexists(paths.temporary(paths.seq_idx)) and os.path.lexists(paths.seq_idx):
-        check_free(paths, overwrite=overwrite)
+    if not overwrite and os.path.lexists(paths.temporary(paths.seq_idx)) and os.path.lexists(paths.seq_idx):
+        check_free(paths, overwrite=False)
     publication.finish()
     return header
+
+
+def adopt_remains(paths: ShardPaths) -> None:
+    """Let a journal name the temporary files that lie beside it, all of which were copied here.
+
+    Raises:
+        FormatError: there is no journal, or a living writer is at work here.
+    """
+    try:
+        Publication.take_up(paths, overwrite=False, copied=True).close()
+    except FileNotFoundError:
+        raise FormatError(f"{paths.journal}: there is no journal; copy it here with the .tmp files beside it") from None
 
 
 def remove_remains(prefix: str | os.PathLike[str]) -> None:
@@ -83,6 +96,4 @@ def remove_remains(prefix: str | os.PathLike[str]) -> None:
     Raises:
         FormatError: a living writer is at work here.
     """
-    paths = ShardPaths.of(prefix)
-    if os.path.lexists(paths.journal):
-        Publication(paths, overwrite=True, durable=False).abandon()
+    drop_remains(ShardPaths.of(prefix))

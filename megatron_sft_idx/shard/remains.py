@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import CorruptShardError
 from megatron_sft_idx.layout import MASK_DTYPES, Header, ShardPaths
 from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
-from megatron_sft_idx.layout.journal import DONE, MASK, PACK, Block, BuildOptions, read_blocks, read_head
-from megatron_sft_idx.shard.lock import lock_journal
-from megatron_sft_idx.shard.publish import WIDENED
+from megatron_sft_idx.layout.journal import MASK, PACK, Block, BuildOptions, Head, read_blocks, read_head, torn
+from megatron_sft_idx.shard.prefix import WIDENED, is_scratch, lock_journal, read_journal, require_build
 
 __all__ = ["Remains", "complete_header", "find_remains", "pack_records", "read_remains", "where_to_look"]
 
@@ -28,7 +27,7 @@ class Remains:
 
     Attributes:
         paths: of the shard it would have become.
-        options: the journal's head as JSON values: dtype codes, capacity, sequence_multiple, pad_id, metadata.
+        head: of the journal.
         num_packs: packs of complete journal blocks that lie wholly in all three data files.
         num_sequences: their sequences.
         num_tokens: their tokens.
@@ -39,7 +38,7 @@ class Remains:
     """
 
     paths: ShardPaths
-    options: Mapping[str, Any]
+    head: Head
     num_packs: int
     num_sequences: int
     num_tokens: int
@@ -50,16 +49,18 @@ class Remains:
 
     @property
     def build_options(self) -> BuildOptions:
-        """The head, decoded. CorruptShardError where it is none."""
-        return BuildOptions.decode(self.options, self.paths.journal)
+        """What the build was begun with. CorruptShardError where the head does not say it."""
+        return BuildOptions.decode(self.head.content, self.paths.journal)
 
 
 def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
     """What an interrupted build left at a prefix; None where there is no journal. Changes nothing.
 
+    A journal that only says that a whole shard is scratch, or that a shard is being removed, is none.
+
     Raises:
         CorruptShardError: the journal's head is torn, or it says that the files are complete and they are not.
-        FormatError: a living writer is at work here.
+        FormatError: a living writer is at work here, or what was interrupted is a copy or a rebuild.
     """
     paths = ShardPaths.of(prefix)
     try:
@@ -67,6 +68,8 @@ def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
     except FileNotFoundError:
         return None
     try:
+        if is_scratch(paths) or ((head := read_journal(paths)) is not None and head.work == "removal"):
+            return None
         return read_remains(paths)
     finally:
         os.close(lock)
@@ -74,24 +77,26 @@ def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
 
 def read_remains(paths: ShardPaths) -> Remains:
     """As ``find_remains``, for whoever holds the lock."""
+    if (head := Head.read(paths.journal)) is None:
+        raise torn(paths.journal, "the journal's head is torn or changed")
+    if head.done is not None:
+        header = complete_header(paths)
+        counts = header.num_packs, header.num_sequences, header.num_tokens
+        return Remains(paths, head, *counts, counts[0], header.mask_dtype, os.path.getsize(paths.journal), True)
+    require_build(paths, head)
+    options = BuildOptions.decode(head.content, paths.journal)
+    mask_dtype, recorded = options.mask_dtype, 0
     with open(paths.journal, "rb") as stream:
-        options = read_head(stream, paths.journal)
-        decoded = BuildOptions.decode(options, paths.journal)
-        mask_dtype, done, recorded = decoded.mask_dtype, False, 0
+        read_head(stream, paths.journal)
         nbytes = begin = stream.tell()
         for block in read_blocks(stream):
             nbytes = stream.tell()
             if block.kind == MASK:
                 mask_dtype = _widened(block, paths)
-            done = block.kind == DONE
             recorded += len(block.records) if block.kind == PACK else 0
-        if done:
-            header = complete_header(paths)
-            counts = header.num_packs, header.num_sequences, header.num_tokens
-            return Remains(paths, options, *counts, counts[0], header.mask_dtype, nbytes, True)
         stream.seek(begin)
-        counts = _on_disk(stream, paths, decoded.token_dtype, mask_dtype)
-    return Remains(paths, options, *counts, recorded, mask_dtype, nbytes, False)
+        counts = _on_disk(stream, paths, options.token_dtype, mask_dtype)
+    return Remains(paths, head, *counts, recorded, mask_dtype, nbytes, False)
 
 
 def _widened(block: Block, paths: ShardPaths) -> np.dtype[Any]:

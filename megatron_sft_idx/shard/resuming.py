@@ -15,7 +15,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import MASK_DTYPES, ShardPaths
 from megatron_sft_idx.layout.journal import MARK, PACK, BuildOptions, read_blocks, read_head
 from megatron_sft_idx.shard.build import Build
-from megatron_sft_idx.shard.publish import Publication
+from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.remains import read_remains
 from megatron_sft_idx.shard.writer import ShardWriter
 
@@ -64,7 +64,7 @@ class InterruptedBuild:
     def __init__(self, prefix: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         paths = ShardPaths.of(prefix)
         try:
-            publication = Publication(paths, overwrite=overwrite, durable=True, take_up=True)
+            publication = Publication.take_up(paths, overwrite=overwrite)
         except FileNotFoundError:
             raise FormatError(f"{paths.journal}: there is no journal, so there is nothing to go on from") from None
         self._publication: Publication | None = publication
@@ -92,7 +92,7 @@ class InterruptedBuild:
             for block in read_blocks(stream):
                 if block.kind == PACK:
                     yield _Part(block.records, None)
-                elif block.kind == MARK and (content := _checked(block.mark())) is not None:
+                elif block.kind == MARK and (content := _checked(block.json())) is not None:
                     yield _Part(_NO_RECORDS, _Mark(content, stream.tell()))
 
     @property

@@ -18,7 +18,8 @@ from megatron_sft_idx.layout.journal import BuildOptions
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.arrays import integer_array, mask_array, token_array
 from megatron_sft_idx.shard.build import STAGE_TOKENS, Build
-from megatron_sft_idx.shard.publish import Publication
+from megatron_sft_idx.shard.prefix import WIDENED
+from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.reader import Shard
 
 __all__ = ["MaskAlignment", "ShardWriter"]
@@ -44,6 +45,8 @@ class ShardWriter:
         overwrite: replace a shard, or the remains of an interrupted build, at this prefix.
         metadata: JSON object for the header: fingerprints, options, counts. Nothing that changes from run to run.
         durable: False skips fsync, for files that are thrown away anyway.
+        scratch: the shard is a means to another one, and its journal stays beside it to say so until it is removed
+            (``is_scratch``).
 
     Raises:
         FormatError: an argument the format does not allow, or something is at the prefix and ``overwrite`` is False.
@@ -62,6 +65,7 @@ class ShardWriter:
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
         durable: bool = True,
+        scratch: bool = False,
     ) -> None:
         self._paths = ShardPaths.of(prefix)
         options = BuildOptions(
@@ -74,12 +78,20 @@ class ShardWriter:
         )
         header_nbytes(options.metadata)  # refuses what cannot be stored now, not after hours of writing
         self._marked = False
-        self._publication = Publication(self._paths, overwrite=overwrite, durable=durable)
+        self._publication = Publication(
+            self._paths,
+            options.encode(),
+            overwrite=overwrite,
+            durable=durable,
+            spare=(WIDENED,) if options.mask_dtype == np.uint8 else (),
+            scratch=scratch,
+        )
         with self._all_or_nothing():
             self._set_build(Build(self._publication, options), 0)
 
     def _set_build(self, build: Build, dropped_first_tokens: int) -> None:
         self._build, self._stage = build, build.stage
+        self._header: Header | None = None
         self._dropped_before = dropped_first_tokens
         self.metadata: dict[str, Any] = dict(build.options.metadata)
 
@@ -95,6 +107,11 @@ class ShardWriter:
     def prefix(self) -> str:
         """The path the five files will share."""
         return self._paths.prefix
+
+    @property
+    def paths(self) -> ShardPaths:
+        """The five files; ``paths.unpublished`` until they are published."""
+        return self._paths
 
     @property
     def mask_dtype(self) -> np.dtype[Any]:
@@ -304,8 +321,22 @@ class ShardWriter:
         with self._all_or_nothing():
             self._build.widen_mask()
 
+    def complete(self) -> Header:
+        """Write the indexes: a ``Shard`` can be opened at ``paths.unpublished``. Nothing more can be added.
+
+        Raises:
+            FormatError: the metadata is not JSON.
+        """
+        if self._header is None:
+            self._require_open()
+            self._publication.require_owner()
+            with self._all_or_nothing():
+                self.flush()
+                self._header = self._build.complete(self.metadata)
+        return self._header
+
     def finalize(self) -> Header:
-        """Write the indexes and publish the shard.
+        """Write the indexes, unless they are, and publish the shard.
 
         Returns:
             The header of the published shard.
@@ -315,12 +346,24 @@ class ShardWriter:
         """
         self._require_open()
         self._publication.require_owner()
+        header = self.complete()
         with self._all_or_nothing():
-            self.flush()
-            return self._build.publish(self.metadata)
+            self._publication.publish()
+        return header
+
+    def set_aside(self) -> Header:
+        """As ``finalize``, but leave the publication to ``publish_all``."""
+        self._require_open()
+        self._publication.require_owner()
+        header = self.complete()
+        with self._all_or_nothing():
+            self._publication.set_aside()
+        return header
 
     def _require_ready(self, mask_alignment: str) -> None:
         self._require_open()
+        if self._header is not None:
+            raise FormatError(f"{self.prefix}: this shard is complete; open another writer to write more packs")
         if mask_alignment not in ("label", "token"):
             raise FormatError(f"{self.prefix}: mask_alignment {mask_alignment!r}, choose 'label' or 'token'")
 

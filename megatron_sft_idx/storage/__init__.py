@@ -10,6 +10,7 @@ from megatron_sft_idx.storage.local import (
     as_bytes,
     check_size,
     open_array,
+    open_regular,
     sync_folder,
 )
 from megatron_sft_idx.storage.options import CACHE_NBYTES, Advice, Backend, BackendName, ReadOptions
@@ -40,6 +41,7 @@ __all__ = [
     "huge_nbytes_of",
     "is_remote",
     "open_array",
+    "open_regular",
     "read_runs",
     "require_local",
     "sync_folder",

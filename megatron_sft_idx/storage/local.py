@@ -6,8 +6,10 @@ was cut short is an error when opening and not a SIGBUS later.
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
+import stat
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +20,17 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.storage.options import Backend
 
-__all__ = ["Array", "CopiedArray", "OutputFile", "PreadArray", "as_bytes", "check_size", "open_array", "sync_folder"]
+__all__ = [
+    "Array",
+    "CopiedArray",
+    "OutputFile",
+    "PreadArray",
+    "as_bytes",
+    "check_size",
+    "open_array",
+    "open_regular",
+    "sync_folder",
+]
 
 
 class Array(Protocol):
@@ -133,6 +145,20 @@ def check_size(path: str, found: int, expected: int) -> None:
         )
 
 
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
+    """A file that a user named, open for reading; never waits, as opening a FIFO does for its other end.
+
+    Raises:
+        FormatError: what is there is no file.
+        OSError: there is nothing, a folder, or what may not be read.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise FormatError(f"{os.fspath(path)}: neither a file nor a folder, expected a file; name one")
+
+
 def open_array(
     path: str, dtype: np.dtype[Any], count: int, *, nbytes: int, offset: int = 0, backend: Backend = "mmap"
 ) -> NDArray[Any] | PreadArray:
@@ -156,7 +182,7 @@ def open_array(
     """
     if backend not in ("mmap", "pread"):
         raise FormatError(f"{path}: backend {backend!r}, choose mmap or pread")
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         check_size(path, size, nbytes)
         if backend == "pread":
@@ -177,20 +203,31 @@ class OutputFile:
     Args:
         path: the file.
         durable: False makes ``sync`` do nothing.
-        keep: go on at the end of what is there, rather than empty it.
+        keep: go on at the end of a regular file that is there; else the file is made, and nothing may be there.
+
+    Raises:
+        FileExistsError: something is there, be it a link.
+        FormatError: what is to be kept is no regular file.
     """
 
     def __init__(self, path: str, *, durable: bool = True, keep: bool = False) -> None:
         self.path = path
         self._durable = durable
-        begin = 0 if keep else os.O_TRUNC
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | begin, 0o666)
+        # Not to wait for the other end where somebody has put a pipe there.
+        begin = os.O_NONBLOCK if keep else os.O_CREAT | os.O_EXCL
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | begin, 0o666)
+        if not stat.S_ISREG(os.fstat(self._fd).st_mode) and path != os.devnull:
+            self.close()
+            raise FormatError(f"{path}: no regular file; remove it, or choose another name")
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
 
     def cut(self, nbytes: int) -> None:
         """Drop what lies behind the first ``nbytes``, and go on there."""
         assert nbytes <= self.nbytes
-        os.ftruncate(self._fd, nbytes)
+        try:
+            os.ftruncate(self._fd, nbytes)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.path) from error
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
@@ -216,8 +253,11 @@ class OutputFile:
         """Replace bytes already written."""
         assert offset + len(data) <= self.nbytes
         done = 0
-        while done < len(data):
-            done += os.pwrite(self._fd, data[done:], offset + done)
+        try:
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], offset + done)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.path) from error
 
     def sync(self) -> None:
         """Wait until the bytes are on disk, unless the file was opened with ``durable=False``."""
@@ -238,10 +278,12 @@ class OutputFile:
             os.close(fd)
 
 
-def sync_folder(folder: Path) -> None:
+def sync_folder(folder: str | Path) -> None:
     """Make renames and unlinks in ``folder`` durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(folder)) from error
     finally:
         os.close(fd)

@@ -6,7 +6,8 @@ import logging
 import os
 
 from megatron_sft_idx.catalog import completed, read_acks
-from megatron_sft_idx.formats.jsonl_chunks.chunks import COMPLETED, chunk_name, chunk_numbers
+from megatron_sft_idx.formats.chunk_lines import COMPLETED, chunk_name, chunk_numbers
+from megatron_sft_idx.storage import OutputFile
 
 __all__ = ["Markers"]
 
@@ -39,7 +40,7 @@ class Markers:
             if os.path.exists(marker):
                 continue
             try:
-                os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+                OutputFile(marker, durable=False).close()
             except FileExistsError:
                 continue  # another rank's
             except OSError as error:

@@ -6,11 +6,11 @@ import os
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.formats.npy import read_legacy
+from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.training.segments import Segments
 
 __all__ = ["LegacySource"]
@@ -35,10 +35,10 @@ class LegacySource:
         self.sequence_multiple = 1
         self.most_sequences = int(np.diff(packs.sequence_offsets).max(initial=0))
         self.pad_id = pad_id
-        content = xxhash.xxh3_128()
+        content = StreamHash()
         for array in (packs.tokens, packs.loss, packs.token_offsets, packs.sequence_offsets, packs.starts):
-            content.update(array.data)
-        self.fingerprint = content.hexdigest()
+            content.update(array)
+        self.fingerprint = content.hex()
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; see ``PackSource``."""

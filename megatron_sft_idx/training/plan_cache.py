@@ -8,21 +8,20 @@ data or options have another name.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage import OutputFile, open_array, sync_folder
+from megatron_sft_idx.storage import open_array, open_regular
+from megatron_sft_idx.storage.lock import lock_file
+from megatron_sft_idx.storage.publish import Kind, head_of, new_file
 
 __all__ = ["PlacedPlan", "load_or_make", "plan_path"]
 
@@ -30,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _REVISION = 1
 _HEADER_NBYTES = 4096
+_BEGIN = b'{"revision":'
+_KIND = Kind("a packing plan", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,9 @@ def load_or_make(folder: str | None, key: str, make: Callable[[], PlacedPlan]) -
         plan = make()
         try:
             _publish(path, plan)
-        except OSError as error:
+        except (OSError, FormatError) as error:
+            if os.path.exists(path):  # where there are no locks, another process may have been faster
+                return _load(path)
             logger.warning("%s: the packing plan cannot be cached (%s); every process packs for itself", path, error)
             return plan
     return _load(path)
@@ -106,11 +109,9 @@ def _locked(path: str) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            held.callback(os.close, fd)
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        except OSError as error:
-            # Some network file systems have no locks. Then a plan may be made twice, and the last one stays.
+            held.callback(os.close, lock_file(path, (b"",), create=True, busy=None))
+        except (OSError, FormatError) as error:
+            # Some network file systems have no locks. Then a plan may be made twice, and the first one stays.
             logger.info("%s: no lock (%s); going on without", path, error)
         yield
 
@@ -122,27 +123,16 @@ def _publish(path: str, plan: PlacedPlan) -> None:
         "sequences": len(plan.starts),
         "most_sequences": plan.most_sequences,
     }
-    # A name of its own: where there are no locks, two processes may write at the same time.
-    fd, temporary = tempfile.mkstemp(prefix=os.path.basename(path) + ".", suffix=".tmp", dir=os.path.dirname(path))
-    os.close(fd)
-    file = OutputFile(temporary)
-    try:
-        file.write(json.dumps(fields).encode().ljust(_HEADER_NBYTES))
-        for array in (plan.offsets, plan.starts, plan.lengths, plan.shards):
-            file.write(array.data)
-        file.sync()
-        os.chmod(temporary, 0o644)  # mkstemp's own mode would shut other users of the folder out
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    finally:
-        file.close()
-    sync_folder(Path(path).parent)
+    with new_file(path, _KIND, overwrite=False) as new:
+        with contextlib.closing(new.open()) as file:
+            file.write(json.dumps(fields).encode().ljust(_HEADER_NBYTES))
+            for array in (plan.offsets, plan.starts, plan.lengths, plan.shards):
+                file.write(array.data)
+        new.publish()
 
 
 def _load(path: str) -> PlacedPlan:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         raw = file.read(_HEADER_NBYTES)
     try:
         fields = json.loads(raw)

@@ -2,7 +2,7 @@
 
 from megatron_sft_idx.transfer.copying import copy_shard
 from megatron_sft_idx.transfer.download import download
-from megatron_sft_idx.transfer.places import destinations, shard_nbytes
+from megatron_sft_idx.transfer.places import check_destinations, destinations, shard_nbytes
 from megatron_sft_idx.transfer.report import Copied
 from megatron_sft_idx.transfer.source import Source, open_source
 from megatron_sft_idx.transfer.staging import StagedOutput
@@ -12,6 +12,7 @@ __all__ = [
     "Copied",
     "Source",
     "StagedOutput",
+    "check_destinations",
     "copy_shard",
     "destinations",
     "download",

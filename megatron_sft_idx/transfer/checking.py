@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-import xxhash
-
 from megatron_sft_idx.errors import CorruptShardError
 from megatron_sft_idx.layout.header import FileDigest
+from megatron_sft_idx.storage.hashing import StreamHash
 
 __all__ = ["checked", "corrupt"]
 
@@ -23,13 +22,12 @@ def checked(
         path: named in the error.
         on_progress: told the size of every chunk.
     """
-    hashed, nbytes = xxhash.xxh3_128(), 0
+    stream = StreamHash()
     for chunk in chunks:
-        hashed.update(chunk)
-        nbytes += len(chunk)
+        stream.update(chunk)
         yield chunk
         on_progress(len(chunk))
-    if nbytes != digest.nbytes or hashed.digest() != digest.checksum:
+    if stream.digest() != digest:
         raise corrupt(path, digest)
 
 

@@ -1,23 +1,20 @@
-"""A shard into a local folder: files arrive under names of their own and are renamed together, ``.seq.idx`` last.
+"""A shard into a local folder: its files are published together, ``.seq.idx`` last.
 
-What has arrived of an interrupted copy lies at ``X.bin.copy`` and so on; the next one goes on from there.
+What has arrived of an interrupted copy is named by its journal; the next copy of the same shard goes on from there.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator
 
-import xxhash
-
-from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.errors import CorruptShardError, FormatError
+from megatron_sft_idx.layout import FileDigest, ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.shard.digests import has_digest
-from megatron_sft_idx.shard.lock import lock_journal
-from megatron_sft_idx.shard.publish import remove_temporaries
-from megatron_sft_idx.storage import OutputFile, sync_folder
+from megatron_sft_idx.shard import recover
+from megatron_sft_idx.shard.prefix import read_journal
+from megatron_sft_idx.shard.publication import Publication
+from megatron_sft_idx.storage.hashing import StreamHash, has_digest
 from megatron_sft_idx.transfer.checking import corrupt
 from megatron_sft_idx.transfer.report import Copied
 from megatron_sft_idx.transfer.source import Source, digests_of
@@ -35,7 +32,7 @@ def download(
     Args:
         source: the shard, local or remote.
         prefix: the path that the five files will share.
-        overwrite: replace what is there.
+        overwrite: replace a shard that is there.
         on_progress: told how many more bytes of the shard are there.
 
     Raises:
@@ -43,117 +40,98 @@ def download(
         FormatError: something else is at the prefix, or another process writes it.
         OSError: the disk says no.
     """
-    paths = ShardPaths.of(prefix)
-    paths.folder.mkdir(parents=True, exist_ok=True)
-    with _locked(paths, overwrite=overwrite):
-        job = _Download(source, paths, on_progress)
-        present = job.present(overwrite=overwrite)
-        for suffix in SUFFIXES:
-            if suffix in present:
-                on_progress(job.digests[suffix].nbytes)
-            else:
-                job.fetch(suffix)
-        job.publish([suffix for suffix in SUFFIXES if suffix not in present])
-    sent = sum(job.digests[suffix].nbytes for suffix in SUFFIXES if suffix not in present)
-    found = sum(job.digests[suffix].nbytes for suffix in present)
-    return Copied(paths.prefix, sent, found, 0)
+    paths, digests = ShardPaths.of(prefix), digests_of(source)
+    interrupted = read_journal(paths)
+    if interrupted is not None and interrupted.work == "copy" and interrupted.done is not None:
+        recover(paths.prefix, overwrite=overwrite)
+    same = find_same(source, paths, overwrite=overwrite)
+    if wanted := [suffix for suffix in SUFFIXES if suffix not in same]:
+        # A .seq.idx that is right as it is goes while a file beside it does not have its content.
+        again = [".seq.idx"] if ".seq.idx" in same else []
+        _fetch_all(source, paths, digests, wanted + again, overwrite or bool(again), on_progress)
+        same -= {*again}
+    for suffix in same:
+        on_progress(digests[suffix].nbytes)
+    sent = sum(digests[suffix].nbytes for suffix in SUFFIXES if suffix not in same)
+    return Copied(paths.prefix, sent, sum(digests[suffix].nbytes for suffix in same), 0)
 
 
-@contextlib.contextmanager
-def _locked(paths: ShardPaths, *, overwrite: bool) -> Iterator[None]:
-    """Keep builders and other copies out, by the lock that builders take."""
-    lock = lock_journal(paths, create=True)
+def find_same(source: Source, paths: ShardPaths, *, overwrite: bool) -> set[str]:
+    """Which files are there already, by suffix. FormatError where others are, and may not be replaced."""
+    digests = digests_of(source)
+    same = {suffix for suffix in SUFFIXES if _is_there(paths.prefix + suffix, digests[suffix])}
+    others = [path for suffix in SUFFIXES if suffix not in same and os.path.lexists(path := paths.prefix + suffix)]
+    if others and not overwrite:
+        raise FormatError(
+            f"{paths.prefix}: {', '.join(others)} exist already and are not of this shard; choose another prefix,"
+            " or pass overwrite (--overwrite)"
+        )
+    return same
+
+
+def _is_there(path: str, digest: FileDigest) -> bool:
+    return os.path.isfile(path) and not os.path.islink(path) and has_digest(path, digest)
+
+
+def _fetch_all(
+    source: Source,
+    paths: ShardPaths,
+    digests: dict[str, FileDigest],
+    wanted: list[str],
+    overwrite: bool,
+    on_progress: Callable[[int], None],
+) -> None:
+    """Bring files to their temporary names, and publish them."""
+    only = [paths.prefix + suffix for suffix in wanted]
+    content = {"shard_id": source.header.shard_id.hex()}
+    head = read_journal(paths)
+    same = head is not None and head.work == "copy" and head.content.get("shard_id") == content["shard_id"]
+    if same and head is not None and head.files.keys() == set(wanted):
+        new = Publication.take_up(paths, overwrite=overwrite)
+    else:
+        nbytes = sum(digests[suffix].nbytes for suffix in wanted)
+        drops = ("copy",) if same else ()
+        new = Publication(paths, content, work="copy", overwrite=overwrite, only=only, nbytes=nbytes, drops=drops)
     try:
-        if os.fstat(lock).st_size:
-            if not overwrite:
-                raise FormatError(
-                    f"{paths.journal}: left by a build that was interrupted; recover its packs (megatron-sft-idx"
-                    f" rebuild {paths.prefix}), or pass overwrite (--overwrite) to drop them"
-                )
-            os.ftruncate(lock, 0)
-            remove_temporaries(paths)
-        try:
-            yield
-        finally:
-            os.unlink(paths.journal)
+        for suffix in wanted:
+            # What an earlier attempt left may be damaged.
+            if not any(_fetch(source, suffix, digests[suffix], new, keep, on_progress) for keep in (True, False)):
+                raise corrupt(source.paths.prefix + suffix, digests[suffix])
+        new.publish()
+    except CorruptShardError:
+        new.abandon()
+        raise
     finally:
-        os.close(lock)
+        new.close()  # what has arrived stays for the next attempt
 
 
-class _Download:
-    def __init__(self, source: Source, paths: ShardPaths, on_progress: Callable[[int], None]) -> None:
-        self._source, self._paths, self._on_progress = source, paths, on_progress
-        self.digests = digests_of(source)
-
-    def present(self, *, overwrite: bool) -> set[str]:
-        """Suffixes of the files that are there as they will be.
-
-        Raises:
-            FormatError: others are there, and ``overwrite`` is False.
-        """
-        there = [suffix for suffix in SUFFIXES if os.path.lexists(self._paths.prefix + suffix)]
-        same = {suffix for suffix in there if has_digest(self._paths.prefix + suffix, self.digests[suffix])}
-        if not overwrite and (others := [self._paths.prefix + suffix for suffix in there if suffix not in same]):
-            raise FormatError(
-                f"{self._paths.prefix}: {', '.join(others)} exist already and are not of this shard; choose another"
-                " prefix, or pass overwrite (--overwrite)"
-            )
-        return same
-
-    def fetch(self, suffix: str) -> None:
-        """Bring a file to its temporary name, from where an earlier attempt stopped."""
-        if not self._fetch(suffix, keep=True) and not self._fetch(suffix, keep=False):
-            os.unlink(_arriving(self._paths.prefix + suffix))
-            raise corrupt(self._source.paths.prefix + suffix, self.digests[suffix])
-
-    def _fetch(self, suffix: str, *, keep: bool) -> bool:
-        """Whether the file is what it must be; what an earlier attempt left may be of another shard."""
-        digest = self.digests[suffix]
-        file = OutputFile(_arriving(self._paths.prefix + suffix), keep=keep)
-        try:
-            if file.nbytes > digest.nbytes:
-                file.cut(0)
-            hashed = xxhash.xxh3_128()
-            for offset in range(0, file.nbytes, _READ_NBYTES):
-                hashed.update(file.read_at(offset, _READ_NBYTES))
-            self._on_progress(file.nbytes)
-            for chunk in self._chunks(suffix, file.nbytes):
-                file.write(chunk)
-                hashed.update(chunk)
-                self._on_progress(len(chunk))
-            if file.nbytes == digest.nbytes and hashed.digest() == digest.checksum:
-                file.sync()
-                return True
-            self._on_progress(-file.nbytes)
-            return False
-        finally:
-            file.close()
-
-    def _chunks(self, suffix: str, offset: int) -> Iterator[bytes | memoryview]:
-        if suffix == ".seq.idx":
-            return iter([memoryview(self._source.seq_idx)[offset:]])
-        return self._source.chunks(suffix, offset)
-
-    def publish(self, suffixes: list[str]) -> None:
-        """Give the files that were fetched their names, in the order of publication (rules W2 and W3)."""
-        if not suffixes:
-            return
-        folder = self._paths.folder
-        if os.path.lexists(self._paths.seq_idx):
-            if ".seq.idx" not in suffixes:
-                # Right as it is, but beside a file that is about to be replaced.
-                os.rename(self._paths.seq_idx, _arriving(self._paths.seq_idx))
-                suffixes = [*suffixes, ".seq.idx"]
-            else:
-                os.unlink(self._paths.seq_idx)
-            sync_folder(folder)
-        for suffix in suffixes:
-            if suffix == ".seq.idx":
-                sync_folder(folder)
-            path = self._paths.prefix + suffix
-            os.rename(_arriving(path), path)
-        sync_folder(folder)
+def _fetch(
+    source: Source,
+    suffix: str,
+    digest: FileDigest,
+    new: Publication,
+    keep: bool,
+    on_progress: Callable[[int], None],
+) -> bool:
+    """Bring one file, from where an earlier attempt stopped; whether it is what it must be."""
+    file = new.open(new.paths.prefix + suffix, keep=keep)
+    if file.nbytes > digest.nbytes:
+        file.cut(0)
+    stream = StreamHash()
+    for offset in range(0, file.nbytes, _READ_NBYTES):
+        stream.update(file.read_at(offset, _READ_NBYTES))
+    on_progress(file.nbytes)
+    for chunk in _chunks(source, suffix, file.nbytes):
+        file.write(chunk)
+        stream.update(chunk)
+        on_progress(len(chunk))
+    if stream.digest() == digest:
+        return True
+    on_progress(-file.nbytes)
+    return False
 
 
-def _arriving(path: str) -> str:
-    return path + ".copy"
+def _chunks(source: Source, suffix: str, offset: int) -> Iterator[bytes | memoryview]:
+    if suffix == ".seq.idx":
+        return iter([memoryview(source.seq_idx)[offset:]])
+    return source.chunks(suffix, offset)

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.shard import check_free
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.remote import RemotePath, open_store
 from megatron_sft_idx.storage.remote.threads import threads
+from megatron_sft_idx.transfer.download import find_same
+from megatron_sft_idx.transfer.source import open_source
 
-__all__ = ["destinations", "remote_target", "shard_nbytes"]
+__all__ = ["check_destinations", "destinations", "remote_target", "shard_nbytes"]
 
 
 def remote_target(prefix: str) -> ShardPaths:
@@ -41,6 +44,17 @@ def destinations(prefixes: Sequence[str], target: str) -> list[str]:
         raise FormatError(f"{target}: two of the shards are called {twice[0]}; copy them to folders of their own")
     folder = target if target.endswith("/") else target + "/"
     return [folder + name for name in names]
+
+
+def check_destinations(prefixes: Sequence[str], targets: Sequence[str], *, overwrite: bool) -> None:
+    """Look at all local places before the first shard is copied. FormatError where one may not be written."""
+    for prefix, target in zip(prefixes, targets, strict=True):
+        if is_remote(target):
+            continue
+        paths = ShardPaths.of(target)
+        check_free(paths, overwrite=True, any_file=not overwrite)
+        if paths.present() and not overwrite:
+            find_same(open_source(prefix), paths, overwrite=False)
 
 
 def shard_nbytes(prefix: str) -> int:

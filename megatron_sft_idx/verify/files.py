@@ -14,10 +14,10 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.storage import as_bytes
+from megatron_sft_idx.storage.hashing import StreamHash
 
 __all__ = ["CheckedFile", "Meter", "Stream"]
 
@@ -136,7 +136,7 @@ class Stream:
     def __init__(self, file: CheckedFile, meter: Meter, begin: int = 0) -> None:
         self.file, self._meter, self.position = file, meter, begin
         self._buffer = np.empty(_CHUNK_NBYTES, np.uint8)
-        self._hash = xxhash.xxh3_128()
+        self._hash = StreamHash()
 
     def pieces(self, dtype: Any, count: int | None = None) -> Iterator[NDArray[Any]]:
         """The next items, all that are left or this many, as far as the file has them.
@@ -158,7 +158,7 @@ class Stream:
 
     def _fill(self, out: NDArray[Any]) -> NDArray[Any]:
         out = out[: self.file.read_into(out, self.position)]
-        self._hash.update(as_bytes(out))
+        self._hash.update(out)
         self._meter.add(out.nbytes)
         self.position += out.nbytes
         return out
@@ -167,4 +167,4 @@ class Stream:
         """xxh3_128 of all bytes, as it is stored, those included that nobody asked for."""
         for _ in self.pieces(np.uint8):
             pass
-        return self._hash.digest()
+        return self._hash.checksum()

@@ -13,10 +13,11 @@ from fuzz.fuzz_rebuild import contents
 from fuzz.pieces import split
 from fuzz.repair import repair_journal
 
-from megatron_sft_idx.layout import Header
+from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.journal import PACK, read_blocks, read_head
 from megatron_sft_idx.shard import Shard, find_remains, recover
+from megatron_sft_idx.shard.recovery import adopt_remains
 from megatron_sft_idx.verify import verify_shard
 
 WIDENED = "x.loss.bin.tmp.float32"
@@ -31,6 +32,9 @@ def run(data: bytes) -> None:
         whole = dict(zip(NAMES, (journal, *parts[1:]), strict=True))
         before = {name: content for i, (name, content) in enumerate(whole.items()) if not missing >> i & 1}
         put_files(folder, before)
+        with refused(prefix):
+            adopt_remains(ShardPaths(prefix))
+        before = contents(folder)
         with refused(prefix):
             remains = find_remains(prefix)
             assert contents(folder) == before

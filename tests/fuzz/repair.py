@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import xxhash
 
-from megatron_sft_idx.formats.memmap.npy import encode_header
+from megatron_sft_idx.formats.memmap import encode_header
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.header import FIELDS, MAGIC, MAX_HEADER_NBYTES
 from megatron_sft_idx.layout.mmididx import IDX_HEADER, idx_nbytes

@@ -17,6 +17,7 @@ from typing import Any, Literal, NoReturn
 import orjson
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.storage import open_regular
 
 __all__ = ["AddedTokenSpec", "TokenizerFiles", "read_tokenizer_files", "refuse"]
 
@@ -142,7 +143,8 @@ def refuse(file: Path, why: str, *, code: bool = False) -> NoReturn:
 
 def _read_bytes(file: Path) -> bytes:
     try:
-        data = file.read_bytes()
+        with open_regular(file) as opened:
+            data = opened.read()
     except OSError as error:
         raise FormatError(f"{file}: cannot be read: {error.strerror}") from error
     if data.startswith(b"version https://git-lfs"):

@@ -32,7 +32,6 @@ damage of its merge tool visible: it moves the index entries of each further fil
 from __future__ import annotations
 
 import os
-import stat
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -41,7 +40,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.modalities.pickled_pairs import LIST_HEADS
-from megatron_sft_idx.storage import open_array
+from megatron_sft_idx.storage import open_array, open_regular
 
 __all__ = ["GENERATIONS", "HEADER_NBYTES", "Framing", "Generation", "encode_header", "find_framing", "framings"]
 
@@ -140,17 +139,15 @@ def framings(path: str) -> list[Framing]:
     Costs a few reads.
 
     Raises:
+        FormatError: it is no regular file.
         OSError: it cannot be read.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        status = os.fstat(fd)
-        size = status.st_size
-        if not stat.S_ISREG(status.st_mode) or size <= _LENGTH_NBYTES or os.pread(fd, 1, size - 1) != b".":
+    with open_regular(path) as file:
+        fd = file.fileno()
+        size = os.fstat(fd).st_size
+        if size <= _LENGTH_NBYTES or os.pread(fd, 1, size - 1) != b".":
             return []
         return [each for each in _that_fit(os.pread(fd, HEADER_NBYTES, 0), size) if _has_index(fd, each)]
-    finally:
-        os.close(fd)
 
 
 def find_framing(path: str) -> list[Framing]:
@@ -162,7 +159,7 @@ def find_framing(path: str) -> list[Framing]:
     """
     if found := framings(path):
         return found
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         head = file.read(HEADER_NBYTES)
         size = file.seek(0, os.SEEK_END)
     raise FormatError(f"{path}: no .pbin of any generation: {_why_not(head, size)}")

@@ -15,18 +15,17 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.checks import checked_alignment
-from megatron_sft_idx.formats.masks import MaskAlignment
+from megatron_sft_idx.formats.checks import MaskAlignment, checked_alignment
 from megatron_sft_idx.formats.modalities.layout import encode_header, framings
 from megatron_sft_idx.formats.modalities.pickled_pairs import write_pairs
 from megatron_sft_idx.formats.modalities.placement import Placement, place_documents
-from megatron_sft_idx.formats.output import output_file
-from megatron_sft_idx.formats.reading import file_identity, run_bounds
+from megatron_sft_idx.formats.runs import file_identity, run_bounds
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.reader import Pack
-from megatron_sft_idx.storage import OutputFile, as_bytes
+from megatron_sft_idx.storage import as_bytes
+from megatron_sft_idx.storage.publish import Kind, new_file, require_space
 
-__all__ = ["FORMAT", "MaskRule", "Reader", "Writer", "native_tokens", "recognise"]
+__all__ = ["FORMAT", "KIND", "MaskRule", "Reader", "Writer", "native_tokens", "recognise"]
 
 FORMAT = "pbin"
 
@@ -37,9 +36,21 @@ def recognise(path: str) -> str | None:
     """What makes this a ``.pbin``, as a sentence; None for other files."""
     try:
         found = framings(path)
-    except OSError:
+    except (OSError, FormatError):
         return None
     return f"Modalities .pbin: {found[0]}" if found else None
+
+
+def _is_whole(path: str) -> bool:
+    """Whether the reader opens a file: it has no magic, but an index that fits its data."""
+    try:
+        place_documents(path, repair_merge=True)
+    except Exception:  # whatever a stranger's bytes do to the reader
+        return False
+    return True
+
+
+KIND = Kind("a Modalities .pbin", _is_whole)
 
 
 def native_tokens(path: str, position: int, tokens: NDArray[Any]) -> NDArray[Any]:
@@ -190,7 +201,7 @@ class Writer(PackedWriter):
     Args:
         path: the file.
         spec: of the packs to come.
-        overwrite: replace a file.
+        overwrite: replace a ``.pbin``.
         allow_loss: write, though loss masks and which sequences shared a pack are lost.
         token_nbytes: bytes of a token, 1, 2 or 4; None for 2 with uint16 tokens and 4 with int32.
 
@@ -225,9 +236,14 @@ class Writer(PackedWriter):
         self.lost = self._lost
         self._num_packs = 0
         self._lengths: list[NDArray[np.int64]] = []
-        self._output = output_file(path, overwrite=overwrite)
-        self._file = OutputFile(self._output.temporary)
-        self._file.write(encode_header(0, token_nbytes))
+        require_space(name, token_nbytes * spec.num_tokens + 8 * spec.num_sequences)
+        self._output = new_file(path, KIND, overwrite=overwrite)
+        self._file, self._complete = self._output.open(), False
+        try:
+            self._file.write(encode_header(0, token_nbytes))
+        except BaseException:
+            self.abandon()
+            raise
 
     def write(self, run: PackRun) -> None:
         """Append packs.
@@ -251,18 +267,24 @@ class Writer(PackedWriter):
         if (run.pack_sequences > 1).any():
             self._lost["packs"] = "which sequences share a pack: every sequence is a document of its own"
 
-    def finalize(self) -> None:
-        """Write the index and the data's length, and put the file in its place."""
-        try:
-            data_nbytes = self._file.nbytes - len(encode_header(0, 1))
-            write_pairs(self._file.write, sum(map(len, self._lengths)), self._pairs())
-            # Last, as the real writer: a file without its length is one that was not finished.
-            self._file.write_at(encode_header(data_nbytes, self._dtype.itemsize), 0)
-            self._file.close()
-            self._output.publish()
-        except BaseException:
-            self.abandon()
-            raise
+    def complete(self) -> None:
+        """Write the index and the data's length."""
+        if self._complete:
+            return
+        data_nbytes = self._file.nbytes - len(encode_header(0, 1))
+        write_pairs(self._file.write, sum(map(len, self._lengths)), self._pairs())
+        # Last, as the real writer: a file without its length is one that was not finished.
+        self._file.write_at(encode_header(data_nbytes, self._dtype.itemsize), 0)
+        self._file.close()
+        self._complete = True
+
+    def reread(self) -> Reader:
+        """A reader of all of it; what its masks are made of by a rule is not what was written."""
+        return Reader(self._output.temporary, mask_rule="all")
+
+    def publish(self) -> None:
+        """Put the file in its place."""
+        self._output.publish()
 
     def abandon(self) -> None:
         """Remove what was written."""

@@ -11,6 +11,7 @@ they cut rows short. No index says which it is, so every read looks at the bytes
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +27,8 @@ from megatron_sft_idx.chat.inputs.files import expand_inputs
 from megatron_sft_idx.chat.inputs.json_value import parse_json
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.modalities.pickled_pairs import LIST_HEADS, read_pairs, write_pairs
-from megatron_sft_idx.formats.output import output_file
-from megatron_sft_idx.storage import Array, Backend, OutputFile, open_array
+from megatron_sft_idx.storage import Array, Backend, open_array, open_regular
+from megatron_sft_idx.storage.publish import Kind, Place, new_file, require_apart
 
 __all__ = ["RawIndexReport", "RawRows", "RowRange", "create_raw_index", "default_index_path", "recognise_raw_index"]
 
@@ -78,16 +79,30 @@ def default_index_path(path: str | os.PathLike[str]) -> str:
 def recognise_raw_index(path: str) -> str | None:
     """What makes this a raw index, as a sentence; None for other files, Megatron's ``.idx`` among them."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             head = file.read(2)
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - 1, 0))
             last = file.read(1)
-    except OSError:
+    except (OSError, FormatError):
         return None
     return (
         "a pickled list: a raw index over a JSON-lines file" if head.startswith(LIST_HEADS) and last == b"." else None
     )
+
+
+def _is_whole(path: str) -> bool:
+    """Whether a file is a pickled list of pairs and nothing else; other pickles begin and end like one."""
+    try:
+        size = os.stat(path).st_size
+        raw = open_array(path, np.dtype(np.uint8), size, nbytes=size)
+        assert isinstance(raw, np.ndarray)
+        return size > 0 and read_pairs(path, raw).ndim == 2
+    except Exception:  # whatever a stranger's bytes do to the reader
+        return False
+
+
+KIND = Kind("a raw index", _is_whole)
 
 
 def create_raw_index(
@@ -104,7 +119,7 @@ def create_raw_index(
         path: a plain ``.jsonl``; compressed files cannot be read in any order.
         index_path: where to write; None for ``default_index_path``.
         drop_faulty: leave out lines that are no JSON instead of refusing the file.
-        overwrite: replace another index; one of Megatron is never replaced.
+        overwrite: replace another raw index; nothing else is ever replaced, indexes of Megatron among it.
         on_progress: called now and then with the bytes and the rows since the last time.
 
     Raises:
@@ -114,21 +129,14 @@ def create_raw_index(
     """
     name = os.fspath(path)
     target = os.fspath(index_path) if index_path is not None else default_index_path(path)
+    require_apart([Place(target, "the index")], [Place(name, "the file to be indexed")])
     _check_input(name)
-    _check_target(target, name)
-    output = output_file(target, overwrite=overwrite)
-    try:
+    with new_file(target, KIND, overwrite=overwrite) as output:
         scan = _Scan(name, drop_faulty)
         blocks = list(scan.rows(on_progress or (lambda num_bytes, num_rows: None)))
-        file = OutputFile(output.temporary)
-        try:
+        with contextlib.closing(output.open()) as file:
             write_pairs(file.write, scan.num_rows, blocks)
-        finally:
-            file.close()
         output.publish()
-    except BaseException:
-        output.abandon()
-        raise
     return RawIndexReport(target, scan.num_rows, scan.num_blank, scan.num_faulty)
 
 
@@ -169,7 +177,7 @@ class _Scan:
         return True
 
     def _blocks(self) -> Iterator[tuple[bytes, int]]:
-        with open(self._path, "rb", buffering=0) as file:
+        with open_regular(self._path) as file:
             while block := file.read(_BLOCK_NBYTES):
                 yield block, file.tell()
 
@@ -183,18 +191,6 @@ def _check_input(path: str) -> None:
             f"{path}: {file.compression or file.kind} data; expected plain JSON lines, which alone can be read in any"
             " order by byte offsets"
         )
-
-
-def _check_target(path: str, source: str) -> None:
-    if os.path.realpath(path) == os.path.realpath(source):
-        raise FormatError(f"{path}: is the file to be indexed; choose another --output")
-    try:
-        with open(path, "rb") as file:
-            is_megatron = file.read(len(_MEGATRON_MAGIC)) == _MEGATRON_MAGIC
-    except OSError:
-        return
-    if is_megatron:
-        raise FormatError(f"{path}: an index of Megatron is here, whose .bin would be lost; choose another --output")
 
 
 class RawRows(Sequence[bytes]):

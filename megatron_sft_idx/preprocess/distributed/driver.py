@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs, total_bytes
@@ -36,10 +35,12 @@ from megatron_sft_idx.preprocess.identity import option_differences, packing_dif
 from megatron_sft_idx.preprocess.outputs import Output, Packing, make_room, output_prefixes, plan_packs
 from megatron_sft_idx.preprocess.pack import pack_report
 from megatron_sft_idx.preprocess.progress import Progress
-from megatron_sft_idx.preprocess.start import has_journal, require_not_output
+from megatron_sft_idx.preprocess.start import has_remains, require_not_output
 from megatron_sft_idx.preprocess.summary import Summary, timed
 from megatron_sft_idx.shard import check_free, read_header
+from megatron_sft_idx.shard.prefix import is_set_aside, publish_all
 from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage.hashing import StreamHash
 
 if TYPE_CHECKING:
     from megatron_sft_idx.preprocess.pipeline import PreprocessOptions
@@ -146,7 +147,7 @@ class _Run:
         for prefix in self.outputs:
             # Whether a shard that is there is one of this run is known once its input is read.
             check_free(ShardPaths.of(prefix), overwrite=options.overwrite or options.resume)
-            if has_journal(prefix) and not options.overwrite:
+            if has_remains(prefix) and not options.overwrite:
                 raise FormatError(
                     f"{ShardPaths.of(prefix).journal}: left by another run that was interrupted, or is at work still;"
                     " pass --overwrite to start anew"
@@ -197,7 +198,9 @@ class _Run:
             )
             make_room(outputs, overwrite=replaces, keep=not replaces)
         with timed(self.seconds, "gathering"):
-            return report, self._gather(cluster, table, packing, outputs)
+            headers = self._gather(cluster, table, packing, outputs)
+            publish_all([paths for output in outputs if is_set_aside(paths := ShardPaths.of(output.prefix))])
+            return report, headers
 
     def _tokenise(
         self, cluster: Cluster, files: Sequence[InputFile], encoder: RowEncoder, cutting: Cutting
@@ -206,7 +209,7 @@ class _Run:
         encoding = dataclasses.replace(encoder.options, tokenizer=os.path.abspath(options.encoding.tokenizer))
         job = cluster.share(TokenisingJob(self.folder.path, encoding, digest_of(encoder), cutting))
         result = _Tokenised()
-        pieces = xxhash.xxh3_128()
+        pieces = StreamHash()
         lines: Counter[int] = Counter()
         cut: deque[Stretch] = deque()
 
@@ -233,7 +236,7 @@ class _Run:
                         self._take(result, part, stretch.name, before)
                         pieces.update("".join(part.info.pieces).encode())
                         lines[stretch.number] += part.info.lines
-        result.fingerprint = pieces.hexdigest()
+        result.fingerprint = pieces.hex()
         if not any(map(len, result.lengths)):
             report = result.report
             raise FormatError(

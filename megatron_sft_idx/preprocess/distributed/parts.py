@@ -32,6 +32,7 @@ import xxhash
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.preprocess.encoding import EncodedPiece
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array, sync_folder
+from megatron_sft_idx.storage.hashing import StreamHash
 
 __all__ = ["Part", "PartInfo", "write_part"]
 
@@ -201,10 +202,10 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Pa
     for offset, chunks in zip(offsets, arrays, strict=False):
         body += [bytes(offset - end), *(as_bytes(chunk) for chunk in chunks)]
         end = offset + sum(chunk.nbytes for chunk in chunks)
-    digest = xxhash.xxh3_128()
+    stream = StreamHash()
     for data in body:
-        digest.update(data)
-    info.checksum = digest.hexdigest()
+        stream.update(data)
+    info.checksum = stream.hex()
     raw = _encode(info)
     head = _HEAD.pack(_MAGIC, len(raw), xxhash.xxh3_128_digest(raw)) + raw
     temporary = f"{path}.{secrets.token_hex(8)}.tmp"

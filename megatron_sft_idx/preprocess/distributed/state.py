@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from megatron_sft_idx.chat.inputs.files import InputFile
@@ -19,16 +18,18 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.preprocess.distributed.stretches import Cutting
 from megatron_sft_idx.preprocess.encoding import RowEncoder
 from megatron_sft_idx.preprocess.identity import option_differences
-from megatron_sft_idx.shard.lock import lock_journal
-from megatron_sft_idx.storage import OutputFile, sync_folder
+from megatron_sft_idx.shard.prefix import lock_journal
+from megatron_sft_idx.storage.publish import Kind, head_of, write_file
 
 __all__ = ["RunFolder"]
 
 _MAX_NBYTES = 1 << 28
 _VERSION = 1
 _LOCK = "run.journal"
+_BEGIN = b'{"version":'
+_KIND = Kind("the record of a run", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
 # The lock, what the run is of, parts, and what a kill left of them; a file that is open somewhere on NFS.
-_OURS = re.compile(r"run\.journal|run\.json(\.tmp)?|\d+-\d+\.part(\.[0-9a-f]+\.tmp)?|\.nfs.+")
+_OURS = re.compile(r"run\.journal|run\.json|\.run\.json\.[0-9a-f]+\.tmp|\d+-\d+\.part(\.[0-9a-f]+\.tmp)?|\.nfs.+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +103,7 @@ class RunFolder:
             "cutting": [cutting.piece_nbytes, cutting.pieces],
             "overwrite": overwrite,
         }
-        file = OutputFile(self._state + ".tmp")
-        try:
-            file.write(json.dumps(state).encode())
-            file.sync()
-        finally:
-            file.close()
-        os.rename(self._state + ".tmp", self._state)
-        sync_folder(Path(self.path))
+        write_file(self._state, json.dumps(state).encode(), _KIND, overwrite=True)
 
     def resume(self, files: Sequence[InputFile], encoder: RowEncoder, cutting: Cutting) -> bool:
         """Whether the interrupted run was to overwrite.

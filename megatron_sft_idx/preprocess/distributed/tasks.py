@@ -32,7 +32,7 @@ from megatron_sft_idx.preprocess.distributed.stretches import Cutting, Stretch, 
 from megatron_sft_idx.preprocess.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.preprocess.gather import PackedRun, write_packs
 from megatron_sft_idx.preprocess.outputs import Output
-from megatron_sft_idx.shard.lock import lock_journal
+from megatron_sft_idx.shard.prefix import lock_journal
 
 __all__ = ["MadePart", "PartsTable", "TokenisingJob", "count_trained", "digest_of", "gather_shard", "make_parts"]
 
@@ -195,7 +195,7 @@ def gather_shard(table: PartsTable, output: Output, run: PackedRun) -> Header:
         return header
     with output.writer(overwrite=True) as writer:
         write_packs(PartsReader(table.paths, table.bounds, table.mask_dtype), run, writer)
-        return writer.finalize()
+        return writer.set_aside()
 
 
 def _wait_for_lock(paths: ShardPaths) -> None:

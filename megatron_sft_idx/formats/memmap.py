@@ -1,10 +1,28 @@
-"""Reading a memmap folder by pointer arithmetic: rows and their lengths, never a guess at padding."""
+"""Packs as a folder of padded NumPy arrays, ``memmap_padded_v1``: every pack a row of fixed width.
+
+===================  ======================  ========================================================
+``input_ids.npy``    [packs, pack_size]      ids; what follows a pack's tokens in its row is never read
+``loss_mask.npy``    [packs, pack_size]      uint8, 0 or 1
+``packed_len.npy``   [packs]                 uint32, tokens in each pack
+``seq_offsets.npy``  [packs + 1]             uint32, CSR offsets of the sequences by pack
+``seq_starts.npy``   [sequences]             uint32, where each sequence starts in its pack
+``manifest.json``    written last            format, counts, dtypes; here also alignment, padding id, checksums
+===================  ======================  ========================================================
+
+A plain manifest does not say how its masks are aligned. The plan this format comes from rolls them right over whole
+packs before they are written, which trains the wrong tokens: such folders need ``mask_alignment="rolled-right"``.
+
+Reading is pointer arithmetic: rows and their lengths, never a guess at padding. The ``.npy`` files hold arrays of
+numbers that are mapped or read in order; nothing in them is ever unpickled.
+"""
 
 from __future__ import annotations
 
+import io
+import math
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -13,38 +31,49 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackRun
-from megatron_sft_idx.formats.checks import checked_alignment, checked_run
-from megatron_sft_idx.formats.masks import MaskAlignment, alignment_note
-from megatron_sft_idx.formats.memmap.npy import NpyHeader, open_npy, read_header
-from megatron_sft_idx.formats.memmap.shard_writer import MANIFEST, NAME
-from megatron_sft_idx.formats.memmap.writer import STATED
-from megatron_sft_idx.formats.reading import file_identity
-from megatron_sft_idx.formats.runs import IndexedRun, note_unplaced, stated_alignment, stated_int
+from megatron_sft_idx.formats.checks import MaskAlignment, alignment_note, checked_alignment, checked_run
+from megatron_sft_idx.formats.runs import IndexedRun, file_identity, note_unplaced, stated_alignment, stated_int
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.reader import Pack
+from megatron_sft_idx.storage import open_array, open_regular
 
-__all__ = ["Reader", "recognise"]
+__all__ = ["ARRAYS", "FORMAT", "MANIFEST", "NAME", "STATED", "Reader", "encode_header", "read_manifest", "recognise"]
 
-_ARRAYS = ("input_ids", "loss_mask", "packed_len", "seq_offsets", "seq_starts")
+FORMAT = "memmap"
+NAME = "memmap_padded_v1"
+MANIFEST = "manifest.json"
+# The manifest's key for what the plain one does not say.
+STATED = "megatron_sft_idx"
+ARRAYS = ("input_ids", "loss_mask", "packed_len", "seq_offsets", "seq_starts")
 _MOST_MANIFEST_NBYTES = 64 << 20
 # Of the short arrays: entries looked at together.
 _SCAN = 1 << 20
 
 
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+
+
 def recognise(path: str) -> str | None:
     """Evidence that a folder holds padded memmap arrays: what its manifest says."""
     try:
-        _read_manifest(path)
+        read_manifest(path)
     except (FormatError, OSError, ValueError):
         return None
     return f'{MANIFEST} says "format": "{NAME}"'
 
 
-def _read_manifest(folder: str) -> dict[str, Any]:
+def read_manifest(folder: str) -> dict[str, Any]:
+    """The manifest of a folder, with its fingerprint.
+
+    Raises:
+        FormatError: there is none, or it is of another format or version.
+        OSError: it cannot be read.
+    """
     path = os.path.join(folder, MANIFEST)
     try:
-        with open(path, "rb") as file:
-            raw = file.read(_MOST_MANIFEST_NBYTES + 1)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            raw = file.read(min(size, _MOST_MANIFEST_NBYTES) + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise FormatError(
             f"{folder}: no {MANIFEST}, which is written last; the folder is another thing, or was not finished"
@@ -64,6 +93,67 @@ def _read_manifest(folder: str) -> dict[str, Any]:
     return {**manifest, "fingerprint": xxhash.xxh3_128_hexdigest(raw)}
 
 
+class _NpyHeader(NamedTuple):
+    """What a ``.npy`` says of its array, and where that begins, in bytes."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size that the whole file must have; a Python int, whatever the shape claims."""
+        return self.offset + math.prod(self.shape) * self.dtype.itemsize
+
+
+def _read_header(path: str) -> _NpyHeader:
+    """The header of a ``.npy`` of numbers, held against the file's size.
+
+    Raises:
+        FormatError: no such file, another kind of file, an array of objects, an impossible shape, or a size that
+            does not fit the shape.
+    """
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            shape, fortran, dtype = _HEADERS[np.lib.format.read_magic(file)](file)
+            header = _NpyHeader(shape, dtype, file.tell())
+    except (FileNotFoundError, NotADirectoryError):
+        raise FormatError(f"{path}: not there; a memmap folder has five .npy files and a manifest") from None
+    except (OSError, FormatError):
+        raise
+    except Exception as error:
+        # numpy evaluates the header as a literal and lets its parser's errors through.
+        raise FormatError(f"{path}: not a .npy file of version 1 or 2: {type(error).__name__}: {error}") from None
+    if dtype.kind not in "biuf" or dtype.names is not None:
+        raise FormatError(f"{path}: an array of {dtype}, expected numbers; objects are never unpickled")
+    if any(type(side) is not int or side < 0 for side in shape):
+        raise FormatError(f"{path}: shape {shape}, expected whole numbers of 0 or more")
+    if fortran and len(shape) > 1 and min(shape) > 1:
+        raise FormatError(f"{path}: stored by columns (fortran_order), expected by rows; save it with order='C'")
+    if size != header.nbytes:
+        raise FormatError(
+            f"{path}: {size} bytes, expected {header.nbytes} for {dtype} of shape {shape}; it was cut short or is"
+            " still being written: copy or write it again"
+        )
+    return header
+
+
+def _open_npy(path: str, header: _NpyHeader) -> NDArray[Any]:
+    """The array as a read-only map, in the file's byte order."""
+    count = math.prod(header.shape)
+    array = open_array(path, header.dtype, count, nbytes=header.nbytes, offset=header.offset)
+    return np.asarray(array).reshape(header.shape)
+
+
+def encode_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """The bytes before the array, as ``numpy.save`` writes them."""
+    out = io.BytesIO()
+    description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(out, description)
+    return out.getvalue()
+
+
 class Reader(PackedReader):
     """One memmap folder. Each process opens its own reader; threads may share one.
 
@@ -81,13 +171,13 @@ class Reader(PackedReader):
         self.path = os.fspath(path)
         self.notes: list[str] = []
         asked = checked_alignment(self.path, mask_alignment)
-        manifest = self._manifest = _read_manifest(self.path)
+        manifest = self._manifest = read_manifest(self.path)
         self._alignment = stated_alignment(self.path, manifest.get("mask_alignment"), asked)
-        headers = {name: read_header(os.path.join(self.path, f"{name}.npy")) for name in _ARRAYS}
+        headers = {name: _read_header(os.path.join(self.path, f"{name}.npy")) for name in ARRAYS}
         self._num_packs, self._pack_size = self._check_shapes(headers)
-        arrays = {name: open_npy(os.path.join(self.path, f"{name}.npy"), header) for name, header in headers.items()}
+        arrays = {name: _open_npy(os.path.join(self.path, f"{name}.npy"), header) for name, header in headers.items()}
         self._ids, self._mask = arrays["input_ids"], arrays["loss_mask"]
-        self._lengths, self._offsets, self._starts = (arrays[name] for name in _ARRAYS[2:])
+        self._lengths, self._offsets, self._starts = (arrays[name] for name in ARRAYS[2:])
         self._check_ends()
         # Ids of other types are held to the range of int32.
         token = np.uint16 if self._ids.dtype.newbyteorder("=") == np.uint16 else np.int32
@@ -97,7 +187,7 @@ class Reader(PackedReader):
         if note := alignment_note(self._alignment):
             self.notes.append(note)
 
-    def _check_shapes(self, headers: dict[str, NpyHeader]) -> tuple[int, int]:
+    def _check_shapes(self, headers: dict[str, _NpyHeader]) -> tuple[int, int]:
         """Number of packs and width of a row; FormatError unless the five arrays and the manifest agree on them."""
         num_packs, pack_size = self._manifest.get("num_bins"), self._manifest.get("pack_size")
         if type(num_packs) is not int or type(pack_size) is not int or num_packs < 0:
@@ -116,7 +206,7 @@ class Reader(PackedReader):
                 raise self._wrong(f"{name}.npy has shape {found}, expected {shape}; it is of another folder")
         if len(headers["seq_starts"].shape) != 1:
             raise self._wrong(f"seq_starts.npy has shape {headers['seq_starts'].shape}, expected one dimension")
-        for name in _ARRAYS:
+        for name in ARRAYS:
             kinds = "biuf" if name == "loss_mask" else "iu"
             if headers[name].dtype.kind not in kinds:
                 raise self._wrong(f"{name}.npy holds {headers[name].dtype}, expected integers")
@@ -171,7 +261,7 @@ class Reader(PackedReader):
         fingerprint = str(self._manifest["fingerprint"])
         if isinstance(self._manifest.get("checksums"), dict):
             return fingerprint
-        return f"{fingerprint} {file_identity(*(os.path.join(self.path, f'{name}.npy') for name in _ARRAYS))}"
+        return f"{fingerprint} {file_identity(*(os.path.join(self.path, f'{name}.npy') for name in ARRAYS))}"
 
     def __len__(self) -> int:
         return self._num_packs

@@ -1,4 +1,4 @@
-"""Writing a memmap folder pack by pack."""
+"""Writing a memmap folder: ``MemmapShardWriter`` pack by pack, ``Writer`` run by run on top of it."""
 
 from __future__ import annotations
 
@@ -8,32 +8,43 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import PackRun
-from megatron_sft_idx.formats.checks import checked_alignment, checked_run, require_same_length
-from megatron_sft_idx.formats.masks import MaskAlignment
-from megatron_sft_idx.formats.memmap.npy import encode_header
-from megatron_sft_idx.formats.output import output_folder
+from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
+from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
+from megatron_sft_idx.formats.checks import MaskAlignment, checked_alignment, checked_run, require_same_length
+from megatron_sft_idx.formats.memmap import ARRAYS, MANIFEST, NAME, STATED, Reader, encode_header, read_manifest
+from megatron_sft_idx.formats.runs import BinaryMasks, Counts
 from megatron_sft_idx.layout.values import MAX_CAPACITY
-from megatron_sft_idx.storage import OutputFile
+from megatron_sft_idx.storage.hashing import HashedFile
+from megatron_sft_idx.storage.publish import Kind, New, head_of, new_folder
 
-__all__ = ["MANIFEST", "NAME", "MemmapShardWriter"]
+__all__ = ["KIND", "MemmapShardWriter", "Writer"]
 
-NAME = "memmap_padded_v1"
-MANIFEST = "manifest.json"
 _VERSION = "1.0"
 _INDEX = np.dtype("<u4")
 _MOST_INDEX = np.iinfo(np.uint32).max
 _MOST_FILE_NBYTES = 2**63 - 1
+_FILES = {f"{name}.npy" for name in ARRAYS}
+_NPY_MAGIC = b"\x93NUMPY"
 # Small arrays gather this many bytes between writes.
 _GATHER_NBYTES = 1 << 16
+
+
+def _is_part(path: str) -> bool:
+    """Whether a file is the manifest of such a folder, or an array that such a manifest beside it speaks of."""
+    folder, name = os.path.split(path)
+    try:
+        read_manifest(folder)
+    except (SFTIndexError, OSError):
+        return False
+    return name == MANIFEST or (name in _FILES and head_of(path, len(_NPY_MAGIC)) == _NPY_MAGIC)
+
+
+KIND = Kind("a folder of padded arrays", _is_part)
 
 
 class _ArrayFile:
@@ -43,19 +54,18 @@ class _ArrayFile:
     is a SIGBUS.
     """
 
-    def __init__(self, folder: str, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-        self._file = OutputFile(os.path.join(folder, f"{name}.npy"))
-        self._hash = xxhash.xxh3_128()
+    def __init__(self, folder: New, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._file = HashedFile(folder.open(f"{name}.npy"))
         self._gathered = bytearray()
         header = encode_header(dtype, shape)
         nbytes = len(header) + math.prod(shape) * dtype.itemsize
         try:
             if nbytes > _MOST_FILE_NBYTES:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-            os.posix_fallocate(self._file.fileno(), 0, nbytes)
+            os.posix_fallocate(self._file.file.fileno(), 0, nbytes)
         except OSError as error:
-            self._file.close()
-            raise OSError(error.errno, f"{error.strerror} ({nbytes} bytes)", self._file.path) from error
+            self.discard()
+            raise OSError(error.errno, f"{error.strerror} ({nbytes} bytes)", self._file.file.path) from error
         self.write(header)
 
     def write(self, data: bytes | memoryview) -> None:
@@ -64,19 +74,17 @@ class _ArrayFile:
             self.flush()
 
     def flush(self) -> None:
-        data = bytes(self._gathered)
+        self._file.write(bytes(self._gathered))
         self._gathered.clear()
-        self._hash.update(data)
-        self._file.write(data)
 
     def close(self) -> str:
         """Checksum of the file."""
         self.flush()
-        self._file.close()
-        return self._hash.hexdigest()
+        self.discard()
+        return self._file.hex()
 
     def discard(self) -> None:
-        self._file.close()
+        self._file.file.close()
 
 
 class MemmapShardWriter:
@@ -92,8 +100,12 @@ class MemmapShardWriter:
         dtype: of the ids on disk: an integer type; ids are held to its range and to int32.
         mask_alignment: what the masks are that come in. They are stored as they come, and the manifest says this, so
             that readers shift them once. None writes a manifest that does not say it.
-        overwrite: replace a folder that is not empty.
+        overwrite: replace such a folder.
         extra: more keys for the manifest, JSON-able.
+
+    Attributes:
+        path: the folder, its name resolved.
+        temporary: where it is until then.
 
     Raises:
         FormatError: sizes or a dtype that the format does not have, or something is at ``output_dir``.
@@ -112,7 +124,7 @@ class MemmapShardWriter:
         overwrite: bool = False,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        self._path = os.path.abspath(os.fspath(output_dir))
+        self._path = os.fspath(output_dir)
         self._dtype = self._checked_dtype(dtype)
         for what, value, least, most in (
             ("num_bins", num_bins, 0, _MOST_INDEX),
@@ -123,12 +135,14 @@ class MemmapShardWriter:
                 raise FormatError(f"{self._path}: {what} {value!r}, expected a whole number from {least} to {most}")
         self._num_bins, self._pack_size, self._total = int(num_bins), int(pack_size), int(total_seq_starts)
         self._alignment = checked_alignment(self._path, mask_alignment) if mask_alignment is not None else None
-        self._overwrite, self._extra = overwrite, dict(extra or {})
+        self._extra = dict(extra or {})
         self._written = self._num_starts = 0
         self._row = np.zeros(self._pack_size, self._dtype)
         self._mask_row = np.zeros(self._pack_size, np.uint8)
-        self._output = output_folder(self._path, overwrite=overwrite or self._is_empty_folder())
+        self._output = new_folder(self._path, KIND, overwrite=overwrite)
+        self.path, self.temporary = self._output.path, self._output.temporary
         self._files: dict[str, _ArrayFile] = {}
+        self._manifest: dict[str, Any] | None = None
         self._closed = False
         try:
             self._reserve()
@@ -142,9 +156,6 @@ class MemmapShardWriter:
             raise FormatError(f"{self._path}: dtype {found} for ids, expected an integer type")
         return found.newbyteorder("<")
 
-    def _is_empty_folder(self) -> bool:
-        return os.path.isdir(self._path) and not os.listdir(self._path)
-
     def _reserve(self) -> None:
         rows, index = (self._num_bins, self._pack_size), self._num_bins
         for name, dtype, shape in (
@@ -154,7 +165,7 @@ class MemmapShardWriter:
             ("seq_offsets", _INDEX, (index + 1,)),
             ("seq_starts", _INDEX, (self._total,)),
         ):
-            self._files[name] = _ArrayFile(self._output.temporary, name, dtype, shape)
+            self._files[name] = _ArrayFile(self._output, name, dtype, shape)
         self._files["seq_offsets"].write(bytes(_INDEX.itemsize))
 
     def write_bin(self, bin_id: int, input_ids: ArrayLike, loss_mask: ArrayLike, seq_start_id: ArrayLike) -> None:
@@ -239,28 +250,20 @@ class MemmapShardWriter:
             pack = int(np.searchsorted(np.cumsum(run.pack_lengths), at, side="right"))
             raise SequenceError(self._path, first + pack, f"id {run.tokens[at]} in {self._dtype}, at most {largest}")
 
-    def finalize(self) -> dict[str, Any]:
-        """Write the manifest, and put the folder in its place.
-
-        Returns:
-            The manifest.
+    def complete(self) -> dict[str, Any]:
+        """Write the manifest, so that the folder at ``temporary`` can be read; may be called twice. Returns it.
 
         Raises:
             FormatError: packs or sequences are missing; the writer stays open for them.
         """
         self._require_open()
+        if self._manifest is not None:
+            return self._manifest
         if (self._written, self._num_starts) != (self._num_bins, self._total):
             raise FormatError(
                 f"{self._path}: {self._written} packs with {self._num_starts} sequences, expected {self._num_bins}"
                 f" (num_bins) with {self._total} (total_seq_starts); write the missing ones, or announce fewer"
             )
-        try:
-            return self._publish()
-        except BaseException:
-            self.abandon()
-            raise
-
-    def _publish(self) -> dict[str, Any]:
         checksums = {f"{name}.npy": file.close() for name, file in self._files.items()}
         manifest = {
             "version": _VERSION,
@@ -275,11 +278,26 @@ class MemmapShardWriter:
             **self._extra,
             "checksums": {"algorithm": "xxh3_128", **checksums},
         }
-        text = json.dumps(manifest, indent=2) + "\n"
-        Path(self._output.temporary, MANIFEST).write_text(text, encoding="utf-8")
-        if not self._overwrite and os.path.isdir(self._path) and not self._is_empty_folder():
-            raise FormatError(f"{self._path}: files appeared in it while it was written; choose another folder")
-        self._output.publish()
+        with contextlib.closing(self._output.open(MANIFEST)) as file:
+            file.write((json.dumps(manifest, indent=2) + "\n").encode())
+        self._manifest = manifest
+        return manifest
+
+    def finalize(self) -> dict[str, Any]:
+        """Write the manifest, and put the folder in its place.
+
+        Returns:
+            The manifest.
+
+        Raises:
+            FormatError: packs or sequences are missing; the writer stays open for them.
+        """
+        manifest = self.complete()
+        try:
+            self._output.publish()
+        except BaseException:
+            self.abandon()
+            raise
         self._closed = True
         return manifest
 
@@ -299,3 +317,80 @@ class MemmapShardWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A clean exit without ``finalize`` has no manifest to return: the folder is not complete then either.
         self.abandon()
+
+
+class Writer(PackedWriter):
+    """Writes a memmap folder; its rows are as wide as the capacity.
+
+    Args:
+        path: the folder.
+        spec: what is going to be written.
+        overwrite: replace such a folder.
+        allow_loss: write loss weights above 0 as 1.
+        pack_size: width of the rows where not the capacity, such as the longest pack, to save space.
+
+    Raises:
+        FormatError: sizes that the format does not have, or something is at ``path``.
+        OSError: no space for the whole of it, among others.
+    """
+
+    format = "memmap"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        spec: PackedSpec,
+        *,
+        overwrite: bool = False,
+        allow_loss: bool = False,
+        pack_size: int | None = None,
+    ) -> None:
+        self._path, self._spec = os.fspath(path), spec
+        self._counts, self._masks = Counts(), BinaryMasks(self._path, allow_loss=allow_loss)
+        self.lost = self._masks.lost
+        stated = {
+            "capacity": spec.capacity,
+            "num_tokens": spec.num_tokens,
+            "longest_pack": spec.longest_pack,
+            "sequence_multiple": spec.sequence_multiple,
+            "pad_id": spec.pad_id,
+            "metadata": dict(spec.metadata),
+        }
+        self._writer = MemmapShardWriter(
+            path,
+            spec.num_packs,
+            max(spec.capacity, 1) if pack_size is None else pack_size,  # an empty shard's capacity may be 0
+            spec.num_sequences,
+            np.uint16 if spec.token_dtype == np.uint16 else np.int32,
+            mask_alignment="label",
+            overwrite=overwrite,
+            extra={STATED: stated},
+        )
+
+    def write(self, run: PackRun) -> None:
+        """Append packs.
+
+        Raises:
+            FormatError: loss weights that are neither 0 nor 1, without ``allow_loss``.
+            SequenceError: a pack is longer than a row.
+        """
+        mask = self._masks.of(run, self._counts.packs)
+        self._writer.write_run(run, mask)
+        self._counts.add(run)
+
+    def complete(self) -> None:
+        """Write the manifest. FormatError where packs are missing."""
+        self._counts.require(self._path, self._spec)
+        self._writer.complete()
+
+    def reread(self) -> Reader:
+        """A reader of all of it."""
+        return Reader(self._writer.temporary)
+
+    def publish(self) -> None:
+        """Put the folder in its place."""
+        self._writer.finalize()
+
+    def abandon(self) -> None:
+        """Remove what was written; nothing where it is finalized or abandoned already."""
+        self._writer.abandon()

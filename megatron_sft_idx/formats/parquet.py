@@ -1,4 +1,18 @@
-"""Reading packed Parquet: random reads from row groups that stay decoded, and all packs in bounded memory."""
+"""Packs as Parquet: one row a pack, three list columns, as Megatron-Bridge and Nemotron's data preparation have it.
+
+=============  ==========================================================================
+``input_ids``  list of int32 (Nemotron) or int64 (Megatron-Bridge)
+``loss_mask``  list of uint8 (Nemotron) or int8 (Megatron-Bridge), one value a token
+``seq_start_id``  list of int32 or int64: where the pack's sequences start, the first 0
+=============  ==========================================================================
+
+Other columns are left alone, and so are row groups of any size, compression and encoding that pyarrow reads. What the
+columns cannot say (capacity, padding id, dtypes) is in the schema's metadata, written here and optional when reading.
+
+Masks are label-aligned in what Megatron-Bridge's own packer writes, and in what its collate expects. Nemotron's data
+preparation first rolled them right over whole packs and later shifted them left inside sequences; its files do not say
+which, so that its older ones need ``mask_alignment="rolled-right"``.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +28,30 @@ import xxhash
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackRun
-from megatron_sft_idx.formats.checks import checked_alignment
-from megatron_sft_idx.formats.masks import MaskAlignment, alignment_note
-from megatron_sft_idx.formats.parquet.columns import COLUMNS, PackColumns, checked_schema, pyarrow_errors
-from megatron_sft_idx.formats.parquet.metadata import decode
+from megatron_sft_idx.formats.checks import MaskAlignment, alignment_note, checked_alignment
 from megatron_sft_idx.formats.runs import Counts, IndexedRun, note_unplaced, stated_alignment, stated_int
 from megatron_sft_idx.layout.values import MAX_CAPACITY, MAX_COUNT
 from megatron_sft_idx.shard.reader import Pack
+from megatron_sft_idx.storage import open_regular
 
 if TYPE_CHECKING:
     import pyarrow as pa
+import contextlib
+from typing import TYPE_CHECKING, NamedTuple
 
-__all__ = ["Opener", "Reader", "recognise"]
+import orjson
+from numpy.typing import NDArray
 
+from megatron_sft_idx.errors import SFTIndexError
+from megatron_sft_idx.formats.checks import checked_run, require_same_length
+
+__all__ = ["COLUMNS", "FORMAT", "KEY", "VERSION", "Opener", "Reader", "pyarrow_errors", "recognise"]
+
+FORMAT = "parquet"
+COLUMNS = ("input_ids", "loss_mask", "seq_start_id")
+# The key, in the schema's metadata, of what the columns cannot say.
+KEY = b"megatron_sft_idx"
+VERSION = 1
 # What the footer counts of every row group, beside its rows.
 _COUNTED = ("input_ids", "seq_start_id")
 
@@ -42,7 +67,7 @@ _MOST_GROUP_VALUES = 1 << 31
 def recognise(path: str) -> str | None:
     """Evidence that a file is packed Parquet: its magic and its three columns."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             if file.read(4) != _MAGIC or file.seek(-4, os.SEEK_END) < 8 or file.read(4) != _MAGIC:
                 return None
         with pyarrow_errors(path):
@@ -52,6 +77,150 @@ def recognise(path: str) -> str | None:
     except Exception:  # whatever the content does to pyarrow, it is no packed Parquet
         return None
     return f"begins and ends with {_MAGIC.decode()} and has list columns {', '.join(COLUMNS)}"
+
+
+def decode(metadata: dict[bytes, bytes] | None, path: str) -> dict[str, Any]:
+    """What such JSON says; empty where a file has none, as those of other writers.
+
+    Raises:
+        FormatError: it is there and is not JSON, or of a version that this package does not read.
+    """
+    raw = (metadata or {}).get(KEY)
+    if raw is None:
+        return {}
+    try:
+        stated = orjson.loads(raw)
+    except ValueError as error:
+        raise FormatError(f"{path}: schema metadata {KEY.decode()!r} is not JSON: {error}") from None
+    if not isinstance(stated, dict) or stated.get("version") != VERSION:
+        raise FormatError(
+            f"{path}: schema metadata {KEY.decode()!r} is not of version {VERSION};"
+            " upgrade megatron-sft-idx, or drop the key to read the columns alone"
+        )
+    return stated
+
+
+@contextlib.contextmanager
+def pyarrow_errors(path: str) -> Iterator[None]:
+    """What pyarrow raises of a file's content, as FormatError; errors of the system, which have a number, stay.
+
+    Raises:
+        SFTIndexError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise SFTIndexError(f"{path}: Parquet files need pyarrow: pip install 'megatron-sft-idx[parquet]'") from None
+    try:
+        yield
+    except (pa.ArrowException, MemoryError, OverflowError, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise FormatError(f"{path}: not a readable Parquet file: {reason}; copy or write it again") from None
+
+
+def checked_schema(schema: pa.Schema, path: str) -> None:
+    """FormatError unless the three columns are there, once each, and are lists of numbers."""
+    import pyarrow as pa
+
+    names = schema.names
+    if wrong := [name for name in COLUMNS if names.count(name) != 1]:
+        found = ", ".join(names[:20]) or "none"
+        raise FormatError(
+            f"{path}: no column {', '.join(wrong)} (or more than one of that name), expected one each of"
+            f" {', '.join(COLUMNS)}; found {found}. Chats that are not tokenised yet go through preprocess"
+        )
+    for name in COLUMNS:
+        kind = schema.field(name).type
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        value = kind.value_type if is_list else None
+        good = value is not None and (
+            pa.types.is_integer(value)
+            or (name == "loss_mask" and (pa.types.is_boolean(value) or pa.types.is_floating(value)))
+        )
+        if not good:
+            numbers = "numbers" if name == "loss_mask" else "integers"
+            raise FormatError(f"{path}: column {name} is {kind}, expected a list of {numbers}: one a token")
+
+
+class _Lists(NamedTuple):
+    """A list column: all values end to end, and how many belong to each row."""
+
+    values: NDArray[Any]
+    lengths: NDArray[np.int64]
+
+
+class PackColumns(NamedTuple):
+    """Some rows of the three columns."""
+
+    input_ids: _Lists
+    loss_mask: _Lists
+    seq_start_id: _Lists
+
+    @classmethod
+    def of(cls, rows: pa.Table | pa.RecordBatch, path: str, first_pack: int) -> PackColumns:
+        """The columns of rows that were read.
+
+        Raises:
+            SequenceError: a list, or a value in one, is null.
+        """
+        return cls(*(_lists(rows.column(name), path, name, first_pack) for name in COLUMNS))
+
+    def run(self, path: str, first_pack: int, alignment: MaskAlignment, dtypes: tuple[Any, Any]) -> PackRun:
+        """The rows as packs that keep every rule; ids and mask of these dtypes.
+
+        Raises:
+            SequenceError: a row that breaks a rule, with its number.
+        """
+        ids, mask, starts = self
+        if (wrong := ids.lengths != mask.lengths).any():
+            row = int(np.argmax(wrong))
+            lengths = {"input_ids": int(ids.lengths[row]), "loss_mask": int(mask.lengths[row])}
+            require_same_length(path, first_pack + row, **lengths)
+        token_dtype, mask_dtype = dtypes
+        return checked_run(
+            path,
+            first_pack,
+            ids.values,
+            mask.values,
+            starts.values,
+            ids.lengths,
+            starts.lengths,
+            mask_alignment=alignment,
+            token_dtype=token_dtype,
+            mask_dtype=mask_dtype,
+        )
+
+
+def _lists(column: pa.ChunkedArray | pa.Array, path: str, name: str, first_pack: int) -> _Lists:
+    """One column. Arrow cuts what has more than 2^31 values into chunks, and files come with chunks of their own."""
+    import pyarrow as pa
+
+    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
+    parts = []
+    for chunk in chunks:
+        parts.append(_lists_of_chunk(chunk, path, name, first_pack))
+        first_pack += len(chunk)
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        return _Lists(np.empty(0, np.int64), np.empty(0, np.int64))
+    return _Lists(np.concatenate([p.values for p in parts]), np.concatenate([p.lengths for p in parts]))
+
+
+def _lists_of_chunk(chunk: pa.Array, path: str, name: str, first_pack: int) -> _Lists:
+    if chunk.null_count:
+        row = int(np.argmax(chunk.is_null().to_numpy(zero_copy_only=False)))
+        raise SequenceError(path, first_pack + row, f"{name} is null; every pack has a list of numbers")
+    lengths = np.diff(chunk.offsets.to_numpy()).astype(np.int64)
+    values = chunk.flatten()
+    if values.null_count:
+        at = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
+        row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+        raise SequenceError(path, first_pack + row, f"{name} holds a null; every token has a value")
+    # Without a copy but for booleans, which Arrow keeps as bits.
+    return _Lists(values.to_numpy(zero_copy_only=False), lengths)
 
 
 class Reader(PackedReader):
@@ -108,6 +277,8 @@ class Reader(PackedReader):
         import pyarrow.parquet as pq
 
         # Not a memory map: a file that is cut short while it is read is then an error, and no SIGBUS.
+        if opener is None:
+            open_regular(self.path).close()
         source = pa.OSFile(self.path) if opener is None else opener(self.path)
         self._source = source if isinstance(source, pa.NativeFile) else pa.PythonFile(source, mode="r")
         self._file = pq.ParquetFile(self._source, pre_buffer=False)

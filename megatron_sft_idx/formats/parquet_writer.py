@@ -5,18 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import orjson
+from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.output import output_file
-from megatron_sft_idx.formats.parquet.columns import COLUMNS, list_array, pyarrow_errors
-from megatron_sft_idx.formats.parquet.metadata import KEY, encode
 from megatron_sft_idx.formats.runs import BinaryMasks, Counts, IndexedRun
+from megatron_sft_idx.storage.publish import Kind, new_file, require_space
 
-__all__ = ["Writer"]
+if TYPE_CHECKING:
+    import pyarrow as pa
+from megatron_sft_idx.formats.parquet import COLUMNS, KEY, VERSION, Reader, pyarrow_errors, recognise
+
+__all__ = ["KIND", "Writer"]
+
+KIND = Kind("a Parquet file of packs", lambda path: recognise(path) is not None)
 
 # A row group is what a writer holds in memory and a random read decodes: 1000 packs of 4096, however long packs are.
 # pyarrow's encoder takes 25 bytes a token of it beside the 5 that are held.
@@ -24,6 +30,34 @@ _MOST_GROUP_TOKENS = 4 << 20
 
 # Codecs that Parquet has.
 _CODECS = ("zstd", "snappy", "gzip", "lz4", "brotli")
+
+
+def _metadata(spec: PackedSpec) -> bytes:
+    """The schema's metadata, JSON, for a file that is going to hold what the spec says; the same for the same spec."""
+    stated = {
+        "format": "packed-sft",
+        "version": VERSION,
+        "mask_alignment": "label",
+        "token_dtype": spec.token_dtype.name,
+        "capacity": spec.capacity,
+        "longest_pack": spec.longest_pack,
+        "sequence_multiple": spec.sequence_multiple,
+        "pad_id": spec.pad_id,
+        "num_packs": spec.num_packs,
+        "num_sequences": spec.num_sequences,
+        "num_tokens": spec.num_tokens,
+        "metadata": dict(spec.metadata),
+    }
+    return orjson.dumps(stated, option=orjson.OPT_SORT_KEYS)
+
+
+def _list_array(values: NDArray[Any], lengths: NDArray[np.int64], kind: pa.DataType) -> pa.ListArray:
+    """An Arrow list column over a numpy array."""
+    import pyarrow as pa
+
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(values)), type=kind)
 
 
 @contextlib.contextmanager
@@ -45,7 +79,7 @@ class Writer(PackedWriter):
     Args:
         path: the file; it appears when it is whole.
         spec: what is going to be written; kept in the schema's metadata, and held against what came in the end.
-        overwrite: replace a file at ``path``.
+        overwrite: replace a Parquet file of packs.
         allow_loss: write loss weights above 0 as 1.
         row_group_size: most packs in a row group; fewer where packs are long. Small groups make random reads quick,
             large ones the file small.
@@ -83,8 +117,9 @@ class Writer(PackedWriter):
             if compression != "none" and not (compression in _CODECS and pa.Codec.is_available(compression)):
                 raise FormatError(f"{name}: compression {compression!r}, choose none, {', '.join(_CODECS)}")
         self._types = [pa.list_(pa.int32()), pa.list_(pa.uint8()), pa.list_(pa.int32())]
-        self._schema = pa.schema(list(zip(COLUMNS, self._types, strict=True)), metadata={KEY: encode(spec)})
-        self._output = output_file(path, overwrite=overwrite)
+        self._schema = pa.schema(list(zip(COLUMNS, self._types, strict=True)), metadata={KEY: _metadata(spec)})
+        require_space(name, 0)  # how far they can be compressed is not known
+        self._output, self._complete = new_file(path, KIND, overwrite=overwrite), False
         try:
             self._writer: Any = pq.ParquetWriter(self._output.temporary, self._schema, compression=compression)
         except BaseException:
@@ -136,27 +171,33 @@ class Writer(PackedWriter):
             ),
         )
         held.clear()  # the encoder needs several times as much: not both at once
-        arrays = [list_array(*column, kind) for column, kind in zip(columns, self._types, strict=True)]
+        arrays = [_list_array(*column, kind) for column, kind in zip(columns, self._types, strict=True)]
         table = pa.Table.from_arrays(arrays, schema=self._schema)
         with _path_in_errors(self._output.temporary):
             self._writer.write_table(table, row_group_size=len(lengths))
         pa.default_memory_pool().release_unused()
 
-    def finalize(self) -> None:
-        """Write the last row group and the footer, and put the file in its place.
+    def complete(self) -> None:
+        """Write the last row group and the footer.
 
         Raises:
             FormatError: other packs were written than the spec announced.
         """
-        try:
-            self._counts.require(self._output.path, self._spec)
-            self._write_group()
-            with _path_in_errors(self._output.temporary):
-                self._writer.close()
-            self._output.publish()
-        except BaseException:
-            self.abandon()
-            raise
+        if self._complete:
+            return
+        self._counts.require(self._output.path, self._spec)
+        self._write_group()
+        with _path_in_errors(self._output.temporary):
+            self._writer.close()
+        self._complete = True
+
+    def reread(self) -> Reader:
+        """A reader of all of it."""
+        return Reader(self._output.temporary)
+
+    def publish(self) -> None:
+        """Put the file in its place."""
+        self._output.publish()
 
     def abandon(self) -> None:
         """Remove what was written; nothing where it is finalized or abandoned already."""

@@ -1,0 +1,440 @@
+"""What is at a prefix, and what may go from there.
+
+What is replaced or removed is known to be of this package: a shard by the magic of its ``.seq.idx``, a journal by its
+own, everything else by the inode that a journal names. What a killed writer left is brought to an end by the next one
+that has the lock: half done it is dropped, complete but for renames it is finished forward, and so is a removal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.header import MAGIC
+from megatron_sft_idx.layout.journal import MAGICS, Head, encode_head
+from megatron_sft_idx.storage import OutputFile, require_local, sync_folder
+from megatron_sft_idx.storage.lock import lock_file
+from megatron_sft_idx.storage.publish import (
+    MAX_NAME_NBYTES,
+    describe,
+    head_of,
+    identity,
+    make_folders,
+    put,
+    require_space,
+    resolve,
+)
+
+__all__ = [
+    "SHORTER",
+    "WIDENED",
+    "check_free",
+    "drop_remains",
+    "held",
+    "inode_of",
+    "is_only_name",
+    "is_scratch",
+    "is_set_aside",
+    "keep_scratch",
+    "lock_journal",
+    "name_held",
+    "parts_held",
+    "publish_all",
+    "read_journal",
+    "remove_shard",
+    "remove_shorter",
+    "remove_temporaries",
+    "rename_all",
+    "require_build",
+    "settle",
+    "suffix_of",
+    "temporaries_of",
+    "unlink_journal",
+]
+
+# Added to the temporary name of a loss file that is being rewritten with wider masks.
+WIDENED = ".float32"
+# Added to the name of a journal that is being cut back.
+SHORTER = ".tmp"
+_ANEW = "pass overwrite (--overwrite) to start anew (its data is dropped)"
+_LEFT = {
+    "build": f"left by a build that was interrupted; {_ANEW}, or recover its packs: megatron-sft-idx rebuild",
+    "copy": f"left by a copy that was interrupted; run the same copy again, or {_ANEW}:",
+    "rebuild": "left by a rebuild that was interrupted; run it again: megatron-sft-idx rebuild",
+}
+
+
+def lock_journal(paths: ShardPaths, *, create: bool, shared: bool = False) -> int:
+    """The lock of whoever writes at a prefix, as a descriptor of the journal. Errors as ``lock_file``."""
+    busy = f"{paths.prefix}: another writer is at work here now; wait for it, or choose another prefix"
+    return lock_file(paths.journal, MAGICS, create=create, shared=shared, busy=busy)
+
+
+def check_free(
+    paths: ShardPaths,
+    *,
+    overwrite: bool,
+    only: Collection[str] | None = None,
+    any_file: bool = False,
+    nbytes: int = 0,
+) -> dict[str, int]:
+    """Find out whether a shard may be written at a prefix, before anything is.
+
+    Args:
+        paths: of the shard.
+        overwrite: whether a shard may be replaced.
+        only: the files that will be written; None for all five.
+        any_file: also files that are of no shard that can be recognised: a rebuild keeps them under another name.
+        nbytes: what will be written at least.
+
+    Returns:
+        Inodes of the files that will be replaced, by path.
+
+    Raises:
+        FormatError: something is at one of the names, and is no file, is of no shard, or may not be replaced.
+        OSError: too little space, or too few inodes.
+    """
+    require_local(paths.prefix, "writing a shard")
+    resolve(paths.seq_idx)
+    longest = os.path.basename(paths.temporary(paths.loss) + WIDENED)
+    if len(os.fsencode(longest)) > MAX_NAME_NBYTES:
+        raise FormatError(f"{paths.prefix}: with what is added, a name of more than {MAX_NAME_NBYTES} bytes; choose a"
+                          " shorter one")  # fmt: skip
+    written = paths.all if only is None else [path for path in paths.all if path in only]
+    found = {path: inode for path in paths.all if (inode := inode_of(path)) is not None}
+    present = [path for path in written if path in found]
+    if present and not overwrite:
+        raise FormatError(
+            f"{paths.prefix}: {', '.join(present)} exist already;"
+            " choose another prefix, or pass overwrite (--overwrite)"
+        )
+    # Twice, since a living writer may have been taking its last steps between the looks of the first time.
+    if _strangers(paths, present if not any_file else ()) and (
+        strangers := _strangers(paths, present if not any_file else ())
+    ):
+        raise FormatError(strangers[0])
+    remove_shorter(paths, dry_run=True)
+    require_space(paths.prefix, nbytes, len(written) + 1)
+    return {path: found[path] for path in present}
+
+
+def _strangers(paths: ShardPaths, present: Iterable[str]) -> list[str]:
+    """What speaks against replacing the files that are present, and the temporary ones: a sentence each."""
+    head, no_shard = read_journal(paths), head_of(paths.seq_idx, len(MAGIC)) != MAGIC
+    return [
+        f"{path}: a file that is of no SFT shard is here (no .seq.idx of one is beside it), and is never replaced;"
+        " choose another prefix, or move it away"
+        for path in present
+        if no_shard and not _may_go(path, head)
+    ] + [
+        f"{path}: a file that no journal names is here, where a temporary file would be; choose another prefix, or move"
+        " it away"
+        for path in temporaries_of(paths)
+        if not _may_go(path, head)
+    ]
+
+
+def inode_of(path: str) -> int | None:
+    """Of a file; None for nothing. FormatError for anything else."""
+    with contextlib.suppress(FileNotFoundError):
+        status = os.lstat(path)
+        if stat.S_ISREG(status.st_mode):
+            return status.st_ino
+        raise FormatError(
+            f"{path}: {describe(path)} is here, expected a file of a shard or nothing; choose another prefix, or"
+            " move it away"
+        )
+    return None
+
+
+def temporaries_of(paths: ShardPaths) -> list[str]:
+    """All names that files of a shard have until they are published."""
+    return [*map(paths.temporary, paths.all), paths.temporary(paths.loss) + WIDENED]
+
+
+def read_journal(paths: ShardPaths) -> Head | None:
+    """What a journal says; None where it says nothing, or is none of this package."""
+    with contextlib.suppress(FormatError, FileNotFoundError):
+        if head_of(paths.journal, len(MAGICS[0])) in MAGICS:
+            return Head.read(paths.journal)
+    return None
+
+
+def _may_go(path: str, head: Head | None) -> bool:
+    """Whether what is at a path is nothing, is empty as a kill leaves it, or is a file that a journal names."""
+    named = () if head is None else (*head.files.values(), *(head.done or {}).values())
+    return (inode := inode_of(path)) is None or inode in named or _is_empty(path)
+
+
+def _is_empty(path: str) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.lstat(path).st_size == 0
+    return True
+
+
+def is_only_name(path: str, inodes: Collection[int]) -> bool:
+    """Whether nothing is at a path, or one of these files that has no other name (hard link), so that it may be cut."""
+    return inode_of(path) is None or (inode_of(path) in inodes and os.lstat(path).st_nlink == 1)
+
+
+def remove_temporaries(paths: ShardPaths, head: Head | None) -> None:
+    """Remove the temporary files that a journal names, and empty ones."""
+    for path in temporaries_of(paths):
+        if inode_of(path) is not None and _may_go(path, head):
+            os.unlink(path)
+    remove_shorter(paths)
+
+
+def remove_shorter(paths: ShardPaths, *, dry_run: bool = False) -> None:
+    """Remove what a kill left of a journal that was being cut back. FormatError where it is something else."""
+    path = paths.journal + SHORTER
+    if inode_of(path) is None:
+        return
+    if not _is_empty(path) and head_of(path, len(MAGICS[0])) not in MAGICS:
+        raise FormatError(f"{path}: a file that megatron-sft-idx did not write is here; move it away")
+    if not dry_run:
+        os.unlink(path)
+
+
+def unlink_journal(paths: ShardPaths, lock: int) -> None:
+    """Remove the journal that a lock is on, and no other."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(lock), os.lstat(paths.journal)):
+            os.unlink(paths.journal)
+
+
+def is_scratch(paths: ShardPaths) -> bool:
+    """Whether the shard that is here was made as a means to another one, and is whoever made it to remove."""
+    head = read_journal(paths)
+    return head is not None and _is_whole_scratch(paths, head)
+
+
+def _is_whole_scratch(paths: ShardPaths, head: Head) -> bool:
+    return head.scratch and head.done is not None and inode_of(paths.seq_idx) in head.files.values()
+
+
+def keep_scratch(paths: ShardPaths) -> None:
+    """From now on the shard is there to stay."""
+    with held(paths):
+        pass
+
+
+@contextlib.contextmanager
+def held(paths: ShardPaths, *, create: bool = True) -> Iterator[int]:
+    """Keep writers away from a prefix where no build is half done; in the end its journal is gone.
+
+    Yields:
+        The descriptor of the lock.
+
+    Raises:
+        FormatError: another writer is at work, or was interrupted here.
+    """
+    lock = lock_journal(paths, create=create)
+    try:
+        try:
+            settle(paths, lock, overwrite=False, drops=("rebuild",))
+        except BaseException:
+            if not os.fstat(lock).st_size:
+                unlink_journal(paths, lock)
+            raise
+        try:
+            yield lock
+        finally:
+            unlink_journal(paths, lock)
+    finally:
+        os.close(lock)
+
+
+def remove_shard(paths: ShardPaths) -> None:
+    """Remove the five files of a shard, ``.seq.idx`` first; a removal that is killed is finished by the next writer."""
+    if not any(map(os.path.lexists, paths.all)):
+        return
+    with held(paths):
+        found = {suffix_of(paths, path): inode for path in paths.all if (inode := inode_of(path)) is not None}
+        with contextlib.closing(OutputFile(paths.journal, keep=True)) as journal:
+            journal.write(encode_head({"work": "removal", "files": found}))
+        _finish_removal(paths, found.values())
+
+
+def _finish_removal(paths: ShardPaths, inodes: Collection[int]) -> None:
+    for path in reversed(paths.all):
+        if inode_of(path) in inodes:
+            os.unlink(path)
+
+
+def settle(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[str] = ()) -> None:
+    """Bring what a killed writer left to an end, and empty the journal, whose lock is held.
+
+    Args:
+        paths: of the shard.
+        lock: of the journal.
+        overwrite: drop what was half done; what was complete but for renames is finished forward.
+        drops: what may be dropped in any case.
+
+    Raises:
+        FormatError: what is left is not for this writer to drop.
+    """
+    if not os.fstat(lock).st_size:
+        return
+    try:
+        head = Head.read(paths.journal)
+        assert head is not None
+    except FormatError:
+        # It says nothing that would make these files anybody's.
+        if not overwrite or not all(map(_is_empty, temporaries_of(paths))):
+            raise
+        head = None
+    if head is not None and head.work == "removal":
+        _finish_removal(paths, head.files.values())
+    elif head is not None and head.done is not None:
+        if not overwrite and not _is_whole_scratch(paths, head):
+            raise FormatError(
+                f"{paths.journal}: left by a {head.work} that was interrupted, complete but for renames; finish it:"
+                f" megatron-sft-idx rebuild {paths.prefix}"
+            )
+        if _is_begun(paths, head):
+            rename_all(paths, head, durable=True)
+    elif head is not None and not overwrite and head.work not in drops:
+        raise _left(paths, head)
+    remove_temporaries(paths, head)
+    # Not before: files that no journal names are nobody's to remove.
+    os.ftruncate(lock, 0)
+
+
+def _is_begun(paths: ShardPaths, head: Head) -> bool:
+    """Whether a step of ``rename_all`` was taken, so that the shard that is replaced is none any more."""
+    files = [path for path in paths.all if suffix_of(paths, paths.temporary(path)) in head.files]
+    replaces = suffix_of(paths, paths.seq_idx) in (head.done or {})
+    return _pending(paths, head) != files or (replaces and inode_of(paths.seq_idx) is None)
+
+
+def _left(paths: ShardPaths, head: Head) -> FormatError:
+    return FormatError(f"{paths.journal}: {_LEFT[head.work]} {paths.prefix}")
+
+
+def require_build(paths: ShardPaths, head: Head) -> None:
+    """FormatError where what was interrupted is no build, so that no packs can be recovered."""
+    if head.work != "build":
+        raise _left(paths, head)
+
+
+def rename_all(paths: ShardPaths, head: Head, *, durable: bool) -> None:
+    """Take the steps that are left once the journal says DONE; those taken before a kill are passed over.
+
+    The folder is synced wherever a later step must not reach the disk before an earlier one.
+
+    Raises:
+        FormatError: something else has appeared at one of the names; the rest and the journal stay as they are.
+    """
+    for path in _remove_seq_idx(paths, head, durable=durable):
+        if path == paths.seq_idx and durable:
+            sync_folder(paths.folder)
+        put(paths.temporary(path), path, identity(path))
+    if durable:
+        sync_folder(paths.folder)
+
+
+def _remove_seq_idx(paths: ShardPaths, head: Head, *, durable: bool) -> list[str]:
+    """The first of the steps: from here on the old shard is none. Returns the files that have yet to be renamed."""
+    assert head.done is not None
+    pending = _pending(paths, head)
+    for path in pending:
+        if (inode := inode_of(path)) is not None and inode != head.done.get(suffix_of(paths, path)):
+            raise FormatError(
+                f"{path}: something else has appeared here since the build began, and was left alone; move it away,"
+                f" then finish the build: megatron-sft-idx rebuild {paths.prefix}"
+            )
+    if paths.seq_idx in pending and inode_of(paths.seq_idx) is not None:
+        os.unlink(paths.seq_idx)
+        if durable:
+            sync_folder(paths.folder)
+    return pending
+
+
+def _pending(paths: ShardPaths, head: Head) -> list[str]:
+    """The files that have yet to be renamed."""
+    return [path for path in paths.all if inode_of(paths.temporary(path)) in head.files.values()]
+
+
+def suffix_of(paths: ShardPaths, path: str) -> str:
+    """What is added to the prefix, by which a journal names a file."""
+    return path.removeprefix(paths.prefix)
+
+
+@contextlib.contextmanager
+def name_held(path: str, busy: str) -> Iterator[None]:
+    """Hold the lock of a file that is there for it alone, and goes in the end; it may not hold anything."""
+    lock = lock_file(path, (), create=True, busy=busy)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            if not os.fstat(lock).st_size and os.path.samestat(os.fstat(lock), os.lstat(path)):
+                os.unlink(path)
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def parts_held(prefix: str) -> Iterator[None]:
+    """Keep others away from all shards whose prefixes begin with one and a number."""
+    make_folders(prefix)
+    busy = f"{prefix}: another command writes shards of this name now; wait for it, or choose another prefix"
+    with name_held(f"{prefix}-parts.journal", busy):
+        yield
+
+
+def is_set_aside(paths: ShardPaths) -> bool:
+    """Whether a shard is whole here but for its names."""
+    head = read_journal(paths)
+    return head is not None and head.done is not None and inode_of(paths.unpublished.seq_idx) in head.files.values()
+
+
+def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
+    """Publish shards that were set aside: all that they replace goes before the first appears.
+
+    New shards beside old ones would open as a dataset that lacks some packs and repeats others.
+
+    Raises:
+        FormatError: something else has appeared at one of the prefixes. What is left of them can be finished forward:
+            ``rebuild`` does, and so does whoever writes them again.
+    """
+    for last in (False, True):
+        for paths in shards:
+            lock = lock_journal(paths, create=False)
+            try:
+                head = Head.read(paths.journal)
+                if head is None or head.done is None:
+                    raise FormatError(f"{paths.journal}: another command wrote here meanwhile; run this one again")
+                if last:
+                    rename_all(paths, head, durable=durable)
+                    remove_temporaries(paths, head)
+                    unlink_journal(paths, lock)
+                else:
+                    _remove_seq_idx(paths, head, durable=durable)
+            finally:
+                os.close(lock)
+
+
+def drop_remains(paths: ShardPaths) -> None:
+    """Remove what an interrupted writer left half done at a prefix; a shard there stays, and so does a scratch one.
+
+    Raises:
+        FormatError: a living writer is at work here.
+    """
+    if not os.path.lexists(paths.journal) or is_scratch(paths):
+        return
+    lock = lock_journal(paths, create=False)
+    try:
+        head = None
+        with contextlib.suppress(FormatError):
+            head = Head.read(paths.journal)
+        if head is not None and head.work == "removal":
+            _finish_removal(paths, head.files.values())
+        remove_temporaries(paths, head)
+        unlink_journal(paths, lock)
+    finally:
+        os.close(lock)

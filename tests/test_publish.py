@@ -1,0 +1,279 @@
+"""The one way to write: what may be at a place, what appears there, and what is left of what was there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.storage import publish
+from megatron_sft_idx.storage.publish import (
+    Kind,
+    Place,
+    check_place,
+    head_of,
+    new_file,
+    new_folder,
+    require_apart,
+    require_space,
+    resolve,
+    write_file,
+)
+
+OURS = b"ours "
+_OTHER = "choose another name"
+PAGE = Kind("a page of tests", lambda path: head_of(path, len(OURS)) == OURS)
+
+
+def everything(folder: Path) -> dict[str, object]:
+    """All names below a folder, with what would be noticed if it changed."""
+    found: dict[str, object] = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = os.readlink(path)
+        else:
+            found[name] = path.read_bytes() if path.is_file() else path.stat().st_mode
+    return found
+
+
+def bind(path: Path) -> None:
+    # Names of sockets are short.
+    here = os.getcwd()
+    os.chdir(path.parent)
+    try:
+        socket.socket(socket.AF_UNIX).bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+STRANGERS: dict[str, Callable[[Path], object]] = {
+    "file": lambda path: path.write_bytes(b"notes"),
+    "folder": lambda path: (path.mkdir(), (path / "notes").write_bytes(b"notes")),
+    "link to a file": lambda path: (path.with_name("n").write_bytes(OURS), path.symlink_to("n")),
+    "link to a folder": lambda path: (path.with_name("n").mkdir(), path.symlink_to("n")),
+    "dangling link": lambda path: path.symlink_to("nowhere"),
+    "looping link": lambda path: path.symlink_to(path.name),
+    "FIFO": os.mkfifo,
+    "socket": bind,
+}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_a_stranger_at_the_place_is_left_alone(tmp_path: Path, stranger: str, folder: bool, overwrite: bool) -> None:
+    STRANGERS[stranger](tmp_path / "x")
+    before = everything(tmp_path)
+    with pytest.raises(FormatError, match=f"^{tmp_path}/x: "):
+        (new_folder if folder else new_file)(tmp_path / "x", PAGE, overwrite=overwrite)
+    assert everything(tmp_path) == before
+
+
+def test_one_of_the_kind_is_replaced_only_when_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "x"
+    write_file(path, OURS + b"1", PAGE, overwrite=False)
+    with pytest.raises(FormatError, match="exists already"):
+        write_file(path, OURS + b"2", PAGE, overwrite=False)
+    assert path.read_bytes() == OURS + b"1"
+    write_file(path, OURS + b"2", PAGE, overwrite=True)
+    assert everything(path.parent) == {"x": OURS + b"2"}
+
+
+def test_an_empty_file_or_folder_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    (tmp_path / "d").mkdir()
+    write_file(tmp_path / "x", OURS, PAGE, overwrite=False)
+    _folder_of(tmp_path / "d", {"a": OURS}, overwrite=False)
+    assert everything(tmp_path) == {"x": OURS, "d": (tmp_path / "d").stat().st_mode, "d/a": OURS}
+
+
+def _folder_of(path: Path, files: dict[str, bytes], *, overwrite: bool) -> None:
+    with new_folder(path, PAGE, overwrite=overwrite) as new:
+        for name, content in files.items():
+            with contextlib.closing(new.open(name)) as file:
+                file.write(content)
+        new.publish()
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_folder_is_replaced_entry_by_entry(tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not exchange:
+        monkeypatch.setattr(publish, "_rename", lambda old, new, flags: False)
+    _folder_of(tmp_path / "d", {"a": OURS, "b": OURS}, overwrite=False)
+    _folder_of(tmp_path / "d", {"z": OURS}, overwrite=True)
+    assert os.listdir(tmp_path) == ["d"]
+    assert os.listdir(tmp_path / "d") == ["z"]
+    write_file(tmp_path / "x", OURS, PAGE, overwrite=False)
+    assert sorted(os.listdir(tmp_path)) == ["d", "x"]
+
+
+@pytest.mark.parametrize("stranger", [*STRANGERS, "empty folder", "folder of the kind"])
+def test_one_stranger_refuses_a_folder_by_name(tmp_path: Path, stranger: str) -> None:
+    _folder_of(tmp_path / "d", {"a": OURS}, overwrite=False)
+    if stranger in STRANGERS:
+        STRANGERS[stranger](tmp_path / "d" / "x")
+    else:
+        _folder_of(tmp_path / "d" / "x", {"a": OURS} if stranger == "folder of the kind" else {}, overwrite=False)
+    before = everything(tmp_path)
+    with pytest.raises(FormatError, match=rf"^{tmp_path}/d: holds \w+, a .*{_OTHER}"):
+        new_folder(tmp_path / "d", PAGE, overwrite=True)
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("renameat2", [True, False])
+@pytest.mark.parametrize("folder", [False, True], ids=["file", "folder"])
+@pytest.mark.parametrize("before", [None, OURS], ids=["free", "replaced"])
+def test_what_appears_meanwhile_is_left_alone(
+    tmp_path: Path, before: bytes | None, folder: bool, renameat2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not renameat2:
+        monkeypatch.setattr(publish, "_rename", lambda old, new, flags: False)
+    place = tmp_path / "x"
+    if before is not None:
+        _folder_of(place, {"a": before}, overwrite=False) if folder else place.write_bytes(before)
+    make = new_folder if folder else new_file
+    with make(place, PAGE, overwrite=True) as new:
+        if before is not None:
+            os.rename(place, tmp_path / "away")
+        place.write_bytes(b"notes")
+        with pytest.raises(FormatError, match="has appeared here"):
+            new.publish()
+    assert place.read_bytes() == b"notes"
+    assert sorted(os.listdir(tmp_path)) == (["x"] if before is None else ["away", "x"])
+
+
+def test_a_stranger_that_comes_into_a_folder_in_the_last_moment_brings_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "d"
+    _folder_of(place, {"a": OURS}, overwrite=False)
+    put = publish.put
+
+    def late(temporary: str, path: str, found: publish.Identity | None) -> str | None:
+        (place / "notes").write_bytes(b"notes")
+        return put(temporary, path, found)
+
+    monkeypatch.setattr(publish, "put", late)
+    with pytest.raises(FormatError, match="notes"):
+        _folder_of(place, {"z": OURS}, overwrite=True)
+    assert everything(tmp_path) == {"d": place.stat().st_mode, "d/a": OURS, "d/notes": b"notes"}
+
+
+def test_a_failure_removes_what_it_made_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "bystander").write_bytes(b"notes")
+    before = everything(tmp_path)
+    for make in (new_file, new_folder):
+        with make(tmp_path / "x", PAGE, overwrite=False) as new, contextlib.closing(new.open("a")) as file:
+            file.write(b"half")
+        assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "d/..", "d/", "/", "a\0b", "n" * 256, "d/\udcff", "f/x", "dangling/x", "loop/x"]
+)
+def test_names_that_are_no_file(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "f").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    before = everything(tmp_path)
+    with pytest.raises(FormatError):
+        new_file(name, PAGE, overwrite=True)
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "d/..", "/", "d/../..", "../here"])
+def test_a_folder_that_holds_the_working_folder_is_not_replaced(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here" / "d").mkdir(parents=True)
+    (tmp_path / "here" / "page").write_bytes(OURS)
+    monkeypatch.chdir(tmp_path / "here")
+    before = everything(tmp_path)
+    with pytest.raises(FormatError):
+        new_folder(name, PAGE, overwrite=True)
+    assert everything(tmp_path) == before
+
+
+def test_links_above_are_followed_and_long_names_have_room(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    name = "ü" * 125
+    write_file(tmp_path / "link" / name, OURS, PAGE, overwrite=False)
+    assert os.listdir(tmp_path / "real") == [name]
+    assert resolve(tmp_path / "link" / "d" / "", folder=True) == str(tmp_path / "real" / "d")
+
+
+def test_files_of_a_run_are_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").write_bytes(b"rows")
+    os.link("in", "hard")
+    os.symlink("in", "soft")
+    (tmp_path / "d").mkdir()
+    os.symlink("d", "e")
+    source = Place("in", "the input")
+    require_apart([Place("out", "the output"), Place("d/s", "--summary")], [source, source])
+    for other in ("in", "./in", "d/../in", "hard", str(tmp_path / "in"), "e/../in"):
+        with pytest.raises(FormatError, match="both the output and the input"):
+            require_apart([Place(other, "the output")], [source])
+    with pytest.raises(FormatError, match="both the output and the input"):
+        require_apart([Place("in", "the output")], [Place("soft", "the input")])
+    with pytest.raises(FormatError, match="both the output and --summary"):
+        require_apart([Place("d/x", "the output"), Place("e/x", "--summary")])
+    with pytest.raises(FormatError, match="lies in this folder"):
+        require_apart([Place("d", "the output", folder=True)], [Place("e/rows", "the input")])
+    with pytest.raises(FormatError, match="holds the working folder"):
+        require_apart([Place("..", "the output", folder=True)])
+
+
+def test_room_is_looked_for_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_space(str(tmp_path / "not" / "there"), 1)
+    with pytest.raises(OSError, match="are free") as error:
+        require_space(str(tmp_path / "x"), 1 << 62)
+    assert error.value.filename == str(tmp_path / "x")
+    room = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result([*room[:5], 100, 3, 3, *room[8:]]))
+    require_space(str(tmp_path / "x"), 1, files=3)
+    with pytest.raises(OSError, match="3 inodes are free"):
+        require_space(str(tmp_path / "x"), 1, files=4)
+    # As btrfs, which has no fixed number of them.
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result([*room[:5], 0, 0, 0, *room[8:]]))
+    require_space(str(tmp_path / "x"), 1, files=4)
+
+
+def test_what_a_killed_writer_left_is_taken_and_a_living_one_is_not_disturbed(tmp_path: Path) -> None:
+    left = tmp_path / ".x.tmp"
+    left.write_bytes(OURS + b"half")
+    with new_file(tmp_path / "x", PAGE, overwrite=False) as one, new_file(tmp_path / "x", PAGE, overwrite=True) as two:
+        assert one.temporary == str(left)
+        assert left.read_bytes() == b""
+        assert two.temporary != one.temporary
+        one.publish()
+        with pytest.raises(FormatError, match="has appeared here"):
+            two.publish()
+    assert everything(tmp_path) == {"x": b""}
+
+
+def test_a_stranger_under_the_temporary_name_is_left_alone(tmp_path: Path) -> None:
+    for stranger, put in STRANGERS.items():
+        folder = tmp_path / stranger
+        folder.mkdir()
+        put(folder / ".x.tmp")
+        before = everything(folder)
+        write_file(folder / "x", OURS, PAGE, overwrite=False)
+        assert everything(folder) == {**before, "x": OURS}
+    os.link(tmp_path / "link to a file" / "n", tmp_path / ".x.tmp")
+    write_file(tmp_path / "x", OURS + b"new", PAGE, overwrite=False)
+    assert (tmp_path / ".x.tmp").read_bytes() == OURS
+
+
+def test_a_check_changes_nothing(tmp_path: Path) -> None:
+    assert check_place(str(tmp_path / "deep" / "x"), PAGE, overwrite=False) is None
+    assert os.listdir(tmp_path) == []
