@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 try:
-    from megatron_sft_idx import PackedSFTDataset
+    from megatron_sft_idx import PackedSFTDataset  # noqa: F401
 except ImportError as error:  # torch or Megatron is missing
     raise SystemExit(f"{__file__}: {error}") from None
 
