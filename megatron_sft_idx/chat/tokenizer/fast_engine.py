@@ -215,7 +215,7 @@ def load_fast_engine(
 ) -> tuple[FastEngine | None, str]:
     """Gigatoken for this tokenizer, or None and the reason why not; ``proven`` spares the sample."""
     if not is_installed():
-        return None, "gigatoken is not installed: pip install 'megatron-sft-idx[fast]'"
+        return None, "gigatoken is not installed: pip install gigatoken"
     if known_class(spec) is None:
         return None, "gigatoken is not known to be identical for this kind of tokenizer"
     import gigatoken
