@@ -59,6 +59,8 @@ WORDS = {"messages_key", "template_date", "chat_template_kwargs", "ray_address",
 REMOTE = {"staging"}
 # Other inputs, whose result is another.
 OTHERS = {"rows.jsonl": "more.jsonl", "s": "t", "t": "s", "stock": "stock2", "masks": "masks2"}
+# Slots for a folder that files are put into, beside what is there.
+CONTAINERS = ("live", "acks", "into/")
 # Names that programs of this package have used, and that a calm run does not show.
 KNOWN = (
     *(
@@ -592,7 +594,7 @@ def judge(
         name for name in new if name not in expected and not any(e.startswith(f"{name}/") for e in expected)
     ]:
         yield f"made {strange}, where the result is {sorted(expected)}"
-    if cell.value in FOLDERS and cell.slot not in ("live", "acks", "into/") and cell.recipe.verb != "copy":
+    if cell.value in FOLDERS and cell.slot not in CONTAINERS and cell.recipe.verb != "copy":
         yield "exit code 0, where a name is needed"
     for name, content in expected.items():
         if name in (".", "here"):
@@ -668,6 +670,10 @@ def results(world: World, cell: Cell) -> dict[str, Any]:
             and not os.path.lexists(world.here / pattern.format(value))
         ):
             value = ShardPaths.of(value).prefix  # X.bin names the shard X
+        if cell.way == "link to a folder" and cell.name == value and slot in CONTAINERS:
+            value = "project"  # files go into the folder, and links above a destination are followed
+            if pattern == "{}":
+                continue
         name = os.path.normpath(os.path.join("here", pattern.format(value)))
         found[name] = content
     return found

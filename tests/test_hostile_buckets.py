@@ -1,0 +1,74 @@
+"""Objects of others in a bucket, and what lies in the staging folder, are left alone by verbs that write there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from chats import SUFFIXES
+from hostile import OBSTACLES, Recipe, World, attempt, judge_bystanders, within
+from object_folders import serve_folder
+
+REMOTE = (
+    "copy <s> [URL/out]",
+    "merge <s> <t> --output-prefix [URL/out] --staging [stage]",
+    "pack <s> --seq-length 32 --output-prefix [URL/out] --staging [stage]",
+    "preprocess --input <rows.jsonl> --tokenizer-model <tok> --seq-length 16 --workers 0"
+    " --output-prefix [URL/out] --staging [stage]",
+)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(tmp_path_factory.mktemp("buckets"))
+
+
+@pytest.fixture
+def url(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> str:
+    world.fresh()
+    (world.here / "bucket").mkdir()
+    world._seen = None
+    return serve_folder(world.here / "bucket", tmp_path / "msc.json", monkeypatch)
+
+
+@pytest.mark.parametrize("flags", [(), ("--overwrite",)])
+@pytest.mark.parametrize("text", REMOTE)
+def test_objects_of_others_stay(world: World, url: str, text: str, flags: tuple[str, ...]) -> None:
+    recipe = Recipe(text.replace("URL", url))
+    wrong = []
+    for name in (*(f"out{suffix}" for suffix in SUFFIXES), "out.upload", "out.probe", "out.journal", "out"):
+        bucket = world.here / "bucket"
+        shutil.rmtree(bucket)
+        bucket.mkdir()
+        (bucket / name).write_text("of somebody else")
+        world._seen = None
+        with within(world.here):
+            before = world.look()
+            outcome = attempt(recipe.argv(None, *flags))
+        after = world.look()
+        # The store's own bookkeeping is beside its objects.
+        wrong += [f"{name}: {one}" for one in judge_bystanders(before, after, may_go={"here/bucket"})]
+        if outcome.code not in (0, 1) or (outcome.code and "error: " not in outcome.err):
+            wrong.append(f"{name}: {outcome}")
+        shutil.rmtree(world.here / "stage", ignore_errors=True)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("way", OBSTACLES)
+@pytest.mark.parametrize("text", REMOTE[1:])
+def test_what_is_in_the_place_of_the_staging_folder_stays(world: World, url: str, text: str, way: str) -> None:
+    recipe = Recipe(text.replace("URL", url))
+    with within(world.here):
+        OBSTACLES[way]("stage")
+        world._seen = None
+        before = world.look()
+        outcome = attempt(recipe.argv(None, "--overwrite"))
+    after = world.look()
+    assert list(judge_bystanders(before, after, may_go={"here/bucket", "here/project"})) == []
+    assert outcome.code in (0, 1), outcome
+    assert outcome.code == 0 or "stage" in outcome.err
+    left = [name for name in after.keys() - before.keys() if not name.startswith("here/bucket")]
+    assert not left, left
+    assert not os.path.exists(world.here / "nowhere")
