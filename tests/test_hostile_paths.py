@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
+import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import hostile
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from hostile import RECIPES, REMOTE, WORDS, Recipe, World, run_cells, table, verbs
+from cut_short import replacing
+from hostile import (
+    OBSTACLES,
+    RECIPES,
+    REMOTE,
+    WORDS,
+    Recipe,
+    World,
+    attempt,
+    judge_bystanders,
+    run_cells,
+    table,
+    verbs,
+    within,
+)
 
 from megatron_sft_idx.cli import main
 
@@ -55,3 +75,72 @@ def test_every_path_that_a_verb_takes_is_marked_in_a_recipe(verb: str, tmp_path:
 def test_nothing_of_a_stranger_is_changed(world: World, text: str) -> None:
     count, complaints = run_cells(world, table(world, Recipe(text), all_of_them=False))
     assert not complaints, f"{len(complaints)} complaints in {count} cells\n" + "\n".join(complaints[:40])
+
+
+def stock_dataset(path: str) -> None:
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"stock{suffix}", f"{path}{suffix}")
+
+
+# What others have of the same kinds: it opens, and was not written by the command.
+LOOKALIKES = {
+    "npy": lambda path: np.save(open(path, "wb"), np.arange(9)),  # noqa: SIM115
+    "npy of objects": lambda path: np.save(open(path, "wb"), np.array([{"mine": 1}, 2], object)),  # noqa: SIM115
+    "parquet": lambda path: pq.write_table(pa.table({"mine": [1, 2]}), path),
+    "json": lambda path: Path(path).write_text(json.dumps({"prefix": "mine", "capacity": 1})),
+    "html": lambda path: Path(path).write_text("<!doctype html><title>mine</title>"),
+    "pickle": lambda path: Path(path).write_bytes(pickle.dumps([1, 2, "mine"])),
+    "a stock dataset": stock_dataset,
+    "its .idx": lambda path: shutil.copy("stock.idx", f"{path}.idx"),
+    "its part": lambda path: stock_dataset(f"{path}-00000-of-00002"),
+    "a journal of others": lambda path: Path(f"{path}.journal").write_text('{"journal": "mine"}'),
+    "another version": lambda path: Path(f"{path}.bin").write_bytes(b"SFTIDX"),
+    "a folder of chunks": lambda path: (
+        os.mkdir(path),
+        Path(path, "chunk_00000.jsonl").write_text('{"text": "mine"}\n'),
+    ),
+    "a folder of arrays": lambda path: (os.mkdir(path), np.save(f"{path}/input_ids.npy", np.arange(3))),
+    "a catalog of others": lambda path: (os.mkdir(path), Path(path, "_producer.json").write_text('{"mine": 1}')),
+}
+WRITING = [text for text in RECIPES if "[" in text and "[lost]" not in text]
+
+
+@pytest.mark.parametrize("text", WRITING)
+def test_what_only_looks_like_an_older_result_is_not_replaced(world: World, text: str) -> None:
+    recipe = Recipe(text)
+    complaints = []
+    for slot in recipe.writes:
+        for what, make in LOOKALIKES.items():
+            with within(world.fresh()):
+                make(slot.rstrip("/"))
+                before = world.look()
+                outcome = attempt(recipe.argv(None, *replacing(recipe)))
+            wrong = [*judge_bystanders(before, world.look(), may_go=set())]
+            wrong += [] if outcome.code in (0, 1, 2) and "[Errno" not in outcome.err else [str(outcome)]
+            complaints += [f"{what} at {slot}: {one}" for one in wrong]
+    assert not complaints, "\n".join(complaints)
+
+
+@pytest.mark.parametrize("text", [text for text in WRITING if not text.startswith("produce")])
+def test_a_stranger_in_an_older_result_is_not_replaced_with_it(world: World, text: str) -> None:
+    """A link, a pipe or a folder at one of its names, or one file more in a folder: refused, and all of it stays."""
+    recipe = Recipe(text)
+    old = {name for name in world.old(recipe) if "." in name or "/" in name}
+    folders = {name for name in world.old(recipe) if any(other.startswith(f"{name}/") for other in world.old(recipe))}
+    places = [(name, way) for name in sorted(old) for way in OBSTACLES if way not in ("file", "hard link")]
+    places += [(f"{name}/{more}", "file") for name in sorted(folders) for more in ("mine.txt", ".git", "chunk_9.jsonl")]
+    complaints = []
+    for name, way in places:
+        if recipe.verb == "copy" and way == "file":
+            continue  # which takes the place of shards, not of their folder
+        with within(world.fresh()):
+            world.put_old(recipe)
+            if os.path.lexists(name):
+                os.unlink(name)
+            OBSTACLES[way](name)
+            before = world.look()
+            outcome = attempt(recipe.argv(None, "--overwrite"))
+        wrong = [*judge_bystanders(before, world.look(), may_go=set())]
+        wrong += [] if outcome.code in (1, 2) and os.path.basename(name) in outcome.err else [str(outcome)]
+        complaints += [f"{way} at {name}: {one}" for one in wrong]
+    assert not complaints, "\n".join(complaints[:40])

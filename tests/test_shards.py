@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from packs import Sample, assert_is, demo_samples, samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shards import ShardSet, find_prefixes
 
 PACKS = demo_samples(23)
@@ -163,3 +164,9 @@ def test_a_corpus_may_have_any_capacity_and_unknown_values_agree_with_all(tmp_pa
     write(tmp_path, {"a": 3}, capacity=64, pad_id=1)
     write(tmp_path, {"b": 3}, capacity=48)
     assert len(ShardSet.open(tmp_path, same_capacity=False)) == 6
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "sub/..", "sub/", "./", ".bin", "..seq.idx"])
+def test_a_folder_is_no_prefix(name: str) -> None:
+    with pytest.raises(FormatError, match="not a prefix; name a shard inside a folder"):
+        ShardPaths.of(name)

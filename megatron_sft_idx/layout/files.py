@@ -43,7 +43,7 @@ class ShardPaths:
             if path.endswith(suffix):
                 path = path[: -len(suffix)]
                 break
-        if not path or path.endswith("/"):
+        if os.path.basename(path) in ("", ".", ".."):
             raise FormatError(f"{os.fspath(prefix)!r}: not a prefix; name a shard inside a folder, such as data/train")
         return cls(path)
 

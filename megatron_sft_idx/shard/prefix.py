@@ -17,7 +17,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.header import MAGIC
 from megatron_sft_idx.layout.journal import MAGICS, Head, encode_head
 from megatron_sft_idx.storage import OutputFile, require_local, sync_folder
-from megatron_sft_idx.storage.lock import lock_file
+from megatron_sft_idx.storage.lock import check_lock, lock_file
 from megatron_sft_idx.storage.publish import (
     MAX_NAME_NBYTES,
     describe,
@@ -117,6 +117,7 @@ def check_free(
         strangers := _strangers(paths, present if not any_file else ())
     ):
         raise FormatError(strangers[0])
+    check_lock(paths.journal, MAGICS)
     remove_shorter(paths, dry_run=True)
     require_space(paths.prefix, nbytes, len(written) + 1)
     return {path: found[path] for path in present}

@@ -9,9 +9,9 @@ import os
 import stat
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage.publish import describe
+from megatron_sft_idx.storage.publish import describe, head_of
 
-__all__ = ["lock_file"]
+__all__ = ["check_lock", "lock_file"]
 
 # What file systems answer that have no locks: Lustre mounted without them, some FUSE and NFS mounts.
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -37,22 +37,11 @@ def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: boo
     # Not to wait for the other end where somebody has put a pipe there.
     access = (os.O_RDONLY if shared else os.O_RDWR) | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     while True:
+        check_lock(path, magics, shared=shared)
+        fd = os.open(path, access | (os.O_CREAT if create else 0), 0o666)
         try:
-            fd = os.open(path, access | (os.O_CREAT if create else 0), 0o666)
-        except OSError as error:
-            if error.errno in (errno.EISDIR, errno.ELOOP, errno.ENXIO):
-                raise FormatError(f"{path}: {describe(path)} is here, {_expected(path)}") from None
-            raise
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise FormatError(f"{path}: {describe(path)} is here, {_expected(path)}")
-            found = os.pread(fd, max(map(len, magics), default=1), 0)
-            if found and not any(magic.startswith(found) for magic in magics):
-                raise FormatError(f"{path}: a file that megatron-sft-idx did not write is here, {_expected(path)}")
-            if status.st_nlink > 1 and not shared:
-                raise FormatError(f"{path}: this file has another name too (a hard link), {_expected(path)}")
             _lock(fd, path, shared=shared, busy=busy)
+            check_lock(path, magics, shared=shared)
             # A writer that was done between the two calls has removed the file this lock is on.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.lstat(path)):
@@ -61,6 +50,21 @@ def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: boo
             os.close(fd)
             raise
         os.close(fd)
+
+
+def check_lock(path: str, magics: tuple[bytes, ...], *, shared: bool = False) -> None:
+    """FormatError where what is at a path is nothing that ``lock_file`` would take."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(status.st_mode):
+        raise FormatError(f"{path}: {describe(path)} is here, {_expected(path)}")
+    found = head_of(path, max(map(len, magics), default=1))
+    if found and not any(magic.startswith(found) for magic in magics):
+        raise FormatError(f"{path}: a file that megatron-sft-idx did not write is here, {_expected(path)}")
+    if status.st_nlink > 1 and not shared:
+        raise FormatError(f"{path}: this file has another name too (a hard link), {_expected(path)}")
 
 
 def _expected(path: str) -> str:
