@@ -11,7 +11,7 @@ SANITIZED := build/sanitize/lib
 
 .DEFAULT_GOAL := help
 FUZZ_SECONDS ?= 600
-.PHONY: help venv build lint format test test-slow test-megatron test-ray test-browser test-cloud sanitize fuzz bench wheels demo clean
+.PHONY: help venv build lint format test test-slow test-base test-megatron test-ray test-browser test-cloud sanitize fuzz bench wheels demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,7 +36,11 @@ test: $(VENV)/built  ## the test suite; what it skips it names at the end
 
 test-slow: $(VENV)/built  ## the longer checks that test leaves out
 	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python tests/matrix.py base
 	@$(BIN)/python tests/matrix.py megatron
+
+test-base: $(VENV)/built  ## all tests where neither Megatron nor any other extra is installed, in .venv-base
+	@$(BIN)/python tests/matrix.py base
 
 # One environment for each Python but that of .venv, .venv-megatron-3.X: each takes 5 GB with a torch for CUDA.
 test-megatron: $(VENV)/built  ## faces, training and live data against each Python found here and its Megatron
@@ -92,7 +96,7 @@ demo: $(VENV)/built  ## bundled chats become a packed shard in demo-out, are rea
 	@$(BIN)/python -W 'ignore:Transformer Engine and Apex' tools/demo/run.py
 
 clean:  ## remove everything the targets made, .venv included
-	rm -rf $(VENV) .venv-megatron-* .venv-swift .venv-swift.lock build dist demo-out *.egg-info megatron_sft_idx/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-base .venv-megatron-* .venv-swift .venv-swift.lock build dist demo-out *.egg-info megatron_sft_idx/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/installed: pyproject.toml setup.py constraints.txt

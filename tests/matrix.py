@@ -2,6 +2,7 @@
 
 ``python tests/matrix.py megatron`` runs the tests of the faces, training and live data against each, with the Megatron
 that constraints.txt has for it. Each has an environment of its own beside .venv, made once and used again.
+``python tests/matrix.py base`` runs all tests in an environment without Megatron or any other extra.
 ``python tests/matrix.py wheels`` makes a source distribution and a wheel for each of it, and tries every wheel in a
 fresh environment.
 """
@@ -62,62 +63,65 @@ def pip(python: Path | str, *arguments: object) -> None:
     subprocess.run(command, env={**os.environ, "PIP_CONSTRAINT": constraints}, cwd=ROOT, check=True)
 
 
-def environment(version: str, found: Path) -> Path:
-    """The Python of an environment with this package and its tests' needs; .venv's own where the version is its."""
-    if version == "{}.{}".format(*sys.version_info):
-        return Path(sys.executable)
-    folder = ROOT / f".venv-megatron-{version}"
+def environment(name: str, found: Path, *packages: str) -> Path:
+    """The Python of an environment with this package, editable, and others; made once, and when they change."""
+    folder = ROOT / name
     python, stamp = folder / "bin" / "python", folder / "made-from"
-    wanted = hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in MADE_FROM)).hexdigest()
+    wanted = hashlib.sha256(b"".join((ROOT / path).read_bytes() for path in MADE_FROM)).hexdigest()
     if not stamp.exists() or stamp.read_text() != wanted:
-        print(f"setting up {folder.name}, which takes many minutes and 5 GB the first time", flush=True)
+        print(f"setting up {name}, which takes minutes, and many with a torch for CUDA", flush=True)
         subprocess.run([found, "-m", "venv", folder], check=True)
         pip(python, "install", "setuptools", "pybind11")
-        pip(python, "install", "--no-build-isolation", "--editable", ".[test]")
+        pip(python, "install", "--no-build-isolation", *packages)
         stamp.write_text(wanted)
     subprocess.run([python, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=ROOT, check=True)
     return python
 
 
-def test_megatron(pythons: dict[str, Path]) -> list[str]:
-    """What each pair came to, in a line; the first word says whether it is good."""
+def run_tests(what: str, python: Path, files: list[str]) -> str:
+    """What pytest came to, in a line; the first word says whether it is good."""
+    print(what, flush=True)
+    command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile", *files]
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    last = ""
+    for line in run.stdout:
+        print(line, end="", flush=True)
+        last = line.strip() or last
+    return f"{'bad' if run.wait() else 'good'}: {what}: {last}"
+
+
+def against_megatron(pythons: dict[str, Path]) -> Iterator[str]:
+    """The pair of each Python and its Megatron."""
     files = [str(path) for name in TESTS for path in sorted((ROOT / "tests").glob(f"test_{name}.py"))]
-    outcomes = []
+    query = "from importlib.metadata import version as v; print(v('megatron-core'), 'and torch', v('torch'))"
     for version, found in pythons.items():
-        try:
-            python = environment(version, found)
-        except subprocess.CalledProcessError as error:
-            outcomes.append(f"bad: Python {version}: {error}")
-            continue
-        query = "from importlib.metadata import version as v; print(v('megatron-core'), 'and torch', v('torch'))"
+        own = version == "{}.{}".format(*sys.version_info)
+        name = f".venv-megatron-{version}"
+        python = Path(sys.executable) if own else environment(name, found, "--editable", ".[test]")
         pair = subprocess.run([python, "-c", query], capture_output=True, text=True, check=True).stdout.strip()
-        print(f"Python {version}, megatron-core {pair}", flush=True)
-        command = [python, "-m", "pytest", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "loadfile"]
-        run = subprocess.Popen([*command, *files], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert run.stdout is not None
-        last = ""
-        for line in run.stdout:
-            print(line, end="", flush=True)
-            last = line.strip() or last
-        outcomes.append(f"{'bad' if run.wait() else 'good'}: Python {version}, megatron-core {pair}: {last}")
-    return outcomes
+        yield run_tests(f"Python {version}, megatron-core {pair}", python, files)
 
 
-def make_wheels(pythons: dict[str, Path]) -> list[str]:
-    """What was made and tried, in lines; the first word says whether it is good."""
+def without_extras(pythons: dict[str, Path]) -> Iterator[str]:
+    """All tests, where nothing is installed but what the package cannot do without; by this Python alone."""
+    del pythons
+    tools = ("hypothesis", "pytest", "pytest-xdist")
+    python = environment(".venv-base", Path(sys.executable), "--editable", ".", *tools)
+    yield run_tests("without Megatron or any extra", python, ["tests"])
+
+
+def make_wheels(pythons: dict[str, Path]) -> Iterator[str]:
+    """What was made and tried."""
     out = ROOT / "dist"
     shutil.rmtree(out, ignore_errors=True)
     build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, out], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", build, out], cwd=ROOT, capture_output=True, check=True)
     (source,) = out.iterdir()
-    outcomes = [f"good: {source.name}, {source.stat().st_size / 1e6:.1f} MB: the wheels were made from it"]
+    yield f"good: {source.name}, {source.stat().st_size / 1e6:.1f} MB: the wheels were made from it"
     for version, found in pythons.items():
         with tempfile.TemporaryDirectory() as temporary:
-            try:
-                outcomes.append(_make_wheel(version, found, source, Path(temporary)))
-            except subprocess.CalledProcessError as error:
-                outcomes.append(f"bad: Python {version}: {error} {error.stderr or ''}")
-    return outcomes
+            yield _make_wheel(version, found, source, Path(temporary))
 
 
 def _make_wheel(version: str, found: Path, source: Path, here: Path) -> str:
@@ -150,11 +154,16 @@ def main(task: str) -> int:
     """Do it, say what it came to, and which Pythons were not there."""
     found = {version: find(version) for version in VERSIONS}
     pythons = {version: path for version, path in found.items() if path}
-    outcomes = {"megatron": test_megatron, "wheels": make_wheels}[task](pythons)
+    outcomes = []
+    try:
+        for outcome in {"megatron": against_megatron, "base": without_extras, "wheels": make_wheels}[task](pythons):
+            outcomes.append(outcome)
+    except subprocess.CalledProcessError as error:
+        outcomes.append(f"bad: {error} {error.stderr or ''}")
     print(*outcomes, sep="\n")
     if missing := [version for version in VERSIONS if version not in pythons]:
         print(f"not found, neither in the PATH nor under pyenv's folder: Python {', '.join(missing)}")
-    return int(any(outcome.startswith("bad") for outcome in outcomes) or not pythons)
+    return int(any(outcome.startswith("bad") for outcome in outcomes) or not outcomes)
 
 
 if __name__ == "__main__":
