@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from chats import ROOT, SUFFIXES, Outcome, command
-from hostile import OTHERS, Cell, Entry, Recipe, World, attempt, judge_bystanders, results, what, within
+from hostile import OTHERS, Entry, Recipe, World, what, within
 from kills import killed_after
+from obstacles import Cell, attempt, judge_bystanders, results
 
 # What changes a disk.
 STEPS = ("open", "write", "pwrite", "fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir", "ftruncate")

@@ -14,20 +14,8 @@ from pathlib import Path
 import pytest
 from chats import SUFFIXES
 from cut_short import counted, judge_interrupted, killed, race, replacing, seconds_of, undocumented
-from hostile import (
-    OBSTACLES,
-    OTHERS,
-    RECIPES,
-    Cell,
-    Outcome,
-    Recipe,
-    World,
-    attempt,
-    judge,
-    judge_bystanders,
-    judge_words,
-    within,
-)
+from hostile import OTHERS, RECIPES, Outcome, Recipe, World, within
+from obstacles import OBSTACLES, Cell, attempt, judge, judge_bystanders, judge_words
 
 from megatron_sft_idx.cli import main
 

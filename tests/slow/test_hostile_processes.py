@@ -11,7 +11,8 @@ from collections import Counter
 import pytest
 from chats import Outcome
 from cut_short import killed, race, seconds_of
-from hostile import PATIENCE, RECIPES, Cell, Recipe, World, judge, prepare, run_cells, table, within
+from hostile import RECIPES, Recipe, World, within
+from obstacles import PATIENCE, Cell, judge, prepare, run_cells, table
 
 pytestmark = pytest.mark.slow
 
