@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_sft_idx.cli.shown_progress import ShownProgress
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.registry import places
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.preprocess import output_prefixes
 from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage.lock import check_lock
 from megatron_sft_idx.storage.publish import Place, require_apart
 from megatron_sft_idx.transfer import StagedOutput, shard_nbytes
 from megatron_sft_idx.transfer.staging import STAGING
@@ -68,14 +70,19 @@ class Output:
             self._staged = StagedOutput(self.prefix, arguments.staging, overwrite=arguments.overwrite)
         self.local = self._staged.local if self._staged else self.prefix
 
-    def prepare(self, reads: Iterable[Place], *, resume: bool = False) -> None:
+    def prepare(self, reads: Iterable[Place], *, beside: Sequence[str] = (), resume: bool = False) -> None:
         """Before the work: SFTIndexError where it could not be published in the end.
 
         Args:
             reads: the files that the verb reads.
+            beside: what else is written, by what is added to the prefix.
             resume: it may go on with what an earlier run left.
         """
-        writes = [place for end in self._suffixes for place in places(self.local + end, "sft-idx", _ROLE, written=True)]
+        local = ShardPaths.of(self.local).prefix
+        if len(self._suffixes) > 1:
+            check_lock(f"{local}-parts.journal", ())
+        ends = (*self._suffixes, *beside)
+        writes = [place for end in ends for place in places(self.local + end, "sft-idx", _ROLE, written=True)]
         if self._summary is not None:
             writes.append(Place(self._summary, "--summary"))
         require_apart(writes, reads)

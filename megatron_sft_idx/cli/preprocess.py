@@ -273,7 +273,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if not arguments.dry_run:
         if arguments.summary is not None:
             check_summary(arguments.summary, overwrite=arguments.overwrite or arguments.resume)
-        output.prepare(_reads(arguments), resume=arguments.resume)
+        output.prepare(_reads(arguments), beside=[corpus_prefix("")], resume=arguments.resume)
     options = PreprocessOptions(
         inputs=arguments.input,
         prefix=output.local,

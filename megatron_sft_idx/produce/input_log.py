@@ -48,6 +48,7 @@ class InputLog:
         self._file: OutputFile | None = None
         if os.path.lexists(path) and describe(path) != "a file":
             raise FormatError(f"{path}: {describe(path)} is here, expected a file or nothing; move it away")
+        self._found = os.path.lexists(path)  # one that appears later is not this one
         content = self._read()
         # A line without its end was being written when the producer was killed: its file was not read yet.
         self._nbytes = content.rfind(b"\n") + 1
@@ -57,7 +58,7 @@ class InputLog:
     def add(self, *files: TakenFile) -> None:
         """Note files that come after those noted."""
         if self._file is None:
-            self._file = OutputFile(self.path, keep=os.path.lexists(self.path))
+            self._file = OutputFile(self.path, keep=self._found)
             self._file.cut(self._nbytes)
             sync_folder(Path(self.path).parent)
         self._file.write(b"".join(orjson.dumps(file._asdict()) + b"\n" for file in files))

@@ -34,6 +34,7 @@ __all__ = [
     "WIDENED",
     "check_free",
     "drop_remains",
+    "empty_journal",
     "held",
     "inode_of",
     "is_only_name",
@@ -245,7 +246,8 @@ def held(paths: ShardPaths, *, create: bool = True) -> Iterator[int]:
         try:
             yield lock
         finally:
-            unlink_journal(paths, lock)
+            if not os.fstat(lock).st_size:  # else it says what was cut short
+                unlink_journal(paths, lock)
     finally:
         os.close(lock)
 
@@ -254,11 +256,20 @@ def remove_shard(paths: ShardPaths) -> None:
     """Remove the five files of a shard, ``.seq.idx`` first; a removal that is killed is finished by the next writer."""
     if not any(map(os.path.lexists, paths.all)):
         return
-    with held(paths):
+    with held(paths) as lock:
         found = {suffix_of(paths, path): inode for path in paths.all if (inode := inode_of(path)) is not None}
         with contextlib.closing(OutputFile(paths.journal, keep=True)) as journal:
             journal.write(encode_head({"work": "removal", "files": found}))
         _finish_removal(paths, found.values())
+        empty_journal(paths, lock)
+
+
+def empty_journal(paths: ShardPaths, lock: int) -> None:
+    """Empty a journal whose lock is held; what it named is gone, or has its name."""
+    try:
+        os.ftruncate(lock, 0)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, paths.journal) from error
 
 
 def _finish_removal(paths: ShardPaths, inodes: Collection[int]) -> None:
@@ -303,7 +314,7 @@ def settle(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[s
         raise _left(paths, head)
     remove_temporaries(paths, head)
     # Not before: files that no journal names are nobody's to remove.
-    os.ftruncate(lock, 0)
+    empty_journal(paths, lock)
 
 
 def _is_begun(paths: ShardPaths, head: Head) -> bool:

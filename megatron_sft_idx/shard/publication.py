@@ -19,6 +19,7 @@ from megatron_sft_idx.layout.journal import DONE, MAGICS, Head, encode_head, enc
 from megatron_sft_idx.shard.prefix import (
     SHORTER,
     check_free,
+    empty_journal,
     inode_of,
     is_only_name,
     lock_journal,
@@ -291,7 +292,7 @@ class Publication:
     def _end_journal(self) -> None:
         """Remove the journal, or leave it empty to whoever has its lock."""
         if self._borrowed:
-            os.ftruncate(self._lock, 0)
+            empty_journal(self.paths, self._lock)
         else:
             unlink_journal(self.paths, self._lock)
 
