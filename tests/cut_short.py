@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fnmatch
 import os
 import re
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from chats import ROOT, SUFFIXES, Outcome, command
-from hostile import OTHERS, Cell, Entry, Recipe, World, attempt, judge_bystanders, results, what, within
+from hostile import OTHERS, Entry, Recipe, World, what, within
 from kills import killed_after
+from obstacles import Cell, attempt, judge_bystanders, results
 
 # What changes a disk.
 STEPS = ("open", "write", "pwrite", "fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir", "ftruncate")
@@ -227,3 +229,31 @@ def race(world: World, recipe: Recipe, flags: tuple[str, ...], delay: float) -> 
             f"exit codes {first.code} and {second.code}, and {state} at the destination: {first.err}{second.err}"
         )
     return [f"{recipe.text} {' '.join(flags)} twice at once: {one}" for one in wrong]
+
+
+# --- a disk that says no ---
+
+
+def says_no(path: str | None) -> None:
+    raise OSError(errno.EIO, "Input/output error", path)
+
+
+def failures(world: World, recipe: Recipe, steps: Iterable[int]) -> tuple[int, list[str]]:
+    """Run a recipe over an older result again and again, each time with one of its steps failing.
+
+    Returns:
+        How many runs there were, until one had no such step, and what is wrong with what they left.
+    """
+    world.calm(recipe), world.old(recipe)
+    complaints: list[str] = []
+    for count, step in enumerate(steps):
+        with within(world.fresh()):
+            if "lost" not in recipe.writes and recipe.verb != "produce":
+                world.put_old(recipe)
+            with counted(step, says_no) as taken:
+                outcome = attempt(recipe.argv(None, *replacing(recipe)))
+        if len(taken) <= step:
+            return count, complaints
+        at = f"{recipe.text} over an older result, failing at step {step}, {taken[step]}"
+        complaints += [f"{at}: {wrong}" for wrong in judge_interrupted(world, recipe, outcome, taken[step])]
+    raise AssertionError("a run has no end")

@@ -8,16 +8,9 @@ from pathlib import Path
 
 import pytest
 from chats import SUFFIXES
-from hostile import OBSTACLES, Recipe, World, attempt, judge_bystanders, within
+from hostile import TO_A_BUCKET, Recipe, World, within
 from object_folders import serve_folder
-
-REMOTE = (
-    "copy <s> [URL/out]",
-    "merge <s> <t> --output-prefix [URL/out] --staging [stage]",
-    "pack <s> --seq-length 32 --output-prefix [URL/out] --staging [stage]",
-    "preprocess --input <rows.jsonl> --tokenizer-model <tok> --seq-length 16 --workers 0"
-    " --output-prefix [URL/out] --staging [stage]",
-)
+from obstacles import OBSTACLES, attempt, judge_bystanders
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +27,7 @@ def url(tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("flags", [(), ("--overwrite",)])
-@pytest.mark.parametrize("text", REMOTE)
+@pytest.mark.parametrize("text", TO_A_BUCKET)
 def test_objects_of_others_stay(world: World, url: str, text: str, flags: tuple[str, ...]) -> None:
     recipe = Recipe(text.replace("URL", url))
     wrong = []
@@ -57,7 +50,7 @@ def test_objects_of_others_stay(world: World, url: str, text: str, flags: tuple[
 
 
 @pytest.mark.parametrize("way", OBSTACLES)
-@pytest.mark.parametrize("text", REMOTE[1:])
+@pytest.mark.parametrize("text", TO_A_BUCKET[1:])
 def test_what_is_in_the_place_of_the_staging_folder_stays(world: World, url: str, text: str, way: str) -> None:
     recipe = Recipe(text.replace("URL", url))
     with within(world.here):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
 import random
@@ -13,27 +12,15 @@ from pathlib import Path
 
 import pytest
 from chats import SUFFIXES
-from cut_short import counted, judge_interrupted, killed, race, replacing, seconds_of, undocumented
-from hostile import (
-    OBSTACLES,
-    OTHERS,
-    RECIPES,
-    Cell,
-    Outcome,
-    Recipe,
-    World,
-    attempt,
-    judge,
-    judge_bystanders,
-    judge_words,
-    within,
-)
+from cut_short import counted, failures, killed, race, replacing, seconds_of, undocumented
+from hostile import OTHERS, RECIPES, Recipe, World, within
+from obstacles import OBSTACLES, Cell, attempt, judge, judge_bystanders, judge_words
 
 from megatron_sft_idx.cli import main
 
 WRITING = [text for text in RECIPES if "[" in text or "create" in text]
 # Of the steps of a run, in turn; all of them in the slow tests.
-EVERY = int(os.environ.get("HOSTILE_EVERY", "7"))
+EVERY = 7
 
 
 @pytest.fixture(scope="module")
@@ -44,34 +31,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(tmp_path_factory.mktemp("failures"))
 
 
-def says_no(path: str | None) -> None:
-    raise OSError(errno.EIO, "Input/output error", path)
-
-
 @pytest.mark.parametrize("text", WRITING)
 def test_a_disk_that_says_no_at_any_step_destroys_nothing(world: World, text: str) -> None:
-    recipe = Recipe(text)
-    complaints: list[str] = []
-    for step in range(RECIPES.index(text) % EVERY, 10_000, EVERY):
-        outcome, steps = failing(world, recipe, step)
-        if len(steps) <= step:
-            break
-        complaints += [
-            f"{text} over an older result, failing at step {step}, {steps[step]}: {wrong}"
-            for wrong in judge_interrupted(world, recipe, outcome, steps[step])
-        ]
+    complaints = failures(world, Recipe(text), range(RECIPES.index(text) % EVERY, 10_000, EVERY))[1]
     assert not complaints, "\n".join(complaints[:40])
-
-
-def failing(world: World, recipe: Recipe, step: int) -> tuple[Outcome, list[str]]:
-    """Run a recipe over an older result, with one step failing; what it said, and the steps it took."""
-    world.old(recipe), world.calm(recipe)
-    with within(world.fresh()):
-        if "lost" not in recipe.writes and recipe.verb != "produce":
-            world.put_old(recipe)
-        with counted(step, says_no) as steps:
-            outcome = attempt(recipe.argv(None, *replacing(recipe)))
-    return outcome, steps
 
 
 @pytest.mark.parametrize("text", WRITING)

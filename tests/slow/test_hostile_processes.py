@@ -10,8 +10,9 @@ from collections import Counter
 
 import pytest
 from chats import Outcome
-from cut_short import killed, race, seconds_of
-from hostile import PATIENCE, RECIPES, Cell, Recipe, World, judge, prepare, run_cells, table, within
+from cut_short import failures, killed, race, seconds_of
+from hostile import RECIPES, Recipe, World, within
+from obstacles import PATIENCE, Cell, judge, prepare, run_cells, table
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +81,16 @@ def test_cells_as_processes(world: World, capsys: pytest.CaptureFixture[str]) ->
             outcome = as_process(world, cell)
         wrong += [f"{cell}: {complaint}" for complaint in judge(world, cell, outcome, before, world.look())]
     show(capsys, f"{len(chosen)} of {len(cells)} cells as processes, {len(wrong)} complaints")
+    assert not wrong, "\n".join(wrong[:100])
+
+
+def test_every_step_fails(world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    total, wrong = 0, []
+    for recipe in WRITING:
+        count, complaints = failures(world, recipe, range(10_000))
+        total, wrong = total + count, wrong + complaints
+    show(capsys, f"{total} runs with a failing step, {len(wrong)} complaints")
     assert not wrong, "\n".join(wrong[:100])
 
 
