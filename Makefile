@@ -99,6 +99,7 @@ clean:  ## remove everything the targets made, .venv included
 	rm -rf $(VENV) .venv-base .venv-megatron-* .venv-swift .venv-swift.lock build dist demo-out *.egg-info megatron_sft_idx/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# mistral-common is a peer in tests; it asks for an older numpy, which it does not need.
 $(VENV)/installed: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; (3, 10) <= v <= (3, 13) or sys.exit( \
 	"$(PYTHON) is Python %d.%d; 3.10 to 3.13 is needed: make PYTHON=python3.11 ..." % v)'
@@ -106,6 +107,7 @@ $(VENV)/installed: pyproject.toml setup.py constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) install --constraint constraints.txt setuptools pybind11
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test]'
+	@$(PIP) install --constraint constraints.txt --no-deps mistral-common pillow pycountry pydantic-extra-types
 	@touch $@
 
 $(VENV)/built: $(VENV)/installed $(NATIVE_SOURCES)

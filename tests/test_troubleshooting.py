@@ -37,11 +37,11 @@ def says(*arguments: object) -> str:
     return outcome.out + outcome.err
 
 
-def with_only(file: str) -> str:
-    """Preparing with a tokenizer folder that has nothing but this file."""
+def with_only(file: str, content: bytes | None = None) -> str:
+    """Preparing with a tokenizer folder that has nothing but this file, a tokenizer.json or this content."""
     shutil.rmtree("tok", ignore_errors=True)
     Path("tok").mkdir()
-    shutil.copy(TOKENIZER / "tokenizer.json", f"tok/{file}")
+    Path(f"tok/{file}").write_bytes((TOKENIZER / "tokenizer.json").read_bytes() if content is None else content)
     return prepare("--tokenizer-model", "tok")
 
 
@@ -98,7 +98,8 @@ PREPARING: Scenes = {
     "expected messages or conversations": lambda: prepare(rows=[{"dialogue": "a"}]),
     "not valid JSON": cut_json,
     "not a local folder": lambda: prepare("--tokenizer-model", "Qwen/Qwen3-8B"),
-    "a tokenizer without tokenizer.json": lambda: with_only("tokenizer.model"),
+    "a tokenizer without tokenizer.json": lambda: with_only("vocab.json"),
+    "is written in the code of its tokenizer, which is not run here": lambda: with_only("x.tiktoken", b"IQ== 0\n"),
     "exist already": again,
     "a finished shard is here": lambda: again("--seed", 1, "--resume"),
     "left by a run that was interrupted": interrupted,

@@ -68,7 +68,7 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="folder or tokenizer.json that made the ids, to show text; refused where the shard names another",
+        help="folder or file of the tokenizer that made the ids, to show text; refused where the shard names another",
     )
     show = parser.add_mutually_exclusive_group()
     show.add_argument("--pack", type=natural, metavar="N", help="show pack N instead of the summary")

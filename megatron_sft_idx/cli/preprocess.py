@@ -146,7 +146,7 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
         "--tokenizer-model",
         required=required,
         metavar="PATH",
-        help="local folder of the tokenizer, or its tokenizer.json",
+        help="local folder of the tokenizer, or its tokenizer.json, tekken.json or SentencePiece model",
     )
     group.add_argument(
         "--tokenizer-type",

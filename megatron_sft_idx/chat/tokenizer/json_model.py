@@ -69,12 +69,23 @@ class JsonModel:
         before = _added_tokens(self._tokenizer)
         self._tokenizer.add_tokens([_added_token(token) for token in files.additions])
         after = _added_tokens(self._tokenizer)
-        self._spec: dict[str, Any] = orjson.loads(self._tokenizer.to_str())
+        # As the library itself would write it, which for the vocabulary is long and what the file says.
+        self._spec = {
+            **files.spec,
+            "normalizer": _written(self._tokenizer.normalizer),
+            "pre_tokenizer": _written(self._tokenizer.pre_tokenizer),
+            "model": {**files.spec["model"], "type": type(self._tokenizer.model).__name__},
+            "added_tokens": [{"id": index, "content": text, **flags} for index, text, flags in after],
+        }
+        vocabulary = files.spec["model"]["vocab"]  # an object, but in Unigram models a list
+        own: dict[str, int] = (
+            vocabulary if isinstance(vocabulary, dict) else {str(i): i for i in range(len(vocabulary))}
+        )
         self.fingerprint = _fingerprint(files.spec, [] if after == before else after)
         self.named: dict[str, str] = {}
         self.added = [AddedToken(index, text, flags["special"]) for index, text, flags in after]
-        self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
-        self.spellings = spelling_table(self._tokenizer, self._spec.get("pre_tokenizer"))
+        self.size = 1 + max([*own.values(), *(token.number for token in self.added)])
+        self.spellings = spelling_table(own, self.added, self._spec["pre_tokenizer"])
         self.proof = ""
         self._engine: Engine = TokenizersEngine(self._tokenizer)
         if backend != "tokenizers":
@@ -159,6 +170,10 @@ def _without_prefix(step: dict[str, Any] | None, parts: str) -> dict[str, Any] |
     if "add_prefix_space" in step:
         return {**step, "add_prefix_space": False}
     return step
+
+
+def _written(step: Any) -> dict[str, Any] | None:
+    return None if step is None else orjson.loads(step.__getstate__())
 
 
 def _added_token(token: AddedTokenSpec) -> tokenizers.AddedToken:

@@ -248,8 +248,8 @@ class RankModel:
             texts = {token.text for token in own}
             self.named = {name: text for name, text in TEKKEN_NAMED.items() if text in texts}
         else:
-            ranks, self._first, own = _read_ranks(files), 0, []
             pattern, reserved = _split_of(files)
+            ranks, self._first, own = _read_ranks(files), 0, []
             self._cut = bool(reserved)
             taken = {token.number for token in files.additions}
             for index in range(len(ranks), len(ranks) + reserved):

@@ -10,16 +10,15 @@ span.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain
 
 import numpy as np
 import orjson
-import tokenizers
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.chat.tokenizer.engines import Ids, Located
+from megatron_sft_idx.chat.tokenizer.engines import AddedToken, Ids, Located
 from megatron_sft_idx.chat.types import Span
 
 __all__ = ["TokenSpellings", "byte_alphabet", "spelling_table", "unknown_id", "weights_by_offsets"]
@@ -92,7 +91,9 @@ def _running_sum(lengths: map[int], count: int) -> NDArray[np.int64]:
     return np.fromiter(accumulate(lengths, initial=0), np.int64, count + 1)
 
 
-def spelling_table(tokenizer: tokenizers.Tokenizer, pre_tokenizer: dict[str, object] | None) -> TokenSpellings | None:
+def spelling_table(
+    vocabulary: Mapping[str, int], added: Sequence[AddedToken], pre_tokenizer: dict[str, object] | None
+) -> TokenSpellings | None:
     """The table for a byte-level tokenizer, None for others.
 
     No more is asked of it than to use that alphabet: whether tokens spell a text is checked text by text.
@@ -101,13 +102,13 @@ def spelling_table(tokenizer: tokenizers.Tokenizer, pre_tokenizer: dict[str, obj
         return None
     alphabet = byte_alphabet()
     spellings: dict[int, bytes] = {}
-    for text, index in tokenizer.get_vocab(with_added_tokens=False).items():
+    for text, index in vocabulary.items():
         try:
             spellings[index] = bytes([alphabet[c] for c in text])
         except KeyError:  # not of the alphabet, so never produced from bytes: spells nothing
             continue
-    for index, token in tokenizer.get_added_tokens_decoder().items():
-        spellings[index] = token.content.encode()
+    for token in added:
+        spellings[token.number] = token.text.encode()
     return TokenSpellings(spellings)
 
 
