@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import shutil
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from chats import CHATS, SUFFIXES, TOKENIZER, command
+from chats import CHATS, SUFFIXES, TOKENIZER, command, write_rows
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from training_twin import pretrain_script
 
@@ -59,10 +60,15 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(TOKENIZER, here / name)
     for name in ("raw", "old", "data/parts", "index", "parts", "backup"):
         (here / name).mkdir(parents=True)
-    shutil.copy(CHATS, here / "chats.jsonl")
-    shutil.copy(CHATS, here / "raw/a.jsonl")
+    # Without reasoning, which the bundled template drops: an example is to run as it stands.
+    rows = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        for message in row["messages"]:
+            message.pop("reasoning_content", None)
+    write_rows(here / "chats.jsonl", rows)
+    shutil.copy(here / "chats.jsonl", here / "raw/a.jsonl")
     (here / "raw/_END").touch()
-    (here / "raw/a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(CHATS.read_bytes()))
+    (here / "raw/a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress((here / "chats.jsonl").read_bytes()))
     pq.write_table(pa.Table.from_pylist([{"prompt": "What is 2 + 2?", "completion": "4."}]), here / "more.parquet")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)

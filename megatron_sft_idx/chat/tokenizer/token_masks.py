@@ -11,7 +11,8 @@ span.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import orjson
@@ -22,7 +23,23 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.chat.tokenizer.engines import Ids
 from megatron_sft_idx.chat.types import Span
 
-__all__ = ["TokenSpellings", "byte_alphabet", "spelling_table", "unknown_id", "weights_by_offsets"]
+__all__ = ["Crossing", "TokenSpellings", "byte_alphabet", "spelling_table", "unknown_id", "weights_by_offsets"]
+
+
+class Crossing(NamedTuple):
+    """A token that is trained on and begins before its span.
+
+    Attributes:
+        token: its number in the text.
+        before: what of it lies before the span.
+        text: all that it spells.
+        held: whether a span that is trained on holds its beginning too.
+    """
+
+    token: int
+    before: str
+    text: str
+    held: bool
 
 
 def unknown_id(index: int) -> str:
@@ -87,6 +104,20 @@ class TokenSpellings:
         )
         return weights, straddling.tolist(), spelled.astype(bool).tolist()
 
+    def crossings(self, ids: NDArray[np.integer], utf8: bytes, text: str, spans: Sequence[Span]) -> list[Crossing]:
+        """The tokens of one text, which they spell, that begin before a span that they are trained for."""
+        ends = np.cumsum(self._offsets[ids.astype(np.int64) + 1] - self._offsets[ids.astype(np.int64)])
+        found = []
+        for before, span in pairwise([Span(0, 0), *spans]):
+            begin = len(text[: span.start].encode())
+            token = int(np.searchsorted(ends, begin, "right"))
+            first = int(ends[token - 1]) if token else 0
+            if span.weight and span.start < span.stop and first < begin:
+                held = bool(before.weight) and before.start < before.stop and first < len(text[: before.stop].encode())
+                spelt = utf8[first : int(ends[token])].decode("utf-8", "replace")
+                found.append(Crossing(token, utf8[first:begin].decode("utf-8", "replace"), spelt, held))
+        return found
+
 
 def _running_sum(lengths: map[int], count: int) -> NDArray[np.int64]:
     return np.fromiter(accumulate(lengths, initial=0), np.int64, count + 1)
@@ -118,8 +149,8 @@ def weights_by_offsets(
     *,
     whole_characters: bool,
     position: Callable[[int], int] = int,
-) -> tuple[NDArray[np.float32], int]:
-    """Weights of an encoding's tokens by its own offsets, and how many spans straddle.
+) -> tuple[NDArray[np.float32], list[Crossing]]:
+    """Weights of an encoding's tokens by its own offsets, and the tokens that begin before their span.
 
     Args:
         encoding: with offsets.
@@ -135,7 +166,8 @@ def weights_by_offsets(
     if edges != sorted(edges):
         raise ValueError(f"spans descend, overlap or end past the text of {len(text)} characters: {spans!r:.200}")
     weights = np.zeros(len(encoding.ids), np.float32)
-    straddling = 0
+    crossings = []
+    done = 0
     for span in spans:
         first = _first_token(encoding, map(position, range(span.start, span.stop)))
         last = _first_token(encoding, map(position, range(span.stop - 1, span.start - 1, -1)))
@@ -145,8 +177,12 @@ def weights_by_offsets(
         while whole_characters and last + 1 < len(weights) and _begin(encoding, last + 1) < stop:
             last += 1
         weights[first : last + 1] = np.maximum(weights[first : last + 1], np.float32(span.weight))
-        straddling += bool(span.weight) and _begin(encoding, first) < position(span.start)
-    return weights, straddling
+        begin = _begin(encoding, first)
+        if span.weight and begin < position(span.start):
+            before = text[span.start - (position(span.start) - begin) : span.start]
+            crossings.append(Crossing(first, before, before + text[span.start : span.start + 1], begin < done))
+        done = stop if span.weight else done
+    return weights, crossings
 
 
 def _first_token(encoding: tokenizers.Encoding, characters: map[int]) -> int | None:

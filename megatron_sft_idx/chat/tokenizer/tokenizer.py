@@ -23,7 +23,7 @@ from megatron_sft_idx.chat.tokenizer.engines import Engine, TokenizersEngine, bu
 from megatron_sft_idx.chat.tokenizer.fast_engine import load_fast_engine
 from megatron_sft_idx.chat.tokenizer.shield import Shield
 from megatron_sft_idx.chat.tokenizer.span_pieces import Piece, cut_at_spans
-from megatron_sft_idx.chat.tokenizer.token_masks import spelling_table, unknown_id, weights_by_offsets
+from megatron_sft_idx.chat.tokenizer.token_masks import Crossing, spelling_table, unknown_id, weights_by_offsets
 from megatron_sft_idx.chat.tokenizer.tokenizer_files import AddedTokenSpec, TokenizerFiles, read_tokenizer_files
 from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
@@ -107,12 +107,18 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     def encode(
-        self, rendered: Sequence[Rendered], *, span_by_span: bool = False, whole_characters: bool = False
+        self,
+        rendered: Sequence[Rendered],
+        *,
+        span_by_span: bool = False,
+        whole_characters: bool = False,
+        straddling: bool = True,
     ) -> list[Encoded]:
         """Tokenises texts and weighs their tokens by the spans; no special tokens are added.
 
         A token counts where it overlaps a span. ``notes`` gains ``straddling``, the spans whose first token
-        began before them, and ``literals``, the control tokens from the data that were kept as text.
+        began before them, ``straddling_header``, those of them that bring more than whitespace in, and ``literals``,
+        the control tokens from the data that were kept as text.
 
         Args:
             rendered: any number of texts; a hundred or so at once is quicker than one by one.
@@ -120,6 +126,7 @@ class Tokenizer:
                 straddles an edge. The ids may then differ from those of the whole text.
             whole_characters: where a span's last character is spelled by several tokens, count all of them.
                 transformers counts only the first, and so does this by default.
+            straddling: whether a token that begins before its span counts, as it does in transformers.
 
         Raises:
             SequenceError: a text that cannot be tokenised; ``position`` is its place in ``rendered``.
@@ -131,7 +138,7 @@ class Tokenizer:
         if self._spellings is not None:
             plain = [i for i, row in enumerate(rendered) if not row.literals]
             ids = self._engine.ids([rendered[i].text for i in plain], [utf8[i] for i in plain])
-            weights, straddling, spelled = self._spellings.weights(
+            weights, crossed, spelled = self._spellings.weights(
                 ids,
                 [utf8[i] for i in plain],
                 [rendered[i].spans for i in plain],
@@ -142,10 +149,12 @@ class Tokenizer:
             for at, i in enumerate(plain):
                 if spelled[at]:
                     here = slice(bounds[at], bounds[at + 1])
-                    notes = _notes(rendered[i], straddling[at])
-                    result[i] = Encoded(flat[here], weights[here], notes)
+                    row, crossings = rendered[i], []
+                    if crossed[at]:
+                        crossings = self._spellings.crossings(flat[here], utf8[i], row.text, row.spans)
+                    result[i] = _weighed(row, flat[here], weights[here], crossings, straddling)
         for i in [i for i in range(len(rendered)) if i not in result]:
-            result[i] = self._encode_slowly(i, rendered[i], whole_characters)
+            result[i] = self._encode_slowly(i, rendered[i], whole_characters, straddling)
         return [result[i] for i in range(len(rendered))]
 
     def from_token_row(self, row: TokenizedRow) -> Encoded:
@@ -200,7 +209,7 @@ class Tokenizer:
         index = None if text is None else self._tokenizer.token_to_id(text)
         return None if index is None else int(index)
 
-    def _encode_slowly(self, index: int, row: Rendered, whole_characters: bool) -> Encoded:
+    def _encode_slowly(self, index: int, row: Rendered, whole_characters: bool, straddling: bool) -> Encoded:
         """By the library's own offsets: any tokenizer, any text."""
         position: Callable[[int], int] = int
         if row.literals:
@@ -212,10 +221,10 @@ class Tokenizer:
         else:
             encoding = self._tokenizer.encode(row.text, add_special_tokens=False)
             ids = np.array(encoding.ids, np.uint32)
-        weights, straddling = weights_by_offsets(
+        weights, crossings = weights_by_offsets(
             encoding, row.text, row.spans, whole_characters=whole_characters, position=position
         )
-        return Encoded(ids.view(np.int32), weights, _notes(row, straddling))
+        return _weighed(row, ids.view(np.int32), weights, crossings, straddling)
 
     def _encode_pieces(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         """Tokenises span by span: each piece of text is wholly trained on, or not at all."""
@@ -230,7 +239,7 @@ class Tokenizer:
             weights = [np.full(len(ids[at]), pieces[at].weight, np.float32) for at in members]
             flat = np.concatenate([empty, *(ids[at] for at in members)])
             mask = np.concatenate([empty.astype(np.float32), *weights])
-            result.append(Encoded(flat.view(np.int32), mask, _notes(row, 0)))
+            result.append(_weighed(row, flat.view(np.int32), mask, [], True))
         return result
 
     def _piece_ids(self, pieces: Sequence[Piece]) -> list[NDArray[np.uint32]]:
@@ -286,13 +295,25 @@ def _utf8(index: int, text: str) -> bytes:
         raise SequenceError("rendered", index, reason) from error
 
 
-def _notes(row: Rendered, straddling: int) -> dict[str, int]:
+def _weighed(
+    row: Rendered,
+    ids: NDArray[np.int32],
+    weights: NDArray[np.float32],
+    crossings: Sequence[Crossing],
+    straddling: bool,
+) -> Encoded:
+    """One sequence; without ``straddling``, tokens that begin before their span do not count."""
     notes = dict(row.notes)
-    if straddling:
-        notes["straddling"] = straddling
+    headers = [crossing for crossing in crossings if crossing.before.strip() and not crossing.held]
+    if crossings:
+        notes["straddling" if straddling else "straddling_left_out"] = len(crossings)
+    if headers and straddling:
+        notes["straddling_header"] = len(headers)
     if row.literals:
         notes["literals"] = len(row.literals)
-    return notes
+    if not straddling:
+        weights[[crossing.token for crossing in crossings if not crossing.held]] = 0
+    return Encoded(ids, weights, notes, headers[0].text if headers else "")
 
 
 def _added_token(token: AddedTokenSpec) -> tokenizers.AddedToken:
