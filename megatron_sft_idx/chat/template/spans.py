@@ -35,7 +35,7 @@ _EMPTY_THINKING = re.compile(
     r"\s*(?:<(?:think|thinking|thought|reasoning)>\s*)?</(?:think|thinking|thought|reasoning)>\s*"
     r"|\s*(?:\[THINK\]\s*)?\[/THINK\]\s*"
 )
-_LAST_PIECE = re.compile(r"(?:<[^<>\s]+>|\[[A-Z_/]+\]|\w+|.)\Z", re.DOTALL)
+_WORD = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_"
 _MOST_KNOWN = 1 << 14
 _TURNS = ("error", "whole", "split")
 _LEAVES = ("leaves out", "use a template that keeps them, or give the message weight 0")
@@ -159,7 +159,8 @@ class SpanFinder:
         self._edges: Edges | None = None
         self._places: list[Place] | None = None
         self._searched = False
-        self._shapes: dict[int, tuple[Any, ...]] = {}
+        # What of each message decides what a template writes around it; one more before and behind, for neighbours.
+        self._shapes: list[Any] = [None, *(_shape(one, rules.tested, i) for i, one in enumerate(messages)), None]
         self._question = max((i for i, one in enumerate(messages) if one.get("role") == "user"), default=-1)
         self._written: dict[int, list[Segment]] = {}
         for segment in () if traced is None else _without_glances(traced, messages):
@@ -177,10 +178,11 @@ class SpanFinder:
         pieces = pieces_of(self._messages[message])
         segments = self._own(message, pieces)
         traced = bool(segments)
-        lost = [piece for piece in pieces if piece.kind != "call" and self._find(piece.text, segments) < 0]
-        if (lost and any(piece.text in self._text for piece in lost)) or (pieces and not traced):
-            placed = self._placed(message, pieces)
-            segments, traced = (placed, False) if placed else (segments, traced)
+        if not traced or any(piece.kind != "call" and self._find(piece.text, segments) < 0 for piece in pieces):
+            lost = [piece for piece in pieces if piece.kind != "call" and self._find(piece.text, segments) < 0]
+            if any(piece.text in self._text for piece in lost) or (pieces and not traced):
+                placed = self._placed(message, pieces)
+                segments, traced = (placed, False) if placed else (segments, traced)
         if not segments:
             if any(piece.kind != "reasoning" for piece in pieces):
                 raise unusable(self._why_nowhere(message))
@@ -188,7 +190,8 @@ class SpanFinder:
                 self._reasoning_dropped(message)
             return [], []
         found = self._present(message, pieces, segments)
-        segments = self._with_words(segments, found)
+        if len(segments) > 1:
+            segments = self._with_words(segments, found)
         start, stop = self._edges_of(message, segments, found, traced)
         spans = [(max(start, one.start), one.stop) for one in segments[:-1] if one.stop > start]
         spans += [(begin, stop)] if (begin := max(start, segments[-1].start)) < stop else []
@@ -239,7 +242,9 @@ class SpanFinder:
     def _own(self, message: int, pieces: list[Piece]) -> list[Segment]:
         """What the message wrote in the one iteration that holds its words."""
         written = self._written.get(message, [])
-        if len(written) > 1:
+        if len(written) == 1:
+            return written if self._text[written[0].start : written[0].stop].strip() else []
+        if written:
             frames: dict[int, list[Segment]] = {}
             for segment in written:
                 frames.setdefault(segment.frame, []).append(segment)
@@ -362,11 +367,13 @@ class SpanFinder:
         """Where the trained text of a message starts and stops."""
         text, rules, last = self._text, self._rules, segments[-1]
         low, high = segments[0].start, last.start + len(text[last.start : last.stop].rstrip())
-        first = min((at for at, _ in found), default=high)
-        said = max((at + len(piece.text) for at, piece in found), default=low)
-        around = [self._shape(index) for index in (message - 1, message, message + 1)]
+        first, said = high, low
+        for at, piece in found:
+            first, said = min(first, at), max(said, at + len(piece.text))
+        shapes = self._shapes
+        around = (shapes[message], shapes[message + 1], shapes[message + 2])
         tail = text[said:high] if not traced else _end_piece(text[max(said, last.start, high - 64) : high])
-        key = (self._variables, *around, message > self._question, traced, len(segments), text[low:first], tail)
+        key = (self._variables, around, message > self._question, traced, len(segments), text[low:first], tail)
         known = rules.known.get(key)
         if known is None or not (text.startswith(known.head, low) and text.startswith(known.late, last.stop)):
             start, stop = self._learnt(message, segments, found, traced)
@@ -430,24 +437,6 @@ class SpanFinder:
             f" ({_short(self._text[max(0, at - 20) : at + 20])}): put {{% generation %}} markers around what the"
             " assistant says, or train on all tokens"
         )
-
-    def _shape(self, index: int) -> tuple[Any, ...]:
-        """What of a message decides what a template writes around it."""
-        if not 0 <= index < len(self._messages):
-            return ()
-        shape = self._shapes.get(index)
-        if shape is None:
-            message = self._messages[index]
-            content = message.get("content")
-            words = content[0].get("text") if type(content) is list and len(content) == 1 else content
-            tested: tuple[str, ...] = ()
-            if type(words) is str:
-                tested = tuple(one for one in self._rules.tested if one in words)
-            calls = message.get("tool_calls")
-            fields = tuple(key for key, value in message.items() if value)
-            count = min(len(calls), 2) if type(calls) is list else 0
-            shape = self._shapes[index] = (message.get("role"), fields, tested, count, index == 0)
-        return shape
 
     def _note(self, what: str) -> None:
         self.notes[what] = self.notes.get(what, 0) + 1
@@ -556,13 +545,27 @@ def _without_glances(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> l
     return result
 
 
+def _shape(message: Mapping[str, Any], tested: Sequence[str], index: int) -> tuple[Any, ...]:
+    content = message.get("content")
+    words = content[0].get("text") if type(content) is list and len(content) == 1 else content
+    found = [one for one in tested if one in words] if type(words) is str else []
+    calls = message.get("tool_calls")
+    count = min(len(calls), 2) if type(calls) is list else 0
+    reasons = bool(message.get("reasoning_content"))
+    return (message.get("role"), *message, bool(words), reasons, count, index == 0, *found)
+
+
 def _within(at: int, segments: Sequence[Segment]) -> bool:
     return any(one.start <= at <= one.stop for one in segments)
 
 
 def _end_piece(text: str) -> str:
-    match = _LAST_PIECE.search(text)
-    return match[0] if match else ""
+    """The last tag, word or character of a text: what stays the same where the rest is data."""
+    end = text[-1:]
+    if end in (">", "]"):
+        tag = text[text.rfind("<" if end == ">" else "[") :]
+        return tag if tag and not any(map(str.isspace, tag)) else end
+    return end if not end.isalnum() else text[len(text.rstrip(_WORD)) :]
 
 
 def _short(words: str) -> str:
