@@ -33,6 +33,7 @@ BAD_ROWS: dict[str, tuple[str, Conversation, str]] = {
     "reserved variable": (CHATML, talk(user("u"), said("a"), kwargs={"messages": []}), "messages cannot be given"),
     "measures": (MEASURES, PAIR, "nothing tells what of the text of the chat template t.jinja assistant message 2 wrote"),
     "mixes": ("{% for m in messages %}{{ m.role }}{% if m.role == 'assistant' %}{{ m.content }}{{ messages[0].content }}.{% endif %}{% endfor %}", talk(user("question"), said("words"), user("more")), "writes words of message 1 in what it writes for assistant message 2"),
+    "marker outside": ("{% generation %}x{% endgeneration %}" + CHATML, PAIR, "outside every loop"),
     "weights": (CHATML, Conversation([user("u"), said("a")], [1.0]), "1 weights for 2 messages"),
 }  # fmt: skip
 
@@ -56,7 +57,6 @@ UNUSABLE: dict[str, tuple[Callable[[], object], str]] = {
     "date": (lambda: make(CHATML, template_date="31.1.2025"), "'31.1.2025' is not a date like 2025-01-31"),
     "reserved": (lambda: ChatTemplate(CHATML, template_kwargs={"tools": []}), "tools cannot be given"),
     "no date": (lambda: make("{{ strftime_now('%Y') }}").render(PAIR), "give the date it should see with --template-date"),
-    "marker outside": (lambda: make("{% generation %}x{% endgeneration %}" + CHATML).render(PAIR), "outside every loop"),
     "endless": (lambda: make("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}").render(PAIR), "loop iterations"),
     "endless text": (lambda: make("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}").render(PAIR), "characters for one conversation"),
     "long range": (lambda: make("{% for a in range(10 ** 9) %}{% endfor %}").render(PAIR), "line 1: a template may not do this: Range too big"),

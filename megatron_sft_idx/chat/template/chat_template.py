@@ -166,7 +166,11 @@ class ChatTemplate:
                 self._style = learn_style(self._plain_probe)
             found: list[list[Rendered]] = []
             failed: SequenceError | None = None
-            for style in (self._style, replace(self._style, in_parts=not self._style.in_parts)):
+            for other in (
+                False,
+                True,
+            ):  # where the learnt form fails, contents as strings or parts, whichever it is not
+                style = replace(self._style, in_parts=not self._style.in_parts) if other else self._style
                 for note, missing in NULL_FORMS if lacking else NULL_FORMS[:1]:
                     notes = {note: len(lacking)} if lacking else {}
                     messages = prepared(conversation.messages, style, notes, missing)

@@ -153,7 +153,9 @@ class Edges:
         if after is None:  # nothing else says where the turn's own text ends
             if tail is None and last and not any(opening in text[said:high] for opening in openings):
                 return high
-            return shared if whole or shared > said else self._end_behind(turn, said, said, openings) or said
+            if whole or text.endswith(self._ends, said, shared):
+                return shared
+            return self._end_behind(turn, shared, shared, openings) or shared
         if whole and shared < high and any(opening in text[shared:high] for opening in openings):
             return shared
         if shared > high:
@@ -212,14 +214,19 @@ class Edges:
         at = head.rfind(prompt)
         if at >= 0:
             return at + len(prompt)
-        # Some prompts close another turn first; some go on with what this turn does not have, such as <think>.
         ours, theirs = self._piece.findall(head), self._piece.findall(prompt.lstrip())
+        # Some prompts have more before their header: how they end is told by their last tag, or their last word.
+        strong = [i for i, piece in enumerate(theirs) if _is_tag(piece)] or [
+            i for i, piece in enumerate(theirs) if piece[0].isalnum()
+        ]
+        end = theirs[strong[-1] :] if strong else theirs
+        for at in range(len(ours) - len(end), -1, -1):
+            if ours[at : at + len(end)] == end:
+                return len("".join(ours[: at + len(end)]))
+        # Some go on with what this turn does not have, such as <think>.
         match = SequenceMatcher(None, ours[::-1], theirs[::-1], autojunk=False).find_longest_match()
-        end = len(ours) - match.a
-        shared = ours[end - match.size : end]
-        whole = match.b + match.size == len(theirs) and any(len(piece) > 1 for piece in shared)
-        tagged = any(len(piece) > 1 and not piece.isalnum() for piece in shared)
-        return len("".join(ours[:end])) if whole or tagged else 0
+        stop = len(ours) - match.a
+        return len("".join(ours[:stop])) if any(map(_is_tag, ours[stop - match.size : stop])) else 0
 
     def _header_length(self, turn: int, low: int, head: str) -> int:
         """How much of a turn's first text a plain answer in its place begins with too."""
@@ -227,9 +234,11 @@ class Edges:
         at = -1 if other is None else other.rfind(SAID)
         if other is None or at < 0:
             return 0
-        near = self._text[max(0, low - _NEAR) : low]
-        begin = other.rfind(near, 0, at) + len(near)
-        return self._common(other[begin:at], head) if begin >= len(near) else 0
+        for far in (_NEAR, 8):
+            near = self._text[max(0, low - far) : low]
+            if (begin := other.rfind(near, 0, at)) >= 0:
+                return self._common(other[begin + len(near) : at], head)
+        return 0
 
     def _tail(self, other: str, low: int, said: int) -> str | None:
         """What follows a turn's last words in another rendering."""
@@ -255,7 +264,11 @@ class Edges:
         if another or not end or end in openings or at != high:
             return None
         alone = self._views.prompt(0, ASKED)
-        return at + len(end) if _SPEAKER.search(end) or (alone is not None and end not in alone[1]) else None
+        if alone is not None and not _SPEAKER.search(end):
+            before = alone[1].partition(ASKED)[0].strip()
+            if before.startswith(end) or before.endswith(end):
+                return None
+        return at + len(end)
 
     def _common(self, one: str, other: str) -> int:
         """Characters that two texts begin with alike, in whole pieces."""
@@ -266,6 +279,10 @@ class Edges:
                 break
             length = a.end()
         return length
+
+
+def _is_tag(piece: str) -> bool:
+    return len(piece) > 1 and not piece.replace("_", "").isalnum()
 
 
 def _name_of(call: Mapping[str, Any]) -> str:

@@ -233,7 +233,7 @@ class SpanFinder:
             if at < len(segments) and segments[at].start <= start:
                 message = segments[at].message
             if message is None:
-                raise FormatError(f"{self._rules.name}: a generation block stands outside every loop over the messages")
+                raise unusable(f"{self._rules.name}: a generation block stands outside every loop over the messages")
             spans.setdefault(message, []).append((start, stop))
         return spans
 
@@ -524,15 +524,17 @@ def _without_glances(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> l
     text: dict[int, str] = {}
     for segment in traced.segments:
         text[segment.frame] = text.get(segment.frame, "") + traced.text[segment.start : segment.stop]
-    writers: dict[int, tuple[int, bool, int]] = {}  # message to (words held, whether it is nobody's guest, -frame)
+    writers: dict[int, tuple[bool, int, int]] = {}  # message to (whether it is nobody's guest, words held, -frame)
     for frame, written in text.items():
         message = traced.frames[frame]
+        if not written.strip():
+            continue
         held = sum(piece.text in written for piece in pieces_of(messages[message]))
-        writers[message] = max(writers.get(message, (0, False, 0)), (held, frame not in traced.around, -frame))
+        writers[message] = max(writers.get(message, (False, 0, 0)), (frame not in traced.around, held, -frame))
     result: list[Segment] = []
     for segment in traced.segments:
         start, owner, message = segment.start, segment.frame, segment.message
-        while owner in traced.around and (not writers[message][0] or -writers[message][2] != owner):
+        while owner in traced.around and not ((best := writers.get(message)) and best[1] and -best[2] == owner):
             # A glance at another answer is part of the text around it; at anything else, nobody's.
             outer = traced.around[owner]
             owner = outer if messages[message].get("role") == "assistant" else -1
