@@ -155,7 +155,10 @@ class Edges:
                 return high
             if whole or text.endswith(self._ends, said, shared):
                 return shared
-            return self._end_behind(turn, shared, shared, openings) or shared
+            behind = shared + len(text[shared:high]) - len(text[shared:high].lstrip())
+            found = self._end_behind(turn, behind, behind, openings)
+            # A tag that names the next speaker ends a turn only where nothing stands between.
+            return found if found and (behind == shared or not _SPEAKER.search(text[behind:found])) else shared
         if whole and shared < high and any(opening in text[shared:high] for opening in openings):
             return shared
         if shared > high:
