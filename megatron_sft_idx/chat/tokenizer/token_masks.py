@@ -104,18 +104,33 @@ class TokenSpellings:
         )
         return weights, straddling.tolist(), spelled.astype(bool).tolist()
 
-    def crossings(self, ids: NDArray[np.integer], utf8: bytes, text: str, spans: Sequence[Span]) -> list[Crossing]:
-        """The tokens of one text, which they spell, that begin before a span that they are trained for."""
-        ends = np.cumsum(self._offsets[ids.astype(np.int64) + 1] - self._offsets[ids.astype(np.int64)])
-        found = []
-        for before, span in pairwise([Span(0, 0), *spans]):
-            begin = len(text[: span.start].encode())
-            token = int(np.searchsorted(ends, begin, "right"))
-            first = int(ends[token - 1]) if token else 0
-            if span.weight and span.start < span.stop and first < begin:
-                held = bool(before.weight) and before.start < before.stop and first < len(text[: before.stop].encode())
-                spelt = utf8[first : int(ends[token])].decode("utf-8", "replace")
-                found.append(Crossing(token, utf8[first:begin].decode("utf-8", "replace"), spelt, held))
+    def crossings(
+        self, ids: Ids, utf8: list[bytes], texts: Sequence[str], spans: list[list[Span]]
+    ) -> dict[int, list[Crossing]]:
+        """By text, the tokens that begin before a span that they are trained for; of texts that the tokens spell."""
+        flat = ids.flat.astype(np.int64)
+        ends = np.cumsum(self._offsets[flat + 1] - self._offsets[flat])
+        bounds, base = ids.offsets.tolist(), 0
+        wanted: list[tuple[int, Span, Span, int]] = []  # text, the span before, the span, its first byte
+        bases = []
+        for row, (data, text) in enumerate(zip(utf8, texts, strict=True)):
+            bases.append(base)
+            for before, span in pairwise([Span(0, 0), *spans[row]]):
+                if span.weight and span.start < span.stop:
+                    at = span.start if len(data) == len(text) else len(text[: span.start].encode())
+                    wanted.append((row, before, span, base + at))
+            base += len(data)
+        begins = np.array([begin for *_, begin in wanted], np.int64)
+        tokens = np.searchsorted(ends, begins, "right")
+        firsts = np.where(tokens > 0, ends[np.maximum(tokens - 1, 0)], 0) if len(ends) else tokens
+        found: dict[int, list[Crossing]] = {}
+        for which in np.flatnonzero(firsts < begins).tolist():
+            row, before, _, begin = wanted[which]
+            token, first = int(tokens[which]), int(firsts[which]) - bases[row]
+            held = bool(before.weight) and first < len(texts[row][: before.stop].encode())
+            spelt = utf8[row][first : int(ends[token]) - bases[row]].decode("utf-8", "replace")
+            begun = utf8[row][first : begin - bases[row]].decode("utf-8", "replace")
+            found.setdefault(row, []).append(Crossing(token - bounds[row], begun, spelt, held))
         return found
 
 

@@ -146,13 +146,17 @@ class Tokenizer:
             )
             flat = ids.flat.view(np.int32)
             bounds = ids.offsets.tolist()
+            found: dict[int, list[Crossing]] = {}
+            whole = all(spelled)
+            if whole and any(crossed):
+                rows = [rendered[i] for i in plain]
+                found = self._spellings.crossings(
+                    ids, [utf8[i] for i in plain], [row.text for row in rows], [row.spans for row in rows]
+                )
             for at, i in enumerate(plain):
-                if spelled[at]:
+                if spelled[at] and (whole or not crossed[at]):
                     here = slice(bounds[at], bounds[at + 1])
-                    row, crossings = rendered[i], []
-                    if crossed[at]:
-                        crossings = self._spellings.crossings(flat[here], utf8[i], row.text, row.spans)
-                    result[i] = _weighed(row, flat[here], weights[here], crossings, straddling)
+                    result[i] = _weighed(rendered[i], flat[here], weights[here], found.get(at, []), straddling)
         for i in [i for i in range(len(rendered)) if i not in result]:
             result[i] = self._encode_slowly(i, rendered[i], whole_characters, straddling)
         return [result[i] for i in range(len(rendered))]
