@@ -17,7 +17,7 @@ from packs import opens
 
 from megatron_sft_idx.catalog import Ack, Base, Catalog, ProducerState, ack_folder, shard_name, write_ack
 
-SMALL = ("--seq-length", 512, "--tokens-per-shard", 2000, "--overlong", "split")
+SMALL = ("--seq-length", 512, "--tokens-per-shard", 2000, "--overlong", "split", "--turns", "whole")
 # Generous: what is waited for comes in a second, and on a busy machine in ten.
 PATIENCE = 300.0
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from template_styles import ACCUMULATES, CHATML, MEASURES, SPECIAL, STYLES, call, make, said, talk, user
+from template_styles import CHATML, MEASURES, SPECIAL, STYLES, call, make, said, talk, user
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
@@ -28,9 +28,12 @@ BAD_ROWS: dict[str, tuple[str, Conversation, str]] = {
     "second call dropped": (CHATML.replace("m.content", "m.content + (m.tool_calls[0].function.name if m.tool_calls else '')"), talk(user("u"), said("a", tool_calls=[call("look_up", {}), call("look_up", {})])), "leaves out 1 of 2 calls of look_up"),
     "undefined": ("a\n{{ nothing.at.all }}", PAIR, "line 2: 'nothing' is undefined"),
     "wrong type": ("\n\n{{ 'a' + 1 }}", PAIR, "line 3: can only concatenate str"),
-    "content missing": (CHATML, talk(user("u"), {"role": "assistant"}), "fails on it"),
+    "content missing": (CHATML.replace("m.content", "m.content.text.strip()"), talk(user("u"), {"role": "assistant", "tool_calls": [call("f", {})]}), "has no attribute 'text' (messages[1].content is missing or null;"),
     "runs into itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", PAIR, "maximum recursion depth"),
     "reserved variable": (CHATML, talk(user("u"), said("a"), kwargs={"messages": []}), "messages cannot be given"),
+    "measures": (MEASURES, PAIR, "nothing tells what of the text of the chat template t.jinja assistant message 2 wrote"),
+    "mixes": ("{% for m in messages %}{{ m.role }}{% if m.role == 'assistant' %}{{ m.content }}{{ messages[0].content }}.{% endif %}{% endfor %}", talk(user("question"), said("words"), user("more")), "writes words of message 1 in what it writes for assistant message 2"),
+    "marker outside": ("{% generation %}x{% endgeneration %}" + CHATML, PAIR, "outside every loop"),
     "weights": (CHATML, Conversation([user("u"), said("a")], [1.0]), "1 weights for 2 messages"),
 }  # fmt: skip
 
@@ -54,9 +57,6 @@ UNUSABLE: dict[str, tuple[Callable[[], object], str]] = {
     "date": (lambda: make(CHATML, template_date="31.1.2025"), "'31.1.2025' is not a date like 2025-01-31"),
     "reserved": (lambda: ChatTemplate(CHATML, template_kwargs={"tools": []}), "tools cannot be given"),
     "no date": (lambda: make("{{ strftime_now('%Y') }}").render(PAIR), "give the date it should see with --template-date"),
-    "accumulates": (lambda: make(ACCUMULATES).render(PAIR), "t.jinja: the template writes assistant messages outside its loops"),
-    "measures": (lambda: make(MEASURES).render(PAIR), "t.jinja: cannot tell which message wrote what"),
-    "marker outside": (lambda: make("{% generation %}x{% endgeneration %}" + CHATML).render(PAIR), "outside every loop"),
     "endless": (lambda: make("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}").render(PAIR), "loop iterations"),
     "endless text": (lambda: make("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}").render(PAIR), "characters for one conversation"),
     "long range": (lambda: make("{% for a in range(10 ** 9) %}{% endfor %}").render(PAIR), "line 1: a template may not do this: Range too big"),

@@ -22,6 +22,7 @@ from template_styles import (
     learnt,
     make,
     said,
+    stock_text,
     talk,
     trained,
     turns,
@@ -31,6 +32,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_sft_idx.chat.template import ChatTemplate
 from megatron_sft_idx.chat.types import Rendered, Span
+from megatron_sft_idx.errors import SequenceError
 
 # Options and weights
 
@@ -133,9 +135,43 @@ def test_reasoning_that_the_template_drops_is_counted() -> None:
         user("v"),
         said("b", reasoning_content="kept thought"),
     )
-    rendered = make(STYLES["thinking"].source).render(conversation)
+    rendered = make(STYLES["thinking"].source, turns="whole").render(conversation)
     assert rendered.notes == {"reasoning_dropped": 1}
     assert trained(rendered) == ["a<|im_end|>", "kept thought\n</think>\n\nb<|im_end|>"]
+    with pytest.raises(SequenceError, match="leaves out the reasoning of assistant message 2; --turns split makes"):
+        make(STYLES["thinking"].source).render(conversation)
+    assert len(make(STYLES["thinking"].source, train_on_thinking=False).render(conversation).spans) == 2
+
+
+def test_one_sequence_a_turn_keeps_what_the_template_would_drop() -> None:
+    conversation = talk(
+        user("u"),
+        said("a", reasoning_content="first thought"),
+        user("v"),
+        said("b", reasoning_content="second thought"),
+        said("c", reasoning_content="third thought"),
+        user("bye"),
+    )
+    one, two = make(STYLES["thinking"].source, turns="split").render_turns(conversation)
+    assert trained(one) == ["first thought\n</think>\n\na<|im_end|>"]
+    assert trained(two) == [
+        f"{which} thought\n</think>\n\n{words}<|im_end|>" for which, words in (("second", "b"), ("third", "c"))
+    ]
+    stock = [dict(message, thinking=message.get("reasoning_content")) for message in conversation.messages]
+    assert [one.text, two.text] == [stock_text(STYLES["thinking"], stock[:count], None) for count in (2, 5)]
+
+
+def test_turns_that_the_next_one_begins_with_are_one_sequence() -> None:
+    conversation = talk(user("u"), said("a"), user("v"), said("b"), weights=[1, 1, 1, 0.5])
+    (whole,) = make(CHATML, turns="split").render_turns(conversation)
+    assert whole == make(CHATML).render(conversation)
+    (unread,) = make(CHATML, turns="split").render_turns(talk(user("u"), said("a"), weights=[1, 0]))
+    assert unread.spans == []
+
+
+def test_reasoning_that_no_turn_keeps_is_an_error_turn_by_turn() -> None:
+    with pytest.raises(SequenceError, match=r"leaves out the reasoning of assistant message 2;.*--turns whole"):
+        make(CHATML, turns="split").render_turns(talk(user("u"), said("a", reasoning_content="why")))
 
 
 def test_a_prompt_with_thinking_on_or_off_comes_from_the_row() -> None:
@@ -175,7 +211,7 @@ MARKED_VARIANTS = {
 @pytest.mark.parametrize("name", MARKED_VARIANTS)
 def test_markers_are_taken_as_they_stand(name: str) -> None:
     source = MARKED_VARIANTS[name]
-    template = make(source, allow_control_tokens=True)
+    template = make(source, allow_control_tokens=True, partial_markers="keep")
     assert template.has_generation_markers
 
     @settings(max_examples=40, deadline=None)
@@ -188,6 +224,28 @@ def test_markers_are_taken_as_they_stand(name: str) -> None:
         assert [(span.start, span.stop) for span in rendered.spans] == spans
 
     check()
+
+
+PARTIAL = """{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}{% if m.role == 'assistant' %}
+{%- generation %}{{ m.content }}{% endgeneration %}{% for c in m.tool_calls or [] %}({{ c.function.name }}){% endfor %}
+{%- else %}{{ m.content }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("source", "answer", "what"),
+    [
+        (PARTIAL, said("a", reasoning_content="why"), "the reasoning 'why'"),
+        (PARTIAL, said("a", tool_calls=[call("look", {})]), "1 of 1 calls of look"),
+        (MARKED_VARIANTS["some answers only"], said("a"), "the content 'a'"),
+    ],
+)
+def test_markers_around_a_part_are_refused(source: str, answer: dict[str, Any], what: str) -> None:
+    conversation = talk(user("u"), answer, user("v"), said("b"))
+    with pytest.raises(SequenceError) as caught:
+        make(source).render(conversation)
+    assert f"t.jinja writes outside its generation markers {what} of assistant message 2" in caught.value.reason
+    assert "--partial-markers keep" in caught.value.reason
+    assert learnt(source, conversation, partial_markers="keep")[-1] == "b"
 
 
 def test_markers_in_a_macro_hold_what_the_macro_wrote() -> None:

@@ -15,7 +15,7 @@ USER = {"role": "user", "content": "Q"}
 BOT = {"role": "assistant", "content": "A"}
 SYSTEM = {"role": "system", "content": "S"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+CALLS = {"role": "assistant", "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "1"}
 TOOL = {"name": "f", "parameters": {"type": "object"}}
 CHAT = [USER, BOT]
@@ -49,6 +49,22 @@ GOOD = {
     "system-twice-the-same": ({"messages": [SYSTEM, *CHAT], "system": "S"}, [SYSTEM, *CHAT]),
     "system-column-empty": ({"messages": CHAT, "system": ""}, CHAT),
     "parts": (bot(content=[part("a"), part(" b\n"), {"type": "output_text", "text": "c"}, "d"]), "a b\ncd"),
+    "parts-under-value": (bot(content=[{"type": "text", "value": "a"}, {"type": "text", "content": "b"}]), "ab"),
+    "parts-of-every-kind": (
+        bot(
+            content=[
+                {"type": "reasoning", "value": "T"},
+                {"type": "text", "value": "A"},
+                {"type": "tool_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+                {"type": "tool_call", "name": "f", "arguments": {"x": 1}},
+            ]
+        ),
+        [USER, CALLS | {"content": "A", "reasoning_content": "T", "tool_calls": [CALL, CALL]}],
+    ),
+    "parts-that-think": (
+        bot(content=[{"type": "thinking", "thinking": [part("T")]}, part("A")]),
+        [USER, BOT | {"reasoning_content": "T"}],
+    ),
     "parts-none": (
         {"messages": [*CHAT, {"role": "assistant", "content": []}]},
         [*CHAT, BOT | {"content": ""}],
@@ -95,6 +111,10 @@ GOOD = {
             ]
         },
         [USER, CALLS, RESULT | {"name": "f"}],
+    ),
+    "reasoning-alone": (
+        bot(content=None, reasoning="T"),
+        [USER, {"role": "assistant", "reasoning": "T", "reasoning_content": "T"}],
     ),
     "reasoning": (bot(content="A", reasoning_content="T"), [USER, BOT | {"reasoning_content": "T"}]),
     "thinking": (bot(content="A", thinking="T"), [USER, BOT | {"thinking": "T", "reasoning_content": "T"}]),
@@ -176,6 +196,9 @@ def test_good_row(case):
         (bot(content="A", weight=0), [1, 0]),
         (bot(content="A", weight=0.25), [1, 0.25]),
         (bot(content="A", weight=True), [1, 1]),
+        (bot(content="A", loss_weight=0), [1, 0]),
+        (bot(content="A", loss_weight=0.5, weight=0.5, trainable=True), [1, 0.5]),
+        (shared(turn("gpt", "A", loss_weight=0.5)), [1, 0.5]),
         (bot(content="A", train=False), [1, 0]),
         (bot(content="A", loss=0, weight=2), [1, 0]),
         (bot(content="A", loss=True, weight=2), [1, 2]),
@@ -190,7 +213,9 @@ def test_weights_of_messages(row, weights):
     conversation = to_sequence_source(row)
     assert conversation.weights == weights
     assert all(isinstance(weight, float) for weight in conversation.weights)
-    assert not any({"weight", "train", "loss"} & set(message) for message in conversation.messages)
+    assert not any(
+        {"weight", "loss_weight", "train", "trainable", "loss"} & set(message) for message in conversation.messages
+    )
 
 
 WRAPPED = {"type": "function", "function": TOOL}
@@ -270,6 +295,8 @@ def test_options_override_the_columns():
         to_sequence_source(row, RowOptions(messages_key="chat"))
     with pytest.raises(RowError, match="the row has no messages or conversations or conversation"):
         to_sequence_source({"prompt": "Q", "completion": "A"}, RowOptions(kind="messages"))
+    pair = {"chosen": CHAT, "rejected": CHAT}
+    assert to_sequence_source(pair, RowOptions(messages_key="chosen")).messages == CHAT
     lonely = to_sequence_source({"messages": [USER]}, RowOptions(require_assistant=False))
     assert lonely.messages == [USER]
 
@@ -301,7 +328,8 @@ def test_any_row_is_read_or_refused_with_a_reason(row):
     else:
         if isinstance(got, Conversation):
             assert len(got.messages) == len(got.weights)
-            assert all(isinstance(message["content"], str) or message.get("tool_calls") for message in got.messages)
+            assert all(isinstance(message.get("content", ""), str) for message in got.messages)
+            assert all("content" in message or message.get("tool_calls") for message in got.messages)
         else:
             assert got.input_ids.shape == got.loss_mask.shape
             assert np.isfinite(got.loss_mask).all()

@@ -75,7 +75,8 @@ def check_against_twin(kind: str, rows: list[Rendered], encoded: list[Encoded], 
         ids, weights, straddling = twin(kind, row, whole)
         assert found.input_ids.tolist() == ids
         assert found.loss_mask.tolist() == weights
-        assert found.notes == ({"straddling": straddling} if straddling else {})
+        assert found.notes.get("straddling", 0) == straddling
+        assert set(found.notes) <= {"straddling", "straddling_header"}
         assert (found.input_ids.dtype, found.loss_mask.dtype) == (np.int32, np.float32)
 
 
@@ -218,6 +219,27 @@ def test_a_straddling_token_is_trained_and_counted() -> None:
     assert tokenizer.decode(encoded.input_ids[encoded.loss_mask > 0]) == " the"
     assert encoded.notes == {"dropped reasoning": 2, "straddling": 1}
     assert row.notes == {"dropped reasoning": 2}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "metaspace"])
+def test_a_straddling_token_that_brings_a_header_in_is_named_and_can_be_left_out(kind: str) -> None:
+    tokenizer = load(kind)
+    text = "x the quick fox"
+    whole = tokenizer.encode([Rendered(text, [Span(0, len(text))])])[0]
+    # The span begins inside the first token that is more than a letter: its first letters are a header's.
+    first, length = next((i, n) for i, n in enumerate(map(len, map(tokenizer.token_text, whole.input_ids))) if n > 2)
+    start = len(tokenizer.decode(whole.input_ids[:first])) + length - 1
+    row = Rendered(text, [Span(start, len(text), 0.5)])
+    kept, left_out = (tokenizer.encode([row], straddling=straddling)[0] for straddling in (True, False))
+    assert kept.notes == {"straddling": 1, "straddling_header": 1}
+    assert left_out.notes == {"straddling_left_out": 1}
+    assert kept.straddling
+    assert kept.straddling.strip() in text
+    assert (kept.loss_mask > 0).tolist()[first:] == [True] * (len(whole.input_ids) - first)
+    assert (left_out.loss_mask > 0).tolist()[first:] == [False] + [True] * (len(whole.input_ids) - first - 1)
+    # What two trained spans share stays trained: nothing of a header is in it.
+    both = Rendered(text, [Span(0, start), Span(start, len(text), 0.5)])
+    assert (tokenizer.encode([both], straddling=False)[0].loss_mask > 0).all()
 
 
 def test_empty_texts_and_batches() -> None:

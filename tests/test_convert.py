@@ -162,7 +162,16 @@ def test_what_a_shard_knows_survives_another_shard(tmp_path: Path) -> None:
 def test_the_demo_data_through_every_format(tmp_path: Path) -> None:
     demo = ROOT / "tools/demo"
     source = str(tmp_path / "demo")
-    arguments = ["--input", str(demo / "chats.jsonl"), "--tokenizer-model", str(demo / "tokenizer"), "--workers", "0"]
+    arguments = [
+        "--input",
+        str(demo / "chats.jsonl"),
+        "--tokenizer-model",
+        str(demo / "tokenizer"),
+        "--workers",
+        "0",
+        "--turns",
+        "whole",
+    ]
     assert main(["preprocess", *arguments, "--seq-length", "1024", "--output-prefix", source]) == 0
     before = Shard(source)
     assert len(before) > 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chats import CHATS, SUFFIXES, TOKENIZER, command
+from chats import CHATS, SUFFIXES, TOKENIZER, command, write_rows
 
 from megatron_sft_idx.cli.main import build_parser
 from megatron_sft_idx.shard import Shard, ShardWriter
@@ -55,13 +56,18 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(TOKENIZER, here / name)
     for name in ("raw", "old", "data/parts", "index", "parts", "backup"):
         (here / name).mkdir(parents=True)
-    shutil.copy(CHATS, here / "chats.jsonl")
-    shutil.copy(CHATS, here / "raw/a.jsonl")
+    # Without reasoning, which the bundled template drops: an example is to run as it stands.
+    rows = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        for message in row["messages"]:
+            message.pop("reasoning_content", None)
+    write_rows(here / "chats.jsonl", rows)
+    shutil.copy(here / "chats.jsonl", here / "raw/a.jsonl")
     (here / "raw/_END").touch()
     if find_spec("zstandard"):
         import zstandard
 
-        (here / "raw/a.jsonl.zst").write_bytes(zstandard.compress(CHATS.read_bytes()))
+        (here / "raw/a.jsonl.zst").write_bytes(zstandard.compress((here / "chats.jsonl").read_bytes()))
     if find_spec("pyarrow"):
         import pyarrow as pa
         import pyarrow.parquet as pq

@@ -253,3 +253,33 @@ def test_rows_with_tools_get_the_template_for_tools(tmp_path, tokenizer):
         assert tokenizer.decode(ids) == theirs.apply_chat_template(
             given["messages"], given.get("tools"), tokenize=False
         )
+
+
+def test_one_sequence_a_turn_holds_every_thought(tmp_path, tokenizer, chats):
+    thoughtful = [chat for chat in chats if sum("reasoning_content" in message for message in chat["messages"]) > 1]
+    assert len(thoughtful) > 10
+    refused = preprocess(tmp_path / "a/x", "--turns", "error", rows=thoughtful)
+    assert refused.code == 1
+    assert "rows.jsonl:1: " in refused.err
+    assert "leaves out the reasoning of assistant message" in refused.err
+    done = preprocess(tmp_path / "b/x", "--turns", "split", rows=thoughtful)
+    assert done.code == 0, done.err
+    texts, said = [], ""
+    for ids, mask in sequences_of(tmp_path / "b/x"):
+        texts.append(tokenizer.decode(ids.tolist()))
+        said += "".join(trained_runs(ids, mask, tokenizer.decode))
+    beginnings = set()
+    for chat in thoughtful:
+        messages = [plain(message) for message in chat["messages"]]
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            beginnings.add(tokenizer.apply_chat_template(messages[: number + 1], chat.get("tools"), tokenize=False))
+            trained = chat["messages"][number].get("train", True) and chat["messages"][number].get("weight", 1)
+            assert not trained or message.get("reasoning_content", "") in said
+    assert len(texts) > len(thoughtful)
+    assert set(texts) <= beginnings
+    assert f"rows            {len(thoughtful)}\nsequences       {len(texts)}" in done.out
+    split = preprocess(tmp_path / "c/x", "--turns", "split", "--workers", 2, rows=thoughtful)
+    assert split.code == 0
+    assert files_of(tmp_path / "b/x") == files_of(tmp_path / "c/x")

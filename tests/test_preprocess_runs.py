@@ -81,7 +81,17 @@ def test_progress_is_plain_lines_without_a_terminal(tmp_path, chats):
 )
 def test_interrupted_runs_keep_what_is_done(tmp_path, long, sent, code):
     given, calm = long
-    arguments = ["preprocess", "--input", given, "--tokenizer-model", TOKENIZER, "--seq-length", 1024]
+    arguments = [
+        "preprocess",
+        "--turns",
+        "whole",
+        "--input",
+        given,
+        "--tokenizer-model",
+        TOKENIZER,
+        "--seq-length",
+        1024,
+    ]
     arguments += ["--output-prefix", tmp_path / "x", "--log-interval", 1000]
     with subprocess.Popen(
         [sys.executable, "-m", "megatron_sft_idx", *map(str, arguments), "--workers", "2"],
@@ -104,7 +114,17 @@ def test_interrupted_runs_keep_what_is_done(tmp_path, long, sent, code):
 
 def test_a_killed_worker_changes_no_byte(tmp_path, long):
     given, calm = long
-    arguments = ["preprocess", "--input", given, "--tokenizer-model", TOKENIZER, "--seq-length", "1024"]
+    arguments = [
+        "preprocess",
+        "--turns",
+        "whole",
+        "--input",
+        given,
+        "--tokenizer-model",
+        TOKENIZER,
+        "--seq-length",
+        "1024",
+    ]
     arguments += ["--output-prefix", tmp_path / "shot", "--workers", "2", "--log-interval", "1000"]
     with subprocess.Popen(
         [sys.executable, "-m", "megatron_sft_idx", *map(str, arguments)],

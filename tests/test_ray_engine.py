@@ -150,8 +150,9 @@ def test_a_terminated_run_keeps_its_parts_and_is_gone_on_with(nodes, case, tmp_p
     chats = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
     rows = write_rows(tmp_path / "rows.jsonl", chats * 60)
     there = tmp_path / "ray" / "x"
-    arguments = ["preprocess", "--input", rows, "--tokenizer-model", TOKENIZER, "--seq-length", 1024, "--output-prefix",
-                 there, "--engine", "ray", "--ray-address", nodes.address]  # fmt: skip
+    arguments = ["preprocess", "--turns", "whole", "--input", rows, "--tokenizer-model", TOKENIZER,
+                 "--seq-length", 1024, "--output-prefix", there, "--engine", "ray",
+                 "--ray-address", nodes.address]  # fmt: skip
     script = "import sys; from megatron_sft_idx.preprocess import source; source.PIECE_NBYTES = 20_000\n"
     script += "from megatron_sft_idx.cli.main import main; sys.exit(main(sys.argv[1:]))"
     with subprocess.Popen(

@@ -73,6 +73,13 @@ def interrupted() -> str:
     return preprocess(Path("killed/shard"), rows=[chat()]).err
 
 
+def thoughtful() -> dict[str, Any]:
+    """A chat whose first answer was thought about, which the bundled template keeps to the last."""
+    row = chat()
+    row["messages"] = [{**message, "reasoning_content": "hm"} for message in row["messages"]] + row["messages"]
+    return row
+
+
 def missing_package() -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "pyarrow", None)
@@ -81,7 +88,8 @@ def missing_package() -> str:
 
 
 OUT = ("--output-prefix", "x/out")
-NO_LOOP = "{{ messages[0].content }}{{ messages[1].content }}"
+MEASURES = "{% set all %}{% for m in messages %}{{ m.content }}{% endfor %}{% endset %}{{ all }}{{ all | length }}"
+PART = "{% for m in messages %}{{ m.content }}{% generation %}!{% endgeneration %}{% endfor %}"
 NO_SYSTEM = "{% for m in messages %}{{ raise_exception('System role not supported') }}{% endfor %}"
 NO_CONTENT = "{% for m in messages %}{{ m.role }}{% endfor %}"
 DATE = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -89,7 +97,10 @@ DATE = "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% endfor 
 PREPARING: Scenes = {
     "99 of 318 sequences are longer": lambda: says("pack", "data/chats.unpacked", "--seq-length", 128, *OUT),
     "the tokenizer has no chat template": lambda: with_only("tokenizer.json"),
-    "the template writes assistant messages outside": lambda: prepare(template=NO_LOOP),
+    "nothing tells what of the text": lambda: prepare(template=MEASURES),
+    "writes outside its generation markers": lambda: prepare(template=PART),
+    "leaves out the reasoning of": lambda: prepare("--turns", "error", rows=[thoughtful()]),
+    "a preference row": lambda: prepare(rows=[chat() | {"chosen": "a", "rejected": "b"}]),
     "leaves out the words 'b'": lambda: prepare(template=NO_CONTENT),
     "the assistant says nothing": lambda: prepare(rows=[{"messages": [{"role": "user", "content": "a"}]}]),
     "System role not supported": lambda: prepare(template=NO_SYSTEM),

@@ -72,8 +72,10 @@ class Encoded:
         input_ids: int32.
         loss_mask: float32 weights, token-aligned: nonzero where this token is trained on.
         notes: counts for the summary: straddling tokens, literals kept as text, and the render's notes.
+        straddling: a token that brings characters of a header into a span, for people to see; "" where none does.
     """
 
     input_ids: NDArray[np.int32]
     loss_mask: NDArray[np.float32]
     notes: dict[str, int] = field(default_factory=dict)
+    straddling: str = ""

@@ -200,12 +200,33 @@ def add_mask_options(parser: argparse.ArgumentParser) -> None:
         default="assistant",
         help="what the assistant says, only its answer to the last user message, or everything (default: %(default)s)",
     )
+    group.add_argument(
+        "--turns",
+        choices=("error", "whole", "split"),
+        default="error",
+        help="where the template drops the reasoning of earlier turns: stop; one sequence without it; or a sequence a"
+        " turn, each as the model would see it (default: %(default)s)",
+    )
     group.add_argument("--no-train-on-thinking", action="store_true", help="leave reasoning out of the loss")
     group.add_argument("--no-train-on-tool-calls", action="store_true", help="leave tool calls out of the loss")
     group.add_argument(
         "--allow-control-tokens",
         action="store_true",
         help="let text in the data that spells a control token, such as <|im_end|>, become that token",
+    )
+    group.add_argument(
+        "--partial-markers",
+        choices=("error", "keep"),
+        default="error",
+        help="where {%% generation %%} markers leave out part of what the assistant says: stop, or take them as they"
+        " stand (default: %(default)s)",
+    )
+    group.add_argument(
+        "--straddling",
+        choices=("include", "exclude"),
+        default="include",
+        help="a token that begins before a trained span and ends in it is trained on, as in transformers, or not"
+        " (default: %(default)s)",
     )
     group.add_argument(
         "--span-by-span",
@@ -242,6 +263,8 @@ def encoding_options(arguments: argparse.Namespace, parser: argparse.ArgumentPar
             train_on=arguments.train_on,
             train_on_thinking=not arguments.no_train_on_thinking,
             train_on_tool_calls=not arguments.no_train_on_tool_calls,
+            turns=arguments.turns,
+            partial_markers=arguments.partial_markers,
             allow_control_tokens=arguments.allow_control_tokens,
             template_date=arguments.template_date,
         ),
@@ -253,6 +276,7 @@ def encoding_options(arguments: argparse.Namespace, parser: argparse.ArgumentPar
         ),
         append_eod=arguments.append_eod,
         span_by_span=arguments.span_by_span,
+        straddling=arguments.straddling,
         on_bad_row=arguments.on_bad_row,
     )
 

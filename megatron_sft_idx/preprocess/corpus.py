@@ -45,6 +45,7 @@ class CorpusReport:
         bad_rows: the first ten thousand of them, as messages.
         notes: counts by name: tokens that straddle a span's edge, control tokens kept as text, and so on.
         reused: the corpus was there already, made from the same input and options.
+        straddling: a token that brought characters of a header into what is trained on, once one was met.
     """
 
     rows: int = 0
@@ -52,6 +53,7 @@ class CorpusReport:
     bad_rows: list[str] = field(default_factory=list)
     notes: dict[str, int] = field(default_factory=dict)
     reused: bool = False
+    straddling: str = ""
 
 
 @dataclass(slots=True)
@@ -174,6 +176,12 @@ def note_rows(report: CorpusReport, piece: EncodedPiece, on_bad_row: str, log: C
         SequenceError: there is a bad row, and bad rows are not skipped.
     """
     report.rows += piece.rows
+    if piece.straddling and not report.straddling:
+        report.straddling = piece.straddling
+        log(
+            f"warning: tokens such as {piece.straddling!r} begin in what the chat template writes before an answer and"
+            " are trained on, as transformers trains on them; --straddling exclude leaves them out"
+        )
     for error in piece.bad_rows:
         note_bad_row(report, error, on_bad_row, log)
 

@@ -37,6 +37,7 @@ class EncodingOptions:
         append_eod: end every sequence with the tokenizer's end-of-sequence id, trained exactly when the token before
             it is.
         span_by_span: tokenise each trained span by itself, so that no token straddles its edge.
+        straddling: whether a token that begins before its span and ends in it is trained on.
         on_bad_row: ``error`` stops at the first row that cannot be used, ``skip`` counts and lists it.
         tokenizer_proof: of the tokenizer as loaded before, so that no worker proves again what one process did.
     """
@@ -49,6 +50,7 @@ class EncodingOptions:
     rows: RowOptions = field(default_factory=RowOptions)
     append_eod: bool = False
     span_by_span: bool = False
+    straddling: Literal["include", "exclude"] = "include"
     on_bad_row: Literal["error", "skip"] = "error"
     tokenizer_proof: str = ""
 
@@ -65,6 +67,7 @@ class EncodedPiece:
         num_bytes: of the input file, for progress.
         bad_rows: rows that could not be used, in order; with ``on_bad_row="error"`` the first one.
         notes: counts by name.
+        straddling: a token that brings characters of a header into what is trained on; "" where none does.
     """
 
     input_ids: NDArray[Any]
@@ -74,12 +77,13 @@ class EncodedPiece:
     num_bytes: int
     bad_rows: list[SequenceError]
     notes: Counter[str]
+    straddling: str = ""
 
 
 class _Drawn(NamedTuple):
-    """A rendered row and the template that rendered it."""
+    """A rendered row, one text or one a turn, and the template that rendered it."""
 
-    rendered: Rendered
+    rendered: list[Rendered]
     template: ChatTemplate
 
 
@@ -140,12 +144,15 @@ class RowEncoder:
                 "messages_key": rows.messages_key,
                 "on_bad_row": self.options.on_bad_row,
                 "row_kind": rows.kind,
+                "partial_markers": masks.partial_markers,
                 "span_by_span": self.options.span_by_span,
+                "straddling": self.options.straddling,
                 "template_date": masks.template_date,
                 "template_kwargs": dict(self.options.template_kwargs),
                 "train_on": masks.train_on,
                 "train_on_thinking": masks.train_on_thinking,
                 "train_on_tool_calls": masks.train_on_tool_calls,
+                "turns": masks.turns,
             },
         }
 
@@ -181,7 +188,7 @@ class RowEncoder:
             raise FormatError(
                 f"{self.options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"
             )
-        return _Drawn(template.render(source), template)
+        return _Drawn(template.render_turns(source), template)
 
     def _encode_batch(
         self,
@@ -193,25 +200,24 @@ class RowEncoder:
         """Tokenise all rows of a template in one call; then take them in the order of the rows."""
         encoded: dict[ChatTemplate, Iterator[Encoded | SequenceError]] = {}
         for template in {row.template for _, row in batch if isinstance(row, _Drawn)}:
-            rendered = [row.rendered for _, row in batch if isinstance(row, _Drawn) and row.template is template]
+            rows = [row.rendered for _, row in batch if isinstance(row, _Drawn) and row.template is template]
+            rendered = [one for some in rows for one in some]
             encoded[template] = iter(self._tokenise(rendered, template))
         for position, row in batch:
+            # All turns of a row are taken from what was tokenised, and only then looked at: a bad one spoils the row.
+            outcomes: list[Encoded | SequenceError] = []
+            if isinstance(row, _Drawn):
+                outcomes = [next(encoded[row.template]) for _ in row.rendered]
             try:
-                if isinstance(row, TokenizedRow):
-                    sequence = self.tokenizer.from_token_row(row)
-                else:
-                    outcome = next(encoded[row.template])
-                    if isinstance(outcome, SequenceError):
-                        raise outcome
-                    sequence = outcome
-                if not len(sequence.input_ids):
-                    raise ValueError("the row has no tokens; a sequence holds at least one")
+                made = [self.tokenizer.from_token_row(row)] if isinstance(row, TokenizedRow) else _all_encoded(outcomes)
             except ValueError as error:
                 bad_rows.append(_at(error, piece.path, position))
                 continue
-            if self.options.append_eod and self.tokenizer.eos_id is not None:
-                sequence = append_eod(sequence, self.tokenizer.eos_id)
-            sequences.append(sequence)
+            for sequence in made:
+                if self.options.append_eod and self.tokenizer.eos_id is not None:
+                    sequences.append(append_eod(sequence, self.tokenizer.eos_id))
+                else:
+                    sequences.append(sequence)
 
     def _tokenise(self, rendered: Sequence[Rendered], template: ChatTemplate) -> list[Encoded | SequenceError]:
         """All rows in one call; one by one where a row cannot be tokenised, so that the others are."""
@@ -220,6 +226,7 @@ class RowEncoder:
             return self.tokenizer.encode(
                 rows,
                 span_by_span=self.options.span_by_span,
+                straddling=self.options.straddling == "include",
                 # Markers are taken as they stand, as transformers takes them; traced spans end with a character.
                 whole_characters=not template.has_generation_markers,
             )
@@ -246,7 +253,20 @@ class RowEncoder:
         if ((mask == 0) | (mask == 1)).all():
             mask = mask.astype(np.uint8)
         lengths = np.array([len(s.input_ids) for s in sequences], np.int64)
-        return EncodedPiece(ids, mask, lengths, rows, num_bytes, bad_rows, notes)
+        straddling = next((sequence.straddling for sequence in sequences if sequence.straddling), "")
+        return EncodedPiece(ids, mask, lengths, rows, num_bytes, bad_rows, notes, straddling)
+
+
+def _all_encoded(outcomes: Sequence[Encoded | SequenceError]) -> list[Encoded]:
+    """The sequences of one row, none of them empty."""
+    made = []
+    for outcome in outcomes:
+        if isinstance(outcome, SequenceError):
+            raise outcome
+        if not len(outcome.input_ids):
+            raise ValueError("the row has no tokens; a sequence holds at least one")
+        made.append(outcome)
+    return made
 
 
 def _at(error: ValueError, path: str, position: int) -> SequenceError:

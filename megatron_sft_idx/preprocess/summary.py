@@ -16,12 +16,17 @@ from megatron_sft_idx.storage.publish import Kind, check_place, head_of, resolve
 __all__ = ["Summary", "check_summary", "timed"]
 
 _NOTES = {
+    "content_empty": "messages without a content rendered with an empty one: the chat template fails without",
+    "content_left_out": "messages without a content rendered without one, as transformers does",
+    "content_none": "messages without a content rendered with null for it: the chat template fails without",
     "control_tokens_read_by_template": "control tokens in the data that the chat template itself reads, left to it",
     "first_token_masks_dropped": "masks on a sequence's first token dropped: nothing predicts it",
     "literals": "control tokens in the data kept as text",
     "no_end_of_turn": "answers without an end-of-turn token: the chat template writes none",
     "reasoning_dropped": "messages whose reasoning the chat template leaves out",
     "straddling": "trained tokens that begin before their span (--span-by-span avoids them)",
+    "straddling_header": "of these bring characters of a header in (--straddling exclude does not train them)",
+    "straddling_left_out": "tokens that begin before their span, not trained",
     "tool_arguments_converted": "tool calls whose arguments became text or an object, as the chat template expects",
     "words_placed_by_search": "answers whose words were found by search in what the chat template made of them",
 }

@@ -22,7 +22,7 @@ TOKENIZER = "tools/demo/tokenizer"
 PREFIX = "demo-out/chats"
 ARGUMENTS = [
     *("preprocess", "--input", CHATS, "--tokenizer-model", TOKENIZER, "--seq-length", "1024"),
-    *("--output-prefix", PREFIX, "--workers", "2", "--overwrite"),
+    *("--output-prefix", PREFIX, "--workers", "2", "--overwrite", "--turns", "whole"),
 ]
 
 

@@ -21,18 +21,25 @@ MEDIA_COLUMNS = ("images", "image", "image_url", "audios", "audio", "input_audio
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_TEXT_KEYS = ("text", "value", "content")
+_REASONING_PARTS = ("reasoning", "thinking", "think")
+_CALL_PARTS = ("tool_call", "function_call")
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_WEIGHTS = ("weight", "loss_weight", "loss_scale")
+_FLAGS = ("train", "loss", "trainable")
+# These say which part of a message is trained on; a row that has one must not train as if it had none.
+_UNREAD = ("train_detail", "loss_mask", "masked")
 # Read here and not handed on; the rest of a message is kept for the template.
-_CONSUMED = ("role", "content", "tool_calls", "function_call", "weight", "train", "loss")
+_CONSUMED = ("role", "content", "tool_calls", "function_call", *_WEIGHTS, *_FLAGS, *_UNREAD)
 
 
 def read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
     """Checks one message and returns it normalised, with its loss weight.
 
-    Text parts become one string; arguments of tool calls become objects (as templates expect them) and an old
-    ``function_call`` one of the tool calls; the role ``function`` becomes ``tool``; reasoning is found under
-    ``reasoning_content`` whatever the row calls it, and under its own name too. Null keys are left out,
-    except a null ``content`` beside tool calls, which templates ask for.
+    Text parts become one string, parts that hold reasoning or a tool call the fields of that name; arguments of
+    tool calls become objects (as templates expect them) and an old ``function_call`` one of the tool calls; the
+    role ``function`` becomes ``tool``; reasoning is found under ``reasoning_content`` whatever the row calls it,
+    and under its own name too. Null keys are left out, as transformers leaves them out.
 
     Args:
         message: the message as the row has it; not changed.
@@ -43,15 +50,18 @@ def read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
     role = message.get("role")
     if role not in _ROLES:
         raise RowError(f"{what} has the role {name_of(role)}; known are {', '.join(_ROLES)}")
-    _refuse_media(message, what)
+    _refuse_unread(message, what)
     out: dict[str, Any] = {"role": "tool" if role == "function" else role}
+    if role == "assistant" and isinstance(message.get("content"), list):
+        message = _with_fields(message, what)
     calls = _tool_calls_of(message, what)
     if calls and role != "assistant":
         raise RowError(f"{what} has tool calls and the role {role!r}; only the assistant makes them")
-    out["content"] = _content_of(message, what, may_be_null=bool(calls))
-    out |= {key: value for key, value in message.items() if key not in _CONSUMED and value is not None}
-    if role == "assistant":
-        out |= _reasoning_of(message, what)
+    reasoning = _reasoning_of(message, what) if role == "assistant" else {}
+    content = _content_of(message, what, may_be_null=bool(calls or reasoning.get("reasoning_content")))
+    if content is not None:
+        out["content"] = content
+    out |= {key: value for key, value in message.items() if key not in _CONSUMED and value is not None} | reasoning
     if calls:
         out["tool_calls"] = calls
     if "name" in out:
@@ -78,8 +88,42 @@ def text_of(content: Any, what: str) -> str:
         kind = part.get("type")
         if kind not in _TEXT_PARTS:
             raise RowError(f"{what}[{i}] is of type {name_of(kind)}; only text can be trained on here")
-        texts.append(require_string(part.get("text"), f"{what}[{i}].text"))
+        key = next((key for key in _TEXT_KEYS if part.get(key) is not None), "text")
+        texts.append(require_string(part.get(key), f"{what}[{i}].{key}"))
     return "".join(texts)
+
+
+def _with_fields(message: dict[str, Any], what: str) -> dict[str, Any]:
+    """An assistant message whose reasoning and tool calls stand in fields, where templates look, and not in parts."""
+    parts = message["content"]
+    kinds = [part.get("type") if isinstance(part, dict) else "text" for part in parts]
+    order = [0 if kind in _REASONING_PARTS else 2 if kind in _CALL_PARTS else 1 for kind in kinds]
+    if all(rank == 1 for rank in order):
+        return message
+    if order != sorted(order):
+        raise RowError(
+            f"{what}.content has parts in the order {', '.join(map(str, kinds))}; chat templates write reasoning, then"
+            " text, then tool calls: make it several messages"
+        )
+    found: dict[str, list[Any]] = {"reasoning_content": [], "content": [], "tool_calls": []}
+    for i, (part, rank) in enumerate(zip(parts, order, strict=True)):
+        if rank == 1:
+            found["content"].append(part)
+            continue
+        where = f"{what}.content[{i}]"
+        value = next((part[key] for key in (part["type"], *_TEXT_KEYS) if part.get(key) is not None), None)
+        if rank == 0:
+            found["reasoning_content"].append(text_of(value, where))
+        elif value is None:
+            found["tool_calls"].append({key: item for key, item in part.items() if key != "type"})
+        else:
+            calls = parse_embedded(value, where) if isinstance(value, str) else value
+            found["tool_calls"] += calls if isinstance(calls, list) else [calls]
+    fields = {"reasoning_content": "\n".join(found["reasoning_content"]), "tool_calls": found["tool_calls"]}
+    for key, value in fields.items():
+        if value and is_filled(message.get(key)):
+            raise RowError(f"{what} has {key} beside parts of that kind; keep one")
+    return message | {key: value for key, value in fields.items() if value} | {"content": found["content"] or None}
 
 
 def make_tool_call(call: Any, what: str) -> dict[str, Any]:
@@ -142,7 +186,7 @@ def _content_of(message: dict[str, Any], what: str, *, may_be_null: bool) -> str
     if may_be_null:
         return None
     if message["role"] == "assistant":
-        raise RowError(f"{what} (assistant) has neither content nor tool calls")
+        raise RowError(f"{what} (assistant) has neither content nor reasoning nor tool calls")
     raise RowError(f"{what} ({message['role']}) has no content")
 
 
@@ -154,16 +198,20 @@ def _reasoning_of(message: dict[str, Any], what: str) -> dict[str, str]:
 
 
 def _weight_of(message: dict[str, Any], what: str) -> float:
-    weight = 1.0
-    if message.get("weight") is not None:
-        weight = read_weight(message["weight"], f"{what}.weight")
-    for key in ("train", "loss"):
+    given = {key: read_weight(message[key], f"{what}.{key}") for key in _WEIGHTS if message.get(key) is not None}
+    if len(set(given.values())) > 1:
+        raise RowError(f"{what} has {' and '.join(given)} that differ; keep one")
+    weight = next(iter(given.values()), 1.0)
+    for key in _FLAGS:
         if message.get(key) is not None and not read_flag(message[key], f"{what}.{key}"):
             weight = 0.0
     return weight
 
 
-def _refuse_media(message: dict[str, Any], what: str) -> None:
+def _refuse_unread(message: dict[str, Any], what: str) -> None:
     for key in MEDIA_COLUMNS:
         if is_filled(message.get(key)):
             raise RowError(f"{what} has {key}; only text can be trained on here")
+    for key in _UNREAD:
+        if message.get(key) is not None:
+            raise RowError(f"{what} has {key}, which is not read here; say weight or train for the whole message")

@@ -6,15 +6,15 @@ of several kinds stand side by side, the first of these counts:
 1. ``tokenized``: ``input_ids`` beside ``loss_mask``, ``labels``, ``assistant_masks`` or ``completion_mask``.
 2. ``messages``: ``messages``, ``conversations`` or ``conversation``, a list of turns, each with ``role`` and
    ``content`` (OpenAI) or ``from`` and ``value`` (ShareGPT), whatever the column is called.
-3. Preference pairs (``chosen``, ``rejected``) are refused.
-4. ``prompt-completion``: ``prompt`` and ``completion``, two strings or (as TRL has it) two lists of
+3. ``prompt-completion``: ``prompt`` and ``completion``, two strings or (as TRL has it) two lists of
    messages, of which only the completion's are trained on.
-5. ``alpaca``: the first of ``instruction``, ``prompt``, ``query``, ``question``; joined by a newline (as
+4. ``alpaca``: the first of ``instruction``, ``prompt``, ``query``, ``question``; joined by a newline (as
    LLaMA-Factory does) to the first of ``input``, ``context`` if that says something; answered by the first of
    ``output``, ``response``, ``completion``, ``answer``. Earlier turns may stand in ``history`` as pairs.
 
 Beside any but the first: ``tools`` (or the old ``functions``), ``system`` or ``system_prompt``, and
-``chat_template_kwargs``.
+``chat_template_kwargs``. Rows that say which of two answers is better, or whether one is good (a boolean ``label``),
+are refused whatever else they hold: trained as if they did not say so, they would teach what they warn of.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _PROMPTS = ("instruction", "prompt", "query", "question")
 _INPUTS = ("input", "context")
 _ANSWERS = ("output", "response", "completion", "answer")
 _SYSTEMS = ("system", "system_prompt")
+_PAIRS = ("chosen", "rejected", "chosen_response", "rejected_response", "rejected_messages")
+_VERDICTS = ("label", "kto_tag")
 # Set by whoever renders; a row that sets them would change what a conversation is.
 _RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
 
@@ -73,6 +75,7 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
     for column in MEDIA_COLUMNS:
         if is_filled(data.get(column)):
             raise RowError(f"the row has {column}; only text can be trained on here")
+    _refuse_preferences(data, options)
     kind = _kind_by_columns(data, options) if options.kind == "auto" else options.kind
     if kind == "tokenized":
         return read_tokenized(data, options.mask_alignment)
@@ -88,17 +91,29 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
     return Conversation(messages, weights, _tools_of(data), _kwargs_of(data))
 
 
+def _refuse_preferences(data: dict[str, Any], options: RowOptions) -> None:
+    pair = [column for column in _PAIRS if is_filled(data.get(column)) and not isinstance(data[column], (bool, int))]
+    if pair and options.messages_key not in pair:
+        raise RowError(
+            f"a preference row ({', '.join(pair)}), but supervised fine-tuning takes one answer; keep the chosen one"
+            " alone, as messages, or name the column that holds it as messages with --messages-key"
+        )
+    for column in _VERDICTS:
+        verdict = data.get(column)
+        # A number beside other columns may be a class; beside a completion it is a verdict on it.
+        if isinstance(verdict, bool) or (verdict in (0, 1) and "completion" in data and isinstance(verdict, int)):
+            raise RowError(
+                f"{column} is {str(verdict).lower()}: a row of KTO, which says whether its answer is good, but"
+                " supervised fine-tuning trains on every answer; keep the good ones, without that column"
+            )
+
+
 def _kind_by_columns(data: dict[str, Any], options: RowOptions) -> RowKind:
     has = {column for column, value in data.items() if value is not None}
     if "input_ids" in has and has.intersection(MASK_COLUMNS):
         return "tokenized"
     if options.messages_key or has.intersection(_TURNS):
         return "messages"
-    if {"chosen", "rejected"} <= has:
-        raise RowError(
-            "a preference pair (chosen, rejected), but supervised fine-tuning takes one answer; "
-            "keep chosen alone, as messages"
-        )
     if {"prompt", "completion"} <= has:
         return "prompt-completion"
     if has.intersection(_PROMPTS) and has.intersection(_ANSWERS):

@@ -1,8 +1,8 @@
 """Conversations to text, with the characters that are trained on.
 
-``ChatTemplate`` puts the steps together: ``trace`` renders and says which message wrote what, ``probes``
-learns the template's own scaffolding, ``spans`` decides what the model must learn, ``marking`` finds control
-tokens that the data spells.
+``ChatTemplate`` puts the steps together: ``forms`` brings messages into the form that the template wants, ``trace``
+renders and says which message wrote what, ``scaffold`` finds the edges of turns by rendering beginnings of the
+conversation, ``spans`` decides what the model must learn, ``marking`` follows strings of the data.
 """
 
 from __future__ import annotations
@@ -10,39 +10,35 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 from jinja2.exceptions import SecurityError
 
 from megatron_sft_idx.chat.template.environment import RaisedByTemplate, TemplateEnvironment
-from megatron_sft_idx.chat.template.marking import ControlTokens, locate_pieces
-from megatron_sft_idx.chat.template.prepare import Style, in_text_parts, prepared
-from megatron_sft_idx.chat.template.probes import Scaffold, learn_scaffold, learn_style
+from megatron_sft_idx.chat.template.forms import (
+    NULL_FORMS,
+    Style,
+    in_text_parts,
+    lacks_content,
+    learn_style,
+    prepared,
+    prints_parts,
+)
+from megatron_sft_idx.chat.template.marking import ControlTokens, Place, locate
+from megatron_sft_idx.chat.template.scaffold import Beginnings, Edges, pieces_pattern, tested_strings
 from megatron_sft_idx.chat.template.spans import MaskOptions, Ranges, Rules, SpanFinder, selected, unusable
-from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate
+from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable
 from megatron_sft_idx.chat.types import Conversation, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 __all__ = ["ChatTemplate", "MaskOptions"]
 
-REVISION = 1
+REVISION = 2
 """Raised whenever the same template and row would give other text or spans."""
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-_MOST_SCAFFOLDS = 256
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "zqcalled",
-        "description": "Made up.",
-        "parameters": {
-            "type": "object",
-            "properties": {"zqkey": {"type": "string", "description": "Made up."}},
-            "required": ["zqkey"],
-        },
-    },
-}
 _Result = TypeVar("_Result")
 
 
@@ -53,6 +49,7 @@ class _Row(NamedTuple):
     messages: list[dict[str, Any]]  # as the template sees them
     variables: dict[str, Any]
     notes: dict[str, int]
+    style: Style
 
 
 class ChatTemplate:
@@ -89,15 +86,17 @@ class ChatTemplate:
         self._kwargs = dict(template_kwargs or {})
         self._controls = ControlTokens(control_tokens)
         self._refuse_reserved(self._kwargs, FormatError)
-        self._template = TracedTemplate(source, TemplateEnvironment(self.options.template_date), name)
+        environment = TemplateEnvironment(self.options.template_date)
+        self._template = TracedTemplate(source, environment, name)
         ends = {*self._controls.texts, *(text for text in self._special.values() if isinstance(text, str))}
         bos, eos = (self._special.get(key) or "" for key in ("bos_token", "eos_token"))
         ends -= {"", bos} - {eos}
+        self._piece = pieces_pattern(ends)
         longest_first = tuple(sorted(ends, key=lambda text: (-len(text), text)))
-        self._rules = Rules(name, self.options, longest_first, bos if bos != eos else "", eos)
+        tested = tested_strings(environment.parse(source))
+        self._rules = Rules(name, self.options, longest_first, bos if bos != eos else "", eos, tested)
         wants_all = self.options.train_on_thinking and self.options.train_on_tool_calls
         self._learns_everything = self.options.train_on == "all" and wants_all
-        self._scaffolds: dict[str, Scaffold] = {}
         self._style: Style | None = None
         self._lock = Lock()
 
@@ -117,6 +116,7 @@ class ChatTemplate:
             sorted(self._controls.texts),
             self._kwargs,
             [options.train_on, options.train_on_thinking, options.train_on_tool_calls],
+            [options.turns, options.partial_markers],
             [options.allow_control_tokens, options.template_date],
         ]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]
@@ -132,35 +132,132 @@ class ChatTemplate:
         return _rebuilt, (self._source, keywords)
 
     def render(self, conversation: Conversation) -> Rendered:
-        """Render a conversation and find what is trained on in it.
+        """Render a conversation as one text and find what is trained on in it.
 
         Raises:
             SequenceError: the conversation cannot be used with this template: the template refuses it, fails
-                on it, or leaves out what the assistant says. ``source`` is only ``"conversation"``.
-            FormatError: the template cannot be used: it needs a date, runs away, or cannot be traced.
+                on it, or leaves out what the assistant says; or nothing tells where that is. ``source`` is only
+                ``"conversation"``.
+            FormatError: the template cannot be used: it needs a date, or runs away.
         """
+        return self._in_some_form(conversation, lambda row: [self._whole(row)])[0]
+
+    def render_turns(self, conversation: Conversation) -> list[Rendered]:
+        """Render a conversation as what becomes of it: one text, or with ``turns="split"`` one a turn.
+
+        Each assistant message that is trained on is rendered with the messages before it and nothing behind it, as
+        the model would see it, and trained there only. A text that the next one begins with is left to that one.
+
+        Raises:
+            SequenceError, FormatError: as ``render``.
+        """
+        if self.options.turns != "split":
+            return [self.render(conversation)]
+        return self._in_some_form(conversation, self._split)
+
+    def _in_some_form(self, conversation: Conversation, step: Callable[[_Row], list[Rendered]]) -> list[Rendered]:
+        """Render with what stands for a missing content: as transformers has it, else what the template takes."""
         self._refuse_reserved(conversation.kwargs, unusable)
-        weights = conversation.weights
-        if len(weights) != len(conversation.messages):
-            raise unusable(f"{len(weights)} weights for {len(conversation.messages)} messages")
+        if len(conversation.weights) != len(conversation.messages):
+            raise unusable(f"{len(conversation.weights)} weights for {len(conversation.messages)} messages")
+        lacking = [index for index, message in enumerate(conversation.messages) if lacks_content(message)]
         with self._lock:
             if self._style is None:
                 self._style = learn_style(self._plain_probe)
-            notes: dict[str, int] = {}
-            messages = prepared(conversation.messages, self._style, notes)
-            row = _Row(conversation, messages, self._variables(messages, conversation), notes)
-            speakers = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
-            if self._learns_everything and all(weights[index] == 1 for index in speakers):
-                text = self._guarded(self._template.plain, row.variables)
-                finder = SpanFinder(self._rules, Traced(text, [], []), messages)
-                finder.require_words(speakers)
-                notes.update(finder.notes)
-                spans = [Span(0, len(text))] if text else []
-            else:
-                traced = self._guarded(self._template.render, messages, row.variables)
-                text, spans = traced.text, self._spans(traced, row, speakers)
-            literals = [] if self.options.allow_control_tokens else self._literals(text, row)
-            return Rendered(text, spans, literals, notes)
+            found: list[list[Rendered]] = []
+            failed: SequenceError | None = None
+            for other in (
+                False,
+                True,
+            ):  # where the learnt form fails, contents as strings or parts, whichever it is not
+                style = replace(self._style, in_parts=not self._style.in_parts) if other else self._style
+                for note, missing in NULL_FORMS if lacking else NULL_FORMS[:1]:
+                    notes = {note: len(lacking)} if lacking else {}
+                    messages = prepared(conversation.messages, style, notes, missing)
+                    row = _Row(conversation, messages, self._variables(messages, conversation), notes, style)
+                    try:
+                        rendered = step(row)
+                    except SequenceError as error:
+                        failed = failed or error
+                        continue
+                    if style.in_parts and any(prints_parts(one.text) for one in rendered):
+                        continue
+                    if missing is NULL_FORMS[0][1]:
+                        return rendered
+                    if missing is not None or not self._writes_none(rendered, conversation):
+                        found.append(rendered)
+                if found:  # the shorter one has not made a turn of what is not there
+                    return min(found, key=lambda some: sum(len(one.text) for one in some))
+        assert failed is not None
+        if not lacking:
+            raise failed
+        what = ", ".join(f"messages[{index}].content" for index in lacking[:3])
+        raise unusable(f'{failed.reason} ({what} is missing or null; "" and null were tried in its place)')
+
+    def _writes_none(self, rendered: Sequence[Rendered], conversation: Conversation) -> bool:
+        """Whether the template wrote a content of None out, as the word None."""
+        meant = json.dumps([conversation.messages, conversation.tools], default=repr, ensure_ascii=False).count("None")
+        return any(one.text.count("None") > meant + self._source.count("None") for one in rendered)
+
+    def _whole(self, row: _Row, chosen: Sequence[int] | None = None) -> Rendered:
+        """One conversation as one text; ``chosen`` messages are trained on, or those that the options select."""
+        speakers = [index for index, message in enumerate(row.messages) if message.get("role") == "assistant"]
+        if self._learns_everything and all(row.conversation.weights[index] == 1 for index in speakers):
+            text = self._guarded(self._template.plain, row.variables)
+            finder = self._finder(row, text, None)
+            finder.require_words(speakers)
+            spans = [Span(0, len(text))] if text else []
+        else:
+            try:
+                traced = self._guarded(self._template.render, row.messages, row.variables)
+                text = traced.text
+            except Untraceable as error:
+                if self.has_generation_markers:
+                    raise unusable(
+                        f"{self.name}: cannot tell which message wrote what between generation markers, because"
+                        f" {error}; train on all tokens, or mend the template"
+                    ) from None
+                traced, text = None, self._guarded(self._template.plain, row.variables)
+            finder = self._finder(row, text, traced)
+            if chosen is None:
+                everything = self.options.train_on == "all"
+                chosen = (
+                    speakers if everything else selected(row.messages, row.conversation.weights, self.options.train_on)
+                )
+            spans = self._spans(finder, row, chosen, len(text))
+        for what, count in finder.notes.items():
+            row.notes[what] = row.notes.get(what, 0) + count
+        literals = [] if self.options.allow_control_tokens else self._literals(text, row)
+        return Rendered(text, spans, literals, row.notes)
+
+    def _split(self, row: _Row) -> list[Rendered]:
+        """One text a turn, each the beginning of the conversation that ends with it."""
+        chosen = selected(row.messages, row.conversation.weights, self.options.train_on)
+        if not chosen:
+            return [self._whole(row)]
+        texts = [
+            self._guarded(self._template.plain, {**row.variables, "messages": row.messages[: index + 1]})
+            for index in chosen
+        ]
+        found: list[Rendered] = []
+        group: list[int] = []
+        for number, index in enumerate(chosen):
+            group.append(index)
+            if number + 1 < len(texts) and texts[number + 1].startswith(texts[number].rstrip()):
+                continue
+            cut = Conversation(
+                row.conversation.messages[: index + 1],
+                row.conversation.weights[: index + 1],
+                row.conversation.tools,
+                row.conversation.kwargs,
+            )
+            messages = row.messages[: index + 1]
+            notes = row.notes if not found else {}
+            found.append(
+                self._whole(_Row(cut, messages, {**row.variables, "messages": messages}, notes, row.style), group)
+            )
+            group = []
+        return found
 
     def _variables(self, messages: list[dict[str, Any]], conversation: Conversation) -> dict[str, Any]:
         return {
@@ -173,68 +270,45 @@ class ChatTemplate:
             "add_generation_prompt": False,
         }
 
-    def _spans(self, traced: Traced, row: _Row, speakers: list[int]) -> list[Span]:
-        options, weights = self.options, row.conversation.weights
-        everything = options.train_on == "all"
-        marked = self._template.has_generation
-        finder = SpanFinder(
-            self._rules,
-            traced,
-            row.messages,
-            None if marked else self._scaffold(row.conversation),
-            lambda: self._located(row, traced.text),
-        )
-        chosen = speakers if everything else selected(row.messages, weights, options.train_on)
-        found: list[tuple[int, Ranges, Ranges]] = []
-        if marked:
-            blocks = finder.blocks()
-            for index in chosen:
-                found.append((index, *finder.marked(index, blocks.get(index, []))))
-        else:
-            for index in chosen:
-                found.append((index, *finder.traced(index)))
-        spans = _weighted(found, weights)
-        if everything:
-            spans = _around(found, spans, len(traced.text))
-        for what, count in finder.notes.items():
-            row.notes[what] = row.notes.get(what, 0) + count
-        return spans
-
-    def _scaffold(self, conversation: Conversation) -> Scaffold:
-        key = f"{bool(conversation.tools)}"
-        if conversation.kwargs:
-            key += json.dumps(conversation.kwargs, sort_keys=True, default=repr)
-        scaffold = self._scaffolds.get(key)
-        if scaffold is None:
-            if len(self._scaffolds) >= _MOST_SCAFFOLDS:
-                self._scaffolds.clear()
-            render = self._prober(bool(conversation.tools), conversation.kwargs)
-            assert self._style is not None  # known since the row's messages were prepared
-            arguments = {"zqkey": "zqvalue"} if self._style.parsed_arguments else '{"zqkey": "zqvalue"}'
-            scaffold = self._scaffolds[key] = learn_scaffold(render, arguments)
-        return scaffold
-
-    def _prober(self, tools: bool, kwargs: dict[str, Any]) -> Callable[..., Traced | None]:
-        """Renders made-up conversations with this template."""
-
-        def render(messages: list[dict[str, Any]], add_generation_prompt: bool) -> Traced | None:
-            if self._style is not None and self._style.in_parts:
+    def _finder(self, row: _Row, text: str, traced: Traced | None) -> SpanFinder:
+        def beginning(messages: list[dict[str, Any]], prompt: bool) -> str | None:
+            if row.style.in_parts:
                 messages = [in_text_parts(message) for message in messages]
-            probe = Conversation(messages, [], [_PROBE_TOOL] if tools else None, kwargs)
-            variables = {
-                **self._variables(messages, probe),
-                "add_generation_prompt": add_generation_prompt,
-            }
-            return self._tried(self._template.render, messages, variables)
+            variables = {**row.variables, "messages": messages, "add_generation_prompt": prompt}
+            return self._tried(self._template.plain, variables)
 
-        return render
+        def edges() -> Edges:
+            views = Beginnings(text, row.messages, beginning)
+            prompted = "add_generation_prompt" in self._source
+            return Edges(views, prompted, self._rules.ends, self._rules.eos, self._piece)
+
+        def places() -> list[Place] | None:
+            def altered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
+                return self._tried(self._template.plain, {**row.variables, "messages": messages, "tools": tools})
+
+            return locate(row.messages, row.conversation.tools, text, altered)
+
+        key = f"{bool(row.conversation.tools)}"
+        if row.conversation.kwargs:
+            key += json.dumps(row.conversation.kwargs, sort_keys=True, default=repr)
+        return SpanFinder(self._rules, text, row.messages, traced, edges, places, key)
+
+    def _spans(self, finder: SpanFinder, row: _Row, chosen: Sequence[int], length: int) -> list[Span]:
+        weights = row.conversation.weights
+        found: list[tuple[int, Ranges, Ranges]] = []
+        blocks = finder.blocks() if self.has_generation_markers else {}
+        for index in chosen:
+            one = finder.marked(index, blocks.get(index, [])) if self.has_generation_markers else finder.turn(index)
+            found.append((index, *one))
+        spans = _weighted(found, weights)
+        return _around(found, spans, length) if self.options.train_on == "all" else spans
 
     def _plain_probe(self, messages: list[dict[str, Any]]) -> str | None:
-        """Render a made-up conversation without tracing; None where the template refuses it."""
+        """Render a made-up conversation; None where the template refuses it."""
         return self._tried(self._template.plain, self._variables(messages, Conversation(messages, [])))
 
     def _tried(self, step: Callable[..., _Result], *arguments: Any) -> _Result | None:
-        """Run a render of a made-up conversation; None where the template finds it odd. Others may do."""
+        """Run a render of an altered or made-up conversation; None where the template finds it odd. Others may do."""
         try:
             return step(*arguments)
         except FormatError:
@@ -243,15 +317,6 @@ class ChatTemplate:
             where = self._template.line_of(error)
             raise FormatError(f"{self.name}: {where}a template may not do this: {error}") from None
         except Exception:
-            return None
-
-    def _located(self, row: _Row, text: str) -> dict[tuple[int, int], int] | None:
-        def render(altered: list[dict[str, Any]]) -> str:
-            return self._template.plain({**row.variables, "messages": altered})
-
-        try:
-            return locate_pieces(row.messages, text, render)
-        except Exception:  # the template refuses marked words; it had no trouble with the plain ones
             return None
 
     def _literals(self, text: str, row: _Row) -> Ranges:
@@ -271,7 +336,7 @@ class ChatTemplate:
         """Run a render, turning what goes wrong into our errors."""
         try:
             return step(*arguments)
-        except (FormatError, SequenceError):
+        except (FormatError, SequenceError, Untraceable):
             raise
         except RaisedByTemplate as error:
             raise unusable(f"the chat template {self.name} refuses it: {error}") from None

@@ -1,75 +1,170 @@
 """Finding out where strings of the data went, by rendering them altered.
 
-Two questions need it, both in few rows. Where do a message's words start, when they occur twice in what it
-wrote? And which control tokens in the text were spelt by the data? Either way strings get marks, the template
-renders them, and the marks are taken out again; the answer holds only if what is left is the plain text.
+Two questions need it, both in few rows. Which of the text comes from which message, told without tracing? And which
+control tokens in the text were spelt by the data? Either way strings get marks, the template renders them, and the
+marks are taken out again; the answer holds only if what is left is the plain text.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
-from megatron_sft_idx.chat.template.words import REASONING_FIELDS, pieces_of
+from megatron_sft_idx.chat.template.forms import REASONING_FIELDS, pieces_of
 
-__all__ = ["ControlTokens", "locate_pieces"]
+__all__ = ["ControlTokens", "Place", "locate"]
 
 _SENTINELS = tuple(chr(base) for base in range(0xF1000, 0xF1040, 2))
 
 _THINKING_TAG = re.compile(r"</?(?:think|thinking|thought|reasoning)>|\[/?THINK\]")
 
-RenderMessages = Callable[[list[dict[str, Any]]], str]
+
+class Place(NamedTuple):
+    """Where one string of the data starts or stops in a rendered text.
+
+    Attributes:
+        at: the character.
+        message: position of the message it is from.
+        piece: for reasoning and content of the assistant its number among ``pieces_of``, else -1.
+        string: its number among all strings.
+        stops: whether the string stops here, rather than starts.
+    """
+
+    at: int
+    message: int
+    piece: int
+    string: int
+    stops: bool
 
 
-def locate_pieces(
-    messages: Sequence[dict[str, Any]], text: str, render: RenderMessages
-) -> dict[tuple[int, int], int] | None:
-    """Find where the words of assistant messages start in ``text``.
+def locate(
+    messages: Sequence[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    text: str,
+    render: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str | None],
+) -> list[Place] | None:
+    """Find the data of every message in ``text``: contents, reasoning and string arguments of calls.
+
+    Descriptions of tools are found as well, as data of message -1.
 
     Args:
         messages: the conversation as the template saw it.
+        tools: the functions that can be called.
         text: what the template made of it.
-        render: renders altered messages.
+        render: renders altered messages and tools; None where the template refuses them.
 
     Returns:
-        (message, number of the piece) to character; calls are left out. None where marks change what the
-        template does.
+        Ascending places; a string that the template writes twice has two. None where marks change what the template
+        does, even where they are put only beside letters and digits.
     """
     sentinel = next((one for one in _SENTINELS if one not in text), None)
     if sentinel is None:
         return None
     close = chr(ord(sentinel) + 1)
-    altered: list[dict[str, Any]] = []
-    for index, message in enumerate(messages):
+    spelt = [f"(?:{one}|{re.escape(json.dumps(one)[1:-1])})" for one in (sentinel, close)]
+    pattern = re.compile(f"{spelt[0]}([0-9]+){spelt[1]}")
+    for gently in (False, True):
+        marker = _DataMarker(sentinel, close, gently)
+        altered = [marker.message(index, message) for index, message in enumerate(messages)]
+        marked = render(altered, tools and [marker.described(tool) for tool in tools])
+        if marked is not None and pattern.sub("", marked) == text:
+            break
+    else:
+        return None
+    places: list[Place] = []
+    removed = 0
+    for match in pattern.finditer(marked):
+        place, beyond = marker.marks[int(match[1])]
+        at = match.start() - removed
+        removed += len(match[0])
+        if place.stops and text.startswith(beyond, at):
+            at += len(beyond)
+        elif not place.stops and text.endswith(beyond, 0, at):
+            at -= len(beyond)
+        places.append(place._replace(at=at))
+    return places
+
+
+class _DataMarker:
+    """Puts marks around the strings of messages; ``gently``, only beside letters and digits, which few look for."""
+
+    def __init__(self, sentinel: str, close: str, gently: bool) -> None:
+        self.marks: list[tuple[Place, str]] = []  # with what lies between the mark and the end of the string it is for
+        self._sentinel, self._close, self._gently = sentinel, close, gently
+
+    def message(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
+        """A copy of a message with its data marked."""
         copy = dict(message)
         if message.get("role") == "assistant":
             pieces = [(number, piece) for number, piece in enumerate(pieces_of(message)) if piece.kind != "call"]
             for number, piece in reversed(pieces):  # from the back, so that offsets stay true
-                mark = f"{sentinel}{index}.{number}{close}"
                 value = copy[piece.field]
-                if isinstance(value, list):
-                    value = [{**value[0], "text": _inserted(value[0]["text"], piece.offset, mark)}]
-                else:
-                    value = _inserted(value, piece.offset, mark)
+                words = value[0]["text"] if isinstance(value, list) else value
+                stop = piece.offset + len(piece.text)
+                words = words[: piece.offset] + self._around(piece.text, index, number) + words[stop:]
+                value = [{**value[0], "text": words}] if isinstance(value, list) else words
                 for field in REASONING_FIELDS if piece.field in REASONING_FIELDS else (piece.field,):
                     if copy.get(field) is not None:
                         copy[field] = value
-        altered.append(copy)
-    marked = render(altered)
-    places: dict[tuple[int, int], int] = {}
-    removed = 0
-    pattern = re.compile(f"{sentinel}([0-9]+)[.]([0-9]+){close}")
-    for match in pattern.finditer(marked):
-        places.setdefault((int(match[1]), int(match[2])), match.start() - removed)
-        removed += len(match[0])
-    return places if pattern.sub("", marked) == text else None
+            if copy.get("tool_calls"):
+                copy["tool_calls"] = [self._call(call, index) for call in copy["tool_calls"]]
+        elif copy.get("content"):
+            content = copy["content"]
+            if isinstance(content, list):
+                copy["content"] = [{**part, "text": self._around(part["text"], index)} for part in content]
+            else:
+                copy["content"] = self._around(content, index)
+        return copy
 
+    def described(self, value: Any, under: str = "") -> Any:
+        """A copy of a tool with its descriptions marked, wherever they are."""
+        if isinstance(value, dict):
+            return {key: self.described(item, key) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.described(item) for item in value]
+        return self._around(value, -1) if under == "description" and isinstance(value, str) else value
 
-def _inserted(text: str, offset: int, mark: str) -> str:
-    return text[:offset] + mark + text[offset:]
+    def _call(self, call: Any, index: int) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        holder = function if isinstance(function, dict) else call
+        if not isinstance(holder, dict) or not holder.get("arguments"):
+            return call
+        arguments = holder["arguments"]
+        if isinstance(arguments, str):
+            try:
+                arguments = json.dumps(self._strings(json.loads(arguments), index), ensure_ascii=False)
+            except ValueError:
+                arguments = self._around(arguments, index)
+        else:
+            arguments = self._strings(arguments, index)
+        holder = {**holder, "arguments": arguments}
+        return {**call, "function": holder} if isinstance(function, dict) else holder
+
+    def _strings(self, value: Any, index: int) -> Any:
+        """A JSON-like value with its strings marked."""
+        if isinstance(value, dict):
+            return {key: self._strings(item, index) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._strings(item, index) for item in value]
+        return self._around(value, index) if isinstance(value, str) else value
+
+    def _around(self, text: str, index: int, piece: int = -1) -> str:
+        first, last = len(text) - len(text.lstrip()), len(text.rstrip())
+        start, stop = first, last
+        if self._gently:
+            words = [match.span() for match in re.finditer(r"\w+", text)]
+            start, stop = (words[0][0], words[-1][1]) if words else (0, 0)
+        if start >= stop:
+            return text
+        number = len(self.marks)
+        self.marks.append((Place(0, index, piece, number, False), text[first:start]))
+        self.marks.append((Place(0, index, piece, number, True), text[stop:last]))
+        marks = [f"{self._sentinel}{number + end}{self._close}" for end in (0, 1)]
+        return f"{text[:start]}{marks[0]}{text[start:stop]}{marks[1]}{text[stop:]}"
 
 
 class ControlTokens:

@@ -1,8 +1,13 @@
-"""Which characters of a traced text the model must learn.
+"""Which characters of a rendered conversation the model must learn.
 
-For each assistant message that is trained on: what it wrote, less what its generation prompt had written
-already, up to and including its end of turn. Whitespace after that is never generated, so never trained on.
-No character of the message's own words is ever taken for the prompt's, even where they read the same.
+For each assistant message that is trained on: what it wrote, less what its generation prompt had written already, up to
+and including its end of turn. Whitespace after that is never generated, so never trained on. No character of the
+message's own words is ever taken for the prompt's, even where they read the same.
+
+Two ways must agree. Tracing says which message wrote which text. Renderings of the conversation's beginnings say where
+a turn starts and stops, and a rendering with marks in the data says whose words lie there. The second way is dear, so
+it is taken where something is new: another kind of message beside other kinds, or other template text at an edge. What
+it finds is kept for all that look the same. Where tracing cannot follow a template, it stands alone, in every row.
 """
 
 from __future__ import annotations
@@ -10,25 +15,33 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from megatron_sft_idx.chat.template.probes import Scaffold, shared_length
+from markupsafe import escape
+
+from megatron_sft_idx.chat.template.forms import Piece, pieces_of, squeezed
+from megatron_sft_idx.chat.template.marking import Place
+from megatron_sft_idx.chat.template.scaffold import Edges
 from megatron_sft_idx.chat.template.trace import Segment, Traced
-from megatron_sft_idx.chat.template.words import Piece, pieces_of, squeezed
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 __all__ = ["MaskOptions", "Ranges", "Rules", "SpanFinder", "selected", "unusable"]
 
 Ranges = list[tuple[int, int]]
-Located = Mapping[tuple[int, int], int]
-"""Where pieces start in the text: (message, number of the piece in it) to character."""
 
-_NO_SCAFFOLD = Scaffold((), (), (), "")
 _CLOSING = re.compile(r"\s*(?:<[^<>\s]*>|\[/?[A-Z_]+\])\s*")
 _EMPTY_THINKING = re.compile(
     r"\s*(?:<(?:think|thinking|thought|reasoning)>\s*)?</(?:think|thinking|thought|reasoning)>\s*"
     r"|\s*(?:\[THINK\]\s*)?\[/THINK\]\s*"
+)
+_WORD = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_"
+_MOST_KNOWN = 1 << 14
+_TURNS = ("error", "whole", "split")
+_LEAVES = ("leaves out", "use a template that keeps them, or give the message weight 0")
+_OUTSIDE = (
+    "writes outside its generation markers",
+    "mend the markers, or take them as they stand: --partial-markers keep",
 )
 
 
@@ -42,6 +55,10 @@ class MaskOptions:
         train_on_thinking: False leaves out reasoning, with the tags around it.
         train_on_tool_calls: False leaves out tool calls, from the end of the words before them to the start
             of the words after them, or else to the end of the turn.
+        turns: what becomes of a row whose reasoning the template leaves out of earlier turns: ``"error"``;
+            ``"whole"``, one sequence without it; ``"split"``, a sequence a turn, each as the model would see it.
+        partial_markers: ``"keep"`` takes generation markers as they stand where they leave out what the assistant
+            says, ``"error"`` refuses the row.
         allow_control_tokens: True lets text of the data that spells a control token become that token.
         template_date: the day, ``YYYY-MM-DD``, that templates which ask for the date are told.
     """
@@ -49,12 +66,19 @@ class MaskOptions:
     train_on: str = "assistant"
     train_on_thinking: bool = True
     train_on_tool_calls: bool = True
+    turns: str = "error"
+    partial_markers: str = "error"
     allow_control_tokens: bool = False
     template_date: str | None = None
 
     def __post_init__(self) -> None:
-        if self.train_on not in ("assistant", "last-turn", "all"):
-            raise FormatError(f"--train-on: {self.train_on!r} is none of assistant, last-turn, all")
+        for flag, value, known in (
+            ("--train-on", self.train_on, ("assistant", "last-turn", "all")),
+            ("--turns", self.turns, _TURNS),
+            ("--partial-markers", self.partial_markers, ("error", "keep")),
+        ):
+            if value not in known:
+                raise FormatError(f"{flag}: {value!r} is none of {', '.join(known)}")
 
 
 def unusable(reason: str) -> SequenceError:
@@ -75,16 +99,26 @@ def selected(messages: Sequence[Mapping[str, Any]], weights: Sequence[float], tr
     ]
 
 
-@dataclass(frozen=True, slots=True)
+class _Edge(NamedTuple):
+    """What is known of turns of one kind: the untrained text they start with; how they stop behind their own text."""
+
+    head: str
+    dropped: int
+    late: str
+
+
+@dataclass(slots=True)
 class Rules:
-    """What decides spans in every conversation alike.
+    """What decides spans in every conversation alike, and what was found out about turns.
 
     Attributes:
         name: the template, for errors.
         options: what is trained on.
-        ends: texts that end a turn when they follow it: control tokens.
+        ends: texts that may end a turn: control tokens, longest first.
         bos: the tokenizer's beginning-of-sequence text, or "".
         eos: the tokenizer's end-of-sequence text, or "".
+        tested: strings that the template looks for in messages.
+        known: edges by the kind of turn and the template text at them.
     """
 
     name: str
@@ -92,116 +126,176 @@ class Rules:
     ends: tuple[str, ...]
     bos: str
     eos: str
+    tested: tuple[str, ...] = ()
+    known: dict[tuple[Any, ...], _Edge] = field(default_factory=dict)
 
 
 class SpanFinder:
-    """Finds the trained spans of one traced conversation.
+    """Finds the trained spans of one rendered conversation.
 
     Args:
         rules: what holds for every conversation.
-        traced: the rendered conversation.
+        text: the rendered conversation.
         messages: its messages, as the template saw them.
-        scaffold: what the template puts around assistant messages; only tracing needs it.
-        locate: finds out where every piece starts, at the price of another render; None where that fails.
+        traced: which of them wrote what; None where the template cannot be traced.
+        edges: makes what finds the edges of turns.
+        locate: finds the data of the messages in the text; None where that fails.
+        variables: what else decides what the template writes, as a key.
     """
 
     def __init__(
         self,
         rules: Rules,
-        traced: Traced,
-        messages: Sequence[Mapping[str, Any]],
-        scaffold: Scaffold | None = None,
-        locate: Callable[[], Located | None] = lambda: None,
+        text: str,
+        messages: Sequence[dict[str, Any]],
+        traced: Traced | None,
+        edges: Callable[[], Edges],
+        locate: Callable[[], list[Place] | None],
+        variables: str = "",
     ) -> None:
         self.notes: dict[str, int] = {}
-        self._rules, self._scaffold, self._locate = rules, scaffold or _NO_SCAFFOLD, locate
-        self._trace, self._text, self._messages = traced, traced.text, messages
-        self._located: Located | None = None
+        self._rules, self._text, self._messages, self._traced = rules, text, messages, traced
+        self._make_edges, self._locate, self._variables = edges, locate, variables
+        self._edges: Edges | None = None
+        self._places: list[Place] | None = None
         self._searched = False
+        # What of each message decides what a template writes around it; one more before and behind, for neighbours.
+        self._shapes: list[Any] = [None, *(_shape(one, rules.tested, i) for i, one in enumerate(messages)), None]
+        self._question = max((i for i, one in enumerate(messages) if one.get("role") == "user"), default=-1)
         self._written: dict[int, list[Segment]] = {}
-        for segment in traced.segments:
+        for segment in () if traced is None else _without_glances(traced, messages):
             if segment.message in self._written:
                 self._written[segment.message].append(segment)
             else:
                 self._written[segment.message] = [segment]
 
-    def traced(self, message: int) -> tuple[Ranges, Ranges]:
-        """What one assistant message says, found by tracing: all of it, and what the options leave of it.
+    def turn(self, message: int) -> tuple[Ranges, Ranges]:
+        """What one assistant message says: all of it, and what the options leave of it.
 
         Raises:
-            SequenceError: the template leaves out some of the message's words.
-            FormatError: the template writes them where tracing cannot follow.
+            SequenceError: the template leaves out some of the message's words, or nothing tells where they are.
         """
         pieces = pieces_of(self._messages[message])
-        segments = self._segments(message, pieces)
+        segments = self._own(message, pieces)
+        traced = bool(segments)
+        if not traced or any(piece.kind != "call" and self._find(piece.text, segments) < 0 for piece in pieces):
+            lost = [piece for piece in pieces if piece.kind != "call" and self._find(piece.text, segments) < 0]
+            if any(piece.text in self._text for piece in lost) or (pieces and not traced):
+                placed = self._placed(message, pieces)
+                segments, traced = (placed, False) if placed else (segments, traced)
         if not segments:
+            if any(piece.kind != "reasoning" for piece in pieces):
+                raise unusable(self._why_nowhere(message))
+            if pieces:
+                self._reasoning_dropped(message)
             return [], []
-        pieces = self._present(message, pieces, segments)
-        start = self._start(message, pieces, segments[0])
-        stop = self._stop(message, pieces, segments)
+        found = self._present(message, pieces, segments)
+        if len(segments) > 1:
+            segments = self._with_words(segments, found)
+        start, stop = self._edges_of(message, segments, found, traced)
         spans = [(max(start, one.start), one.stop) for one in segments[:-1] if one.stop > start]
-        spans.append((max(start, segments[-1].start), stop))
-        return spans, self._without_cuts(message, pieces, spans)
+        spans += [(begin, stop)] if (begin := max(start, segments[-1].start)) < stop else []
+        return spans, self._without_cuts(message, found, spans) if spans else []
 
     def marked(self, message: int, spans: Ranges) -> tuple[Ranges, Ranges]:
-        """As ``traced``, for a message with generation blocks, which are taken as they stand."""
-        pieces = self._present(message, pieces_of(self._messages[message]), self._anywhere(message))
-        return spans, self._without_cuts(message, pieces, spans) if spans else []
+        """As ``turn``, for a template with generation markers: its blocks are taken as they stand.
+
+        Raises:
+            SequenceError: the template leaves out some of the message's words, or the markers do.
+        """
+        pieces = pieces_of(self._messages[message])
+        found = self._present(message, pieces, self._written.get(message) or self._everywhere(message))
+        if self._rules.options.partial_markers == "error":
+            inside = [Segment(start, stop, 0, message) for start, stop in spans]
+            self._require_calls(message, pieces, inside, _OUTSIDE)
+            for _, piece in found:
+                if piece.kind != "call" and self._find(piece.text, inside) < 0:
+                    raise self._refused(message, f"the {piece.kind} {_short(piece.text)}", _OUTSIDE)
+        return spans, self._without_cuts(message, found, spans) if spans else []
 
     def require_words(self, messages: Sequence[int]) -> None:
         """Require what assistant messages say somewhere in the text."""
         for message in messages:
-            whole = [Segment(0, len(self._text), 0, message)]
-            self._present(message, pieces_of(self._messages[message]), whole)
+            self._present(message, pieces_of(self._messages[message]), self._everywhere(message))
 
     def blocks(self) -> dict[int, Ranges]:
         """The template's generation blocks by message.
 
         A block outside every message goes with the message before it (an end of turn written after the loop).
         """
+        assert self._traced is not None  # markers are found by tracing
         spans: dict[int, Ranges] = {}
-        segments = self._trace.segments
+        segments = self._traced.segments
         at, message = 0, None
-        for start, stop in self._trace.generated:
+        for start, stop in self._traced.generated:
             while at < len(segments) and segments[at].stop <= start:
                 at += 1
             if at < len(segments) and segments[at].start <= start:
                 message = segments[at].message
             if message is None:
-                raise FormatError(f"{self._rules.name}: a generation block stands outside every loop over the messages")
+                raise unusable(f"{self._rules.name}: a generation block stands outside every loop over the messages")
             spans.setdefault(message, []).append((start, stop))
         return spans
 
-    def _note(self, what: str) -> None:
-        self.notes[what] = self.notes.get(what, 0) + 1
+    # Where a message's text is
 
-    def _segments(self, message: int, pieces: list[Piece]) -> list[Segment]:
+    def _own(self, message: int, pieces: list[Piece]) -> list[Segment]:
         """What the message wrote in the one iteration that holds its words."""
-        written = self._written.get(message, ())
-        if len(written) == 1 and self._text[written[0].start : written[0].stop].strip():
-            return [*written]
-        frames: dict[int, list[Segment]] = {}
-        for segment in written:
-            frames.setdefault(segment.frame, []).append(segment)
-        inked = [own for own in frames.values() if any(self._text[one.start : one.stop].strip() for one in own)]
-        if len(inked) > 1:
-            inked.sort(key=lambda own: sum(self._find(piece.text, own) >= 0 for piece in pieces))
-        if inked:
-            # Blank leftovers after another message's text are nobody's words.
-            own = inked[-1]
-            return [one for one in own if self._text[one.start : one.stop].strip()]
-        if any(piece.kind != "reasoning" and piece.text in self._text for piece in pieces):
-            raise FormatError(
-                f"{self._rules.name}: the template writes assistant messages outside its loops over the "
-                "messages, so tracing cannot find them; put {% generation %} markers around them, or train "
-                "on all tokens"
-            )
-        if any(piece.kind != "reasoning" for piece in pieces):
-            raise unusable(f"the chat template {self._rules.name} leaves out assistant message {message + 1}")
-        return []
+        written = self._written.get(message, [])
+        if len(written) == 1:
+            return written if self._text[written[0].start : written[0].stop].strip() else []
+        if written:
+            frames: dict[int, list[Segment]] = {}
+            for segment in written:
+                frames.setdefault(segment.frame, []).append(segment)
+            order = [own for own in frames.values() if any(self._text[one.start : one.stop].strip() for one in own)]
+            if len(order) > 1:
+                order.sort(key=lambda own: sum(self._find(piece.text, own) >= 0 for piece in pieces))
+            written = order[-1] if order else []
+        # Blank leftovers after another message's text are nobody's words.
+        return [one for one in written if self._text[one.start : one.stop].strip()]
 
-    def _anywhere(self, message: int) -> list[Segment]:
-        return self._written.get(message) or [Segment(0, len(self._text), 0, message)]
+    def _placed(self, message: int, pieces: list[Piece]) -> list[Segment]:
+        """The text around a message's data, found by marks in it: from the data before to the data behind."""
+        places = self.places()
+        if places is None:
+            return []
+        mine = [place.at for place in places if place.message == message]
+        low, high = 0, len(self._text)
+        for place in places:
+            if place.message != message:
+                if place.at <= min(mine) if mine else place.message < message:
+                    low = max(low, place.at)
+                elif place.at >= max(mine) if mine else place.message > message:
+                    high = min(high, place.at)
+        inside = mine or any(self._text.find(piece.text, low, high) >= 0 for piece in pieces)
+        return [Segment(low, high, 0, message)] if inside else []
+
+    def places(self) -> list[Place] | None:
+        """The data of the messages in the text; looked for once, at the price of another render."""
+        if not self._searched:
+            self._searched, self._places = True, self._locate()
+        return self._places
+
+    def _why_nowhere(self, message: int) -> str:
+        if self.places() is not None or (self._traced is not None and self._traced.segments):
+            return f"the chat template {self._rules.name} leaves out assistant message {message + 1}"
+        return (
+            f"nothing tells what of the text of the chat template {self._rules.name} assistant message {message + 1}"
+            " wrote: it looks at text that it captured, or writes messages outside its loops over them, and marks in"
+            " their words change the rest; put {% generation %} markers around what the assistant says, or train on all"
+            " tokens"
+        )
+
+    def _everywhere(self, message: int) -> list[Segment]:
+        return [Segment(0, len(self._text), 0, message)]
+
+    def _with_words(self, segments: list[Segment], found: list[tuple[int, Piece]]) -> list[Segment]:
+        """Without what follows another message's text and holds no words of this one."""
+        last = max((at for at, _ in found), default=-1)
+        while len(segments) > 1 and last >= 0 and segments[-1].start > last:
+            segments = segments[:-1]
+        return segments
 
     def _find(self, words: str, segments: list[Segment]) -> int:
         for segment in segments:
@@ -210,29 +304,42 @@ class SpanFinder:
                 return at
         return -1
 
-    def _present(self, message: int, pieces: list[Piece], segments: list[Segment]) -> list[Piece]:
-        """Require the message's words; return the pieces that stand in the text, letter for letter."""
-        present: list[Piece] = []
+    # Whether its words are there
+
+    def _present(self, message: int, pieces: list[Piece], segments: list[Segment]) -> list[tuple[int, Piece]]:
+        """Require the message's words; return those that stand in the text letter for letter, and where at first."""
+        found: list[tuple[int, Piece]] = []
         for piece in pieces:
-            if self._find(piece.text, segments) >= 0:
-                present.append(piece)
+            at = self._find(piece.text, segments)
+            if at >= 0:
+                found.append((at, piece))
                 continue
             text = "".join(self._text[one.start : one.stop] for one in segments)
             escaped = json.dumps(piece.text, ensure_ascii=False)[1:-1]
-            if escaped in text or squeezed(piece.text) in squeezed(text):
+            if escaped in text or squeezed(piece.text) in squeezed(text) or escape(piece.text) in text:
                 continue
             if piece.kind == "reasoning":
-                self._note("reasoning_dropped")
+                self._reasoning_dropped(message)
                 continue
             what = f"the call of {piece.text}" if piece.kind == "call" else f"the words {_short(piece.text)}"
-            raise unusable(
-                f"the chat template {self._rules.name} leaves out {what} of assistant message {message + 1}; "
-                "use a template that keeps them, or give the message weight 0"
-            )
+            raise self._refused(message, what)
         self._require_calls(message, pieces, segments)
-        return present
+        return found
 
-    def _require_calls(self, message: int, pieces: list[Piece], segments: list[Segment]) -> None:
+    def _reasoning_dropped(self, message: int) -> None:
+        options = self._rules.options
+        if options.turns == "whole" or not options.train_on_thinking:
+            self._note("reasoning_dropped")
+            return
+        split = "" if options.turns == "split" else "--turns split makes a sequence of each turn, as the model sees it;"
+        raise unusable(
+            f"the chat template {self._rules.name} leaves out the reasoning of assistant message {message + 1};"
+            f" {split} --turns whole trains without it and counts it; --no-train-on-thinking trains on no reasoning"
+        )
+
+    def _require_calls(
+        self, message: int, pieces: list[Piece], segments: list[Segment], how: tuple[str, str] = _LEAVES
+    ) -> None:
         """Require each call's name for itself: an answer that speaks of the function is no call of it."""
         names = [piece.text for piece in pieces if piece.kind == "call"]
         for name in dict.fromkeys(names):
@@ -243,103 +350,141 @@ class SpanFinder:
             escaped = json.dumps(name, ensure_ascii=False)[1:-1]
             found = max(text.count(escaped), squeezed(text).count(squeezed(name)))
             if found < names.count(name):
-                raise unusable(
-                    f"the chat template {self._rules.name} leaves out {names.count(name) - found} of"
-                    f" {names.count(name)} calls of {name} of assistant message {message + 1}; use a template that"
-                    " keeps them, or give the message weight 0"
-                )
+                what = f"{names.count(name) - found} of {names.count(name)} calls of {name}"
+                raise self._refused(message, what, how)
 
-    def _start(self, message: int, pieces: list[Piece], first: Segment) -> int:
-        shared = shared_length(self._text[first.start : first.stop], self._scaffold)
-        words = [piece for piece in pieces if piece.kind != "call"]
-        if shared is None:
-            # No prompt is known: from the first character that comes from the message. A call's tags come
-            # before its name, so a message that only calls is taken whole.
-            positions = [self._place(message, piece, [first]) for piece in words]
-            return min((at for at in positions if at is not None), default=first.start)
-        start = first.start + shared
-        for piece in words:
-            at = self._text.find(piece.text, first.start, first.stop)
-            if 0 <= at < start:
-                exact = self._place(message, piece, [first])
-                start = min(start, at if exact is None else exact)
-        return start
-
-    def _place(self, message: int, piece: Piece, segments: list[Segment]) -> int | None:
-        """Where a piece starts, for certain: its only occurrence, or as marked in another render."""
-        at = self._find(piece.text, segments)
-        if at < 0:
-            return None
-        repeated = any(
-            self._text.find(piece.text, max(one.start, at + 1), one.stop) >= 0 for one in segments if one.stop > at
+    def _refused(self, message: int, what: str, how: tuple[str, str] = _LEAVES) -> SequenceError:
+        verb, remedy = how
+        return unusable(
+            f"the chat template {self._rules.name} {verb} {what} of assistant message {message + 1}; {remedy}"
         )
-        if not repeated:
-            return at
-        if not self._searched:
-            self._searched, self._located = True, self._locate()
-        located = self._located
-        if located is None:
-            self._note("words_placed_by_search")
-            return at
-        number = pieces_of(self._messages[message]).index(piece)
-        return located.get((message, number), at)
 
-    def _stop(self, message: int, pieces: list[Piece], segments: list[Segment]) -> int:
-        """The end of a message's turn."""
-        text, last = self._text, segments[-1]
-        said = text[last.start : last.stop].rstrip()
-        stop = last.start + len(said)
-        closed = said.removesuffix(self._rules.bos).rstrip()
-        if closed != said and self._rules.eos and closed.endswith(self._rules.eos):
-            before = last.start + len(closed)
-            if self._words_end(message, pieces, segments) <= before:
-                return before  # the next text's beginning, written early
-        scaffold = self._scaffold
-        if said.endswith(scaffold.inner_ends):
-            return stop
-        # Written after the message's own iteration: with the next message, or after the loop.
-        late = scaffold.late_end
-        if late and text.startswith(late, last.stop):
-            return last.stop + len(late)
-        if said.endswith(self._rules.ends):
-            return stop
-        for end in (self._rules.eos, *self._rules.ends):
-            if end and text.startswith(end, last.stop):
-                return last.stop + len(end)
-        self._note("no_end_of_turn")
-        return stop
+    # Its edges
 
-    def _words_end(self, message: int, pieces: list[Piece], segments: list[Segment]) -> int:
-        """Where the words that a message says end."""
-        placed = [(self._place(message, piece, segments), piece) for piece in pieces if piece.kind == "content"]
-        return max((at + len(piece.text) for at, piece in placed if at is not None), default=0)
+    def _edges_of(
+        self, message: int, segments: list[Segment], found: list[tuple[int, Piece]], traced: bool
+    ) -> tuple[int, int]:
+        """Where the trained text of a message starts and stops."""
+        text, rules, last = self._text, self._rules, segments[-1]
+        low, high = segments[0].start, last.start + len(text[last.start : last.stop].rstrip())
+        first, said = high, low
+        for at, piece in found:
+            first, said = min(first, at), max(said, at + len(piece.text))
+        shapes = self._shapes
+        around = (shapes[message], shapes[message + 1], shapes[message + 2])
+        tail = text[said:high] if not traced else _end_piece(text[max(said, last.start, high - 64) : high])
+        key = (self._variables, around, message > self._question, traced, len(segments), text[low:first], tail)
+        known = rules.known.get(key)
+        if known is None or not (text.startswith(known.head, low) and text.startswith(known.late, last.stop)):
+            start, stop = self._learnt(message, segments, found, traced)
+            late = text[last.stop : stop] if stop > high else ""
+            if len(rules.known) >= _MOST_KNOWN:
+                rules.known.clear()
+            rules.known[key] = _Edge(text[low:start], 0 if late else high - stop, late)
+            return start, stop
+        if said == high and not known.late:
+            self._note("no_end_of_turn")
+        return low + len(known.head), last.stop + len(known.late) if known.late else high - known.dropped
 
-    def _without_cuts(self, message: int, pieces: list[Piece], spans: Ranges) -> Ranges:
+    def _learnt(
+        self, message: int, segments: list[Segment], found: list[tuple[int, Piece]], traced: bool
+    ) -> tuple[int, int]:
+        """The edges of a turn of a new kind, from renderings of the conversation's beginnings, and checked."""
+        text, rules, last = self._text, self._rules, segments[-1]
+        low, high = segments[0].start, last.start + len(text[last.start : last.stop].rstrip())
+        places = self.places() or []
+        mine = [place for place in places if place.message == message and _within(place.at, segments)]
+        words = [place.at for place in mine if not place.stops and place.piece >= 0]
+        words = words or [at for at, piece in found if piece.kind != "call"]
+        # A called function may be named like something in a header: where its arguments start is certain.
+        first = min([*words, *(place.at for place in mine if not place.stops)], default=high)
+        ends = [place.at for place in mine if place.stops]
+        said = max(ends or [at + len(piece.text) for at, piece in found], default=low)
+        if self._edges is None:
+            self._edges = self._make_edges()
+        start = min(first, self._edges.start(message, low, first, first in words))
+        said = max(said, start)
+        stop = max(said, self._edges.stop(message, low, start, said, high, last.stop if traced else None))
+        closed = text[:stop].removesuffix(rules.bos).rstrip() if rules.bos else text[:stop]
+        if len(closed) < stop and rules.eos and closed.endswith(rules.eos) and len(closed) >= said:
+            stop = len(closed)  # the next text's beginning, written early
+        if said == stop:
+            self._note("no_end_of_turn")
+        self._check(message, segments, start, stop)
+        return start, stop
+
+    def _check(self, message: int, segments: list[Segment], start: int, stop: int) -> None:
+        """Refuse where words of others lie in a turn, or words of its own outside: the two ways do not agree."""
+        spans = [
+            (max(start, one.start), min(stop, one.stop) if one.stop < segments[-1].stop else stop) for one in segments
+        ]
+        own: dict[tuple[int, bool], bool] = {}
+        for place in self.places() or ():
+            inside = any(a <= place.at <= b and place.at != (a if place.stops else b) for a, b in spans)
+            if place.message == message:
+                key = (place.string, place.stops)
+                own[key] = own.get(key, False) or inside
+            elif inside:
+                raise unusable(self._mixed(message, f"words of message {place.message + 1} in", place.at))
+        for (string, _), inside in own.items():
+            if not inside:
+                at = next(place.at for place in self.places() or () if place.string == string)
+                raise unusable(self._mixed(message, "words outside", at))
+
+    def _mixed(self, message: int, what: str, at: int) -> str:
+        return (
+            f"the chat template {self._rules.name} writes {what} what it writes for assistant message {message + 1}"
+            f" ({_short(self._text[max(0, at - 20) : at + 20])}): put {{% generation %}} markers around what the"
+            " assistant says, or train on all tokens"
+        )
+
+    def _note(self, what: str) -> None:
+        self.notes[what] = self.notes.get(what, 0) + 1
+
+    # What the options leave of it
+
+    def _without_cuts(self, message: int, found: list[tuple[int, Piece]], spans: Ranges) -> Ranges:
         options = self._rules.options
         cuts: Ranges = []
         if not options.train_on_thinking:
-            cuts += self._thinking(message, pieces, spans)
-        if not options.train_on_tool_calls and any(piece.kind == "call" for piece in pieces):
-            cuts += self._calls(message, pieces, spans)
+            cuts += self._thinking(message, found, spans)
+        if not options.train_on_tool_calls and any(piece.kind == "call" for _, piece in found):
+            cuts += self._calls(message, found, spans)
         for low, high in cuts:
             spans = [part for start, stop in spans for part in ((start, min(stop, low)), (max(start, high), stop))]
             spans = [(start, stop) for start, stop in spans if start < stop]
         return spans
 
-    def _placed(self, message: int, pieces: list[Piece], kind: str) -> Ranges:
-        """Where the pieces of one kind stand: (start, stop), ascending."""
-        segments = self._anywhere(message)
-        found = [
-            (at, at + len(piece.text))
-            for piece in pieces
-            if piece.kind == kind and (at := self._place(message, piece, segments)) is not None
-        ]
-        return sorted(found)
+    def _stretches(self, message: int, found: list[tuple[int, Piece]], spans: Ranges, kind: str) -> Ranges:
+        """Where the pieces of one kind stand, for certain: (start, stop), ascending.
 
-    def _thinking(self, message: int, pieces: list[Piece], spans: Ranges) -> Ranges:
+        A piece that occurs twice in what the message wrote is looked up in a marked render.
+        """
+        result: Ranges = []
+        pieces = pieces_of(self._messages[message])
+        low, high = spans[0][0], spans[-1][1]
+        for first, piece in found:
+            if piece.kind != kind:
+                continue
+            at = first
+            if self._text.find(piece.text, low) != at or self._text.find(piece.text, at + 1, high) >= 0:
+                wanted = (message, pieces.index(piece), False)
+                marked = [
+                    place.at
+                    for place in self.places() or ()
+                    if (place.message, place.piece, place.stops) == wanted and low <= place.at < high
+                ]
+                if marked:
+                    at = marked[0]
+                else:
+                    self._note("words_placed_by_search")
+            result.append((at, at + len(piece.text)))
+        return sorted(result)
+
+    def _thinking(self, message: int, found: list[tuple[int, Piece]], spans: Ranges) -> Ranges:
         start, stop = spans[0][0], spans[-1][1]
-        said = self._placed(message, pieces, "content")
-        thought = self._placed(message, pieces, "reasoning")
+        said = self._stretches(message, found, spans, "content")
+        thought = self._stretches(message, found, spans, "reasoning")
         if not thought:
             limit = min((low for low, _ in said), default=stop)
             empty = _EMPTY_THINKING.match(self._text, start, limit)
@@ -350,10 +495,12 @@ class SpanFinder:
         closing = _CLOSING.match(self._text, high, limit)
         return [(low, closing.end() if closing else high)]
 
-    def _calls(self, message: int, pieces: list[Piece], spans: Ranges) -> Ranges:
+    def _calls(self, message: int, found: list[tuple[int, Piece]], spans: Ranges) -> Ranges:
         start, stop = spans[0][0], spans[-1][1]
-        said = sorted(self._placed(message, pieces, "content") + self._placed(message, pieces, "reasoning"))
-        names = [piece.text for piece in pieces if piece.kind == "call"]
+        said = sorted(
+            self._stretches(message, found, spans, "content") + self._stretches(message, found, spans, "reasoning")
+        )
+        names = [piece.text for _, piece in found if piece.kind == "call"]
         after = said[-1][1] if said else start
         if said and not any(self._text.find(name, after, stop) >= 0 for name in names):
             # Calls before the answer: between the words before them and the answer.
@@ -364,6 +511,63 @@ class SpanFinder:
     def _past_thinking(self, start: int, stop: int) -> int:
         closing = _EMPTY_THINKING.match(self._text, start, stop)
         return closing.end() if closing else start
+
+
+def _without_glances(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> list[Segment]:
+    """Segments, where what was written while a message was merely looked at belongs to the message being written.
+
+    A template may loop over all messages while it writes one, to look up the name of a call. It may also write a tool's
+    results there, which then are the tool's: what holds a message's words, and holds them first, is that message's.
+    """
+    if not any(segment.frame in traced.around for segment in traced.segments):
+        return traced.segments
+    text: dict[int, str] = {}
+    for segment in traced.segments:
+        text[segment.frame] = text.get(segment.frame, "") + traced.text[segment.start : segment.stop]
+    writers: dict[int, tuple[bool, int, int]] = {}  # message to (whether it is nobody's guest, words held, -frame)
+    for frame, written in text.items():
+        message = traced.frames[frame]
+        if not written.strip():
+            continue
+        held = sum(piece.text in written for piece in pieces_of(messages[message]))
+        writers[message] = max(writers.get(message, (False, 0, 0)), (frame not in traced.around, held, -frame))
+    result: list[Segment] = []
+    for segment in traced.segments:
+        start, owner, message = segment.start, segment.frame, segment.message
+        while owner in traced.around and not ((best := writers.get(message)) and best[1] and -best[2] == owner):
+            # A glance at another answer is part of the text around it; at anything else, nobody's.
+            outer = traced.around[owner]
+            owner = outer if messages[message].get("role") == "assistant" else -1
+            message = traced.frames[outer]
+        if owner < 0:
+            continue
+        if result and result[-1].stop == start and result[-1].frame == owner:
+            start = result.pop().start
+        result.append(Segment(start, segment.stop, owner, message))
+    return result
+
+
+def _shape(message: Mapping[str, Any], tested: Sequence[str], index: int) -> tuple[Any, ...]:
+    content = message.get("content")
+    words = content[0].get("text") if type(content) is list and len(content) == 1 else content
+    found = [one for one in tested if one in words] if type(words) is str else []
+    calls = message.get("tool_calls")
+    count = min(len(calls), 2) if type(calls) is list else 0
+    reasons = bool(message.get("reasoning_content"))
+    return (message.get("role"), *message, bool(words), reasons, count, index == 0, *found)
+
+
+def _within(at: int, segments: Sequence[Segment]) -> bool:
+    return any(one.start <= at <= one.stop for one in segments)
+
+
+def _end_piece(text: str) -> str:
+    """The last tag, word or character of a text: what stays the same where the rest is data."""
+    end = text[-1:]
+    if end in (">", "]"):
+        tag = text[text.rfind("<" if end == ">" else "[") :]
+        return tag if tag and not any(map(str.isspace, tag)) else end
+    return end if not end.isalnum() else text[len(text.rstrip(_WORD)) :]
 
 
 def _short(words: str) -> str:

@@ -28,7 +28,7 @@ from megatron_sft_idx.chat.template.environment import TemplateEnvironment
 from megatron_sft_idx.chat.template.marks import Marker
 from megatron_sft_idx.errors import FormatError
 
-__all__ = ["Segment", "Traced", "TracedTemplate"]
+__all__ = ["Segment", "Traced", "TracedTemplate", "Untraceable"]
 
 MAX_CHARACTERS = 1 << 27
 """More text than this from one conversation is a runaway template."""
@@ -38,6 +38,10 @@ MAX_ITERATIONS = 1 << 22
 
 _LEAVE, _BEGIN, _END, _STOP = -1, -2, -3, -4  # events; 0 and up enter that frame
 _SENTINELS = tuple(chr(base) for base in range(0xF0000, 0xF0040, 2))
+
+
+class Untraceable(Exception):  # noqa: N818 - an answer, where others find another way
+    """Tracing cannot tell which message wrote what in this conversation: why."""
 
 
 class Segment(NamedTuple):
@@ -57,11 +61,15 @@ class Traced:
         text: exactly what the unmarked template renders.
         segments: what the messages wrote, in the order of the text, not overlapping.
         generated: ``(start, stop)`` of the template's ``{% generation %}`` blocks, ascending, disjoint.
+        frames: the message of each iteration.
+        around: for each iteration inside another message's, that one.
     """
 
     text: str
     segments: list[Segment]
     generated: list[tuple[int, int]]
+    frames: list[int]
+    around: dict[int, int]
 
 
 class _Tracker:
@@ -214,7 +222,7 @@ class TracedTemplate:
             variables: all template variables.
 
         Raises:
-            FormatError: marks inside captured text changed what the template does.
+            Untraceable: marks inside captured text changed what the template does.
         """
         tracker = self._tracker
         tracker.reset(messages, _SENTINELS[0])
@@ -222,8 +230,7 @@ class TracedTemplate:
         events = self._events()
         if tracker.captured:
             text, events = self._without_sentinels(messages, variables)
-        segments, generated = _segments(events, tracker.frames, len(text), self._name)
-        return Traced(text, segments, generated)
+        return _traced(text, events, tracker.frames.copy())
 
     def line_of(self, error: BaseException) -> str:
         """``"line N: "`` for an error that came out of the template, else nothing."""
@@ -255,7 +262,7 @@ class TracedTemplate:
         plain = self.plain(variables)
         sentinel = next((one for one in _SENTINELS if one not in plain), None)
         if sentinel is None:
-            raise FormatError(f"{self._name}: the conversation holds every private character that tracing uses")
+            raise Untraceable("the conversation holds every private character that tracing uses")
         tracker = self._tracker
         tracker.reset(messages, sentinel)
         marked = self._text(self._marked, variables)
@@ -271,11 +278,7 @@ class TracedTemplate:
             edges = [0, *(edge for match in found for edge in match.span()), len(marked)]
             text = "".join(marked[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True))
         if text != plain:
-            raise FormatError(
-                f"{self._name}: cannot tell which message wrote what, because the template inspects text "
-                "that it captured from a loop over the messages; put {% generation %} markers around what "
-                "the assistant says, or train on all tokens"
-            )
+            raise Untraceable("the template inspects text that it captured from a loop over the messages")
         return text, [(at - removed[bisect_left(starts, at)], event) for at, _, event in events]
 
     def _compile(self, marks: bool) -> tuple[Template, bool]:
@@ -293,15 +296,14 @@ class TracedTemplate:
         return Template.from_code(environment, code, dict(environment.globals)), marker.generations > 0
 
 
-def _segments(
-    events: list[tuple[int, int]], frames: list[int], length: int, name: str
-) -> tuple[list[Segment], list[tuple[int, int]]]:
+def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Traced:
     """Turn marks into segments; text between marks belongs to the innermost open iteration."""
     segments: list[Segment] = []
     generated: list[tuple[int, int]] = []
+    around: dict[int, int] = {}
     stack: list[int] = []
     depth = begun = at = 0
-    events.append((length, _STOP))
+    events.append((len(text), _STOP))
     for position, event in events:
         if event == _BEGIN:
             begun = position if depth == 0 else begun
@@ -319,9 +321,11 @@ def _segments(
                 segments.append(Segment(start, position, frame, frames[frame]))
             at = position
             if event >= 0:
+                if stack:
+                    around[event] = stack[-1]
                 stack.append(event)
             elif event == _LEAVE and stack:
                 stack.pop()
             elif event == _LEAVE or stack or depth:
-                raise FormatError(f"{name}: the template cut marked text apart: tracing cannot follow")
-    return segments, generated
+                raise Untraceable("the template cut marked text apart")
+    return Traced(text, segments, generated, frames, around)

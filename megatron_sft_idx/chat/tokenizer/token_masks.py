@@ -11,7 +11,8 @@ span.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import orjson
@@ -21,7 +22,23 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.chat.tokenizer.engines import AddedToken, Ids, Located
 from megatron_sft_idx.chat.types import Span
 
-__all__ = ["TokenSpellings", "byte_alphabet", "spelling_table", "unknown_id", "weights_by_offsets"]
+__all__ = ["Crossing", "TokenSpellings", "byte_alphabet", "spelling_table", "unknown_id", "weights_by_offsets"]
+
+
+class Crossing(NamedTuple):
+    """A token that is trained on and begins before its span.
+
+    Attributes:
+        token: its number in the text.
+        before: what of it lies before the span.
+        text: all that it spells.
+        held: whether a span that is trained on holds its beginning too.
+    """
+
+    token: int
+    before: str
+    text: str
+    held: bool
 
 
 def unknown_id(index: int) -> str:
@@ -86,6 +103,35 @@ class TokenSpellings:
         )
         return weights, straddling.tolist(), spelled.astype(bool).tolist()
 
+    def crossings(
+        self, ids: Ids, utf8: list[bytes], texts: Sequence[str], spans: list[list[Span]]
+    ) -> dict[int, list[Crossing]]:
+        """By text, the tokens that begin before a span that they are trained for; of texts that the tokens spell."""
+        flat = ids.flat.astype(np.int64)
+        ends = np.cumsum(self._offsets[flat + 1] - self._offsets[flat])
+        bounds, base = ids.offsets.tolist(), 0
+        wanted: list[tuple[int, Span, Span, int]] = []  # text, the span before, the span, its first byte
+        bases = []
+        for row, (data, text) in enumerate(zip(utf8, texts, strict=True)):
+            bases.append(base)
+            for before, span in pairwise([Span(0, 0), *spans[row]]):
+                if span.weight and span.start < span.stop:
+                    at = span.start if len(data) == len(text) else len(text[: span.start].encode())
+                    wanted.append((row, before, span, base + at))
+            base += len(data)
+        begins = np.array([begin for *_, begin in wanted], np.int64)
+        tokens = np.searchsorted(ends, begins, "right")
+        firsts = np.where(tokens > 0, ends[np.maximum(tokens - 1, 0)], 0) if len(ends) else tokens
+        found: dict[int, list[Crossing]] = {}
+        for which in np.flatnonzero(firsts < begins).tolist():
+            row, before, _, begin = wanted[which]
+            token, first = int(tokens[which]), int(firsts[which]) - bases[row]
+            held = bool(before.weight) and first < len(texts[row][: before.stop].encode())
+            spelt = utf8[row][first : int(ends[token]) - bases[row]].decode("utf-8", "replace")
+            begun = utf8[row][first : begin - bases[row]].decode("utf-8", "replace")
+            found.setdefault(row, []).append(Crossing(token - bounds[row], begun, spelt, held))
+        return found
+
 
 def _running_sum(lengths: map[int], count: int) -> NDArray[np.int64]:
     return np.fromiter(accumulate(lengths, initial=0), np.int64, count + 1)
@@ -119,8 +165,8 @@ def weights_by_offsets(
     *,
     whole_characters: bool,
     position: Callable[[int], int] = int,
-) -> tuple[NDArray[np.float32], int]:
-    """Weights of an encoding's tokens by its own offsets, and how many spans straddle.
+) -> tuple[NDArray[np.float32], list[Crossing]]:
+    """Weights of an encoding's tokens by its own offsets, and the tokens that begin before their span.
 
     Args:
         encoding: with offsets.
@@ -136,7 +182,8 @@ def weights_by_offsets(
     if edges != sorted(edges):
         raise ValueError(f"spans descend, overlap or end past the text of {len(text)} characters: {spans!r:.200}")
     weights = np.zeros(len(encoding.ids), np.float32)
-    straddling = 0
+    crossings = []
+    done = 0
     for span in spans:
         first = _first_token(encoding, map(position, range(span.start, span.stop)))
         last = _first_token(encoding, map(position, range(span.stop - 1, span.start - 1, -1)))
@@ -146,8 +193,12 @@ def weights_by_offsets(
         while whole_characters and last + 1 < len(weights) and _begin(encoding, last + 1) < stop:
             last += 1
         weights[first : last + 1] = np.maximum(weights[first : last + 1], np.float32(span.weight))
-        straddling += bool(span.weight) and _begin(encoding, first) < position(span.start)
-    return weights, straddling
+        begin = _begin(encoding, first)
+        if span.weight and begin < position(span.start):
+            before = text[span.start - (position(span.start) - begin) : span.start]
+            crossings.append(Crossing(first, before, before + text[span.start : span.start + 1], begin < done))
+        done = stop if span.weight else done
+    return weights, crossings
 
 
 def _first_token(encoding: Located, characters: map[int]) -> int | None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.chat.tokenizer.engines import Ids, Model, Passage
 from megatron_sft_idx.chat.tokenizer.json_model import Backend, JsonModel
 from megatron_sft_idx.chat.tokenizer.originals import RankModel, SentencePieceModel, mistral_template
-from megatron_sft_idx.chat.tokenizer.token_masks import weights_by_offsets
+from megatron_sft_idx.chat.tokenizer.token_masks import Crossing, weights_by_offsets
 from megatron_sft_idx.chat.tokenizer.tokenizer_files import TokenizerFiles, read_tokenizer_files
 from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
@@ -110,12 +110,18 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     def encode(
-        self, rendered: Sequence[Rendered], *, span_by_span: bool = False, whole_characters: bool = False
+        self,
+        rendered: Sequence[Rendered],
+        *,
+        span_by_span: bool = False,
+        whole_characters: bool = False,
+        straddling: bool = True,
     ) -> list[Encoded]:
         """Tokenises texts and weighs their tokens by the spans; no special tokens are added.
 
         A token counts where it overlaps a span. ``notes`` gains ``straddling``, the spans whose first token
-        began before them, and ``literals``, the control tokens from the data that were kept as text.
+        began before them, ``straddling_header``, those of them that bring more than whitespace in, and ``literals``,
+        the control tokens from the data that were kept as text.
 
         Args:
             rendered: any number of texts; a hundred or so at once is quicker than one by one.
@@ -123,6 +129,7 @@ class Tokenizer:
                 straddles an edge. The ids may then differ from those of the whole text.
             whole_characters: where a span's last character is spelled by several tokens, count all of them.
                 transformers counts only the first, and so does this by default.
+            straddling: whether a token that begins before its span counts, as it does in transformers.
 
         Raises:
             SequenceError: a text that cannot be tokenised; ``position`` is its place in ``rendered``.
@@ -135,21 +142,21 @@ class Tokenizer:
         if spellings is not None:
             plain = [i for i, row in enumerate(rendered) if not row.literals]
             for some in [plain, *([i] for i, row in enumerate(rendered) if row.literals)]:
-                ids = self._ids(some, [Passage(rendered[i].text, rendered[i].literals) for i in some])
-                weights, straddling, spelled = spellings.weights(
-                    ids,
-                    [utf8[i] for i in some],
-                    [rendered[i].spans for i in some],
-                    whole_characters=whole_characters,
-                )
-                flat = ids.flat.view(np.int32)
-                bounds = ids.offsets.tolist()
+                rows, texts = [rendered[i] for i in some], [utf8[i] for i in some]
+                ids = self._ids(some, [Passage(row.text, row.literals) for row in rows])
+                spans = [row.spans for row in rows]
+                weights, crossed, spelled = spellings.weights(ids, texts, spans, whole_characters=whole_characters)
+                flat, bounds = ids.flat.view(np.int32), ids.offsets.tolist()
+                found: dict[int, list[Crossing]] = {}
+                whole = all(spelled)
+                if whole and any(crossed):
+                    found = spellings.crossings(ids, texts, [row.text for row in rows], spans)
                 for at, i in enumerate(some):
-                    if spelled[at]:
+                    if spelled[at] and (whole or not crossed[at]):
                         here = slice(bounds[at], bounds[at + 1])
-                        result[i] = Encoded(flat[here], weights[here], _notes(rendered[i], straddling[at]))
+                        result[i] = _weighed(rendered[i], flat[here], weights[here], found.get(at, []), straddling)
         for i in [i for i in range(len(rendered)) if i not in result]:
-            result[i] = self._encode_slowly(i, rendered[i], whole_characters)
+            result[i] = self._encode_slowly(i, rendered[i], whole_characters, straddling)
         return [result[i] for i in range(len(rendered))]
 
     def from_token_row(self, row: TokenizedRow) -> Encoded:
@@ -198,16 +205,16 @@ class Tokenizer:
                     raise SequenceError("rendered", row, str(reason)) from reason
             raise AssertionError("passages that can be tokenised one by one") from error
 
-    def _encode_slowly(self, index: int, row: Rendered, whole_characters: bool) -> Encoded:
+    def _encode_slowly(self, index: int, row: Rendered, whole_characters: bool, straddling: bool) -> Encoded:
         """By the library's own offsets: any tokenizer, any text."""
         try:
             ids, located, position = self._model.locate(Passage(row.text, row.literals))
         except ValueError as error:
             raise SequenceError("rendered", index, str(error)) from error
-        weights, straddling = weights_by_offsets(
+        weights, crossings = weights_by_offsets(
             located, row.text, row.spans, whole_characters=whole_characters, position=position
         )
-        return Encoded(ids.view(np.int32), weights, _notes(row, straddling))
+        return _weighed(row, ids.view(np.int32), weights, crossings, straddling)
 
     def _encode_pieces(self, rendered: Sequence[Rendered]) -> list[Encoded]:
         """Tokenises span by span: each piece of text is wholly trained on, or not at all."""
@@ -222,7 +229,7 @@ class Tokenizer:
             weights = [np.full(len(ids[at]), pieces[at].weight, np.float32) for at in members]
             flat = np.concatenate([empty, *(ids[at] for at in members)])
             mask = np.concatenate([empty.astype(np.float32), *weights])
-            result.append(Encoded(flat.view(np.int32), mask, _notes(row, 0)))
+            result.append(_weighed(row, flat.view(np.int32), mask, [], True))
         return result
 
 
@@ -283,10 +290,22 @@ def _utf8(index: int, text: str) -> bytes:
         raise SequenceError("rendered", index, reason) from error
 
 
-def _notes(row: Rendered, straddling: int) -> dict[str, int]:
+def _weighed(
+    row: Rendered,
+    ids: NDArray[np.int32],
+    weights: NDArray[np.float32],
+    crossings: Sequence[Crossing],
+    straddling: bool,
+) -> Encoded:
+    """One sequence; without ``straddling``, tokens that begin before their span do not count."""
     notes = dict(row.notes)
-    if straddling:
-        notes["straddling"] = straddling
+    headers = [crossing for crossing in crossings if crossing.before.strip() and not crossing.held]
+    if crossings:
+        notes["straddling" if straddling else "straddling_left_out"] = len(crossings)
+    if headers and straddling:
+        notes["straddling_header"] = len(headers)
     if row.literals:
         notes["literals"] = len(row.literals)
-    return notes
+    if not straddling:
+        weights[[crossing.token for crossing in crossings if not crossing.held]] = 0
+    return Encoded(ids, weights, notes, headers[0].text if headers else "")

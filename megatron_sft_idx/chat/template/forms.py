@@ -1,0 +1,239 @@
+"""What messages say, and the form in which a template writes it well.
+
+Templates disagree about their input. Some write a dict of tool-call arguments as JSON, some paste text; some want
+contents as lists of parts; most want a content that is not there left out, some want ``""`` and a few want None.
+``learn_style`` finds out the first two from a template's own renderings, ``prepared`` puts messages into a form.
+``pieces_of`` lists what an assistant message says: the words that must be found again in the rendered text. They are
+compared stripped, because templates trim.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+__all__ = [
+    "ABSENT", "ASKED", "NULL_FORMS", "REASONING_FIELDS", "SAID", "Piece",
+    "Style", "in_text_parts", "lacks_content", "learn_style", "pieces_of", "prepared", "prints_parts", "squeezed",
+]  # fmt: skip
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which messages carry reasoning; the first one that is set counts."""
+
+ABSENT: Final = object()
+NULL_FORMS: tuple[tuple[str, object], ...] = (
+    ("content_left_out", ABSENT),
+    ("content_empty", ""),
+    ("content_none", None),
+)
+"""What stands for a content that a message lacks, and the note that counts it: as transformers has it first."""
+
+_CLOSED = re.compile(
+    r"\s*(?:<(think|thinking|thought|reasoning)>|\[THINK\])?(.*?)(?:</(think|thinking|thought|reasoning)>|\[/THINK\])",
+    re.DOTALL,
+)
+ASKED, SAID, _CALLED, _RESULT = "zqasked", "zqsaid", "zqcalled", "zqresult"
+_USER = {"role": "user", "content": ASKED}
+_ASSISTANT = {"role": "assistant", "content": SAID}
+_TOOL = {"role": "tool", "content": _RESULT, "name": _CALLED, "tool_call_id": "abcdefghi"}
+
+
+class Piece(NamedTuple):
+    """One stretch of words.
+
+    Attributes:
+        kind: ``"reasoning"``, ``"content"`` or ``"call"`` (a called function's name).
+        text: the words, stripped, never empty.
+        field: the message's field that holds them; for calls ``"tool_calls"``.
+        offset: where the words start in that field; for calls the call's number.
+    """
+
+    kind: str
+    text: str
+    field: str
+    offset: int
+
+
+def pieces_of(message: Mapping[str, Any]) -> list[Piece]:
+    """List what a message says, in the order in which templates write it.
+
+    Reasoning that is part of ``content`` (``<think>...</think>`` before the answer) is told apart from the answer, as
+    the templates of reasoning models do.
+    """
+    pieces: list[Piece] = []
+    for field in REASONING_FIELDS:
+        reasoning = message.get(field)
+        if reasoning is not None:
+            _add(pieces, "reasoning", reasoning, field, 0)
+            break
+    content = message.get("content")
+    if type(content) is list and len(content) == 1:  # as `in_text_parts` makes it
+        content = content[0].get("text")
+    if type(content) is str:
+        inline = _CLOSED.match(content) if "</" in content or "[/THINK]" in content else None
+        if inline is not None and (inline[3] is None or inline[1] in (None, inline[3])):
+            _add(pieces, "reasoning", inline[2], "content", inline.start(2))
+            _add(pieces, "content", content[inline.end() :], "content", inline.end())
+        else:
+            _add(pieces, "content", content, "content", 0)
+    calls = message.get("tool_calls")
+    for number, call in enumerate(calls) if calls else ():
+        if isinstance(call, Mapping):
+            function = call.get("function")
+            name = (function if isinstance(function, Mapping) else call).get("name")
+            if isinstance(name, str) and name:
+                pieces.append(Piece("call", name, "tool_calls", number))
+    return pieces
+
+
+def squeezed(text: str) -> str:
+    """The text without any whitespace, for templates that reflow it."""
+    return "".join(text.split())
+
+
+def _add(pieces: list[Piece], kind: str, text: object, field: str, offset: int) -> None:
+    if isinstance(text, str):
+        words = text.strip()
+        if words:
+            pieces.append(Piece(kind, words, field, offset + len(text) - len(text.lstrip())))
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """The forms of input that a template writes well.
+
+    Attributes:
+        text_arguments: tool-call arguments as JSON text come out legible, not as JSON inside a JSON string.
+        parsed_arguments: tool-call arguments as a dict come out legible, not as a Python repr.
+        in_parts: contents must be lists of text parts; the template loses strings.
+    """
+
+    text_arguments: bool = True
+    parsed_arguments: bool = True
+    in_parts: bool = False
+
+
+def lacks_content(message: Mapping[str, Any]) -> bool:
+    """Whether an assistant message has no content at all, as one that only calls functions may."""
+    return message.get("content") is None and message.get("role") == "assistant"
+
+
+def prepared(
+    messages: Sequence[dict[str, Any]], style: Style, notes: dict[str, int], missing: object = ABSENT
+) -> list[dict[str, Any]]:
+    """Put messages into a template's form, each an object of its own; the given ones stay as they are.
+
+    Reasoning goes under every name that templates read it by, as in transformers.
+
+    Args:
+        messages: a conversation.
+        style: the template's form.
+        notes: counts conversions.
+        missing: what stands for a content that an assistant message lacks, one of ``NULL_FORMS``.
+    """
+    result: list[dict[str, Any]] = []
+    seen: set[int] = set()
+    for original in messages:
+        message = original
+        if message.get("content", missing) is None or (missing is not ABSENT and lacks_content(message)):
+            message = {key: value for key, value in message.items() if key != "content"}
+            if missing is not ABSENT:
+                message["content"] = missing
+        for field in REASONING_FIELDS:
+            if message.get(field) is not None:
+                reasoning = message[field]
+                message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+                break
+        if style.text_arguments != style.parsed_arguments and message.get("tool_calls"):
+            message = _with_arguments(message, style.text_arguments, notes)
+        if style.in_parts:
+            message = in_text_parts(message)
+        if id(message) in seen:
+            message = dict(message)
+        seen.add(id(message))
+        result.append(message)
+    return result
+
+
+def in_text_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its string content as a list of one text part."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def prints_parts(text: str) -> bool:
+    """Whether a template wrote a list of parts out as Python writes it, instead of the text in it."""
+    return "{'type': 'text'" in text
+
+
+def _with_arguments(message: dict[str, Any], as_text: bool, notes: dict[str, int]) -> dict[str, Any]:
+    calls = []
+    for original in message["tool_calls"]:
+        call = original
+        function = call.get("function") if isinstance(call, dict) else None
+        holder = function if isinstance(function, dict) else call
+        fitting = _fitting(holder.get("arguments"), as_text) if isinstance(holder, dict) else None
+        if fitting is not None:
+            notes["tool_arguments_converted"] = notes.get("tool_arguments_converted", 0) + 1
+            holder = {**holder, "arguments": fitting}
+            call = {**call, "function": holder} if isinstance(function, dict) else holder
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
+def _fitting(arguments: object, as_text: bool) -> object:
+    """Arguments in the form a template writes well, or None where they are in it already."""
+    if as_text and isinstance(arguments, dict):
+        return json.dumps(arguments, ensure_ascii=False)
+    if not as_text and isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except ValueError:
+            return None
+        return parsed if isinstance(parsed, dict) else None
+    return None
+
+
+def _tool_call(arguments: object) -> dict[str, Any]:
+    """A made-up assistant message that calls a function, without a content."""
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": _CALLED, "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def learn_style(render: Callable[[list[dict[str, Any]]], str | None]) -> Style:
+    """Find out in which form the template takes contents and arguments.
+
+    Where no form fares better than the one the data has, the data goes in as it is.
+
+    Args:
+        render: the template; None where it refuses the messages.
+    """
+    in_parts = False
+    for history in ([_USER, _ASSISTANT], [_USER, _ASSISTANT, _USER]):
+        if SAID in (render([dict(message) for message in history]) or ""):
+            break
+        text = render(prepared(history, Style(in_parts=True), {})) or ""
+        in_parts = SAID in text and not prints_parts(text)
+        if in_parts:
+            break
+    pasted = _rendered_call(render, '{"zqkey": "zqvalue"}', in_parts)
+    parsed = _rendered_call(render, {"zqkey": "zqvalue"}, in_parts)
+    text_fits = "zqvalue" in pasted and '\\"zqkey' not in pasted
+    parsed_fits = "zqvalue" in parsed and "'zqkey'" not in parsed
+    if not (text_fits or parsed_fits):
+        text_fits = parsed_fits = True
+    return Style(text_fits, parsed_fits, in_parts)
+
+
+def _rendered_call(render: Callable[[list[dict[str, Any]]], str | None], arguments: object, in_parts: bool) -> str:
+    """What becomes of a call: in the first form of it that the template writes at all."""
+    for _, missing in NULL_FORMS:
+        for closing in ([_TOOL, _ASSISTANT], []):
+            history = prepared([_USER, _tool_call(arguments), *closing], Style(in_parts=in_parts), {}, missing)
+            text = render(history)
+            if text is not None and "zqvalue" in text:
+                return text
+    return ""

@@ -1,0 +1,318 @@
+"""Where an assistant's turn starts and ends in a rendered conversation, learnt from renderings of its beginnings.
+
+A template does not say which of its text is fed to the model and which the model must write. Its own generation
+prompt does: ``messages[:k]`` rendered with it is what a server feeds before turn k, and ``messages[:k + 1]`` without it
+is what the conversation looks like when that turn is over. Both are rendered from the row itself, because templates
+write other prompts after a tool's result, in a first turn or under other variables.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
+from typing import Any
+
+from jinja2 import nodes
+
+from megatron_sft_idx.chat.template.forms import ASKED, SAID
+
+__all__ = ["Beginnings", "Edges", "pieces_pattern", "tested_strings"]
+
+_FAR = 256  # characters that are compared in pieces before two renderings part
+_LOOKING = ("startswith", "endswith", "split", "rsplit", "partition", "find", "rfind", "count", "replace")
+_SPEAKER = re.compile(r"user|human|observation|tool|system|developer", re.IGNORECASE)
+_NEAR = 32  # characters before a place by which it is found again in another rendering
+
+
+def pieces_pattern(controls: Iterable[str]) -> re.Pattern[str]:
+    """What markers are compared in, never in parts of it: a control token, a tag, a word, one character of the rest."""
+    tokens = "".join(f"{re.escape(text)}|" for text in sorted(controls, key=len, reverse=True))
+    return re.compile(rf"{tokens}<[^<>\s]+>|\[[A-Z_/]+\]|\w+|.", re.DOTALL)
+
+
+class Beginnings:
+    """Renderings of one conversation cut short, each made once.
+
+    Args:
+        text: the whole conversation, rendered.
+        messages: as the template sees them.
+        render: messages, and whether the generation prompt follows; None where the template refuses them.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        messages: Sequence[dict[str, Any]],
+        render: Callable[[list[dict[str, Any]], bool], str | None],
+    ) -> None:
+        self.text, self.messages, self._render = text, messages, render
+        self._made: dict[tuple[int, str, bool], str | None] = {(len(messages), "", False): text}
+
+    def _of(self, count: int, more: str = "", prompt: bool = False) -> str | None:
+        key = (count, more, prompt)
+        if key not in self._made:
+            messages = [*self.messages[:count]]
+            if more:
+                messages.append({"role": "user" if more == ASKED else "assistant", "content": more})
+            self._made[key] = self._render(messages, prompt)
+        return self._made[key]
+
+    def fed(self, count: int) -> str | None:
+        """The first messages with the generation prompt: what a server feeds."""
+        return self._of(count, prompt=True)
+
+    def closed(self, count: int) -> str | None:
+        """The first messages and nothing more."""
+        return self._of(count)
+
+    def went_on(self) -> str | None:
+        """All messages and what may follow: another question, or the results of calls."""
+        text = self._of(len(self.messages), ASKED)
+        calls = self.messages[-1].get("tool_calls")
+        if text is None and calls:
+            results = [
+                {"role": "tool", "content": ASKED, "tool_call_id": call.get("id", ""), "name": _name_of(call)}
+                for call in calls
+            ]
+            text = self._render([*self.messages, *results], False)
+        return text
+
+    def answered(self, count: int) -> str | None:
+        """The first messages and a plain answer."""
+        return self._of(count, SAID)
+
+    def prompt(self, count: int, more: str = "") -> tuple[str, str] | None:
+        """The first messages with the generation prompt and without it."""
+        fed, closed = self._of(count, more, True), self._of(count, more)
+        return None if fed is None or closed is None else (fed, closed)
+
+
+class Edges:
+    """Finds the edges of turns in one rendered conversation.
+
+    Args:
+        views: the conversation and its beginnings.
+        prompted: whether the template knows of generation prompts at all.
+        ends: texts that may end a turn: control tokens, longest first.
+        eos: the tokenizer's end-of-sequence text, or "".
+        piece: as ``pieces_pattern`` makes it.
+    """
+
+    def __init__(
+        self, views: Beginnings, prompted: bool, ends: tuple[str, ...], eos: str, piece: re.Pattern[str]
+    ) -> None:
+        self._views, self._text = views, views.text
+        self._prompted, self._ends, self._eos, self._piece = prompted, ends, eos, piece
+
+    def start(self, turn: int, low: int, first: int, words: bool) -> int:
+        """Where the model starts to write a turn.
+
+        Args:
+            turn: the message.
+            low: where text that may belong to the turn starts.
+            first: the first character that is certainly the turn's own.
+            words: whether that is the start of words, rather than of a call, which has tags before it.
+        """
+        head = self._text[low:first]
+        own, *others = prompts = self._prompts(turn)
+        fed = self._end_of_fed(turn, low, head) if any(prompts) else None
+        if fed is not None and own:
+            return fed
+        for prompt in (own, *others):
+            behind = self._behind(prompt, head)
+            if behind:
+                return max(fed or 0, low + behind)
+        if fed is not None:
+            return fed
+        return first if words else low + self._header_length(turn, low, head)
+
+    def stop(self, turn: int, low: int, start: int, said: int, high: int, after: int | None) -> int:
+        """Where a turn ends, its end-of-turn token included.
+
+        Args:
+            turn: the message.
+            low: where text that may belong to the turn starts.
+            start: what ``start`` found.
+            said: the end of the last words that are certainly the turn's own.
+            high: the end of all that may be the turn's own, whitespace behind it left out.
+            after: the end of the text that was written for the turn, where that is known; its end may follow later.
+        """
+        text, last = self._text, turn + 1 == len(self._views.messages)
+        openings = self._openings(turn, "" if after is None else text[low:start])
+        other = self._views.went_on() if last else self._views.closed(turn + 1)
+        tail = None if other is None else self._tail(other, low, said)
+        shared, whole = said, False
+        if tail is not None:
+            tail = tail if last else tail.rstrip()
+            length = self._common(tail, text[said:])
+            whole = not last and length == len(tail)
+            # What every turn begins with is no turn's end, even where a rendering goes on with it by itself.
+            ends = [at for opening in openings if (at := text.find(opening, said, said + length)) >= 0]
+            shared = said + len(text[said : min(ends, default=said + length)].rstrip())
+        if after is None:  # nothing else says where the turn's own text ends
+            if tail is None and last and not any(opening in text[said:high] for opening in openings):
+                return high
+            if whole or text.endswith(self._ends, said, shared):
+                return shared
+            behind = shared + len(text[shared:high]) - len(text[shared:high].lstrip())
+            found = self._end_behind(turn, behind, behind, openings)
+            # A tag that names the next speaker ends a turn only where nothing stands between.
+            return found if found and (behind == shared or not _SPEAKER.search(text[behind:found])) else shared
+        if whole and shared < high and any(opening in text[shared:high] for opening in openings):
+            return shared
+        if shared > high:
+            return shared
+        if high > said and text.endswith(self._ends, said, high):
+            return high
+        return self._end_behind(turn, high, after, openings) or high
+
+    def _openings(self, turn: int, head: str) -> list[str]:
+        """What assistants' turns begin with: a header's first tag, or its first word with all that sticks to it."""
+        headers = [prompt for prompt in self._prompts(turn) if prompt][:1]
+        if turn and self._views.messages[turn - 1].get("role") != "assistant":  # whose end might stand there
+            headers.append(head)
+        found = []
+        for header in map(str.lstrip, headers):
+            tag = self._piece.match(header)
+            if tag and len(tag[0]) > 1 and not tag[0].isalnum():
+                found.append(tag[0])
+            elif header:
+                found.append(header.split(maxsplit=1)[0])
+        return [opening for opening in found if opening != self._eos]
+
+    def _end_of_fed(self, turn: int, low: int, head: str) -> int | None:
+        """Where the text that a server feeds before a turn ends in this rendering, if it is part of it."""
+        fed, text = self._views.fed(turn), self._text
+        if fed is None:
+            return None
+        if text.startswith(fed) and len(fed) <= low + len(head):
+            return max(low, len(fed))
+        # Earlier turns may be written otherwise there: compare what comes right before.
+        before = text[max(0, low - _NEAR) : low]
+        for length in sorted({0, *(match.end() for match in self._piece.finditer(head))}, reverse=True):
+            near = before + head[:length]
+            if near.strip() and fed.endswith(near):
+                return low + length
+        return None
+
+    def _prompts(self, turn: int) -> list[str]:
+        """Generation prompts or "": this turn's own, that of the question before it, that of any question."""
+        if not self._prompted:
+            return [""]
+        messages, views = self._views.messages, self._views
+        question = next((i + 1 for i in range(turn - 1, -1, -1) if messages[i].get("role") != "assistant"), turn)
+        found = []
+        for pair in (views.prompt(turn), views.prompt(question), views.prompt(0, ASKED)):
+            prompt = ""
+            if pair is not None:
+                prompt = pair[0][self._common(*pair) :]
+            found.append(prompt if prompt.strip() else "")
+        return found
+
+    def _behind(self, prompt: str, head: str) -> int:
+        """How much of a turn's first text a prompt has already written: up to the last place that reads like it."""
+        if not prompt:
+            return 0
+        at = head.rfind(prompt)
+        if at >= 0:
+            return at + len(prompt)
+        ours, theirs = self._piece.findall(head), self._piece.findall(prompt.lstrip())
+        # Some prompts have more before their header: how they end is told by their last tag, or their last word.
+        strong = [i for i, piece in enumerate(theirs) if _is_tag(piece)] or [
+            i for i, piece in enumerate(theirs) if piece[0].isalnum()
+        ]
+        end = theirs[strong[-1] :] if strong else theirs
+        for at in range(len(ours) - len(end), -1, -1):
+            if ours[at : at + len(end)] == end:
+                return len("".join(ours[: at + len(end)]))
+        # Some go on with what this turn does not have, such as <think>.
+        match = SequenceMatcher(None, ours[::-1], theirs[::-1], autojunk=False).find_longest_match()
+        stop = len(ours) - match.a
+        return len("".join(ours[:stop])) if any(map(_is_tag, ours[stop - match.size : stop])) else 0
+
+    def _header_length(self, turn: int, low: int, head: str) -> int:
+        """How much of a turn's first text a plain answer in its place begins with too."""
+        other = self._views.answered(turn)
+        at = -1 if other is None else other.rfind(SAID)
+        if other is None or at < 0:
+            return 0
+        for far in (_NEAR, 8):
+            near = self._text[max(0, low - far) : low]
+            if (begin := other.rfind(near, 0, at)) >= 0:
+                return self._common(other[begin + len(near) : at], head)
+        return 0
+
+    def _tail(self, other: str, low: int, said: int) -> str | None:
+        """What follows a turn's last words in another rendering."""
+        if other.startswith(self._text[:said]):
+            return other[said:]
+        for far in (_NEAR, 8):
+            near = self._text[max(low, said - far) : said]
+            if near.strip() and (at := other.rfind(near)) >= 0:
+                return other[at + len(near) :]
+        return None
+
+    def _end_behind(self, turn: int, high: int, at: int, openings: Sequence[str]) -> int | None:
+        """The end of a control token right behind a turn, which the model writes if nothing else ends its turn.
+
+        It may be a tag that names the next speaker, at which such a model stops. A tag that an assistant's turn begins
+        with as well, or that merely opens a question, is none of its own.
+        """
+        messages = self._views.messages
+        if self._eos and self._text.startswith(self._eos, at):
+            return at + len(self._eos)
+        another = turn + 1 < len(messages) and messages[turn + 1].get("role") == "assistant"
+        end = next((end for end in self._ends if self._text.startswith(end, at)), "")
+        if another or not end or end in openings or at != high:
+            return None
+        alone = self._views.prompt(0, ASKED)
+        if alone is not None and not _SPEAKER.search(end):
+            before = alone[1].partition(ASKED)[0].strip()
+            if before.startswith(end) or before.endswith(end):
+                return None
+        return at + len(end)
+
+    def _common(self, one: str, other: str) -> int:
+        """Characters that two texts begin with alike, in whole pieces."""
+        length = max(0, _parting(one, other) - _FAR)  # long enough to be in step with the pieces again
+        ours, theirs = self._piece.finditer(one, length), self._piece.finditer(other, length)
+        for a, b in zip(ours, theirs, strict=False):
+            if a[0] != b[0]:
+                break
+            length = a.end()
+        return length
+
+
+def _is_tag(piece: str) -> bool:
+    return len(piece) > 1 and not piece.replace("_", "").isalnum()
+
+
+def _name_of(call: Mapping[str, Any]) -> str:
+    function = call.get("function")
+    return str((function if isinstance(function, Mapping) else call).get("name", ""))
+
+
+def _parting(one: str, other: str) -> int:
+    """The first character in which two texts differ."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def tested_strings(template: nodes.Template) -> tuple[str, ...]:
+    """Strings that a template looks for in what it is given, such as ``</think>`` and ``/no_think``."""
+    found = {
+        compare.expr.value
+        for compare in template.find_all(nodes.Compare)
+        if isinstance(compare.expr, nodes.Const) and any(operand.op in ("in", "notin") for operand in compare.ops)
+    }
+    for call in template.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in _LOOKING:
+            found |= {argument.value for argument in call.args if isinstance(argument, nodes.Const)}
+    return tuple(sorted(text for text in found if isinstance(text, str) and text.strip()))
