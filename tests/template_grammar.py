@@ -37,15 +37,26 @@ class Design:
 
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    # How a message is set apart: the text before the role's name, after it, at the end of an answer, of another turn.
-    "tags": ("chatml", "header", "tag", "words", "brackets", "colon", "pairs", "fused"),
+    "tags": ("chatml", "header", "tag", "words", "brackets", "colon", "pairs", "fused", "bos each", "no header"),
     "names": ("literal", "from role", "from map"),
     "writes": ("concat", "outputs", "set", "block", "join", "macro", "raw", "filter"),
-    "loop": ("plain", "index", "rest", "copies", "merged", "collected", "captured", "macro", "outside", "filtered"),
+    "loop": (
+        "plain",
+        "index",
+        "rest",
+        "copies",
+        "merged",
+        "collected",
+        "captured",
+        "trimmed",
+        "macro",
+        "outside",
+        "subs",
+    ),
     "content": ("plain", "or", "trim", "strip", "defined", "not none", "parts", "in", "default", "only parts"),
     "system": ("inline", "default before", "default in loop", "hoisted", "into user", "into last user"),
     "end": ("branch", "late", "not last", "last differs", "before others", "absent", "with next"),
-    "prompt": ("header", "thinking", "system first", "in loop", "none", "close first"),
+    "prompt": ("header", "thinking", "system first", "in loop", "none", "close first", "unless assistant"),
     "reasoning": ("none", "tags", "last only", "always", "split", "channel"),
     "calls": ("none", "tojson", "named", "pythonic", "items", "before content", "own turns"),
     "arguments": ("tojson", "either", "text"),
@@ -63,6 +74,8 @@ SHAPES = {  # before the role's name, after it, the end of an answer, the end of
     "colon": ("", ": ", "</s>", "\n"),
     "pairs": ("<", ">", "</a>", "</u>"),
     "fused": ("<|start|>", "<|message|>", "<|end|>", "<|end|>"),
+    "bos each": ("<s>[", "] ", "</s>", " [/]"),
+    "no header": ("[", "] ", "</s>", " [/]"),
 }
 
 
@@ -86,7 +99,7 @@ def name_of(design: Design, role: str) -> str:
 def header_of(design: Design, role: str) -> str:
     """What the template writes before a message of this role."""
     before, after, _, _ = SHAPES[design.tags]
-    return before + name_of(design, role) + after
+    return " " if design.tags == "no header" and role == "assistant" else before + name_of(design, role) + after
 
 
 def controls_of(design: Design) -> list[str]:
@@ -128,6 +141,8 @@ class Writing:
 
     def header(self, role: str) -> str:
         """An expression for the header of a message of this role."""
+        if self.design.tags == "no header" and role == "assistant":
+            return "' '"
         before, after, _, _ = SHAPES[self.design.tags]
         name = {"literal": _quoted(name_of(self.design, role)), "from map": f"names[{_quoted(role)}]"}.get(
             self.design.names, "m.role" if role != "tool" or self.design.results != "as user" else "'user'"
@@ -272,8 +287,8 @@ class Writing:
             + put("'<result>'", self.content(), "'</result>'")
             + "{%- if last or listed[i + 1].role != 'tool' -%}" + put(close) + "{%- endif -%}",
             "looked up": name + "{%- set ns.called = c.function.name -%}" + ends + shown,
-            "looked up by id": name + "{%- if c.id == m.tool_call_id -%}{%- set ns.called = c.function.name -%}"
-            + put("''") + "{%- endif -%}" + ends + shown,
+            "looked up by id": put(header) + name + "{%- if c.id == m.tool_call_id -%}" + put("c.function.name", "': '")
+            + "{%- endif -%}" + ends + put(self.content(), close),
         }[self.design.results]  # fmt: skip
 
     def message(self) -> str:
@@ -317,25 +332,31 @@ class Writing:
             begin = "{%- for m in listed[:-1] -%}{%- set i = loop.index0 -%}{%- set last = false -%}"
             after = "{%- set m = listed[-1] -%}{%- set i = listed | length - 1 -%}{%- set last = true -%}"
             plain = begin + message + "{%- endfor -%}" + after + message
-        elif self.design.loop == "filtered":
-            plain = "{%- for m in listed if m.role -%}" + known + message + "{%- endfor -%}"
-        elif self.design.loop == "captured":
-            plain = "{%- set all -%}" + plain + "{%- endset -%}{{- all -}}"
+        elif self.design.loop == "subs":
+            begin = "{%- for i in range(listed | length) if listed[i].role -%}"
+            plain = begin + last + re.sub(r"\bm\.", "listed[i].", message) + "{%- endfor -%}"
+        elif self.design.loop in ("captured", "trimmed"):
+            shown = "{{- all -}}" if self.design.loop == "captured" else "{{- all | trim -}}"
+            plain = "{%- set all -%}" + plain + "{%- endset -%}" + shown
         elif self.design.loop == "macro":
             plain = "{%- macro chat(listed, system) -%}" + plain + "{%- endmacro -%}{{- chat(listed, system) -}}"
         return listing + plain
 
     def prompt(self) -> str:
         header = self.fixed_header("assistant")
+        asked = "add_generation_prompt"
+        if self.design.prompt == "unless assistant":
+            asked += " and messages[-1].role != 'assistant'"
         prompt = {
             "header": self.put(header),
+            "unless assistant": self.put(header),
             "thinking": self.put(header, "'<think>\\n'"),
             "system first": self.system_text("'hq10x hq11x'") + self.put(header),
             "close first": self.put("'\\n'", header),
             "in loop": "",
             "none": "",
         }[self.design.prompt]
-        return "{%- if add_generation_prompt -%}" + prompt + "{%- endif -%}" if prompt else ""
+        return "{%- if " + asked + " -%}" + prompt + "{%- endif -%}" if prompt else ""
 
 
 def _raw(expression: str) -> str:

@@ -43,8 +43,10 @@ STEPS = ("ask", "call", "think", "parallel", "answer", "user", "system", "empty"
 class Talking:
     """Writes one conversation of words that occur once, but for the names of functions."""
 
-    def __init__(self, null: str, arguments: str, parts: bool) -> None:
-        self.null, self.arguments, self.parts = null, arguments, parts
+    def __init__(
+        self, null: str = "empty", arguments: str = "object", parts: bool = False, edges: str = "plain"
+    ) -> None:
+        self.null, self.arguments, self.parts, self.edges = null, arguments, parts, edges
         self.messages: list[dict[str, Any]] = []
         self.said: dict[str, int] = {}
         self.count = 100
@@ -58,7 +60,10 @@ class Talking:
         return word
 
     def text(self, kind: str) -> str:
-        return f"{self.word(kind)} {self.word(kind)}."
+        one, two = self.word(kind), self.word(kind)
+        return {"plain": f"{one} {two}.", "blank": f" \n{one} {two}\n\n", "spelt": f"{one} </s><|im_end|>\n<|{two}"}[
+            self.edges
+        ]
 
     def add(self, role: str, content: str, **more: Any) -> None:
         held = [{"type": "text", "text": content}] if self.parts and role != "tool" else content
@@ -123,14 +128,15 @@ def chats(design: Design) -> st.SearchStrategy[Chat]:
     kept = [step for step in STEPS if step not in lost]
     steps = st.lists(st.sampled_from([*kept, *kept, *sorted(lost)]), min_size=1, max_size=4)
 
-    def talked(steps: list[str], null: str, arguments: str, parts: bool, tools: bool) -> Chat:
-        talking = Talking(null, arguments, parts)
+    def talked(steps: list[str], null: str, arguments: str, parts: bool, edges: str, tools: bool) -> Chat:
+        talking = Talking(null, arguments, parts, edges)
         for step in steps:
             talking.step(step)
         return talking.chat(tools)
 
-    forms = st.sampled_from(("empty", "none", "absent")), st.sampled_from(("object", "text"))
-    return st.builds(talked, steps, *forms, st.sampled_from((False, False, False, True)), st.booleans())
+    forms = (("empty", "none", "absent"), ("object", "text"), (False, False, False, True))
+    edges = ("plain", "plain", "plain", "blank", "spelt")
+    return st.builds(talked, steps, *map(st.sampled_from, (*forms, edges)), st.booleans())
 
 
 def complaints(design: Design, chat: Chat, text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
@@ -162,6 +168,8 @@ def _about_words(chat: Chat, text: str, mask: bytearray) -> Iterator[str]:
 def _about_headers(design: Design, text: str, mask: bytearray) -> Iterator[str]:
     for role in ROLES:
         header = header_of(design, role).strip()
+        if not header:
+            continue
         # Where nothing else ends a turn, a tag of its own that opens another's is where a model stops.
         stops = design.end == "absent" and header in controls_of(design) and role != "assistant"
         for match in re.finditer(re.escape(header), text):
@@ -176,7 +184,8 @@ def _about_ends(design: Design, text: str, mask: bytearray) -> Iterator[str]:
         said = text[run.start() : run.end()]
         if said != said.rstrip():
             yield f"trains the whitespace after {said!r}"
-        if design.end in ("branch", "late", "last differs") and not said.endswith(closes):
+        ends = design.end in ("branch", "late", "last differs") and design.results != "with call"
+        if ends and not said.endswith(closes):
             yield f"does not train the end of the turn {said!r}"
         if "None" in said:
             yield f"trains the word None in {said!r}"

@@ -29,7 +29,7 @@ def test_no_wrong_mask_is_found() -> None:
     ],
 )
 def test_the_judge_sees_what_is_wrong(before: int, after: int, complaint: str | None) -> None:
-    talking = Talking("empty", "object", parts=False)
+    talking = Talking()
     talking.step("ask")
     talking.step("ask")
     chat = talking.chat(tools=False)
