@@ -144,15 +144,28 @@ def complaints(design: Design, chat: Chat, text: str, spans: Sequence[tuple[int,
     mask = bytearray(len(text))
     for start, stop in spans:
         mask[start:stop] = b"\1" * (stop - start)
-    found = [*_about_words(chat, text, mask), *_about_headers(design, text, mask)]
+    stops = _stops(design, text, mask)
+    found = [*_about_words(chat, text, mask, stops), *_about_headers(design, text, mask, stops)]
     return found if design.markers != "none" else [*found, *_about_ends(design, text, mask)]
 
 
-def _about_words(chat: Chat, text: str, mask: bytearray) -> Iterator[str]:
+def _stops(design: Design, text: str, mask: bytearray) -> set[int]:
+    """Where tags start that open another's turn and, as nothing else ends the assistant's, are where a model stops."""
+    headers = [header_of(design, role).strip() for role in ROLES if role != "assistant"]
+    return {
+        match.start()
+        for header in headers
+        if design.end == "absent" and header in controls_of(design)
+        for match in re.finditer(re.escape(header), text)
+        if match.start() and all(mask[match.start() - 1 : match.end()])
+    }
+
+
+def _about_words(chat: Chat, text: str, mask: bytearray, stops: set[int]) -> Iterator[str]:
     times = dict.fromkeys(chat.said, 0)
     for match in WORD.finditer(text):
         trained, word = mask[match.start() : match.end()], match[0]
-        if match[1] in "ustdhz" and any(trained):
+        if match[1] in "ustdhz" and any(trained) and not stops.intersection(range(match.start() - 3, match.start())):
             yield f"trains {word}"
         elif match[1] in "arkv" and not all(trained):
             yield f"does not train {word}"
@@ -165,16 +178,10 @@ def _about_words(chat: Chat, text: str, mask: bytearray) -> Iterator[str]:
             yield f"trains {word} {times[word]} times, said {said} times"
 
 
-def _about_headers(design: Design, text: str, mask: bytearray) -> Iterator[str]:
-    for role in ROLES:
-        header = header_of(design, role).strip()
-        if not header:
-            continue
-        # Where nothing else ends a turn, a tag of its own that opens another's is where a model stops.
-        stops = design.end == "absent" and header in controls_of(design) and role != "assistant"
+def _about_headers(design: Design, text: str, mask: bytearray, stops: set[int]) -> Iterator[str]:
+    for header in filter(None, (header_of(design, role).strip() for role in ROLES)):
         for match in re.finditer(re.escape(header), text):
-            trained = mask[match.start() : match.end()]
-            if any(trained) and not (stops and all(trained) and match.start() and mask[match.start() - 1]):
+            if any(mask[match.start() : match.end()]) and match.start() not in stops:
                 yield f"trains in the header {header!r}"
 
 
