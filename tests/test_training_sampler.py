@@ -191,7 +191,7 @@ def test_a_blend_read_natively_is_what_megatron_reads_sample_by_sample(
     mine = sampler(rows, 0, 1, 8)
     loaded = DataLoader(blend, batch_sampler=sampler(blend, 0, 1, 8))
     count = 0
-    for expected, found in zip(loaded, BatchLoader(rows.assembler, rows.order(mine), copy=True), strict=True):
+    for expected, found in zip(loaded, BatchLoader(rows.assembler, rows.micro_batches(mine), copy=True), strict=True):
         assert expected.keys() - found.keys() == {"dataset_id"}
         assert all(torch.equal(found[name], expected[name]) for name in found)
         count += 1
@@ -207,7 +207,7 @@ def test_a_blend_is_filled_up_with_masked_rows(tmp_path: Path, ranks: int, micro
     blend = build(config_of(([str(tmp_path / "a"), str(tmp_path / "b")], None)))[0]
     rows = rows_of(blend)
     loaders = [
-        BatchLoader(rows.assembler, rows.order(sampler(rows, rank, ranks, micro, drop_last=False)), copy=True)
+        BatchLoader(rows.assembler, rows.micro_batches(sampler(rows, rank, ranks, micro, drop_last=False)), copy=True)
         for rank in range(ranks)
     ]
     seen = [

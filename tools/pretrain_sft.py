@@ -347,7 +347,7 @@ def load_batches(args: argparse.Namespace, dataset: Any, consumed: int) -> Itera
         global_batch_size=args.global_batch_size,
         balance_attention=args.balance_attention,
     )
-    return iter(BatchLoader(rows.assembler, rows.order(sampler)))
+    return iter(BatchLoader(rows.assembler, rows.micro_batches(sampler)))
 
 
 def evaluate(args: argparse.Namespace, model: DistributedDataParallel, batches: Iterator[Batch]) -> float:

@@ -72,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if isinstance(error, BrokenPipeError) and error.filename == STDOUT:
                 return 1  # whoever read it has seen enough
             return _fail(message_of(error))
+        except MemoryError as error:  # pyarrow's is one too
+            return _fail(f"not enough memory{f' ({error})' if str(error) else ''}; see --help for what takes less")
+        except RecursionError:
+            return _fail("the input is nested too deeply; flatten it")
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130

@@ -228,6 +228,8 @@ def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
             check_circular=True,
         )
         return text.encode()
+    except RecursionError:
+        raise FormatError("metadata: nested too deeply to be stored as JSON; flatten it") from None
     except (TypeError, ValueError) as error:
         raise FormatError(
             f"metadata: {error}; it is stored as JSON: use strings, finite numbers, lists, dicts"

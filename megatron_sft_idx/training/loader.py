@@ -3,7 +3,7 @@
 ``BatchLoader`` is the default. Assembling a batch takes less time than handing one over from another process, so one
 thread beside the trainer keeps a few batches ready and asks the kernel for the file pages of the next ones.
 
-    loader = BatchLoader(rows.assembler, rows.order(batch_sampler))
+    loader = BatchLoader(rows.assembler, rows.micro_batches(batch_sampler))
     for batch in loader:
         step(batch["tokens"], ...)
 

@@ -4,7 +4,7 @@
 
     rows = rows_of(dataset)
     sampler = PackedBatchSampler(rows, ...)
-    for batch in BatchLoader(rows.assembler, rows.order(sampler)):
+    for batch in BatchLoader(rows.assembler, rows.micro_batches(sampler)):
         step(batch)
 """
 
@@ -79,7 +79,7 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         packs = self.packs(np.where(masked, samples + self.num_samples, samples).ravel())
         return packs.reshape(samples.shape), masked
 
-    def order(self, batches: Iterable[Sequence[int]]) -> Iterator[Wanted]:
+    def micro_batches(self, batches: Iterable[Sequence[int]]) -> Iterator[Wanted]:
         """Micro-batches of samples as a ``BatchLoader`` takes them.
 
         Args:
@@ -134,7 +134,7 @@ class PackedRows(Rows):
 
     Args:
         source: of the packs.
-        epochs: their order.
+        order: of the epochs.
         num_samples: rows to serve, over as many epochs as it takes.
         seq_length: positions of a row.
         sequence_multiple: each sequence is padded to a multiple of this inside its row.
@@ -145,7 +145,7 @@ class PackedRows(Rows):
     def __init__(
         self,
         source: StoredPacks | PlannedPacks,
-        epochs: EpochOrder,
+        order: EpochOrder,
         num_samples: int,
         seq_length: int,
         *,
@@ -154,17 +154,17 @@ class PackedRows(Rows):
         pad_id: int | None = None,
     ) -> None:
         self.source = self.stored = source
-        self.epochs, self.num_samples = epochs, num_samples
+        self.order, self.num_samples = order, num_samples
         self.seq_length, self.sequence_multiple = seq_length, sequence_multiple
         self.width, self.pad_id = width, pad_id
 
     def __reduce__(self) -> tuple[Any, ...]:
-        epochs, shape = self.epochs, (self.sequence_multiple, self.width, self.pad_id)
-        # The epochs' pack count and fingerprint are the source's.
-        return _rows, (self.stored.state(), epochs.seed, epochs.split, self.num_samples, self.seq_length, *shape)
+        order, shape = self.order, (self.sequence_multiple, self.width, self.pad_id)
+        # The order's pack count and fingerprint are the source's.
+        return _rows, (self.stored.state(), order.seed, order.split, self.num_samples, self.seq_length, *shape)
 
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self.epochs.pack_of(samples)
+        return self.order.pack_of(samples)
 
 
 class BlendedRows(Rows):
@@ -226,7 +226,7 @@ def _rows(
     pad_id: int | None,
 ) -> PackedRows:
     source = reopen(*source_state)
-    epochs = EpochOrder(source.num_packs, seed, split, source.fingerprint)
+    order = EpochOrder(source.num_packs, seed, split, source.fingerprint)
     return PackedRows(
-        source, epochs, num_samples, seq_length, sequence_multiple=sequence_multiple, width=width, pad_id=pad_id
+        source, order, num_samples, seq_length, sequence_multiple=sequence_multiple, width=width, pad_id=pad_id
     )

@@ -41,7 +41,7 @@ class Claim:
         """Make the claim, or find that it is held by an upload of the same shard.
 
         Raises:
-            FormatError: another shard holds it, and ``overwrite`` is False.
+            FormatError: another shard holds it, and ``overwrite`` is False; or something that is no claim is there.
         """
         data = json.dumps({"version": _VERSION, "shard_id": self._shard_id}).encode()
         for _ in range(_ATTEMPTS):
@@ -50,6 +50,11 @@ class Claim:
             held = self._read()
             if held == self._shard_id:
                 return
+            if held == "":
+                raise FormatError(
+                    f"{self._path}: an object that is no claim of an upload is here, and is never replaced; choose"
+                    " another prefix, or remove it yourself"
+                )
             if held is not None and not overwrite:
                 break
             if held is not None:

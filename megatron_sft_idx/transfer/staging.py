@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import xxhash
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import remove_shard
+from megatron_sft_idx.storage.remote import open_store
 from megatron_sft_idx.storage.remote.writing import open_writer
 from megatron_sft_idx.transfer.places import remote_target
 from megatron_sft_idx.transfer.report import Copied
 from megatron_sft_idx.transfer.source import open_source
-from megatron_sft_idx.transfer.upload import upload
+from megatron_sft_idx.transfer.upload import require_ours, upload
 
 __all__ = ["STAGING", "StagedOutput"]
 
@@ -64,8 +66,10 @@ class StagedOutput:
             if keep and writer.stored(key + suffix + ".seq.idx"):
                 where = self.prefix + suffix
                 raise FormatError(f"{where}: a shard is here; choose another prefix, or pass overwrite (--overwrite)")
-        writer.put(key + ".probe", [b""], 0, xxhash.xxh3_128_hexdigest(b""))
-        writer.delete(key + ".probe")
+            require_ours(open_store(self.prefix)[0], writer, key + suffix, ShardPaths.of(self.prefix + suffix))
+        probe = f"{key}.{secrets.token_hex(8)}.probe"  # a name that nobody has
+        writer.put(probe, [b""], 0, xxhash.xxh3_128_hexdigest(b""))
+        writer.delete(probe)
         for local, remote in ((self.local + suffix, self.prefix + suffix) for suffix in suffixes):
             if keep and os.path.exists(ShardPaths.of(local).seq_idx):
                 raise FormatError(

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from megatron_sft_idx.errors import FormatError, StorageError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
-from megatron_sft_idx.storage.remote import open_store
+from megatron_sft_idx.layout.header import MAGIC
+from megatron_sft_idx.storage.remote import ObjectStore, open_store
 from megatron_sft_idx.storage.remote.writing import ObjectWriter, Stored, open_writer
 from megatron_sft_idx.transfer.checking import checked
 from megatron_sft_idx.transfer.claim import Claim
@@ -16,7 +17,7 @@ from megatron_sft_idx.transfer.places import remote_target
 from megatron_sft_idx.transfer.report import Copied
 from megatron_sft_idx.transfer.source import Source, digests_of
 
-__all__ = ["upload"]
+__all__ = ["require_ours", "upload"]
 
 
 def upload(
@@ -50,6 +51,30 @@ def upload(
         else:
             job.send(overwrite=overwrite)
     return Copied(paths.prefix, job.sent, job.nbytes - job.sent, job.clear())
+
+
+def require_ours(store: ObjectStore, writer: ObjectWriter, key: str, paths: ShardPaths) -> None:
+    """FormatError where an object that is of no shard has a name of the shard's: such are never replaced.
+
+    An object is known by the checksum that our writer records with it, or by a ``.seq.idx`` beside it that has our
+    magic: a shard may have been uploaded by other means.
+
+    Args:
+        store: to read with.
+        writer: to ask with.
+        key: of the prefix.
+        paths: of the prefix.
+    """
+    index = writer.stored(key + ".seq.idx")
+    if index and index.nbytes >= len(MAGIC) and bytes(store.read(key + ".seq.idx", 0, len(MAGIC))) == MAGIC:
+        return
+    for suffix in SUFFIXES:
+        found = index if suffix == ".seq.idx" else writer.stored(key + suffix)
+        if found and found.checksum is None:
+            raise FormatError(
+                f"{paths.prefix}{suffix}: an object of {found.nbytes} bytes that is of no SFT shard is here, and is"
+                " never replaced; choose another prefix, or remove it yourself"
+            )
 
 
 class _Upload:
@@ -93,6 +118,7 @@ class _Upload:
 
     def send(self, *, overwrite: bool) -> None:
         """Send what is not there, and publish."""
+        require_ours(self._store, self.writer, self.key, self._paths)
         present = {suffix: self.writer.stored(self.key + suffix) for suffix in SUFFIXES}
         kept = {suffix for suffix, found in present.items() if found == self._expected(suffix)}
         foreign = [suffix for suffix, found in present.items() if found and suffix not in kept]

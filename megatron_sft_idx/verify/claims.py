@@ -134,6 +134,10 @@ def check_header(file: CheckedFile, findings: Findings) -> Claims | None:
     metadata = decode_metadata(raw[HEADER_FIXED_NBYTES:][: values["json_nbytes"]])
     if metadata is not None and not isinstance(metadata.get("format_writer"), int):
         findings.add("H7", file.path, HEADER_FIXED_NBYTES, "no format_writer in the JSON block", "a number")
+    stated = _stated_vocab_size(metadata or {})
+    if stated is not None and _vocab_size(metadata or {}) is None:
+        found = f"tokenizer.vocab_size {stated!r:.40} in the JSON block"
+        findings.add("P9", file.path, HEADER_FIXED_NBYTES, found, "a whole number from 1 on")
     return Claims(values, not broken and not damaged, _vocab_size(metadata or {}))
 
 
@@ -152,7 +156,11 @@ def _whole_with_magic(file: CheckedFile) -> bool:
     return len(raw) == size and digest == raw[-CHECKSUM_NBYTES:]
 
 
-def _vocab_size(metadata: dict[str, Any]) -> int | None:
+def _stated_vocab_size(metadata: dict[str, Any]) -> Any:
     tokenizer = metadata.get("tokenizer")
-    size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
+    return tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
+
+
+def _vocab_size(metadata: dict[str, Any]) -> int | None:
+    size = _stated_vocab_size(metadata)
     return size if isinstance(size, int) and size > 0 and not isinstance(size, bool) else None

@@ -51,7 +51,7 @@ def static_batches(folder: Path) -> Iterator[Any]:
     source = StoredPacks(ShardSet.open(folder))
     rows = PackedRows(source, EpochOrder(source.num_packs, 0, "train", source.fingerprint), source.num_packs, CAPACITY)
     order = [list(range(first, first + ROWS)) for first in range(0, source.num_packs - ROWS + 1, ROWS)]
-    return iter(BatchLoader(rows.assembler, rows.order(order)))
+    return iter(BatchLoader(rows.assembler, rows.micro_batches(order)))
 
 
 def live(folder: Path, rank: int = 0, size: int = 1, **options: Any) -> LiveLoader:
