@@ -37,13 +37,17 @@ void absolute_offsets(const std::int64_t* sequence_offsets, const std::int64_t* 
   for (std::size_t pack = 0; pack < packs; ++pack) {
     // Both begin with 0 and every pack before this one ascended, so the differences cannot overflow.
     const std::int64_t begin = sequence_offsets[pack], end = sequence_offsets[pack + 1];
-    if (end <= begin || end > static_cast<std::int64_t>(starts_count) || token_offsets[pack + 1] <= token_offsets[pack]) {
-      throw std::invalid_argument("offsets of pack " + std::to_string(pack) + " are not ascending within the shard");
+    const auto refuse = [pack](const char* why) {
+      throw std::invalid_argument("shard 0, pack " + std::to_string(pack) + ": " + why);
+    };
+    if (end <= begin || end > static_cast<std::int64_t>(starts_count)) {
+      refuse("sequence offsets are not ascending within the shard (rule O1)");
     }
+    if (token_offsets[pack + 1] <= token_offsets[pack]) refuse("token offsets are not ascending (rule O2)");
     const std::int64_t length = token_offsets[pack + 1] - token_offsets[pack];
     for (std::int64_t s = begin; s < end; ++s) {
       if (starts[s] >= length || (s == begin ? starts[s] != 0 : starts[s] <= starts[s - 1])) {
-        throw std::invalid_argument("sequence starts of pack " + std::to_string(pack) + " do not ascend within it");
+        refuse("sequence starts do not ascend from 0 within it (rules P2 to P4)");
       }
       out[s] = token_offsets[pack] + starts[s];
     }

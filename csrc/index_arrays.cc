@@ -1,5 +1,6 @@
 #include "index_arrays.h"
 
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -23,13 +24,17 @@ void offsets_from_lengths(const std::int64_t* lengths, std::size_t count, std::i
 }
 
 PackSegments pack_segments(const std::vector<PackIndex>& indexes, const std::int64_t* shards,
-                           const std::int64_t* packs, std::size_t count) {
+                           const std::int64_t* packs, std::size_t count, const PackLimits& limits) {
+  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max();
+  if (limits.multiple < 1 || limits.multiple > kMost || limits.capacity < 0 || limits.capacity > kMost) {
+    throw std::invalid_argument("the capacity and the sequence multiple are positive int32");
+  }
   PackSegments out;
   out.offsets.reserve(count + 1);
   out.offsets.push_back(0);
   for (std::size_t i = 0; i < count; ++i) {
     const std::int64_t shard = shards[i], pack = packs[i];
-    const auto refuse = [shard, pack](const char* why) {
+    const auto refuse = [shard, pack](const std::string& why) {
       throw std::invalid_argument("shard " + std::to_string(shard) + ", pack " + std::to_string(pack) + ": " + why);
     };
     if (shard < 0 || static_cast<std::size_t>(shard) >= indexes.size()) refuse("no such shard");
@@ -43,14 +48,29 @@ PackSegments pack_segments(const std::vector<PackIndex>& indexes, const std::int
     if (begin < 0 || begin >= end || end > index.tokens) {
       refuse("token offsets are not ascending or point outside the shard (rule O2)");
     }
+    if (end - begin > limits.capacity) {
+      refuse("token offsets make it " + std::to_string(end - begin) + " tokens long, expected at most " +
+             std::to_string(limits.capacity) + " (rule O2)");
+    }
+    if (last - first > limits.most_sequences) {
+      refuse("sequence offsets give it " + std::to_string(last - first) + " sequences, expected at most " +
+             std::to_string(limits.most_sequences) + " (rule O1)");
+    }
     if (index.starts[first] != 0) refuse("the first sequence does not start at 0 (rule P2)");
+    std::int64_t room = limits.capacity;
     for (std::int64_t s = first; s < last; ++s) {
       const std::int64_t start = begin + index.starts[s];
       const std::int64_t stop = s + 1 < last ? begin + index.starts[s + 1] : end;
       if (start >= stop || stop > end) refuse("sequence starts are not ascending inside the pack (rule P3)");
+      room -= (stop - start - 1) / limits.multiple * limits.multiple + limits.multiple;
       out.shards.push_back(static_cast<std::int32_t>(shard));
       out.starts.push_back(start);
       out.lengths.push_back(stop - start);
+    }
+    if (room < 0) {
+      refuse("its sequences, each rounded up to a multiple of " + std::to_string(limits.multiple) + ", take " +
+             std::to_string(limits.capacity - room) + " positions, expected at most " +
+             std::to_string(limits.capacity) + " (rule P5)");
     }
     out.offsets.push_back(static_cast<std::int64_t>(out.starts.size()));
   }

@@ -30,9 +30,14 @@ struct PackSegments {
   std::vector<std::int64_t> starts, lengths;
 };
 
-// The i-th wanted pack is packs[i] of shard shards[i]. Throws std::invalid_argument where a pack is not there or its
-// sequences would lie outside it or its shard.
+// What the packs of all shards keep to: positions with each sequence rounded up to the multiple, and sequences.
+struct PackLimits {
+  std::int64_t capacity, multiple, most_sequences;
+};
+
+// The i-th wanted pack is packs[i] of shard shards[i]. Throws std::invalid_argument where a pack is not there, its
+// sequences would lie outside it or its shard, or it keeps to no such limits: offsets that are wrong together.
 PackSegments pack_segments(const std::vector<PackIndex>& indexes, const std::int64_t* shards,
-                           const std::int64_t* packs, std::size_t count);
+                           const std::int64_t* packs, std::size_t count, const PackLimits& limits);
 
 }  // namespace sft_idx

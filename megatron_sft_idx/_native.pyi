@@ -11,7 +11,10 @@ _PackIndex = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32], int
 _PackIndexes = list[_PackIndex] | list[_PackIndex | None]
 
 def pack_segments(
-    indexes: _PackIndexes, shards: NDArray[np.int64], packs: NDArray[np.int64]
+    indexes: _PackIndexes,
+    shards: NDArray[np.int64],
+    packs: NDArray[np.int64],
+    limits: tuple[int, int, int] = ...,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]: ...
 
 class PackStage:
@@ -91,7 +94,13 @@ def packing_histogram(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], int]: ...
 def packing_lower_bound(sizes: NDArray[np.int64], counts: NDArray[np.int64], capacity: int, most: int) -> int: ...
 def packing_plan(
-    sizes: NDArray[np.int64], counts: NDArray[np.int64], capacity: int, most: int, planner: str, seed: int
+    sizes: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    capacity: int,
+    most: int,
+    planner: str,
+    seed: int,
+    most_work: int = ...,
 ) -> _Patterns: ...
 def packing_hand_out(
     lengths: NDArray[np.int64],

@@ -283,6 +283,14 @@ def test_few_lengths_in_a_large_capacity_cost_little_memory():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_many_distinct_lengths_in_a_huge_capacity_end():
+    lengths = np.random.default_rng(0).integers(1, 2**20 + 1, 200_000)
+    for method in ("auto", "exact-fill"):
+        plan = pack_sequences(lengths, 2**30, method=method)
+        check(plan, lengths, 2**30)
+        assert plan.num_packs <= pack_sequences(lengths, 2**30, method="best-fit").num_packs
+
+
 def test_a_window_costs_little_fill():
     lengths = lognormal(60_000)
     packer = WindowPacker(4096)

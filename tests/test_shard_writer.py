@@ -203,6 +203,26 @@ def test_arrays_of_any_integer_form_are_taken(tmp_path: Path, form: Callable[[li
     assert pack["seq_boundaries"].tolist() == [0, 1, 4]
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_many_packs_are_taken_in_the_same_forms(tmp_path: Path, form: Callable[[list[int]], Any]) -> None:
+    with ShardWriter(tmp_path / "x", durable=False) as writer:
+        writer.add_packs(*map(form, ([*EXPECTED[0], 9, 3], [*EXPECTED[1], 0, 0], [0, 1, 0], [4, 2], [2, 1])))
+    packs = Shard(tmp_path / "x")[:]
+    assert [pack["input_ids"].tolist() for pack in packs] == [EXPECTED[0], [9, 3]]
+    assert [pack["loss_mask"].tolist() for pack in packs] == [EXPECTED[1], [0, 0]]
+    assert [pack["seq_boundaries"].tolist() for pack in packs] == [[0, 1, 4], [0, 2]]
+
+
+@pytest.mark.parametrize("value", [4, [4.0], [[4]], [None], ["4"], [True], [2**64], np.array([2**63], np.uint64), [3]])
+@pytest.mark.parametrize("name", ["pack_lengths", "pack_sequences"])
+def test_counts_of_another_form_are_named(tmp_path: Path, name: str, value: Any) -> None:
+    counts: dict[str, Any] = {"pack_lengths": [4], "pack_sequences": [2], name: value}
+    with ShardWriter(tmp_path / "x", durable=False) as writer:
+        with pytest.raises(SequenceError, match=f"{tmp_path / 'x'}.*({name}|expected|pack)"):
+            writer.add_packs(*EXPECTED, **counts)
+        assert writer.num_packs == 0
+
+
 @pytest.mark.parametrize("mask", [np.array(EXPECTED[1], bool), np.array(EXPECTED[1], bool).repeat(2)[::2]])
 @pytest.mark.parametrize("dtype", [None, "f2", "f4", ">f4", "f8", "g"])
 def test_masks_may_be_booleans_or_floats(tmp_path: Path, mask: np.ndarray, dtype: str | None) -> None:
@@ -337,9 +357,6 @@ def resident() -> int:
 
 def test_the_kernel_is_the_one_rule_book(tmp_path: Path) -> None:
     """The stage takes arrays of several packs, so a wrong length array cannot reach past the tokens."""
-    with ShardWriter(tmp_path / "x", durable=False) as writer:
-        with pytest.raises(SequenceError, match="tokens run out"):
-            writer.add_packs([1, 2], [0, 0], [0], np.array([3]), np.array([1]))
-        with pytest.raises(TypeError):
-            writer.add_packs([1, 2], [0, 0], [0], [2], [1])  # type: ignore[arg-type]
+    with ShardWriter(tmp_path / "x", durable=False) as writer, pytest.raises(SequenceError, match="tokens run out"):
+        writer.add_packs([1, 2], [0, 0], [0], np.array([3]), np.array([1]))
     assert _native.PackStage.__module__ == "megatron_sft_idx._native"

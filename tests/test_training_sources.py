@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import re
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packs import Sample, demo_samples, sample_of, samples, write_samples
 
-from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceError
 from megatron_sft_idx.packing import pack_sequences
 from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.plan_cache import plan_path
-from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks, require_fit
+from megatron_sft_idx.training.sources import JoinedPacks, PlannedPacks, PlanOptions, StoredPacks, require_fit
 
 Pairs = list[tuple[tuple[int, ...], tuple[float, ...]]]
 
@@ -105,9 +107,44 @@ def test_broken_offsets_are_an_error_not_a_crash(tmp_path: Path) -> None:
     with open(tmp_path / "a.seq.idx", "r+b") as file:
         file.seek(header.token_offsets_offset + 8 * 4)
         file.write((2**40).to_bytes(8, "little"))
-    with pytest.raises(FormatError, match=r"a: shard 0, pack [34]: token offsets"):
+    with pytest.raises(FormatError, match=r"a\.seq\.idx: byte \d+: pack [34]: token offsets .* \(rule O2\)"):
         source.segments(np.arange(9))
     assert len(source.segments(np.array([0, 1, 5])).offsets) == 4
+
+
+@pytest.mark.parametrize("kind", ["stored", "blended", "planned", "planned packs", "planned blend"])
+def test_offsets_wrong_inside_name_file_pack_rule_and_remedy(tmp_path: Path, kind: str) -> None:
+    lengths = [[20], [21], [39], [22], [40], [5]] if "packs" not in kind else [[9, 11], [21], [19, 20], [22], [40], [5]]
+    packs = [sample_of(sizes, lambda p: 1.0, lambda p: p + 1) for sizes in lengths]
+    for name in ("a", "b"):
+        write_samples(tmp_path / name, packs, capacity=40)
+    header = ShardSet.open(tmp_path / "b").headers[0]
+    offsets = np.cumsum([0, *map(sum, lengths)])
+    refused: list[str] = []
+    # An offset inside, at every distance from where it belongs: also where each pack by itself still ascends.
+    for at, value in product(range(1, len(packs)), [*range(0, int(offsets[-1]) + 9, 3), -1, 2**40, 2**62]):
+        with open(tmp_path / "b.seq.idx", "r+b") as file:
+            file.seek(header.token_offsets_offset)
+            file.write(offsets.astype("<i8").tobytes())
+            file.seek(header.token_offsets_offset + 8 * at)
+            file.write(value.to_bytes(8, "little", signed=True))
+        try:
+            if "planned" in kind:
+                sources: list[Any] = [PlannedPacks(ShardSet.open(tmp_path / n), PlanOptions(40)) for n in ("a", "b")]
+            else:
+                sources = [StoredPacks(ShardSet.open(tmp_path / n)) for n in ("a", "b")]
+            source = JoinedPacks(sources) if "blend" in kind else sources[1]
+            BatchAssembler(source, 40).assemble(np.arange(source.num_packs))
+        except CorruptShardError as error:
+            refused.append(str(error))
+        else:  # every pack still fits: nothing but its checksum knows
+            moved = offsets.copy()
+            moved[at] = value
+            assert np.diff(moved).min() > 0
+            assert np.diff(moved).max() <= 40
+    assert len(refused) > 100
+    form = re.compile(r".*/b\.seq\.(idx|bin): byte \d+: pack \d+: .*(rebuild|verify).* \(rules? [OP]\d.*\)")
+    assert [said for said in refused if not form.fullmatch(said)] == []
 
 
 # ---- planned ----

@@ -56,12 +56,12 @@ std::int64_t packing_lower_bound(const Array<std::int64_t>& sizes, const Array<s
 }
 
 sft_idx::packing::Patterns make_plan(const sft_idx::packing::Problem& problem, const std::string& planner,
-                                     std::uint64_t seed) {
+                                     std::uint64_t seed, std::uint64_t most_work) {
   using sft_idx::packing::Mix;
   if (planner == "best-fit") return sft_idx::packing::best_fit(problem);
   if (planner == "first-fit-decreasing") return sft_idx::packing::first_fit_decreasing(problem);
-  if (planner == "exact-fill-average") return sft_idx::packing::exact_fill(problem, Mix::kAverage, seed);
-  if (planner == "exact-fill-fewest") return sft_idx::packing::exact_fill(problem, Mix::kFewest, seed);
+  if (planner == "exact-fill-average") return sft_idx::packing::exact_fill(problem, Mix::kAverage, seed, most_work);
+  if (planner == "exact-fill-fewest") return sft_idx::packing::exact_fill(problem, Mix::kFewest, seed, most_work);
   throw std::invalid_argument("no planner named " + planner);
 }
 
@@ -69,12 +69,12 @@ sft_idx::packing::Patterns make_plan(const sft_idx::packing::Problem& problem, c
 static_assert(sizeof(sft_idx::packing::Entry) == 2 * sizeof(std::int32_t));
 
 py::tuple packing_plan(const Array<std::int64_t>& sizes, const Array<std::int64_t>& counts, std::int64_t capacity,
-                       std::int64_t most, const std::string& planner, std::uint64_t seed) {
+                       std::int64_t most, const std::string& planner, std::uint64_t seed, std::uint64_t most_work) {
   const auto problem = to_problem(sizes, counts, capacity, most);
   sft_idx::packing::Patterns plan;
   {
     py::gil_scoped_release unlocked;
-    plan = make_plan(problem, planner, seed);
+    plan = make_plan(problem, planner, seed, most_work);
   }
   Array<std::int32_t> entries({static_cast<py::ssize_t>(plan.entries.size()), py::ssize_t{2}});
   const auto bytes = static_cast<std::size_t>(entries.nbytes());
@@ -151,7 +151,8 @@ void bind_packing(py::module_& m) {
   m.def("packing_lower_bound", &packing_lower_bound, py::arg("sizes").noconvert(), py::arg("counts").noconvert(),
         "capacity"_a, "most"_a, "Packs that no plan can do without.");
   m.def("packing_plan", &packing_plan, py::arg("sizes").noconvert(), py::arg("counts").noconvert(), "capacity"_a,
-        "most"_a, "planner"_a, "seed"_a, "Patterns: offsets, entries (class, times) and packs of each pattern.");
+        "most"_a, "planner"_a, "seed"_a, "most_work"_a = sft_idx::packing::kMostWork,
+        "Patterns: offsets, entries (class, times) and packs of each pattern.");
   m.def("packing_hand_out", &packing_hand_out, py::arg("lengths").noconvert(), "multiple"_a,
         py::arg("sizes").noconvert(), py::arg("pattern_offsets").noconvert(), py::arg("entries").noconvert(),
         py::arg("packs").noconvert(), "seed"_a, "Patterns to packs: CSR offsets and sequences.");

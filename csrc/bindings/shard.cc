@@ -37,7 +37,11 @@ sft_idx::PackIndex pack_index_of(const py::tuple& parts) {
           starts.data(),    static_cast<std::size_t>(starts.size()), parts[3].cast<std::int64_t>()};
 }
 
-py::tuple pack_segments(const py::list& indexes, const Array<std::int64_t>& shards, const Array<std::int64_t>& packs) {
+using Limits = std::tuple<std::int64_t, std::int64_t, std::int64_t>;
+constexpr Limits kNoLimits{0x7FFFFFFF, 1, 0x7FFFFFFF};
+
+py::tuple pack_segments(const py::list& indexes, const Array<std::int64_t>& shards, const Array<std::int64_t>& packs,
+                        const Limits& limits) {
   require_vector(shards, "shards");
   require_vector(packs, "packs");
   if (shards.size() != packs.size()) throw std::invalid_argument("one shard a pack");
@@ -51,7 +55,8 @@ py::tuple pack_segments(const py::list& indexes, const Array<std::int64_t>& shar
   sft_idx::PackSegments found;
   {
     py::gil_scoped_release unlocked;
-    found = sft_idx::pack_segments(known, numbers, wanted, count);
+    found = sft_idx::pack_segments(known, numbers, wanted, count,
+                                   {std::get<0>(limits), std::get<1>(limits), std::get<2>(limits)});
   }
   return py::make_tuple(to_array(found.offsets), to_array(found.shards), to_array(found.starts),
                         to_array(found.lengths));
@@ -210,6 +215,7 @@ void bind_shard(py::module_& m) {
   m.def("offsets_from_lengths", &offsets_from_lengths, py::arg("lengths").noconvert(), "scale"_a = 1, "start"_a = 0,
         "Running sums of int64 lengths, times scale, from start: int64 [n + 1].");
   m.def("pack_segments", &pack_segments, "indexes"_a, py::arg("shards").noconvert(), py::arg("packs").noconvert(),
+        "limits"_a = kNoLimits,
         "The sequences of some packs of some shards: CSR offsets int64, shards int32, first tokens and lengths int64.");
   bind_stage(m);
   bind_gather<std::uint16_t>(m);

@@ -4,6 +4,7 @@
 #include <functional>
 #include <utility>
 
+#include "packing/best_fit.h"
 #include "packing/fenwick.h"
 #include "packing/random.h"
 #include "packing/size_set.h"
@@ -14,14 +15,16 @@ namespace {
 // A pattern found is used for all the packs that its scarcest class allows, or for half of them where classes are few
 // and using one up early narrows the choice.
 constexpr std::size_t kFewClasses = 1000;
+constexpr std::uint64_t kDrawSteps = 16;
 constexpr int kTries = 4;           // draws for each number of sequences
 constexpr std::int64_t kNear = 24;  // how much may be left free where nothing fits exactly, tried in order
 
 class ExactFill {
  public:
-  ExactFill(const Problem& problem, Mix mix, std::uint64_t seed)
+  ExactFill(const Problem& problem, Mix mix, std::uint64_t seed, std::uint64_t most_work)
       : problem_(problem),
         mix_(mix),
+        most_work_(most_work),
         random_(seed, kPatterns),
         left_(problem.counts),
         used_(problem.classes(), 0),
@@ -31,7 +34,7 @@ class ExactFill {
   }
 
   Patterns run() {
-    while (tree_.total() > 0) {
+    while (tree_.total() > 0 && !spent()) {
       while (left_[static_cast<std::size_t>(largest_)] == 0) --largest_;
       while (left_[static_cast<std::size_t>(smallest_)] == 0) ++smallest_;
       room_ = problem_.capacity;
@@ -39,6 +42,7 @@ class ExactFill {
       fill();
       apply();
     }
+    if (tree_.total() > 0) pack_rest();
     return std::move(out_);
   }
 
@@ -49,9 +53,11 @@ class ExactFill {
   std::int64_t available(std::int32_t c) const {
     return left_[static_cast<std::size_t>(c)] - used_[static_cast<std::size_t>(c)];
   }
+  bool spent() const { return steps_ + set_.steps() >= most_work_; }
   std::int64_t seats() const { return problem_.most - static_cast<std::int64_t>(picked_.size()); }
 
   void pick(std::int32_t c) {
+    ++steps_;
     picked_.push_back(c);
     room_ -= size(c);
     ++used_[static_cast<std::size_t>(c)];
@@ -88,6 +94,7 @@ class ExactFill {
 
   // One sequence drawn in proportion to what is left, among those of at most this size.
   std::int32_t draw(std::int64_t limit) {
+    steps_ += kDrawSteps;
     const std::int64_t total = tree_.before(set_.rank(limit));
     if (total == 0) return -1;
     const auto c = tree_.find(static_cast<std::int64_t>(random_.below(static_cast<std::uint64_t>(total))));
@@ -106,6 +113,7 @@ class ExactFill {
   }
 
   bool try_exact(std::int64_t count) {
+    if (spent()) return false;
     const std::size_t base = picked_.size();
     if (count == 1) {
       const std::int32_t c = set_.exactly(room_);
@@ -157,9 +165,9 @@ class ExactFill {
     const std::vector<std::int32_t> greedy(picked_.begin() + static_cast<std::ptrdiff_t>(base), picked_.end());
     keep_first(base);
     for (const std::int64_t count : {average, std::int64_t{2}}) {
-      if (draw_all_but_two(count)) {
+      if (!spent() && draw_all_but_two(count)) {
         const std::int64_t start = pair_start();
-        for (std::int64_t gap = 1; gap < std::min(spare, kNear); ++gap) {
+        for (std::int64_t gap = 1; gap < std::min(spare, kNear) && !spent(); ++gap) {
           if (finish(room_ - gap, std::min(start, std::max<std::int64_t>(1, (room_ - gap) / 2)))) return;
         }
       }
@@ -205,8 +213,29 @@ class ExactFill {
     picked_.clear();
   }
 
+  // What is left when the work is spent.
+  void pack_rest() {
+    Problem rest{{}, {}, problem_.capacity, problem_.most};
+    std::vector<std::int32_t> classes;
+    for (std::size_t c = 0; c < left_.size(); ++c) {
+      if (left_[c] == 0) continue;
+      classes.push_back(static_cast<std::int32_t>(c));
+      rest.sizes.push_back(problem_.sizes[c]);
+      rest.counts.push_back(left_[c]);
+    }
+    const Patterns plan = best_fit(rest);
+    for (std::size_t p = 0; p < plan.packs.size(); ++p) {
+      for (auto e = static_cast<std::size_t>(plan.offsets[p]); e < static_cast<std::size_t>(plan.offsets[p + 1]); ++e) {
+        out_.add(classes[static_cast<std::size_t>(plan.entries[e].size_class)], plan.entries[e].times);
+      }
+      out_.finish(plan.packs[p]);
+    }
+  }
+
   const Problem& problem_;
   const Mix mix_;
+  const std::uint64_t most_work_;
+  std::uint64_t steps_ = 0;  // beside those of set_
   Random random_;
   std::vector<std::int64_t> left_;  // by class, the pattern at hand not yet taken off
   std::vector<std::int64_t> used_;  // by class, in the pattern at hand
@@ -222,8 +251,8 @@ class ExactFill {
 
 }  // namespace
 
-Patterns exact_fill(const Problem& problem, Mix mix, std::uint64_t seed) {
-  return ExactFill(problem, mix, seed).run();
+Patterns exact_fill(const Problem& problem, Mix mix, std::uint64_t seed, std::uint64_t most_work) {
+  return ExactFill(problem, mix, seed, most_work).run();
 }
 
 }  // namespace sft_idx::packing

@@ -15,7 +15,7 @@ SizeSet::SizeSet(const std::vector<std::int64_t>& sizes, std::int64_t capacity)
     : sizes_(sizes),
       capacity_(capacity),
       dense_(capacity <= 1024 || static_cast<std::uint64_t>(capacity) / 32 <= sizes.size()),
-      present_(sizes.size(), 0) {
+      present_(sizes.size() / 64 + 1, 0) {
   if (dense_) {
     const auto words = static_cast<std::size_t>(capacity) / 64 + 1;
     bits_.assign(words, 0);
@@ -32,9 +32,8 @@ SizeSet::SizeSet(const std::vector<std::int64_t>& sizes, std::int64_t capacity)
 }
 
 void SizeSet::insert(std::int32_t size_class) {
-  auto& present = present_[static_cast<std::size_t>(size_class)];
-  if (present != 0) return;
-  present = 1;
+  if (has(static_cast<std::size_t>(size_class))) return;
+  flip(present_, size_class);
   if (!dense_) return;
   const std::int64_t size = sizes_[static_cast<std::size_t>(size_class)];
   flip(bits_, size);
@@ -42,9 +41,8 @@ void SizeSet::insert(std::int32_t size_class) {
 }
 
 void SizeSet::erase(std::int32_t size_class) {
-  auto& present = present_[static_cast<std::size_t>(size_class)];
-  if (present == 0) return;
-  present = 0;
+  if (!has(static_cast<std::size_t>(size_class))) return;
+  flip(present_, size_class);
   if (!dense_) return;
   const std::int64_t size = sizes_[static_cast<std::size_t>(size_class)];
   flip(bits_, size);
@@ -59,15 +57,19 @@ std::int32_t SizeSet::rank(std::int64_t size) const {
 }
 
 std::int32_t SizeSet::at_most(std::int64_t size) const {
-  std::int32_t c = rank(size) - 1;
-  while (c >= 0 && present_[static_cast<std::size_t>(c)] == 0) --c;
-  return c;
+  const auto below = static_cast<std::size_t>(rank(size));
+  std::size_t word = below / 64;
+  std::uint64_t bits = present_[word] & ((1ULL << (below % 64)) - 1);
+  for (++steps_; bits == 0; ++steps_, bits = present_[--word]) {
+    if (word == 0) return -1;
+  }
+  return static_cast<std::int32_t>(word * 64 + 63 - static_cast<std::size_t>(__builtin_clzll(bits)));
 }
 
 std::int32_t SizeSet::exactly(std::int64_t size) const {
   const std::int32_t c = rank(size) - 1;
   if (c < 0 || sizes_[static_cast<std::size_t>(c)] != size) return -1;
-  return present_[static_cast<std::size_t>(c)] != 0 ? c : -1;
+  return has(static_cast<std::size_t>(c)) ? c : -1;
 }
 
 std::int32_t SizeSet::pair(std::int64_t sum, std::int64_t from) const {
@@ -87,6 +89,7 @@ std::int32_t SizeSet::pair_dense(std::int64_t sum, std::int64_t from) const {
   // sum - a is mirrored to bit capacity - sum + a.
   const std::int64_t last = sum / 2;
   for (std::int64_t start = from / 64 * 64; start <= last; start += 64) {
+    ++steps_;
     std::uint64_t hits = bits_[static_cast<std::size_t>(start) / 64] & mirrored(capacity_ - sum + start);
     if (start < from) hits &= ~0ULL << (from - start);
     if (hits == 0) continue;
@@ -99,10 +102,10 @@ std::int32_t SizeSet::pair_dense(std::int64_t sum, std::int64_t from) const {
 std::int32_t SizeSet::pair_sparse(std::int64_t sum, std::int64_t from) const {
   std::int32_t high = rank(sum - from);
   for (auto low = static_cast<std::size_t>(rank(from - 1)); low < sizes_.size() && sizes_[low] * 2 <= sum; ++low) {
-    while (high > 0 && sizes_[static_cast<std::size_t>(high) - 1] > sum - sizes_[low]) --high;
+    for (++steps_; high > 0 && sizes_[static_cast<std::size_t>(high) - 1] > sum - sizes_[low]; ++steps_) --high;
     if (high == 0) return -1;
     const auto top = static_cast<std::size_t>(high) - 1;
-    if (sizes_[top] == sum - sizes_[low] && present_[low] != 0 && present_[top] != 0) {
+    if (sizes_[top] == sum - sizes_[low] && has(low) && has(top)) {
       return static_cast<std::int32_t>(low);
     }
   }

@@ -30,18 +30,24 @@ class SizeSet {
   // How many classes, present or not, have at most this size.
   std::int32_t rank(std::int64_t size) const;
 
+  // Words and classes that were looked at to answer so far: what the answers cost, the same on any machine.
+  std::uint64_t steps() const { return steps_; }
+
  private:
   std::int32_t pair_dense(std::int64_t sum, std::int64_t from) const;
   std::int32_t pair_sparse(std::int64_t sum, std::int64_t from) const;
   std::uint64_t mirrored(std::int64_t bit) const;  // 64 bits of the mirror image from any bit on
 
+  bool has(std::size_t size_class) const { return (present_[size_class / 64] >> (size_class % 64) & 1) != 0; }
+
   const std::vector<std::int64_t>& sizes_;
   std::int64_t capacity_;
   bool dense_;
-  std::vector<std::uint8_t> present_;   // by class
+  std::vector<std::uint64_t> present_;  // bit c is set where class c is there
   std::vector<std::uint64_t> bits_;     // dense: bit s is set where size s is there
   std::vector<std::uint64_t> mirror_;   // dense: bit capacity - s
   std::vector<std::int32_t> ranks_;     // dense: rank() of every size
+  mutable std::uint64_t steps_ = 0;
 };
 
 }  // namespace sft_idx::packing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import pairwise
@@ -261,18 +262,31 @@ class Shard:
                     f"{what} offsets go from {first} to {last}, expected 0 to {total}; {self._paths.index_remedy}",
                 )
 
+    def pack_bounds(self) -> NDArray[np.int64]:
+        """``token_offsets`` that divide the tokens from end to end into packs no longer than the header's longest.
+
+        Raises:
+            CorruptShardError: they do not (rules O1, O2).
+        """
+        self.check_ends()
+        offsets, longest = self.token_offsets, self.header.longest_pack
+        lengths = np.diff(offsets)
+        if len(wrong := np.flatnonzero((lengths < 1) | (lengths > longest))):
+            what = f"token offsets make it {lengths[wrong[0]]} tokens long, expected 1 to {longest}"
+            raise self.broken_pack(f"shard 0, pack {wrong[0]}: {what} (rule O2)")
+        return offsets
+
     def sequence_bounds(self) -> NDArray[np.int64]:
         """Where each sequence begins among all tokens, then where the last one ends: int64 [sequences + 1].
 
         Raises:
             FormatError: offsets or starts that do not divide the tokens from end to end (rules O1, O2, P2 to P4).
         """
-        self.check_ends()
-        arrays = self.sequence_offsets, self.token_offsets, self.files.starts[:]
+        arrays = self.sequence_offsets, self.pack_bounds(), self.files.starts[:]
         try:
             return _native.absolute_offsets(*arrays)
         except ValueError as error:
-            raise FormatError(f"{self.prefix}: {error}; {self._paths.index_remedy}") from None
+            raise self.broken_pack(str(error)) from None
 
     def schedule(self, indices: Iterable[int | np.integer[Any]] | NDArray[np.int64]) -> None:
         """Say which packs come next, in order; returns at once, and replaces what was said before.
@@ -307,6 +321,24 @@ class Shard:
         if not 0 <= i < files.num_packs:
             raise IndexError(f"{self.prefix}: pack {index}, the shard has {files.num_packs}")
         return i
+
+    def broken_pack(self, found: str, pack: int | None = None) -> FormatError:
+        """The error where a kernel found ``shard S, pack N: what (rule R)``; ``pack`` where N counts otherwise.
+
+        Offsets are read from ``.seq.idx``, starts from ``.seq.bin``.
+        """
+        match = re.fullmatch(r"shard \d+, pack (\d+): (.*) \(rules? (.*)\)", found)
+        if match is None:
+            return FormatError(f"{self.prefix}: {found}; {self._paths.index_remedy}")
+        number, what, rule = int(match[1]) if pack is None else pack, match[2], match[3]
+        if rule.startswith("O"):
+            header = self.header
+            base = header.nbytes if rule == "O1" else header.token_offsets_offset
+            path, place, remedy = self._paths.seq_idx, base + 8 * number, self._paths.index_remedy
+        else:
+            path, place = self._paths.starts, 4 * self.files.sequence_pair(number)[0]
+            remedy = "megatron-sft-idx verify says which file is damaged: restore it from a copy"
+        return CorruptShardError(path, place, rule, f"pack {number}: {what}; {remedy}")
 
     def _corrupt(self, files: Files, i: int) -> CorruptShardError:
         """What is wrong with the offsets of pack ``i``."""

@@ -204,8 +204,8 @@ class ShardWriter:
         tokens: ArrayLike,
         loss_mask: ArrayLike,
         seq_starts: ArrayLike,
-        pack_lengths: NDArray[np.int64],
-        pack_sequences: NDArray[np.int64],
+        pack_lengths: ArrayLike,
+        pack_sequences: ArrayLike,
         *,
         mask_alignment: MaskAlignment = "label",
     ) -> None:
@@ -215,8 +215,8 @@ class ShardWriter:
             tokens: ids of all packs [sum of lengths].
             loss_mask: their masks [sum of lengths].
             seq_starts: positions inside each pack [sum of sequence counts].
-            pack_lengths: tokens in each pack, int64 [packs].
-            pack_sequences: sequences in each pack, int64 [packs].
+            pack_lengths: tokens in each pack [packs].
+            pack_sequences: sequences in each pack [packs].
             mask_alignment: as in ``add_pack``.
 
         Raises:
@@ -225,7 +225,9 @@ class ShardWriter:
         self._require_ready(mask_alignment)
         starts = self._array(integer_array, seq_starts, "seq_starts")
         ids = self._array(token_array, tokens, "tokens")
-        self._add(ids, loss_mask, starts, pack_lengths, pack_sequences, mask_alignment)
+        lengths = self._array(integer_array, pack_lengths, "pack_lengths")
+        sequences = self._array(integer_array, pack_sequences, "pack_sequences")
+        self._add(ids, loss_mask, starts, lengths, sequences, mask_alignment)
 
     def add_shard(self, shard: Shard) -> None:
         """Add all packs of another shard, in bounded memory.

@@ -190,6 +190,7 @@ class OpenShard:
         self.num_packs = files.num_packs
         self.num_tokens: int | None = files.num_tokens
         self.index = shard.index
+        self._limits = shard.header.capacity, shard.header.sequence_multiple, shard.header.most_sequences
         self._arrays = files.tokens[:], files.loss[:]
         whole = np.zeros(1, np.int64), np.array([files.num_tokens])
         for array in self._arrays:
@@ -198,11 +199,9 @@ class OpenShard:
     def segments(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """See ``OpenPacks``. FormatError where index entries break a rule of the format."""
         try:
-            offsets, _, starts, lengths = _native.pack_segments([self.index], np.zeros_like(packs), packs)
+            offsets, _, starts, lengths = _native.pack_segments([self.index], np.zeros_like(packs), packs, self._limits)
         except ValueError as error:
-            raise FormatError(
-                f"{self._shard.prefix}: {error}; megatron-sft-idx verify says of which file: restore it from a copy"
-            ) from None
+            raise self._shard.broken_pack(str(error)) from None
         return offsets, starts, lengths
 
     def arrays(self) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -38,6 +38,7 @@ class LiveSource:
         self.sequence_multiple = limits.sequence_multiple
         self.most_sequences = limits.most_sequences
         self.pad_id = limits.pad_id
+        self._limits = limits.capacity, limits.sequence_multiple, limits.most_sequences
         self.fingerprint = ""
         self._slot_of: dict[int, int] = {}
         self._slots: list[OpenPacks | None] = []
@@ -68,7 +69,7 @@ class LiveSource:
         if all(indexes[slot] for slot in used):
             # One call for all shards. Where it finds something wrong, the shard that is asked by itself says what.
             with contextlib.suppress(ValueError):
-                return Segments(*_native.pack_segments(indexes, slots, local))
+                return Segments(*_native.pack_segments(indexes, slots, local, self._limits))
 
         def ask(slot: int, rows: NDArray[np.int64]) -> Segments:
             offsets, starts, lengths = self._open(slot).segments(local[rows])

@@ -101,13 +101,17 @@ class StoredPacks:
         else:
             numbers, slots = in_slots(shards)
             indexes = [shard.index for shard in self.shards.opened(numbers)]
+        limits = self.capacity, self.sequence_multiple, self.most_sequences
         try:
-            offsets, own, starts, lengths = _native.pack_segments(indexes, slots, local)
-        except ValueError as error:
-            where = ", ".join(self.shards.prefixes[number] for number in numbers)
-            raise FormatError(
-                f"{where}: {error}; megatron-sft-idx verify says of which file: restore it from a copy"
-            ) from None
+            offsets, own, starts, lengths = _native.pack_segments(indexes, slots, local, limits)
+        except ValueError:
+            for i in range(len(wanted)):  # which it is
+                try:
+                    _native.pack_segments(indexes, slots[i : i + 1], local[i : i + 1], limits)
+                except ValueError as error:
+                    number, pack = (int(found[0]) for found in self.shards.locate(wanted[i : i + 1]))
+                    raise self.shards.shard(number).broken_pack(str(error), pack) from None
+            raise
         # Slots are the numbers where shards are used from the first on, as the only one is.
         own = own if dense(numbers) else np.array(numbers, np.int32)[own]
         return Segments(offsets, own, starts, lengths, numbers if len(packs) else None)
@@ -304,11 +308,8 @@ def _starts(shards: ShardSet, first: int, last: int) -> tuple[list[tuple[int, ND
         if at % OPENED_AT_ONCE == 0 and shards.remote:
             shards.opened([ahead for ahead, _, _ in pieces[at : at + OPENED_AT_ONCE]])
         shard = shards.shard(number)
-        shard.check_ends()
-        if shard.header.num_sequences == shard.header.num_packs:
-            starts = shard.token_offsets  # one sequence a pack
-        else:
-            starts = shard.sequence_bounds()
+        one_a_pack = shard.header.num_sequences == shard.header.num_packs
+        starts = shard.pack_bounds() if one_a_pack else shard.sequence_bounds()
         parts.append((number, starts[begin : end + 1]))
     return parts, _joined([np.diff(starts) for _, starts in parts])
 
@@ -330,8 +331,6 @@ def require_fit(shards: ShardSet, options: PlanOptions) -> None:
 def _require_fit(shards: ShardSet, lengths: NDArray[np.int64], options: PlanOptions) -> None:
     name = shards.prefixes[0]
     usable = options.capacity // options.sequence_multiple * options.sequence_multiple
-    if lengths.min() < 1:
-        raise FormatError(f"{name}: offsets do not ascend (rules O2, P3); restore the file, or rebuild the index")
     longest = int(lengths.max())
     if longest > usable:
         raise SequenceError(

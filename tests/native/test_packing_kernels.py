@@ -61,6 +61,27 @@ def as_packs(offsets, sequences):
 
 
 @CASES
+@pytest.mark.parametrize("planner", ["exact-fill-average", "exact-fill-fewest"])
+def test_exact_fill_is_bounded_by_counted_steps(lengths, capacity, multiple, most, planner):
+    sizes, counts, units = classes(lengths, capacity, multiple)
+    problem = sizes, counts, units, most
+
+    def bounded(steps):
+        offsets, entries, packs = _native.packing_plan(*problem, planner, 3, steps)
+        times = np.bincount(entries[:, 0], entries[:, 1] * np.repeat(packs, np.diff(offsets)), len(sizes))
+        assert times.tolist() == counts.tolist()
+        assert np.add.reduceat(sizes[entries[:, 0]] * entries[:, 1], offsets[:-1]).max() <= units
+        assert np.add.reduceat(entries[:, 1], offsets[:-1]).max() <= most
+        return [array.tolist() for array in (offsets, entries, packs)]
+
+    fallback = [array.tolist() for array in _native.packing_plan(*problem, "best-fit", 0)]
+    assert bounded(0) == fallback
+    assert bounded(2**62) == [array.tolist() for array in _native.packing_plan(*problem, planner, 3)]
+    for steps in (1, 10, 100, 1000, 10_000):  # begun by exact fill, ended by best fit
+        assert bounded(steps) == bounded(steps)
+
+
+@CASES
 def test_histogram(lengths, capacity, multiple, most):
     sizes, counts, total = _native.packing_histogram(lengths, capacity, multiple)
     assert (sizes.tolist(), counts.tolist(), total) == twin.histogram(lengths.tolist(), multiple)
