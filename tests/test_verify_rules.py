@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from packs import Sample, five_files, sample_of, write_samples
+from packs import Sample, demo_samples, five_files, sample_of, write_samples
 from reseal import Files, arrays_of, field, put, reseal, set_fields, set_item
 
 from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
@@ -236,3 +236,12 @@ def test_an_option_overrides_the_vocabulary_of_the_shard(tmp_path: Path) -> None
     assert verify_shard(prefix, full=True, vocab_size=32).ok
     found = verify_shard(prefix, full=True, vocab_size=31).findings
     assert [(f.rule, f.offset, f.found, f.expected) for f in found] == [("P9", 52, "id 31", "0 to 30")]
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, "32000", [1]])
+def test_a_vocabulary_that_is_no_size_is_a_finding(tmp_path: Path, size: object) -> None:
+    write_samples(tmp_path / "x", demo_samples(), metadata={"tokenizer": {"vocab_size": size}})
+    for full in (False, True):
+        found = verify_shard(tmp_path / "x", full=full).findings
+        assert [(f.rule, f.expected) for f in found] == [("P9", "a whole number from 1 on")]
+        assert f"vocab_size {size!r}" in found[0].found

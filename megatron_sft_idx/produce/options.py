@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from megatron_sft_idx.catalog import Limits
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.preprocess import EncodingOptions, PackOptions, RowEncoder
 from megatron_sft_idx.storage import require_local
+from megatron_sft_idx.storage.publish import describe
 
 __all__ = ["AheadLimits", "ProduceOptions"]
 
@@ -76,6 +78,8 @@ class ProduceOptions:
         ):
             if path is not None:
                 require_local(path, what)
+        if (acks := self.ahead.ack_dir) and os.path.lexists(acks) and not os.path.isdir(acks):
+            raise FormatError(f"{acks}: {describe(acks)} is here, expected a folder; name another one")
         if self.packing.max_sequences_per_pack is None:
             raise FormatError("max_sequences_per_pack must be set: the width of every batch of a live catalog")
         if self.tokens_per_shard < self.packing.capacity:
