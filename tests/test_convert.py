@@ -160,6 +160,7 @@ def test_what_a_shard_knows_survives_another_shard(tmp_path: Path) -> None:
 
 
 def test_the_demo_data_through_every_format(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
     demo = ROOT / "tools/demo"
     source = str(tmp_path / "demo")
     arguments = [

@@ -167,7 +167,7 @@ def test_make_has_the_targets() -> None:
 
 # Options of other programs that the pages name.
 OTHERS = {
-    *("--constraint", "--nproc-per-node"),  # pip, torchrun
+    *("--constraint", "--editable", "--nproc-per-node"),  # pip, torchrun
     *("--dataloader-type", "--no-create-attention-mask-in-dataloader", "--calculate-per-token-loss", "--sft"),
     *("--pipeline-model-parallel-size", "--context-parallel-size"),  # Megatron-LM
 }
