@@ -326,7 +326,7 @@ def test_output_that_cannot_be_written_is_told_once(chats: Path) -> None:
     with open("/dev/full", "w") as full:
         done = as_process(chats, out=full)
     assert done.returncode == 1
-    assert done.stderr == "megatron-sft-idx: error: [Errno 28] No space left on device\n"
+    assert done.stderr == "megatron-sft-idx: error: standard output: No space left on device\n"
     reader, writer = os.pipe()
     os.close(reader)
     done = as_process(chats, out=writer)
