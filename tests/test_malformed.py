@@ -47,7 +47,7 @@ ROWS = {
     "negative weight": (chat(ASK, {**ANSWER, "weight": -1}), "weight"),
     "weight a string": (chat(ASK, {**ANSWER, "weight": "high"}), "weight"),
     "train not a flag": (chat(ASK, {**ANSWER, "train": "maybe"}), "train"),
-    "preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference pair"),
+    "preference pair": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "a preference row"),
     "sharegpt without value": ({"conversations": [{"from": "human"}, {"from": "gpt", "value": "x"}]}, "value"),
     "sharegpt unknown sender": ({"conversations": [{"from": "alien", "value": "x"}]}, "alien"),
     "alpaca without answer": ({"instruction": "do", "output": ""}, "the answer is empty"),
@@ -191,7 +191,6 @@ TEMPLATES = {
     "date not a date": ("{{ strftime_now('%Y') }}", ("--template-date", "tomorrow"), "tomorrow"),
     "reaches into Python": ("{{ messages.__class__.__mro__ }}", (), "t.jinja: line 1: a template may not do this"),
     "loops for ever": ("{% for i in range(10 ** 12) %}x{% endfor %}", (), "Range too big"),
-    "joins all messages": ("{{ messages | map(attribute='content') | join(' ') }}", (), ""),
 }  # fmt: skip
 
 

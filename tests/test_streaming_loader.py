@@ -249,7 +249,10 @@ def test_a_shard_that_breaks_the_promise_is_named(catalog: Path) -> None:
 def test_a_shard_with_a_broken_index_is_named(catalog: Path, window: int) -> None:
     starts = Path(Catalog(catalog).shard_prefix(1) + ".seq.bin")
     starts.write_bytes(b"\x09" + starts.read_bytes()[1:])
-    with loader(catalog, window=window) as batches, pytest.raises(FormatError, match=r"shard-000001: .*verify says"):
+    with (
+        loader(catalog, window=window) as batches,
+        pytest.raises(FormatError, match=r"shard-000001\.seq\.bin: byte 0: pack 0: .*verify says"),
+    ):
         copies(batches)
 
 

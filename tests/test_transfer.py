@@ -111,13 +111,15 @@ def test_a_build_at_work_at_the_target_keeps_copies_out(shard: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("claim", [b"", b"[]", b"{", b'{"version": 2}', b'{"version": 1, "shard_id": 5}', b"x" * 5000])
-def test_a_claim_that_cannot_be_read_is_another_shards(shard: str, store: str, tmp_path: Path, claim: bytes) -> None:
+def test_an_object_that_is_no_claim_is_never_replaced(shard: str, store: str, tmp_path: Path, claim: bytes) -> None:
     (tmp_path / "store/x.upload").write_bytes(claim)
-    with pytest.raises(FormatError, match="another shard is being uploaded"):
-        copy_shard(shard, f"{store}/x")
-    copy_shard(shard, f"{store}/x", overwrite=True)
+    for overwrite in (False, True):
+        with pytest.raises(FormatError, match="an object that is no claim of an upload is here, and is never replaced"):
+            copy_shard(shard, f"{store}/x", overwrite=overwrite)
+        assert (tmp_path / "store/x.upload").read_bytes() == claim
+    (tmp_path / "store/x.upload").unlink()
+    copy_shard(shard, f"{store}/x")
     assert five_files(tmp_path / "store/x") == five_files(shard)
-    assert not (tmp_path / "store/x.upload").exists()
 
 
 def test_staged_output_refuses_before_the_work(shard: str, store: str, tmp_path: Path) -> None:
@@ -182,8 +184,12 @@ def test_what_cannot_be_done_in_a_store_names_copy(arguments: tuple[str, ...]) -
 def test_several_shards_go_to_a_store_and_those_that_did_not_arrive_are_named(store: str, tmp_path: Path) -> None:
     arguments = "--packing", "sequential", "--output-shards", 3
     assert preprocess(tmp_path / "local/x", *arguments).code == 0
+    # Of another shard, whose .seq.idx is gone.
+    copy_shard(str(tmp_path / "local/x-00000-of-00003"), f"{store}/x-00001-of-00003")
     foreign = tmp_path / "store/x-00001-of-00003.bin"
-    foreign.write_bytes(b"in the way")
+    for suffix in SUFFIXES:
+        if suffix != ".bin":
+            (tmp_path / f"store/x-00001-of-00003{suffix}").unlink()
     failed = preprocess(
         tmp_path, "--output-prefix", f"{store}/x", "--staging", tmp_path / "staging", *arguments
     )  # fmt: skip
