@@ -20,7 +20,7 @@ from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError, StorageError
 from megatron_sft_idx.formats.dataset import open_dataset
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.merge import merge
+from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.preprocess import PackOptions
 from megatron_sft_idx.preprocess.pack import pack_shard
 from megatron_sft_idx.rebuild import rebuild
