@@ -24,7 +24,7 @@ from megatron_sft_idx.formats.dataset import open_dataset
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shards import ShardSet
 from megatron_sft_idx.storage import BlockCache, ReadOptions, advise_order, drop_pages, open_array
-from megatron_sft_idx.storage.huge_pages import mappings
+from megatron_sft_idx.storage.advice import mappings
 
 PAGE = mmap.PAGESIZE
 WAYS: list[dict[str, Any]] = [

@@ -31,8 +31,7 @@ from megatron_sft_idx.storage.remote import (
     open_store,
     retry,
 )
-from megatron_sft_idx.storage.remote.s3 import S3
-from megatron_sft_idx.storage.remote.s3_obstore import FastS3
+from megatron_sft_idx.storage.remote.s3 import S3, FastS3
 from megatron_sft_idx.storage.remote.transport import Missing, Temporary
 
 BODY = bytes(range(256)) * 40
@@ -318,7 +317,7 @@ def test_threads_that_come_first_share_a_connection(server: Any) -> None:
 
 _LEAVING = """
 from megatron_sft_idx.storage.remote import open_store
-from megatron_sft_idx.storage.remote.threads import threads
+from megatron_sft_idx.storage.remote.store import threads
 store, key = open_store("s3://bucket/x")
 asked = [threads().submit(store.read, key, 0, 9) for _ in range(500)]
 while not any(each.running() for each in asked):

@@ -19,7 +19,7 @@ from megatron_sft_idx.shard.index_cache import IndexCache
 from megatron_sft_idx.storage import Backend, check_size, open_array
 from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, RemoteStore, open_store
 from megatron_sft_idx.storage.remote.files import read_ahead
-from megatron_sft_idx.storage.remote.threads import threads
+from megatron_sft_idx.storage.remote.store import threads
 
 __all__ = ["RemoteFiles", "find_missing", "open_remote", "read_raw_header"]
 

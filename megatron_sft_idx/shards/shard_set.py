@@ -24,7 +24,7 @@ from megatron_sft_idx.shards.budgets import MAPPED_SHARDS, MEMORY_NBYTES
 from megatron_sft_idx.shards.find import Source, find_prefixes
 from megatron_sft_idx.shards.held import HeldShards, held_nbytes, running_sums
 from megatron_sft_idx.storage import BackendName, BlockCache, ReadOptions, announce, is_remote
-from megatron_sft_idx.storage.remote.threads import threads
+from megatron_sft_idx.storage.remote.store import threads
 
 __all__ = ["OPENED_AT_ONCE", "ShardSet"]
 
