@@ -1,7 +1,7 @@
 """Bytes in object stores: ``s3://bucket/key`` and ``msc://profile/key``.
 
-A transport (``s3``, ``msc``) makes one attempt at one request; ``store`` takes paths apart, retries under a bound, makes
-many requests at once, checks what came and words errors; ``files`` has objects as arrays and as files to be written.
+A transport (``s3``, ``msc``) makes one attempt at one request; ``store`` takes paths apart, retries under a bound,
+makes many requests at once, checks what came and words errors; ``files`` has objects as arrays and files to be written.
 Endpoints and credentials come from where each library looks for them; none is ever put into a message.
 """
 
