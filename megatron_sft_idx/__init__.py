@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # what type checkers know the names below by
     from megatron_sft_idx.errors import UnsupportedVersionError as UnsupportedVersionError
     from megatron_sft_idx.formats.dataset import PackedDataset as PackedDataset
     from megatron_sft_idx.formats.dataset import open_dataset as open_dataset
-    from megatron_sft_idx.formats.memmap_writer import MemmapShardWriter as MemmapShardWriter
+    from megatron_sft_idx.formats.memmap import MemmapShardWriter as MemmapShardWriter
     from megatron_sft_idx.formats.npy import LegacyPickleWriter as LegacyPickleWriter
     from megatron_sft_idx.packing import PackPlan as PackPlan
     from megatron_sft_idx.packing import pack_sequences as pack_sequences
@@ -43,7 +43,7 @@ _HOMES = {
     "LiveDataset": "streaming",
     "LiveLoader": "streaming",
     "MMapIndexedDataset": "dataset",
-    "MemmapShardWriter": "formats.memmap_writer",
+    "MemmapShardWriter": "formats.memmap",
     "PackPlan": "packing",
     "PackedDataset": "formats.dataset",
     "PackedSFTDataset": "training.dataset",
