@@ -19,9 +19,9 @@ from packs import Sample, assert_holds, demo_samples, five_files, sample_of, sam
 
 from megatron_sft_idx import LegacyPickleWriter, open_dataset
 from megatron_sft_idx.cli.main import main
-from megatron_sft_idx.convert import ConvertOptions, convert
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats import registry
+from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.formats.registry import WRITABLE, open_reader
 from megatron_sft_idx.shard import Shard
 

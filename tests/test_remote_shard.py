@@ -18,7 +18,7 @@ from packs import Sample, assert_holds, demo_samples, five_files, sample_of, wri
 
 from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError, StorageError
-from megatron_sft_idx.formats.dataset import open_dataset
+from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.preprocess import PackOptions

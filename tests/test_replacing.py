@@ -15,9 +15,9 @@ from format_trips import spec_of
 from packs import demo_samples, write_samples
 
 from megatron_sft_idx.catalog import Ack, Base, Catalog, Limits, ProducerState, write_ack
-from megatron_sft_idx.convert import ConvertOptions, convert
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats import registry
+from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.formats.registry import WRITABLE
 from megatron_sft_idx.storage.publish import Kind
 from megatron_sft_idx.streaming.chunk_markers import Markers
