@@ -18,7 +18,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.fingerprints import tokenizer_of
-from megatron_sft_idx.shard.paging import checked_packs, runs_of
+from megatron_sft_idx.shard.opening import checked_packs, runs_of
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same
 from megatron_sft_idx.shards.budgets import MAPPED_SHARDS, MEMORY_NBYTES
 from megatron_sft_idx.shards.find import Source, find_prefixes
