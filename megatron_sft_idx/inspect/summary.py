@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_sft_idx.inspect.survey import Survey
+from megatron_sft_idx.inspect.tally import Tally
+from megatron_sft_idx.inspect.text import shortened
 from megatron_sft_idx.layout import Header
-from megatron_sft_idx.report.marked import shortened
-from megatron_sft_idx.report.odd import Place
-from megatron_sft_idx.report.survey import Survey
-from megatron_sft_idx.report.tally import Tally
+from megatron_sft_idx.layout.files import DATA_SUFFIXES
 from megatron_sft_idx.shard.fingerprints import source_of, template_of, tokenizer_of
 
-__all__ = ["fingerprints", "losses", "place_name", "shard_nbytes", "summary_dict", "summary_lines"]
+__all__ = ["file_nbytes", "fingerprints", "losses", "summary_dict", "summary_lines"]
 
 _LOSSES = {
     "overlong_sequences": "overlong sequences",
@@ -45,15 +44,10 @@ def losses(header: Header) -> dict[str, int]:
     return {name: value for name, value in found.items() if type(value) is int and 0 <= value < 2**63}
 
 
-def shard_nbytes(header: Header) -> dict[str, int]:
+def file_nbytes(header: Header) -> dict[str, int]:
     """Size of each of the five files by suffix."""
-    names = [".bin", ".loss.bin", ".idx", ".seq.bin", ".seq.idx"]
-    return dict(zip(names, [*(digest.nbytes for digest in header.digests), header.seq_idx_nbytes], strict=True))
-
-
-def place_name(place: Place) -> str:
-    """``pack 3, sequence 1``."""
-    return f"pack {place.pack}" + ("" if place.sequence is None else f", sequence {place.sequence}")
+    sizes = {suffix: digest.nbytes for suffix, digest in zip(DATA_SUFFIXES, header.digests, strict=True)}
+    return sizes | {".seq.idx": header.seq_idx_nbytes}
 
 
 def summary_lines(prefix: str, survey: Survey) -> list[str]:
@@ -95,7 +89,7 @@ def _kept(header: Header) -> Iterator[tuple[str, str]]:
     yield "capacity", f"{header.capacity:,}, sequence multiple {header.sequence_multiple}"
     for name, count in losses(header).items():
         yield name, f"{count:,}"
-    sizes = shard_nbytes(header)
+    sizes = file_nbytes(header)
     yield "on disk", f"{sum(sizes.values()):,} bytes: " + ", ".join(f"{k} {v:,}" for k, v in sizes.items())
 
 
@@ -122,7 +116,7 @@ def _row(name: str, tally: Tally, scale: float = 1) -> str:
 def _odd_lines(survey: Survey) -> Iterator[str]:
     for odd in survey.odd:
         sampled = "" if odd.exact else " among those sampled"
-        places = [f"{place_name(place)} ({place.note})" if place.note else place_name(place) for place in odd.places]
+        places = [f"{place.name} ({place.note})" for place in odd.places]
         if shown := [*([odd.counted + sampled] if odd.count else []), *places]:
             yield f"{odd.kind.lower():22}{shown[0]}"
             yield from (f"{'':22}{line}" for line in shown[1:])
@@ -162,6 +156,6 @@ def summary_dict(prefix: str, survey: Survey) -> dict[str, Any]:
         ],
         "fingerprints": fingerprints(header),
         "rebuilt": header.rebuilt,
-        "nbytes": {os.path.basename(suffix): size for suffix, size in shard_nbytes(header).items()},
+        "nbytes": file_nbytes(header),
         "metadata": header.metadata,
     }
