@@ -19,7 +19,7 @@ LAYERS = [
     {"shard", "verify", "rebuild", "merge", "transfer"},
     {"formats", "shards", "catalog"},
     {"dataset", "builder"},
-    {"preprocess", "convert", "produce", "inspect", "bench_read", "streaming", "training"},
+    {"preprocess", "convert", "produce", "inspect", "streaming", "training"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -28,7 +28,7 @@ FACES, VERBS, CLI = LEVEL["dataset"], LEVEL["preprocess"], LEVEL["cli"]
 ROOT = len(LAYERS)
 
 MEGATRON = {"torch", "megatron"}
-LIGHT_VERBS = {"preprocess", "convert", "produce", "inspect", "bench_read"}
+LIGHT_VERBS = {"preprocess", "convert", "produce", "inspect"}
 # Imported where used, never when a module of ours is imported.
 CLOUD = {"boto3", "botocore", "multistorageclient", "obstore"}
 HEAVY = (

@@ -2,7 +2,7 @@
 
     python tools/bench/backends_peers.py {np.memmap,stock-mmap,stock-file}
 
-takes jobs on standard input, as ``megatron_sft_idx.bench_read.worker`` does.
+takes jobs on standard input, as ``megatron_sft_idx.inspect.reading`` does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.bench_read.worker import Job, serve
+from megatron_sft_idx.inspect.reading import Job, serve
 from megatron_sft_idx.shard import Shard
 
 __all__ = ["PEERS"]
