@@ -17,7 +17,7 @@ LAYERS = [
     {"layout", "errors"},
     {"chat", "packing", "storage"},
     {"shard", "verify", "rebuild", "merge", "transfer"},
-    {"formats", "shards", "catalog"},
+    {"formats", "catalog"},
     {"dataset", "builder"},
     {"preprocess", "convert", "produce", "inspect", "streaming", "training"},
     {"cli", "__main__"},

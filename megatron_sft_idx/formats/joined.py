@@ -19,7 +19,7 @@ from megatron_sft_idx.formats.checks import MaskAlignment
 from megatron_sft_idx.formats.registry import open_reader
 from megatron_sft_idx.formats.sft_idx import FORMAT, spec_of
 from megatron_sft_idx.shard.reader import Pack, Shard
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import BackendName, ReadOptions
 
 __all__ = ["MAX_OPEN", "JoinedReader", "JoinedShards", "joined_spec"]

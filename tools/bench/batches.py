@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron_sft_idx.inspect.place import drop_cache
 from megatron_sft_idx.shard import ShardWriter
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
 from megatron_sft_idx.training.sources import StoredPacks
