@@ -21,10 +21,10 @@ from chats import ROOT, command
 from packs import demo_samples, write_samples
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.inspect.advice import reading_lines, recommend
 from megatron_sft_idx.inspect.bench_read import Plan, bench_read
 from megatron_sft_idx.inspect.place import cached_nbytes, drop_cache, memory_limit
-from megatron_sft_idx.inspect.reading import SETTINGS, Job, Run, Sample, Setting, ShardReader, Workers, read_epoch
+from megatron_sft_idx.inspect.read_worker import SETTINGS, Job, Run, Sample, Setting, ShardReader, Workers, read_epoch
+from megatron_sft_idx.inspect.recommend import reading_lines, recommend
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import ShardWriter
 
@@ -295,7 +295,7 @@ def test_wrong_usage_is_exit_code_2(shard: Path) -> None:
 
 def test_processes_that_die_are_a_setting_that_is_refused(shard: Path) -> None:
     job = Job(str(shard), Sample(0, 1), Setting(), 1.0)
-    dying = "import os, sys; from megatron_sft_idx.inspect.reading import serve; serve(lambda job: os._exit(9))"
+    dying = "import os, sys; from megatron_sft_idx.inspect.read_worker import serve; serve(lambda job: os._exit(9))"
     with Workers((sys.executable, "-c", dying)) as workers:
         for _ in range(2):
             with pytest.raises(OSError, match="its process ended with code 9"):
@@ -324,7 +324,7 @@ def test_a_job_survives_its_way_to_the_worker() -> None:
 def test_measuring_imports_neither_torch_nor_megatron(shard: Path) -> None:
     program = (
         "import sys; from megatron_sft_idx.cli.main import main; main(sys.argv[1:]);"
-        "import megatron_sft_idx.inspect.reading;"
+        "import megatron_sft_idx.inspect.read_worker;"
         "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules)"
     )
     arguments = ["bench-read", str(shard), "--packs", "2", "--log-interval", "0"]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megatron_sft_idx.inspect.advice import reading_dict, reading_lines, recommend
 from megatron_sft_idx.inspect.bench_read import (
     Measured,
     Plan,
@@ -19,7 +18,8 @@ from megatron_sft_idx.inspect.bench_read import (
     scaled_cache,
 )
 from megatron_sft_idx.inspect.place import DiskKind, MemoryLimit, ShardPlace, find_place, kind_of
-from megatron_sft_idx.inspect.reading import Epoch, Run, Sample, Setting
+from megatron_sft_idx.inspect.read_worker import Epoch, Run, Sample, Setting
+from megatron_sft_idx.inspect.recommend import reading_dict, reading_lines, recommend
 from megatron_sft_idx.inspect.text import shown_nbytes
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.storage.mounts import mount_of

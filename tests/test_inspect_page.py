@@ -20,7 +20,7 @@ from pages import HOSTILE, Markup, colours, decode_hostile, markup_of, write_hos
 
 from megatron_sft_idx.inspect import page as pages
 from megatron_sft_idx.inspect.page import MAX_NBYTES, make_page, nice_ticks
-from megatron_sft_idx.inspect.survey import survey_shard
+from megatron_sft_idx.inspect.summary import survey_shard
 from megatron_sft_idx.shard import Shard, ShardWriter
 
 

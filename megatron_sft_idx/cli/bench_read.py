@@ -9,9 +9,9 @@ from contextlib import ExitStack
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, positive
 from megatron_sft_idx.cli.output import local_path
-from megatron_sft_idx.inspect.advice import reading_dict, reading_lines, recommend
 from megatron_sft_idx.inspect.bench_read import Plan, bench_read
 from megatron_sft_idx.inspect.place import memory_limit
+from megatron_sft_idx.inspect.recommend import reading_dict, reading_lines, recommend
 from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.storage import CACHE_NBYTES
 

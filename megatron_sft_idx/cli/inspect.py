@@ -20,8 +20,7 @@ from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval,
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.diff import compare_shards, diff_lines
 from megatron_sft_idx.inspect.page import PAGE, make_page
-from megatron_sft_idx.inspect.summary import summary_dict, summary_lines
-from megatron_sft_idx.inspect.survey import survey_shard
+from megatron_sft_idx.inspect.summary import summary_dict, summary_lines, survey_shard
 from megatron_sft_idx.inspect.text import (
     Decode,
     counted,

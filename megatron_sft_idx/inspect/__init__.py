@@ -1,5 +1,5 @@
 """What a shard holds, shown to people, and how fast it is read.
 
-``text``, ``tally``, ``survey``, ``summary``, ``diff`` and ``page`` are what the verb inspect shows; ``place``,
-``reading``, ``bench_read`` and ``advice`` measure and recommend ways of reading. Nothing here changes a shard.
+``text``, ``tally``, ``summary``, ``diff`` and ``page`` are what the verb inspect shows; ``place``, ``read_worker``,
+``bench_read`` and ``recommend`` measure ways of reading and name one. Nothing here changes a shard.
 """

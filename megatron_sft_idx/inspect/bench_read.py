@@ -9,7 +9,7 @@ from typing import Literal
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.place import MemoryLimit, ShardPlace, cached_nbytes, drop_cache, find_place
-from megatron_sft_idx.inspect.reading import SETTINGS, Epoch, Job, Run, Sample, Setting, Workers
+from megatron_sft_idx.inspect.read_worker import SETTINGS, Epoch, Job, Run, Sample, Setting, Workers
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage import CACHE_NBYTES

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.formats.runs import Window, read_window, windows
-from megatron_sft_idx.inspect.survey import locate_sequence
+from megatron_sft_idx.inspect.summary import locate_sequence
 from megatron_sft_idx.inspect.tally import HashSample
 from megatron_sft_idx.inspect.text import Tell, counted, shortened
 from megatron_sft_idx.layout import Header

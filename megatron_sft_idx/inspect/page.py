@@ -22,8 +22,7 @@ import numpy as np
 from markupsafe import Markup, escape
 from numpy.typing import NDArray
 
-from megatron_sft_idx.inspect.summary import file_nbytes, fingerprints, losses
-from megatron_sft_idx.inspect.survey import PERMILLE, Survey
+from megatron_sft_idx.inspect.summary import PERMILLE, Survey, file_nbytes, fingerprints, losses
 from megatron_sft_idx.inspect.tally import Profile, Tally
 from megatron_sft_idx.inspect.text import Decode, counted, ids_as_text, marked_runs, shortened, trained_tokens
 from megatron_sft_idx.layout import Header

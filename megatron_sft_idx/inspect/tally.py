@@ -1,4 +1,4 @@
-"""Counts in bounded memory, whatever there is to count: distributions, the largest, the first, what occurs again.
+"""Counts in bounded memory, whatever there is to count: distributions, the largest, what occurs again.
 
 Each is fed with the values of consecutive places, window by window.
 """
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Counted", "First", "HashSample", "Profile", "Repeat", "Tally", "Top"]
+__all__ = ["Counted", "HashSample", "Profile", "Repeat", "Tally", "Top"]
 
 _MOST_COUNTS, _MOST_HASHES = 1 << 17, 3 << 19
 
@@ -130,7 +130,7 @@ class Profile:
 
 
 class Top:
-    """The places of the largest values, ties in the order of places.
+    """The places of the largest values, ties in the order of places; of truth values, the first that are true.
 
     Attributes:
         found: pairs of value and place, largest value first.
@@ -150,21 +150,6 @@ class Top:
         self.found += [(int(values[i]), first + i) for i in at.tolist()]
         self.found.sort(key=lambda pair: (-pair[0], pair[1]))
         del self.found[self._most :]
-
-
-class First:
-    """How many places there are where something holds, and the first of them."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.count = 0
-        self.found: list[int] = []
-
-    def add(self, first: int, holds: NDArray[np.bool_]) -> None:
-        """Whether it does at the places from ``first`` on."""
-        self.count += int(np.count_nonzero(holds))
-        if len(self.found) < self._most:
-            self.found += (first + np.flatnonzero(holds)[: self._most - len(self.found)]).tolist()
 
 
 class Repeat(NamedTuple):

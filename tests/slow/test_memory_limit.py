@@ -10,7 +10,7 @@ import pytest
 
 from megatron_sft_idx.inspect.bench_read import Plan, bench_read
 from megatron_sft_idx.inspect.place import memory_limit
-from megatron_sft_idx.inspect.reading import Setting
+from megatron_sft_idx.inspect.read_worker import Setting
 from megatron_sft_idx.shard import ShardWriter
 
 LENGTH, PACKS, LIMIT = 4096, 6000, 32 << 20

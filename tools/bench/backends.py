@@ -30,7 +30,7 @@ from report import MIB, Bench, Parser, Size
 
 from megatron_sft_idx.inspect.bench_read import Measured, Which
 from megatron_sft_idx.inspect.place import cached_nbytes, drop_cache, find_place, memory_limit
-from megatron_sft_idx.inspect.reading import SETTINGS, SHARD_WORKERS, Epoch, Job, Sample, Setting, Workers
+from megatron_sft_idx.inspect.read_worker import SETTINGS, SHARD_WORKERS, Epoch, Job, Sample, Setting, Workers
 from megatron_sft_idx.shard import ShardWriter
 
 LENGTH, SEQUENCES = 4096, 8

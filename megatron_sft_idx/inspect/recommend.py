@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, get_args
 
 from megatron_sft_idx.inspect.bench_read import Measured, ReadingReport, Which
-from megatron_sft_idx.inspect.reading import Epoch, Run, Setting
+from megatron_sft_idx.inspect.read_worker import Epoch, Run, Setting
 from megatron_sft_idx.inspect.text import shown_nbytes
 
 __all__ = ["Recommendation", "reading_dict", "reading_lines", "recommend"]

@@ -203,7 +203,7 @@ class Run:
 
 
 class Reader(Protocol):
-    """An open data set whose packs are copied out, as into a batch."""
+    """An open data set whose packs are copied out, as into a batch; files, maps and caches go with it."""
 
     def schedule(self, packs: NDArray[np.int64]) -> None:
         """These packs are read next, in this order."""
@@ -213,9 +213,6 @@ class Reader(Protocol):
 
     def huge_nbytes(self) -> int:
         """Bytes of the data set that are mapped by huge pages."""
-
-    def close(self) -> None:
-        """Let go of files, maps and caches."""
 
 
 class ShardReader:
@@ -261,10 +258,6 @@ class ShardReader:
     def huge_nbytes(self) -> int:
         """Mapped by huge pages."""
         return self._shard.huge_pages()
-
-    def close(self) -> None:
-        """With the shard go its maps, without which the page cache can be dropped."""
-        del self._shard
 
 
 # ---- in the measured process ----
@@ -317,17 +310,13 @@ def _run_job(job: Job, open_reader: Callable[[Job], Reader]) -> Run:
         Path(job.group, "cgroup.procs").write_text("0")  # 0 is whoever writes
     before = _proc_value("status", "RssAnon:")  # the process's own memory, mapped files left out, in KiB
     reader = open_reader(job)
-    try:
-        packs, scheduled = job.sample.first(), job.setting.schedule
-        first = read_epoch(reader, packs, scheduled=scheduled, most_seconds=job.most_seconds)
-        seen = np.concatenate([packs[: first.packs], _read_on(job, packs[first.packs :])])
-        again = job.sample.again(seen)
-        second = read_epoch(reader, again, scheduled=scheduled, most_seconds=job.most_seconds)
-        private = 1024 * (_proc_value("status", "RssAnon:") - before)
-        huge = reader.huge_nbytes()
-    finally:
-        reader.close()
-    return Run(first, second, first.nbytes * len(seen) // first.packs, max(private, 0), huge)
+    packs, scheduled = job.sample.first(), job.setting.schedule
+    first = read_epoch(reader, packs, scheduled=scheduled, most_seconds=job.most_seconds)
+    seen = np.concatenate([packs[: first.packs], _read_on(job, packs[first.packs :])])
+    second = read_epoch(reader, job.sample.again(seen), scheduled=scheduled, most_seconds=job.most_seconds)
+    private = 1024 * (_proc_value("status", "RssAnon:") - before)
+    # With the reader go its maps, without which the page cache can be dropped.
+    return Run(first, second, first.nbytes * len(seen) // first.packs, max(private, 0), reader.huge_nbytes())
 
 
 def _read_on(job: Job, packs: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -384,12 +373,14 @@ def _fork(open_reader: Callable[[Job], Reader]) -> tuple[int, Connection]:
     try:
         while True:
             job = its.recv()
+            answer: Run | FormatError | OSError
             try:
-                its.send(_run_job(job, open_reader))
+                answer = _run_job(job, open_reader)
             except SFTIndexError as error:
-                its.send(FormatError(str(error)))
+                answer = FormatError(str(error))
             except OSError as error:
-                its.send(OSError(str(error)))
+                answer = OSError(str(error))
+            its.send(answer)
     except EOFError:
         os._exit(0)
     except BaseException:
