@@ -17,9 +17,9 @@ LAYERS = [
     {"layout", "errors"},
     {"chat", "packing", "storage"},
     {"shard", "verify", "rebuild", "packs", "transfer"},
-    {"formats", "shards", "catalog"},
+    {"formats", "catalog"},
     {"dataset", "builder"},
-    {"preprocess", "produce", "report", "bench_read", "streaming", "training"},
+    {"preprocess", "produce", "inspect", "streaming", "training"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -28,7 +28,7 @@ FACES, VERBS, CLI = LEVEL["dataset"], LEVEL["preprocess"], LEVEL["cli"]
 ROOT = len(LAYERS)
 
 MEGATRON = {"torch", "megatron"}
-LIGHT_VERBS = {"preprocess", "produce", "report", "bench_read"}
+LIGHT_VERBS = {"preprocess", "produce", "inspect"}
 # Imported where used, never when a module of ours is imported.
 CLOUD = {"boto3", "botocore", "multistorageclient", "obstore"}
 HEAVY = (

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from training_twin import pretrain_script
 
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.cpu import connect, megatron_device, seed_everything
 from megatron_sft_idx.training.legacy import LegacySource
 from megatron_sft_idx.training.provider import build_datasets

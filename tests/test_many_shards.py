@@ -17,8 +17,8 @@ from shard_folders import PACKS, SIZES, files_of, is_held, maps_of, rewritten, w
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.shards import ShardSet, budgets, shard_set
+from megatron_sft_idx.shard import Shard, shard_set
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import Backend
 
 
@@ -52,19 +52,20 @@ def test_shards_with_masks_of_two_kinds_are_not_held_together(tmp_path: Path, no
     assert [shards[i]["loss_mask"].dtype for i in (0, 5)] == [np.uint8, np.float32]
 
 
-def test_budgets_are_shared_and_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_a_set_is_held_does_not_depend_on_other_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
-    taken = sum(budgets.MAPPED_SHARDS._granted.values())
-    monkeypatch.setattr(budgets.MAPPED_SHARDS, "most", taken + len(SIZES))
+    monkeypatch.setattr(shard_set, "MAPPED_SHARDS", len(SIZES))
     first, second = ShardSet.open(tmp_path), ShardSet.open(tmp_path)
     first[0]
     second[0]
-    assert first.shard(0).backend == "mmap"
-    assert is_held(second) == "held"
-    del first
-    third = ShardSet.open(tmp_path)
-    third[0]
-    assert third.shard(0).backend == "mmap"
+    assert first.shard(0).backend == second.shard(0).backend == "mmap"
+    both = ShardSet.joined([first, second])
+    both[0]
+    assert is_held(both) == "held"
+    nbytes = both.held.tokens.nbytes + both.held.loss.nbytes + sum(both._index_nbytes)
+    for most, how in ((nbytes, "held"), (nbytes - 1, "reopened")):
+        monkeypatch.setattr(shard_set, "MEMORY_NBYTES", most)
+        assert [is_held(ShardSet.joined([first, second])) for _ in range(2)] == [how, how]
 
 
 def test_index_arrays_are_held_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

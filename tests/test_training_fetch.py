@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from training_source import random_samples
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.fetch import Fetcher, coalesce

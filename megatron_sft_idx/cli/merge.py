@@ -13,7 +13,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.split import Parts, split
-from megatron_sft_idx.shards import find_prefixes
+from megatron_sft_idx.shard.shard_set import find_prefixes
 
 __all__ = ["add_parser"]
 

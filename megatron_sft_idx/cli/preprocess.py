@@ -21,6 +21,7 @@ from megatron_sft_idx.cli.options import (
 )
 from megatron_sft_idx.cli.output import Output
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.inspect.text import mark_pack
 from megatron_sft_idx.preprocess import (
     EncodingOptions,
     PreprocessOptions,
@@ -31,7 +32,6 @@ from megatron_sft_idx.preprocess import (
     preview,
 )
 from megatron_sft_idx.preprocess.workers import available_cpus
-from megatron_sft_idx.report import mark_pack
 from megatron_sft_idx.storage import is_remote, open_regular
 from megatron_sft_idx.storage.publish import Place, files_of
 

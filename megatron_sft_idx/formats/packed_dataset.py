@@ -23,7 +23,7 @@ from megatron_sft_idx.formats.registry import Source, find, open_reader
 from megatron_sft_idx.formats.sft_idx import FORMAT, spec_of
 from megatron_sft_idx.formats.sft_idx import Reader as ShardReader
 from megatron_sft_idx.shard.reader import Pack, Shard
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from megatron_sft_idx.formats.checks import MaskAlignment
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard.prefix import check_free
-from megatron_sft_idx.shards import find_prefixes, natural_key
+from megatron_sft_idx.shard.shard_set import find_prefixes, natural_key
 from megatron_sft_idx.storage import is_remote, open_regular, require_local
 from megatron_sft_idx.storage.publish import Place, check_place, files_of, resolve
 

@@ -17,7 +17,7 @@ from megatron.core.utils import log_single_rank
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.config import PackedSFTDatasetConfig
 from megatron_sft_idx.training.loader import BatchRows
 from megatron_sft_idx.training.order import EpochOrder

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.packing import PackPlan, pack_sequences
-from megatron_sft_idx.shards import OPENED_AT_ONCE, ShardSet
-from megatron_sft_idx.shards.held import running_sums
+from megatron_sft_idx.shard.shard_set import OPENED_AT_ONCE, ShardSet, running_sums
 from megatron_sft_idx.training.plan_cache import PlacedPlan, load_or_make
 from megatron_sft_idx.training.segments import Pair, Segments, dense, in_slots, interleaved
 
@@ -95,7 +94,7 @@ class StoredPacks:
         wanted = packs + self.first
         shards, local = self.shards.locate(wanted)
         if (held := self.shards.held) is not None:  # one shard, as far as arrays go
-            held.need(set(shards.tolist()))
+            self.shards.need(held, set(shards.tolist()))
             numbers, slots, local = [0], np.zeros_like(shards), wanted
             indexes = [(held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens))]
         else:
@@ -217,7 +216,7 @@ class PlannedPacks:
         taken = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], ends - begins)
         shards, starts, lengths = plan.shards[taken], plan.starts[taken], plan.lengths[taken].astype(np.int64)
         if (held := self.shards.held) is not None:
-            held.need(set(shards.tolist()))
+            self.shards.need(held, set(shards.tolist()))
             return Segments(offsets, np.zeros_like(shards), starts + held.tokens_before[shards], lengths)
         if self.shards.remote:
             self.shards.opened(in_slots(shards)[0])

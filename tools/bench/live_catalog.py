@@ -23,7 +23,7 @@ from report import Bench, Parser, Size
 
 from megatron_sft_idx.catalog import Catalog, Limits, ProducerState
 from megatron_sft_idx.shard import ShardWriter
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.streaming import LiveDataset, LiveLoader
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.layout import Batch

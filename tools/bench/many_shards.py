@@ -26,7 +26,7 @@ from plot import Dot, dots
 from report import MIB, Bench, Parser, Size
 
 from megatron_sft_idx.shard import ShardWriter
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.dataset import PackedSFTDataset, PackedSFTDatasetConfig
 from megatron_sft_idx.training.loader import BatchLoader

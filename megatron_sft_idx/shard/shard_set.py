@@ -1,49 +1,152 @@
-"""``ShardSet``: many shards read as one."""
+"""Many shards read as one: which of them a path stands for, and how their packs are held and found."""
 
 from __future__ import annotations
 
+import glob
 import operator
 import os
+import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard.fingerprints import tokenizer_of
 from megatron_sft_idx.shard.opening import checked_packs, runs_of
-from megatron_sft_idx.shard.reader import Pack, read_header, require_same
-from megatron_sft_idx.shards.budgets import MAPPED_SHARDS, MEMORY_NBYTES
-from megatron_sft_idx.shards.find import Source, find_prefixes
-from megatron_sft_idx.shards.held import HeldShards, held_nbytes, running_sums
+from megatron_sft_idx.shard.reader import Pack, Shard, read_header, require_same
 from megatron_sft_idx.storage import BackendName, BlockCache, ReadOptions, announce, is_remote
-from megatron_sft_idx.storage.remote.store import threads
+from megatron_sft_idx.storage.remote.store import exists, folders_matching, in_folder, matching, threads
 
-__all__ = ["OPENED_AT_ONCE", "ShardSet"]
+__all__ = ["OPENED_AT_ONCE", "HeldArrays", "ShardSet", "Source", "find_prefixes", "natural_key", "running_sums"]
 
+# An open shard holds four maps, or five descriptors where it is read with pread. Some cluster file systems refuse a
+# process more than about 590 maps, of which torch and Megatron take their part; 256 descriptors is a common limit.
+MAPPED_SHARDS = 32
+# Tokens, masks and index arrays of a set that is held in memory because its shards are too many to map.
+MEMORY_NBYTES = 1 << 30
 # Of the index arrays that a set holds of shards that are opened for each read: 13 million sequences take 80 MB.
 INDEX_NBYTES = 256 << 20
 # Remote shards that are being opened at a time; a few requests of each are under way.
 OPENED_AT_ONCE = 16
 
+Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 _State: TypeAlias = tuple[str, tuple[Any, ...], bytes, "str | None"]
+
+
+# ---- which shards ----
+
+
+def natural_key(path: str) -> tuple[list[str | int], str]:
+    """Sort key that compares runs of digits as numbers: ``part-9`` comes before ``part-10``."""
+    parts: list[str | int] = list(re.split(r"(\d+)", path))
+    parts[1::2] = map(int, parts[1::2])
+    return parts, path
+
+
+def find_prefixes(source: Source) -> list[str]:
+    """Prefixes of the shards that ``source`` names: a prefix, a folder, a glob, or a list of these.
+
+    A folder stands for the shards right in it, a glob for those whose prefix or one of whose files it matches, and for
+    those in folders that it matches; both are in numeric-aware order of their names. A list keeps its own order. In an
+    object store a folder is nothing but the start of some keys, and may be named without a slash at its end.
+
+    Raises:
+        ShardNotFoundError: a folder or a glob without any shard. A prefix that does not exist is given back: who
+            opens it says what is missing.
+        FormatError: an empty list.
+    """
+    if not isinstance(source, str | os.PathLike):
+        if not len(source):
+            raise FormatError("an empty list of shards; name at least one")
+        return [prefix for entry in source for prefix in find_prefixes(entry)]
+    path = os.fspath(source)
+    remote, is_glob = is_remote(path), glob.has_magic(path)
+    is_folder = path.endswith("/") if remote else os.path.isdir(path)
+    if not is_folder:
+        prefix = ShardPaths.of(path).prefix
+        if exists(prefix + ".seq.idx") if remote else not is_glob or os.path.exists(prefix + ".seq.idx"):
+            return [prefix]
+    if remote:
+        paths = in_folder(path)
+        if is_glob:
+            paths = matching(path + ".seq.idx") + matching(path)
+            paths += [entry for folder in folders_matching(path) for entry in in_folder(folder)]
+    else:
+        paths = _in_local_folder(path) if is_folder else _matching_local(path)
+    if found := {ShardPaths.of(entry).prefix for entry in paths if entry.endswith(".seq.idx")}:
+        return sorted(found, key=natural_key)
+    if is_glob and not (is_folder and not remote):
+        raise ShardNotFoundError(path, [path + ".seq.idx"], "no shard and no folder of shards matches the pattern")
+    if is_folder:
+        raise ShardNotFoundError(path, [path.rstrip("/") + "/*.seq.idx"], "the folder holds no shard of its own")
+    return [prefix]
+
+
+def _in_local_folder(folder: str) -> list[str]:
+    return [os.path.join(folder, name) for name in os.listdir(folder)]
+
+
+def _matching_local(pattern: str) -> list[str]:
+    """Files are taken for their shards, so ``data/*`` and ``data/train-*`` both work; folders for what they hold."""
+    found = glob.glob(pattern + ".seq.idx")
+    for path in glob.glob(pattern):
+        if os.path.isdir(path):
+            found += _in_local_folder(path)
+        elif path.endswith(SUFFIXES) and os.path.exists(index := ShardPaths.of(path).seq_idx):
+            found.append(index)
+    return found
+
+
+# ---- as one ----
+
+
+def running_sums(counts: Iterable[int]) -> NDArray[np.int64]:
+    """What comes before each count, and the sum of all: int64 [counts + 1]."""
+    return np.cumsum([0, *counts], dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldArrays:
+    """Shards in memory, end to end, as if they were one; read-only, and each there once it is marked as read.
+
+    Attributes:
+        tokens: of all packs.
+        loss: label-aligned mask of all tokens.
+        starts: uint32, where each sequence begins in its pack.
+        sequence_offsets: int64 [packs + 1], CSR, through all shards.
+        token_offsets: int64 [packs + 1], where each pack begins in ``tokens``.
+        tokens_before: int64 [shards + 1], tokens in all shards before each one.
+        items: the two offsets again, whose single values are read several times faster so.
+        is_read: a byte a shard.
+    """
+
+    tokens: NDArray[Any]
+    loss: NDArray[Any]
+    starts: NDArray[np.uint32]
+    sequence_offsets: NDArray[np.int64]
+    token_offsets: NDArray[np.int64]
+    tokens_before: NDArray[np.int64]
+    items: tuple[memoryview, memoryview]
+    is_read: bytearray
 
 
 class ShardSet:
     """Shards read as one: pack ``i`` counts through all of them in order.
 
-    Opening reads one header a shard; the other files are opened when first needed. How they are held depends on what
-    the sets of a process hold together (``budgets``), the first to read first:
+    Opening reads one header a shard; the other files are opened when first needed. How they are held depends on the
+    set alone:
 
     - shards of a set that is small in number are mapped;
-    - of one that is small in bytes, each is read into memory when it is first needed (``HeldShards``);
+    - of one that is small in bytes, each is read into memory when it is first needed (``held``);
     - of any other only the index arrays are, up to ``INDEX_NBYTES``; tokens and masks are read from files that are
       opened for each read and closed again.
 
@@ -120,19 +223,19 @@ class ShardSet:
         self._take(tuple(prefixes.split("\0")), ReadOptions(*options), fingerprint, index_cache)
 
     @classmethod
+    def reopen(cls, state: _State) -> ShardSet:
+        """The set that ``__getstate__`` gave ``state`` of."""
+        found = cls.__new__(cls)
+        found.__setstate__(state)
+        return found
+
+    @classmethod
     def joined(cls, sets: Sequence[ShardSet]) -> ShardSet:
         """The shards of several sets, one set after the other, read as the first one is."""
         found = cls.__new__(cls)
         prefixes = tuple(prefix for one in sets for prefix in one.prefixes)
         found._take(prefixes, sets[0]._options, b"", sets[0]._index_cache)
         found.headers = [header for one in sets for header in one.headers]
-        return found
-
-    @classmethod
-    def reopen(cls, state: _State) -> ShardSet:
-        """The set that ``__getstate__`` gave ``state`` of."""
-        found = cls.__new__(cls)
-        found.__setstate__(state)
         return found
 
     def _check(self, same_capacity: bool) -> None:
@@ -203,9 +306,11 @@ class ShardSet:
         """Sum over the shards of a header's count, such as ``num_tokens``."""
         return sum(int(getattr(header, count)) for header in self.headers)
 
+    # ---- how they are held ----
+
     @cached_property
     def _mapped(self) -> bool:
-        return self._options.backend != "reopen" and MAPPED_SHARDS.grant(self, len(self.prefixes))
+        return self._options.backend != "reopen" and len(self.prefixes) <= MAPPED_SHARDS
 
     @cached_property
     def cache(self) -> BlockCache | None:
@@ -216,14 +321,54 @@ class ShardSet:
         return BlockCache(options.cache_bytes, huge_pages=options.huge_pages)
 
     @cached_property
-    def held(self) -> HeldShards | None:
-        """The shards in memory, where that is how they are read."""
-        alike = len({(header.token_dtype, header.mask_dtype) for header in self.headers}) == 1
+    def held(self) -> HeldArrays | None:
+        """The shards in memory, where that is how they are read; ``need`` reads them."""
+        headers = self.headers
+        alike = len({(header.token_dtype, header.mask_dtype) for header in headers}) == 1
         if self._mapped or self.remote or self._options.backend in ("reopen", "process") or not alike:
             return None
-        if not MEMORY_NBYTES.grant(self, held_nbytes(self.headers)):
+        if sum(sum(header.derived_nbytes()[:2]) + header.index_nbytes for header in headers) > MEMORY_NBYTES:
             return None
-        return HeldShards(self.headers, partial(_open, self.prefixes, self.headers, ReadOptions("reopen"), None, None))
+        tokens_before = running_sums(header.num_tokens for header in headers)
+        tokens = int(tokens_before[-1])
+        sequence_offsets, token_offsets = (_read_only(np.empty(len(self) + 1, np.int64)) for _ in range(2))
+        # Pages of an array that nobody has written to take no memory.
+        return HeldArrays(
+            _read_only(np.empty(tokens, headers[0].token_dtype)),
+            _read_only(np.empty(tokens, headers[0].mask_dtype)),
+            _read_only(np.empty(self.num_sequences, np.uint32)),
+            sequence_offsets,
+            token_offsets,
+            tokens_before,
+            (sequence_offsets.data, token_offsets.data),
+            bytearray(len(headers)),
+        )
+
+    def need(self, held: HeldArrays, numbers: Iterable[int]) -> None:
+        """Read those of these shards that are not in memory yet; threads that need one shard read it to one place.
+
+        A shard is held to every rule of its index then, so packs need no check of their own.
+
+        Raises:
+            FormatError: one breaks a rule, or is another one.
+        """
+        for number in numbers:
+            if held.is_read[number]:
+                continue
+            shard = self._open(number, ReadOptions("reopen"), None)
+            shard.sequence_bounds()  # the rules
+            packs = slice(self._before[number], self._before[number + 1] + 1)
+            sequences, tokens = slice(*self.sequences_before[number:][:2]), slice(*held.tokens_before[number:][:2])
+            for array, part, values in (
+                (held.tokens, tokens, shard.files.tokens[:]),
+                (held.loss, tokens, shard.files.loss[:]),
+                (held.starts, sequences, shard.files.starts[:]),
+                (held.sequence_offsets, packs, shard.sequence_offsets + sequences.start),
+                (held.token_offsets, packs, shard.token_offsets + tokens.start),
+            ):
+                assert array.base is not None  # what a read-only view is of
+                array.base[part] = values
+            held.is_read[number] = 1
 
     @property
     def _index_nbytes(self) -> list[int]:
@@ -236,13 +381,19 @@ class ShardSet:
             return len(self.prefixes)
         return max(INDEX_NBYTES // max(self._index_nbytes), 1)
 
+    def _open(self, number: int, options: ReadOptions, cache: BlockCache | None) -> Shard:
+        """FormatError where another one was published over it."""
+        shard = Shard(self.prefixes[number], backend=options, index_cache=self._index_cache, cache=cache)
+        require_same(shard.prefix, shard.shard_id, self.headers[number].shard_id)
+        return shard
+
     def shard(self, number: int) -> Shard:
         """Shard ``number``, open."""
         held = self._shards
         shard = held.get(number)
         if shard is None:
             options = self._options if self._mapped else self._options._replace(backend="reopen")
-            shard = _open(self.prefixes, self.headers, options, self._index_cache, self.cache, number)
+            shard = self._open(number, options, self.cache)
         elif self._most_held == len(self.prefixes):
             return shard
         else:
@@ -260,6 +411,8 @@ class ShardSet:
         # Not the pool of requests, whose threads must not wait for each other.
         with ThreadPoolExecutor(OPENED_AT_ONCE, "opening") as pool:
             return list(pool.map(self.shard, numbers))
+
+    # ---- packs ----
 
     def locate(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Shard of each pack, and its number inside that shard; ``packs`` are 0 to ``len(self) - 1``."""
@@ -301,26 +454,27 @@ class ShardSet:
         return self.pack(number, i - self._before[number])
 
     def pack(self, number: int, index: int) -> Pack:
-        """Pack ``index`` of shard ``number``; both are there."""
+        """Pack ``index`` of shard ``number``; both are there. Read-only views where it is held in memory."""
         held = self.held
-        return self.shard(number)[index] if held is None else held.pack(number, self._before[number] + index)
+        if held is None:
+            return self.shard(number)[index]
+        if not held.is_read[number]:
+            self.need(held, [number])
+        i, (sequences, tokens) = self._before[number] + index, held.items
+        start, stop, first, last = tokens[i], tokens[i + 1], sequences[i], sequences[i + 1]
+        boundaries = np.empty(last - first + 1, np.int32)
+        boundaries[:-1] = held.starts[first:last]
+        boundaries[-1] = stop - start
+        return {"input_ids": held.tokens[start:stop], "loss_mask": held.loss[start:stop], "seq_boundaries": boundaries}
 
     def __iter__(self) -> Iterator[Pack]:
         return (self[i] for i in range(len(self)))
 
 
-def _open(
-    prefixes: Sequence[str],
-    headers: Sequence[Header],
-    options: ReadOptions,
-    index_cache: str | None,
-    cache: BlockCache | None,
-    number: int,
-) -> Shard:
-    """Shard ``number``. FormatError where another one was published over it."""
-    shard = Shard(prefixes[number], backend=options, index_cache=index_cache, cache=cache)
-    require_same(shard.prefix, shard.shard_id, headers[number].shard_id)
-    return shard
+def _read_only(array: NDArray[Any]) -> NDArray[Any]:
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _digest(headers: Sequence[Header]) -> bytes:
