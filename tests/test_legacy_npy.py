@@ -205,6 +205,7 @@ def test_an_array_of_numbers_is_no_list_of_packs(tmp_path: Path) -> None:
 FLIPS = """
 import resource, sys
 import numpy as np
+from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.npy import read_legacy
 # A damaged pickle may ask for any amount of memory.
 resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))

@@ -247,6 +247,7 @@ import sys
 sys.path[:0] = {[str(Path(__file__).parent)]!r}
 from training_source import StoredRows
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.loader import BatchLoader
 source = StoredRows(Shard({str(tmp_path / "first")!r}))
 taken = iter(BatchLoader(BatchAssembler(source, 40), [[i % 13] for i in range(1000)]))

@@ -93,6 +93,8 @@ _UNDER_LIMITS = """
 import resource, sys
 from pathlib import Path
 import numpy as np
+from megatron_sft_idx.shard.shard_set import ShardSet
+from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.sources import StoredPacks
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))

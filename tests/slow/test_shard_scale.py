@@ -75,6 +75,7 @@ def test_opening_ten_million_packs_takes_under_a_mebibyte(tmp_path: Path, backen
 
 WRITE = """
 import numpy as np
+from megatron_sft_idx.shard import ShardWriter
 
 def peak():
     with open("/proc/self/status") as file:
