@@ -212,9 +212,13 @@ std::size_t PackWalk::whole_packs(const std::uint32_t* values, std::size_t count
       ends[i] = open.begin + values[i + 1];
     }
     ends[taken + last] = open.end;
-    // Most packs have room for the most that rounding up can add, and need not be divided up.
-    const bool roomy = last < most_counted && (last + 1) * added <= capacity - length;
-    if (!sound || (!roomy && !fits(open, ends + taken))) break;
+    if (!sound) break;
+    // Packs that rounding up cannot make the longest so far need not be divided up.
+    if (last >= most_counted || length + (last + 1) * added > totals_.longest_padded_pack) {
+      const std::int64_t room = padded(open, ends + taken);
+      if (room > capacity) break;
+      totals_.longest_padded_pack = std::max(totals_.longest_padded_pack, room);
+    }
     taken += last + 1;
   }
   if (k == first) return 0;
@@ -225,9 +229,9 @@ std::size_t PackWalk::whole_packs(const std::uint32_t* values, std::size_t count
   return static_cast<std::size_t>(taken);
 }
 
-// Whether a pack has room for its sequences, rounded up, which end at these places.
-bool PackWalk::fits(const Pack& pack, const std::int64_t* ends) const {
-  if (pack.end - pack.begin > limits_.capacity) return false;
+// Positions of a pack whose sequences end at these places, each rounded up; no further than just beyond the capacity.
+std::int64_t PackWalk::padded(const Pack& pack, const std::int64_t* ends) const {
+  if (pack.end - pack.begin > limits_.capacity) return pack.end - pack.begin;
   // Lengths and multiples have 31 bits, and processors divide 32 bits faster than 64.
   const auto multiple = static_cast<std::uint32_t>(limits_.multiple);
   std::int64_t padded = 0, begin = pack.begin;
@@ -235,7 +239,7 @@ bool PackWalk::fits(const Pack& pack, const std::int64_t* ends) const {
     padded += std::int64_t{(static_cast<std::uint32_t>(ends[i] - begin) + multiple - 1) / multiple} * multiple;
     begin = ends[i];
   }
-  return padded <= limits_.capacity;
+  return padded;
 }
 
 void PackWalk::start(const Pack& pack, std::int64_t value) {
@@ -266,8 +270,12 @@ void PackWalk::end_sequence(const Pack& pack, std::int64_t end) {
 void PackWalk::end_pack(const Pack& pack) {
   const std::int64_t length = pack.end - pack.begin;
   end_sequence(pack, length);
-  if (sound_ && length <= limits_.capacity && padded_ > limits_.capacity) {
-    broken("P5", number(at_), number(at_), padded_, limits_.capacity);
+  if (sound_ && length <= limits_.capacity) {
+    if (padded_ > limits_.capacity) {
+      broken("P5", number(at_), number(at_), padded_, limits_.capacity);
+    } else {
+      totals_.longest_padded_pack = std::max(totals_.longest_padded_pack, padded_);
+    }
   }
   ++totals_.packs;
   ++at_;

@@ -47,6 +47,7 @@ class PackWalk {
   struct Totals {
     std::int64_t packs = 0;  // whose structure could be checked
     std::int64_t trained_tokens = 0, masked_packs = 0, longest_pack = 0, most_sequences = 0;
+    std::int64_t longest_padded_pack = 0;  // each sequence rounded up to the multiple; of packs that break no rule
   };
 
   explicit PackWalk(const Limits& limits);
@@ -83,7 +84,7 @@ class PackWalk {
   void broken(const char* rule, std::int64_t pack, std::int64_t at, std::int64_t found, std::int64_t expected);
   void pass_over(std::int64_t token_ahead, std::int64_t sequence_ahead);
   void measure();
-  bool fits(const Pack& pack, const std::int64_t* ends) const;
+  std::int64_t padded(const Pack& pack, const std::int64_t* ends) const;
   std::size_t whole_packs(const std::uint32_t* values, std::size_t count);
   void start(const Pack& pack, std::int64_t value);
   void end_sequence(const Pack& pack, std::int64_t end);

@@ -175,6 +175,7 @@ class PackWalk:
     num_trained_tokens: int
     num_masked_packs: int
     longest_pack: int
+    longest_padded_pack: int
     most_sequences: int
 
 def packs_are_sound(

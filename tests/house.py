@@ -16,7 +16,7 @@ LAYERS = [
     {"_native"},
     {"layout", "errors"},
     {"chat", "packing", "storage"},
-    {"shard", "verify", "rebuild", "merge", "transfer"},
+    {"shard", "check", "merge", "transfer"},
     {"formats", "shards", "catalog"},
     {"dataset", "builder"},
     {"preprocess", "convert", "produce", "report", "bench_read", "streaming", "training"},

@@ -101,5 +101,6 @@ void bind_verify(py::module_& m) {
       .def_property_readonly("num_trained_tokens", [](const PackWalk& w) { return w.totals().trained_tokens; })
       .def_property_readonly("num_masked_packs", [](const PackWalk& w) { return w.totals().masked_packs; })
       .def_property_readonly("longest_pack", [](const PackWalk& w) { return w.totals().longest_pack; })
+      .def_property_readonly("longest_padded_pack", [](const PackWalk& w) { return w.totals().longest_padded_pack; })
       .def_property_readonly("most_sequences", [](const PackWalk& w) { return w.totals().most_sequences; });
 }

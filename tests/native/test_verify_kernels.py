@@ -63,7 +63,7 @@ def walk(arrays: Arrays, mask_dtype: Any, run: int, piece: int) -> tuple[Walked,
     found = {(rule, pack, at, expected) for rule, pack, at, _, expected in native.breaches}
     return Walked(
         found, native.num_packs, native.num_trained_tokens, native.num_masked_packs, native.longest_pack,
-        native.most_sequences,
+        native.longest_padded_pack, native.most_sequences,
     ), native  # fmt: skip
 
 
