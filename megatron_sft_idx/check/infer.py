@@ -18,6 +18,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -328,19 +329,38 @@ def _places(
 
     Ends before a pack that has no place. ``load`` gives the flags of positions from one to another.
     """
-    base, flags = 0, np.empty(0, np.bool_)
+    base, flags = 0, b""
     for starts, offsets in packs:
         reaches, done = starts[offsets[1:] - 1].astype(np.int64), 0
+        values, bounds = starts.tolist(), offsets.tolist()
         while done < len(reaches):
-            begins, least = _native.first_fits(flags, base, num_tokens, starts, offsets[done:], least)
-            if len(begins):
-                yield begins, reaches[done : done + len(begins)]
+            begins, least = _first_fits(flags, base, num_tokens, values, bounds[done:], least)
+            if begins:
+                yield np.array(begins, np.int64), reaches[done : done + len(begins)]
                 done += len(begins)
             if done < len(reaches):
                 reach = int(reaches[done])
                 if least + reach >= num_tokens:
                     return
-                base, flags = least, load(least, min(least + max(_SPAN, reach + 1), num_tokens + 1))
+                base, flags = least, load(least, min(least + max(_SPAN, reach + 1), num_tokens + 1)).tobytes()
+
+
+def _first_fits(
+    flags: bytes, base: int, num_tokens: int, starts: list[int], offsets: list[int], least: int
+) -> tuple[list[int], int]:
+    """As ``_places``, as far as the flags reach, which begin at ``base``; and where the next search goes on."""
+    begins: list[int] = []
+    for first, last in pairwise(offsets):
+        reach, inner = starts[last - 1], starts[first + 1 : last]
+        stop = min(len(flags), num_tokens - base) - reach
+        place = flags.find(1, least - base, max(stop, 0))
+        while place >= 0 and not all(flags[place + start] for start in inner):
+            place = flags.find(1, place + 1, stop)
+        if place < 0:
+            return begins, max(least, base + stop)
+        begins.append(base + place)
+        least = base + place + reach + 1
+    return begins, least
 
 
 def _starts_of(starts: Starts, pack: int) -> _Packs:

@@ -389,7 +389,7 @@ def add_breaches(
             dtype = claims.mask_dtype
             assert dtype is not None
             path, offset, owner = paths.loss, at * dtype.itemsize, pack_of(at)
-            what = f"mask {np.array([found], '<u8').view(dtype)[0]}"
+            what = f"mask {dtype.type(found)}"
             wanted = "a finite weight of 0 or more" if dtype.kind == "f" else "0 or 1"
             if rule == "P6":
                 what, wanted = f"{what} at a sequence's end", "0"
@@ -400,10 +400,11 @@ def add_breaches(
 
 def check_ids(stream: Stream, dtype: np.dtype[Any], limit: int, findings: Findings, pack_of: PackOf) -> None:
     """Rules P8 and P9: every id of ``.bin`` is one that its dtype holds, and below ``limit``."""
-    limit, first = min(limit, int(np.iinfo(dtype).max) + 1), 0
+    bounds, first = np.iinfo(dtype), 0
+    limit = min(limit, int(bounds.max) + 1)
     for ids in stream.pieces(dtype):
-        # A negative id has the highest bit of an unsigned one: one maximum sees both.
-        if int(ids.view(f"<u{dtype.itemsize}").max()) >= limit:
+        # Of 16 bits any may do. A negative id has the highest bit of an unsigned one: one maximum sees both.
+        if (bounds.min or limit <= bounds.max) and int(ids.view(f"<u{dtype.itemsize}").max()) >= limit:
             for rule, bad in (("P8", np.flatnonzero(ids < 0)), ("P9", np.flatnonzero(ids >= limit))):
                 for position in bad[: findings.most].tolist():
                     offset, pack = (first + position) * dtype.itemsize, pack_of(first + position)
