@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers know the names below by
     from megatron_sft_idx.builder import SFTIndexedDatasetBuilder as SFTIndexedDatasetBuilder
+    from megatron_sft_idx.check import verify_shard as verify_shard
     from megatron_sft_idx.dataset import MMapIndexedDataset as MMapIndexedDataset
     from megatron_sft_idx.dataset import SFTIndexedDataset as SFTIndexedDataset
     from megatron_sft_idx.errors import CorruptShardError as CorruptShardError
@@ -30,7 +31,6 @@ if TYPE_CHECKING:  # what type checkers know the names below by
     from megatron_sft_idx.streaming import LiveLoader as LiveLoader
     from megatron_sft_idx.training.dataset import PackedSFTDataset as PackedSFTDataset
     from megatron_sft_idx.training.dataset import PackedSFTDatasetConfig as PackedSFTDatasetConfig
-    from megatron_sft_idx.verify import verify_shard as verify_shard
 
 __version__ = "0.1.0"
 
@@ -59,7 +59,7 @@ _HOMES = {
     "UnsupportedVersionError": "errors",
     "open_dataset": "formats.packed_dataset",
     "pack_sequences": "packing",
-    "verify_shard": "verify",
+    "verify_shard": "check",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

@@ -16,7 +16,7 @@ LAYERS = [
     {"_native"},
     {"layout", "errors"},
     {"chat", "packing", "storage"},
-    {"shard", "verify", "rebuild", "packs", "transfer"},
+    {"shard", "check", "packs", "transfer"},
     {"formats", "catalog"},
     {"dataset", "builder"},
     {"preprocess", "produce", "inspect", "streaming", "training"},

@@ -254,7 +254,7 @@ def test_the_legacy_writer_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
         writer.write_bin(2, [1], [0], [0])
     with pytest.raises(SequenceError, match="2 in input_ids, 1 in loss_mask"):
         writer.write_bin(1, [1, 2], [0], [0])
-    with pytest.raises(SequenceError, match=r"x\.npy:1: its first sequence starts at 1"), writer:
+    with pytest.raises(SequenceError, match=r"x\.npy:1: first sequence starts at 1"), writer:
         writer.write_bin(1, [1, 2], [0, 0], [1])
     assert not list(tmp_path.iterdir())
 

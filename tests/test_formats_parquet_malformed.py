@@ -46,7 +46,7 @@ def broken(**columns: Any) -> pa.Table:
         ({"seq_start_id": [0, 2, 2]}, "P3"),
         ({"seq_start_id": [0, 3]}, "P4"),
         ({"seq_start_id": [0, -1]}, "P3"),
-        ({"seq_start_id": [0, 2**62]}, "P3"),
+        ({"seq_start_id": [0, 2**62]}, "P4"),
         ({"loss_mask": [0, 2, 0]}, "P7"),
         ({"input_ids": [7, -1, 9]}, "P8"),
         ({"input_ids": [7, 2**31, 9]}, "P8"),

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packs import Sample, assert_holds, five_files, sample_of, write_samples
 
+from megatron_sft_idx.check import Known, rebuild
+from megatron_sft_idx.check import infer as infer_module
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.rebuild import Known, rebuild
-from megatron_sft_idx.rebuild import ends as ends_module
-from megatron_sft_idx.rebuild import packs as packs_module
 from megatron_sft_idx.shard import Shard, ShardWriter
 
 EOD = 5
@@ -80,8 +79,7 @@ def test_a_split_is_found_exactly_where_there_is_one_only(
     found = list(splits([pack.starts for pack in packs], num_tokens, possible_ends(packs, eod_id)))
     with pytest.MonkeyPatch.context() as patch:
         for name in ("_SPAN", "_CHUNK", "CHUNK_PACKS"):
-            patch.setattr(ends_module, name, chunk)
-        patch.setattr(packs_module, "_CHUNK", chunk)
+            patch.setattr(infer_module, name, chunk)
         if len(found) == 1:
             rebuild(prefix, Known(eod_id=eod_id))
         else:

@@ -17,6 +17,7 @@ from disks import filled, mounted
 from object_folders import serve_folder
 from packs import Sample, assert_holds, demo_samples, five_files, sample_of, write_samples
 
+from megatron_sft_idx.check import rebuild, verify_shard
 from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError, StorageError
 from megatron_sft_idx.formats.packed_dataset import open_dataset
@@ -24,13 +25,11 @@ from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.preprocess import PackOptions
 from megatron_sft_idx.preprocess.pack import pack_shard
-from megatron_sft_idx.rebuild import rebuild
 from megatron_sft_idx.shard import Shard, ShardWriter, remote
 from megatron_sft_idx.shard.published import missing_files
 from megatron_sft_idx.shard.shard_set import ShardSet, find_prefixes
 from megatron_sft_idx.storage.hashing import has_digest
 from megatron_sft_idx.storage.remote.store import CONNECTIONS
-from megatron_sft_idx.verify import verify_shard
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.utils import Split
 from packs import sample_of, write_samples
 
+from megatron_sft_idx.check import Known, rebuild
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.rebuild import Known, rebuild
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage import ReadOptions
 from megatron_sft_idx.training.dataset import Corpus, PackedSFTDataset

@@ -9,6 +9,7 @@ import os
 import sys
 from typing import Any
 
+from megatron_sft_idx.check import Report, verify_shard
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, positive
 from megatron_sft_idx.cli.streams import message_of
 from megatron_sft_idx.errors import SFTIndexError, ShardNotFoundError
@@ -18,7 +19,6 @@ from megatron_sft_idx.shard.shard_set import natural_key
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.remote import open_store
 from megatron_sft_idx.storage.remote.store import exists, in_folder, matching
-from megatron_sft_idx.verify import Report, verify_shard
 
 __all__ = ["add_parser"]
 

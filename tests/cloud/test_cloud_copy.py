@@ -9,10 +9,10 @@ import pytest
 from copies import command, ended, five_keys, keys, remote_files, run, unfinished, write_shard
 from packs import demo_samples, five_files, write_samples
 
+from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.transfer import copy_shard, download, open_source, upload
-from megatron_sft_idx.verify import verify_shard
 
 pytestmark = pytest.mark.cloud
 
