@@ -329,6 +329,7 @@ def results(world: World, cell: Cell) -> dict[str, Any]:
         value = cell.value if cell.value is not None and slot == cell.slot else slot
         if cell.recipe.text.startswith("copy") and slot == cell.slot and _is_folder(world, value):
             value = os.path.join(value, "s") if slot == "out" else value
+            value = "project/s" if cell.way == "link to a folder" and cell.name == "out" else value
         value = value.rstrip("/")
         if (
             slot == "out"

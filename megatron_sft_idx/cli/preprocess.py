@@ -252,7 +252,9 @@ def encoding_options(arguments: argparse.Namespace, parser: argparse.ArgumentPar
         try:
             with open_regular(arguments.chat_template) as file:
                 template = io.TextIOWrapper(file, encoding="utf-8").read()
-        except (OSError, UnicodeDecodeError, FormatError) as error:
+        except OSError as error:
+            parser.error(f"--chat-template {arguments.chat_template}: {error.strerror}")
+        except (UnicodeDecodeError, FormatError) as error:
             parser.error(f"--chat-template {arguments.chat_template}: {error}")
     return EncodingOptions(
         tokenizer=arguments.tokenizer_model,

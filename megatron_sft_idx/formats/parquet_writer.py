@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from megatron_sft_idx.storage.publish import Kind, new_file, require_space
 if TYPE_CHECKING:
     import pyarrow as pa
 from megatron_sft_idx.formats.parquet import COLUMNS, KEY, VERSION, Reader, pyarrow_errors, recognise
+from megatron_sft_idx.storage import naming
 
 __all__ = ["KIND", "Writer"]
 
@@ -58,17 +58,6 @@ def _list_array(values: NDArray[Any], lengths: NDArray[np.int64], kind: pa.DataT
     offsets = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(values)), type=kind)
-
-
-@contextlib.contextmanager
-def _path_in_errors(path: str) -> Iterator[None]:
-    """What the disk says, with the path; pyarrow leaves it out."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, os.strerror(error.errno), path) from error
 
 
 class Writer(PackedWriter):
@@ -121,7 +110,8 @@ class Writer(PackedWriter):
         require_space(name, 0)  # how far they can be compressed is not known
         self._output, self._complete = new_file(path, KIND, overwrite=overwrite), False
         try:
-            self._writer: Any = pq.ParquetWriter(self._output.temporary, self._schema, compression=compression)
+            with naming(self._output.temporary):
+                self._writer: Any = pq.ParquetWriter(self._output.temporary, self._schema, compression=compression)
         except BaseException:
             self._output.abandon()
             raise
@@ -173,7 +163,7 @@ class Writer(PackedWriter):
         held.clear()  # the encoder needs several times as much: not both at once
         arrays = [_list_array(*column, kind) for column, kind in zip(columns, self._types, strict=True)]
         table = pa.Table.from_arrays(arrays, schema=self._schema)
-        with _path_in_errors(self._output.temporary):
+        with naming(self._output.temporary):
             self._writer.write_table(table, row_group_size=len(lengths))
         pa.default_memory_pool().release_unused()
 
@@ -187,7 +177,7 @@ class Writer(PackedWriter):
             return
         self._counts.require(self._output.path, self._spec)
         self._write_group()
-        with _path_in_errors(self._output.temporary):
+        with naming(self._output.temporary):
             self._writer.close()
         self._complete = True
 

@@ -27,7 +27,7 @@ from megatron_sft_idx.rebuild.data import DataFiles
 from megatron_sft_idx.rebuild.packs import Starts
 from megatron_sft_idx.rebuild.watch import Advance, Watch
 from megatron_sft_idx.shard.index import CHUNK_PACKS
-from megatron_sft_idx.storage import PreadArray
+from megatron_sft_idx.storage import PreadArray, naming
 
 __all__ = ["EndLengths"]
 
@@ -58,10 +58,10 @@ class EndLengths:
                 f"{self._prefix}: .bin has {self.num_tokens} tokens and .seq.bin no sequence (rule P2); restore it"
             )
         with tempfile.NamedTemporaryFile() as spill:
-            with watch("placing packs", self.num_tokens) as advance:
+            with naming(spill.name), watch("placing packs", self.num_tokens) as advance:
                 for begins in self._earliest(advance):
                     spill.write(begins.data)
-            spill.flush()
+                spill.flush()
             # The name goes with the block, the open file stays.
             self._begins = PreadArray(spill.name, np.dtype(np.int64), self.num_packs, 0)
         with watch("placing packs from the end", self.num_tokens) as advance:

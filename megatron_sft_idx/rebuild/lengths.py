@@ -18,7 +18,7 @@ from megatron_sft_idx.layout import TOKEN_DTYPES
 from megatron_sft_idx.layout.mmididx import IDX_HEADER, IDX_HEADER_NBYTES, pack_idx_header
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.index import CHUNK_PACKS
-from megatron_sft_idx.storage import Array, open_array
+from megatron_sft_idx.storage import Array, open_array, open_regular
 
 __all__ = ["IdxLengths", "Lengths", "OffsetLengths"]
 
@@ -54,7 +54,7 @@ class IdxLengths:
     def __init__(self, path: str, tokens_nbytes: int) -> None:
         self._path = path
         self._nbytes = os.stat(path).st_size
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             raw = file.read(IDX_HEADER_NBYTES)
         if len(raw) < IDX_HEADER_NBYTES:
             raise self._corrupt(len(raw), f"file ends after {len(raw)} bytes, an index has {IDX_HEADER_NBYTES} or more")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from types import TracebackType
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard.publication import Publication
-from megatron_sft_idx.storage import OutputFile
+from megatron_sft_idx.storage import OutputFile, open_regular, read_most
 from megatron_sft_idx.storage.hashing import digest_file
 from megatron_sft_idx.storage.publish import put
 
@@ -64,8 +63,7 @@ class Replacement:
         for path in self._written:
             name = self._paths.temporary(path)
             if path == self._paths.seq_idx:
-                with open(name, "rb") as stream:
-                    good = Header.decode(stream.read(header.nbytes), name) == header
+                good = Header.decode(read_most(name, header.nbytes), name) == header
                 good = good and digest_file(name, header.nbytes).checksum == header.arrays_checksum
             else:
                 good = digest_file(name) == digests[path]
@@ -99,7 +97,8 @@ def _keep(path: str) -> str:
         os.link(path, kept)
     except OSError:
         copy = OutputFile(f"{kept}.{os.getpid()}.tmp")
-        with contextlib.closing(copy), open(path, "rb") as file, open(copy.fileno(), "wb", closefd=False) as out:
-            shutil.copyfileobj(file, out)
+        with contextlib.closing(copy), open_regular(path) as file:
+            while piece := file.read(1 << 20):
+                copy.write(piece)
         put(copy.path, kept, None)
     return kept

@@ -10,6 +10,7 @@ from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
 from megatron_sft_idx.rebuild.lengths import IdxLengths
 from megatron_sft_idx.rebuild.watch import Watch
+from megatron_sft_idx.storage import read_most
 from megatron_sft_idx.storage.hashing import digest_file
 
 __all__ = ["Survey", "survey"]
@@ -95,10 +96,8 @@ def _ill_formed(paths: ShardPaths) -> dict[str, str]:
 
 def _read_header(paths: ShardPaths) -> tuple[bytes | None, Header | None, SFTIndexError | None]:
     try:
-        with open(paths.seq_idx, "rb") as file:
-            raw = file.read(_USUAL_HEADER_NBYTES)
-            said = int.from_bytes(raw[12:16], "little")
-            raw += file.read(max(0, min(said, MAX_HEADER_NBYTES) - len(raw)))
+        said = int.from_bytes(read_most(paths.seq_idx, 16)[12:], "little")
+        raw = read_most(paths.seq_idx, min(max(said, _USUAL_HEADER_NBYTES), MAX_HEADER_NBYTES))
     except FileNotFoundError:
         return None, None, None
     try:

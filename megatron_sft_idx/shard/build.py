@@ -27,6 +27,7 @@ from megatron_sft_idx.shard.index import JournalPacks, write_idx, write_seq_idx
 from megatron_sft_idx.shard.prefix import WIDENED
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.remains import Remains, pack_records
+from megatron_sft_idx.storage import open_regular
 from megatron_sft_idx.storage.hashing import HashedFile, StreamHash
 
 __all__ = ["FORMAT_WRITER", "STAGE_TOKENS", "Build"]
@@ -135,7 +136,7 @@ class Build:
             Packs taken in: fewer where one breaks a rule, since its bytes never reached the disk.
         """
         path = self._publication.paths.journal
-        with open(path, "rb") as stream:
+        with open_regular(path) as stream:
             read_head(stream, path)
             for records in pack_records(stream):
                 if not self.replay_records(records[: num_packs - self.stage.num_packs], progress):

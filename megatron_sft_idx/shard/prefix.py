@@ -16,7 +16,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.header import MAGIC
 from megatron_sft_idx.layout.journal import MAGICS, Head, encode_head
-from megatron_sft_idx.storage import OutputFile, require_local, sync_folder
+from megatron_sft_idx.storage import OutputFile, naming, require_local, sync_folder
 from megatron_sft_idx.storage.lock import check_lock, lock_file
 from megatron_sft_idx.storage.publish import (
     MAX_NAME_NBYTES,
@@ -204,9 +204,13 @@ def remove_shorter(paths: ShardPaths, *, dry_run: bool = False) -> None:
 
 def unlink_journal(paths: ShardPaths, lock: int) -> None:
     """Remove the journal that a lock is on, and no other."""
+    _unlink_locked(paths.journal, lock)
+
+
+def _unlink_locked(path: str, lock: int) -> None:
     with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(lock), os.lstat(paths.journal)):
-            os.unlink(paths.journal)
+        if os.path.samestat(os.fstat(lock), os.lstat(path)):
+            os.unlink(path)
 
 
 def is_scratch(paths: ShardPaths) -> bool:
@@ -266,10 +270,8 @@ def remove_shard(paths: ShardPaths) -> None:
 
 def empty_journal(paths: ShardPaths, lock: int) -> None:
     """Empty a journal whose lock is held; what it named is gone, or has its name."""
-    try:
+    with naming(paths.journal):
         os.ftruncate(lock, 0)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, paths.journal) from error
 
 
 def _finish_removal(paths: ShardPaths, inodes: Collection[int]) -> None:
@@ -382,11 +384,12 @@ def name_held(path: str, busy: str) -> Iterator[None]:
     """Hold the lock of a file that is there for it alone, and goes in the end; it may not hold anything."""
     lock = lock_file(path, (), create=True, busy=busy)
     try:
-        yield
+        try:
+            yield
+        finally:
+            if not os.fstat(lock).st_size:
+                _unlink_locked(path, lock)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            if not os.fstat(lock).st_size and os.path.samestat(os.fstat(lock), os.lstat(path)):
-                os.unlink(path)
         os.close(lock)
 
 

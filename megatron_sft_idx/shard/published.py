@@ -9,7 +9,7 @@ from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
 from megatron_sft_idx.layout.header import peek_nbytes
 from megatron_sft_idx.shard import remote
 from megatron_sft_idx.shard.remains import where_to_look
-from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage import is_remote, open_regular
 
 __all__ = ["missing_files", "not_found", "read_header", "read_raw_header", "require_same"]
 
@@ -38,12 +38,10 @@ def read_raw_header(paths: ShardPaths) -> bytes:
     if not os.path.isfile(paths.seq_idx):  # whoever opens a pipe waits for its other end
         raise not_found(paths)
     try:
-        with open(paths.seq_idx, "rb", buffering=0) as file:
+        with open_regular(paths.seq_idx) as file:
             raw = file.read(HEADER_FIXED_NBYTES)
-            size = peek_nbytes(raw, paths.seq_idx)
-            while len(raw) < size and (more := file.read(size - len(raw))):
-                raw += more
-            return raw
+            size = min(peek_nbytes(raw, paths.seq_idx), os.fstat(file.fileno()).st_size)
+            return raw + file.read(size - len(raw))
     except FileNotFoundError:
         raise not_found(paths) from None
 

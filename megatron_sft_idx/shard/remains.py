@@ -17,6 +17,7 @@ from megatron_sft_idx.layout import MASK_DTYPES, Header, ShardPaths
 from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
 from megatron_sft_idx.layout.journal import MASK, PACK, Block, BuildOptions, Head, read_blocks, read_head, torn
 from megatron_sft_idx.shard.prefix import WIDENED, is_scratch, lock_journal, read_journal, require_build
+from megatron_sft_idx.storage import open_regular, read_most
 
 __all__ = ["Remains", "complete_header", "find_remains", "pack_records", "read_remains", "where_to_look"]
 
@@ -86,7 +87,7 @@ def read_remains(paths: ShardPaths) -> Remains:
     require_build(paths, head)
     options = BuildOptions.decode(head.content, paths.journal)
     mask_dtype, recorded = options.mask_dtype, 0
-    with open(paths.journal, "rb") as stream:
+    with open_regular(paths.journal) as stream:
         read_head(stream, paths.journal)
         nbytes = begin = stream.tell()
         for block in read_blocks(stream):
@@ -147,8 +148,8 @@ def complete_header(paths: ShardPaths) -> Header:
     if not os.path.lexists(path):
         path = paths.seq_idx
     raw = b""
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
-        raw = file.read(MAX_HEADER_NBYTES)
+    with contextlib.suppress(FileNotFoundError):
+        raw = read_most(path, MAX_HEADER_NBYTES)
     header = Header.decode(raw, path)
     sizes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
     for final, nbytes in (sizes | {paths.seq_idx: header.seq_idx_nbytes}).items():

@@ -18,6 +18,7 @@ from megatron_sft_idx.shard.build import Build
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.remains import read_remains
 from megatron_sft_idx.shard.writer import ShardWriter
+from megatron_sft_idx.storage import open_regular
 
 __all__ = ["InterruptedBuild"]
 
@@ -87,7 +88,7 @@ class InterruptedBuild:
         return marks
 
     def _parts(self) -> Iterator[_Part]:
-        with open(self._path, "rb") as stream:
+        with open_regular(self._path) as stream:
             read_head(stream, self._path)
             for block in read_blocks(stream):
                 if block.kind == PACK:

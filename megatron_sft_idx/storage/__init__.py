@@ -9,8 +9,10 @@ from megatron_sft_idx.storage.local import (
     PreadArray,
     as_bytes,
     check_size,
+    naming,
     open_array,
     open_regular,
+    read_most,
     sync_folder,
 )
 from megatron_sft_idx.storage.options import CACHE_NBYTES, Advice, Backend, BackendName, ReadOptions
@@ -40,8 +42,10 @@ __all__ = [
     "drop_pages",
     "huge_nbytes_of",
     "is_remote",
+    "naming",
     "open_array",
     "open_regular",
+    "read_most",
     "read_runs",
     "require_local",
     "sync_folder",

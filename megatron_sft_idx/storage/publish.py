@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage.local import OutputFile, sync_folder
+from megatron_sft_idx.storage.local import OutputFile, naming, sync_folder
 
 __all__ = [
     "MAX_NAME_NBYTES",
@@ -480,9 +480,8 @@ def _rename(old: str, new: str, flags: int) -> bool:
 def _sync(path: str) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        os.fsync(fd)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from error
+        with naming(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
 

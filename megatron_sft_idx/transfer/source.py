@@ -11,7 +11,7 @@ import xxhash
 from megatron_sft_idx.errors import CorruptShardError, ShardNotFoundError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.files import DATA_SUFFIXES
-from megatron_sft_idx.storage import check_size, is_remote
+from megatron_sft_idx.storage import check_size, is_remote, open_regular
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
 from megatron_sft_idx.storage.remote.files import read_ahead
 from megatron_sft_idx.storage.remote.threads import threads
@@ -54,7 +54,7 @@ class _LocalSource:
         self.paths = ShardPaths.of(prefix)
         if missing := self.paths.missing():
             raise ShardNotFoundError(self.paths.prefix, missing, "check the path, or restore what is missing")
-        with open(self.paths.seq_idx, "rb") as file:
+        with open_regular(self.paths.seq_idx) as file:
             self.seq_idx = file.read()
         self.header = checked_header(self.seq_idx, self.paths.seq_idx)
         for path, digest in zip(self.paths.data, self.header.digests, strict=True):
