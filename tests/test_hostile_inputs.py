@@ -8,12 +8,13 @@ import os
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from chats import SUFFIXES, Outcome
 from cut_short import replacing, undocumented
 from disks import PAGE_NBYTES, filled, mounted
-from hostile import RECIPES, Recipe, World, within
+from hostile import RECIPES, Recipe, World, traced, within
 from obstacles import NOT_UTF8, Cell, attempt, judge_bystanders, judge_words, results, what
 
 from megatron_sft_idx.catalog.documents import read_document
@@ -140,6 +141,37 @@ def full_world() -> Iterator[World]:
         patch.setenv("TMPDIR", str(disk))
         patch.setattr(main, "build_parser", functools.cache(main.build_parser))
         yield World(disk)
+
+
+TO = "convert <s> [out] --allow-loss --to "
+# Whose output cannot be known to be larger than nothing: compressed, or made of input that is small or has no end. And
+# padded arrays are reserved on the disk before they are written, which is no guess.
+UNKNOWN_SIZE = ("produce", "inspect", "create-raw-index", "rebuild", *(TO + name for name in ("parquet", "memmap")))
+
+
+@pytest.mark.parametrize("lacking", ["f_bavail", "f_favail"])
+@pytest.mark.parametrize("text", [text for text in RECIPES if "[" in text or "create" in text])
+def test_too_little_room_is_found_before_the_work(
+    world: World, text: str, lacking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes where it is known that some are needed, and inodes always: nothing is made, not for a while either."""
+    if lacking == "f_bavail" and text.startswith(UNKNOWN_SIZE):
+        return
+    real = os.statvfs("/")
+    names = [name for name in dir(real) if name.startswith("f_")]
+    fake = {name: getattr(real, name) for name in names} | {"f_files": 9, "f_favail": 9**9, lacking: 0}
+    recipe = Recipe(text)
+    with within(world.fresh()), traced() as touched:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "statvfs", lambda path: SimpleNamespace(**fake))
+            before = world.look()
+            outcome = attempt(recipe.argv())
+        after = world.look()
+    assert outcome.code == 1
+    assert "are needed and 0 are free" in outcome.err or "0 inodes are free" in outcome.err
+    assert after == before
+    made = [name for name in touched if not name.endswith(".journal") and not name.startswith(("/dev/", "/proc/"))]
+    assert {os.path.basename(name) for name in made} <= {".", "", "live", "into"}
 
 
 HEADER = b"\x89SFTIDX\n" + (1).to_bytes(4, "little") + (16 << 20).to_bytes(4, "little")

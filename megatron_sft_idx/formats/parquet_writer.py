@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.runs import BinaryMasks, Counts, IndexedRun
-from megatron_sft_idx.storage.publish import Kind, new_file, require_space
+from megatron_sft_idx.storage.publish import Kind, new_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -107,7 +107,6 @@ class Writer(PackedWriter):
                 raise FormatError(f"{name}: compression {compression!r}, choose none, {', '.join(_CODECS)}")
         self._types = [pa.list_(pa.int32()), pa.list_(pa.uint8()), pa.list_(pa.int32())]
         self._schema = pa.schema(list(zip(COLUMNS, self._types, strict=True)), metadata={KEY: _metadata(spec)})
-        require_space(name, 0)  # how far they can be compressed is not known
         self._output, self._complete = new_file(path, KIND, overwrite=overwrite), False
         try:
             with naming(self._output.temporary):

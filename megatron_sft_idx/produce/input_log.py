@@ -18,6 +18,7 @@ __all__ = ["INPUTS", "InputLog", "TakenFile"]
 
 INPUTS = "_inputs.jsonl"
 _MAX_NBYTES = 1 << 30
+_LINE = b'{"name":'
 
 
 class TakenFile(NamedTuple):
@@ -51,6 +52,9 @@ class InputLog:
         content = self._read()
         # A line without its end was being written when the producer was killed: its file was not read yet.
         self._nbytes = content.rfind(b"\n") + 1
+        torn = content[self._nbytes :]
+        if not (_LINE.startswith(torn) or torn.startswith(_LINE)):
+            raise FormatError(f"{path}: a file that no producer wrote is here; move it away, or name another folder")
         lines = content[: self._nbytes].splitlines()
         self.files = [self._parse(line, number) for number, line in enumerate(lines, 1)]
 

@@ -20,6 +20,7 @@ from megatron_sft_idx.storage import OutputFile, naming, require_local, sync_fol
 from megatron_sft_idx.storage.lock import check_lock, lock_file
 from megatron_sft_idx.storage.publish import (
     MAX_NAME_NBYTES,
+    Place,
     describe,
     head_of,
     identity,
@@ -44,6 +45,7 @@ __all__ = [
     "lock_journal",
     "name_held",
     "parts_held",
+    "places_of",
     "publish_all",
     "read_journal",
     "remove_shard",
@@ -73,6 +75,13 @@ def lock_journal(paths: ShardPaths, *, create: bool, shared: bool = False) -> in
     """The lock of whoever writes at a prefix, as a descriptor of the journal. Errors as ``lock_file``."""
     busy = f"{paths.prefix}: another writer is at work here now; wait for it, or choose another prefix"
     return lock_file(paths.journal, MAGICS, create=create, shared=shared, busy=busy)
+
+
+def places_of(prefix: str, role: str, *, written: bool = False) -> list[Place]:
+    """The files of a shard, there or not, for ``require_apart``; one that is written has other names first."""
+    paths = ShardPaths.of(prefix)
+    before = [paths.journal, *map(paths.temporary, paths.all)] if written else []
+    return [Place(file, role) for file in (*paths.all, *before)]
 
 
 def check_free(

@@ -272,6 +272,7 @@ class New:
     def __init__(self, path: str, kind: Kind, *, overwrite: bool, folder: bool) -> None:
         self.path, self._kind, self._overwrite, self._folder = path, kind, overwrite, folder
         self._found = check_place(path, kind, overwrite=overwrite, folder=folder)
+        require_space(path, 0)
         make_folders(path)
         parent, base = os.path.split(path)
         # Room for what is added to it; hidden, so that no pattern for the finished thing finds it.
@@ -498,9 +499,9 @@ def require_space(path: str, nbytes: int, files: int = 1) -> None:
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     room = os.statvfs(folder)
-    free = room.f_bavail * room.f_frsize
+    free, full = room.f_bavail * room.f_frsize, os.strerror(errno.ENOSPC)
     if free < nbytes:
-        raise OSError(errno.ENOSPC, f"{nbytes:,} bytes are needed and {free:,} are free; make room on this disk", path)
+        raise OSError(errno.ENOSPC, f"{full}: {nbytes:,} bytes are needed and {free:,} are free", path)
     # File systems without a fixed number of inodes say that they have none at all.
     if room.f_files and room.f_favail < files:
-        raise OSError(errno.ENOSPC, f"{files:,} files are to be made and {room.f_favail:,} inodes are free", path)
+        raise OSError(errno.ENOSPC, f"{full}: {files:,} files are needed and {room.f_favail:,} inodes are free", path)

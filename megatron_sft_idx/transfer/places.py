@@ -10,7 +10,9 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import check_free
+from megatron_sft_idx.shard.prefix import places_of
 from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage.publish import require_apart
 from megatron_sft_idx.storage.remote import RemotePath, open_store
 from megatron_sft_idx.storage.remote.threads import threads
 from megatron_sft_idx.transfer.download import find_same
@@ -48,6 +50,11 @@ def destinations(prefixes: Sequence[str], target: str) -> list[str]:
 
 def check_destinations(prefixes: Sequence[str], targets: Sequence[str], *, overwrite: bool) -> None:
     """Look at all local places before the first shard is copied. FormatError where one may not be written."""
+    local = [target for target in targets if not is_remote(target)]
+    require_apart(
+        [place for target in local for place in places_of(target, "DST", written=True)],
+        [place for prefix in prefixes if not is_remote(prefix) for place in places_of(prefix, "SRC")],
+    )
     for prefix, target in zip(prefixes, targets, strict=True):
         if is_remote(target):
             continue
