@@ -16,8 +16,7 @@ from megatron_sft_idx.preprocess import output_prefixes
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.lock import check_lock
 from megatron_sft_idx.storage.publish import Place, require_apart, require_space
-from megatron_sft_idx.transfer import StagedOutput, shard_nbytes
-from megatron_sft_idx.transfer.staging import STAGING
+from megatron_sft_idx.transfer import STAGING, StagedOutput, shard_nbytes
 
 __all__ = ["Output", "add_staging", "local_path"]
 
