@@ -25,7 +25,7 @@ from megatron_sft_idx.preprocess import PackOptions
 from megatron_sft_idx.preprocess.pack import pack_shard
 from megatron_sft_idx.rebuild import rebuild
 from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.shard.published import missing_files
+from megatron_sft_idx.shard.opening import missing_files
 from megatron_sft_idx.shards import ShardSet, find_prefixes
 from megatron_sft_idx.storage.remote.threads import CONNECTIONS
 from megatron_sft_idx.verify import verify_shard

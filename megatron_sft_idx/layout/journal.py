@@ -199,6 +199,11 @@ def read_blocks(stream: BinaryIO) -> Iterator[Block]:
         yield Block(kind, np.frombuffer(raw, dtype="<u4").reshape(count, 2))
 
 
+def pack_records(stream: BinaryIO) -> Iterator[NDArray[np.uint32]]:
+    """The records of the PACK blocks, uint32 [n, 2]: length in tokens and sequences of each pack."""
+    return (block.records for block in read_blocks(stream) if block.kind == PACK)
+
+
 def _encoded(content: Mapping[str, Any], *, sort_keys: bool = False) -> bytes:
     # Paths may hold bytes that are no UTF-8, which JSON has an escape for.
     return json.dumps(content, sort_keys=sort_keys, ensure_ascii=False).encode(errors="backslashreplace")

@@ -24,7 +24,7 @@ from megatron_sft_idx.merge.target import CopyWriter
 from megatron_sft_idx.merge.trained import TrainedCount
 from megatron_sft_idx.shard import Shard, check_free, read_header
 from megatron_sft_idx.shard.prefix import drop_remains, is_set_aside, parts_held, places_of, publish_all, read_journal
-from megatron_sft_idx.shard.remains import complete_header
+from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage.publish import Place, require_apart, require_space
 
 __all__ = ["Parts", "SplitReport", "part_prefix", "refuse_other_splits", "split"]

@@ -16,9 +16,9 @@ from megatron_sft_idx.rebuild.replace import Replacement
 from megatron_sft_idx.rebuild.restore import restore
 from megatron_sft_idx.rebuild.survey import Survey, survey
 from megatron_sft_idx.rebuild.watch import Watch, unwatched
+from megatron_sft_idx.shard.opening import where_to_look
 from megatron_sft_idx.shard.prefix import held, lock_journal, read_journal
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
-from megatron_sft_idx.shard.remains import where_to_look
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.verify import verify_shard
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.shard.remains import where_to_look
+from megatron_sft_idx.shard.opening import where_to_look
 from megatron_sft_idx.verify.claims import Claims, check_header
 from megatron_sft_idx.verify.files import CheckedFile, Meter
 from megatron_sft_idx.verify.findings import Findings, Report
