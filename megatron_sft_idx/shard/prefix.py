@@ -43,6 +43,7 @@ __all__ = [
     "is_set_aside",
     "keep_scratch",
     "lock_journal",
+    "locked_journal",
     "name_held",
     "parts_held",
     "places_of",
@@ -82,6 +83,21 @@ def places_of(prefix: str, role: str, *, written: bool = False) -> list[Place]:
     paths = ShardPaths.of(prefix)
     before = [paths.journal, *map(paths.temporary, paths.all)] if written else []
     return [Place(file, role) for file in (*paths.all, *before)]
+
+
+@contextlib.contextmanager
+def locked_journal(paths: ShardPaths, *, create: bool = False, shared: bool = False) -> Iterator[int]:
+    """``lock_journal``, given up in the end."""
+    with _closing(lock_journal(paths, create=create, shared=shared)) as lock:
+        yield lock
+
+
+@contextlib.contextmanager
+def _closing(lock: int) -> Iterator[int]:
+    try:
+        yield lock
+    finally:
+        os.close(lock)
 
 
 def check_free(
@@ -248,21 +264,13 @@ def held(paths: ShardPaths, *, create: bool = True) -> Iterator[int]:
     Raises:
         FormatError: another writer is at work, or was interrupted here.
     """
-    lock = lock_journal(paths, create=create)
-    try:
+    with locked_journal(paths, create=create) as lock:
         try:
             settle(paths, lock, overwrite=False, drops=("rebuild",))
-        except BaseException:
-            if not os.fstat(lock).st_size:
-                unlink_journal(paths, lock)
-            raise
-        try:
             yield lock
         finally:
             if not os.fstat(lock).st_size:  # else it says what was cut short
                 unlink_journal(paths, lock)
-    finally:
-        os.close(lock)
 
 
 def remove_shard(paths: ShardPaths) -> None:
@@ -391,15 +399,12 @@ def suffix_of(paths: ShardPaths, path: str) -> str:
 @contextlib.contextmanager
 def name_held(path: str, busy: str) -> Iterator[None]:
     """Hold the lock of a file that is there for it alone, and goes in the end; it may not hold anything."""
-    lock = lock_file(path, (), create=True, busy=busy)
-    try:
+    with _closing(lock_file(path, (), create=True, busy=busy)) as lock:
         try:
             yield
         finally:
             if not os.fstat(lock).st_size:
                 _unlink_locked(path, lock)
-    finally:
-        os.close(lock)
 
 
 @contextlib.contextmanager
@@ -428,8 +433,7 @@ def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
     """
     for last in (False, True):
         for paths in shards:
-            lock = lock_journal(paths, create=False)
-            try:
+            with locked_journal(paths) as lock:
                 head = Head.read(paths.journal)
                 if head is None or head.done is None:
                     raise FormatError(f"{paths.journal}: another command wrote here meanwhile; run this one again")
@@ -439,26 +443,16 @@ def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
                     unlink_journal(paths, lock)
                 else:
                     _remove_seq_idx(paths, head, durable=durable)
-            finally:
-                os.close(lock)
 
 
 def drop_remains(paths: ShardPaths) -> None:
     """Remove what an interrupted writer left half done at a prefix; a shard there stays, and so does a scratch one.
 
     Raises:
-        FormatError: a living writer is at work here.
+        FormatError: a living writer is at work here, or the journal is torn and names none of the files beside it.
     """
     if not os.path.lexists(paths.journal) or is_scratch(paths):
         return
-    lock = lock_journal(paths, create=False)
-    try:
-        head = None
-        with contextlib.suppress(FormatError):
-            head = Head.read(paths.journal)
-        if head is not None and head.work == "removal":
-            _finish_removal(paths, head.files.values())
-        remove_temporaries(paths, head)
+    with locked_journal(paths) as lock:
+        settle(paths, lock, overwrite=True)
         unlink_journal(paths, lock)
-    finally:
-        os.close(lock)

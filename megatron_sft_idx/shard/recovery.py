@@ -38,7 +38,7 @@ from megatron_sft_idx.shard.prefix import (
     check_free,
     drop_remains,
     is_scratch,
-    lock_journal,
+    locked_journal,
     read_journal,
     require_build,
 )
@@ -104,16 +104,10 @@ def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
         FormatError: a living writer is at work here, or what was interrupted is a copy or a rebuild.
     """
     paths = ShardPaths.of(prefix)
-    try:
-        lock = lock_journal(paths, create=False, shared=True)
-    except FileNotFoundError:
-        return None
-    try:
-        if is_scratch(paths) or ((head := read_journal(paths)) is not None and head.work == "removal"):
-            return None
-        return read_remains(paths)
-    finally:
-        os.close(lock)
+    with contextlib.suppress(FileNotFoundError), locked_journal(paths, shared=True):
+        head = read_journal(paths)
+        return None if is_scratch(paths) or (head is not None and head.work == "removal") else read_remains(paths)
+    return None
 
 
 def read_remains(paths: ShardPaths) -> Remains:
