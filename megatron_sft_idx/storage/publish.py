@@ -179,11 +179,14 @@ def require_apart(writes: Iterable[Place], reads: Iterable[Place] = ()) -> None:
         for key in keys:
             other = seen.setdefault(key, place)
             if other is not place and (len(names) < len(writes) or other in writes):
-                raise FormatError(f"{other.path}: is both {other.role} and {place.role}; {_OTHER_NAME}")
+                both = f"both {other.role} and {place.role}" if other.role != place.role else f"{place.path} too"
+                raise FormatError(f"{other.path}: is {both}; {_OTHER_NAME}")
         names.append((name, place))
     for folder, outer in names[: len(writes)]:
         if outer.folder and _holds(folder, os.getcwd()):
-            raise FormatError(f"{outer.path}: holds the working folder, which would be replaced; {_OTHER_NAME}")
+            raise FormatError(
+                f"{outer.path or repr('')}: holds the working folder, which would be replaced; {_OTHER_NAME}"
+            )
         for name, inner in names if outer.folder else ():
             if inner is not outer and _holds(folder, name):
                 raise FormatError(
