@@ -20,7 +20,9 @@ from megatron_sft_idx.storage import OutputFile, naming, require_local, sync_fol
 from megatron_sft_idx.storage.lock import check_lock, lock_file
 from megatron_sft_idx.storage.publish import (
     MAX_NAME_NBYTES,
+    Kind,
     Place,
+    check_place,
     describe,
     head_of,
     identity,
@@ -88,14 +90,22 @@ def places_of(prefix: str, role: str, *, written: bool = False) -> list[Place]:
 @contextlib.contextmanager
 def locked_journal(paths: ShardPaths, *, create: bool = False, shared: bool = False) -> Iterator[int]:
     """``lock_journal``, given up in the end."""
-    with _closing(lock_journal(paths, create=create, shared=shared)) as lock:
+    lock = lock_journal(paths, create=create, shared=shared)
+    try:
         yield lock
+    finally:
+        os.close(lock)
 
 
 @contextlib.contextmanager
-def _closing(lock: int) -> Iterator[int]:
+def _kept_while_needed(path: str, lock: int) -> Iterator[int]:
+    """Give a lock up in the end, and remove its file, unless that says what was cut short."""
     try:
-        yield lock
+        try:
+            yield lock
+        finally:
+            if not os.fstat(lock).st_size:
+                _unlink_locked(path, lock)
     finally:
         os.close(lock)
 
@@ -138,31 +148,26 @@ def check_free(
             f"{paths.prefix}: {', '.join(present)} exist already;"
             " choose another prefix, or pass overwrite (--overwrite)"
         )
-    # Twice, since a living writer may have been taking its last steps between the looks of the first time.
-    if _strangers(paths, present if not any_file else ()) and (
-        strangers := _strangers(paths, present if not any_file else ())
-    ):
-        raise FormatError(strangers[0])
+    replaced = present if not any_file else []
+    try:
+        _refuse_strangers(paths, replaced)
+    except FormatError:  # unless a living writer was taking its last steps between the looks
+        _refuse_strangers(paths, replaced)
     check_lock(paths.journal, MAGICS)
     remove_shorter(paths, dry_run=True)
     require_space(paths.prefix, nbytes, len(written) + 1)
     return {path: found[path] for path in present}
 
 
-def _strangers(paths: ShardPaths, present: Iterable[str]) -> list[str]:
-    """What speaks against replacing the files that are present, and the temporary ones: a sentence each."""
-    head, no_shard = read_journal(paths), head_of(paths.seq_idx, len(MAGIC)) != MAGIC
-    return [
-        f"{path}: a file that is of no SFT shard is here (no .seq.idx of one is beside it), and is never replaced;"
-        " choose another prefix, or move it away"
-        for path in present
-        if no_shard and not _may_go(path, head)
-    ] + [
-        f"{path}: a file that no journal names is here, where a temporary file would be; choose another prefix, or move"
-        " it away"
-        for path in temporaries_of(paths)
-        if not _may_go(path, head)
-    ]
+def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
+    """FormatError where a file that is present, or one under a temporary name, is not of this package."""
+    head, is_shard = read_journal(paths), head_of(paths.seq_idx, len(MAGIC)) == MAGIC
+    ours = Kind("a file of a shard, which has a .seq.idx", lambda path: is_shard or _may_go(path, head))
+    temporary = Kind("a temporary file that a journal names", lambda path: _may_go(path, head))
+    for path in present:
+        check_place(path, ours, overwrite=True)
+    for path in temporaries_of(paths):
+        check_place(path, temporary, overwrite=True)
 
 
 def inode_of(path: str) -> int | None:
@@ -264,13 +269,9 @@ def held(paths: ShardPaths, *, create: bool = True) -> Iterator[int]:
     Raises:
         FormatError: another writer is at work, or was interrupted here.
     """
-    with locked_journal(paths, create=create) as lock:
-        try:
-            settle(paths, lock, overwrite=False, drops=("rebuild",))
-            yield lock
-        finally:
-            if not os.fstat(lock).st_size:  # else it says what was cut short
-                unlink_journal(paths, lock)
+    with _kept_while_needed(paths.journal, lock_journal(paths, create=create)) as lock:
+        settle(paths, lock, overwrite=False, drops=("rebuild",))
+        yield lock
 
 
 def remove_shard(paths: ShardPaths) -> None:
@@ -399,12 +400,8 @@ def suffix_of(paths: ShardPaths, path: str) -> str:
 @contextlib.contextmanager
 def name_held(path: str, busy: str) -> Iterator[None]:
     """Hold the lock of a file that is there for it alone, and goes in the end; it may not hold anything."""
-    with _closing(lock_file(path, (), create=True, busy=busy)) as lock:
-        try:
-            yield
-        finally:
-            if not os.fstat(lock).st_size:
-                _unlink_locked(path, lock)
+    with _kept_while_needed(path, lock_file(path, (), create=True, busy=busy)):
+        yield
 
 
 @contextlib.contextmanager
