@@ -222,7 +222,7 @@ def test_a_part_is_never_the_source_and_replaces_nothing_unasked(tmp_path: Path)
     packs = demo_samples(6)
     name = part_prefix("x", 1, 3)
     write_samples(tmp_path / name, packs, capacity=64)
-    with pytest.raises(FormatError, match="of the source and of the output"):
+    with pytest.raises(FormatError, match="is both the output and "):
         cut(tmp_path / name, tmp_path / "x", packs=2, overwrite=True)
     write_samples(tmp_path / "y", packs[:3], capacity=64)
     with pytest.raises(FormatError, match="exist already"):

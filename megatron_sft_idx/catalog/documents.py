@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError, UnsupportedVersionError
-from megatron_sft_idx.storage import open_regular
+from megatron_sft_idx.storage import read_most
 from megatron_sft_idx.storage.publish import Kind, write_file
 
 __all__ = ["MAX_NBYTES", "VERSION", "Document", "kind_of_document", "read_document", "write_document"]
@@ -110,11 +110,12 @@ def read_document(path: str | os.PathLike[str]) -> Document | None:
     """
     name = os.fspath(path)
     try:
-        with open_regular(name) as file:
-            data = b""
-            while len(data) <= MAX_NBYTES and (block := file.read(1 << 20)):
-                data += block
+        data = read_most(name, MAX_NBYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
+        if os.path.islink(name):
+            raise FormatError(
+                f"{name}: a symbolic link to nothing is here, expected a file or nothing; move it away"
+            ) from None
         return None
     except IsADirectoryError:
         raise FormatError(f"{name}: a folder is here, expected a file; remove it") from None

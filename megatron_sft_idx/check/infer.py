@@ -30,7 +30,7 @@ from megatron_sft_idx.layout import TOKEN_DTYPES
 from megatron_sft_idx.layout.mmididx import IDX_HEADER, IDX_HEADER_NBYTES, pack_idx_header
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.index import CHUNK_PACKS
-from megatron_sft_idx.storage import Array, OutputFile, PreadArray, as_bytes, open_array
+from megatron_sft_idx.storage import Array, OutputFile, PreadArray, as_bytes, open_array, open_regular
 
 __all__ = ["Advance", "Lengths", "Repeated", "Starts", "Watch", "end_lengths", "idx_lengths", "offset_lengths"]
 
@@ -85,7 +85,7 @@ def idx_lengths(path: str, tokens_nbytes: int) -> tuple[Lengths, np.dtype[Any]]:
         detail = f"{what}; this file of {nbytes} bytes is damaged, or not the index of the .bin beside it"
         return CorruptShardError(path, offset, rule, detail)
 
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         raw = file.read(IDX_HEADER_NBYTES)
     if len(raw) < IDX_HEADER_NBYTES:
         raise corrupt(len(raw), f"file ends after {len(raw)} bytes, an index has {IDX_HEADER_NBYTES} or more")

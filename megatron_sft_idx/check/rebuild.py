@@ -21,11 +21,11 @@ from megatron_sft_idx.check.verify import Report, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
+from megatron_sft_idx.shard.opening import where_to_look
 from megatron_sft_idx.shard.prefix import held, inode_of, lock_journal, read_journal
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
-from megatron_sft_idx.shard.remains import where_to_look
-from megatron_sft_idx.storage import OutputFile, open_regular, require_local
+from megatron_sft_idx.storage import OutputFile, open_regular, read_most, require_local
 from megatron_sft_idx.storage.hashing import digest_file
 from megatron_sft_idx.storage.publish import put
 
@@ -300,8 +300,7 @@ class _Replacement:
         for path in self._written:
             name = self._paths.temporary(path)
             if path == self._paths.seq_idx:
-                with open(name, "rb") as stream:
-                    good = Header.decode(stream.read(header.nbytes), name) == header
+                good = Header.decode(read_most(name, header.nbytes), name) == header
                 good = good and digest_file(name, header.nbytes).checksum == header.arrays_checksum
             else:
                 good = digest_file(name) == digests[path]

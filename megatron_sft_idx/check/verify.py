@@ -37,7 +37,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.header import FIELDS
 from megatron_sft_idx.layout.mmididx import IDX_HEADER_NBYTES
-from megatron_sft_idx.shard.remains import where_to_look
+from megatron_sft_idx.shard.opening import where_to_look
 
 __all__ = ["OnProgress", "Report", "verify_shard"]
 

@@ -43,10 +43,14 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
     if arguments.summary is not None:
         check_summary(arguments.summary, overwrite=arguments.overwrite)
     output = Output(arguments, shards=arguments.output_shards)
-    output.prepare(places(arguments.source, "sft-idx", "the source"))
+    source = Shard(arguments.source)
+    # What is cut off is not known before the plan.
+    whole = options.overlong not in ("drop", "truncate")
+    nbytes = source.header.num_tokens * (source.header.token_dtype.itemsize + source.header.mask_dtype.itemsize)
+    output.prepare(places(arguments.source, "sft-idx", "the source"), nbytes=nbytes if whole else 0)
     begin = time.monotonic()
     report = pack_shard(
-        Shard(arguments.source),
+        source,
         output.local,
         options,
         shards=arguments.output_shards,

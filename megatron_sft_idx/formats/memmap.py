@@ -52,7 +52,7 @@ from megatron_sft_idx.formats.runs import (
 )
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.reader import Pack
-from megatron_sft_idx.storage import open_array, open_regular
+from megatron_sft_idx.storage import open_array, open_regular, read_most
 from megatron_sft_idx.storage.hashing import HashedFile
 from megatron_sft_idx.storage.publish import Kind, New, head_of, new_folder
 
@@ -90,9 +90,7 @@ def read_manifest(folder: str) -> dict[str, Any]:
     """
     path = os.path.join(folder, MANIFEST)
     try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            raw = file.read(min(size, _MOST_MANIFEST_NBYTES) + 1)
+        raw = read_most(path, _MOST_MANIFEST_NBYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise FormatError(
             f"{folder}: no {MANIFEST}, which is written last; the folder is another thing, or was not finished"

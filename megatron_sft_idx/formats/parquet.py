@@ -49,8 +49,8 @@ from megatron_sft_idx.formats.runs import (
 )
 from megatron_sft_idx.layout.values import MAX_CAPACITY, MAX_COUNT
 from megatron_sft_idx.shard.reader import Pack
-from megatron_sft_idx.storage import open_regular
-from megatron_sft_idx.storage.publish import Kind, new_file, require_space
+from megatron_sft_idx.storage import naming, open_regular
+from megatron_sft_idx.storage.publish import Kind, new_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -517,17 +517,6 @@ def _list_array(values: NDArray[Any], lengths: NDArray[np.int64], kind: pa.DataT
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.ascontiguousarray(values)), type=kind)
 
 
-@contextlib.contextmanager
-def _path_in_errors(path: str) -> Iterator[None]:
-    """What the disk says, with the path; pyarrow leaves it out."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, os.strerror(error.errno), path) from error
-
-
 class Writer(PackedWriter):
     """Writes one packed Parquet file: int32 ids, uint8 masks, int32 starts, what Nemotron writes and Bridge reads.
 
@@ -575,10 +564,10 @@ class Writer(PackedWriter):
                 raise FormatError(f"{name}: compression {compression!r}, choose none, {', '.join(_CODECS)}")
         self._types = [pa.list_(pa.int32()), pa.list_(pa.uint8()), pa.list_(pa.int32())]
         self._schema = pa.schema(list(zip(COLUMNS, self._types, strict=True)), metadata={KEY: _metadata(spec)})
-        require_space(name, 0)  # how far they can be compressed is not known
         self._output, self._complete = new_file(path, KIND, overwrite=overwrite), False
         try:
-            self._writer: Any = pq.ParquetWriter(self._output.temporary, self._schema, compression=compression)
+            with naming(self._output.temporary):
+                self._writer: Any = pq.ParquetWriter(self._output.temporary, self._schema, compression=compression)
         except BaseException:
             self._output.abandon()
             raise
@@ -630,7 +619,7 @@ class Writer(PackedWriter):
         held.clear()  # the encoder needs several times as much: not both at once
         arrays = [_list_array(*column, kind) for column, kind in zip(columns, self._types, strict=True)]
         table = pa.Table.from_arrays(arrays, schema=self._schema)
-        with _path_in_errors(self._output.temporary):
+        with naming(self._output.temporary):
             self._writer.write_table(table, row_group_size=len(lengths))
         pa.default_memory_pool().release_unused()
 
@@ -644,7 +633,7 @@ class Writer(PackedWriter):
             return
         self._counts.require(self._output.path, self._spec)
         self._write_group()
-        with _path_in_errors(self._output.temporary):
+        with naming(self._output.temporary):
             self._writer.close()
         self._complete = True
 

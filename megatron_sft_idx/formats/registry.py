@@ -14,7 +14,7 @@ from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.formats.checks import MaskAlignment
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.shard.prefix import check_free
+from megatron_sft_idx.shard.prefix import check_free, places_of
 from megatron_sft_idx.shard.shard_set import find_prefixes, natural_key
 from megatron_sft_idx.storage import is_remote, open_regular, require_local
 from megatron_sft_idx.storage.publish import Place, check_place, files_of, resolve
@@ -246,10 +246,8 @@ def places(path: str, name: str, role: str, *, written: bool = False) -> list[Pl
         path: as the user gave it.
         name: of the format.
         role: what the path is to the run, for sentences.
-        written: it is going to be written: a folder as a whole; a shard under other names, and with a journal, first.
+        written: it is going to be written: a folder as a whole.
     """
     if name not in _PREFIXES:
         return [Place(path, role, folder=name in _FOLDERS)] if written else files_of(path, role)
-    paths = ShardPaths.of(path)
-    before = [paths.journal, *map(paths.temporary, paths.all)] if written else []
-    return [Place(file, role) for file in (*paths.all, *before)]
+    return places_of(path, role, written=written)

@@ -16,6 +16,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same
 from megatron_sft_idx.storage import CACHE_NBYTES, Advice, BackendName, ReadOptions
+from megatron_sft_idx.storage.publish import require_space
 
 __all__ = ["FORMAT", "Reader", "Writer", "recognise", "spec_of"]
 
@@ -150,6 +151,7 @@ class Writer(PackedWriter):
 
     def __init__(self, path: str, spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False) -> None:
         del allow_loss
+        require_space(os.fspath(path), spec.num_tokens * (spec.token_dtype.itemsize + spec.mask_dtype.itemsize))
         self._writer = ShardWriter(
             os.fspath(path),
             token_dtype=spec.token_dtype,

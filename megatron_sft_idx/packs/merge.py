@@ -15,6 +15,8 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, nbytes_of
 from megatron_sft_idx.shard import check_free, read_header
 from megatron_sft_idx.shard.fingerprints import source_of, template_of, tokenizer_of
+from megatron_sft_idx.shard.prefix import places_of
+from megatron_sft_idx.storage.publish import require_apart
 
 __all__ = [
     "MAX_RUNS",
@@ -30,7 +32,6 @@ __all__ = [
     "merge",
     "origin_entry",
     "own_run",
-    "refuse_shared",
     "runs_of",
     "slice_runs",
 ]
@@ -338,7 +339,8 @@ def merge(
     """
     paths = ShardPaths.of(prefix)
     prefixes = [ShardPaths.of(source).prefix for source in sources]
-    refuse_shared(paths, map(ShardPaths, prefixes))
+    read = [place for source in prefixes for place in places_of(source, "a source")]
+    require_apart(places_of(paths.prefix, "the output", written=True), read)
     check_free(paths, overwrite=overwrite)
     agreement = Agreement(mixed_capacity=mixed_capacity, mixed_templates=mixed_templates)
     ids, total, trained_tokens, masked_packs = [], 0, 0, 0
@@ -373,12 +375,3 @@ def counting(progress: ProgressCallback | None, total: int) -> Callable[[int], N
             progress(done, total)
 
     return tick
-
-
-def refuse_shared(one: ShardPaths, others: Iterable[ShardPaths]) -> None:
-    """FormatError where a file of one shard, by whatever name, is a file of another: one is read, the other written."""
-    files = {os.path.realpath(path) for path in one.all}
-    for other in others:
-        for path in other.all:
-            if os.path.realpath(path) in files:
-                raise FormatError(f"{path}: is a file of the source and of the output; choose another output prefix")

@@ -24,14 +24,13 @@ from megatron_sft_idx.packs.merge import (
     ProgressCallback,
     counting,
     origin_entry,
-    refuse_shared,
     runs_of,
     slice_runs,
 )
 from megatron_sft_idx.shard import Shard, check_free, read_header
-from megatron_sft_idx.shard.prefix import drop_remains, is_set_aside, parts_held, publish_all, read_journal
-from megatron_sft_idx.shard.remains import complete_header
-from megatron_sft_idx.storage.publish import require_space
+from megatron_sft_idx.shard.prefix import drop_remains, is_set_aside, parts_held, places_of, publish_all, read_journal
+from megatron_sft_idx.shard.recovery import complete_header
+from megatron_sft_idx.storage.publish import Place, require_apart, require_space
 
 __all__ = ["Parts", "SplitReport", "part_prefix", "refuse_other_splits", "split"]
 
@@ -118,7 +117,8 @@ def split(
     tick = counting(progress, nbytes_of(header) + copied_nbytes(header, header.num_tokens, header.num_sequences))
     shard = SourceShard(source, header.shard_id, tick)
     planned = list(_plan(shard, prefix, parts))
-    refuse_shared(ShardPaths.of(source), (part.paths for part in planned))
+    outputs = [place for part in planned for place in places_of(part.paths.prefix, "the output", written=True)]
+    require_apart([*outputs, Place(f"{prefix}-parts.journal", "the output")], places_of(source, "the source"))
     refuse_other_splits(prefix, len(planned))
     with parts_held(prefix):
         kept = {part for part in planned if resume and part.is_there()}

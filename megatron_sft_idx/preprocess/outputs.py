@@ -16,7 +16,7 @@ from megatron_sft_idx.preprocess.gather import PackedRun
 from megatron_sft_idx.preprocess.overlong import Cuts, Overlong, cut_sequences
 from megatron_sft_idx.shard import ShardWriter, check_free, read_header
 from megatron_sft_idx.shard.prefix import is_set_aside
-from megatron_sft_idx.shard.remains import complete_header
+from megatron_sft_idx.shard.recovery import complete_header
 
 __all__ = ["Output", "PackOptions", "Packing", "make_room", "output_prefixes", "plan_packs"]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_sft_idx.catalog import Catalog, ProducerState
+from megatron_sft_idx.catalog.folder import END, PRODUCER
 from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
@@ -44,7 +45,7 @@ from megatron_sft_idx.shard import Shard, ShardWriter, check_free, remove_shard
 from megatron_sft_idx.shard.prefix import drop_remains, name_held, temporaries_of
 from megatron_sft_idx.storage.publish import describe, resolve
 
-__all__ = ["ProduceSummary", "produce"]
+__all__ = ["ProduceSummary", "own_files", "produce"]
 
 # The tokenised sequences of the shard in the making; thrown away with each.
 _WORK, _CORPUS = "_work", "corpus"
@@ -136,6 +137,13 @@ def _held(catalog: Catalog) -> Iterator[None]:
         if made:
             with contextlib.suppress(OSError):  # it is not empty
                 os.rmdir(folder)
+
+
+def own_files(folder: str) -> list[str]:
+    """The folder of a catalog, and what a producer writes in it under names that it always has."""
+    corpus = ShardPaths.of(os.path.join(folder, _WORK, _CORPUS))
+    names = (PRODUCER, END, INPUTS, f"{_LOCK}.journal", _WORK)
+    return [folder, *(os.path.join(folder, name) for name in names), *corpus.all, corpus.journal]
 
 
 def _check_work(catalog: Catalog) -> None:

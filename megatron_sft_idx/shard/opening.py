@@ -1,7 +1,8 @@
-"""The files of a shard, opened: five arrays, each read the way that was chosen; packs as ranges of them."""
+"""Opening a shard: its header, and five arrays, each read the way that was chosen; packs as ranges of them."""
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -10,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
-from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.shard.published import not_found, read_header, read_raw_header, require_same
-from megatron_sft_idx.shard.remote import IndexCache, open_remote
+from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
+from megatron_sft_idx.layout.header import peek_nbytes
+from megatron_sft_idx.shard import remote
 from megatron_sft_idx.storage import (
     Array,
     BlockCache,
@@ -30,6 +31,7 @@ from megatron_sft_idx.storage import (
     huge_nbytes_of,
     is_remote,
     open_array,
+    open_regular,
 )
 
 __all__ = [
@@ -38,8 +40,12 @@ __all__ = [
     "checked_packs",
     "drop_packs",
     "huge_nbytes",
+    "missing_files",
     "open_files",
+    "read_header",
+    "require_same",
     "runs_of",
+    "where_to_look",
     "will_need_packs",
 ]
 
@@ -98,21 +104,21 @@ def open_files(paths: ShardPaths, options: ReadOptions, cache: BlockCache | None
         ShardNotFoundError, FormatError, StorageError: as of ``Shard``.
     """
     if is_remote(paths.prefix):
-        return Files.of(*open_remote(paths, IndexCache(index_cache), options.backend))
+        return Files.of(*remote.open_remote(paths, remote.IndexCache(index_cache), options.backend))
     try:
         return _open_local(paths, options, cache)
     except ShardNotFoundError:
         raise
     except FileNotFoundError:  # gone since it was looked for, as when another shard is being published
-        raise not_found(paths) from None
+        raise _not_found(paths) from None
 
 
 def _open_local(paths: ShardPaths, options: ReadOptions, cache: BlockCache | None) -> Files:
-    raw = read_raw_header(paths)
+    raw = _read_raw_header(paths)
     header = Header.decode(raw, paths.seq_idx)
     if missing := paths.missing():
         if paths.seq_idx in missing:
-            raise not_found(paths)
+            raise _not_found(paths)
         remedy = paths.index_remedy if missing == [paths.idx] else "copy all five files"
         raise ShardNotFoundError(paths.prefix, missing, remedy)
     nbytes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
@@ -140,7 +146,7 @@ def _open_local(paths: ShardPaths, options: ReadOptions, cache: BlockCache | Non
     )
     # Whoever replaces a shard removes its .seq.idx first (rule W3). Where it is still the same one, every file
     # opened in between belongs to it; sizes alone would not tell, a shuffled shard has the same.
-    if read_raw_header(paths) != raw:
+    if _read_raw_header(paths) != raw:
         raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")
     return files
 
@@ -256,3 +262,76 @@ def _token_span(files: Files, start: int, stop: int) -> tuple[int, int]:
 def huge_nbytes(files: Files, cache: BlockCache | None) -> int:
     """Bytes of tokens and masks, or of the cache they are read through, that are mapped by huge pages."""
     return huge_nbytes_of([cache.memory] if cache is not None else [files.tokens, files.loss])
+
+
+def read_header(prefix: str | os.PathLike[str] | ShardPaths) -> Header:
+    """The header of a shard; reads nothing else.
+
+    Raises:
+        ShardNotFoundError: no ``.seq.idx``.
+        CorruptShardError, UnsupportedVersionError: see ``Header.decode``.
+    """
+    paths = ShardPaths.of(prefix)
+    return Header.decode(_read_raw_header(paths), paths.seq_idx)
+
+
+def missing_files(prefix: str | os.PathLike[str]) -> list[str]:
+    """Which of a shard's five files are not there, locally or in an object store."""
+    paths = ShardPaths.of(prefix)
+    return remote.find_missing(paths) if is_remote(paths.prefix) else paths.missing()
+
+
+def _read_raw_header(paths: ShardPaths) -> bytes:
+    """The header's bytes, as many as are there; ShardNotFoundError where there is no ``.seq.idx``."""
+    if is_remote(paths.prefix):
+        return remote.read_raw_header(paths)
+    if not os.path.isfile(paths.seq_idx):  # whoever opens a pipe waits for its other end
+        raise _not_found(paths)
+    try:
+        with open_regular(paths.seq_idx) as file:
+            raw = file.read(HEADER_FIXED_NBYTES)
+            size = min(peek_nbytes(raw, paths.seq_idx), os.fstat(file.fileno()).st_size)
+            return raw + file.read(size - len(raw))
+    except FileNotFoundError:
+        raise _not_found(paths) from None
+
+
+def _not_found(paths: ShardPaths) -> ShardNotFoundError:
+    """What is missing at a prefix, and what would help."""
+    missing = paths.missing()
+    if paths.seq_idx in missing and os.path.exists(paths.journal):
+        remedy = (
+            "a build was interrupted here: go on with it (preprocess --resume), recover its packs (megatron-sft-idx"
+            f" rebuild {paths.prefix}), or start anew with overwrite (--overwrite)"
+        )
+    elif len(missing) == len(paths.all):
+        remedy = where_to_look(paths)
+    elif missing == [paths.seq_idx] or paths.loss in missing:
+        remedy = "the files beside them may be a stock Megatron dataset without loss masks, or a shard copied in part"
+    else:
+        remedy = "copy all five files"
+    return ShardNotFoundError(paths.prefix, missing or [paths.seq_idx], remedy)
+
+
+def require_same(prefix: str, found: bytes, expected: bytes) -> None:
+    """FormatError unless the shard that is at a prefix now is the one that a dataset was made from."""
+    if found != expected:
+        raise FormatError(
+            f"{prefix}: shard {found.hex()} is here now, this dataset was made from {expected.hex()};"
+            " another shard was published over it: start again"
+        )
+
+
+def where_to_look(paths: ShardPaths) -> str:
+    """A remedy where nothing is at a prefix: what a killed run was making there may lie beside it, under a longer name.
+
+    ``preprocess`` makes the tokenised corpus first, at ``PREFIX.unpacked``.
+    """
+    journals = sorted(glob.glob(f"{glob.escape(paths.prefix)}.*.journal"))
+    if not journals:
+        return "check the prefix: the path without .seq.idx"
+    beside = journals[0].removesuffix(".journal")
+    return (
+        f"a build of {beside} was interrupted, or is at work: preprocess --resume goes on with it,"
+        f" megatron-sft-idx rebuild {beside} recovers its packs"
+    )

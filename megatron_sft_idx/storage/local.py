@@ -13,6 +13,7 @@ import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,11 +31,16 @@ __all__ = [
     "ReopenedArray",
     "as_bytes",
     "check_size",
+    "naming",
     "open_array",
     "open_regular",
+    "read_most",
     "read_runs",
     "sync_folder",
 ]
+
+
+_BUFFER_NBYTES = 1 << 16
 
 
 class Array(Protocol):
@@ -111,10 +117,8 @@ class PreadArray(CopiedArray):
         """
         view, offset, done = out.data, self._offset + offset, 0
         while done < len(view):
-            try:
+            with naming(self._path):
                 got = os.preadv(self._fd, [view[done:]], offset + done)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, self._path) from error
             if not got:
                 raise CorruptShardError(
                     self._path,
@@ -149,6 +153,40 @@ def check_size(path: str, found: int, expected: int) -> None:
         )
 
 
+class naming:  # noqa: N801
+    """A context in which errors of the disk that name no file, as those of a descriptor, get the path of one."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename, error.strerror = os.fspath(self._path), os.strerror(error.errno)
+
+
+def read_most(path: str | os.PathLike[str], nbytes: int) -> bytes:
+    """The first bytes of a file, in no more memory than it has bytes; errors as ``open_regular``."""
+    with open_regular(path) as file:
+        return file.read(min(nbytes, os.fstat(file.fileno()).st_size))
+
+
+class _NamedFile(io.FileIO):
+    """A file whose errors name it, those of reading too."""
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        with naming(self.name):
+            return super().readinto(buffer)
+
+    def readall(self) -> bytes:
+        with naming(self.name):
+            return super().readall()
+
+
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """A file that a user named, open for reading; never waits, as opening a FIFO does for its other end.
 
@@ -156,9 +194,9 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
         FormatError: what is there is no file.
         OSError: there is nothing, a folder, or what may not be read.
     """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    file = _NamedFile(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
+        return io.BufferedReader(file, _BUFFER_NBYTES)
     file.close()
     raise FormatError(f"{os.fspath(path)}: neither a file nor a folder, expected a file; name one")
 
@@ -228,48 +266,41 @@ class OutputFile:
     def cut(self, nbytes: int) -> None:
         """Drop what lies behind the first ``nbytes``, and go on there."""
         assert nbytes <= self.nbytes
-        try:
+        with naming(self.path):
             os.ftruncate(self._fd, nbytes)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self.path) from error
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Bytes already written; fewer where the file ends before."""
         pieces = []
-        while nbytes and (piece := os.pread(self._fd, nbytes, offset)):
-            pieces.append(piece)
-            offset, nbytes = offset + len(piece), nbytes - len(piece)
+        with naming(self.path):
+            while nbytes and (piece := os.pread(self._fd, nbytes, offset)):
+                pieces.append(piece)
+                offset, nbytes = offset + len(piece), nbytes - len(piece)
         return b"".join(pieces)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append all of ``data``."""
         view = memoryview(data)
-        try:
+        with naming(self.path):
             while view:
                 written = os.write(self._fd, view)
                 self.nbytes += written
                 view = view[written:]
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self.path) from error
 
     def write_at(self, data: bytes, offset: int) -> None:
         """Replace bytes already written."""
         assert offset + len(data) <= self.nbytes
         done = 0
-        try:
+        with naming(self.path):
             while done < len(data):
                 done += os.pwrite(self._fd, data[done:], offset + done)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self.path) from error
 
     def sync(self) -> None:
         """Wait until the bytes are on disk, unless the file was opened with ``durable=False``."""
         if self._durable:
-            try:
+            with naming(self.path):
                 os.fsync(self._fd)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, self.path) from error
 
     def fileno(self) -> int:
         """The descriptor."""
@@ -286,9 +317,8 @@ def sync_folder(folder: str | Path) -> None:
     """Make renames and unlinks in ``folder`` durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, os.fspath(folder)) from error
+        with naming(folder):
+            os.fsync(fd)
     finally:
         os.close(fd)
 

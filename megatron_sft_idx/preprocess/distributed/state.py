@@ -19,6 +19,7 @@ from megatron_sft_idx.preprocess.distributed.stretches import Cutting
 from megatron_sft_idx.preprocess.encoding import RowEncoder
 from megatron_sft_idx.preprocess.identity import option_differences
 from megatron_sft_idx.shard.prefix import lock_journal
+from megatron_sft_idx.storage import read_most
 from megatron_sft_idx.storage.publish import Kind, head_of, write_file
 
 __all__ = ["RunFolder"]
@@ -127,8 +128,7 @@ class RunFolder:
         return bool(state["overwrite"])
 
     def _read(self) -> dict[str, Any]:
-        with open(self._state, "rb") as file:
-            raw = file.read(_MAX_NBYTES)
+        raw = read_most(self._state, _MAX_NBYTES)
         with contextlib.suppress(ValueError, RecursionError):
             state = json.loads(raw)
             if (
