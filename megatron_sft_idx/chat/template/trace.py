@@ -245,9 +245,10 @@ class TracedTemplate:
     def _text(self, template: Template, variables: dict[str, Any]) -> str:
         chunks = self._tracker.chunks
         append = chunks.append
+        self._environment.allowance.start(variables)
         for chunk in template.root_render_func(template.new_context(variables)):
             append(chunk)  # one at a time: marks note how many there are
-        return "".join(chunks)
+        return self._environment.allowance.joined(chunks)
 
     def _events(self) -> list[tuple[int, int]]:
         """The events in the template's flow, by character."""
@@ -284,6 +285,7 @@ class TracedTemplate:
     def _compile(self, marks: bool) -> tuple[Template, bool]:
         environment = self._environment
         try:
+            environment.allowance.compile()
             marker = Marker(environment, marks)
             tree = marker.visit(environment.parse(self._source))
             code = environment.compile(tree, name=self._name, filename=self._name)
