@@ -23,10 +23,10 @@ from markupsafe import Markup
 
 __all__ = ["ITEM", "POINTER", "Allowance", "NotText", "Overspent", "text_bytes"]
 
-BASE = 1 << 28
+BASE = 1 << 27
 """Units of every rendering."""
 
-PER_UNIT_OF_DATA = 64
+PER_UNIT_OF_DATA = 128
 """Further units for each unit that the conversation itself weighs."""
 
 COMPILING = 1 << 14
@@ -43,6 +43,7 @@ MAX_NUMBER = 1 << (1 << 16)
 
 _MAX_KEY_DEPTH = 64
 _AHEAD = 1 << 18  # loops whose price is below this are paid when they begin
+_AT_ONCE = 1 << 16  # up to here, what is joined is paid for afterwards
 _SMALL = 64  # the longest text that is paid by its characters, whatever their width
 
 _VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
@@ -64,20 +65,24 @@ class Allowance:
 
     Attributes:
         left: units.
+        nests: whether the template may have made a list or dict of others, which can be much larger than it looks.
     """
 
     def __init__(self) -> None:
         self.left = COMPILING
+        self.nests = self._template_nests = True
         self._data: Mapping[str, Any] | None = None
 
     def start(self, variables: Mapping[str, Any]) -> None:
         """Begin a rendering of ``variables``."""
         self.left = BASE
+        self.nests = self._template_nests
         self._data = variables
 
-    def compile(self) -> None:
-        """Begin to compile a template."""
+    def compile(self, nests: bool) -> None:
+        """Begin to compile a template, which ``nests`` or never does."""
         self.left = COMPILING
+        self.nests, self._template_nests = True, nests
         self._data = None
 
     def spend(self, units: int) -> None:
@@ -227,12 +232,14 @@ class Allowance:
         if type(parts) is not list:
             parts = self.listed(parts)
         units = sum(map(len, parts))
-        if units > _SMALL and not all(map(str.isascii, parts)):
-            units *= 4
-        self.left -= units
+        if units > _AT_ONCE:
+            self.spend(units if all(map(str.isascii, parts)) else 4 * units)
+            return "".join(parts)
+        text = "".join(parts)
+        self.left -= units if text.isascii() else 4 * units
         if self.left < 0:
             self.overspent()
-        return "".join(parts)
+        return text
 
     def joined_by(self, separator: str, parts: list[Any], strict: bool = False) -> str:
         """The parts with a separator between them; those that are no text as text, unless ``strict``."""
@@ -267,37 +274,22 @@ class Allowance:
 
     # Operators
 
-    def added(self, *parts: Any) -> Any:
-        """``a + b + c``, from the left."""
-        units = 0
-        for part in parts:
-            if type(part) is not str:
-                break
-            units += len(part)
-        else:
-            if units > _SMALL and not all(map(str.isascii, parts)):
-                units *= 4
-            self.left -= units
+    def made(self, value: Any) -> Any:
+        """What was added up, of at most two values besides constants."""
+        if type(value) is str:
+            units = len(value)
+            self.left -= units if units <= _SMALL or value.isascii() else 4 * units
             if self.left < 0:
                 self.overspent()
-            return "".join(parts)
-        total = parts[0]
-        for part in parts[1:]:
-            total = self.add(total, part)
-        return total
-
-    def add(self, left: Any, right: Any) -> Any:
-        """``left + right``."""
-        for side in (left, right):
-            if isinstance(side, (list, tuple)):
-                self.spend(POINTER * len(side))
-            elif isinstance(side, (str, bytes)):
-                self.spend(text_bytes(side) if type(side) is str else 8 * len(side))
-        if isinstance(left, Markup) or isinstance(right, Markup):
-            for side in (left, right):
-                self.written(side)
-                self.spend(8 * len(side) if isinstance(side, str) else 0)  # what escaping may make of it
-        return self.number(left + right)
+            return value
+        if isinstance(value, str):
+            self.spend(text_bytes(value))
+        elif isinstance(value, bytes):
+            self.spend(len(value))
+        elif isinstance(value, (list, tuple)):
+            self.nests = True
+            self.spend(POINTER * len(value))
+        return self.number(value)
 
     def subtracted(self, left: Any, right: Any) -> Any:
         """``left - right``."""

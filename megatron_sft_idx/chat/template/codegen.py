@@ -15,7 +15,7 @@ from jinja2.compiler import CodeGenerator, Frame, optimizeconst
 
 from megatron_sft_idx.chat.template.allowance import ITEM
 
-__all__ = ["CountingGenerator"]
+__all__ = ["CountingGenerator", "nests"]
 
 _STEP = 8
 """Units of a node of the syntax tree, each time that it is evaluated."""
@@ -28,6 +28,8 @@ _MAKERS = (
     nodes.List, nodes.Tuple, nodes.Dict, nodes.Macro, nodes.AssignBlock, nodes.FilterBlock, nodes.For,
 )  # fmt: skip
 _LOOP_NUMBERS = frozenset({"index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"})
+_NESTING_FILTERS = frozenset({"batch", "slice", "groupby", "dictsort", "map", "sum"})
+_NESTING_NAMES = frozenset({"dict", "varargs", "kwargs", "cycler"})
 _COMPARED = {"eq": "==", "ne": "!=", "gt": ">", "gteq": ">=", "lt": "<", "lteq": "<=", "in": "in", "notin": "not in"}
 
 
@@ -104,17 +106,26 @@ class CountingGenerator(CodeGenerator):
 
     @optimizeconst
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
-        """Write ``a + b + c`` as one call."""
+        """Write ``a + b + c``: what two of them make, constants apart, is paid for before a third is added."""
         parts: list[nodes.Expr] = []
         first: nodes.Expr = node
         while isinstance(first, nodes.Add):
             parts.append(first.right)
             first = first.left
-        parts.append(first)
-        if len(parts) == 2 and any(map(_is_number, parts)):  # counting
-            self._plain(node, "+", frame)
-        else:
-            self._called("added", parts[::-1], frame)
+        parts = [first, *reversed(parts)]
+        opening: list[str] = []
+        unpaid = 0 if _is_small(first) else 1
+        for number, part in enumerate(parts[1:], start=2):
+            unpaid += not _is_small(part)
+            paid = unpaid == 2 or (unpaid == 1 and number == len(parts) and not _is_number(part))
+            opening.append("environment.made(" if paid else "(")
+            unpaid = 1 if paid else unpaid
+        self.write("".join(reversed(opening)))
+        self.visit(first, frame)
+        for part in parts[1:]:
+            self.write(" + ")
+            self.visit(part, frame)
+            self.write(")")
 
     @optimizeconst
     def visit_Sub(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
@@ -199,6 +210,13 @@ class CountingGenerator(CodeGenerator):
 
 
 def _is_number(node: nodes.Node) -> bool:
+    """Whether it is a number that is not large, whatever the data are."""
+    if isinstance(node, nodes.Getattr):
+        return isinstance(node.node, nodes.Name) and node.node.name == "loop" and node.attr in _LOOP_NUMBERS
+    if isinstance(node, nodes.Filter):
+        return node.name in ("length", "count")
+    if isinstance(node, nodes.Sub):
+        return _is_number(node.left) and _is_number(node.right)
     return isinstance(node, nodes.Const) and type(node.value) in (int, float)
 
 
@@ -209,11 +227,26 @@ def _is_listed(node: nodes.Node) -> bool:
 
 def _is_small(node: nodes.Node) -> bool:
     """Whether comparing with it is one step, whatever it is compared with."""
-    if isinstance(node, nodes.Getattr):
-        return isinstance(node.node, nodes.Name) and node.node.name == "loop" and node.attr in _LOOP_NUMBERS
-    if isinstance(node, nodes.Filter):
-        return node.name in ("length", "count")
-    return isinstance(node, nodes.Const)
+    return isinstance(node, nodes.Const) or _is_number(node)
+
+
+def nests(tree: nodes.Template) -> bool:
+    """Whether a template may put lists or dicts into others: by a literal, a filter, or the arguments of a macro."""
+    for node in tree.find_all((nodes.List, nodes.Tuple, nodes.Dict, nodes.Filter, nodes.Name, nodes.Call)):
+        if isinstance(node, nodes.Filter):
+            found = node.name in _NESTING_FILTERS
+        elif isinstance(node, nodes.Name):
+            found = node.name in _NESTING_NAMES
+        elif isinstance(node, nodes.Dict):
+            found = not all(isinstance(item.value, nodes.Const) for item in node.items)
+        elif isinstance(node, nodes.Call):
+            found = isinstance(node.node, nodes.Getattr) and node.node.attr == "fromkeys"
+        else:
+            assert isinstance(node, (nodes.List, nodes.Tuple))
+            found = not _is_listed(node) and getattr(node, "ctx", "load") == "load"
+        if found:
+            return True
+    return False
 
 
 def _price(body: Sequence[nodes.Node]) -> int:

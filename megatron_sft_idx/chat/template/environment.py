@@ -50,11 +50,11 @@ _COMPARING = frozenset(
     ["==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", "ge", ">=", "<", "lt", "lessthan", "<=", "le"]
 )
 _OF_ALLOWANCE = (
-    "added",
     "concatenated",
     "contains",
     "iterated",
     "key",
+    "made",
     "sliced",
     "soft_text",
     "spend",
@@ -247,6 +247,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                         raise Overspent(f"repeating something {other} times is too much for a chat template")
                     each = text_bytes(one) if isinstance(one, (str, bytes)) else POINTER * len(one)
                     allowance.spend(each * max(0, other))
+                    allowance.nests = True
             if isinstance(left, int) and isinstance(right, int):
                 allowance.spend(left.bit_length() + right.bit_length() >> 3)
         return allowance.number(super().call_binop(context, operator, left, right))

@@ -93,7 +93,8 @@ def _own(allowance: Allowance, filters: dict[str, Filter]) -> dict[str, Filter]:
         if not isinstance(start, (list, tuple)):
             return allowance.number(sum(parts, start))
         for part in parts:
-            start = allowance.add(start, part)
+            allowance.spend(POINTER * len(start))
+            start = allowance.made(start + part)
         return start
 
     def format_(value: Any, *args: Any, **kwargs: Any) -> str:
@@ -125,7 +126,8 @@ def _to_json(
 ) -> str:
     if isinstance(value, Undefined):
         raise TypeError(f"tojson: {value._undefined_message}")
-    allowance.weigh(value, per_character=6)
+    if allowance.nests:
+        allowance.weigh(value, per_character=6)
     if not ensure_ascii and indent is None and separators is None and not sort_keys:
         text = _encode_json(value)  # the same text without building an encoder each time
         allowance.spend(len(text))
