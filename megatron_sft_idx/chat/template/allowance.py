@@ -29,6 +29,9 @@ BASE = 1 << 27
 PER_UNIT_OF_DATA = 128
 """Further units for each unit that the conversation itself weighs."""
 
+GENEROUS = 1 << 29
+"""Up to here four times that: a template may write down anew, for each message, all that was said before."""
+
 COMPILING = 1 << 14
 """Units for what is computed from constants while a template is compiled."""
 
@@ -43,7 +46,8 @@ MAX_NUMBER = 1 << (1 << 16)
 
 _MAX_KEY_DEPTH = 64
 _AHEAD = 1 << 18  # loops whose price is below this are paid when they begin
-_AT_ONCE = 1 << 16  # up to here, what is joined is paid for afterwards
+_HARDLY_SPENT = BASE - (1 << 20)
+_FEW = 64  # parts, joined before they are paid for while little is spent
 _SMALL = 64  # the longest text that is paid by its characters, whatever their width
 
 _VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
@@ -102,7 +106,8 @@ class Allowance:
             bounds = Allowance()
             bounds.left = 1 << 62
             bounds.weigh([value for value in data.values() if type(value) in (str, list, dict)])
-            self.left += PER_UNIT_OF_DATA * ((1 << 62) - bounds.left)
+            more = PER_UNIT_OF_DATA * ((1 << 62) - bounds.left)
+            self.left += max(more, min(4 * more, GENEROUS))
         if self.left < 0:
             raise Overspent(
                 "it takes more loop iterations, other steps or characters for one conversation than any should"
@@ -118,7 +123,7 @@ class Allowance:
         while waiting:
             one = take()
             kind = type(one)
-            units += ITEM
+            units += 2 * ITEM
             if kind is str:
                 units += (len(one) if len(one) <= _SMALL else text_bytes(one)) * per_character
             elif kind is dict:
@@ -169,10 +174,9 @@ class Allowance:
     def iterated(self, iterable: Any, weight: int) -> Any:
         """What a loop goes through, every item of which costs ``weight`` units."""
         if type(iterable) in _SIZED:
-            price = len(iterable) * weight
-            if price > _AHEAD:
+            if len(iterable) * weight > _AHEAD:
                 return _Paid(self, iterable, weight)
-            self.left -= price
+            self.left -= len(iterable) * weight
             if self.left < 0:
                 self.overspent()
             return iterable
@@ -231,12 +235,12 @@ class Allowance:
         """The parts as one text."""
         if type(parts) is not list:
             parts = self.listed(parts)
-        units = sum(map(len, parts))
-        if units > _AT_ONCE:
+        if len(parts) > _FEW or self.left < _HARDLY_SPENT:
+            units = sum(map(len, parts))
             self.spend(units if all(map(str.isascii, parts)) else 4 * units)
             return "".join(parts)
-        text = "".join(parts)
-        self.left -= units if text.isascii() else 4 * units
+        text = "".join(parts)  # not long: no part has been paid for by more than a little
+        self.left -= len(text) if text.isascii() else 4 * len(text)
         if self.left < 0:
             self.overspent()
         return text
@@ -323,9 +327,8 @@ class Allowance:
             return item in self.each(holder)
         return item in holder
 
-    def sliced(self, value: Any, start: Any, stop: Any, step: Any = None) -> Any:
-        """``value[start:stop:step]``."""
-        part = value[start:stop:step]
+    def cut(self, part: Any) -> Any:
+        """What was cut out of something."""
         kind = type(part)
         if kind is str:
             self.left -= len(part) if len(part) <= _SMALL else text_bytes(part)

@@ -12,6 +12,7 @@ from typing import Any
 
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame, optimizeconst
+from jinja2.idtracking import VAR_LOAD_PARAMETER
 
 from megatron_sft_idx.chat.template.allowance import ITEM
 
@@ -23,10 +24,14 @@ _STEP = 8
 _MAKES = 56
 """Further units of a node that may make an object."""
 
+_ENTERS = 512
+"""Further units of a macro, a block or a recursive loop, each time that it is entered."""
+
 _MAKERS = (
     nodes.Call, nodes.Filter, nodes.Test, nodes.Concat, nodes.BinExpr, nodes.Output, nodes.Getattr, nodes.Getitem,
     nodes.List, nodes.Tuple, nodes.Dict, nodes.Macro, nodes.AssignBlock, nodes.FilterBlock, nodes.For,
 )  # fmt: skip
+_DICT_ATTRIBUTES = frozenset(dir(dict))
 _LOOP_NUMBERS = frozenset({"index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"})
 _NESTING_FILTERS = frozenset({"batch", "slice", "groupby", "dictsort", "map", "sum"})
 _NESTING_NAMES = frozenset({"dict", "varargs", "kwargs", "cycler"})
@@ -60,26 +65,26 @@ class CountingGenerator(CodeGenerator):
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:  # noqa: N802 - Jinja's names
         """Write the template."""
         for block in node.find_all(nodes.Block):
-            self._entered[id(block.body)] = _price(block.body)
+            self._entered[id(block.body)] = _ENTERS + _price(block.body)
         super().visit_Template(node, frame)
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:  # noqa: N802
         """Write a loop."""
         price = _price([*node.body, *([node.test] if node.test else [])])
         if node.recursive:  # it is entered anew from within
-            self._entered[id(node.body)] = price
+            self._entered[id(node.body)] = _ENTERS + price
         else:
             self._iterated[id(node.iter)] = price
         super().visit_For(node, frame)
 
     def visit_Macro(self, node: nodes.Macro, frame: Frame) -> None:  # noqa: N802
         """Write a macro."""
-        self._entered[id(node.body)] = _price([*node.body, *node.defaults])
+        self._entered[id(node.body)] = _ENTERS + _price([*node.body, *node.defaults])
         super().visit_Macro(node, frame)
 
     def visit_CallBlock(self, node: nodes.CallBlock, frame: Frame) -> None:  # noqa: N802
         """Write a call block, whose body is a macro."""
-        self._entered[id(node.body)] = _price([*node.body, *node.defaults])
+        self._entered[id(node.body)] = _ENTERS + _price([*node.body, *node.defaults])
         super().visit_CallBlock(node, frame)
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
@@ -94,13 +99,10 @@ class CountingGenerator(CodeGenerator):
         else:
             self.write(") is str else environment.text(written))")
 
-    def _called(self, function: str, arguments: Sequence[nodes.Expr | None], frame: Frame) -> None:
+    def _called(self, function: str, arguments: Sequence[nodes.Expr], frame: Frame) -> None:
         self.write(f"environment.{function}(")
         for argument in arguments:
-            if argument is None:
-                self.write("None")
-            else:
-                self.visit(argument, frame)
+            self.visit(argument, frame)
             self.write(", ")
         self.write(")")
 
@@ -114,12 +116,13 @@ class CountingGenerator(CodeGenerator):
             first = first.left
         parts = [first, *reversed(parts)]
         opening: list[str] = []
-        unpaid = 0 if _is_small(first) else 1
+        values = 0 if _is_small(first) else 1
+        paid = False
         for number, part in enumerate(parts[1:], start=2):
-            unpaid += not _is_small(part)
-            paid = unpaid == 2 or (unpaid == 1 and number == len(parts) and not _is_number(part))
-            opening.append("environment.made(" if paid else "(")
-            unpaid = 1 if paid else unpaid
+            values += not _is_small(part)
+            pays = values == 2 or (number == len(parts) and values == 1 and not paid and not _is_number(part))
+            opening.append("environment.made(" if pays else "(")
+            values, paid = (1, True) if pays else (values, paid)
         self.write("".join(reversed(opening)))
         self.visit(first, frame)
         for part in parts[1:]:
@@ -175,10 +178,38 @@ class CountingGenerator(CodeGenerator):
         self.write(")")
 
     @optimizeconst
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802
+        """Write ``a.b``; fields of messages and numbers of loops, which are looked up most, without a call."""
+        name = self._variable(node.node, frame)
+        call = f"environment.getattr({name}, {node.attr!r})"
+        if name is None:
+            super().visit_Getattr(node, frame)
+        elif _is_number(node):
+            self.write(f"({name}.{node.attr} if type({name}) is LoopContext else {call})")
+        elif node.attr not in _DICT_ATTRIBUTES:
+            got = f"type({name}) is dict and (got := {name}.get({node.attr!r}, missing)) is not missing"
+            self.write(f"(got if {got} else {call})")
+        else:
+            self.write(call)
+
+    def _variable(self, node: nodes.Node, frame: Frame) -> str | None:
+        """What a loop variable or a parameter is called in Python; None for anything else, which may be undefined."""
+        if not isinstance(node, nodes.Name):
+            return None
+        name = frame.symbols.ref(node.name)
+        load = frame.symbols.find_load(name)
+        known = load is not None and load[0] == VAR_LOAD_PARAMETER and not self.parameter_is_undeclared(name)
+        return name if known else None
+
+    @optimizeconst
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
         """Write ``a[b]`` or ``a[b:c]``."""
         if isinstance(node.arg, nodes.Slice):
-            self._called("sliced", [node.node, node.arg.start, node.arg.stop, node.arg.step], frame)
+            self.write("environment.cut(")
+            self.visit(node.node, frame)
+            self.write("[")
+            self.visit(node.arg, frame)
+            self.write("])")
         else:
             self._called("getitem", [node.node, node.arg], frame)
 

@@ -28,7 +28,7 @@ from markupsafe import Markup
 from megatron_sft_idx.chat.template.allowance import POINTER, Allowance, Overspent, text_bytes
 from megatron_sft_idx.chat.template.codegen import CountingGenerator
 from megatron_sft_idx.chat.template.filters import counted_filters
-from megatron_sft_idx.chat.template.prices import call_method, price_of_percent, spec_width
+from megatron_sft_idx.chat.template.prices import LINEAR, call_method, price_of_percent, spec_width
 from megatron_sft_idx.errors import FormatError
 
 __all__ = ["GENERATION", "RaisedByTemplate", "TemplateEnvironment"]
@@ -52,10 +52,10 @@ _COMPARING = frozenset(
 _OF_ALLOWANCE = (
     "concatenated",
     "contains",
+    "cut",
     "iterated",
     "key",
     "made",
-    "sliced",
     "soft_text",
     "spend",
     "subtracted",
@@ -179,6 +179,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 return value
             if argument not in _DICT_ATTRIBUTES:
                 return self.undefined(obj=obj, name=argument)
+        elif type(obj) is list and type(argument) is int and -len(obj) <= argument < len(obj):
+            return obj[argument]
         return super().getitem(obj, self.allowance.key(argument))
 
     def call(
@@ -218,8 +220,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 return value.get(*args)
             if name in _VIEWS and not args and not kwargs:
                 return getattr(value, name)()
-        elif kind is str and name in self._methods[str]:
-            return call_method(self.allowance, value, name, args, kwargs)
+        elif kind is str and name in LINEAR:
+            allowance = self.allowance
+            allowance.left -= len(value) if value.isascii() else 4 * len(value)
+            if allowance.left < 0:
+                allowance.overspent()
+            return getattr(value, name)(*args, **kwargs)
         if loop_vars is not None:
             kwargs["_loop_vars"] = loop_vars
         if block_vars is not None:

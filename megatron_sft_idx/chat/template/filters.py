@@ -27,6 +27,8 @@ __all__ = ["counted_filters"]
 Filter = Callable[..., Any]
 
 _FREE = ("abs", "attr", "count", "d", "default", "first", "items", "last", "length")
+_SORTED = 256  # units of an item that is sorted, looked up and compared in Python
+_PRETTY = 64  # times a value's weight: pprint goes through it many times
 _MAX_DIGITS = 1 << 14
 _MAX_PRECISION = 1 << 10
 
@@ -215,9 +217,7 @@ def _striptags(allowance: Allowance, value: Any) -> Any:
 
 def _links(allowance: Allowance, value: Any, *args: Any, **kwargs: Any) -> Any:
     """A filter that may write its arguments beside every word."""
-    before = allowance.left
-    allowance.weigh((args, kwargs))
-    size = before - allowance.left
+    size = _size(allowance, (args, kwargs))
     value = value if isinstance(value, str) else allowance.text(value)
     allowance.spend(text_bytes(value) * (64 + size))
     return value
@@ -231,8 +231,15 @@ def _pairs(allowance: Allowance, value: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _pretty(allowance: Allowance, value: Any) -> Any:
     allowance.written(value)
-    allowance.weigh(value, per_character=64)
+    allowance.spend(_PRETTY * _size(allowance, value))
     return value
+
+
+def _size(allowance: Allowance, value: Any) -> int:
+    """What a value weighs, which is spent."""
+    before = allowance.left
+    allowance.weigh(value)
+    return max(0, before - allowance.left)
 
 
 def _safe(allowance: Allowance, value: Any) -> Any:
@@ -241,9 +248,7 @@ def _safe(allowance: Allowance, value: Any) -> Any:
 
 def _lazy(allowance: Allowance, value: Any, *args: Any, **kwargs: Any) -> Any:
     """Filters that go through their value one by one, and look at arguments each time."""
-    before = allowance.left
-    allowance.weigh((args, kwargs))
-    weight = 4 * ITEM + before - allowance.left
+    weight = 4 * ITEM + _size(allowance, (args, kwargs))
     if isinstance(value, Sized):
         allowance.spend(weight * len(value))
         return value
@@ -254,6 +259,8 @@ def _compared(allowance: Allowance, value: Any, *args: Any, **kwargs: Any) -> An
     """Filters that compare all items of their value with each other, in some order."""
     if not isinstance(value, Sized):
         value = allowance.listed(value) if hasattr(value, "__iter__") else value
+    if isinstance(value, Sized):
+        allowance.spend(_SORTED * len(value))
     allowance.weigh(value, per_character=4)
     return value
 

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from megatron_sft_idx.chat.template.allowance import ITEM, Allowance, Overspent, text_bytes
 
-__all__ = ["call_method", "price_of_percent", "price_of_string_method", "spec_width"]
+__all__ = ["LINEAR", "call_method", "price_of_percent", "price_of_string_method", "spec_width"]
 
 _SPACES = " \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
     map(chr, range(0x2000, 0x200B))
@@ -24,8 +24,7 @@ _PIECE = 64
 _SHORT = 256
 _CONVERSION = re.compile(r"%(?:\([^()]*\))?[#0\- +]*(\*|\d+)?(?:\.(\*|\d*))?[hlL]?(.)", re.DOTALL)
 
-# Methods that make no more than a few times their string: case mapping and the like.
-_LINEAR = frozenset(
+LINEAR = frozenset(
     {
         "capitalize", "casefold", "count", "encode", "endswith", "find", "index", "isalnum", "isalpha", "isascii",
         "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper",
@@ -33,6 +32,8 @@ _LINEAR = frozenset(
         "startswith", "strip", "swapcase", "title", "upper",
     }
 )  # fmt: skip
+"""Methods of strings whose results are not larger than the string: case mapping and the like."""
+
 _BUILT_IN: dict[type, frozenset[str]] = {
     tuple: frozenset({"count", "index"}),
     list: frozenset({"count", "index", "copy"}),
@@ -106,11 +107,8 @@ def call_method(allowance: Allowance, value: Any, name: str, args: tuple[Any, ..
     """
     kind = type(value)
     if kind is str:
-        if name in _LINEAR:
-            units = len(value)
-            allowance.left -= units if units <= 64 or value.isascii() else 4 * units
-            if allowance.left < 0:
-                allowance.overspent()
+        if name in LINEAR:
+            allowance.spend(text_bytes(value))
             return getattr(value, name)(*args, **kwargs)
         if name in _STRING_PRICES:
             allowance.spend(price_of_string_method(name, value, *args, **kwargs))
@@ -118,7 +116,7 @@ def call_method(allowance: Allowance, value: Any, name: str, args: tuple[Any, ..
         if name == "join" and len(args) == 1 and not kwargs:
             return allowance.joined_by(value, allowance.listed(args[0], ITEM), strict=True)
     elif isinstance(value, Markup):
-        if name in _LINEAR or name in _STRING_PRICES or name in ("join", "unescape", "striptags"):
+        if name in LINEAR or name in _STRING_PRICES or name in ("join", "unescape", "striptags"):
             return _call_markup(allowance, value, name, args, kwargs)
     elif any(isinstance(value, known) and name in names for known, names in _BUILT_IN.items()):
         if name == "get":
