@@ -13,7 +13,7 @@ base is spent, a multiple of the conversation's own size.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from types import BuiltinMethodType, FunctionType, GeneratorType, MethodType
+from types import BuiltinMethodType, FunctionType, MethodType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -375,21 +375,18 @@ def _check_text(value: Any) -> None:
             raise NotText(f"the template writes {_called(one)}")
 
 
-_KINDS: tuple[tuple[tuple[type, ...], str, str], ...] = (
-    ((Macro,), "a macro", ": were parentheses forgotten?"),
-    ((BuiltinMethodType, MethodType), "a method", ": were parentheses forgotten?"),
-    ((FunctionType, type), "a function", ": were parentheses forgotten?"),
-    ((GeneratorType, map, filter, zip, reversed), "values that are still to come", ": was `| list` forgotten?"),
-)
-
-
 def _called(value: Any) -> str:
     """What a value without a text is, for a sentence."""
+    if hasattr(value, "__next__") and type(value).__module__ == "builtins":  # generators and iterators, not loops
+        return "values that are still to come: was `| list` forgotten?"
     name = getattr(value, "__name__", None) or getattr(value, "name", None)
     known = f" ({name})" if isinstance(name, str) and name.isidentifier() else ""
-    for kinds, what, remedy in _KINDS:
-        if isinstance(value, kinds):
-            return f"{what}{'' if 'list' in remedy else known}{remedy}"
-    if callable(value) and known:
-        return f"a function{known}: were parentheses forgotten?"
-    return f"an object of type {type(value).__name__}, which has no text of its own"
+    if isinstance(value, Macro):
+        what = "a macro"
+    elif isinstance(value, (BuiltinMethodType, MethodType)):
+        what = "a method"
+    elif isinstance(value, (FunctionType, type)) or (callable(value) and known):
+        what = "a function"
+    else:
+        return f"an object of type {type(value).__name__}, which has no text of its own"
+    return f"{what}{known}: were parentheses forgotten?"
