@@ -24,7 +24,7 @@ _STEP = 8
 _MAKES = 56
 """Further units of a node that may make an object."""
 
-_ENTERS = 512
+_ENTERS = 2048
 """Further units of a macro, a block or a recursive loop, each time that it is entered."""
 
 _MAKERS = (
