@@ -105,6 +105,8 @@ PREPARING: Scenes = {
     "the assistant says nothing": lambda: prepare(rows=[{"messages": [{"role": "user", "content": "a"}]}]),
     "System role not supported": lambda: prepare(template=NO_SYSTEM),
     "the chat template asks for today's date": lambda: prepare(template=DATE),
+    "the template writes a method": lambda: prepare(template="{{ messages[0].items }}"),
+    "it takes more loop iterations": lambda: prepare(template="{{ 'a'.center(10 ** 10) }}"),
     "is of type 'image'": lambda: prepare(rows=[chat([{"type": "image", "image": "x.png"}])]),
     "expected messages or conversations": lambda: prepare(rows=[{"dialogue": "a"}]),
     "not valid JSON": cut_json,

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from jinja2.exceptions import SecurityError
 
+from megatron_sft_idx.chat.template.allowance import Overspent
 from megatron_sft_idx.chat.template.environment import RaisedByTemplate, TemplateEnvironment
 from megatron_sft_idx.chat.template.forms import (
     NULL_FORMS,
@@ -39,6 +40,7 @@ REVISION = 2
 """Raised whenever the same template and row would give other text or spans."""
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_RUNAWAY = (Overspent, OverflowError, MemoryError)
 _Result = TypeVar("_Result")
 
 
@@ -50,6 +52,10 @@ class _Row(NamedTuple):
     variables: dict[str, Any]
     notes: dict[str, int]
     style: Style
+
+
+class _Runaway(SequenceError):  # noqa: N818 - what the template is, in its reason
+    """A rendering asked for more than any should: other forms of the row are not tried."""
 
 
 class ChatTemplate:
@@ -136,9 +142,9 @@ class ChatTemplate:
 
         Raises:
             SequenceError: the conversation cannot be used with this template: the template refuses it, fails
-                on it, or leaves out what the assistant says; or nothing tells where that is. ``source`` is only
-                ``"conversation"``.
-            FormatError: the template cannot be used: it needs a date, or runs away.
+                on it, runs away, writes what has no text, or leaves out what the assistant says; or nothing tells
+                where that is. ``source`` is only ``"conversation"``.
+            FormatError: the template cannot be used: it needs a date, or reaches for what it may not.
         """
         return self._in_some_form(conversation, lambda row: [self._whole(row)])[0]
 
@@ -177,6 +183,8 @@ class ChatTemplate:
                     row = _Row(conversation, messages, self._variables(messages, conversation), notes, style)
                     try:
                         rendered = step(row)
+                    except _Runaway:
+                        raise
                     except SequenceError as error:
                         failed = failed or error
                         continue
@@ -313,9 +321,8 @@ class ChatTemplate:
             return step(*arguments)
         except FormatError:
             raise
-        except OverflowError as error:
-            where = self._template.line_of(error)
-            raise FormatError(f"{self.name}: {where}a template may not do this: {error}") from None
+        except _RUNAWAY as error:
+            raise self._runaway(error) from None
         except Exception:
             return None
 
@@ -340,12 +347,19 @@ class ChatTemplate:
             raise
         except RaisedByTemplate as error:
             raise unusable(f"the chat template {self.name} refuses it: {error}") from None
-        except (SecurityError, OverflowError, MemoryError) as error:
+        except _RUNAWAY as error:
+            raise self._runaway(error) from None
+        except SecurityError as error:
             where = self._template.line_of(error)
             raise FormatError(f"{self.name}: {where}a template may not do this: {error}") from None
         except Exception as error:
             where = self._template.line_of(error)
             raise unusable(f"the chat template {self.name} fails on it: {where}{error}") from None
+
+    def _runaway(self, error: Exception) -> _Runaway:
+        where = self._template.line_of(error)
+        what = str(error) or "it needs more memory than there is"
+        return _Runaway("conversation", None, f"{self.name}: {where}a template may not do this: {what}")
 
     def _refuse_reserved(self, kwargs: Mapping[str, Any], error: Callable[[str], Exception]) -> None:
         taken = _RESERVED.intersection(kwargs)

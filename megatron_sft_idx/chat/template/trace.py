@@ -24,17 +24,12 @@ from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateSyntaxError
 
+from megatron_sft_idx.chat.template.codegen import nests
 from megatron_sft_idx.chat.template.environment import TemplateEnvironment
 from megatron_sft_idx.chat.template.marks import Marker
 from megatron_sft_idx.errors import FormatError
 
 __all__ = ["Segment", "Traced", "TracedTemplate", "Untraceable"]
-
-MAX_CHARACTERS = 1 << 27
-"""More text than this from one conversation is a runaway template."""
-
-MAX_ITERATIONS = 1 << 22
-"""More loop iterations than this for one conversation is a runaway template."""
 
 _LEAVE, _BEGIN, _END, _STOP = -1, -2, -3, -4  # events; 0 and up enter that frame
 _SENTINELS = tuple(chr(base) for base in range(0xF0000, 0xF0040, 2))
@@ -84,7 +79,6 @@ class _Tracker:
         self.frames: list[int] = []  # the message of each frame
         self._stack = [-1]  # the message each open loop iteration belongs to
         self._places: dict[int, int] = {}  # identity of a message to its position
-        self._iterations = self._counted = self._measured = 0
         self.sentinel = ""
         self.captured = False
 
@@ -96,7 +90,6 @@ class _Tracker:
         self._places.clear()
         for index, message in enumerate(messages):
             self._places[id(message)] = index
-        self._iterations = self._counted = self._measured = 0
         self.sentinel = sentinel
         self.captured = False
 
@@ -149,24 +142,15 @@ class _Tracker:
         def end_captured(_value: Any) -> str:
             return self._written(_END)
 
-        def tick(_value: Any) -> None:
-            self._indexed(None, ())
-
         functions = (enter, leave, begin, end, enter_captured, leave_captured, begin_captured, end_captured)
-        return {f"trace {function.__name__}": function for function in (*functions, tick)}
+        return {f"trace {function.__name__}": function for function in functions}
 
     def _written(self, event: int) -> str:
         self.captured = True
         return f"{self.sentinel}{event}{chr(ord(self.sentinel) + 1)}"
 
     def _indexed(self, value: Any, lists: Sequence[Any]) -> int | None:
-        """The message that a loop variable stands for without being it: an index, or one of several values.
-
-        Everything but plain loops over the messages comes here, so here runaway templates are stopped.
-        """
-        self._iterations += 1
-        if not self._iterations % 1024:
-            self._bound()
+        """The message that a loop variable stands for without being it: an index, or one of several values."""
         if type(value) is int:
             for candidate in lists:
                 if type(candidate) is list and 0 <= value < len(candidate):
@@ -178,14 +162,6 @@ class _Tracker:
                 if id(item) in self._places:
                     return self._places[id(item)]
         return None
-
-    def _bound(self) -> None:
-        self._measured += sum(map(len, self.chunks[self._counted :]))
-        self._counted = len(self.chunks)
-        if self._iterations > MAX_ITERATIONS:
-            raise OverflowError(f"more than {MAX_ITERATIONS} loop iterations for one conversation")
-        if self._measured > MAX_CHARACTERS:
-            raise OverflowError(f"more than {MAX_CHARACTERS} characters for one conversation")
 
 
 class TracedTemplate:
@@ -245,9 +221,10 @@ class TracedTemplate:
     def _text(self, template: Template, variables: dict[str, Any]) -> str:
         chunks = self._tracker.chunks
         append = chunks.append
+        self._environment.allowance.start(variables)
         for chunk in template.root_render_func(template.new_context(variables)):
             append(chunk)  # one at a time: marks note how many there are
-        return "".join(chunks)
+        return self._environment.allowance.joined(chunks)
 
     def _events(self) -> list[tuple[int, int]]:
         """The events in the template's flow, by character."""
@@ -285,7 +262,9 @@ class TracedTemplate:
         environment = self._environment
         try:
             marker = Marker(environment, marks)
-            tree = marker.visit(environment.parse(self._source))
+            tree = environment.parse(self._source)
+            environment.allowance.compile(nests(tree))
+            tree = marker.visit(tree)
             code = environment.compile(tree, name=self._name, filename=self._name)
         except TemplateSyntaxError as error:
             raise FormatError(f"{self._name}: line {error.lineno}: {error.message}") from None
