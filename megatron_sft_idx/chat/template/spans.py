@@ -22,7 +22,7 @@ from markupsafe import escape
 
 from megatron_sft_idx.chat.template.forms import Piece, pieces_of, squeezed
 from megatron_sft_idx.chat.template.marking import Place
-from megatron_sft_idx.chat.template.scaffold import Edges
+from megatron_sft_idx.chat.template.scaffold import Edges, Written
 from megatron_sft_idx.chat.template.trace import Segment, Traced
 from megatron_sft_idx.errors import FormatError, SequenceError
 
@@ -103,7 +103,7 @@ class _Edge(NamedTuple):
     """What is known of turns of one kind: the untrained text they start with; how they stop behind their own text."""
 
     head: str
-    dropped: int
+    dropped: str
     late: str
 
 
@@ -373,18 +373,23 @@ class SpanFinder:
         shapes = self._shapes
         around = (shapes[message], shapes[message + 1], shapes[message + 2])
         tail = text[said:high] if not traced else _end_piece(text[max(said, last.start, high - 64) : high])
-        key = (self._variables, around, message > self._question, traced, len(segments), text[low:first], tail)
+        before = _tag_before(text, low)
+        key = (self._variables, around, message > self._question, traced, len(segments), before, text[low:first], tail)
         known = rules.known.get(key)
-        if known is None or not (text.startswith(known.head, low) and text.startswith(known.late, last.stop)):
+        if known is None or not (
+            text.startswith(known.head, low)
+            and text.startswith(known.late, last.stop)
+            and text.endswith(known.dropped, said, high)
+        ):
             start, stop = self._learnt(message, segments, found, traced)
             late = text[last.stop : stop] if stop > high else ""
             if len(rules.known) >= _MOST_KNOWN:
                 rules.known.clear()
-            rules.known[key] = _Edge(text[low:start], 0 if late else high - stop, late)
+            rules.known[key] = _Edge(text[low:start], text[stop:high], late)
             return start, stop
         if said == high and not known.late:
             self._note("no_end_of_turn")
-        return low + len(known.head), last.stop + len(known.late) if known.late else high - known.dropped
+        return low + len(known.head), last.stop + len(known.late) if known.late else high - len(known.dropped)
 
     def _learnt(
         self, message: int, segments: list[Segment], found: list[tuple[int, Piece]], traced: bool
@@ -404,14 +409,29 @@ class SpanFinder:
             self._edges = self._make_edges()
         start = min(first, self._edges.start(message, low, first, first in words))
         said = max(said, start)
-        stop = max(said, self._edges.stop(message, low, start, said, high, last.stop if traced else None))
+        written = Written(last.stop, *self._neighbours(message, low, start, last.stop)) if traced else None
+        stop = max(said, self._edges.stop(message, low, said, high, written))
         closed = text[:stop].removesuffix(rules.bos).rstrip() if rules.bos else text[:stop]
-        if len(closed) < stop and rules.eos and closed.endswith(rules.eos) and len(closed) >= said:
+        if len(closed) < stop and rules.eos and closed.endswith(rules.eos, said):
             stop = len(closed)  # the next text's beginning, written early
         if said == stop:
             self._note("no_end_of_turn")
         self._check(message, segments, start, stop)
         return start, stop
+
+    def _neighbours(self, message: int, low: int, start: int, stop: int) -> tuple[str, bool | None]:
+        """What the first answer to the same question begins with, and whether an answer's text follows this one's."""
+        first = message
+        while first and self._messages[first - 1].get("role") == "assistant":
+            first -= 1
+        head = self._text[low:start] if first == message else ""
+        if first != message and (written := self._written.get(first)):
+            begin = written[0].start
+            words = [at for piece in pieces_of(self._messages[first]) if (at := self._find(piece.text, written)) >= 0]
+            head = self._text[begin : min(words, default=begin)]
+        behind = [(one.start, one.message) for some in self._written.values() for one in some if one.start >= stop]
+        answered = self._messages[min(behind)[1]].get("role") == "assistant" if behind else None
+        return head if first else "", answered
 
     def _check(self, message: int, segments: list[Segment], start: int, stop: int) -> None:
         """Refuse where words of others lie in a turn, or words of its own outside: the two ways do not agree."""
@@ -559,6 +579,12 @@ def _shape(message: Mapping[str, Any], tested: Sequence[str], index: int) -> tup
 
 def _within(at: int, segments: Sequence[Segment]) -> bool:
     return any(one.start <= at <= one.stop for one in segments)
+
+
+def _tag_before(text: str, at: int) -> str:
+    """The tag that a template wrote right before a place, if it is one: there, data would make kinds without end."""
+    before = text[max(0, at - 64) : at].rstrip()
+    return _end_piece(before) if before[-1:] in (">", "]") else ""
 
 
 def _end_piece(text: str) -> str:
