@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 __all__ = [
     "ABSENT", "ASKED", "NULL_FORMS", "REASONING_FIELDS", "SAID", "Piece",
     "Style", "in_text_parts", "lacks_content", "learn_style", "pieces_of", "prepared", "prints_parts", "squeezed",
+    "words_called_with",
 ]  # fmt: skip
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -89,6 +90,33 @@ def pieces_of(message: Mapping[str, Any]) -> list[Piece]:
     return pieces
 
 
+def words_called_with(message: Mapping[str, Any]) -> list[str]:
+    """The words in the arguments of a message's calls, however a template writes what is between them."""
+    found: list[str] = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        arguments = (function if isinstance(function, Mapping) else call).get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                arguments = [arguments]
+        _collect_words(arguments, found)
+    return found
+
+
+def _collect_words(value: object, found: list[str]) -> None:
+    if isinstance(value, str):
+        found += re.findall(r"[A-Za-z0-9]{2,}", value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _collect_words(key, found)
+            _collect_words(item, found)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect_words(item, found)
+
+
 def squeezed(text: str) -> str:
     """The text without any whitespace, for templates that reflow it."""
     return "".join(text.split())
@@ -109,11 +137,13 @@ class Style:
         text_arguments: tool-call arguments as JSON text come out legible, not as JSON inside a JSON string.
         parsed_arguments: tool-call arguments as a dict come out legible, not as a Python repr.
         in_parts: contents must be lists of text parts; the template loses strings.
+        writes_arguments: arguments come out at all, as far as a made-up call tells.
     """
 
     text_arguments: bool = True
     parsed_arguments: bool = True
     in_parts: bool = False
+    writes_arguments: bool = True
 
 
 def lacks_content(message: Mapping[str, Any]) -> bool:
@@ -223,9 +253,10 @@ def learn_style(render: Callable[[list[dict[str, Any]]], str | None]) -> Style:
     parsed = _rendered_call(render, {"zqkey": "zqvalue"}, in_parts)
     text_fits = "zqvalue" in pasted and '\\"zqkey' not in pasted
     parsed_fits = "zqvalue" in parsed and "'zqkey'" not in parsed
+    written = "zqvalue" in pasted or "zqvalue" in parsed
     if not (text_fits or parsed_fits):
         text_fits = parsed_fits = True
-    return Style(text_fits, parsed_fits, in_parts)
+    return Style(text_fits, parsed_fits, in_parts, written)
 
 
 def _rendered_call(render: Callable[[list[dict[str, Any]]], str | None], arguments: object, in_parts: bool) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import escape
 
-from megatron_sft_idx.chat.template.forms import Piece, pieces_of, squeezed
+from megatron_sft_idx.chat.template.forms import Piece, pieces_of, squeezed, words_called_with
 from megatron_sft_idx.chat.template.marking import Place
 from megatron_sft_idx.chat.template.scaffold import Edges, Written
 from megatron_sft_idx.chat.template.trace import Segment, Traced
@@ -141,6 +141,7 @@ class SpanFinder:
         edges: makes what finds the edges of turns.
         locate: finds the data of the messages in the text; None where that fails.
         variables: what else decides what the template writes, as a key.
+        sure_of_arguments: whether the template is known to write what functions are called with.
     """
 
     def __init__(
@@ -152,10 +153,12 @@ class SpanFinder:
         edges: Callable[[], Edges],
         locate: Callable[[], list[Place] | None],
         variables: str = "",
+        sure_of_arguments: bool = True,
     ) -> None:
         self.notes: dict[str, int] = {}
         self._rules, self._text, self._messages, self._traced = rules, text, messages, traced
         self._make_edges, self._locate, self._variables = edges, locate, variables
+        self._sure_of_arguments = sure_of_arguments
         self._edges: Edges | None = None
         self._places: list[Place] | None = None
         self._searched = False
@@ -352,6 +355,11 @@ class SpanFinder:
             if found < names.count(name):
                 what = f"{names.count(name) - found} of {names.count(name)} calls of {name}"
                 raise self._refused(message, what, how)
+        if names and not self._sure_of_arguments:
+            text = "".join(self._text[one.start : one.stop] for one in segments)
+            lost = [word for word in words_called_with(self._messages[message]) if word not in text]
+            if lost:
+                raise self._refused(message, f"{_short(lost[0])} of the arguments of the calls", how)
 
     def _refused(self, message: int, what: str, how: tuple[str, str] = _LEAVES) -> SequenceError:
         verb, remedy = how
