@@ -18,6 +18,7 @@ from jinja2.exceptions import SecurityError
 
 from megatron_sft_idx.chat.template.environment import RaisedByTemplate, TemplateEnvironment
 from megatron_sft_idx.chat.template.forms import (
+    ABSENT,
     NULL_FORMS,
     Style,
     in_text_parts,
@@ -176,7 +177,7 @@ class ChatTemplate:
                 True,
             ):  # where the learnt form fails, contents as strings or parts, whichever it is not
                 style = replace(self._style, in_parts=not self._style.in_parts) if other else self._style
-                for note, missing in NULL_FORMS if lacking else NULL_FORMS[:1]:
+                for note, missing in style.null_forms if lacking else NULL_FORMS[:1]:
                     notes = {note: len(lacking)} if lacking else {}
                     messages = prepared(conversation.messages, style, notes, missing)
                     row = _Row(conversation, messages, self._variables(messages, conversation), notes, style)
@@ -190,9 +191,10 @@ class ChatTemplate:
                         continue
                     if style.in_parts and any(prints_parts(one.text) for one in rendered):
                         continue
-                    if missing is NULL_FORMS[0][1]:
-                        return rendered
-                    if missing is not None or not self._writes_none(rendered, conversation):
+                    if missing is ABSENT:
+                        if not found:
+                            return rendered
+                    elif missing is not None or not self._writes_none(rendered, conversation):
                         found.append(rendered)
                 if found:  # the shorter one has not made a turn of what is not there
                     return min(found, key=lambda some: sum(len(one.text) for one in some))

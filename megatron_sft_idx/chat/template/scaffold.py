@@ -120,27 +120,28 @@ class Edges:
         self._views, self._text = views, views.text
         self._prompted, self._ends, self._eos, self._piece = prompted, ends, eos, piece
 
-    def start(self, turn: int, low: int, first: int, words: bool) -> int:
+    def start(self, turn: int, low: int, first: int, own: int | None) -> int:
         """Where the model starts to write a turn.
 
         Args:
             turn: the message.
             low: where text that may belong to the turn starts.
             first: the first character that is certainly the turn's own.
-            words: whether that is the start of words, rather than of a call, which has tags before it.
+            own: where the words that start there begin, their own tags included; None for a call, which has tags before
+                it.
         """
         head = self._text[low:first]
-        own, *others = prompts = self._prompts(turn)
+        prompts = self._prompts(turn)
         fed = self._end_of_fed(turn, low, head) if any(prompts) else None
-        if fed is not None and own:
+        if fed is not None and prompts[0]:
             return fed
-        for prompt in (own, *others):
+        for prompt in prompts:
             behind = self._behind(prompt, head)
             if behind:
                 return max(fed or 0, low + behind)
         if fed is not None:
             return fed
-        return first if words else low + self._header_length(turn, low, head)
+        return low + self._header_length(turn, low, head) if own is None else own
 
     def stop(self, turn: int, low: int, said: int, high: int, written: Written | None) -> int:
         """Where a turn ends, its end-of-turn token included.

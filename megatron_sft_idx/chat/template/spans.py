@@ -224,7 +224,8 @@ class SpanFinder:
     def blocks(self) -> dict[int, Ranges]:
         """The template's generation blocks by message.
 
-        A block outside every message goes with the message before it (an end of turn written after the loop).
+        A block outside every message goes with the message before it (an end of turn written after the loop), and so
+        does one in another's that holds none of its words (an end of turn written with what comes next).
         """
         assert self._traced is not None  # markers are found by tracing
         spans: dict[int, Ranges] = {}
@@ -234,11 +235,20 @@ class SpanFinder:
             while at < len(segments) and segments[at].stop <= start:
                 at += 1
             if at < len(segments) and segments[at].start <= start:
-                message = segments[at].message
+                writer = segments[at].message
+                if message is None or self._speaks(writer, start, stop):
+                    message = writer
             if message is None:
                 raise unusable(f"{self._rules.name}: a generation block stands outside every loop over the messages")
             spans.setdefault(message, []).append((start, stop))
         return spans
+
+    def _speaks(self, message: int, start: int, stop: int) -> bool:
+        """Whether a generation block in a message's text is its own."""
+        words = self._messages[message].get("content")
+        words = words[0].get("text") if type(words) is list and len(words) == 1 else words
+        another = self._messages[message].get("role") != "assistant"
+        return not (another and type(words) is str and words.strip() not in self._text[start:stop])
 
     # Where a message's text is
 
@@ -381,8 +391,8 @@ class SpanFinder:
         shapes = self._shapes
         around = (shapes[message], shapes[message + 1], shapes[message + 2])
         tail = text[said:high] if not traced else _end_piece(text[max(said, last.start, high - 64) : high])
-        before = _tag_before(text, low)
-        key = (self._variables, around, message > self._question, traced, len(segments), before, text[low:first], tail)
+        place = (message > self._question, traced, len(segments), high == last.stop, _tag_before(text, low))
+        key = (self._variables, around, place, text[low:first], tail)
         known = rules.known.get(key)
         if known is None or not (
             text.startswith(known.head, low)
@@ -410,12 +420,13 @@ class SpanFinder:
         words = [place.at for place in mine if not place.stops and place.piece >= 0]
         words = words or [at for at, piece in found if piece.kind != "call"]
         # A called function may be named like something in a header: where its arguments start is certain.
-        first = min([*words, *(place.at for place in mine if not place.stops)], default=high)
+        first = min([*words, *(place.at for place in mine if not place.stops)], default=last.stop)
         ends = [place.at for place in mine if place.stops]
         said = max(ends or [at + len(piece.text) for at, piece in found], default=low)
         if self._edges is None:
             self._edges = self._make_edges()
-        start = min(first, self._edges.start(message, low, first, first in words))
+        own = first - (self._said_before(message, first) if first in words else 0)
+        start = min(first, self._edges.start(message, low, first, own if first in words else None))
         said = max(said, start)
         written = Written(last.stop, *self._neighbours(message, low, start, last.stop)) if traced else None
         stop = max(said, self._edges.stop(message, low, said, high, written))
@@ -426,6 +437,16 @@ class SpanFinder:
             self._note("no_end_of_turn")
         self._check(message, segments, start, stop)
         return start, stop
+
+    def _said_before(self, message: int, first: int) -> int:
+        """How many characters of a content stand before its first words in the text: a tag around reasoning."""
+        for piece in pieces_of(self._messages[message]):
+            if piece.field == "content" and piece.offset:
+                content = self._messages[message]["content"]
+                content = content if isinstance(content, str) else content[0]["text"]
+                tag = content[: piece.offset].lstrip()
+                return len(tag) if self._text.endswith(tag, 0, first) else 0
+        return 0
 
     def _neighbours(self, message: int, low: int, start: int, stop: int) -> tuple[str, bool | None]:
         """What the first answer to the same question begins with, and whether an answer's text follows this one's."""
