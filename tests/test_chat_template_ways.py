@@ -237,3 +237,37 @@ def test_arguments_that_the_template_leaves_out_are_an_error() -> None:
         ):
             make(one).render(read(user("u"), asked("look"), result("r"), said("a")))
         assert len(make(one).render(read(user("u"), said("a"))).spans) == 1
+
+
+# Generation markers
+
+ENDS_WITH_NEXT = """
+{%- set ns = namespace(open=false) %}
+{%- for m in messages %}
+{%- if ns.open %}{% generation %}{{ '<|end|>\n' }}{% endgeneration %}{% set ns.open = false %}{% endif %}
+{%- if m.role == 'assistant' %}<|assistant|>{% generation %}{{ m.content }}{% endgeneration %}{% set ns.open = true %}
+{%- else %}{{ '<|' + m.role + '|>' + m.content + '\n' }}{% endif %}
+{%- endfor %}
+{%- if ns.open %}{% generation %}{{ '<|end|>\n' }}{% endgeneration %}{% endif %}"""
+MARKED_LAST_OUTSIDE = """
+{%- for m in messages[:-1] %}
+{%- if m.role == 'assistant' %}<|assistant|>{% generation %}{{ m.content + '<|end|>' }}{% endgeneration %}
+{%- else %}{{ '<|' + m.role + '|>' + m.content }}{% endif %}
+{%- endfor %}<|assistant|>{% generation %}{{ messages[-1].content + '<|end|>' }}{% endgeneration %}"""
+
+
+def test_a_marked_end_that_is_written_with_what_comes_next_goes_with_the_turn() -> None:
+    conversation = talk(user("u"), said("a"), user("v"), said("b"), said("c"))
+    rendered = make(ENDS_WITH_NEXT).render(conversation)
+    assert "".join(trained(rendered)) == "a<|end|>\nb<|end|>\nc<|end|>\n"
+    _, marked = render_jinja_template(
+        [conversation.messages], chat_template=ENDS_WITH_NEXT, return_assistant_tokens_mask=True, **SPECIAL
+    )
+    assert [(span.start, span.stop) for span in rendered.spans] == list(marked[0])
+
+
+def test_a_marked_answer_outside_the_loop_is_the_last_message_s() -> None:
+    messages = [user("u"), said("a"), user("v"), said("b")]
+    assert learnt(MARKED_LAST_OUTSIDE, talk(*messages)) == ["a<|end|>", "b<|end|>"]
+    assert learnt(MARKED_LAST_OUTSIDE, talk(*messages, weights=[1, 1, 1, 0])) == ["a<|end|>"]
+    assert learnt(MARKED_LAST_OUTSIDE, talk(*messages), train_on="last-turn") == ["b<|end|>"]

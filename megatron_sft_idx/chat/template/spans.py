@@ -31,6 +31,7 @@ __all__ = ["MaskOptions", "Ranges", "Rules", "SpanFinder", "selected", "unusable
 Ranges = list[tuple[int, int]]
 
 _CLOSING = re.compile(r"\s*(?:<[^<>\s]*>|\[/?[A-Z_]+\])\s*")
+_TAG = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]")
 _EMPTY_THINKING = re.compile(
     r"\s*(?:<(?:think|thinking|thought|reasoning)>\s*)?</(?:think|thinking|thought|reasoning)>\s*"
     r"|\s*(?:\[THINK\]\s*)?\[/THINK\]\s*"
@@ -224,8 +225,9 @@ class SpanFinder:
     def blocks(self) -> dict[int, Ranges]:
         """The template's generation blocks by message.
 
-        A block outside every message goes with the message before it (an end of turn written after the loop), and so
-        does one in another's that holds none of its words (an end of turn written with what comes next).
+        A block outside every loop is of the message behind it that no loop wrote and whose words it holds, or else of
+        the message before it (an end of turn written after the loop). So is one in a question's or a result's text that
+        holds no words at all (an end of turn written with what comes next).
         """
         assert self._traced is not None  # markers are found by tracing
         spans: dict[int, Ranges] = {}
@@ -236,19 +238,27 @@ class SpanFinder:
                 at += 1
             if at < len(segments) and segments[at].start <= start:
                 writer = segments[at].message
-                if message is None or self._speaks(writer, start, stop):
+                if message is None or self._messages[writer].get("role") == "assistant" or self._speaks(start, stop):
                     message = writer
+            else:
+                message = self._unwritten(-1 if message is None else message, start, stop)
             if message is None:
                 raise unusable(f"{self._rules.name}: a generation block stands outside every loop over the messages")
             spans.setdefault(message, []).append((start, stop))
         return spans
 
-    def _speaks(self, message: int, start: int, stop: int) -> bool:
-        """Whether a generation block in a message's text is its own."""
-        words = self._messages[message].get("content")
-        words = words[0].get("text") if type(words) is list and len(words) == 1 else words
-        another = self._messages[message].get("role") != "assistant"
-        return not (another and type(words) is str and words.strip() not in self._text[start:stop])
+    def _speaks(self, start: int, stop: int) -> bool:
+        """Whether there is more than tags in a stretch of the text."""
+        return any(map(str.isalnum, _TAG.sub("", self._text[start:stop])))
+
+    def _unwritten(self, before: int, start: int, stop: int) -> int | None:
+        """The message that a generation block outside the loops was written for."""
+        for message in range(before + 1, len(self._messages)):
+            pieces = pieces_of(self._messages[message])
+            answers = self._messages[message].get("role") == "assistant" and message not in self._written
+            if answers and pieces and all(self._text.find(piece.text, start, stop) >= 0 for piece in pieces):
+                return message
+        return before if before >= 0 else None
 
     # Where a message's text is
 
