@@ -38,6 +38,7 @@ _EMPTY_THINKING = re.compile(
 )
 _WORD = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_"
 _MOST_KNOWN = 1 << 14
+_TELLING = 8  # characters of words that a template hardly writes by itself
 _TURNS = ("error", "whole", "split")
 _LEAVES = ("leaves out", "use a template that keeps them, or give the message weight 0")
 _OUTSIDE = (
@@ -165,6 +166,7 @@ class SpanFinder:
         self._searched = False
         # What of each message decides what a template writes around it; one more before and behind, for neighbours.
         self._shapes: list[Any] = [None, *(_shape(one, rules.tested, i) for i, one in enumerate(messages)), None]
+        self._kinds = frozenset(self._shapes)  # prompts may depend on a system message far before
         self._question = max((i for i, one in enumerate(messages) if one.get("role") == "user"), default=-1)
         self._written: dict[int, list[Segment]] = {}
         for segment in () if traced is None else _without_glances(traced, messages):
@@ -400,14 +402,18 @@ class SpanFinder:
             first, said = min(first, at), max(said, at + len(piece.text))
         shapes = self._shapes
         around = (shapes[message], shapes[message + 1], shapes[message + 2])
-        tail = text[said:high] if not traced else _end_piece(text[max(said, last.start, high - 64) : high])
         place = (message > self._question, traced, len(segments), high == last.stop, _tag_before(text, low))
-        key = (self._variables, around, place, text[low:first], tail)
+        # Arguments of calls, and text in several stretches, are not told from the template's own by looking.
+        opaque = traced and (len(segments) > 1 or (bool(found) and found[-1][1].kind == "call"))
+        tail = _end_piece(text[max(said, last.start, high - 64) : high]) if opaque else self._beside(found, said, high)
+        key = (self._variables, self._kinds, around, place, text[low:first], tail)
         known = rules.known.get(key)
-        if known is None or not (
-            text.startswith(known.head, low)
-            and text.startswith(known.late, last.stop)
-            and text.endswith(known.dropped, said, high)
+        if (
+            known is None
+            or not text.startswith(known.head, low)
+            or not text.startswith(known.late, last.stop)
+            or not text.endswith(known.dropped, said, high)
+            or (opaque and self._may_hold_others(message, segments))
         ):
             start, stop = self._learnt(message, segments, found, traced)
             late = text[last.stop : stop] if stop > high else ""
@@ -418,6 +424,25 @@ class SpanFinder:
         if said == high and not known.late:
             self._note("no_end_of_turn")
         return low + len(known.head), last.stop + len(known.late) if known.late else high - len(known.dropped)
+
+    def _beside(self, found: list[tuple[int, Piece]], said: int, high: int) -> str:
+        """What stands in a turn between its words and behind them: all of it is the template's."""
+        if len(found) < 2:
+            return self._text[said:high]
+        stretches = sorted((at, at + len(piece.text)) for at, piece in found)
+        ends = [*(at for at, _ in stretches[1:]), high]
+        return "\n".join(self._text[stop:at] for (_, stop), at in zip(stretches, ends, strict=True))
+
+    def _may_hold_others(self, message: int, segments: list[Segment]) -> bool:
+        """Whether a neighbour's words stand in what a message wrote; its calls may merely repeat them."""
+        last = message + 1
+        while last < len(self._messages) and self._messages[last].get("role") != "assistant":
+            last += 1
+        for index in (*range(max(message - 1, 0), message), *range(message + 1, last)):
+            words = _content_of(self._messages[index])
+            if len(words) >= _TELLING and any(self._text.find(words, one.start, one.stop) >= 0 for one in segments):
+                return True
+        return False
 
     def _learnt(
         self, message: int, segments: list[Segment], found: list[tuple[int, Piece]], traced: bool
@@ -477,8 +502,11 @@ class SpanFinder:
         spans = [
             (max(start, one.start), min(stop, one.stop) if one.stop < segments[-1].stop else stop) for one in segments
         ]
+        places = self.places()
+        if places is None:  # where marks change what the template does, words have to tell
+            self._check_words(message, spans)
         own: dict[tuple[int, bool], bool] = {}
-        for place in self.places() or ():
+        for place in places or ():
             inside = any(a <= place.at <= b and place.at != (a if place.stops else b) for a, b in spans)
             if place.message == message:
                 key = (place.string, place.stops)
@@ -489,6 +517,17 @@ class SpanFinder:
             if not inside:
                 at = next(place.at for place in self.places() or () if place.string == string)
                 raise unusable(self._mixed(message, "words outside", at))
+
+    def _check_words(self, message: int, spans: Ranges) -> None:
+        """Refuse where another's words lie in a turn beside its own, as far as they are long enough to tell."""
+        text = "\n".join(self._text[start:stop] for start, stop in spans)
+        own = [piece.text for piece in pieces_of(self._messages[message]) if piece.kind != "call"]
+        for words in sorted([*own, *words_called_with(self._messages[message])], key=len, reverse=True):
+            text = text.replace(words, "\n")
+        for index, other in enumerate(self._messages):
+            words = _content_of(other) if index != message else ""
+            if len(words) >= _TELLING and words in text:
+                raise unusable(self._mixed(message, f"words of message {index + 1} in", self._text.find(words)))
 
     def _mixed(self, message: int, what: str, at: int) -> str:
         return (
@@ -614,6 +653,12 @@ def _shape(message: Mapping[str, Any], tested: Sequence[str], index: int) -> tup
     count = min(len(calls), 2) if type(calls) is list else 0
     reasons = bool(message.get("reasoning_content"))
     return (message.get("role"), *message, bool(words), reasons, count, index == 0, *found)
+
+
+def _content_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    content = content[0].get("text") if type(content) is list and len(content) == 1 else content
+    return content.strip() if type(content) is str else ""
 
 
 def _within(at: int, segments: Sequence[Segment]) -> bool:
