@@ -177,6 +177,21 @@ def test_resuming_goes_on_and_does_not_begin_again(case, prefix):
     assert files_of(prefix) == case.files
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_rows_that_become_a_sequence_a_turn_are_gone_on_with_as_a_whole(quick, tmp_path, workers):
+    case = Case(tmp_path, some_rows(48), "--turns", "split")
+    rows = case.counts["corpus"]["rows"] - case.counts["corpus"]["skipped"]
+    assert case.counts["packing"]["sequences"] > rows  # or no row would be several
+    prefix = tmp_path / "killed" / "x"
+    half_made(case, prefix, 5)
+    left = find_remains(f"{prefix}.unpacked")
+    assert left is not None
+    assert left.num_packs > 0
+    assert "resuming after" in case.run(prefix, "--resume", "--workers", workers).err
+    assert files_of(prefix) == case.files
+    assert case.counts_of(prefix) == case.counts
+
+
 def test_with_nothing_to_resume_it_begins_and_says_so(case, prefix):
     done = case.run(prefix, "--resume")
     assert "nothing to resume" in done.err

@@ -76,6 +76,17 @@ def test_same_bytes_and_counts_as_here_with_a_worker_and_a_node_killed(nodes, ca
     assert counts(tmp_path / "r.json") == counts(tmp_path / "l.json")
 
 
+def test_a_sequence_a_turn_is_the_same_bytes_as_here(nodes, case, tmp_path):
+    _, options = case
+    options = (*options, "--turns", "split")
+    assert preprocess(tmp_path / "local" / "x", *options, "--summary", tmp_path / "l.json").code == 0
+    assert run_on(nodes, tmp_path / "ray" / "x", *options, "--summary", tmp_path / "r.json").code == 0
+    assert files_of(tmp_path / "ray" / "x") == files_of(tmp_path / "local" / "x")
+    assert counts(tmp_path / "r.json") == counts(tmp_path / "l.json")
+    summary = counts(tmp_path / "l.json")
+    assert summary["packing"]["sequences"] > summary["corpus"]["rows"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overlong", ["error", "drop", "truncate", "split"])
 def test_overlong_sequences(nodes, case, tmp_path, overlong):

@@ -19,6 +19,7 @@ from jinja2.exceptions import SecurityError
 from megatron_sft_idx.chat.template.allowance import Overspent
 from megatron_sft_idx.chat.template.environment import RaisedByTemplate, TemplateEnvironment
 from megatron_sft_idx.chat.template.forms import (
+    ABSENT,
     NULL_FORMS,
     Style,
     in_text_parts,
@@ -56,6 +57,10 @@ class _Row(NamedTuple):
 
 class _Runaway(SequenceError):  # noqa: N818 - what the template is, in its reason
     """A rendering asked for more than any should: other forms of the row are not tried."""
+
+
+class _UnrenderedError(SequenceError):
+    """The template renders nothing of a conversation in this form; what another form of it lacks is said before."""
 
 
 class ChatTemplate:
@@ -152,7 +157,8 @@ class ChatTemplate:
         """Render a conversation as what becomes of it: one text, or with ``turns="split"`` one a turn.
 
         Each assistant message that is trained on is rendered with the messages before it and nothing behind it, as
-        the model would see it, and trained there only. A text that the next one begins with is left to that one.
+        the model would see it, and trained there only. A text that the next one begins with is left to that one, and
+        so is a beginning that the template refuses.
 
         Raises:
             SequenceError, FormatError: as ``render``.
@@ -177,7 +183,7 @@ class ChatTemplate:
                 True,
             ):  # where the learnt form fails, contents as strings or parts, whichever it is not
                 style = replace(self._style, in_parts=not self._style.in_parts) if other else self._style
-                for note, missing in NULL_FORMS if lacking else NULL_FORMS[:1]:
+                for note, missing in style.null_forms if lacking else NULL_FORMS[:1]:
                     notes = {note: len(lacking)} if lacking else {}
                     messages = prepared(conversation.messages, style, notes, missing)
                     row = _Row(conversation, messages, self._variables(messages, conversation), notes, style)
@@ -186,18 +192,22 @@ class ChatTemplate:
                     except _Runaway:
                         raise
                     except SequenceError as error:
-                        failed = failed or error
+                        if failed is None or (
+                            isinstance(failed, _UnrenderedError) and not isinstance(error, _UnrenderedError)
+                        ):
+                            failed = error
                         continue
                     if style.in_parts and any(prints_parts(one.text) for one in rendered):
                         continue
-                    if missing is NULL_FORMS[0][1]:
-                        return rendered
-                    if missing is not None or not self._writes_none(rendered, conversation):
+                    if missing is ABSENT:
+                        if not found:
+                            return rendered
+                    elif missing is not None or not self._writes_none(rendered, conversation):
                         found.append(rendered)
                 if found:  # the shorter one has not made a turn of what is not there
                     return min(found, key=lambda some: sum(len(one.text) for one in some))
         assert failed is not None
-        if not lacking:
+        if not (lacking and isinstance(failed, _UnrenderedError)):
             raise failed
         what = ", ".join(f"messages[{index}].content" for index in lacking[:3])
         raise unusable(f'{failed.reason} ({what} is missing or null; "" and null were tried in its place)')
@@ -244,14 +254,15 @@ class ChatTemplate:
         if not chosen:
             return [self._whole(row)]
         texts = [
-            self._guarded(self._template.plain, {**row.variables, "messages": row.messages[: index + 1]})
+            self._tried(self._template.plain, {**row.variables, "messages": row.messages[: index + 1]})
             for index in chosen
         ]
         found: list[Rendered] = []
         group: list[int] = []
         for number, index in enumerate(chosen):
             group.append(index)
-            if number + 1 < len(texts) and texts[number + 1].startswith(texts[number].rstrip()):
+            text, more = texts[number], texts[number + 1 : number + 2]
+            if more and (text is None or (more[0] is not None and more[0].startswith(text.rstrip()))):
                 continue
             cut = Conversation(
                 row.conversation.messages[: index + 1],
@@ -299,7 +310,7 @@ class ChatTemplate:
         key = f"{bool(row.conversation.tools)}"
         if row.conversation.kwargs:
             key += json.dumps(row.conversation.kwargs, sort_keys=True, default=repr)
-        return SpanFinder(self._rules, text, row.messages, traced, edges, places, key)
+        return SpanFinder(self._rules, text, row.messages, traced, edges, places, key, row.style.writes_arguments)
 
     def _spans(self, finder: SpanFinder, row: _Row, chosen: Sequence[int], length: int) -> list[Span]:
         weights = row.conversation.weights
@@ -346,7 +357,7 @@ class ChatTemplate:
         except (FormatError, SequenceError, Untraceable):
             raise
         except RaisedByTemplate as error:
-            raise unusable(f"the chat template {self.name} refuses it: {error}") from None
+            raise _unrendered(f"the chat template {self.name} refuses it: {error}") from None
         except _RUNAWAY as error:
             raise self._runaway(error) from None
         except SecurityError as error:
@@ -354,7 +365,7 @@ class ChatTemplate:
             raise FormatError(f"{self.name}: {where}a template may not do this: {error}") from None
         except Exception as error:
             where = self._template.line_of(error)
-            raise unusable(f"the chat template {self.name} fails on it: {where}{error}") from None
+            raise _unrendered(f"the chat template {self.name} fails on it: {where}{error}") from None
 
     def _runaway(self, error: Exception) -> _Runaway:
         where = self._template.line_of(error)
@@ -365,6 +376,10 @@ class ChatTemplate:
         taken = _RESERVED.intersection(kwargs)
         if taken:
             raise error(f"{self.name}: {', '.join(sorted(taken))} cannot be given as a template variable")
+
+
+def _unrendered(reason: str) -> SequenceError:
+    return _UnrenderedError("conversation", None, reason)
 
 
 def _rebuilt(source: str, keywords: dict[str, Any]) -> ChatTemplate:

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 __all__ = [
     "ABSENT", "ASKED", "NULL_FORMS", "REASONING_FIELDS", "SAID", "Piece",
     "Style", "in_text_parts", "lacks_content", "learn_style", "pieces_of", "prepared", "prints_parts", "squeezed",
+    "words_called_with",
 ]  # fmt: skip
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
@@ -89,6 +90,33 @@ def pieces_of(message: Mapping[str, Any]) -> list[Piece]:
     return pieces
 
 
+def words_called_with(message: Mapping[str, Any]) -> list[str]:
+    """The words in the arguments of a message's calls, however a template writes what is between them."""
+    found: list[str] = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") if isinstance(call, Mapping) else None
+        arguments = (function if isinstance(function, Mapping) else call).get("arguments")
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except ValueError:
+                arguments = [arguments]
+        _collect_words(arguments, found)
+    return found
+
+
+def _collect_words(value: object, found: list[str]) -> None:
+    if isinstance(value, str):
+        found += re.findall(r"[A-Za-z0-9]{2,}", value)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _collect_words(key, found)
+            _collect_words(item, found)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _collect_words(item, found)
+
+
 def squeezed(text: str) -> str:
     """The text without any whitespace, for templates that reflow it."""
     return "".join(text.split())
@@ -109,11 +137,15 @@ class Style:
         text_arguments: tool-call arguments as JSON text come out legible, not as JSON inside a JSON string.
         parsed_arguments: tool-call arguments as a dict come out legible, not as a Python repr.
         in_parts: contents must be lists of text parts; the template loses strings.
+        writes_arguments: arguments come out at all, as far as a made-up call tells.
+        null_forms: what may stand for a content that a call lacks, in the order in which to try them.
     """
 
     text_arguments: bool = True
     parsed_arguments: bool = True
     in_parts: bool = False
+    writes_arguments: bool = True
+    null_forms: tuple[tuple[str, object], ...] = NULL_FORMS
 
 
 def lacks_content(message: Mapping[str, Any]) -> bool:
@@ -219,21 +251,27 @@ def learn_style(render: Callable[[list[dict[str, Any]]], str | None]) -> Style:
         in_parts = SAID in text and not prints_parts(text)
         if in_parts:
             break
-    pasted = _rendered_call(render, '{"zqkey": "zqvalue"}', in_parts)
-    parsed = _rendered_call(render, {"zqkey": "zqvalue"}, in_parts)
+    pasted, as_text = _rendered_call(render, '{"zqkey": "zqvalue"}', in_parts)
+    parsed, as_object = _rendered_call(render, {"zqkey": "zqvalue"}, in_parts)
     text_fits = "zqvalue" in pasted and '\\"zqkey' not in pasted
     parsed_fits = "zqvalue" in parsed and "'zqkey'" not in parsed
+    written = "zqvalue" in pasted or "zqvalue" in parsed
     if not (text_fits or parsed_fits):
         text_fits = parsed_fits = True
-    return Style(text_fits, parsed_fits, in_parts)
+    # Some templates call no function in a message without a content, and say nothing of it.
+    silent = bool(min(as_text, as_object)) and SAID in (render([_USER, _tool_call({}), _TOOL, _ASSISTANT]) or "")
+    null_forms = (*NULL_FORMS[1:], NULL_FORMS[0]) if silent else NULL_FORMS
+    return Style(text_fits, parsed_fits, in_parts, written, null_forms)
 
 
-def _rendered_call(render: Callable[[list[dict[str, Any]]], str | None], arguments: object, in_parts: bool) -> str:
-    """What becomes of a call: in the first form of it that the template writes at all."""
-    for _, missing in NULL_FORMS:
+def _rendered_call(
+    render: Callable[[list[dict[str, Any]]], str | None], arguments: object, in_parts: bool
+) -> tuple[str, int]:
+    """What becomes of a call in the first form of it that the template writes at all, and which of them that is."""
+    for number, (_, missing) in enumerate(NULL_FORMS):
         for closing in ([_TOOL, _ASSISTANT], []):
             history = prepared([_USER, _tool_call(arguments), *closing], Style(in_parts=in_parts), {}, missing)
             text = render(history)
             if text is not None and "zqvalue" in text:
-                return text
-    return ""
+                return text, number
+    return "", 0

@@ -11,16 +11,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import nodes
 
 from megatron_sft_idx.chat.template.forms import ASKED, SAID
 
-__all__ = ["Beginnings", "Edges", "pieces_pattern", "tested_strings"]
+__all__ = ["Beginnings", "Edges", "Written", "pieces_pattern", "tested_strings"]
 
 _FAR = 256  # characters that are compared in pieces before two renderings part
 _LOOKING = ("startswith", "endswith", "split", "rsplit", "partition", "find", "rfind", "count", "replace")
+_ANSWERER = re.compile(r"assistant|model|bot|gpt", re.IGNORECASE)
 _SPEAKER = re.compile(r"user|human|observation|tool|system|developer", re.IGNORECASE)
 _NEAR = 32  # characters before a place by which it is found again in another rendering
 
@@ -88,6 +89,20 @@ class Beginnings:
         return None if fed is None or closed is None else (fed, closed)
 
 
+class Written(NamedTuple):
+    """What tracing says of the text that was written for a turn.
+
+    Attributes:
+        stop: where it ends.
+        head: what the first of the answers to the same question begins with, before its words; "" where none is known.
+        answered: whether the text behind it was written for another answer; None where there is none.
+    """
+
+    stop: int
+    head: str
+    answered: bool | None
+
+
 class Edges:
     """Finds the edges of turns in one rendered conversation.
 
@@ -105,41 +120,41 @@ class Edges:
         self._views, self._text = views, views.text
         self._prompted, self._ends, self._eos, self._piece = prompted, ends, eos, piece
 
-    def start(self, turn: int, low: int, first: int, words: bool) -> int:
+    def start(self, turn: int, low: int, first: int, own: int | None) -> int:
         """Where the model starts to write a turn.
 
         Args:
             turn: the message.
             low: where text that may belong to the turn starts.
             first: the first character that is certainly the turn's own.
-            words: whether that is the start of words, rather than of a call, which has tags before it.
+            own: where the words that start there begin, their own tags included; None for a call, which has tags before
+                it.
         """
         head = self._text[low:first]
-        own, *others = prompts = self._prompts(turn)
+        prompts = self._prompts(turn)
         fed = self._end_of_fed(turn, low, head) if any(prompts) else None
-        if fed is not None and own:
+        if fed is not None and prompts[0]:
             return fed
-        for prompt in (own, *others):
+        for prompt in prompts:
             behind = self._behind(prompt, head)
             if behind:
                 return max(fed or 0, low + behind)
         if fed is not None:
             return fed
-        return first if words else low + self._header_length(turn, low, head)
+        return low + self._header_length(turn, low, head) if own is None else own
 
-    def stop(self, turn: int, low: int, start: int, said: int, high: int, after: int | None) -> int:
+    def stop(self, turn: int, low: int, said: int, high: int, written: Written | None) -> int:
         """Where a turn ends, its end-of-turn token included.
 
         Args:
             turn: the message.
             low: where text that may belong to the turn starts.
-            start: what ``start`` found.
             said: the end of the last words that are certainly the turn's own.
             high: the end of all that may be the turn's own, whitespace behind it left out.
-            after: the end of the text that was written for the turn, where that is known; its end may follow later.
+            written: what is known of the text that was written for the turn, whose end may follow later; or None.
         """
         text, last = self._text, turn + 1 == len(self._views.messages)
-        openings = self._openings(turn, "" if after is None else text[low:start])
+        openings = self._openings(turn, "" if written is None else written.head)
         other = self._views.went_on() if last else self._views.closed(turn + 1)
         tail = None if other is None else self._tail(other, low, said)
         shared, whole = said, False
@@ -150,36 +165,49 @@ class Edges:
             # What every turn begins with is no turn's end, even where a rendering goes on with it by itself.
             ends = [at for opening in openings if (at := text.find(opening, said, said + length)) >= 0]
             shared = said + len(text[said : min(ends, default=said + length)].rstrip())
-        if after is None:  # nothing else says where the turn's own text ends
+        if written is None:  # nothing else says where the turn's own text ends
             if tail is None and last and not any(opening in text[said:high] for opening in openings):
                 return high
             if whole or text.endswith(self._ends, said, shared):
                 return shared
             behind = shared + len(text[shared:high]) - len(text[shared:high].lstrip())
-            found = self._end_behind(turn, behind, behind, openings)
+            found = self._end_behind(turn, behind, behind, openings, None)
             # A tag that names the next speaker ends a turn only where nothing stands between.
             return found if found and (behind == shared or not _SPEAKER.search(text[behind:found])) else shared
         if whole and shared < high and any(opening in text[shared:high] for opening in openings):
             return shared
         if shared > high:
-            return shared
+            return self._ending(high, shared)
         if high > said and text.endswith(self._ends, said, high):
             return high
-        return self._end_behind(turn, high, after, openings) or high
+        return self._end_behind(turn, high, written.stop, openings, written.answered) or high
+
+    def _ending(self, start: int, stop: int) -> int:
+        """Where an end of turn that was written after the turn is over: no word belongs to it."""
+        end = start
+        for piece in self._piece.finditer(self._text, start, stop):
+            if piece[0].replace("_", "").isalnum():
+                break
+            end = end if piece[0].isspace() else piece.end()
+        return end
 
     def _openings(self, turn: int, head: str) -> list[str]:
         """What assistants' turns begin with: a header's first tag, or its first word with all that sticks to it."""
-        headers = [prompt for prompt in self._prompts(turn) if prompt][:1]
-        if turn and self._views.messages[turn - 1].get("role") != "assistant":  # whose end might stand there
-            headers.append(head)
-        found = []
-        for header in map(str.lstrip, headers):
-            tag = self._piece.match(header)
-            if tag and len(tag[0]) > 1 and not tag[0].isalnum():
-                found.append(tag[0])
-            elif header:
-                found.append(header.split(maxsplit=1)[0])
+        found = [self._opening(prompt) for prompt in self._prompts(turn) if prompt][:1]
+        opening = self._opening(head)
+        closed = self._views.closed(turn + 1)
+        # A question's end may stand before a header, where the end of this turn stands as well.
+        ends = found and closed is not None and closed.rstrip().endswith(opening) and not _ANSWERER.search(opening)
+        if opening and not ends:
+            found.append(opening)
         return [opening for opening in found if opening != self._eos]
+
+    def _opening(self, header: str) -> str:
+        header = header.lstrip()
+        tag = self._piece.match(header)
+        if tag and len(tag[0]) > 1 and not tag[0].isalnum():
+            return tag[0]
+        return header.split(maxsplit=1)[0] if header else ""
 
     def _end_of_fed(self, turn: int, low: int, head: str) -> int | None:
         """Where the text that a server feeds before a turn ends in this rendering, if it is part of it."""
@@ -253,7 +281,7 @@ class Edges:
                 return other[at + len(near) :]
         return None
 
-    def _end_behind(self, turn: int, high: int, at: int, openings: Sequence[str]) -> int | None:
+    def _end_behind(self, turn: int, high: int, at: int, openings: Sequence[str], answered: bool | None) -> int | None:
         """The end of a control token right behind a turn, which the model writes if nothing else ends its turn.
 
         It may be a tag that names the next speaker, at which such a model stops. A tag that an assistant's turn begins
@@ -262,7 +290,9 @@ class Edges:
         messages = self._views.messages
         if self._eos and self._text.startswith(self._eos, at):
             return at + len(self._eos)
-        another = turn + 1 < len(messages) and messages[turn + 1].get("role") == "assistant"
+        another = answered
+        if another is None:
+            another = turn + 1 < len(messages) and messages[turn + 1].get("role") == "assistant"
         end = next((end for end in self._ends if self._text.startswith(end, at)), "")
         if another or not end or end in openings or at != high:
             return None

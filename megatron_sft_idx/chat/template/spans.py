@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from markupsafe import escape
 
-from megatron_sft_idx.chat.template.forms import Piece, pieces_of, squeezed
+from megatron_sft_idx.chat.template.forms import Piece, pieces_of, squeezed, words_called_with
 from megatron_sft_idx.chat.template.marking import Place
-from megatron_sft_idx.chat.template.scaffold import Edges
+from megatron_sft_idx.chat.template.scaffold import Edges, Written
 from megatron_sft_idx.chat.template.trace import Segment, Traced
 from megatron_sft_idx.errors import FormatError, SequenceError
 
@@ -31,12 +31,14 @@ __all__ = ["MaskOptions", "Ranges", "Rules", "SpanFinder", "selected", "unusable
 Ranges = list[tuple[int, int]]
 
 _CLOSING = re.compile(r"\s*(?:<[^<>\s]*>|\[/?[A-Z_]+\])\s*")
+_TAG = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]")
 _EMPTY_THINKING = re.compile(
     r"\s*(?:<(?:think|thinking|thought|reasoning)>\s*)?</(?:think|thinking|thought|reasoning)>\s*"
     r"|\s*(?:\[THINK\]\s*)?\[/THINK\]\s*"
 )
 _WORD = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_"
 _MOST_KNOWN = 1 << 14
+_TELLING = 8  # characters of words that a template hardly writes by itself
 _TURNS = ("error", "whole", "split")
 _LEAVES = ("leaves out", "use a template that keeps them, or give the message weight 0")
 _OUTSIDE = (
@@ -103,7 +105,7 @@ class _Edge(NamedTuple):
     """What is known of turns of one kind: the untrained text they start with; how they stop behind their own text."""
 
     head: str
-    dropped: int
+    dropped: str
     late: str
 
 
@@ -141,6 +143,7 @@ class SpanFinder:
         edges: makes what finds the edges of turns.
         locate: finds the data of the messages in the text; None where that fails.
         variables: what else decides what the template writes, as a key.
+        sure_of_arguments: whether the template is known to write what functions are called with.
     """
 
     def __init__(
@@ -152,15 +155,18 @@ class SpanFinder:
         edges: Callable[[], Edges],
         locate: Callable[[], list[Place] | None],
         variables: str = "",
+        sure_of_arguments: bool = True,
     ) -> None:
         self.notes: dict[str, int] = {}
         self._rules, self._text, self._messages, self._traced = rules, text, messages, traced
         self._make_edges, self._locate, self._variables = edges, locate, variables
+        self._sure_of_arguments = sure_of_arguments
         self._edges: Edges | None = None
         self._places: list[Place] | None = None
         self._searched = False
         # What of each message decides what a template writes around it; one more before and behind, for neighbours.
         self._shapes: list[Any] = [None, *(_shape(one, rules.tested, i) for i, one in enumerate(messages)), None]
+        self._kinds = frozenset(self._shapes)  # prompts may depend on a system message far before
         self._question = max((i for i, one in enumerate(messages) if one.get("role") == "user"), default=-1)
         self._written: dict[int, list[Segment]] = {}
         for segment in () if traced is None else _without_glances(traced, messages):
@@ -221,7 +227,9 @@ class SpanFinder:
     def blocks(self) -> dict[int, Ranges]:
         """The template's generation blocks by message.
 
-        A block outside every message goes with the message before it (an end of turn written after the loop).
+        A block outside every loop is of the message behind it that no loop wrote and whose words it holds, or else of
+        the message before it (an end of turn written after the loop). So is one in a question's or a result's text that
+        holds no words at all (an end of turn written with what comes next).
         """
         assert self._traced is not None  # markers are found by tracing
         spans: dict[int, Ranges] = {}
@@ -231,11 +239,28 @@ class SpanFinder:
             while at < len(segments) and segments[at].stop <= start:
                 at += 1
             if at < len(segments) and segments[at].start <= start:
-                message = segments[at].message
+                writer = segments[at].message
+                if message is None or self._messages[writer].get("role") == "assistant" or self._speaks(start, stop):
+                    message = writer
+            else:
+                message = self._unwritten(-1 if message is None else message, start, stop)
             if message is None:
                 raise unusable(f"{self._rules.name}: a generation block stands outside every loop over the messages")
             spans.setdefault(message, []).append((start, stop))
         return spans
+
+    def _speaks(self, start: int, stop: int) -> bool:
+        """Whether there is more than tags in a stretch of the text."""
+        return any(map(str.isalnum, _TAG.sub("", self._text[start:stop])))
+
+    def _unwritten(self, before: int, start: int, stop: int) -> int | None:
+        """The message that a generation block outside the loops was written for."""
+        for message in range(before + 1, len(self._messages)):
+            pieces = pieces_of(self._messages[message])
+            answers = self._messages[message].get("role") == "assistant" and message not in self._written
+            if answers and pieces and all(self._text.find(piece.text, start, stop) >= 0 for piece in pieces):
+                return message
+        return before if before >= 0 else None
 
     # Where a message's text is
 
@@ -352,6 +377,11 @@ class SpanFinder:
             if found < names.count(name):
                 what = f"{names.count(name) - found} of {names.count(name)} calls of {name}"
                 raise self._refused(message, what, how)
+        if names and not self._sure_of_arguments:
+            text = "".join(self._text[one.start : one.stop] for one in segments)
+            lost = [word for word in words_called_with(self._messages[message]) if word not in text]
+            if lost:
+                raise self._refused(message, f"{_short(lost[0])} of the arguments of the calls", how)
 
     def _refused(self, message: int, what: str, how: tuple[str, str] = _LEAVES) -> SequenceError:
         verb, remedy = how
@@ -372,19 +402,47 @@ class SpanFinder:
             first, said = min(first, at), max(said, at + len(piece.text))
         shapes = self._shapes
         around = (shapes[message], shapes[message + 1], shapes[message + 2])
-        tail = text[said:high] if not traced else _end_piece(text[max(said, last.start, high - 64) : high])
-        key = (self._variables, around, message > self._question, traced, len(segments), text[low:first], tail)
+        place = (message > self._question, traced, len(segments), high == last.stop, _tag_before(text, low))
+        # Arguments of calls, and text in several stretches, are not told from the template's own by looking.
+        opaque = traced and (len(segments) > 1 or (bool(found) and found[-1][1].kind == "call"))
+        tail = _end_piece(text[max(said, last.start, high - 64) : high]) if opaque else self._beside(found, said, high)
+        key = (self._variables, self._kinds, around, place, text[low:first], tail)
         known = rules.known.get(key)
-        if known is None or not (text.startswith(known.head, low) and text.startswith(known.late, last.stop)):
+        if (
+            known is None
+            or not text.startswith(known.head, low)
+            or not text.startswith(known.late, last.stop)
+            or not text.endswith(known.dropped, said, high)
+            or (opaque and self._may_hold_others(message, segments))
+        ):
             start, stop = self._learnt(message, segments, found, traced)
             late = text[last.stop : stop] if stop > high else ""
             if len(rules.known) >= _MOST_KNOWN:
                 rules.known.clear()
-            rules.known[key] = _Edge(text[low:start], 0 if late else high - stop, late)
+            rules.known[key] = _Edge(text[low:start], text[stop:high], late)
             return start, stop
         if said == high and not known.late:
             self._note("no_end_of_turn")
-        return low + len(known.head), last.stop + len(known.late) if known.late else high - known.dropped
+        return low + len(known.head), last.stop + len(known.late) if known.late else high - len(known.dropped)
+
+    def _beside(self, found: list[tuple[int, Piece]], said: int, high: int) -> str:
+        """What stands in a turn between its words and behind them: all of it is the template's."""
+        if len(found) < 2:
+            return self._text[said:high]
+        stretches = sorted((at, at + len(piece.text)) for at, piece in found)
+        ends = [*(at for at, _ in stretches[1:]), high]
+        return "\n".join(self._text[stop:at] for (_, stop), at in zip(stretches, ends, strict=True))
+
+    def _may_hold_others(self, message: int, segments: list[Segment]) -> bool:
+        """Whether a neighbour's words stand in what a message wrote; its calls may merely repeat them."""
+        last = message + 1
+        while last < len(self._messages) and self._messages[last].get("role") != "assistant":
+            last += 1
+        for index in (*range(max(message - 1, 0), message), *range(message + 1, last)):
+            words = _content_of(self._messages[index])
+            if len(words) >= _TELLING and any(self._text.find(words, one.start, one.stop) >= 0 for one in segments):
+                return True
+        return False
 
     def _learnt(
         self, message: int, segments: list[Segment], found: list[tuple[int, Piece]], traced: bool
@@ -397,29 +455,58 @@ class SpanFinder:
         words = [place.at for place in mine if not place.stops and place.piece >= 0]
         words = words or [at for at, piece in found if piece.kind != "call"]
         # A called function may be named like something in a header: where its arguments start is certain.
-        first = min([*words, *(place.at for place in mine if not place.stops)], default=high)
+        first = min([*words, *(place.at for place in mine if not place.stops)], default=last.stop)
         ends = [place.at for place in mine if place.stops]
         said = max(ends or [at + len(piece.text) for at, piece in found], default=low)
         if self._edges is None:
             self._edges = self._make_edges()
-        start = min(first, self._edges.start(message, low, first, first in words))
+        own = first - (self._said_before(message, first) if first in words else 0)
+        start = min(first, self._edges.start(message, low, first, own if first in words else None))
         said = max(said, start)
-        stop = max(said, self._edges.stop(message, low, start, said, high, last.stop if traced else None))
+        written = Written(last.stop, *self._neighbours(message, low, start, last.stop)) if traced else None
+        stop = max(said, self._edges.stop(message, low, said, high, written))
         closed = text[:stop].removesuffix(rules.bos).rstrip() if rules.bos else text[:stop]
-        if len(closed) < stop and rules.eos and closed.endswith(rules.eos) and len(closed) >= said:
+        if len(closed) < stop and rules.eos and closed.endswith(rules.eos, said):
             stop = len(closed)  # the next text's beginning, written early
         if said == stop:
             self._note("no_end_of_turn")
         self._check(message, segments, start, stop)
         return start, stop
 
+    def _said_before(self, message: int, first: int) -> int:
+        """How many characters of a content stand before its first words in the text: a tag around reasoning."""
+        for piece in pieces_of(self._messages[message]):
+            if piece.field == "content" and piece.offset:
+                content = self._messages[message]["content"]
+                content = content if isinstance(content, str) else content[0]["text"]
+                tag = content[: piece.offset].lstrip()
+                return len(tag) if self._text.endswith(tag, 0, first) else 0
+        return 0
+
+    def _neighbours(self, message: int, low: int, start: int, stop: int) -> tuple[str, bool | None]:
+        """What the first answer to the same question begins with, and whether an answer's text follows this one's."""
+        first = message
+        while first and self._messages[first - 1].get("role") == "assistant":
+            first -= 1
+        head = self._text[low:start] if first == message else ""
+        if first != message and (written := self._written.get(first)):
+            begin = written[0].start
+            words = [at for piece in pieces_of(self._messages[first]) if (at := self._find(piece.text, written)) >= 0]
+            head = self._text[begin : min(words, default=begin)]
+        behind = [(one.start, one.message) for some in self._written.values() for one in some if one.start >= stop]
+        answered = self._messages[min(behind)[1]].get("role") == "assistant" if behind else None
+        return head if first else "", answered
+
     def _check(self, message: int, segments: list[Segment], start: int, stop: int) -> None:
         """Refuse where words of others lie in a turn, or words of its own outside: the two ways do not agree."""
         spans = [
             (max(start, one.start), min(stop, one.stop) if one.stop < segments[-1].stop else stop) for one in segments
         ]
+        places = self.places()
+        if places is None:  # where marks change what the template does, words have to tell
+            self._check_words(message, spans)
         own: dict[tuple[int, bool], bool] = {}
-        for place in self.places() or ():
+        for place in places or ():
             inside = any(a <= place.at <= b and place.at != (a if place.stops else b) for a, b in spans)
             if place.message == message:
                 key = (place.string, place.stops)
@@ -430,6 +517,17 @@ class SpanFinder:
             if not inside:
                 at = next(place.at for place in self.places() or () if place.string == string)
                 raise unusable(self._mixed(message, "words outside", at))
+
+    def _check_words(self, message: int, spans: Ranges) -> None:
+        """Refuse where another's words lie in a turn beside its own, as far as they are long enough to tell."""
+        text = "\n".join(self._text[start:stop] for start, stop in spans)
+        own = [piece.text for piece in pieces_of(self._messages[message]) if piece.kind != "call"]
+        for words in sorted([*own, *words_called_with(self._messages[message])], key=len, reverse=True):
+            text = text.replace(words, "\n")
+        for index, other in enumerate(self._messages):
+            words = _content_of(other) if index != message else ""
+            if len(words) >= _TELLING and words in text:
+                raise unusable(self._mixed(message, f"words of message {index + 1} in", self._text.find(words)))
 
     def _mixed(self, message: int, what: str, at: int) -> str:
         return (
@@ -557,8 +655,20 @@ def _shape(message: Mapping[str, Any], tested: Sequence[str], index: int) -> tup
     return (message.get("role"), *message, bool(words), reasons, count, index == 0, *found)
 
 
+def _content_of(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    content = content[0].get("text") if type(content) is list and len(content) == 1 else content
+    return content.strip() if type(content) is str else ""
+
+
 def _within(at: int, segments: Sequence[Segment]) -> bool:
     return any(one.start <= at <= one.stop for one in segments)
+
+
+def _tag_before(text: str, at: int) -> str:
+    """The tag that a template wrote right before a place, if it is one: there, data would make kinds without end."""
+    before = text[max(0, at - 64) : at].rstrip()
+    return _end_piece(before) if before[-1:] in (">", "]") else ""
 
 
 def _end_piece(text: str) -> str:

@@ -1,0 +1,273 @@
+"""Ways of writing templates, seen in public ones, in which a mask goes wrong unnoticed or a good row is refused."""
+
+# ruff: noqa: E501 - templates and conversations, one a line
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from template_styles import CHATML, SPECIAL, TOOLS, call, learnt, make, said, talk, trained, user
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megatron_sft_idx.chat.rows import to_sequence_source
+from megatron_sft_idx.chat.template import ChatTemplate
+from megatron_sft_idx.chat.types import Conversation
+from megatron_sft_idx.errors import SequenceError
+
+
+def read(*messages: dict[str, Any], **columns: Any) -> Conversation:
+    """The conversation of a row, as it is read from a file."""
+    conversation = to_sequence_source({"messages": list(messages), **columns})
+    assert isinstance(conversation, Conversation)
+    return conversation
+
+
+def asked(function: str, **content: Any) -> dict[str, Any]:
+    return {"role": "assistant", **content, "tool_calls": [call(function, {"key": "value"}) | {"id": "call00001"}]}
+
+
+def result(text: str) -> dict[str, Any]:
+    return {"role": "tool", "content": text, "tool_call_id": "call00001"}
+
+
+# A content that is not there
+
+WRITES_IT = """
+{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}
+{%- for c in m.tool_calls %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
+JOINS_IT = WRITES_IT.replace("{{ m.content }}", "{{ m.content + '' }}")
+ASKS_FOR_NONE = WRITES_IT.replace("{{ m.content }}", "{% if m['content'] is not none %}{{ m.content + '' }}{% endif %}")
+LOOKS_INTO_IT = WRITES_IT.replace(
+    "{{ m.content }}", "{% if '</think>' in m.content %}?{% else %}{{ m.content }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+@pytest.mark.parametrize(
+    ("source", "note"),
+    [
+        (WRITES_IT, "content_left_out"),
+        (JOINS_IT, "content_empty"),
+        (ASKS_FOR_NONE, "content_empty"),
+        (LOOKS_INTO_IT, "content_left_out"),
+    ],
+)
+def test_a_content_that_is_not_there_is_no_word(source: str, note: str, content: dict[str, Any]) -> None:
+    rendered = make(source).render(read(user("u"), asked("look", **content), result("r"), said("a")))
+    assert trained(rendered) == ['<call>look {"key": "value"}</call><|im_end|>', "a<|im_end|>"]
+    assert rendered.notes == {note: 1}
+
+
+def test_a_function_call_of_sharegpt_is_no_word_either() -> None:
+    called = {"from": "function_call", "value": json.dumps({"name": "look", "arguments": {"key": "value"}})}
+    turns = [
+        {"from": "human", "value": "u"},
+        called,
+        {"from": "observation", "value": "r"},
+        {"from": "gpt", "value": "a"},
+    ]
+    conversation = to_sequence_source({"conversations": turns})
+    assert isinstance(conversation, Conversation)
+    assert learnt(WRITES_IT, conversation) == ['<call>look {"key": "value"}</call><|im_end|>', "a<|im_end|>"]
+
+
+def test_a_content_that_no_form_of_serves_is_named() -> None:
+    source = CHATML.replace("m.content", "(m.content if m.role != 'assistant' else m.content.words.more)")
+    with pytest.raises(SequenceError) as caught:
+        make(source).render(read(user("u"), asked("look"), result("r"), said("a")))
+    assert "messages[1].content is missing or null" in caught.value.reason
+
+
+# Messages that are looked at while another one is written
+
+LOOKS_UP = """
+{%- for m in messages %}
+{%- if m.role == 'tool' %}
+{{- '<|im_start|>tool ' }}
+{%- for e in messages %}{% if e.role == 'assistant' and e.tool_calls %}{% for c in e.tool_calls %}
+{%- if c.id == m.tool_call_id %}{{ c.function.name + '\n' }}{% endif %}
+{%- endfor %}{% endif %}{% endfor %}
+{{- m.content + '<|im_end|>\n' }}
+{%- else %}
+{{- '<|im_start|>' + m.role + '\n' + (m.content or '') }}
+{%- for c in m.tool_calls or [] %}{{ '<call>' + c.function.name + ' ' + c.function.arguments | tojson + '</call>' }}{% endfor %}
+{{- '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def test_a_message_that_is_looked_at_is_not_what_is_written() -> None:
+    conversation = talk(user("u"), asked("look", content=""), result("r"), said("a"), tools=TOOLS)
+    rendered = make(LOOKS_UP).render(conversation)
+    assert "<|im_start|>tool look\nr<|im_end|>" in rendered.text
+    assert trained(rendered) == ['<call>look {"key": "value"}</call><|im_end|>', "a<|im_end|>"]
+
+
+# Text before the first turn, and before the prompt
+
+DEFAULT_SYSTEM = CHATML.replace(
+    "{{- '<|im_start|>' + m.role",
+    "{%- if loop.first and m.role != 'system' %}{{ '<|im_start|>system\nBe good<|im_end|>\n' }}{% endif %}{{- '<|im_start|>' + m.role",
+)
+
+
+@pytest.mark.parametrize("source", [DEFAULT_SYSTEM, DEFAULT_SYSTEM.replace("add_generation_prompt", "false")])
+def test_a_default_system_prompt_before_the_assistant_is_not_learnt(source: str) -> None:
+    conversation = talk(said("a"), user("u"), said("b"))
+    assert "system\nBe good" in make(source).render(conversation).text
+    assert learnt(source, conversation) == ["a<|im_end|>", "b<|im_end|>"]
+
+
+PROMPT_WITH_SYSTEM = CHATML.replace(
+    "{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>system\nCall a tool<|im_end|>\n<|im_start|>assistant\n' }}"
+)
+
+
+def test_a_prompt_that_begins_with_a_system_text_hides_no_header() -> None:
+    conversation = talk(user("u"), said("a"), user("v"), said("b"), said("c"))
+    assert learnt(PROMPT_WITH_SYSTEM, conversation) == ["a<|im_end|>", "b<|im_end|>", "c<|im_end|>"]
+
+
+# Ends of turns
+
+ENDS_WITH_THE_TEXT = """
+{%- for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% else %}{{ eos_token }}{% endif %}"""
+
+
+def test_what_two_markers_begin_with_ends_no_turn() -> None:
+    template = ChatTemplate(ENDS_WITH_THE_TEXT, special_tokens=SPECIAL)
+    conversation = talk(user("u"), said("a"), user("v"), said("b"), said("c"))
+    assert trained(template.render(conversation)) == ["a", "b", "c</s>"]  # not the < of <|user|> and </s>
+
+
+NO_PROMPT_ARGUMENT = """
+{%- for m in messages %}{{ '<|head|>' + m.role + '<|/head|>\n\n' + m.content + '<|eot|>' }}{% endfor %}
+{{- '<|head|>assistant<|/head|>\n\n' }}"""
+WORDS_BEHIND = """
+{%- for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{{ 'assistant: ' }}"""
+
+
+@pytest.mark.parametrize(("source", "end"), [(NO_PROMPT_ARGUMENT, "<|eot|>"), (WORDS_BEHIND, "")])
+def test_a_prompt_that_is_always_there_ends_no_turn(source: str, end: str) -> None:
+    conversation = talk(user("u"), said("one"), said("two"), said("three"), user("v"), said("four"), said("five"))
+    assert learnt(source, conversation) == [text + end for text in ("one", "two", "three", "four", "five")]
+
+
+ENDS_BEFORE_HEADERS = """<|head|>
+{%- set ns = namespace(count=0) %}
+{%- for m in messages %}
+{%- if ns.count %}{{ '<|end|>' }}{% endif %}{{ '<|start|>' + m.role + ' ' + m.content }}{% set ns.count = ns.count + 1 %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|end|><|start|>assistant' }}{% else %}{{ '<|end|>' }}{% endif %}"""
+
+
+def test_an_end_that_stands_before_every_header_is_learnt() -> None:
+    conversation = talk(user("u"), said("a"), user("v"), said("b"), said("c"))
+    assert learnt(ENDS_BEFORE_HEADERS, conversation) == [" a<|end|>", " b<|end|>", " c<|end|>"]
+
+
+def test_text_behind_all_messages_is_nobody_s() -> None:
+    source = CHATML.replace(
+        "{%- endfor %}", "{%- endfor %}{{ '<|im_end|>\nWas the assistant good?<|im_end|>\n' }}"
+    ).replace(" + '<|im_end|>\n' }}\n{%- endfor", " }}\n{%- endfor")
+    rendered = make(source).render(talk(user("u"), said("a")))
+    assert rendered.text.endswith("assistant\na<|im_end|>\nWas the assistant good?<|im_end|>\n")
+    assert trained(rendered) == ["a<|im_end|>"]
+
+
+# What tracing cannot follow
+
+COPIES = """
+{%- set ns = namespace(listed=[]) %}
+{%- for m in messages %}{% set ns.listed = ns.listed + [{'role': m.role, 'content': m.content, 'tool_calls': m.tool_calls}] %}{% endfor %}
+{%- for m in ns.listed %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+COLLECTS = """
+{%- set ns = namespace(out='') %}
+{%- for m in messages %}{% set ns.out = ns.out + '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' %}{% endfor %}
+{%- if add_generation_prompt %}{% set ns.out = ns.out + '<|im_start|>assistant\n' %}{% endif %}{{ ns.out }}"""
+LAST_OUTSIDE = """
+{%- for m in messages[:-1] %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}
+{%- set m = messages[-1] %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+@pytest.mark.parametrize("source", [COPIES, COLLECTS, LAST_OUTSIDE], ids=["copies", "collects", "last outside"])
+def test_where_tracing_cannot_follow_beginnings_and_marks_do(source: str) -> None:
+    messages = [user("ask one"), said("answer one"), user("ask two"), said("answer two "), said("user")]
+    rendered = make(source).render(talk(*messages))
+    assert trained(rendered) == ["answer one<|im_end|>", "answer two <|im_end|>", "user<|im_end|>"]
+    stock, _ = render_jinja_template([messages], chat_template=source, **SPECIAL)
+    assert rendered.text == stock[0]
+
+
+# What a function is called with
+
+PASTES = """
+{%- for m in messages %}
+{%- if m.role == 'assistant' and m['content'] is none %}
+{{- '<|Assistant|>' }}{% for c in m.tool_calls %}{{ '<call>' + c.function.name + '\n' + c.function.arguments + '</call>' }}{% endfor %}{{ eos_token }}
+{%- elif m.role == 'assistant' %}{{ '<|Assistant|>' + m.content + eos_token }}
+{%- elif m.role == 'tool' %}{{ '<result>' + m.content + '</result>' }}
+{%- else %}{{ '<|User|>' + m.content }}
+{%- endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|Assistant|>' }}{% endif %}"""
+
+
+def test_arguments_are_text_where_the_template_pastes_them_and_nothing_is_said_beside() -> None:
+    rendered = make(PASTES).render(read(user("u"), asked("look", content=None), result("r"), said("a")))
+    assert trained(rendered) == ['<call>look\n{"key": "value"}</call></s>', "a</s>"]
+    assert rendered.notes["tool_arguments_converted"] == 1
+
+
+def test_arguments_that_the_template_leaves_out_are_an_error() -> None:
+    source = WRITES_IT.replace(" {{ c.function.arguments | tojson }}", "")
+    for one in (
+        source,
+        source.replace("{{ m.content }}", "{% generation %}{{ m.content }}").replace(
+            "<|im_end|>", "<|im_end|>{% endgeneration %}"
+        ),
+    ):
+        with pytest.raises(
+            SequenceError, match="leaves out 'key' of the arguments of the calls of assistant message 2"
+        ):
+            make(one).render(read(user("u"), asked("look"), result("r"), said("a")))
+        assert len(make(one).render(read(user("u"), said("a"))).spans) == 1
+
+
+# Generation markers
+
+ENDS_WITH_NEXT = """
+{%- set ns = namespace(open=false) %}
+{%- for m in messages %}
+{%- if ns.open %}{% generation %}{{ '<|end|>\n' }}{% endgeneration %}{% set ns.open = false %}{% endif %}
+{%- if m.role == 'assistant' %}<|assistant|>{% generation %}{{ m.content }}{% endgeneration %}{% set ns.open = true %}
+{%- else %}{{ '<|' + m.role + '|>' + m.content + '\n' }}{% endif %}
+{%- endfor %}
+{%- if ns.open %}{% generation %}{{ '<|end|>\n' }}{% endgeneration %}{% endif %}"""
+MARKED_LAST_OUTSIDE = """
+{%- for m in messages[:-1] %}
+{%- if m.role == 'assistant' %}<|assistant|>{% generation %}{{ m.content + '<|end|>' }}{% endgeneration %}
+{%- else %}{{ '<|' + m.role + '|>' + m.content }}{% endif %}
+{%- endfor %}<|assistant|>{% generation %}{{ messages[-1].content + '<|end|>' }}{% endgeneration %}"""
+
+
+def test_a_marked_end_that_is_written_with_what_comes_next_goes_with_the_turn() -> None:
+    conversation = talk(user("u"), said("a"), user("v"), said("b"), said("c"))
+    rendered = make(ENDS_WITH_NEXT).render(conversation)
+    assert "".join(trained(rendered)) == "a<|end|>\nb<|end|>\nc<|end|>\n"
+    _, marked = render_jinja_template(
+        [conversation.messages], chat_template=ENDS_WITH_NEXT, return_assistant_tokens_mask=True, **SPECIAL
+    )
+    assert [(span.start, span.stop) for span in rendered.spans] == list(marked[0])
+
+
+def test_a_marked_answer_outside_the_loop_is_the_last_message_s() -> None:
+    messages = [user("u"), said("a"), user("v"), said("b")]
+    assert learnt(MARKED_LAST_OUTSIDE, talk(*messages)) == ["a<|end|>", "b<|end|>"]
+    assert learnt(MARKED_LAST_OUTSIDE, talk(*messages, weights=[1, 1, 1, 0])) == ["a<|end|>"]
+    assert learnt(MARKED_LAST_OUTSIDE, talk(*messages), train_on="last-turn") == ["b<|end|>"]
