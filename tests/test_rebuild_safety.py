@@ -246,6 +246,24 @@ def test_a_full_disk_leaves_things_as_they_were(tmp_path: Path, monkeypatch: pyt
     assert all_files(tmp_path) == before
 
 
+def test_a_full_disk_for_notes_of_its_own_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_samples(tmp_path / "x", trained_samples())
+    for suffix in (".idx", ".seq.idx"):
+        (tmp_path / f"x{suffix}").unlink()
+    before, write, noted = all_files(tmp_path), os.write, tempfile.gettempdir()
+
+    def full(fd: int, data: Any) -> int:
+        if os.path.dirname(os.readlink(f"/proc/self/fd/{fd}")) == noted:
+            raise OSError(28, "No space left on device")
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        rebuild(tmp_path / "x")
+    assert os.path.dirname(caught.value.filename) == noted
+    assert all_files(tmp_path) == before
+
+
 # ---- what a killed build left ----
 
 

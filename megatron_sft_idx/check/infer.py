@@ -41,7 +41,6 @@ Watch: TypeAlias = Callable[[str, int], AbstractContextManager[Advance]]
 
 _SPAN = 1 << 18  # tokens whose flags are held at once
 _CHUNK = 1 << 16
-_MOST_CANDIDATES = 1000
 
 _T = TypeVar("_T")
 
@@ -244,10 +243,9 @@ def end_lengths(
         unlike, other = _unlike(begins, starts, num_tokens, may_end, advance)
     if other:
         pack, earliest, latest = other
-        many = _num_places(_starts_of(starts, pack), earliest, latest, num_tokens, may_end)
         raise FormatError(
-            f"{prefix}: pack {pack - 1} may end at {many} places, token {earliest} to {latest}, and {unlike} of"
-            f" {num_packs - 1} ends between packs are not certain; {evidence} {remedy}"
+            f"{prefix}: pack {pack - 1} may end at token {earliest}, at token {latest} and perhaps between them, and"
+            f" {unlike} of {num_packs - 1} ends between packs are not certain; {evidence} {remedy}"
         )
 
     def chunks() -> Iterator[NDArray[np.int64]]:
@@ -259,17 +257,6 @@ def end_lengths(
             yield lengths
 
     return Repeated(origin, num_packs, chunks)
-
-
-def _num_places(
-    pack: _Packs, earliest: int, latest: int, num_tokens: int, may_end: Callable[[int, int], NDArray[np.bool_]]
-) -> str:
-    """How many places there are for a pack between two of them, both counted."""
-    count, place = 0, earliest
-    while place <= latest and count < _MOST_CANDIDATES:
-        count += 1
-        place = next((int(at[0]) for at, _ in _places(may_end, [pack], num_tokens, place + 1)), latest + 1)
-    return f"{count}" if count < _MOST_CANDIDATES else f"{count} or more"
 
 
 def _words(eod_id: int | None) -> tuple[str, str, str]:
@@ -361,15 +348,6 @@ def _first_fits(
         begins.append(base + place)
         least = base + place + reach + 1
     return begins, least
-
-
-def _starts_of(starts: Starts, pack: int) -> _Packs:
-    for some, offsets in _forwards(starts):
-        if pack < len(offsets) - 1:
-            one = some[offsets[pack] : offsets[pack + 1]]
-            return _Packs(one, np.array([0, len(one)]))
-        pack -= len(offsets) - 1
-    raise IndexError(pack)
 
 
 def _forwards(starts: Starts) -> Iterator[_Packs]:

@@ -11,29 +11,22 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal
 
 from megatron_sft_idx.check.infer import Advance, Watch, idx_lengths
 from megatron_sft_idx.check.pack_walk import steps
-from megatron_sft_idx.check.restore import Known, derive, restore
+from megatron_sft_idx.check.restore import Known, Replacement, derive, restore
 from megatron_sft_idx.check.verify import Report, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
 from megatron_sft_idx.shard.opening import where_to_look
-from megatron_sft_idx.shard.prefix import held, inode_of, lock_journal, read_journal
-from megatron_sft_idx.shard.publication import Publication
+from megatron_sft_idx.shard.prefix import held, lock_journal, read_journal
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
-from megatron_sft_idx.storage import OutputFile, open_regular, read_most, require_local
-from megatron_sft_idx.storage.hashing import digest_file
-from megatron_sft_idx.storage.publish import put
+from megatron_sft_idx.storage import open_regular, require_local
 
 __all__ = ["FileState", "Rebuilt", "rebuild"]
 
-# Added to the name of a file whose place a rebuilt one takes.
-_DAMAGED = ".damaged"
-_COPY_NBYTES = 1 << 20
 _AS_WRITTEN = "every file is as its header says"
 # Read of any header; more only where it says that it is larger.
 _USUAL_HEADER_NBYTES = 1 << 16
@@ -132,14 +125,12 @@ def rebuild(
         faults = _faults(paths, header, error, watch)
         if not faults:
             return Rebuilt(paths.prefix, _states(paths, header, faults, {}), note="nothing to do", dry_run=dry_run)
-        with _Replacement(paths, lock) as new:
+        with Replacement(paths, lock) as new:
             if header is not None:
                 done = restore(paths, header, faults, known or Known(), new, watch)
-                written = header
             else:
                 _require_data(paths, faults)
-                written, done = derive(paths, raw, error, known or Known(), new, watch)
-            new.check(written)
+                done = derive(paths, raw, error, known or Known(), new, watch)
             kept = new.publish()
         report = Rebuilt(paths.prefix, _states(paths, header, faults, done), tuple(kept), dry_run=dry_run)
         if report.whole and not dry_run:
@@ -251,121 +242,6 @@ def _require_data(paths: ShardPaths, faults: dict[str, str]) -> None:
     if missing:
         lost = "; ".join(f"{path} is missing: {_why_lost(paths, path, None)}" for path in missing)
         raise FormatError(f"{paths.prefix}: there is no good .seq.idx, and {lost} (rule F1)")
-
-
-# ---- putting new files in their places ----
-
-
-class _Replacement:
-    """New files of one shard, published together; leaving the context removes what was not published.
-
-    A file that is replaced keeps another name, so a kill at any moment leaves all that a second rebuild needs.
-
-    Args:
-        paths: of the shard.
-        lock: of its journal; None for a dry run, whose bytes go nowhere.
-    """
-
-    def __init__(self, paths: ShardPaths, lock: int | None) -> None:
-        self._paths = paths
-        self._written: set[str] = set()
-        self._new: Publication | None = None
-        if lock is not None:
-            only = (paths.starts, paths.idx, paths.seq_idx)
-            self._new = Publication(paths, {}, work="rebuild", overwrite=True, only=only, lock=lock)
-
-    def __enter__(self) -> _Replacement:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._new is not None:
-            self._new.abandon()
-
-    def create(self, path: str) -> OutputFile:
-        """A new file for ``path``."""
-        if self._new is None:
-            return OutputFile(os.devnull, keep=True)
-        self._written.add(path)
-        return self._new.open(path)
-
-    def drop(self, path: str) -> None:
-        """Do without the new file for ``path``, where there is one."""
-        self._written.discard(path)
-
-    def check(self, header: Header) -> None:
-        """FormatError where a new file reads back as something else than the header says."""
-        digests = dict(zip(self._paths.data, header.digests, strict=True))
-        for path in self._written:
-            name = self._paths.temporary(path)
-            if path == self._paths.seq_idx:
-                good = Header.decode(read_most(name, header.nbytes), name) == header
-                good = good and digest_file(name, header.nbytes).checksum == header.arrays_checksum
-            else:
-                good = digest_file(name) == digests[path]
-            if not good:
-                raise FormatError(f"{name}: not what was written to it just now; check the disk, then run again")
-
-    def publish(self) -> list[str]:
-        """Keep the old files under another name, then let the new ones take their places, ``.seq.idx`` last (rule W2).
-
-        Returns:
-            Paths under which the replaced files are kept.
-
-        Raises:
-            FormatError: something else has appeared at one of the names. Old files that are no longer at theirs are
-                kept under the other one, which the message names.
-        """
-        if self._new is None or not self._written:
-            return []
-        for path in self._paths.all:
-            if path not in self._written:
-                self._new.drop(path)
-        kept: dict[str, str] = {}
-        before = {path: inode for path in self._paths.all if path in self._written and (inode := inode_of(path))}
-        try:
-            for path in before:
-                kept[path] = _keep(path)
-            self._new.publish()
-        except (OSError, FormatError) as error:
-            moved = []
-            for path, name in kept.items():
-                if inode_of(path) == before[path]:
-                    os.unlink(name)  # the file never left its place
-                else:
-                    moved.append(f"{path} is {name} now")
-            if moved:
-                raise FormatError(
-                    f"{error}. What was there before is kept: {', '.join(moved)}; move back what is missing, then run"
-                    " the rebuild again"
-                ) from error
-            raise
-        return list(kept.values())
-
-
-def _keep(path: str) -> str:
-    """Give a file a second name, or a copy where the file system has no links; a rebuild that was killed may have."""
-    number = 0
-    while os.path.lexists(kept := path + _DAMAGED + (f".{number}" if number else "")):
-        if os.path.samefile(kept, path):
-            return kept
-        number += 1
-    try:
-        os.link(path, kept)
-    except OSError:
-        copy = OutputFile(f"{kept}.{os.getpid()}.tmp")
-        try:
-            with contextlib.closing(copy), open_regular(path) as file:
-                while piece := file.read(_COPY_NBYTES):
-                    copy.write(piece)
-                copy.sync()
-            put(copy.path, kept, None)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(copy.path)
-            raise
-    return kept
 
 
 @contextlib.contextmanager

@@ -9,12 +9,13 @@ is found by trying. What fits nowhere stays unproven, however plausible it looks
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -49,12 +50,18 @@ from megatron_sft_idx.layout.header import CHECKSUM_NBYTES, MAX_HEADER_NBYTES, d
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.build import FORMAT_WRITER
 from megatron_sft_idx.shard.index import PackChunk, write_idx, write_seq_idx
-from megatron_sft_idx.storage import OutputFile, open_array
+from megatron_sft_idx.shard.prefix import inode_of
+from megatron_sft_idx.shard.publication import Publication
+from megatron_sft_idx.storage import OutputFile, open_array, open_regular
 from megatron_sft_idx.storage.hashing import HashedFile, digest_file
+from megatron_sft_idx.storage.publish import put
 
-__all__ = ["Known", "NewFiles", "derive", "restore"]
+__all__ = ["Known", "Replacement", "derive", "restore"]
 
 _SAME = "byte for byte"
+# Added to the name of a file whose place a rebuilt one takes.
+_DAMAGED = ".damaged"
+_COPY_NBYTES = 1 << 20
 _PIECE_TOKENS = 1 << 16
 # What only the header knew, and may be told.
 _KNOWN = ("capacity", "sequence_multiple", "pad_id")
@@ -102,16 +109,109 @@ class Known:
                 raise FormatError(f"{name} {value}: expected a whole number from {least} to {MAX_CAPACITY}")
 
 
-class NewFiles(Protocol):
-    """Where files that come back are written until all of them are published."""
+# ---- putting new files in their places ----
+
+
+class Replacement:
+    """New files of one shard, published together; leaving the context removes what was not published.
+
+    A file that is replaced keeps another name, so a kill at any moment leaves all that a second rebuild needs.
+
+    Args:
+        paths: of the shard.
+        lock: of its journal; None for a dry run, whose bytes go nowhere.
+    """
+
+    def __init__(self, paths: ShardPaths, lock: int | None) -> None:
+        self._paths = paths
+        self._written: set[str] = set()
+        self._new: Publication | None = None
+        if lock is not None:
+            only = (paths.starts, paths.idx, paths.seq_idx)
+            self._new = Publication(paths, {}, work="rebuild", overwrite=True, only=only, lock=lock)
+
+    def __enter__(self) -> Replacement:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._new is not None:
+            self._new.abandon()
 
     def create(self, path: str) -> OutputFile:
         """A new file for ``path``."""
-        ...
+        if self._new is None:
+            return OutputFile(os.devnull, keep=True)
+        self._written.add(path)
+        return self._new.open(path)
 
     def drop(self, path: str) -> None:
         """Do without the new file for ``path``, where there is one."""
-        ...
+        self._written.discard(path)
+
+    def publish(self) -> list[str]:
+        """Keep the old files under another name, then let the new ones take their places, ``.seq.idx`` last (rule W2).
+
+        Returns:
+            Paths under which the replaced files are kept.
+
+        Raises:
+            FormatError: something else has appeared at one of the names. Old files that are no longer at theirs are
+                kept under the other one, which the message names.
+        """
+        if self._new is None or not self._written:
+            return []
+        for path in self._paths.all:
+            if path not in self._written:
+                self._new.drop(path)
+        kept: dict[str, str] = {}
+        before = {path: inode for path in self._paths.all if path in self._written and (inode := inode_of(path))}
+        try:
+            for path in before:
+                kept[path] = _keep(path)
+            self._new.publish()
+        except (OSError, FormatError) as error:
+            moved = []
+            for path, name in kept.items():
+                if inode_of(path) == before[path]:
+                    os.unlink(name)  # the file never left its place
+                else:
+                    moved.append(f"{path} is {name} now")
+            if moved:
+                raise FormatError(
+                    f"{error}. What was there before is kept: {', '.join(moved)}; move back what is missing, then run"
+                    " the rebuild again"
+                ) from error
+            raise
+        return list(kept.values())
+
+
+def _keep(path: str) -> str:
+    """Give a file a second name, or a copy where the file system has no links; a rebuild that was killed may have."""
+    number = 0
+    while os.path.lexists(kept := path + _DAMAGED + (f".{number}" if number else "")):
+        if os.path.samefile(kept, path):
+            return kept
+        number += 1
+    try:
+        os.link(path, kept)
+    except OSError:
+        copy = OutputFile(f"{kept}.{os.getpid()}.tmp")
+        try:
+            with contextlib.closing(copy), open_regular(path) as file:
+                while piece := file.read(_COPY_NBYTES):
+                    copy.write(piece)
+                copy.sync()
+            put(copy.path, kept, None)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(copy.path)
+            raise
+    return kept
+
+
+# ---- packs from their parts ----
 
 
 def _started(lengths: Lengths, starts: Starts) -> Repeated[PackChunk]:
@@ -159,7 +259,7 @@ def _ended(
 
 
 def restore(
-    paths: ShardPaths, header: Header, faults: Mapping[str, str], known: Known, new: NewFiles, watch: Watch
+    paths: ShardPaths, header: Header, faults: Mapping[str, str], known: Known, new: Replacement, watch: Watch
 ) -> dict[str, str]:
     """Write what is missing or damaged beside a good header, as far as it can be derived: its checksums prove it.
 
@@ -214,7 +314,7 @@ def restore(
 
 
 def _restore_arrays(
-    paths: ShardPaths, header: Header, faults: Mapping[str, str], known: Known, new: NewFiles, watch: Watch
+    paths: ShardPaths, header: Header, faults: Mapping[str, str], known: Known, new: Replacement, watch: Watch
 ) -> Repeated[PackChunk] | None:
     """The packs by which the arrays have the checksum that the header says; the file is written anew."""
     if paths.starts in faults:
@@ -264,9 +364,9 @@ def derive(
     raw: bytes | None,
     error: SFTIndexError | None,
     known: Known,
-    new: NewFiles,
+    new: Replacement,
     watch: Watch,
-) -> tuple[Header, dict[str, str]]:
+) -> dict[str, str]:
     """Write both indexes from the data files and whatever else can be believed.
 
     Args:
@@ -278,7 +378,7 @@ def derive(
         watch: shows how far long work is.
 
     Returns:
-        The header, and how each file came back, by path. An ``.idx`` that is right already is not among them.
+        How each file came back, by path. An ``.idx`` that is right already is not among them.
 
     Raises:
         FormatError: the files that are left do not tell all that has to be known; says what is missing.
@@ -321,9 +421,9 @@ def derive(
         raise error  # it may well be good
     else:
         header, what = _marked(header, lengths.origin, known, _damaged_values(stored, sizes))
-    header = write_seq_idx(new.create(paths.seq_idx), packs, header)
+    write_seq_idx(new.create(paths.seq_idx), packs, header)
     done[paths.seq_idx] = f"from {lengths.origin} and the data; {what}"
-    return header, done
+    return done
 
 
 def _header(
@@ -426,7 +526,7 @@ def _measured(
             first += run.packs
         return None
 
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         files = [stack.enter_context(CheckedFile(path)) for path in (paths.tokens, paths.loss, paths.starts)]
         advance = stack.enter_context(watch("checking", sum(file.nbytes for file in files)))
         meter = Meter(0, steps(advance))

@@ -178,10 +178,7 @@ class ChatTemplate:
                 self._style = learn_style(self._plain_probe)
             found: list[list[Rendered]] = []
             failed: SequenceError | None = None
-            for other in (
-                False,
-                True,
-            ):  # where the learnt form fails, contents as strings or parts, whichever it is not
+            for other in (False, True):  # where the learnt form fails, contents as strings or parts, as it is not
                 style = replace(self._style, in_parts=not self._style.in_parts) if other else self._style
                 for note, missing in style.null_forms if lacking else NULL_FORMS[:1]:
                     notes = {note: len(lacking)} if lacking else {}
@@ -189,13 +186,8 @@ class ChatTemplate:
                     row = _Row(conversation, messages, self._variables(messages, conversation), notes, style)
                     try:
                         rendered = step(row)
-                    except _Runaway:
-                        raise
                     except SequenceError as error:
-                        if failed is None or (
-                            isinstance(failed, _UnrenderedError) and not isinstance(error, _UnrenderedError)
-                        ):
-                            failed = error
+                        failed = _first_reason(failed, error)
                         continue
                     if style.in_parts and any(prints_parts(one.text) for one in rendered):
                         continue
@@ -410,3 +402,12 @@ def _around(found: Sequence[tuple[int, Ranges, Ranges]], spans: list[Span], leng
     rest.append(Span(at, length))
     spans = [span for span in (*spans, *rest) if span.start < span.stop and span.weight != 0]
     return sorted(spans, key=lambda span: span.start)
+
+
+def _first_reason(failed: SequenceError | None, error: SequenceError) -> SequenceError:
+    """Which of two failures to tell of: the first, unless it says only that nothing was rendered. Raises a runaway."""
+    if isinstance(error, _Runaway):
+        raise error
+    if failed is None or (isinstance(failed, _UnrenderedError) and not isinstance(error, _UnrenderedError)):
+        return error
+    return failed
