@@ -14,8 +14,17 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage import CACHE_NBYTES
 
-__all__ = ["Measured", "Plan", "ReadingReport", "Subject", "Which", "bench_read", "largest_sample", "sample_of"]
-__all__ += ["scaled_cache"]
+__all__ = [
+    "Measured",
+    "Plan",
+    "ReadingReport",
+    "Subject",
+    "Which",
+    "bench_read",
+    "largest_sample",
+    "sample_of",
+    "scaled_cache",
+]
 
 Which = Literal["first", "second"]
 # An epoch under a memory limit reads this many times the limit, where the shard has as much.

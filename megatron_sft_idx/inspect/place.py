@@ -17,8 +17,16 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.storage import drop_cached
 from megatron_sft_idx.storage.mounts import Mount, mount_of, mounts
 
-__all__ = ["DiskKind", "MemoryLimit", "ShardPlace", "cached_nbytes", "drop_cache", "find_place", "kind_of"]
-__all__ += ["memory_limit"]
+__all__ = [
+    "DiskKind",
+    "MemoryLimit",
+    "ShardPlace",
+    "cached_nbytes",
+    "drop_cache",
+    "find_place",
+    "kind_of",
+    "memory_limit",
+]
 
 DiskKind = Literal["disk", "network", "memory"]
 # Of the two versions of control groups, the file that limits memory.
