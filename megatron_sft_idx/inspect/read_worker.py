@@ -36,6 +36,7 @@ __all__ = [
     "SHARD_WORKERS",
     "Epoch",
     "Job",
+    "Order",
     "Reader",
     "Run",
     "Sample",
@@ -49,6 +50,8 @@ __all__ = [
 
 # Packs that the kernel is told of before they are read, and as many again while they are: some batches' worth.
 AHEAD = 32
+
+Order = Literal["shuffled", "sequential"]
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class Sample:
     start: int
     stop: int
     step: int = 1
-    order: Literal["shuffled", "sequential"] = "shuffled"
+    order: Order = "shuffled"
     seed: int = 0
 
     def __len__(self) -> int:
