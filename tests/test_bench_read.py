@@ -210,7 +210,7 @@ def test_a_memory_limit_is_a_group_that_is_gone_afterwards(shard: Path) -> None:
             pytest.skip(str(refused))
         folder = limit.folder
         report = bench_read(str(shard), Plan(packs=PACKS, settings=SETTINGS[:1], limit=limit))
-        assert report.subject.memory_nbytes(limit) == mib << 20
+        assert report.subject.memory_nbytes == mib << 20
         assert len(report.measured[0].runs) == 1
         text = "\n".join(reading_lines(report, recommend(report)))
         assert f"under a limit of {mib}.0 MiB" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def runs(first: float, second: float, spread: float = 0.0, disk: int | None = 10
 
 def subject_of(size: int = GIB, memory: int | None = 8 * GIB, kind: DiskKind = "disk", packs: int = 100_000) -> Subject:
     filesystem = {"disk": "ext4", "network": "nfs4", "memory": "tmpfs"}[kind]
-    return Subject(ShardPaths("data/x"), packs, size, ShardPlace(filesystem, "sda", kind, 128 << 10, memory))
+    return Subject(ShardPaths("data/x"), packs, size, ShardPlace(filesystem, "sda", kind, 128 << 10, memory), memory)
 
 
 def report_of(
@@ -51,7 +52,10 @@ def report_of(
         Measured(setting, refused=given) if isinstance(given, str) else Measured(setting, given)
         for setting, given in found.items()
     ]
-    return ReadingReport(subject_of(**subject), plan or Plan(settings=tuple(found)), Sample(0, 1000), left, measured)
+    plan, whole = plan or Plan(settings=tuple(found)), subject_of(**subject)
+    if plan.limit is not None:
+        whole = replace(whole, memory_nbytes=min(plan.limit.nbytes, whole.memory_nbytes or plan.limit.nbytes))
+    return ReadingReport(whole, plan, Sample(0, 1000), left, measured)
 
 
 def limited(nbytes: int) -> Plan:
@@ -198,7 +202,8 @@ def test_a_sample_grows_until_it_takes_its_time() -> None:
 
 def test_under_a_limit_a_sample_is_several_times_as_large() -> None:
     plan = limited(GIB // 16)
-    assert len(largest_sample(subject_of(), plan, lambda sample: epoch(3, packs=6))) == pytest.approx(18_750, rel=0.01)
+    subject = subject_of(memory=GIB // 16)
+    assert len(largest_sample(subject, plan, lambda sample: epoch(3, packs=6))) == pytest.approx(18_750, rel=0.01)
 
 
 def test_a_cache_is_to_a_sample_what_it_is_to_the_shard() -> None:

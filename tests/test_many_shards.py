@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +82,30 @@ def test_index_arrays_are_held_up_to_a_bound(tmp_path: Path, monkeypatch: pytest
     shards[5]
     shards[12]
     assert list(shards._shards) == [0, 3]  # the one unused for longest went
+
+
+_WITHOUT_ROOM = """
+import resource, sys
+import numpy as np
+from megatron_sft_idx.shard import ShardWriter
+from megatron_sft_idx.shard.shard_set import ShardSet
+
+for name, packs in (("small", 1), ("large", 4096)):
+    with ShardWriter(f"{sys.argv[1]}/{name}", token_dtype=np.int32, capacity=8192, durable=False) as writer:
+        for pack in range(packs):
+            writer.add_pack(np.full(8192, pack, np.int32), np.zeros(8192, np.uint8), [0])
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), resource.RLIM_INFINITY))
+for name in ("small", "large"):
+    shards = ShardSet.open(f"{sys.argv[1]}/{name}")
+    print(shards[len(shards) - 1]["input_ids"][-1], shards.shard(0).backend)
+"""
+
+
+def test_where_no_more_can_be_mapped_files_are_opened_for_each_read(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _WITHOUT_ROOM, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout.splitlines() == ["0 mmap", "4095 reopen"], done.stderr
 
 
 # ---- changed under a reader ----

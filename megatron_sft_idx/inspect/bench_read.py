@@ -9,13 +9,22 @@ from typing import Literal
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.place import MemoryLimit, ShardPlace, cached_nbytes, drop_cache, find_place
-from megatron_sft_idx.inspect.read_worker import SETTINGS, Epoch, Job, Run, Sample, Setting, Workers
+from megatron_sft_idx.inspect.read_worker import SETTINGS, Epoch, Job, Order, Run, Sample, Setting, Workers
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage import CACHE_NBYTES
 
-__all__ = ["Measured", "Plan", "ReadingReport", "Subject", "Which", "bench_read", "largest_sample", "sample_of"]
-__all__ += ["scaled_cache"]
+__all__ = [
+    "Measured",
+    "Plan",
+    "ReadingReport",
+    "Subject",
+    "Which",
+    "bench_read",
+    "largest_sample",
+    "sample_of",
+    "scaled_cache",
+]
 
 Which = Literal["first", "second"]
 # An epoch under a memory limit reads this many times the limit, where the shard has as much.
@@ -42,7 +51,7 @@ class Plan:
         rounds: how often each is measured; under a memory limit, once.
     """
 
-    order: Literal["shuffled", "sequential"] = "shuffled"
+    order: Order = "shuffled"
     packs: int | None = None
     seconds: float = 15.0
     limit: MemoryLimit | None = None
@@ -75,15 +84,17 @@ class Subject:
         num_packs: it has.
         nbytes: of its tokens, masks and starts.
         place: where it lies.
+        memory_nbytes: what there is to keep it in, under the limit; None where that is not known.
     """
 
     paths: ShardPaths
     num_packs: int
     nbytes: int
     place: ShardPlace
+    memory_nbytes: int | None
 
     @classmethod
-    def at(cls, prefix: str) -> Subject:
+    def at(cls, prefix: str, limit: MemoryLimit | None) -> Subject:
         """A local shard; FormatError where it has no packs, and the errors of ``Shard``."""
         # By pread: a page that this process maps would stay in the cache.
         shard = Shard(prefix, backend="pread")
@@ -91,22 +102,19 @@ class Subject:
             raise FormatError(f"{prefix}: the shard has no packs, so there is nothing to read; name another")
         paths = ShardPaths.of(prefix)
         tokens, loss, _, starts = (digest.nbytes for digest in shard.header.digests)
-        return cls(paths, len(shard), tokens + loss + starts, find_place(paths.tokens))
+        place = find_place(paths.tokens)
+        known = [nbytes for nbytes in (place.memory_nbytes, limit and limit.nbytes) if nbytes is not None]
+        return cls(paths, len(shard), tokens + loss + starts, place, min(known, default=None))
 
     @property
     def files(self) -> tuple[str, ...]:
         """Those that are read for packs: all but Megatron's index."""
         return tuple(path for path in self.paths.all if path != self.paths.idx)
 
-    def memory_nbytes(self, limit: MemoryLimit | None) -> int | None:
-        """What there is to keep it in; None where that is not known."""
-        known = [self.place.memory_nbytes, limit.nbytes if limit else None]
-        return min((n for n in known if n is not None), default=None)
-
-    def fits(self, limit: MemoryLimit | None) -> bool:
+    @property
+    def fits(self) -> bool:
         """Whether memory can keep all of it from one epoch to the next; taken for granted where that is not known."""
-        memory = self.memory_nbytes(limit)
-        return memory is None or self.nbytes <= memory
+        return self.memory_nbytes is None or self.nbytes <= self.memory_nbytes
 
 
 @dataclass
@@ -188,7 +196,7 @@ def sample_of(subject: Subject, plan: Plan, count: int) -> Sample:
     """
     whole = subject.num_packs
     count = min(count, whole)
-    if plan.order == "sequential" or subject.fits(plan.limit):
+    if plan.order == "sequential" or subject.fits:
         start = (whole - count) // 2
         return Sample(start, start + count, 1, plan.order)
     step = whole // count
@@ -244,7 +252,7 @@ def bench_read(
         OSError: the files cannot be read at all.
     """
     plan = plan or Plan()
-    subject = Subject.at(prefix)
+    subject = Subject.at(prefix, plan.limit)
     seconds = float("inf") if plan.packs else _PATIENCE * plan.epoch_seconds
     group = str(plan.limit.folder) if plan.limit else None
     measured = [Measured(setting) for setting in plan.settings]

@@ -181,7 +181,9 @@ def _compare_windows(here: Window, there: Window, result: Comparison, most: int)
     kept, other_kept = (_positions(window, ~reshaped) for window in (here, there))
     changed = reshaped.copy()
     for what, ours, theirs in zip(("token", "mask"), here.content(), there.content(), strict=True):
-        unequal = np.flatnonzero(_unequal(ours[kept], theirs[other_kept]))
+        if not (differs := _unequal(ours[kept], theirs[other_kept])).any():
+            continue
+        unequal = np.flatnonzero(differs)
         if what == "token":
             result.tokens += len(unequal)
         else:

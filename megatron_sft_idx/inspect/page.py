@@ -439,19 +439,16 @@ def profile(values: Profile, places: int, label: str) -> Markup:
         marks = joined(frame.bar(a, b, value, f"pack {a}: {value:.2f} times the mean") for (a, b), value in bars)
         return frame.svg(label, marks, [(value + 0.5, text) for value, text in ticks if value < places], "×")
 
-    def steps(heights: Sequence[float]) -> list[str]:
-        spans = zip(columns, heights, strict=True)
-        return [f"{number(frame.x(a))} {number(frame.y(v))}H{number(frame.x(b))}" for (a, b), v in spans]
-
-    def back(heights: Sequence[float]) -> list[str]:
-        spans = list(zip(columns, heights, strict=True))[::-1]
-        return [f"{number(frame.x(b))} {number(frame.y(v))}H{number(frame.x(a))}" for (a, b), v in spans]
+    def steps(heights: Sequence[float], way: int = 1) -> list[str]:
+        """To the right, or with a way of -1 back to the left."""
+        spans = [(*span[::way], height) for span, height in zip(columns, heights, strict=True)][::way]
+        return [f"{number(frame.x(a))} {number(frame.y(v))}H{number(frame.x(b))}" for a, b, v in spans]
 
     low, upper = ((values.quantile(share) / mean).tolist() for share in (0.05, 0.95))
     marks = joined(
         element("path", class_=name, d=f"M{'L'.join(points)}{end}")
         for name, points, end in (
-            ("band", steps(upper) + back(low), "z"),
+            ("band", steps(upper) + steps(low, -1), "z"),
             ("most", steps(high), ""),
             ("line", steps(means), ""),
         )

@@ -17,10 +17,20 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.storage import drop_cached
 from megatron_sft_idx.storage.mounts import Mount, mount_of, mounts
 
-__all__ = ["DiskKind", "MemoryLimit", "ShardPlace", "cached_nbytes", "drop_cache", "find_place", "kind_of"]
-__all__ += ["memory_limit"]
+__all__ = [
+    "DiskKind",
+    "MemoryLimit",
+    "ShardPlace",
+    "cached_nbytes",
+    "drop_cache",
+    "find_place",
+    "kind_of",
+    "memory_limit",
+]
 
 DiskKind = Literal["disk", "network", "memory"]
+# Of the two versions of control groups, the file that limits memory.
+_LIMIT_1, _LIMIT_2 = "memory.limit_in_bytes", "memory.max"
 _MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 _NETWORK = {
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "gpfs", "beegfs", "beegfs_nodev", "wekafs", "panfs"),
@@ -126,9 +136,6 @@ def _control_group(controller: str) -> tuple[Path, str] | None:
             if name in paths and fits and (folder := _group_folder(mount, paths[name])):
                 return folder, limit
     return None
-
-
-_LIMIT_1, _LIMIT_2 = "memory.limit_in_bytes", "memory.max"
 
 
 def _group_folder(mount: Mount, path: str) -> Path | None:

@@ -31,11 +31,27 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage import CACHE_NBYTES, Advice, Backend, ReadOptions
 
-__all__ = ["SETTINGS", "SHARD_WORKERS", "Epoch", "Job", "Reader", "Run", "Sample", "Setting", "ShardReader", "Workers"]
-__all__ += ["main", "read_epoch", "serve"]
+__all__ = [
+    "SETTINGS",
+    "SHARD_WORKERS",
+    "Epoch",
+    "Job",
+    "Order",
+    "Reader",
+    "Run",
+    "Sample",
+    "Setting",
+    "ShardReader",
+    "Workers",
+    "main",
+    "read_epoch",
+    "serve",
+]
 
 # Packs that the kernel is told of before they are read, and as many again while they are: some batches' worth.
 AHEAD = 32
+
+Order = Literal["shuffled", "sequential"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +123,7 @@ class Sample:
     start: int
     stop: int
     step: int = 1
-    order: Literal["shuffled", "sequential"] = "shuffled"
+    order: Order = "shuffled"
     seed: int = 0
 
     def __len__(self) -> int:

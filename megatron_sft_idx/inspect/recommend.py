@@ -60,18 +60,18 @@ def _later(run: Run, report: ReadingReport) -> Epoch:
     """
     subject, limit = report.subject, report.plan.limit
     felt = limit is not None and run.seen_nbytes > limit.nbytes
-    return run.second if felt or subject.fits(limit) else run.first
+    return run.second if felt or subject.fits else run.first
 
 
 def _of_the_place(report: ReadingReport) -> Iterator[str]:
-    subject, limit = report.subject, report.plan.limit
-    memory, place = subject.memory_nbytes(limit), subject.place
+    subject = report.subject
+    memory, place = subject.memory_nbytes, subject.place
     if place.kind == "memory":
         yield f"{place.filesystem} keeps the shard in memory: there is no disk to save"
     elif memory is None:
         yield "how much memory there is could not be found out; it was taken to keep the shard"
     else:
-        fit, epochs = ("fit", "only first epochs read") if subject.fits(limit) else ("do not fit", "every epoch reads")
+        fit, epochs = ("fit", "only first epochs read") if subject.fits else ("do not fit", "every epoch reads")
         size, room = shown_nbytes(subject.nbytes), shown_nbytes(memory)
         yield f"its {size} {fit} in the {room} there are for the page cache: {epochs} the disk"
     if place.kind == "network":
@@ -128,7 +128,7 @@ def reading_dict(report: ReadingReport, advice: Recommendation) -> dict[str, Any
         "packs": report.subject.num_packs,
         "bytes": report.subject.nbytes,
         "place": asdict(report.subject.place),
-        "fits_in_memory": report.subject.fits(report.plan.limit),
+        "fits_in_memory": report.subject.fits,
         "sample": {**asdict(report.sample), "packs": len(report.sample)},
         "rounds": report.plan.passes,
         "memory_limit_bytes": report.plan.limit and report.plan.limit.nbytes,
@@ -185,7 +185,7 @@ def reading_lines(report: ReadingReport, advice: Recommendation) -> Iterator[str
 
 def _heading(report: ReadingReport) -> Iterator[str]:
     subject, plan, sample = report.subject, report.plan, report.sample
-    place, memory = subject.place, subject.memory_nbytes(plan.limit)
+    place, memory = subject.place, subject.memory_nbytes
     ahead = "" if place.read_ahead_nbytes is None else f", read-ahead {shown_nbytes(place.read_ahead_nbytes)}"
     room = "unknown" if memory is None else shown_nbytes(memory)
     yield f"{subject.paths.prefix}: {subject.num_packs:,} packs, {shown_nbytes(subject.nbytes)}"

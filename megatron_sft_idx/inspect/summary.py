@@ -24,8 +24,19 @@ from megatron_sft_idx.layout.files import DATA_SUFFIXES
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.fingerprints import source_of, template_of, tokenizer_of
 
-__all__ = ["PERMILLE", "Odd", "Place", "Survey", "file_nbytes", "fingerprints", "locate_sequence", "losses"]
-__all__ += ["summary_dict", "summary_lines", "survey_shard"]
+__all__ = [
+    "PERMILLE",
+    "Odd",
+    "Place",
+    "Survey",
+    "file_nbytes",
+    "fingerprints",
+    "locate_sequence",
+    "losses",
+    "summary_dict",
+    "summary_lines",
+    "survey_shard",
+]
 
 # Tokens whose ids and masks are read: a few seconds' worth.
 CONTENT_TOKENS = 1 << 29

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import operator
 import os
@@ -145,7 +146,7 @@ class ShardSet:
     Opening reads one header a shard; the other files are opened when first needed. How they are held depends on the
     set alone:
 
-    - shards of a set that is small in number are mapped;
+    - shards of a set that is small in number are mapped, as long as the system allows one map more;
     - of one that is small in bytes, each is read into memory when it is first needed (``held``);
     - of any other only the index arrays are, up to ``INDEX_NBYTES``; tokens and masks are read from files that are
       opened for each read and closed again.
@@ -393,7 +394,13 @@ class ShardSet:
         shard = held.get(number)
         if shard is None:
             options = self._options if self._mapped else self._options._replace(backend="reopen")
-            shard = self._open(number, options, self.cache)
+            try:
+                shard = self._open(number, options, self.cache)
+            except OSError as refused:
+                # The system refuses the process one more map: other sets of it have as many as there may be.
+                if options.backend != "mmap" or refused.errno != errno.ENOMEM:
+                    raise
+                shard = self._open(number, options._replace(backend="reopen"), self.cache)
         elif self._most_held == len(self.prefixes):
             return shard
         else:

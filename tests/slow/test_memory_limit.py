@@ -36,4 +36,4 @@ def test_over_a_limit_second_epochs_read_the_disk_again(tmp_path: Path) -> None:
         (run,) = one.runs
         assert run.second.nbytes > 3 * LIMIT
         assert (run.second.disk_nbytes or 0) > 0.5 * run.second.nbytes
-    assert not report.subject.fits(limit)
+    assert not report.subject.fits
