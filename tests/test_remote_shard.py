@@ -21,13 +21,12 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoun
 from megatron_sft_idx.formats.dataset import open_dataset
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.merge import merge
-from megatron_sft_idx.preprocess import PackOptions
-from megatron_sft_idx.preprocess.pack import pack_shard
 from megatron_sft_idx.rebuild import rebuild
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.published import missing_files
 from megatron_sft_idx.shards import ShardSet, find_prefixes
 from megatron_sft_idx.storage.remote.threads import CONNECTIONS
+from megatron_sft_idx.tokenize import PackOptions, pack_shard
 from megatron_sft_idx.verify import verify_shard
 
 

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from megatron_sft_idx.bench_read import MemoryLimit, Plan, bench_read, recommend, report_dict, report_lines
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, positive
 from megatron_sft_idx.cli.output import local_path
-from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.storage import CACHE_NBYTES
+from megatron_sft_idx.storage.progress import Progress
 
 __all__ = ["add_parser"]
 

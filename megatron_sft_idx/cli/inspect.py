@@ -19,7 +19,6 @@ from megatron_sft_idx.chat.tokenizer.tokenizer import load_tokenizer
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, natural, positive, writable
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.report import PAGE, compare_shards, find_text, make_page, mark_pack, survey_shard
 from megatron_sft_idx.report.diff_text import diff_lines
 from megatron_sft_idx.report.marked import Decode, ids_as_text, on_one_line, shortened, trained_tokens
@@ -28,6 +27,7 @@ from megatron_sft_idx.report.summary import summary_dict, summary_lines
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.fingerprints import tokenizer_of
 from megatron_sft_idx.shards import find_prefixes
+from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.publish import Place, check_place, files_of, require_apart, resolve, write_file
 
 __all__ = ["add_parser"]

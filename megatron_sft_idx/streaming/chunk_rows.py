@@ -22,7 +22,7 @@ from megatron_sft_idx.formats.base import PackRun
 from megatron_sft_idx.formats.checks import checked_run
 from megatron_sft_idx.formats.chunk_lines import ChunkFile, parse, run_of
 from megatron_sft_idx.formats.jsonl_chunks import recognise
-from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder
+from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 
 __all__ = ["ChunkRows", "LineKind", "OnBadRow", "PackedLines", "RawLines", "RowLimits"]
 
