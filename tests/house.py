@@ -19,16 +19,16 @@ LAYERS = [
     {"shard", "check", "packs", "transfer"},
     {"formats", "catalog"},
     {"dataset", "builder"},
-    {"preprocess", "produce", "inspect", "streaming", "training"},
+    {"tokenize", "produce", "inspect", "streaming", "training"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-FACES, VERBS, CLI = LEVEL["dataset"], LEVEL["preprocess"], LEVEL["cli"]
+FACES, VERBS, CLI = LEVEL["dataset"], LEVEL["tokenize"], LEVEL["cli"]
 # The package's __init__ offers names of every layer, lazily; nothing inside imports them from there.
 ROOT = len(LAYERS)
 
 MEGATRON = {"torch", "megatron"}
-LIGHT_VERBS = {"preprocess", "produce", "inspect"}
+LIGHT_VERBS = {"tokenize", "produce", "inspect"}
 # Imported where used, never when a module of ours is imported.
 CLOUD = {"boto3", "botocore", "multistorageclient", "obstore"}
 HEAVY = (

@@ -44,7 +44,7 @@ def test_imports_point_down() -> None:
     [
         ("shard", "from megatron_sft_idx.dataset import SFTIndexedDataset", "above shard"),
         ("shard", "def f():\n    import megatron_sft_idx.builder", "above shard"),
-        ("shard.reader", "from ..preprocess import run", "above shard"),
+        ("shard.reader", "from ..tokenize import run", "above shard"),
         ("layout", "from . import chat", "above layout"),
         ("chat.rows", "import torch", "only builder, dataset"),
         ("chat.rows", "def f():\n    from torch import Tensor", "only builder, dataset"),
@@ -55,8 +55,8 @@ def test_imports_point_down() -> None:
         ("cli.main", "import torch", "where it is used"),
         ("", "import torch", "where it is used"),
         ("shard", "from megatron_sft_idx import SFTIndexedDataset", "package's __init__"),
-        ("preprocess.run", "from megatron_sft_idx.inspect.text import mark_pack", "inside of inspect"),
-        ("preprocess.run", "import megatron_sft_idx.inspect.text", "inside of inspect"),
+        ("tokenize.run", "from megatron_sft_idx.inspect.text import mark_pack", "inside of inspect"),
+        ("tokenize.run", "import megatron_sft_idx.inspect.text", "inside of inspect"),
         ("inspect", "import torch", "where it is used"),
         ("novelty", "", "not in a layer"),
     ],
@@ -77,7 +77,7 @@ def test_the_walker_sees_a_bad_import(module: str, source: str, word: str) -> No
         ("dataset", "import torch\nfrom megatron_sft_idx.shard.reader import Shard"),
         ("cli.main", "def f():\n    import torch"),
         (
-            "preprocess.run",
+            "tokenize.run",
             "from megatron_sft_idx.inspect import text\nfrom megatron_sft_idx import __version__",
         ),
         ("", "def __getattr__(name):\n    from megatron_sft_idx.dataset import SFTIndexedDataset"),

@@ -25,13 +25,13 @@ from test_formats_jsonl_chunks import produced
 
 from megatron_sft_idx.catalog import Ack, Base, Catalog, write_ack
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.preprocess import EncodingOptions
 from megatron_sft_idx.streaming import LiveDataset, LiveLoader
 from megatron_sft_idx.streaming.chunk_end import EndDecider
 from megatron_sft_idx.streaming.chunk_markers import Markers
 from megatron_sft_idx.streaming.chunk_rows import PackedLines, RawLines, RowLimits
 from megatron_sft_idx.streaming.chunks import ChunkOptions, LiveChunks
 from megatron_sft_idx.streaming.live import Stopped, Waiter
+from megatron_sft_idx.tokenize import EncodingOptions
 
 PRODUCER = Path(__file__).with_name("chunk_producer.py")
 PATIENCE = 300.0

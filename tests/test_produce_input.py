@@ -16,11 +16,11 @@ from megatron_sft_idx.catalog.documents import Document
 from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
 from megatron_sft_idx.chat.inputs.pieces import iter_pieces, stream_pieces
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.preprocess import NOT_YET
 from megatron_sft_idx.produce.feed import Feed, Position
 from megatron_sft_idx.produce.growing import GrowingFolder
 from megatron_sft_idx.produce.input_log import InputLog, TakenFile
 from megatron_sft_idx.produce.inputs import FixedFiles
+from megatron_sft_idx.tokenize import NOT_YET
 
 
 class Scene:

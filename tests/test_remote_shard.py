@@ -23,13 +23,12 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoun
 from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.merge import merge
-from megatron_sft_idx.preprocess import PackOptions
-from megatron_sft_idx.preprocess.pack import pack_shard
 from megatron_sft_idx.shard import Shard, ShardWriter, remote
 from megatron_sft_idx.shard.opening import missing_files
 from megatron_sft_idx.shard.shard_set import ShardSet, find_prefixes
 from megatron_sft_idx.storage.hashing import has_digest
 from megatron_sft_idx.storage.remote.store import CONNECTIONS
+from megatron_sft_idx.tokenize import PackOptions, pack_shard
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def cut_json() -> str:
 def interrupted() -> str:
     Path("killed").mkdir(exist_ok=True)
     write_rows(Path("killed/rows.jsonl"), [chat()])
-    Path("killed/shard.unpacked.journal").write_bytes(b"")
+    Path("killed/shard.journal").write_bytes(b"")
     return preprocess(Path("killed/shard"), rows=[chat()]).err
 
 

@@ -12,8 +12,8 @@ from megatron_sft_idx.cli.output import local_path
 from megatron_sft_idx.inspect.bench_read import Plan, bench_read
 from megatron_sft_idx.inspect.place import memory_limit
 from megatron_sft_idx.inspect.recommend import reading_dict, reading_lines, recommend
-from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.storage import CACHE_NBYTES
+from megatron_sft_idx.storage.progress import Progress
 
 __all__ = ["add_parser"]
 

@@ -30,10 +30,10 @@ from megatron_sft_idx.inspect.text import (
     trained_tokens,
 )
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.fingerprints import tokenizer_of
 from megatron_sft_idx.shard.shard_set import find_prefixes
+from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.publish import Place, check_place, files_of, require_apart, resolve, write_file
 
 __all__ = ["add_parser"]

@@ -8,8 +8,8 @@ import time
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_output_options, add_packing_options, packing_options
 from megatron_sft_idx.cli.output import Output, local_path
 from megatron_sft_idx.formats.registry import places
-from megatron_sft_idx.preprocess import Summary, check_summary, pack_shard
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.tokenize import Summary, check_summary, pack_shard
 
 __all__ = ["add_parser"]
 

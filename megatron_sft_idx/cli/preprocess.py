@@ -23,7 +23,9 @@ from megatron_sft_idx.cli.options import (
 from megatron_sft_idx.cli.output import Output
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.text import mark_pack
-from megatron_sft_idx.preprocess import (
+from megatron_sft_idx.storage import is_remote, open_regular
+from megatron_sft_idx.storage.publish import Place, files_of
+from megatron_sft_idx.tokenize import (
     EncodingOptions,
     PreprocessOptions,
     Preview,
@@ -32,9 +34,7 @@ from megatron_sft_idx.preprocess import (
     preprocess,
     preview,
 )
-from megatron_sft_idx.preprocess.workers import available_cpus
-from megatron_sft_idx.storage import is_remote, open_regular
-from megatron_sft_idx.storage.publish import Place, files_of
+from megatron_sft_idx.tokenize.local import available_cpus
 
 __all__ = ["add_mask_options", "add_parser", "add_row_options", "add_workers_option", "encoding_options", "reads_of"]
 
@@ -52,7 +52,7 @@ examples:
     megatron-sft-idx preprocess --input 'raw/*.jsonl.zst' more.parquet --tokenizer-model ./tok \\
         --seq-length 8192 --overlong split --keep-corpus --output-prefix data/train
 
-  go on after a kill, a power failure or Ctrl-C, from the last complete piece:
+  go on after a kill, a power failure or Ctrl-C, with all that was tokenised:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer-model ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train --resume
 

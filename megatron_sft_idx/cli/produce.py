@@ -17,9 +17,9 @@ from megatron_sft_idx.cli.preprocess import (
     reads_of,
 )
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.preprocess import EncodingOptions
 from megatron_sft_idx.produce import AheadLimits, ProduceOptions, own_files, produce
 from megatron_sft_idx.storage.publish import Place, files_of, require_apart
+from megatron_sft_idx.tokenize import EncodingOptions
 
 __all__ = ["add_parser"]
 

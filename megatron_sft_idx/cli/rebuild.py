@@ -12,7 +12,7 @@ from megatron_sft_idx.check import Advance, Known, Rebuilt, rebuild
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, natural, positive
 from megatron_sft_idx.cli.output import local_path
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.preprocess.progress import Progress
+from megatron_sft_idx.storage.progress import Progress
 
 __all__ = ["add_parser"]
 

@@ -12,8 +12,8 @@ import xxhash
 from megatron_sft_idx.catalog.documents import Document
 from megatron_sft_idx.chat.inputs.pieces import Piece
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.preprocess import NOT_YET, NotYet
 from megatron_sft_idx.produce.inputs import Input, PiecesOfAFile
+from megatron_sft_idx.tokenize import NOT_YET, NotYet
 
 __all__ = ["Feed", "Position"]
 

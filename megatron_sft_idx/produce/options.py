@@ -9,9 +9,9 @@ from typing import Any
 
 from megatron_sft_idx.catalog import Limits
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.preprocess import EncodingOptions, PackOptions, RowEncoder
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.publish import describe
+from megatron_sft_idx.tokenize import EncodingOptions, PackOptions, RowEncoder
 
 __all__ = ["AheadLimits", "ProduceOptions"]
 

@@ -14,23 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_sft_idx.catalog import Catalog, ProducerState
 from megatron_sft_idx.catalog.folder import END, PRODUCER
 from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
+from megatron_sft_idx.chat.inputs.pieces import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.preprocess import (
-    CorpusReport,
-    EncodedPiece,
-    NotYet,
-    RowEncoder,
-    add_piece,
-    make_encode_task,
-    map_in_order,
-    name_of_piece,
-    note_rows,
-    pack_shard,
-)
 from megatron_sft_idx.produce.feed import Feed
 from megatron_sft_idx.produce.growing import GrowingFolder
 from megatron_sft_idx.produce.input_log import INPUTS, InputLog
@@ -44,6 +35,16 @@ from megatron_sft_idx.produce.waiting import Waiting
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, remove_shard
 from megatron_sft_idx.shard.prefix import drop_remains, name_held, temporaries_of
 from megatron_sft_idx.storage.publish import describe, resolve
+from megatron_sft_idx.tokenize import (
+    CorpusReport,
+    EncodedPiece,
+    Local,
+    NotYet,
+    RowEncoder,
+    encode_piece,
+    pack_shard,
+    remember_encoder,
+)
 
 __all__ = ["ProduceSummary", "own_files", "produce"]
 
@@ -208,14 +209,13 @@ class _Production:
 
     def run(self, summary: ProduceSummary) -> None:
         """Make shards until the input ends; then say how many there are."""
-        results = map_in_order(
-            make_encode_task,
-            (self._encoder.options,),
-            self._feed,
-            workers=self._options.workers,
-            name_of=name_of_piece,
-        )
-        with self._keeper as keeper, contextlib.closing(results):
+        encoding = self._encoder.options
+        remember_encoder(encoding, self._encoder)
+        with (
+            self._keeper as keeper,
+            Local(self._options.workers) as pool,
+            contextlib.closing(pool.map_in_order(encode_piece, encoding, self._feed, name_of=_first_row)) as results,
+        ):
             self._room.remove_remains()
             while self._tokenise(results):
                 self._publish()
@@ -246,8 +246,9 @@ class _Production:
             notes: Counter[str] = Counter()
             kept = 0
             while kept < self._options.tokens_per_shard and (piece := self._next(results)) is not None:
-                add_piece(writer, piece)
-                note_rows(self._report, piece, self._options.encoding.on_bad_row, self._log)
+                _add(writer, piece)
+                on_bad_row = self._options.encoding.on_bad_row
+                self._report.add(piece.rows, piece.bad_rows, piece.straddling, on_bad_row, self._log)
                 notes.update(piece.notes)
                 position, path, first = self._feed.done()
                 kept += self._tokens_kept(piece, path, first)
@@ -304,3 +305,16 @@ class _Production:
             f"shard {number}: {report.packs:,} packs, {report.sequences:,} sequences, {report.tokens:,} tokens,"
             f" fill {100 * report.fill:.1f}%; {self._report.rows:,} rows so far, {self._pace.line(self._feed)}"
         )
+
+
+def _first_row(piece: Piece) -> str:
+    """As errors about the piece name it."""
+    return f"{piece.path}:{piece.first}"
+
+
+def _add(writer: ShardWriter, piece: EncodedPiece) -> None:
+    """Add the sequences of a piece, one a pack; masks become float32 from the first weight on that needs it."""
+    if piece.loss_mask.dtype == np.float32:
+        writer.promote_mask_dtype()
+    ones = np.ones(len(piece.lengths), np.int64)
+    writer.add_packs(piece.input_ids, piece.loss_mask, np.zeros_like(ones), piece.lengths, ones, mask_alignment="token")

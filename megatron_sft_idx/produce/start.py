@@ -11,10 +11,10 @@ from megatron_sft_idx.catalog import Catalog, Limits, ProducerState
 from megatron_sft_idx.catalog.documents import Document
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.preprocess import RowEncoder, option_differences, packing_differences
 from megatron_sft_idx.produce.feed import Position
 from megatron_sft_idx.produce.options import ProduceOptions
 from megatron_sft_idx.shard import read_header, remove_remains
+from megatron_sft_idx.tokenize import RowEncoder, option_differences, packing_differences
 
 __all__ = ["CURSOR", "Cursor", "find_start"]
 

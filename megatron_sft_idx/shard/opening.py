@@ -325,8 +325,10 @@ def require_same(prefix: str, found: bytes, expected: bytes) -> None:
 def where_to_look(paths: ShardPaths) -> str:
     """A remedy where nothing is at a prefix: what a killed run was making there may lie beside it, under a longer name.
 
-    ``preprocess`` makes the tokenised corpus first, at ``PREFIX.unpacked``.
+    ``preprocess`` tokenises into ``PREFIX.parts``, and makes the corpus that it is to keep at ``PREFIX.unpacked``.
     """
+    if os.path.lexists(f"{paths.prefix}.parts/run.json"):
+        return f"preprocess was interrupted here, or is at work: preprocess --resume goes on with {paths.prefix}.parts"
     journals = sorted(glob.glob(f"{glob.escape(paths.prefix)}.*.journal"))
     if not journals:
         return "check the prefix: the path without .seq.idx"

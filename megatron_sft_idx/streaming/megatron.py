@@ -15,7 +15,6 @@ from megatron.core import parallel_state
 from megatron_sft_idx.catalog import Catalog, Patience, ack_folder, default_max_sequences
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.jsonl_chunks import chunk_numbers
-from megatron_sft_idx.preprocess import EncodingOptions
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.streaming.chunk_end import EndDecider
 from megatron_sft_idx.streaming.chunk_markers import Markers
@@ -25,6 +24,7 @@ from megatron_sft_idx.streaming.dataset import LiveDataset
 from megatron_sft_idx.streaming.loader import LiveLoader
 from megatron_sft_idx.streaming.shards import CatalogShards
 from megatron_sft_idx.streaming.state import RankState
+from megatron_sft_idx.tokenize import EncodingOptions
 from megatron_sft_idx.training import Tensors
 
 __all__ = ["LiveData", "add_live_options", "check_live_options", "is_live", "open_live"]

@@ -1,4 +1,4 @@
-"""Parts on disk: what comes back is what went in, and damage is found. Needs no Ray."""
+"""Parts on disk: what comes back is what went in, and damage is found; and the folder they lie in."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.preprocess.distributed import state
-from megatron_sft_idx.preprocess.distributed.parts import Part, PartInfo, write_part
-from megatron_sft_idx.preprocess.distributed.reader import PartsReader
-from megatron_sft_idx.preprocess.distributed.state import RunFolder
-from megatron_sft_idx.preprocess.distributed.stretches import Cutting
-from megatron_sft_idx.preprocess.encoding import EncodedPiece
-from megatron_sft_idx.preprocess.overlong import Selection
+from megatron_sft_idx.tokenize import run_folder
+from megatron_sft_idx.tokenize.encoding import EncodedPiece
+from megatron_sft_idx.tokenize.gather import PartsReader, PartsTable
+from megatron_sft_idx.tokenize.parts import Part, PartInfo, write_part
+from megatron_sft_idx.tokenize.plan import Selection
+from megatron_sft_idx.tokenize.run_folder import RunFolder
 
 
 def piece(lengths, seed: int, weighted: bool = False) -> EncodedPiece:
@@ -40,9 +39,7 @@ def written(path: Path, pieces, mask_dtype: str = "uint8") -> str:
 def test_what_comes_back_is_what_went_in(tmp_path):
     pieces = [piece([3, 1], 1), piece([], 2), piece([5], 3, weighted=True)]
     part = Part(written(tmp_path / "p", pieces, "float32"), verify=True)
-    assert part.info.is_of("options", ["a", "b"])
-    assert not part.info.is_of("options", ["a"])
-    assert not part.info.is_of("other", ["a", "b"])
+    assert (part.info.options, part.info.pieces) == ("options", ["a", "b"])
     assert part.info.bad_rows == [(3, "über \ud800")]
     assert (part.lengths.tolist(), part.starts.tolist()) == ([3, 1, 5], [0, 3, 4])
     assert part.ids.tolist() == [token for one in pieces for token in one.input_ids.tolist()]
@@ -81,7 +78,7 @@ def test_a_plan_reads_from_all_parts_in_its_own_order(tmp_path):
         for number, group in enumerate(groups)
     ]
     sequences, begins, lengths = np.array([4, 0, 2, 3, 2]), np.array([2, 0, 3, 0, 0]), np.array([7, 4, 3, 1, 3])
-    reader = PartsReader(paths, np.array([0, 3, 3, 5]), "float32")
+    reader = PartsReader(PartsTable(paths, np.array([0, 3, 3, 5]), "float32"))
     ids, mask = reader.read(Selection(sequences, begins, lengths))
     parts = [Part(path) for path in paths]
     at = [(part, start) for part in parts for start in part.starts.tolist()]
@@ -93,8 +90,9 @@ def test_a_plan_reads_from_all_parts_in_its_own_order(tmp_path):
     assert mask.tolist() == [value for part, start, stop in spans for value in part.mask[start:stop].tolist()]
     with pytest.raises(FormatError, match="changed since its lengths were read"):
         reader.read(Selection(np.array([3]), None, np.array([2])))
+    reader = PartsReader(PartsTable(paths, np.array([0, 2, 2, 4]), "float32"))
     with pytest.raises(FormatError, match="changed since its lengths were read"):
-        PartsReader(paths, np.array([0, 2, 2, 4]), "float32").read(Selection(np.array([0]), None, np.array([2])))
+        reader.read(Selection(np.array([0]), None, np.array([2])))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +103,7 @@ def test_a_run_that_is_not_ours_is_refused(tmp_path, content):
     with folder.locked():
         (tmp_path / "x.parts" / "run.json").write_bytes(content)
         with pytest.raises(FormatError, match="not a run of this command"):
-            folder.resume([], None, Cutting(1, 1))
+            folder.read()
 
 
 def test_one_driver_a_folder(tmp_path):
@@ -117,14 +115,14 @@ def test_one_driver_a_folder(tmp_path):
 
 
 def test_a_driver_that_ends_takes_no_folder_from_the_next_one(tmp_path, monkeypatch):
-    folder, lock, ended = RunFolder.of(str(tmp_path / "x")), state.lock_journal, []
+    folder, lock, ended = RunFolder.of(str(tmp_path / "x")), run_folder.lock_journal, []
 
     def late(*arguments, **named):
         if not ended:  # between the two steps of this driver, another one is done
             ended.append(shutil.rmtree(folder.path))
         return lock(*arguments, **named)
 
-    monkeypatch.setattr(state, "lock_journal", late)
+    monkeypatch.setattr(run_folder, "lock_journal", late)
     with folder.locked(), pytest.raises(FormatError, match="another writer is at work"), folder.locked():
         pass
     assert ended
@@ -135,8 +133,9 @@ def test_a_folder_of_somebody_else_is_refused_and_stays(tmp_path, name):
     there = tmp_path / "x.parts" / name
     there.parent.mkdir(parents=True)
     there.write_text("mine")
-    refused = preprocess(tmp_path / "x", "--engine", "ray", "--workers", 1, "--overwrite")
-    assert (refused.code, "which is not of a run" in refused.err) == (1, True), refused
+    for engine in ("local", "ray"):
+        refused = preprocess(tmp_path / "x", "--engine", engine, "--workers", 1, "--overwrite")
+        assert (refused.code, "which is not of a run" in refused.err) == (1, True), refused
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [there]
 
 

@@ -1,20 +1,24 @@
-"""What a run did, for people and for programs."""
+"""What became of the input and of its sequences, for people and for programs."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_sft_idx.preprocess.corpus import CorpusReport
-from megatron_sft_idx.preprocess.pack import PackReport
+from megatron_sft_idx.errors import SequenceError
+from megatron_sft_idx.layout import Header
 from megatron_sft_idx.storage.publish import Kind, check_place, head_of, resolve, write_file
 
-__all__ = ["Summary", "check_summary", "timed"]
+__all__ = ["MAX_LISTED", "CorpusReport", "PackReport", "Summary", "check_summary", "timed"]
 
+# Bad rows that are kept as messages.
+MAX_LISTED = 10_000
+# Of these, shown as they come.
+_MAX_SHOWN = 20
 _NOTES = {
     "content_empty": "messages without a content rendered with an empty one: the chat template fails without",
     "content_left_out": "messages without a content rendered without one, as transformers does",
@@ -41,6 +45,123 @@ _KIND = Kind("a summary", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
 def check_summary(path: str, *, overwrite: bool) -> None:
     """FormatError where a summary could not be written here: asked before hours of work, of which it is to tell."""
     check_place(resolve(path), _KIND, overwrite=overwrite)
+
+
+@dataclass(slots=True)
+class CorpusReport:
+    """What became of the input.
+
+    Attributes:
+        rows: rows read, bad ones included.
+        skipped: rows that could not be used.
+        bad_rows: the first ten thousand of them, as messages.
+        notes: counts by name: tokens that straddle a span's edge, control tokens kept as text, and so on.
+        reused: the corpus was there already, made from the same input and options.
+        straddling: a token that brought characters of a header into what is trained on, once one was met.
+    """
+
+    rows: int = 0
+    skipped: int = 0
+    bad_rows: list[str] = field(default_factory=list)
+    notes: dict[str, int] = field(default_factory=dict)
+    reused: bool = False
+    straddling: str = ""
+
+    @classmethod
+    def of(cls, header: Header) -> CorpusReport:
+        """What the header of a finished corpus, or of a shard packed from it, remembers."""
+        sources = header.metadata["sources"]
+        return cls(sources["rows"], sources["skipped"], [], header.metadata["notes"], reused=True)
+
+    def add(
+        self,
+        rows: int,
+        bad_rows: Iterable[SequenceError],
+        straddling: str,
+        on_bad_row: str,
+        log: Callable[[str], None],
+    ) -> None:
+        """Count some rows, and say which are skipped.
+
+        Raises:
+            SequenceError: there is a bad row, and bad rows are not skipped.
+        """
+        self.rows += rows
+        if straddling and not self.straddling:
+            self.straddling = straddling
+            log(
+                f"warning: tokens such as {straddling!r} begin in what the chat template writes before an answer and"
+                " are trained on, as transformers trains on them; --straddling exclude leaves them out"
+            )
+        for error in bad_rows:
+            if on_bad_row == "error":
+                raise SequenceError(
+                    error.source, error.position, f"{error.reason}; --on-bad-row skip goes on without it"
+                )
+            self.skipped += 1
+            if len(self.bad_rows) < MAX_LISTED:
+                self.bad_rows.append(str(error))
+            if self.skipped <= _MAX_SHOWN:
+                log(f"skipped {error}")
+            elif self.skipped == _MAX_SHOWN + 1:
+                log("skipped more rows, which are not shown")
+
+
+@dataclass(slots=True)
+class PackReport:
+    """What packing did.
+
+    Attributes:
+        sequences: sequences in the packs.
+        packs: packs written.
+        tokens: tokens in them.
+        trained_tokens: positions trained on.
+        masked_packs: packs with no trained position.
+        fill: tokens over packs times capacity.
+        lower_bound: no packing has fewer packs.
+        longest: tokens in the longest pack.
+        most_sequences: sequences in the pack that has most.
+        method: the method whose plan was taken.
+        overlong: sequences longer than the capacity.
+        dropped_tokens: tokens of dropped sequences, or behind the cut of truncated ones.
+        untrained_by_cut: positions that were trained on and whose label now lies behind a cut.
+    """
+
+    sequences: int
+    packs: int
+    tokens: int
+    trained_tokens: int
+    masked_packs: int
+    fill: float
+    lower_bound: int
+    longest: int
+    most_sequences: int
+    method: str
+    overlong: int
+    dropped_tokens: int
+    untrained_by_cut: int
+
+    @classmethod
+    def of(cls, headers: Sequence[Header]) -> PackReport:
+        """What the headers of a run's shards say of how they were packed."""
+        first = headers[0]
+        packing: dict[str, Any] = first.metadata["packing"]
+        packs, tokens = (sum(getattr(header, name) for header in headers) for name in ("num_packs", "num_tokens"))
+        return cls(
+            sequences=sum(header.num_sequences for header in headers),
+            packs=packs,
+            tokens=tokens,
+            trained_tokens=sum(header.num_trained_tokens for header in headers),
+            masked_packs=sum(header.num_masked_packs for header in headers),
+            fill=tokens / (packs * first.capacity),
+            lower_bound=packing["lower_bound"],
+            longest=max(header.longest_pack for header in headers),
+            most_sequences=max(header.most_sequences for header in headers),
+            method=packing["chosen"],
+            overlong=packing["overlong_sequences"],
+            dropped_tokens=packing["dropped_tokens"],
+            untrained_by_cut=packing["untrained_by_cut"],
+        )
 
 
 @dataclass(slots=True)

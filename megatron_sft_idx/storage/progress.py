@@ -44,14 +44,10 @@ class Progress:
         elif kind is None and self._interval and self._logged < self._count and self._logged:
             self._log()
 
-    def start_at(self, units: int, items: int) -> None:
+    def found(self, units: int, items: int) -> None:
         """An earlier run has done so much: part of the total, not of the rate."""
-        self._before = self._done, self._count = units, items
-        self._logged = items
-        if self._bar is not None:
-            self._bar.initial = units
-            self._bar.n = units
-            self._bar.refresh()
+        self._before = self._before[0] + units, self._before[1] + items
+        self.update(units, items)
 
     def update(self, units: int, items: int) -> None:
         """``units`` more of the total are done, which were ``items``."""

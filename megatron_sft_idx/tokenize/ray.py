@@ -1,7 +1,12 @@
-"""The Ray cluster that tasks run on: one that is there, or one that is started on this machine and stopped again."""
+"""Tasks on a Ray cluster: one that is there, or one that is started on this machine and stopped again.
+
+Nothing but stretches, lengths, counts and the plan goes through the driver; parts and shards are on a file system that
+all nodes share. Every task may be done twice.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import signal
@@ -13,10 +18,11 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from megatron_sft_idx.errors import SFTIndexError
-from megatron_sft_idx.preprocess.workers import available_cpus
+from megatron_sft_idx.tokenize.local import WorkersDiedError, available_cpus
 
 __all__ = ["Cluster", "ray_cluster"]
 
+Shared = TypeVar("Shared")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -39,6 +45,22 @@ def _import_ray() -> Any:
     return ray
 
 
+def _giving_back_errors(task: Callable[[Shared, Item], Result]) -> Callable[[Shared, Item], Result | SFTIndexError]:
+    """What cannot be used today cannot be used when tried again; errors of the file system are raised, and are."""
+
+    @functools.wraps(task)
+    def done(shared: Shared, item: Item) -> Result | SFTIndexError:
+        # One task is one thread of work; the libraries below would start one a processor.
+        os.environ["RAYON_NUM_THREADS"] = "1"
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        try:
+            return task(shared, item)
+        except SFTIndexError as error:
+            return error
+
+    return done
+
+
 class Cluster:
     """A connection to a cluster.
 
@@ -49,20 +71,18 @@ class Cluster:
 
     def __init__(self, ray: Any, most: int) -> None:
         self._ray, self._most = ray, most
-
-    def share(self, value: Any) -> Any:
-        """Put something where every task finds it; pass what is returned in its place."""
-        return self._ray.put(value)
+        self.workers = most
 
     def map_in_order(
         self,
-        task: Callable[..., Result | SFTIndexError],
-        items: Iterable[tuple[Any, ...]],
+        task: Callable[[Shared, Item], Result],
+        shared: Shared,
+        items: Iterable[Item],
         *,
-        name_of: Callable[[tuple[Any, ...]], str],
+        name_of: Callable[[Item], str],
         done: Callable[[Result], None] = lambda result: None,
     ) -> Generator[Result, None, None]:
-        """``task(*item)`` for every item, in order.
+        """``task(shared, item)`` for every item, in order.
 
         Few tasks more than there are processors are handed out at a time, and few more results are held, which makes
         the driver's memory independent of how many there are. Closing it stops the tasks that are at work; it is to be
@@ -70,15 +90,19 @@ class Cluster:
 
         Args:
             task: a function of a module; may be called more than once for an item.
-            items: its arguments.
+            shared: its first argument, which is sent once.
+            items: its second one.
             name_of: names an item in the error about it.
             done: called with each result as soon as it is there, in no order.
 
         Raises:
-            SFTIndexError: what a task gave back, when its turn comes; or a task's processes kept dying.
+            SFTIndexError: of a task, when its turn comes.
+            WorkersDiedError: a task's processes kept dying.
             OSError: of a task, after retries.
         """
-        remote = self._ray.remote(num_cpus=1, max_retries=_MAX_RETRIES, retry_exceptions=[OSError])(task)
+        options = {"num_cpus": 1, "max_retries": _MAX_RETRIES, "retry_exceptions": [OSError]}
+        remote = self._ray.remote(**options)(_giving_back_errors(task))
+        everywhere = self._ray.put(shared)
         most = self._most
         # By the order of the items; of these themselves only the names are kept, for they may be large.
         waiting: deque[Any] = deque()
@@ -89,7 +113,7 @@ class Cluster:
         try:
             while True:
                 while len(running) < most and len(waiting) < 4 * most and (item := next(left, None)) is not None:
-                    reference = remote.remote(*item)
+                    reference = remote.remote(everywhere, item)
                     waiting.append(reference)
                     names[reference] = name_of(item)
                     running.add(reference)
@@ -123,7 +147,7 @@ class Cluster:
             return cause if isinstance(cause, OSError) else RuntimeError(f"in a task:\n{error}")
         except exceptions.RayError as error:
             reason = str(error).strip().splitlines()[0]
-            return SFTIndexError(
+            return WorkersDiedError(
                 f"{name}: its task died {_MAX_RETRIES + 1} times, with its process or node ({reason}); out of memory?"
                 " look at these rows, and at the nodes; what is done is kept for --resume"
             )
