@@ -23,6 +23,7 @@ from jinja2.runtime import Context, LoopContext, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from megatron_sft_idx.chat.template.generated import LOOP_ATTRIBUTES, LookUps
 from megatron_sft_idx.errors import FormatError
 
 __all__ = ["GENERATION", "RaisedByTemplate", "TemplateEnvironment"]
@@ -36,7 +37,6 @@ MAX_REPEATED = 1 << 24
 _MISSING = object()
 _PLAIN = frozenset({str, int, bool, float, list, dict, type(None)})
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-_LOOP_ATTRIBUTES = frozenset({"index", "index0", "first", "last", "length", "previtem", "nextitem"})
 
 
 class RaisedByTemplate(TemplateError):  # noqa: N818 - not an error of ours: the template's own words
@@ -93,6 +93,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     the sandbox would, and leave everything else to it.
     """
 
+    code_generator_class = LookUps
     intercepted_binops = frozenset({"*", "**"})
 
     def __init__(self, template_date: str | None) -> None:
@@ -121,7 +122,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             value = obj.get(attribute, _MISSING)
             return value if value is not _MISSING else self.undefined(obj=obj, name=attribute)
         if kind is LoopContext:
-            if attribute in _LOOP_ATTRIBUTES:
+            if attribute in LOOP_ATTRIBUTES:
                 return getattr(obj, attribute)
         elif kind is _TemplateNamespace:
             value = obj.__dict__.get(attribute, _MISSING)

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple
 
 from markupsafe import escape
@@ -118,6 +119,8 @@ class Rules:
         bos: the tokenizer's beginning-of-sequence text, or "".
         eos: the tokenizer's end-of-sequence text, or "".
         tested: strings that the template looks for in messages.
+        shapes: numbers for what of a message decides what a template writes around it.
+        numbers: those not given yet; none is given twice.
         known: edges by the kind of turn and the template text at them.
     """
 
@@ -127,7 +130,24 @@ class Rules:
     bos: str
     eos: str
     tested: tuple[str, ...] = ()
+    shapes: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=count)
     known: dict[tuple[Any, ...], _Edge] = field(default_factory=dict)
+
+    def shape(self, message: Mapping[str, Any], first: bool) -> int:
+        """A number that messages share if the template writes the same around them; ``first`` opens its row."""
+        content = message.get("content")
+        words = content[0].get("text") if type(content) is list and len(content) == 1 else content
+        found = [one for one in self.tested if one in words] if type(words) is str else ()
+        calls = message.get("tool_calls")
+        many = min(len(calls), 2) if type(calls) is list else 0
+        reasons = bool(message.get("reasoning_content"))
+        shape = (message.get("role"), *message, bool(words), reasons, many, first, *found)
+        if (number := self.shapes.get(shape)) is None:
+            if len(self.shapes) >= _MOST_KNOWN:
+                self.shapes.clear()
+            number = self.shapes[shape] = next(self.numbers)
+        return number
 
 
 class SpanFinder:
@@ -160,14 +180,19 @@ class SpanFinder:
         self._places: list[Place] | None = None
         self._searched = False
         # What of each message decides what a template writes around it; one more before and behind, for neighbours.
-        self._shapes: list[Any] = [None, *(_shape(one, rules.tested, i) for i, one in enumerate(messages)), None]
-        self._question = max((i for i, one in enumerate(messages) if one.get("role") == "user"), default=-1)
+        self._shapes = [-1, *(rules.shape(one, i == 0) for i, one in enumerate(messages)), -1]
+        self._question = len(messages) - 1
+        while self._question >= 0 and messages[self._question].get("role") != "user":
+            self._question -= 1
         self._written: dict[int, list[Segment]] = {}
-        for segment in () if traced is None else _without_glances(traced, messages):
-            if segment.message in self._written:
-                self._written[segment.message].append(segment)
-            else:
+        segments = [] if traced is None else traced.segments
+        if traced is not None and traced.around:  # one message was written while another was
+            segments = _without_glances(traced, messages)
+        for segment in segments:
+            if (own := self._written.get(segment.message)) is None:
                 self._written[segment.message] = [segment]
+            else:
+                own.append(segment)
 
     def turn(self, message: int) -> tuple[Ranges, Ranges]:
         """What one assistant message says: all of it, and what the options leave of it.
@@ -178,18 +203,20 @@ class SpanFinder:
         pieces = pieces_of(self._messages[message])
         segments = self._own(message, pieces)
         traced = bool(segments)
-        if not traced or any(piece.kind != "call" and self._find(piece.text, segments) < 0 for piece in pieces):
+        found = self._standing(pieces, segments)
+        if not traced or len(found) < len(pieces):
             lost = [piece for piece in pieces if piece.kind != "call" and self._find(piece.text, segments) < 0]
             if any(piece.text in self._text for piece in lost) or (pieces and not traced):
                 placed = self._placed(message, pieces)
                 segments, traced = (placed, False) if placed else (segments, traced)
-        if not segments:
-            if any(piece.kind != "reasoning" for piece in pieces):
-                raise unusable(self._why_nowhere(message))
-            if pieces:
-                self._reasoning_dropped(message)
-            return [], []
-        found = self._present(message, pieces, segments)
+            if not segments:
+                if any(piece.kind != "reasoning" for piece in pieces):
+                    raise unusable(self._why_nowhere(message))
+                if pieces:
+                    self._reasoning_dropped(message)
+                return [], []
+            found = self._standing(pieces, segments)
+        self._require_words(message, pieces, segments, found)
         if len(segments) > 1:
             segments = self._with_words(segments, found)
         start, stop = self._edges_of(message, segments, found, traced)
@@ -204,7 +231,9 @@ class SpanFinder:
             SequenceError: the template leaves out some of the message's words, or the markers do.
         """
         pieces = pieces_of(self._messages[message])
-        found = self._present(message, pieces, self._written.get(message) or self._everywhere(message))
+        segments = self._written.get(message) or self._everywhere(message)
+        found = self._standing(pieces, segments)
+        self._require_words(message, pieces, segments, found)
         if self._rules.options.partial_markers == "error":
             inside = [Segment(start, stop, 0, message) for start, stop in spans]
             self._require_calls(message, pieces, inside, _OUTSIDE)
@@ -216,7 +245,8 @@ class SpanFinder:
     def require_words(self, messages: Sequence[int]) -> None:
         """Require what assistant messages say somewhere in the text."""
         for message in messages:
-            self._present(message, pieces_of(self._messages[message]), self._everywhere(message))
+            pieces, segments = pieces_of(self._messages[message]), self._everywhere(message)
+            self._require_words(message, pieces, segments, self._standing(pieces, segments))
 
     def blocks(self) -> dict[int, Ranges]:
         """The template's generation blocks by message.
@@ -306,25 +336,29 @@ class SpanFinder:
 
     # Whether its words are there
 
-    def _present(self, message: int, pieces: list[Piece], segments: list[Segment]) -> list[tuple[int, Piece]]:
-        """Require the message's words; return those that stand in the text letter for letter, and where at first."""
-        found: list[tuple[int, Piece]] = []
-        for piece in pieces:
-            at = self._find(piece.text, segments)
-            if at >= 0:
-                found.append((at, piece))
-                continue
+    def _standing(self, pieces: list[Piece], segments: list[Segment]) -> list[tuple[int, Piece]]:
+        """Those pieces that stand in the text letter for letter, and where at first."""
+        return [(at, piece) for piece in pieces if (at := self._find(piece.text, segments)) >= 0]
+
+    def _require_words(
+        self, message: int, pieces: list[Piece], segments: list[Segment], found: list[tuple[int, Piece]]
+    ) -> None:
+        """Require the message's words, those that were not ``found`` in another spelling."""
+        if len(found) < len(pieces):
             text = "".join(self._text[one.start : one.stop] for one in segments)
-            escaped = json.dumps(piece.text, ensure_ascii=False)[1:-1]
-            if escaped in text or squeezed(piece.text) in squeezed(text) or escape(piece.text) in text:
-                continue
-            if piece.kind == "reasoning":
-                self._reasoning_dropped(message)
-                continue
-            what = f"the call of {piece.text}" if piece.kind == "call" else f"the words {_short(piece.text)}"
-            raise self._refused(message, what)
-        self._require_calls(message, pieces, segments)
-        return found
+            for piece in pieces:
+                escaped = json.dumps(piece.text, ensure_ascii=False)[1:-1]
+                if self._find(piece.text, segments) >= 0 or escaped in text or escape(piece.text) in text:
+                    continue
+                if squeezed(piece.text) in squeezed(text):
+                    continue
+                if piece.kind == "reasoning":
+                    self._reasoning_dropped(message)
+                    continue
+                what = f"the call of {piece.text}" if piece.kind == "call" else f"the words {_short(piece.text)}"
+                raise self._refused(message, what)
+        if pieces and pieces[-1].kind == "call":  # which come last
+            self._require_calls(message, pieces, segments)
 
     def _reasoning_dropped(self, message: int) -> None:
         options = self._rules.options
@@ -370,10 +404,10 @@ class SpanFinder:
         first, said = high, low
         for at, piece in found:
             first, said = min(first, at), max(said, at + len(piece.text))
-        shapes = self._shapes
-        around = (shapes[message], shapes[message + 1], shapes[message + 2])
+        before, own, behind = self._shapes[message : message + 3]
         tail = text[said:high] if not traced else _end_piece(text[max(said, last.start, high - 64) : high])
-        key = (self._variables, around, message > self._question, traced, len(segments), text[low:first], tail)
+        asked = message > self._question
+        key = (self._variables, before, own, behind, asked, traced, len(segments), text[low:first], tail)
         known = rules.known.get(key)
         if known is None or not (text.startswith(known.head, low) and text.startswith(known.late, last.stop)):
             start, stop = self._learnt(message, segments, found, traced)
@@ -445,6 +479,8 @@ class SpanFinder:
 
     def _without_cuts(self, message: int, found: list[tuple[int, Piece]], spans: Ranges) -> Ranges:
         options = self._rules.options
+        if options.train_on_thinking and options.train_on_tool_calls:
+            return spans
         cuts: Ranges = []
         if not options.train_on_thinking:
             cuts += self._thinking(message, found, spans)
@@ -545,16 +581,6 @@ def _without_glances(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> l
             start = result.pop().start
         result.append(Segment(start, segment.stop, owner, message))
     return result
-
-
-def _shape(message: Mapping[str, Any], tested: Sequence[str], index: int) -> tuple[Any, ...]:
-    content = message.get("content")
-    words = content[0].get("text") if type(content) is list and len(content) == 1 else content
-    found = [one for one in tested if one in words] if type(words) is str else []
-    calls = message.get("tool_calls")
-    count = min(len(calls), 2) if type(calls) is list else 0
-    reasons = bool(message.get("reasoning_content"))
-    return (message.get("role"), *message, bool(words), reasons, count, index == 0, *found)
 
 
 def _within(at: int, segments: Sequence[Segment]) -> bool:
