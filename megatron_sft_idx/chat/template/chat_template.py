@@ -160,7 +160,11 @@ class ChatTemplate:
         self._refuse_reserved(conversation.kwargs, unusable)
         if len(conversation.weights) != len(conversation.messages):
             raise unusable(f"{len(conversation.weights)} weights for {len(conversation.messages)} messages")
-        lacking = [index for index, message in enumerate(conversation.messages) if lacks_content(message)]
+        lacking = [
+            index
+            for index, message in enumerate(conversation.messages)
+            if message.get("content") is None and lacks_content(message)
+        ]
         with self._lock:
             if self._style is None:
                 self._style = learn_style(self._plain_probe)
@@ -201,8 +205,9 @@ class ChatTemplate:
 
     def _whole(self, row: _Row, chosen: Sequence[int] | None = None) -> Rendered:
         """One conversation as one text; ``chosen`` messages are trained on, or those that the options select."""
-        speakers = [index for index, message in enumerate(row.messages) if message.get("role") == "assistant"]
-        if self._learns_everything and all(row.conversation.weights[index] == 1 for index in speakers):
+        weights = row.conversation.weights
+        speakers = selected(row.messages, [1.0] * len(weights), "assistant") if self.options.train_on == "all" else []
+        if self._learns_everything and all(weights[index] == 1 for index in speakers):
             text = self._guarded(self._template.plain, row.variables)
             finder = self._finder(row, text, None)
             finder.require_words(speakers)
@@ -220,10 +225,7 @@ class ChatTemplate:
                 traced, text = None, self._guarded(self._template.plain, row.variables)
             finder = self._finder(row, text, traced)
             if chosen is None:
-                everything = self.options.train_on == "all"
-                chosen = (
-                    speakers if everything else selected(row.messages, row.conversation.weights, self.options.train_on)
-                )
+                chosen = speakers or selected(row.messages, weights, self.options.train_on)
             spans = self._spans(finder, row, chosen, len(text))
         for what, count in finder.notes.items():
             row.notes[what] = row.notes.get(what, 0) + count

@@ -149,11 +149,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call from a template: methods of plain values directly, the rest through the sandbox.
+        """Call from a template: methods of plain values and ``namespace`` directly, the rest through the sandbox.
 
         Methods that change their object never get here: the sandbox refuses to hand them out.
         """
-        if type(__obj) is BuiltinMethodType and type(__obj.__self__) in __self._methods:
+        known = type(__obj) is BuiltinMethodType and type(__obj.__self__) in __self._methods
+        if known or __obj is _TemplateNamespace:
             if kwargs:  # compiled loops and blocks pass their scopes along, meant for the context
                 kwargs.pop("_loop_vars", None)
                 kwargs.pop("_block_vars", None)

@@ -6,6 +6,7 @@ and the answer certain, this code takes it at once, as the sandbox would; all el
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from jinja2 import nodes
@@ -23,13 +24,20 @@ _STRING_METHODS = frozenset({"startswith", "endswith", "strip", "lstrip", "rstri
 class LookUps(CodeGenerator):
     """Generates code that answers common look-ups itself."""
 
+    def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:  # noqa: N802 - Jinja's interface
+        """Find out first where a dict's missing item may be None as well as undefined."""
+        self._asked = set(_asked(node))
+        super().visit_Template(node, frame)
+
     @optimizeconst
-    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802 - Jinja's interface
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802
         """Take a dict's item, or what a loop says of itself."""
         name, attribute = self.temporary_identifier(), node.attr
         of_loop = isinstance(node.node, nodes.Name) and node.node.name == "loop" and attribute in LOOP_ATTRIBUTES
         if of_loop:
             self._written(f"({name}.{attribute} if type({name} := ", node.node, ") is LoopContext", frame)
+        elif attribute not in _DICT_ATTRIBUTES and node in self._asked:
+            self._written(f"({name}.get({attribute!r}) if type({name} := ", node.node, ") is dict", frame)
         elif attribute not in _DICT_ATTRIBUTES:
             known = f") is dict and {attribute!r} in {name}"
             self._written(f"({name}[{attribute!r}] if type({name} := ", node.node, known, frame)
@@ -86,3 +94,30 @@ class LookUps(CodeGenerator):
         if node is not None:
             self.visit(node, frame)
         self.write(behind)
+
+
+def _asked(template: nodes.Template) -> Iterator[nodes.Node]:
+    """Expressions of which only that counts whether they are true, a string, or the same as a constant string."""
+    for node in template.find_all((nodes.If, nodes.CondExpr, nodes.Not, nodes.Or, nodes.Test, nodes.Compare)):
+        if isinstance(node, (nodes.If, nodes.CondExpr)):
+            yield from _tested(node.test)
+        elif isinstance(node, nodes.Not):
+            yield from _tested(node.node)
+        elif isinstance(node, nodes.Or):
+            yield from _tested(node.left)
+        elif isinstance(node, nodes.Test) and node.name == "string":
+            yield node.node
+        elif isinstance(node, nodes.Compare) and all(
+            operand.op in ("eq", "ne") and isinstance(operand.expr, nodes.Const) and isinstance(operand.expr.value, str)
+            for operand in node.ops
+        ):
+            yield node.expr
+
+
+def _tested(node: nodes.Node) -> Iterator[nodes.Node]:
+    """The expressions that decide whether one is true, and of which nothing else counts then."""
+    if isinstance(node, (nodes.And, nodes.Or)):
+        yield from _tested(node.left)
+        yield from _tested(node.right)
+    else:
+        yield node

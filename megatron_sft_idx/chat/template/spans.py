@@ -118,7 +118,8 @@ class Rules:
         ends: texts that may end a turn: control tokens, longest first.
         bos: the tokenizer's beginning-of-sequence text, or "".
         eos: the tokenizer's end-of-sequence text, or "".
-        tested: strings that the template looks for in messages.
+        tested: strings that the template looks for in messages; none is empty.
+        letters: those that they begin with.
         shapes: numbers for what of a message decides what a template writes around it.
         numbers: those not given yet; none is given twice.
         known: edges by the kind of turn and the template text at them.
@@ -130,15 +131,24 @@ class Rules:
     bos: str
     eos: str
     tested: tuple[str, ...] = ()
+    letters: str = field(init=False)
     shapes: dict[tuple[Any, ...], int] = field(default_factory=dict)
     numbers: Iterator[int] = field(default_factory=count)
     known: dict[tuple[Any, ...], _Edge] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.letters = "".join({one[0] for one in self.tested})
 
     def shape(self, message: Mapping[str, Any], first: bool) -> int:
         """A number that messages share if the template writes the same around them; ``first`` opens its row."""
         content = message.get("content")
         words = content[0].get("text") if type(content) is list and len(content) == 1 else content
-        found = [one for one in self.tested if one in words] if type(words) is str else ()
+        found: list[str] = []
+        if type(words) is str:
+            for letter in self.letters:
+                if letter in words:
+                    found = [one for one in self.tested if one in words]
+                    break
         calls = message.get("tool_calls")
         many = min(len(calls), 2) if type(calls) is list else 0
         reasons = bool(message.get("reasoning_content"))
@@ -176,6 +186,7 @@ class SpanFinder:
         self.notes: dict[str, int] = {}
         self._rules, self._text, self._messages, self._traced = rules, text, messages, traced
         self._make_edges, self._locate, self._variables = edges, locate, variables
+        self._keeps_all = rules.options.train_on_thinking and rules.options.train_on_tool_calls
         self._edges: Edges | None = None
         self._places: list[Place] | None = None
         self._searched = False
@@ -216,10 +227,14 @@ class SpanFinder:
                     self._reasoning_dropped(message)
                 return [], []
             found = self._standing(pieces, segments)
-        self._require_words(message, pieces, segments, found)
+        if len(found) < len(pieces) or (pieces and pieces[-1].kind == "call"):
+            self._require_words(message, pieces, segments, found)
         if len(segments) > 1:
             segments = self._with_words(segments, found)
         start, stop = self._edges_of(message, segments, found, traced)
+        if len(segments) == 1 and self._keeps_all and start < stop:
+            spans = [(start, stop)]
+            return spans, spans
         spans = [(max(start, one.start), one.stop) for one in segments[:-1] if one.stop > start]
         spans += [(begin, stop)] if (begin := max(start, segments[-1].start)) < stop else []
         return spans, self._without_cuts(message, found, spans) if spans else []
@@ -338,7 +353,10 @@ class SpanFinder:
 
     def _standing(self, pieces: list[Piece], segments: list[Segment]) -> list[tuple[int, Piece]]:
         """Those pieces that stand in the text letter for letter, and where at first."""
-        return [(at, piece) for piece in pieces if (at := self._find(piece.text, segments)) >= 0]
+        if len(segments) != 1:
+            return [(at, piece) for piece in pieces if (at := self._find(piece.text, segments)) >= 0]
+        start, stop, _, _ = segments[0]
+        return [(at, piece) for piece in pieces if (at := self._text.find(piece[1], start, stop)) >= 0]
 
     def _require_words(
         self, message: int, pieces: list[Piece], segments: list[Segment], found: list[tuple[int, Piece]]
@@ -376,13 +394,15 @@ class SpanFinder:
     ) -> None:
         """Require each call's name for itself: an answer that speaks of the function is no call of it."""
         names = [piece.text for piece in pieces if piece.kind == "call"]
+        others = [piece.text for piece in pieces if piece.kind != "call"] + [*self._rules.ends]
         for name in dict.fromkeys(names):
-            text = "".join(self._text[one.start : one.stop] for one in segments)
-            for words in (*(piece.text for piece in pieces if piece.kind != "call"), *self._rules.ends):
-                if name in words and name != words:
+            text = "".join([self._text[one.start : one.stop] for one in segments])
+            for words in [words for words in others if name in words]:
+                if name != words:
                     text = text.replace(words, "\n")
-            escaped = json.dumps(name, ensure_ascii=False)[1:-1]
-            found = max(text.count(escaped), squeezed(text).count(squeezed(name)))
+            found = text.count(name if name.isidentifier() else json.dumps(name, ensure_ascii=False)[1:-1])
+            if found < names.count(name):
+                found = max(found, squeezed(text).count(squeezed(name)))
             if found < names.count(name):
                 what = f"{names.count(name) - found} of {names.count(name)} calls of {name}"
                 raise self._refused(message, what, how)
@@ -399,26 +419,33 @@ class SpanFinder:
         self, message: int, segments: list[Segment], found: list[tuple[int, Piece]], traced: bool
     ) -> tuple[int, int]:
         """Where the trained text of a message starts and stops."""
-        text, rules, last = self._text, self._rules, segments[-1]
-        low, high = segments[0].start, last.start + len(text[last.start : last.stop].rstrip())
+        text, known = self._text, self._rules.known
+        low = segments[0][0]
+        begin, end, _, _ = segments[-1]
+        high = begin + len(text[begin:end].rstrip())
         first, said = high, low
         for at, piece in found:
-            first, said = min(first, at), max(said, at + len(piece.text))
-        before, own, behind = self._shapes[message : message + 3]
-        tail = text[said:high] if not traced else _end_piece(text[max(said, last.start, high - 64) : high])
-        asked = message > self._question
-        key = (self._variables, before, own, behind, asked, traced, len(segments), text[low:first], tail)
-        known = rules.known.get(key)
-        if known is None or not (text.startswith(known.head, low) and text.startswith(known.late, last.stop)):
-            start, stop = self._learnt(message, segments, found, traced)
-            late = text[last.stop : stop] if stop > high else ""
-            if len(rules.known) >= _MOST_KNOWN:
-                rules.known.clear()
-            rules.known[key] = _Edge(text[low:start], 0 if late else high - stop, late)
-            return start, stop
-        if said == high and not known.late:
-            self._note("no_end_of_turn")
-        return low + len(known.head), last.stop + len(known.late) if known.late else high - known.dropped
+            first = min(first, at)
+            if (behind := at + len(piece[1])) > said:
+                said = behind
+        shapes = self._shapes
+        tail = text[said:high] if not traced else _end_piece(text[max(said, begin, high - 64) : high])
+        key = (
+            *(self._variables, shapes[message], shapes[message + 1], shapes[message + 2], message > self._question),
+            *(traced, len(segments), text[low:first], tail),
+        )
+        if (edge := known.get(key)) is not None:
+            head, dropped, late = edge
+            if text.startswith(head, low) and text.startswith(late, end):
+                if said == high and not late:
+                    self._note("no_end_of_turn")
+                return low + len(head), end + len(late) if late else high - dropped
+        start, stop = self._learnt(message, segments, found, traced)
+        late = text[end:stop] if stop > high else ""
+        if len(known) >= _MOST_KNOWN:
+            known.clear()
+        known[key] = _Edge(text[low:start], 0 if late else high - stop, late)
+        return start, stop
 
     def _learnt(
         self, message: int, segments: list[Segment], found: list[tuple[int, Piece]], traced: bool
@@ -478,9 +505,9 @@ class SpanFinder:
     # What the options leave of it
 
     def _without_cuts(self, message: int, found: list[tuple[int, Piece]], spans: Ranges) -> Ranges:
-        options = self._rules.options
-        if options.train_on_thinking and options.train_on_tool_calls:
+        if self._keeps_all:
             return spans
+        options = self._rules.options
         cuts: Ranges = []
         if not options.train_on_thinking:
             cuts += self._thinking(message, found, spans)
@@ -592,7 +619,7 @@ def _end_piece(text: str) -> str:
     end = text[-1:]
     if end in (">", "]"):
         tag = text[text.rfind("<" if end == ">" else "[") :]
-        return tag if tag and not any(map(str.isspace, tag)) else end
+        return tag if len(tag.split(None, 1)) == 1 else end
     return end if not end.isalnum() else text[len(text.rstrip(_WORD)) :]
 
 

@@ -245,7 +245,9 @@ class TracedTemplate:
     def _text(self, template: Template, variables: dict[str, Any]) -> str:
         chunks = self._tracker.chunks
         append = chunks.append
-        for chunk in template.root_render_func(template.new_context(variables)):
+        environment = self._environment
+        context = environment.context_class(environment, {**template.globals, **variables}, self._name, template.blocks)
+        for chunk in template.root_render_func(context):
             append(chunk)  # one at a time: marks note how many there are
         return "".join(chunks)
 
@@ -303,29 +305,31 @@ def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Trac
     around: dict[int, int] = {}
     stack: list[int] = []
     depth = begun = at = 0
+    last = (-1, -1)  # where the last segment stops, and its frame
     events.append((len(text), _STOP))
     for position, event in events:
         if event == _BEGIN:
             begun = position if depth == 0 else begun
             depth += 1
-        elif event == _END:
+            continue
+        if event == _END:
             depth -= 1
             if depth == 0 and position > begun:
                 generated.append((begun, position))
-        else:
-            if position > at and stack:
-                frame = stack[-1]
-                start = at
-                if segments and segments[-1].stop == at and segments[-1].frame == frame:
-                    start = segments.pop().start  # nothing was written by an iteration in between
-                segments.append(Segment(start, position, frame, frames[frame]))
-            at = position
-            if event >= 0:
-                if stack:
-                    around[event] = stack[-1]
-                stack.append(event)
-            elif event == _LEAVE and stack:
-                stack.pop()
-            elif event == _LEAVE or stack or depth:
-                raise Untraceable("the template cut marked text apart")
+            continue
+        if stack and position > at:
+            frame = stack[-1]
+            if segments and last == (at, frame):
+                at = segments.pop().start  # nothing was written by an iteration in between
+            segments.append(Segment(at, position, frame, frames[frame]))
+            last = (position, frame)
+        at = position
+        if event >= 0:
+            if stack:
+                around[event] = stack[-1]
+            stack.append(event)
+        elif event == _LEAVE and stack:
+            stack.pop()
+        elif event == _LEAVE or stack or depth:
+            raise Untraceable("the template cut marked text apart")
     return Traced(text, segments, generated, frames, around)
