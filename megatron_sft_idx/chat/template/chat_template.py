@@ -227,8 +227,9 @@ class ChatTemplate:
             if chosen is None:
                 chosen = speakers or selected(row.messages, weights, self.options.train_on)
             spans = self._spans(finder, row, chosen, len(text))
-        for what, count in finder.notes.items():
-            row.notes[what] = row.notes.get(what, 0) + count
+        if finder.notes:
+            for what, count in finder.notes.items():
+                row.notes[what] = row.notes.get(what, 0) + count
         literals = [] if self.options.allow_control_tokens else self._literals(text, row)
         return Rendered(text, spans, literals, row.notes)
 
@@ -363,11 +364,9 @@ def _weighted(found: Sequence[tuple[int, Ranges, Ranges]], weights: Sequence[flo
     """Trained ranges with their messages' weights: ascending, none overlapping the one before it."""
     spans: list[Span] = []
     at = 0
-    ranges = [(start, stop, message) for message, _, kept in found for start, stop in kept]
-    ranges.sort()
-    for start, stop, message in ranges:
+    for start, stop, message in sorted((start, stop, message) for message, _, kept in found for start, stop in kept):
         # The end of a turn may stand in the next message's text.
-        if stop > (first := max(start, at)):
+        if stop > (first := start if start > at else at):
             spans.append(Span(first, stop, weights[message]))
             at = stop
     return spans

@@ -98,8 +98,7 @@ def _add(pieces: list[Piece], kind: str, text: object, field: str, offset: int) 
     if isinstance(text, str):
         words = text.strip()
         if words:
-            before = 0 if words is text else len(text) - len(text.lstrip())
-            pieces.append(Piece(kind, words, field, offset + before))
+            pieces.append(Piece(kind, words, field, offset if words is text else offset + text.index(words[0])))
 
 
 @dataclass(frozen=True, slots=True)
