@@ -247,7 +247,8 @@ class RowEncoder:
     ) -> EncodedPiece:
         notes: Counter[str] = Counter()
         for sequence in sequences:
-            notes.update(sequence.notes)
+            if sequence.notes:
+                notes.update(sequence.notes)
         ids = np.concatenate([np.empty(0, np.int32), *(s.input_ids for s in sequences)]).astype(self.token_dtype)
         mask = np.concatenate([np.empty(0, np.float32), *(s.loss_mask for s in sequences)])
         if ((mask == 0) | (mask == 1)).all():

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from jinja2.exceptions import SecurityError
 
-from megatron_sft_idx.chat.template.allowance import Overspent
+from megatron_sft_idx.chat.template.allowance import NotText, Overspent
 from megatron_sft_idx.chat.template.environment import RaisedByTemplate, TemplateEnvironment
 from megatron_sft_idx.chat.template.forms import (
     ABSENT,
@@ -172,7 +172,11 @@ class ChatTemplate:
         self._refuse_reserved(conversation.kwargs, unusable)
         if len(conversation.weights) != len(conversation.messages):
             raise unusable(f"{len(conversation.weights)} weights for {len(conversation.messages)} messages")
-        lacking = [index for index, message in enumerate(conversation.messages) if lacks_content(message)]
+        lacking = [
+            index
+            for index, message in enumerate(conversation.messages)
+            if message.get("content") is None and lacks_content(message)
+        ]
         with self._lock:
             if self._style is None:
                 self._style = learn_style(self._plain_probe)
@@ -211,8 +215,9 @@ class ChatTemplate:
 
     def _whole(self, row: _Row, chosen: Sequence[int] | None = None) -> Rendered:
         """One conversation as one text; ``chosen`` messages are trained on, or those that the options select."""
-        speakers = [index for index, message in enumerate(row.messages) if message.get("role") == "assistant"]
-        if self._learns_everything and all(row.conversation.weights[index] == 1 for index in speakers):
+        weights = row.conversation.weights
+        speakers = selected(row.messages, [1.0] * len(weights), "assistant") if self.options.train_on == "all" else []
+        if self._learns_everything and all(weights[index] == 1 for index in speakers):
             text = self._guarded(self._template.plain, row.variables)
             finder = self._finder(row, text, None)
             finder.require_words(speakers)
@@ -230,13 +235,11 @@ class ChatTemplate:
                 traced, text = None, self._guarded(self._template.plain, row.variables)
             finder = self._finder(row, text, traced)
             if chosen is None:
-                everything = self.options.train_on == "all"
-                chosen = (
-                    speakers if everything else selected(row.messages, row.conversation.weights, self.options.train_on)
-                )
+                chosen = speakers or selected(row.messages, weights, self.options.train_on)
             spans = self._spans(finder, row, chosen, len(text))
-        for what, count in finder.notes.items():
-            row.notes[what] = row.notes.get(what, 0) + count
+        if finder.notes:
+            for what, count in finder.notes.items():
+                row.notes[what] = row.notes.get(what, 0) + count
         literals = [] if self.options.allow_control_tokens else self._literals(text, row)
         return Rendered(text, spans, literals, row.notes)
 
@@ -357,7 +360,8 @@ class ChatTemplate:
             raise FormatError(f"{self.name}: {where}a template may not do this: {error}") from None
         except Exception as error:
             where = self._template.line_of(error)
-            raise _unrendered(f"the chat template {self.name} fails on it: {where}{error}") from None
+            said = unusable if isinstance(error, NotText) else _unrendered
+            raise said(f"the chat template {self.name} fails on it: {where}{error}") from None
 
     def _runaway(self, error: Exception) -> _Runaway:
         where = self._template.line_of(error)
@@ -382,11 +386,9 @@ def _weighted(found: Sequence[tuple[int, Ranges, Ranges]], weights: Sequence[flo
     """Trained ranges with their messages' weights: ascending, none overlapping the one before it."""
     spans: list[Span] = []
     at = 0
-    ranges = [(start, stop, message) for message, _, kept in found for start, stop in kept]
-    ranges.sort()
-    for start, stop, message in ranges:
+    for start, stop, message in sorted((start, stop, message) for message, _, kept in found for start, stop in kept):
         # The end of a turn may stand in the next message's text.
-        if stop > (first := max(start, at)):
+        if stop > (first := start if start > at else at):
             spans.append(Span(first, stop, weights[message]))
             at = stop
     return spans

@@ -26,7 +26,7 @@ from jinja2.utils import Cycler, Namespace
 from markupsafe import Markup
 
 from megatron_sft_idx.chat.template.allowance import POINTER, Allowance, Overspent, text_bytes
-from megatron_sft_idx.chat.template.codegen import CountingGenerator
+from megatron_sft_idx.chat.template.codegen import LOOP_ATTRIBUTES, CountingGenerator
 from megatron_sft_idx.chat.template.filters import counted_filters
 from megatron_sft_idx.chat.template.prices import LINEAR, call_method, price_of_percent, spec_width
 from megatron_sft_idx.errors import FormatError
@@ -62,7 +62,6 @@ _OF_ALLOWANCE = (
     "text",
     "weighed",
 )
-_LOOP_ATTRIBUTES = frozenset({"index", "index0", "first", "last", "length", "previtem", "nextitem"})
 
 
 class RaisedByTemplate(TemplateError):  # noqa: N818 - not an error of ours: the template's own words
@@ -161,7 +160,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             value = obj.get(attribute, _MISSING)
             return value if value is not _MISSING else self.undefined(obj=obj, name=attribute)
         if kind is LoopContext:
-            if attribute in _LOOP_ATTRIBUTES:
+            if attribute in LOOP_ATTRIBUTES:
                 return getattr(obj, attribute)
         elif kind is _TemplateNamespace:
             value = obj.__dict__.get(attribute, _MISSING)
@@ -200,6 +199,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             return call_method(__self.allowance, __obj.__self__, __obj.__name__, args, kwargs)
         if args and type(__obj) is MethodType and type(__obj.__self__) in (LoopContext, Cycler):
             __self.allowance.weigh(args)
+        if __obj is _TemplateNamespace:
+            kwargs.pop("_loop_vars", None)
+            kwargs.pop("_block_vars", None)
+            return _TemplateNamespace(*args, **kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_method(
