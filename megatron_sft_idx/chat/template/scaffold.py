@@ -159,6 +159,8 @@ class Edges:
         tail = None if other is None else self._tail(other, low, said)
         shared, whole = said, False
         if tail is not None:
+            ours = text[said : len(text) - len(text[said:].lstrip())]
+            tail = ours + tail.lstrip() if tail.strip() else tail  # which a trimming template writes otherwise there
             tail = tail if last else tail.rstrip()
             length = self._common(tail, text[said:])
             whole = not last and length == len(tail)

@@ -421,9 +421,10 @@ class SpanFinder:
                 rules.known.clear()
             rules.known[key] = _Edge(text[low:start], text[stop:high], late)
             return start, stop
-        if said == high and not known.late:
+        stop = last.stop + len(known.late) if known.late else high - len(known.dropped)
+        if stop == said:
             self._note("no_end_of_turn")
-        return low + len(known.head), last.stop + len(known.late) if known.late else high - len(known.dropped)
+        return low + len(known.head), stop
 
     def _beside(self, found: list[tuple[int, Piece]], said: int, high: int) -> str:
         """What stands in a turn between its words and behind them: all of it is the template's."""
