@@ -293,7 +293,8 @@ def searched(number: int, templates: int, chats_each: int) -> Counter[str]:
         # What was learnt of one chat must serve the next as if that were the first.
         other = template_of(design)
         for chat in reversed(drawn):
-            assert trained_by(other, chat) == trained_by(template, chat), (source_of(design), json.dumps(chat.row))
+            once, again = trained_by(template, chat), trained_by(other, chat)
+            assert once == again, (once, again, source_of(design), json.dumps(chat.row))
 
     search()
     return seen

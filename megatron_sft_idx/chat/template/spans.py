@@ -107,6 +107,7 @@ class _Edge(NamedTuple):
     head: str
     dropped: str
     late: str
+    ended: bool
 
 
 @dataclass(slots=True)
@@ -415,16 +416,17 @@ class SpanFinder:
             or not text.endswith(known.dropped, said, high)
             or (opaque and self._may_hold_others(message, segments))
         ):
-            start, stop = self._learnt(message, segments, found, traced)
+            start, stop, ended = self._learnt(message, segments, found, traced)
             late = text[last.stop : stop] if stop > high else ""
             if len(rules.known) >= _MOST_KNOWN:
                 rules.known.clear()
-            rules.known[key] = _Edge(text[low:start], text[stop:high], late)
-            return start, stop
-        stop = last.stop + len(known.late) if known.late else high - len(known.dropped)
-        if stop == said:
+            rules.known[key] = _Edge(text[low:start], text[stop:high], late, ended)
+        else:
+            start, ended = low + len(known.head), known.ended
+            stop = last.stop + len(known.late) if known.late else high - len(known.dropped)
+        if not ended:
             self._note("no_end_of_turn")
-        return low + len(known.head), stop
+        return start, stop
 
     def _beside(self, found: list[tuple[int, Piece]], said: int, high: int) -> str:
         """What stands in a turn between its words and behind them: all of it is the template's."""
@@ -447,8 +449,8 @@ class SpanFinder:
 
     def _learnt(
         self, message: int, segments: list[Segment], found: list[tuple[int, Piece]], traced: bool
-    ) -> tuple[int, int]:
-        """The edges of a turn of a new kind, from renderings of the conversation's beginnings, and checked."""
+    ) -> tuple[int, int, bool]:
+        """The edges of a turn of a new kind, from renderings of the beginnings, checked; and whether it has an end."""
         text, rules, last = self._text, self._rules, segments[-1]
         low, high = segments[0].start, last.start + len(text[last.start : last.stop].rstrip())
         places = self.places() or []
@@ -469,10 +471,8 @@ class SpanFinder:
         closed = text[:stop].removesuffix(rules.bos).rstrip() if rules.bos else text[:stop]
         if len(closed) < stop and rules.eos and closed.endswith(rules.eos, said):
             stop = len(closed)  # the next text's beginning, written early
-        if said == stop:
-            self._note("no_end_of_turn")
         self._check(message, segments, start, stop)
-        return start, stop
+        return start, stop, said != stop
 
     def _said_before(self, message: int, first: int) -> int:
         """How many characters of a content stand before its first words in the text: a tag around reasoning."""
