@@ -63,7 +63,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "arguments": ("tojson", "either", "text"),
     "results": ("branch", "grouped", "looked up", "looked up by id", "with call", "as user"),
     "tools": ("none", "before", "into system", "with last user"),
-    "behind": ("nothing", "nothing", "words", "tag"),
+    "behind": ("nothing", "nothing", "words"),
     "markers": ("none", "none", "none", "none", "whole", "without calls", "end apart"),
 }
 
@@ -376,12 +376,7 @@ class Writing:
         late = self.late_closing() if self.design.end == "late" else ""
         if self.design.end == "between":
             late = self.put(_quoted(self.close))
-        return (
-            late
-            + {"nothing": "", "words": self.put("'\\nhq12x hq13x\\n'"), "tag": self.put("'\\n<|over|>'")}[
-                self.design.behind
-            ]
-        )
+        return late + (self.put("'\\nhq12x hq13x\\n'") if self.design.behind == "words" else "")
 
 
 def _raw(expression: str) -> str:

@@ -152,12 +152,14 @@ def complaints(design: Design, chat: Chat, text: str, spans: Sequence[tuple[int,
 def _stops(design: Design, text: str, mask: bytearray) -> set[int]:
     """Where tags start that open another's turn and, as nothing else ends the assistant's, are where a model stops."""
     headers = [header_of(design, role).strip() for role in ROLES if role != "assistant"]
+    answers = header_of(design, "assistant")
     return {
         match.start()
         for header in headers
         if design.end == "absent" and header in controls_of(design)
         for match in re.finditer(re.escape(header), text)
-        if match.start() and all(mask[match.start() - 1 : match.end()])
+        if match.start() and all(mask[match.start() : match.end()])
+        if mask[match.start() - 1] or text[: match.start()].endswith(answers)  # an answer, or one that says nothing
     }
 
 

@@ -485,18 +485,20 @@ class SpanFinder:
         return 0
 
     def _neighbours(self, message: int, low: int, start: int, stop: int) -> tuple[str, bool | None]:
-        """What the first answer to the same question begins with, and whether an answer's text follows this one's."""
+        """What an answer to a question begins with, and whether an answer's text follows this one's."""
+        roles = [one.get("role") for one in self._messages]
         first = message
-        while first and self._messages[first - 1].get("role") == "assistant":
+        while first and roles[first - 1] == "assistant":
             first -= 1
-        head = self._text[low:start] if first == message else ""
-        if first != message and (written := self._written.get(first)):
-            begin = written[0].start
+        if not first:  # no question before it: one behind it may be answered
+            later = range(message + 1, len(roles))
+            first = next((i for i in later if roles[i] == "assistant" != roles[i - 1]), 0)
+        head = self._text[low:start] if first == message and first else ""
+        if first not in (0, message) and (written := self._written.get(first)):
             words = [at for piece in pieces_of(self._messages[first]) if (at := self._find(piece.text, written)) >= 0]
-            head = self._text[begin : min(words, default=begin)]
+            head = self._text[written[0].start : min(words, default=written[0].stop)]
         behind = [(one.start, one.message) for some in self._written.values() for one in some if one.start >= stop]
-        answered = self._messages[min(behind)[1]].get("role") == "assistant" if behind else None
-        return head if first else "", answered
+        return head, roles[min(behind)[1]] == "assistant" if behind else None
 
     def _check(self, message: int, segments: list[Segment], start: int, stop: int) -> None:
         """Refuse where words of others lie in a turn, or words of its own outside: the two ways do not agree."""
@@ -524,7 +526,7 @@ class SpanFinder:
         text = "\n".join(self._text[start:stop] for start, stop in spans)
         own = [piece.text for piece in pieces_of(self._messages[message]) if piece.kind != "call"]
         for words in sorted([*own, *words_called_with(self._messages[message])], key=len, reverse=True):
-            text = text.replace(words, "\n")
+            text = text.replace(words, "\n", 1)
         for index, other in enumerate(self._messages):
             words = _content_of(other) if index != message else ""
             if len(words) >= _TELLING and words in text:
