@@ -33,6 +33,7 @@ class Design:
     arguments: str
     results: str
     tools: str
+    behind: str
     markers: str
 
 
@@ -55,14 +56,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
     ),
     "content": ("plain", "or", "trim", "strip", "defined", "not none", "parts", "in", "default", "only parts"),
     "system": ("inline", "default before", "default in loop", "hoisted", "into user", "into last user"),
-    "end": ("branch", "late", "not last", "last differs", "before others", "absent", "with next"),
-    "prompt": ("header", "thinking", "system first", "in loop", "none", "close first", "unless assistant"),
+    "end": ("branch", "late", "not last", "last differs", "before others", "absent", "with next", "between"),
+    "prompt": ("header", "thinking", "system first", "in loop", "none", "close first", "unless assistant", "always"),
     "reasoning": ("none", "tags", "last only", "always", "split", "channel"),
     "calls": ("none", "tojson", "named", "pythonic", "items", "before content", "own turns"),
     "arguments": ("tojson", "either", "text"),
     "results": ("branch", "grouped", "looked up", "looked up by id", "with call", "as user"),
     "tools": ("none", "before", "into system", "with last user"),
-    "markers": ("none", "none", "none", "none", "whole", "without calls"),
+    "behind": ("nothing", "nothing", "words"),
+    "markers": ("none", "none", "none", "none", "whole", "without calls", "end apart"),
 }
 
 SHAPES = {  # before the role's name, after it, the end of an answer, the end of any other turn
@@ -121,6 +123,8 @@ class Writing:
     def __init__(self, design: Design) -> None:
         self.design = design
         _, _, self.close, self.close_other = SHAPES[design.tags]
+        if design.end == "between":
+            self.close_other = ""
 
     def put(self, *expressions: str) -> str:
         """Statements that write string expressions one after the other."""
@@ -177,6 +181,7 @@ class Writing:
             "last differs": "{%- if last -%}" + put("'<|return|>'") + "{%- else -%}" + put(close) + "{%- endif -%}",
             "before others": "{%- if last or listed[i + 1].role != 'assistant' -%}" + put(close) + "{%- endif -%}",
             "absent": "",
+            "between": "",
         }[self.design.end]
 
     def late_closing(self) -> str:
@@ -184,6 +189,8 @@ class Writing:
         close = self.put(_quoted(self.close))
         if self.design.end == "late":
             return "{%- if ns.open -%}" + close + "{%- set ns.open = false -%}{%- endif -%}"
+        if self.design.end == "between":
+            return "{%- if i > 0 -%}" + close + "{%- endif -%}"
         if self.design.end == "with next":
             return "{%- if i > 0 and listed[i - 1].role == 'assistant' -%}" + close + "{%- endif -%}"
         return ""
@@ -264,6 +271,9 @@ class Writing:
             body = "{%- generation -%}" + said + calls + closing + "{%- endgeneration -%}"
         elif design.markers == "without calls":
             body = "{%- generation -%}" + said + "{%- endgeneration -%}" + calls + closing
+        elif design.markers == "end apart":
+            body = "{%- generation -%}" + said + calls + "{%- endgeneration -%}"
+            body += "{%- generation -%}" + closing + "{%- endgeneration -%}" if closing else ""
         elif design.calls == "before content":
             body = calls + said + closing
         else:
@@ -350,13 +360,23 @@ class Writing:
         prompt = {
             "header": self.put(header),
             "unless assistant": self.put(header),
+            "always": self.put(header),
             "thinking": self.put(header, "'<think>\\n'"),
             "system first": self.system_text("'hq10x hq11x'") + self.put(header),
             "close first": self.put("'\\n'", header),
             "in loop": "",
             "none": "",
         }[self.design.prompt]
+        if self.design.prompt == "always":
+            return prompt
         return "{%- if " + asked + " -%}" + prompt + "{%- endif -%}" if prompt else ""
+
+    def behind(self) -> str:
+        """What stands behind all messages."""
+        late = self.late_closing() if self.design.end == "late" else ""
+        if self.design.end == "between":
+            late = self.put(_quoted(self.close))
+        return late + (self.put("'\\nhq12x hq13x\\n'") if self.design.behind == "words" else "")
 
 
 def _raw(expression: str) -> str:
@@ -391,5 +411,5 @@ def source_of(design: Design) -> str:
         source += "{%- if messages[0].role != 'system' -%}" + default + "{%- endif -%}"
     if design.tools in ("before", "into system"):
         source += writing.definitions()
-    source += writing.looped() + (writing.late_closing() if design.end == "late" else "") + writing.prompt()
+    source += writing.looped() + writing.behind() + writing.prompt()
     return source + "{{- ns.out -}}" if design.loop == "collected" else source

@@ -152,12 +152,14 @@ def complaints(design: Design, chat: Chat, text: str, spans: Sequence[tuple[int,
 def _stops(design: Design, text: str, mask: bytearray) -> set[int]:
     """Where tags start that open another's turn and, as nothing else ends the assistant's, are where a model stops."""
     headers = [header_of(design, role).strip() for role in ROLES if role != "assistant"]
+    answers = header_of(design, "assistant")
     return {
         match.start()
         for header in headers
         if design.end == "absent" and header in controls_of(design)
         for match in re.finditer(re.escape(header), text)
-        if match.start() and all(mask[match.start() - 1 : match.end()])
+        if match.start() and all(mask[match.start() : match.end()])
+        if mask[match.start() - 1] or text[: match.start()].endswith(answers)  # an answer, or one that says nothing
     }
 
 
@@ -191,7 +193,7 @@ def _about_ends(design: Design, text: str, mask: bytearray) -> Iterator[str]:
         said = text[run.start() : run.end()]
         if said != said.rstrip():
             yield f"trains the whitespace after {said!r}"
-        ends = design.end in ("branch", "late", "last differs") and design.results != "with call"
+        ends = design.end in ("branch", "late", "last differs", "between") and design.results != "with call"
         if ends and not said.endswith(closes):
             yield f"does not train the end of the turn {said!r}"
         if "None" in said:
@@ -267,6 +269,17 @@ def outcome(template: ChatTemplate, design: Design, chat: Chat) -> str:
     return "handled"
 
 
+def trained_by(template: ChatTemplate, chat: Chat) -> tuple[Any, ...]:
+    """The text and what is trained of it, or what kind of error the chat is."""
+    try:
+        conversation = to_sequence_source(chat.row)
+        assert isinstance(conversation, Conversation)
+        rendered = template.render(conversation)
+    except (RowError, SequenceError, FormatError) as error:
+        return (type(error),)
+    return rendered.text, rendered.spans, rendered.notes
+
+
 def searched(number: int, templates: int, chats_each: int) -> Counter[str]:
     """How many chats had which outcome, in a search of its own number."""
     seen: Counter[str] = Counter()
@@ -277,8 +290,13 @@ def searched(number: int, templates: int, chats_each: int) -> Counter[str]:
     def search(data: st.DataObject) -> None:
         design = data.draw(designs())
         template = template_of(design)
-        for _ in range(chats_each):
-            seen[outcome(template, design, data.draw(chats(design)))] += 1
+        drawn = [data.draw(chats(design)) for _ in range(chats_each)]
+        seen.update(outcome(template, design, chat) for chat in drawn)
+        # What was learnt of one chat must serve the next as if that were the first.
+        other = template_of(design)
+        for chat in reversed(drawn):
+            once, again = trained_by(template, chat), trained_by(other, chat)
+            assert once == again, (once, again, source_of(design), json.dumps(chat.row))
 
     search()
     return seen

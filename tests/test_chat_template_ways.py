@@ -271,3 +271,97 @@ def test_a_marked_answer_outside_the_loop_is_the_last_message_s() -> None:
     assert learnt(MARKED_LAST_OUTSIDE, talk(*messages)) == ["a<|end|>", "b<|end|>"]
     assert learnt(MARKED_LAST_OUTSIDE, talk(*messages, weights=[1, 1, 1, 0])) == ["a<|end|>"]
     assert learnt(MARKED_LAST_OUTSIDE, talk(*messages), train_on="last-turn") == ["b<|end|>"]
+
+
+# What was learnt of one chat and may not serve the next
+
+ASSISTANT = (
+    "{%- if m.role == 'assistant' %}{{ '<|im_start|>assistant\n' + m.content SHOWN + '<|im_end|>\n' }}{% else %}"
+)
+GUESTS = {
+    "a long question": ASSISTANT.replace("SHOWN", "+ (messages[loop.index0 - 1].content if messages[loop.index0 - 1].content | length > 20 else '')"),
+    "with calls": ASSISTANT.replace("m.content SHOWN", "(m.tool_calls[0].function | tojson) + (messages[loop.index0 - 1].content if messages[loop.index0 - 1].content | length > 20 else '')"),
+    "measured": "{%- if not loop.first %}{{ messages[loop.index0 - 1].content | length }}{% endif %}" + ASSISTANT.replace("SHOWN", "+ (messages[loop.index0 - 1].content if messages[loop.index0 - 1].content | length > 20 else '')"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GUESTS)
+def test_words_of_a_question_in_an_answer_s_text_are_never_learnt(name: str) -> None:
+    source = CHATML.replace("{%- for m in messages %}", "{%- for m in messages %}" + GUESTS[name]).replace(
+        "{%- endfor", "{%- endif %}{%- endfor"
+    )
+    calls = {"tool_calls": [call("look", {"key": "value"})]} if name == "with calls" else {}
+    template = make(source)
+    assert len(template.render(talk(user("short one"), said("", **calls) if calls else said("a"))).spans) == 1
+    for _ in range(2):
+        with pytest.raises(SequenceError, match="words of message 1 in what it writes for assistant message 2"):
+            template.render(
+                talk(user("a question of more than twenty letters"), said("", **calls) if calls else said("a"))
+            )
+    assert len(template.render(talk(user("other"), said("", **calls) if calls else said("b"))).spans) == 1
+
+
+THINKS_AS_TOLD = CHATML.replace(
+    "+ m.content", "+ ('<think>\n\n</think>\n\n' if m.role == 'assistant' else '') + m.content"
+).replace(
+    "{{ '<|im_start|>assistant\n' }}",
+    "{{ '<|im_start|>assistant\n' }}{% if '/no_think' in messages[0].content %}{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+)
+ENDS_OF_CALLS = """
+{%- for m in messages %}
+{%- if m.tool_calls %}<|im_start|>assistant\n{% for c in m.tool_calls %}
+{%- if c.function.arguments %}{{ '<call>' + c.function.name + ' ' + c.function.arguments | tojson + '</call><|im_end|>' }}
+{%- else %}{{ '<call>' + c.function.name + '</call></calls><|im_end|>' }}{% endif %}{% endfor %}
+{%- elif m.role == 'tool' %}<|im_start|>tool\n{{ m.content + '<|im_end|>' }}
+{%- else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"""
+
+
+def told(text: str) -> Conversation:
+    return talk({"role": "system", "content": text}, {"role": "developer", "content": "d"}, user("u"), said("a"))
+
+
+@pytest.mark.parametrize(
+    ("source", "chats"),
+    [
+        (THINKS_AS_TOLD, [told("think"), told("/no_think")]),
+        (ENDS_OF_CALLS, [talk(user("u"), said("", tool_calls=[call("look", some)]), result("r"), said("a")) for some in ({"key": 1}, {})]),
+    ],
+)  # fmt: skip
+def test_the_order_of_chats_decides_nothing(source: str, chats: list[Conversation]) -> None:
+    alone = [make(source).render(chat) for chat in chats]
+    for order in (chats, chats[::-1]):
+        template = make(source)
+        together = {id(chat): template.render(chat) for chat in order}
+        assert [together[id(chat)] for chat in chats] == alone
+    assert alone[0].spans != alone[1].spans
+
+
+# Tags around reasoning, and turns that a template refuses by themselves
+
+
+def test_a_tag_of_the_answer_s_own_is_learnt_where_no_prompt_writes_it() -> None:
+    source = CHATML.replace("{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}", "").replace(
+        "<|im_start|>", ""
+    )
+    source = source.replace("m.role + '\n' + ", "'' + ")
+    assert learnt(source, talk(user("u"), said("<think>\nwhy\n</think>\n\na"))) == [
+        "<think>\nwhy\n</think>\n\na<|im_end|>"
+    ]
+
+
+def test_a_beginning_that_the_template_refuses_goes_with_the_next() -> None:
+    source = CHATML.replace(
+        "{%- for m",
+        "{%- if messages | selectattr('role', 'equalto', 'user') | list | length == 0 %}{{ raise_exception('No question') }}{% endif %}{%- for m",
+        1,
+    )
+    rendered = make(source, turns="split").render_turns(talk(said("hello"), user("u"), said("a")))
+    assert [trained(one) for one in rendered] == [["hello<|im_end|>", "a<|im_end|>"]]
+
+
+def test_a_call_in_the_context_is_not_lost_for_want_of_a_content() -> None:
+    conversation = read(user("u"), asked("look", content=None), result("r"), said("a"), user("v"), said("b"))
+    rendered = make(PASTES, train_on="last-turn").render(conversation)
+    assert '<call>look\n{"key": "value"}</call>' in rendered.text
+    assert trained(rendered) == ["b</s>"]

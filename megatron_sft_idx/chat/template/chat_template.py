@@ -195,10 +195,11 @@ class ChatTemplate:
                         continue
                     if style.in_parts and any(prints_parts(one.text) for one in rendered):
                         continue
-                    if missing is ABSENT:
-                        if not found:
-                            return rendered
-                    elif missing is not None or not self._writes_none(rendered, conversation):
+                    if missing is None and self._writes_none(rendered, conversation):
+                        continue
+                    if missing is style.null_forms[0][1]:
+                        return rendered
+                    if missing is not ABSENT or not found:
                         found.append(rendered)
                 if found:  # the shorter one has not made a turn of what is not there
                     return min(found, key=lambda some: sum(len(one.text) for one in some))

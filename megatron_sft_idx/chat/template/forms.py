@@ -260,8 +260,10 @@ def learn_style(render: Callable[[list[dict[str, Any]]], str | None]) -> Style:
     if not (text_fits or parsed_fits):
         text_fits = parsed_fits = True
     # Some templates call no function in a message without a content, and say nothing of it.
-    silent = bool(min(as_text, as_object)) and SAID in (render([_USER, _tool_call({}), _TOOL, _ASSISTANT]) or "")
-    null_forms = (*NULL_FORMS[1:], NULL_FORMS[0]) if silent else NULL_FORMS
+    number = min((number for text, number in ((pasted, as_text), (parsed, as_object)) if text), default=0)
+    null_forms = NULL_FORMS
+    if number == 2 or (number == 1 and SAID in (render([_USER, _tool_call({}), _TOOL, _ASSISTANT]) or "")):
+        null_forms = (NULL_FORMS[number], NULL_FORMS[3 - number], NULL_FORMS[0])
     return Style(text_fits, parsed_fits, in_parts, written, null_forms)
 
 

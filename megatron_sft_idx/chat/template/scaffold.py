@@ -159,6 +159,8 @@ class Edges:
         tail = None if other is None else self._tail(other, low, said)
         shared, whole = said, False
         if tail is not None:
+            ours = text[said : len(text) - len(text[said:].lstrip())]
+            tail = ours + tail.lstrip() if tail.strip() else tail  # which a trimming template writes otherwise there
             tail = tail if last else tail.rstrip()
             length = self._common(tail, text[said:])
             whole = not last and length == len(tail)
@@ -195,10 +197,11 @@ class Edges:
         """What assistants' turns begin with: a header's first tag, or its first word with all that sticks to it."""
         found = [self._opening(prompt) for prompt in self._prompts(turn) if prompt][:1]
         opening = self._opening(head)
-        closed = self._views.closed(turn + 1)
-        # A question's end may stand before a header, where the end of this turn stands as well.
-        ends = found and closed is not None and closed.rstrip().endswith(opening) and not _ANSWERER.search(opening)
-        if opening and not ends:
+        closed = (self._views.closed(turn + 1) or "").rstrip()
+        more = head.lstrip().removeprefix(opening)
+        if opening and more.strip() and closed.endswith(opening) and not _ANSWERER.search(opening):
+            opening = self._opening(more)  # a question's end stands before the header, as this turn's does behind it
+        if opening:
             found.append(opening)
         return [opening for opening in found if opening != self._eos]
 

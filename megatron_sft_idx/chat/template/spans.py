@@ -108,6 +108,7 @@ class _Edge(NamedTuple):
     head: str
     dropped: str
     late: str
+    ended: bool
 
 
 @dataclass(slots=True)
@@ -473,15 +474,17 @@ class SpanFinder:
             or not text.endswith(edge.dropped, said, high)
             or (opaque and self._may_hold_others(message, segments))
         ):
-            start, stop = self._learnt(message, segments, found, traced)
+            start, stop, ended = self._learnt(message, segments, found, traced)
             late = text[end:stop] if stop > high else ""
             if len(known) >= _MOST_KNOWN:
                 known.clear()
-            known[key] = _Edge(text[low:start], text[stop:high], late)
-            return start, stop
-        if said == high and not edge.late:
+            known[key] = _Edge(text[low:start], text[stop:high], late, ended)
+        else:
+            start, ended = low + len(edge.head), edge.ended
+            stop = end + len(edge.late) if edge.late else high - len(edge.dropped)
+        if not ended:
             self._note("no_end_of_turn")
-        return low + len(edge.head), end + len(edge.late) if edge.late else high - len(edge.dropped)
+        return start, stop
 
     def _beside(self, found: list[tuple[int, Piece]], said: int, high: int) -> str:
         """What stands in a turn between its words and behind them: all of it is the template's."""
@@ -504,8 +507,8 @@ class SpanFinder:
 
     def _learnt(
         self, message: int, segments: list[Segment], found: list[tuple[int, Piece]], traced: bool
-    ) -> tuple[int, int]:
-        """The edges of a turn of a new kind, from renderings of the conversation's beginnings, and checked."""
+    ) -> tuple[int, int, bool]:
+        """The edges of a turn of a new kind, from renderings of the beginnings, checked; and whether it has an end."""
         text, rules, last = self._text, self._rules, segments[-1]
         low, high = segments[0].start, last.start + len(text[last.start : last.stop].rstrip())
         places = self.places() or []
@@ -526,10 +529,8 @@ class SpanFinder:
         closed = text[:stop].removesuffix(rules.bos).rstrip() if rules.bos else text[:stop]
         if len(closed) < stop and rules.eos and closed.endswith(rules.eos, said):
             stop = len(closed)  # the next text's beginning, written early
-        if said == stop:
-            self._note("no_end_of_turn")
         self._check(message, segments, start, stop)
-        return start, stop
+        return start, stop, said != stop
 
     def _said_before(self, message: int, first: int) -> int:
         """How many characters of a content stand before its first words in the text: a tag around reasoning."""
@@ -542,18 +543,20 @@ class SpanFinder:
         return 0
 
     def _neighbours(self, message: int, low: int, start: int, stop: int) -> tuple[str, bool | None]:
-        """What the first answer to the same question begins with, and whether an answer's text follows this one's."""
+        """What an answer to a question begins with, and whether an answer's text follows this one's."""
+        roles = [one.get("role") for one in self._messages]
         first = message
-        while first and self._messages[first - 1].get("role") == "assistant":
+        while first and roles[first - 1] == "assistant":
             first -= 1
-        head = self._text[low:start] if first == message else ""
-        if first != message and (written := self._written.get(first)):
-            begin = written[0].start
+        if not first:  # no question before it: one behind it may be answered
+            later = range(message + 1, len(roles))
+            first = next((i for i in later if roles[i] == "assistant" != roles[i - 1]), 0)
+        head = self._text[low:start] if first == message and first else ""
+        if first not in (0, message) and (written := self._written.get(first)):
             words = [at for piece in pieces_of(self._messages[first]) if (at := self._find(piece.text, written)) >= 0]
-            head = self._text[begin : min(words, default=begin)]
+            head = self._text[written[0].start : min(words, default=written[0].stop)]
         behind = [(one.start, one.message) for some in self._written.values() for one in some if one.start >= stop]
-        answered = self._messages[min(behind)[1]].get("role") == "assistant" if behind else None
-        return head if first else "", answered
+        return head, roles[min(behind)[1]] == "assistant" if behind else None
 
     def _check(self, message: int, segments: list[Segment], start: int, stop: int) -> None:
         """Refuse where words of others lie in a turn, or words of its own outside: the two ways do not agree."""
@@ -581,7 +584,7 @@ class SpanFinder:
         text = "\n".join(self._text[start:stop] for start, stop in spans)
         own = [piece.text for piece in pieces_of(self._messages[message]) if piece.kind != "call"]
         for words in sorted([*own, *words_called_with(self._messages[message])], key=len, reverse=True):
-            text = text.replace(words, "\n")
+            text = text.replace(words, "\n", 1)
         for index, other in enumerate(self._messages):
             words = _content_of(other) if index != message else ""
             if len(words) >= _TELLING and words in text:
