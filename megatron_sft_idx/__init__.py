@@ -22,12 +22,12 @@ if TYPE_CHECKING:  # what type checkers know the names below by
     from megatron_sft_idx.formats.dataset import open_dataset as open_dataset
     from megatron_sft_idx.formats.memmap_writer import MemmapShardWriter as MemmapShardWriter
     from megatron_sft_idx.formats.npy import LegacyPickleWriter as LegacyPickleWriter
+    from megatron_sft_idx.live.live_loader import LiveDataset as LiveDataset
+    from megatron_sft_idx.live.live_loader import LiveLoader as LiveLoader
     from megatron_sft_idx.packing import PackPlan as PackPlan
     from megatron_sft_idx.packing import pack_sequences as pack_sequences
     from megatron_sft_idx.shard import Shard as Shard
     from megatron_sft_idx.shard import ShardWriter as ShardWriter
-    from megatron_sft_idx.streaming import LiveDataset as LiveDataset
-    from megatron_sft_idx.streaming import LiveLoader as LiveLoader
     from megatron_sft_idx.training.dataset import PackedSFTDataset as PackedSFTDataset
     from megatron_sft_idx.training.dataset import PackedSFTDatasetConfig as PackedSFTDatasetConfig
     from megatron_sft_idx.verify import verify_shard as verify_shard
@@ -40,8 +40,8 @@ _HOMES = {
     "CorruptShardError": "errors",
     "FormatError": "errors",
     "LegacyPickleWriter": "formats.npy",
-    "LiveDataset": "streaming",
-    "LiveLoader": "streaming",
+    "LiveDataset": "live.live_loader",
+    "LiveLoader": "live.live_loader",
     "MMapIndexedDataset": "dataset",
     "MemmapShardWriter": "formats.memmap_writer",
     "PackPlan": "packing",

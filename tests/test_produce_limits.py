@@ -12,7 +12,7 @@ from chats import write_rows
 from interrupted_runs import be_quick
 from productions import acknowledge, ended, produced, producing, state_of, until
 
-from megatron_sft_idx.catalog import Ack, Base, Catalog, CatalogWatch, Limits, ProducerState, ack_folder, write_ack
+from megatron_sft_idx.live import Ack, Base, Catalog, CatalogWatch, Limits, ProducerState, ack_folder, write_ack
 from megatron_sft_idx.produce.keeper import StateKeeper
 from megatron_sft_idx.produce.room import Room
 from megatron_sft_idx.shard import Shard

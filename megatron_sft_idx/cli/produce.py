@@ -7,10 +7,10 @@ import dataclasses
 import math
 import sys
 
-from megatron_sft_idx.catalog import default_max_sequences
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_packing_options, natural, packing_options, positive
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options, add_workers_option, encoding_options
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.live import default_max_sequences
 from megatron_sft_idx.preprocess import EncodingOptions
 from megatron_sft_idx.produce import AheadLimits, ProduceOptions, produce
 

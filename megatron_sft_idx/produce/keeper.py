@@ -8,7 +8,7 @@ import threading
 from types import TracebackType
 from typing import Any
 
-from megatron_sft_idx.catalog import Catalog, ProducerState
+from megatron_sft_idx.live import Catalog, ProducerState
 
 __all__ = ["StateKeeper", "ended"]
 

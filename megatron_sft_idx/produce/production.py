@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_sft_idx.catalog import Catalog, ProducerState
 from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.live import Catalog, ProducerState
 from megatron_sft_idx.preprocess import (
     CorpusReport,
     EncodedPiece,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from megatron_sft_idx.catalog import Catalog, ack_folder, completed, read_acks
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.live import Catalog, ack_folder, completed, read_acks
 from megatron_sft_idx.produce.keeper import StateKeeper
 from megatron_sft_idx.produce.waiting import Waiting
 from megatron_sft_idx.shard import remove_shard

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from megatron_sft_idx.catalog.producer_state import State
+from megatron_sft_idx.live import State
 from megatron_sft_idx.produce.keeper import StateKeeper
 
 __all__ = ["Waiting"]

@@ -21,10 +21,10 @@ from batches_peers import CAPACITY, ROWS, SEQUENCES, TOKENS, fill
 from plot import Dot, dots
 from report import Bench, Parser, Size
 
-from megatron_sft_idx.catalog import Catalog, Limits, ProducerState
+from megatron_sft_idx.live import Catalog, Limits, ProducerState
+from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shards import ShardSet
-from megatron_sft_idx.streaming import LiveDataset, LiveLoader
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.layout import Batch
 from megatron_sft_idx.training.loader import BatchLoader
