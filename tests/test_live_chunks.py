@@ -109,7 +109,7 @@ def test_the_end_is_declared_where_the_producer_writes_none(tmp_path: Path, capl
     caplog.set_level(logging.INFO, "megatron_sft_idx")
     with producer(tmp_path, packed_rows(7), samples_per_chunk=3, seconds_per_line=0.02):
         folder = str(tmp_path / "chunks")
-        with declaring_end(folder, 1.5, Catalog(folder).write_end):
+        with declaring_end(folder, 1.5, [folder]):
             assert read_all(chunks_of(tmp_path)) == list(range(7))
     assert Catalog(folder).end() == 3
     assert "the end is declared at 3 chunks" in caplog.text
@@ -122,7 +122,7 @@ def test_a_producer_killed_in_a_line_leaves_no_end(tmp_path: Path) -> None:
     with producer(tmp_path, packed_rows(7), samples_per_chunk=3, die_in=4) as process:
         assert process.wait(PATIENCE) == -signal.SIGKILL
     folder = str(tmp_path / "chunks")
-    with declaring_end(folder, 0.2, Catalog(folder).write_end):
+    with declaring_end(folder, 0.2, [folder]):
         chunks = chunks_of(tmp_path, max_wait=1.5, settle_seconds=0.1)
         assert ids_of(chunks, 0) == [0, 1, 2]
         with pytest.raises(SFTIndexError, match=r"rank 0 waited .* \(--max-wait\): .* ends in the middle of a line"):

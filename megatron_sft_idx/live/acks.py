@@ -26,10 +26,11 @@ from megatron_sft_idx.live.catalog import (
 __all__ = [
     "Ack",
     "Base",
-    "ConsumerAcks",
     "Leftover",
     "ack_folder",
+    "acknowledged",
     "completed",
+    "next_generation",
     "read_acks",
     "require_consumer",
     "write_ack",
@@ -225,48 +226,20 @@ def _completed_by(acks: Sequence[Ack]) -> Callable[[int], bool]:
     return is_done
 
 
-class ConsumerAcks:
-    """Acknowledgements as one consumer writes them, when a checkpoint is durable, and reads them again.
+def acknowledged(newest: Sequence[Ack], ours: Ack) -> dict[int, tuple[int, int]]:
+    """Items and the packs in them that ranks of a consumer have acknowledged in the order of ``ours``; by rank."""
+    return {
+        ack.rank: (ack.items_done, ack.packs_done)
+        for ack in newest
+        if (ack.generation, ack.size, ack.epoch, ack.base) == (ours.generation, ours.size, ours.epoch, ours.base)
+    }
 
-    Args:
-        folder: of the acknowledgements of all consumers; see ``ack_folder``.
-        consumer: its name.
 
-    Raises:
-        FormatError: the name is no name of a folder.
+def next_generation(newest: Sequence[Ack], ours: Ack) -> int:
+    """The generation under which a rank goes on: no older than what is acknowledged, nor mixed with it.
+
+    Acknowledgements may be ahead of ``ours``: of a run that was given up, or of this run's other ranks.
     """
-
-    def __init__(self, folder: str, consumer: str) -> None:
-        require_consumer(consumer)
-        self.folder, self.consumer = folder, consumer
-
-    def newest(self) -> list[Ack]:
-        """Those of the newest generation, by rank; none before the first checkpoint of any run."""
-        return read_acks(self.folder).get(self.consumer, [])
-
-    def done(self, ours: Ack) -> dict[int, tuple[int, int]]:
-        """Items and the packs in them that ranks have acknowledged in the order of one of them; by rank."""
-        return {
-            ack.rank: (ack.items_done, ack.packs_done)
-            for ack in self.newest()
-            if (ack.generation, ack.size, ack.epoch, ack.base) == (ours.generation, ours.size, ours.epoch, ours.base)
-        }
-
-    def generation(self, ours: Ack) -> int:
-        """The generation under which a rank goes on: no older than what is acknowledged, nor mixed with it.
-
-        Acknowledgements may be ahead of ``ours``: of a run that was given up, or of this run's other ranks.
-        """
-        newest = self.newest()
-        if not newest or newest[0].generation < ours.generation:
-            return ours.generation
-        return newest[0].generation + (not all(ours.agrees_with(ack) for ack in newest))
-
-    def may_write(self) -> bool:
-        """Whether acknowledgements can be written here; makes their folder."""
-        home = os.path.join(self.folder, self.consumer)
-        try:
-            os.makedirs(home, exist_ok=True)
-        except OSError:
-            return False
-        return os.access(home, os.W_OK)
+    if not newest or newest[0].generation < ours.generation:
+        return ours.generation
+    return newest[0].generation + (not all(ours.agrees_with(ack) for ack in newest))

@@ -178,7 +178,7 @@ class ChunkFolder:
 
 
 @contextmanager
-def declaring_end(folder: str, seconds: float, declare: Callable[[int], None]) -> Iterator[None]:
+def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> Iterator[None]:
     """Inside, a thread declares the end where the producer writes none: by one process, for all ranks.
 
     That is when no chunk came and none has grown for a while. Half a line at the end of the newest chunk is no end:
@@ -187,10 +187,10 @@ def declaring_end(folder: str, seconds: float, declare: Callable[[int], None]) -
     Args:
         folder: of the chunks.
         seconds: without a change, on this process's own clock.
-        declare: is told how many chunks there are, once.
+        end_folders: the document that says how many chunks there are goes into the first one that takes it.
     """
     stopped = threading.Event()
-    thread = threading.Thread(target=_declare_end, args=(folder, seconds, declare, stopped), daemon=True)
+    thread = threading.Thread(target=_declare_end, args=(folder, seconds, end_folders, stopped), daemon=True)
     thread.start()
     try:
         yield
@@ -199,7 +199,7 @@ def declaring_end(folder: str, seconds: float, declare: Callable[[int], None]) -
         thread.join()
 
 
-def _declare_end(folder: str, seconds: float, declare: Callable[[int], None], stopped: threading.Event) -> None:
+def _declare_end(folder: str, seconds: float, end_folders: Sequence[str], stopped: threading.Event) -> None:
     last, since = None, time.monotonic()
     while not stopped.wait(min(1.0, seconds / 4)):
         try:
@@ -210,7 +210,7 @@ def _declare_end(folder: str, seconds: float, declare: Callable[[int], None], st
             if newest is None or status is None or sight != last:
                 last, since = sight, time.monotonic()
             elif time.monotonic() - since >= seconds and status.st_size and ends_whole(path):
-                declare(newest + 1)
+                _write_end(end_folders, newest + 1)
                 logger.info(
                     f"{folder}: no chunk came and none has grown for {seconds:g} s: the end is declared at"
                     f" {newest + 1} chunks"
@@ -222,6 +222,15 @@ def _declare_end(folder: str, seconds: float, declare: Callable[[int], None], st
             # Whoever reads the folder meets what is wrong with it too, and stops.
             logger.error("%s: the end cannot be declared: %s", folder, error)
             return
+
+
+def _write_end(folders: Sequence[str], chunks: int) -> None:
+    for folder in folders:
+        try:
+            return Catalog(folder).write_end(chunks)
+        except OSError as error:
+            reason = error.strerror
+    raise FormatError(f"{folders[-1]}: {reason}; give --ack-dir, a folder that this run may write to")
 
 
 # ---- lines to packs, when a batch needs them ----

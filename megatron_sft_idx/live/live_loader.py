@@ -6,22 +6,33 @@ delivered and what was only prefetched, and commits checkpoints.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import multiprocessing.synchronize
 import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.live.acks import Ack, Base, ConsumerAcks, ack_folder, write_ack
+from megatron_sft_idx.live.acks import (
+    Ack,
+    Base,
+    ack_folder,
+    acknowledged,
+    next_generation,
+    read_acks,
+    require_consumer,
+    write_ack,
+)
 from megatron_sft_idx.live.catalog import Catalog, Limits
 from megatron_sft_idx.live.catalog_watch import Stopped, Waiter
 from megatron_sft_idx.live.live_order import AtEnd, RankState, Walk, resume
@@ -35,18 +46,7 @@ logger = logging.getLogger("megatron_sft_idx.live")
 _Delivery: TypeAlias = tuple[Tensors | None, RankState]
 # What a worker process hands over: an error as a value, as torch would make a RuntimeError of one that is raised.
 _Outcome: TypeAlias = _Delivery | SFTIndexError
-
-
-class Event(Protocol):
-    """One of threading's or multiprocessing's."""
-
-    def set(self) -> None:
-        """End all waits, now and later."""
-        ...
-
-    def wait(self, timeout: float) -> bool:
-        """Wait so many seconds; True as soon as it is set."""
-        ...
+_Event: TypeAlias = threading.Event | multiprocessing.synchronize.Event
 
 
 class LiveDataset(IterableDataset[Tensors]):
@@ -117,13 +117,14 @@ class LiveDataset(IterableDataset[Tensors]):
             raise FormatError(f"{self.shards.folder}: at_end {at_end!r}, expected 'pad' or 'drop'")
         self.epochs, self.at_end, self.seq_length = epochs, at_end, seq_length
         self._shape: dict[str, Any] = {"sequence_multiple": sequence_multiple, "pad_id": pad_id, "form": form}
-        self.acks = ConsumerAcks(ack_folder(Catalog(self.shards.folder), ack_dir), consumer)
+        require_consumer(consumer)
+        self.acks, self.consumer = ack_folder(Catalog(self.shards.folder), ack_dir), consumer
         base, step_rows = Base(seed=seed, window=window), micro_batch_size * micro_batches
         self.state = RankState(base, shuffle, size, rank, batch_rows=micro_batch_size, step_rows=step_rows)
         self._limits: tuple[Limits, int | None] | None = None
         self._writes: bool | None = None
 
-    def waiter(self, stop: Event | None = None) -> Waiter:
+    def waiter(self, stop: _Event | None = None) -> Waiter:
         """This rank, where it waits: until ``stop`` is set, or in a worker process until its parent is gone."""
         info, parent = get_worker_info(), os.getppid()
         sleep = time.sleep if stop is None else stop.wait
@@ -194,17 +195,24 @@ class LiveDataset(IterableDataset[Tensors]):
                 " more, or train with a smaller window"
             )
         self._limits = promised
-        self.state = dataclasses.replace(state, generation=self.acks.generation(self.ack(state)))
+        self.state = dataclasses.replace(state, generation=next_generation(self.newest_acks(), self.ack(state)))
 
     def ack(self, state: RankState) -> Ack:
         """What is acknowledged once a checkpoint that holds ``state`` is durable."""
-        return state.ack(self.acks.consumer, self.epochs)
+        return state.ack(self.consumer, self.epochs)
+
+    def newest_acks(self) -> list[Ack]:
+        """Those of this consumer's newest generation, by rank; none before the first checkpoint of any run."""
+        return read_acks(self.acks).get(self.consumer, [])
 
     def may_acknowledge(self) -> bool:
         """Whether acknowledgements can be written; SFTIndexError where the producer goes by them and they cannot."""
         if self._writes is None:
-            self._writes = self.acks.may_write()
-            remedy = f"{self.acks.folder}: acknowledgements cannot be written here"
+            home = os.path.join(self.acks, self.consumer)
+            with contextlib.suppress(OSError):
+                os.makedirs(home, exist_ok=True)
+            self._writes = os.access(home, os.W_OK)
+            remedy = f"{self.acks}: acknowledgements cannot be written here"
             if not self._writes and self._limits is not None and self._limits[0].needs_acks:
                 raise SFTIndexError(
                     f"{remedy}, and the producer waits for them or frees shards by them; give both a folder that this"
@@ -227,7 +235,7 @@ class LiveDataset(IterableDataset[Tensors]):
             self.state,
             epochs=self.epochs,
             at_end=self.at_end,
-            acknowledged=lambda state: self.acks.done(self.ack(state)),
+            acknowledged=lambda state: acknowledged(self.newest_acks(), self.ack(state)),
             waiter=waiter,
         )
         try:
@@ -316,7 +324,7 @@ class LiveLoader(Iterator[Tensors]):
         self._buffers: dict[str, Any] = {"prefetch": prefetch, "keep": keep, "copy": copy}
         self._pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
         self._start = start
-        self._stop: Event = torch.multiprocessing.get_context(start).Event() if num_workers else threading.Event()
+        self._stop: _Event = torch.multiprocessing.get_context(start).Event() if num_workers else threading.Event()
         weakref.finalize(self, self._stop.set)
         self._batches: Iterator[_Outcome] | None = None
         self._state = dataset.state
@@ -406,13 +414,13 @@ class LiveLoader(Iterator[Tensors]):
         self._prepare()
         found, dataset = self._state if state is None else RankState.from_json(state), self.dataset
         begins = state is None and not found.rows and not found.generation
-        if (begins and not dataset.acks.newest()) or not dataset.may_acknowledge():
+        if (begins and not dataset.newest_acks()) or not dataset.may_acknowledge():
             return
         # No later than where any worker process still has to look at shards.
         slowest = self._passed[0]
         if self.num_workers and self._batches is not None and slowest.is_before(found):
             found = slowest
-        write_ack(dataset.acks.folder, dataset.ack(found))
+        write_ack(dataset.acks, dataset.ack(found))
         dataset.shards.committed()
         logger.info(
             "rank %d: committed epoch %d, %d items, %s packs of shards that are complete",
@@ -432,7 +440,7 @@ class LiveLoader(Iterator[Tensors]):
         self.close()
 
 
-def _of_thread(dataset: LiveDataset, stop: Event, **options: Any) -> Iterator[_Delivery]:
+def _of_thread(dataset: LiveDataset, stop: _Event, **options: Any) -> Iterator[_Delivery]:
     """Deliveries of a thread of this process."""
     assembler, walk, batches = dataset.open(dataset.waiter(stop))
     # No looking ahead: a batch that is ready must not be held back until the next shard is published.
@@ -445,7 +453,7 @@ def _of_thread(dataset: LiveDataset, stop: Event, **options: Any) -> Iterator[_D
 class _InWorkers(IterableDataset[_Outcome]):
     """A worker process's share of the deliveries."""
 
-    def __init__(self, dataset: LiveDataset, stop: Event) -> None:
+    def __init__(self, dataset: LiveDataset, stop: _Event) -> None:
         super().__init__()
         self._dataset, self._stop = dataset, stop
 

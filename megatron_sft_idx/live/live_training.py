@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -180,7 +179,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
         )
     ending: AbstractContextManager[None] = nullcontext()
     if isinstance(shards, LiveChunks) and args.end_after is not None and _leads() and not dataset.state.rank:
-        ending = declaring_end(folder, args.end_after, partial(_declare_end, shards.end_folders))
+        ending = declaring_end(folder, args.end_after, shards.end_folders)
     return LiveData(LiveLoader(dataset, num_workers=workers), ending)
 
 
@@ -289,16 +288,6 @@ def _live_chunks(args: argparse.Namespace, folder: str, encoding: EncodingOption
         acks=ack_folder(Catalog(folder), args.ack_dir),
         consumers=args.consumers,
     )
-
-
-def _declare_end(folders: tuple[str, ...], chunks: int) -> None:
-    """Write the end into the first folder that takes it."""
-    for folder in folders:
-        try:
-            return Catalog(folder).write_end(chunks)
-        except OSError as error:
-            reason = error.strerror
-    raise FormatError(f"{folders[-1]}: {reason}; give --ack-dir, a folder that this run may write to")
 
 
 def _holds_chunks(folder: str, max_wait: float) -> bool:
