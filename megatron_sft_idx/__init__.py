@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # what type checkers know the names below by
     from megatron_sft_idx.packing import pack_sequences as pack_sequences
     from megatron_sft_idx.shard import Shard as Shard
     from megatron_sft_idx.shard import ShardWriter as ShardWriter
-    from megatron_sft_idx.training.dataset import PackedSFTDataset as PackedSFTDataset
-    from megatron_sft_idx.training.dataset import PackedSFTDatasetConfig as PackedSFTDatasetConfig
+    from megatron_sft_idx.training.sft_dataset import PackedSFTDataset as PackedSFTDataset
+    from megatron_sft_idx.training.sft_dataset import PackedSFTDatasetConfig as PackedSFTDatasetConfig
     from megatron_sft_idx.verify import verify_shard as verify_shard
 
 __version__ = "0.1.0"
@@ -46,8 +46,8 @@ _HOMES = {
     "MemmapShardWriter": "formats.memmap_writer",
     "PackPlan": "packing",
     "PackedDataset": "formats.dataset",
-    "PackedSFTDataset": "training.dataset",
-    "PackedSFTDatasetConfig": "training.dataset",
+    "PackedSFTDataset": "training.sft_dataset",
+    "PackedSFTDatasetConfig": "training.sft_dataset",
     "SFTIndexError": "errors",
     "SFTIndexedDataset": "dataset",
     "SFTIndexedDatasetBuilder": "builder",
