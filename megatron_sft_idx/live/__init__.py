@@ -31,7 +31,7 @@ from megatron_sft_idx.live.catalog import (
     default_max_sequences,
     shard_name,
 )
-from megatron_sft_idx.live.catalog_watch import CatalogWatch, Stopped, Waiter
+from megatron_sft_idx.live.catalog_watch import CatalogWatch, Stopped, Waiter, looks
 
 __all__ = [
     "Ack",
@@ -48,6 +48,7 @@ __all__ = [
     "ack_folder",
     "completed",
     "default_max_sequences",
+    "looks",
     "read_acks",
     "require_consumer",
     "shard_name",

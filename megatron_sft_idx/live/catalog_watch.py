@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.live.catalog import Catalog, Limits, ProducerState, shard_name
 
-__all__ = ["CatalogWatch", "Stopped", "Waiter"]
+__all__ = ["CatalogWatch", "Stopped", "Waiter", "looks"]
 
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+_FIRST_PAUSE = 0.05
 _SECONDS_BETWEEN_LINES = 60.0
 # A network file system may show a document before it shows a shard that was published before it.
 _SECONDS_UNTIL_MISSING = 5.0
@@ -25,6 +25,38 @@ logger = logging.getLogger("megatron_sft_idx.live")
 
 class Stopped(Exception):  # noqa: N818
     """A wait was given up because the consumer closes; nobody but the consumer's own thread sees it."""
+
+
+def looks(
+    say: Callable[[float], object],
+    *,
+    pause: Callable[[float], object] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+    quiet: float = 0.0,
+    longest: float = 1.0,
+) -> Iterator[float]:
+    """The seconds waited, each time it is time to look again: how every wait goes.
+
+    Args:
+        say: told of the wait once it has lasted ``quiet`` seconds, then once a minute.
+        pause: sleeps so many seconds, longer each time; what it returns is true as soon as nobody is to wait any more.
+        clock: seconds since some moment.
+        quiet: seconds that are the normal course of things and nothing to tell.
+        longest: of the pauses.
+
+    Raises:
+        Stopped: nobody is to wait any more.
+    """
+    begin, seconds, next_line = clock(), _FIRST_PAUSE, quiet
+    while True:
+        waited = clock() - begin
+        yield waited
+        if waited >= next_line:
+            say(waited)
+            next_line = waited + _SECONDS_BETWEEN_LINES
+        if pause(seconds):
+            raise Stopped
+        seconds = min(2 * seconds, longest)
 
 
 @dataclass(frozen=True)
@@ -44,24 +76,10 @@ class Waiter:
     clock: Callable[[], float] = time.monotonic
 
     def looks(self, why: Callable[[], str]) -> Iterator[float]:
-        """The seconds waited, each time it is time to look again: pauses grow, and a line comes at once, then a minute.
-
-        Args:
-            why: what is waited for, for the line.
-
-        Raises:
-            Stopped: the waiter is to stop.
-        """
-        begin, seconds, next_line = self.clock(), _FIRST_PAUSE, 0.0
-        while True:
-            waited = self.clock() - begin
-            yield waited
-            if waited >= next_line:
-                self.say(f"{self.who} waits {waited:.0f} s for {why()}")
-                next_line = waited + _SECONDS_BETWEEN_LINES
-            if self.pause(seconds):
-                raise Stopped
-            seconds = min(2 * seconds, _LONGEST_PAUSE)
+        """As the function; a line at once and then once a minute says ``why``, that is what is waited for."""
+        return looks(
+            lambda waited: self.say(f"{self.who} waits {waited:.0f} s for {why()}"), pause=self.pause, clock=self.clock
+        )
 
 
 class CatalogWatch:

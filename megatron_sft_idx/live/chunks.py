@@ -264,6 +264,13 @@ class ChunkRows:
         self.limits, self.encoding, self.vocab_size, self.on_bad_row = limits, encoding, vocab_size, on_bad_row
         self.skipped = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the encoder, but with what the tokenizer's files have turned out to be."""
+        state = dict(self.__dict__)
+        if (made := state.pop("encoder", None)) is not None:
+            state["encoding"] = made.options
+        return state
+
     @cached_property
     def encoder(self) -> RowEncoder | None:
         """Made by the process that tokenises."""
@@ -379,10 +386,7 @@ class LiveChunks(LiveShards):
 
     Args:
         folder: of the chunks.
-        pack_limits: of their packs.
-        encoding: how their lines become packs where they are raw chats; None for pre-packed lines.
-        vocab_size: ids are below this; None for any.
-        on_bad_row: what becomes of lines that cannot be used.
+        rows: what makes packs of their lines.
         samples_per_chunk: lines that every chunk but the last has; None for any number.
         num_chunks: how many there will be, where that is known beforehand.
         end_folders: where a document may say, once the last one is whole, how many there are; as in a catalog.
@@ -394,10 +398,7 @@ class LiveChunks(LiveShards):
     """
 
     folder: str
-    pack_limits: Limits
-    encoding: EncodingOptions | None = None
-    vocab_size: int | None = None
-    on_bad_row: OnBadRow = "error"
+    rows: ChunkRows
     samples_per_chunk: int | None = None
     num_chunks: int | None = None
     end_folders: tuple[str, ...] = ()
@@ -407,7 +408,6 @@ class LiveChunks(LiveShards):
     consumers: int = 1
 
     def __post_init__(self) -> None:
-        self.rows = ChunkRows(self.pack_limits, self.encoding, vocab_size=self.vocab_size, on_bad_row=self.on_bad_row)
         self._chunks = ChunkFolder(self.folder, settle_seconds=self.settle_seconds)
         self._counts: dict[int, int] = {}
         # A chunk is mostly opened right after it was counted, which has found its lines.
@@ -417,14 +417,12 @@ class LiveChunks(LiveShards):
         self._may_mark = self.acks is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As it was made, but for what the tokenizer's files have turned out to be."""
-        made = self.rows.__dict__.get("encoder")
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return LiveChunks, tuple({**values, "encoding": self.encoding if made is None else made.options}.values())
+        """As it was made."""
+        return LiveChunks, tuple(getattr(self, field.name) for field in fields(self))
 
     def limits(self, waiter: Waiter) -> tuple[Limits, int | None]:
         """As it was made."""
-        return self.pack_limits, self.rows.pad_id
+        return self.rows.limits, self.rows.pad_id
 
     def end(self) -> int | None:
         """How many chunks there are in all, once somebody has said so.

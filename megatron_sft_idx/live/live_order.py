@@ -332,16 +332,14 @@ class Walk:
         state = self.state
         if not state.shards:
             return
-        if not self._next_group() or self._group is None or self._group.shards != state.shards:
+        found = self._group if self._next_group() else None
+        if found is None or found.shards != state.shards or not found.offset < state.offset < len(self._packs):
+            packs = len(self._packs)
+            here = "the end" if found is None else f"shards {list(found.shards)}, packs {found.offset} to {packs}"
             raise FormatError(
-                f"{self._shards.folder}: the state was inside shards {list(state.shards)}, which are not what rank"
-                f" {state.rank} of {state.size} comes to here; resume with the catalog and the state that go together"
-            )
-        if not self._group.offset < state.offset < len(self._packs):
-            raise FormatError(
-                f"{self._shards.folder}: the state is {state.offset} packs into shards {list(state.shards)}, of which"
-                f" packs {self._group.offset} to {len(self._packs)} are this rank's; another shard was published in"
-                " place of one of them: resume with the catalog and the state that go together"
+                f"{self._shards.folder}: the state was {state.offset} packs into shards {list(state.shards)}, and what"
+                f" rank {state.rank} of {state.size} comes to here is {here}; resume with the catalog and the state"
+                " that go together"
             )
         self._taken = state.offset
 

@@ -17,7 +17,7 @@ from megatron_sft_idx.formats.chunk_lines import chunk_numbers
 from megatron_sft_idx.live.acks import ack_folder
 from megatron_sft_idx.live.catalog import Catalog, Limits, default_max_sequences
 from megatron_sft_idx.live.catalog_watch import Waiter
-from megatron_sft_idx.live.chunks import LiveChunks, declaring_end
+from megatron_sft_idx.live.chunks import ChunkRows, LiveChunks, declaring_end
 from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
 from megatron_sft_idx.live.live_order import RankState
 from megatron_sft_idx.live.live_shards import CatalogShards
@@ -169,7 +169,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
         consumer=args.consumer,
         ack_dir=args.ack_dir,
     )
-    raw = isinstance(shards, LiveChunks) and shards.encoding is not None
+    raw = isinstance(shards, LiveChunks) and shards.rows.encoding is not None
     workers = args.num_workers if args.num_workers is not None else 2 * raw
     if args.save is None and _leads() and not dataset.state.rank:
         logger.warning(
@@ -276,10 +276,7 @@ def _live_chunks(args: argparse.Namespace, folder: str, encoding: EncodingOption
     most = 1 if encoding else args.max_sequences_per_pack or default_max_sequences(args.seq_length)
     return LiveChunks(
         folder,
-        Limits(args.seq_length, most),
-        encoding,
-        vocab_size=args.vocab_size,
-        on_bad_row=args.on_bad_row,
+        ChunkRows(Limits(args.seq_length, most), encoding, vocab_size=args.vocab_size, on_bad_row=args.on_bad_row),
         samples_per_chunk=args.samples_per_chunk,
         num_chunks=args.num_chunks,
         end_folders=(folder, args.ack_dir) if args.ack_dir else (folder,),
