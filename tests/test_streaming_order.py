@@ -216,6 +216,12 @@ def test_a_state_of_a_later_version_is_refused() -> None:
         RankState.from_json([])
 
 
+def test_a_state_that_says_some_things_twice_is_read() -> None:
+    """As checkpoints do that were written when epoch, seed and window stood beside the base too."""
+    state = saved()[0]
+    assert RankState.from_json({**state, "epoch": 0, "seed": 7, "window": 1}).to_json() == state
+
+
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(
