@@ -17,7 +17,7 @@ from packs import demo_samples
 from test_formats_jsonl_chunks import produced, write_chunk
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.chunk_lines import ChunkFile, ends_whole, line_bounds
+from megatron_sft_idx.formats.jsonl_chunks import ChunkFile, ends_whole, line_bounds
 from megatron_sft_idx.live import Limits
 from megatron_sft_idx.live.chunks import ChunkFolder, ChunkRows
 from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder

@@ -29,16 +29,16 @@ from megatron_sft_idx.chat.inputs.pieces import JsonPiece
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.formats.base import PackRun
 from megatron_sft_idx.formats.checks import checked_run
-from megatron_sft_idx.formats.chunk_lines import (
+from megatron_sft_idx.formats.jsonl_chunks import (
     COMPLETED,
     ChunkFile,
     chunk_name,
     chunk_numbers,
     ends_whole,
     parse,
+    recognise,
     run_of,
 )
-from megatron_sft_idx.formats.jsonl_chunks import recognise
 from megatron_sft_idx.live.acks import completed, read_acks
 from megatron_sft_idx.live.catalog import END, Catalog, Limits
 from megatron_sft_idx.live.catalog_watch import Waiter

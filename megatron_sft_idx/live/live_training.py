@@ -13,7 +13,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.formats.chunk_lines import chunk_numbers
+from megatron_sft_idx.formats.jsonl_chunks import chunk_numbers
 from megatron_sft_idx.live.acks import ack_folder
 from megatron_sft_idx.live.catalog import Catalog, Limits, default_max_sequences
 from megatron_sft_idx.live.catalog_watch import Waiter

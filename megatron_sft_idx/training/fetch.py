@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.storage import Runs, announce, read_runs
 from megatron_sft_idx.storage.remote import RemoteArray
-from megatron_sft_idx.storage.remote.threads import threads
+from megatron_sft_idx.storage.remote.store import threads
 from megatron_sft_idx.training.sources import Pair, Segments
 
 __all__ = ["BUDGET_NBYTES", "Fetcher", "Placed", "Ranges", "advise", "coalesce", "in_memory", "place"]
