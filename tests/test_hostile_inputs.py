@@ -17,10 +17,10 @@ from disks import PAGE_NBYTES, filled, mounted
 from hostile import RECIPES, Recipe, World, traced, within
 from obstacles import NOT_UTF8, Cell, attempt, judge_bystanders, judge_words, results, what
 
-from megatron_sft_idx.catalog.documents import read_document
 from megatron_sft_idx.check import rebuild
 from megatron_sft_idx.cli import main
 from megatron_sft_idx.formats.memmap import read_manifest
+from megatron_sft_idx.live.catalog import read_document
 from megatron_sft_idx.produce.input_log import InputLog
 from megatron_sft_idx.shard import find_remains, read_header
 

@@ -22,7 +22,7 @@ from test_formats_jsonl_chunks import produced
 from test_live_chunks import producer
 from test_pretrain_script import ROOT, THREADS
 
-from megatron_sft_idx.catalog import Catalog
+from megatron_sft_idx.live import Catalog
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 
 # Four ranks that import torch and Megatron take most of a minute of two cores.

@@ -27,8 +27,8 @@ from productions import (
     until,
 )
 
-from megatron_sft_idx.catalog import Catalog
 from megatron_sft_idx.check import verify_shard
+from megatron_sft_idx.live import Catalog
 from megatron_sft_idx.produce.start import Cursor
 from megatron_sft_idx.shard import Shard
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_sft_idx.catalog.documents import Document
 from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
 from megatron_sft_idx.chat.inputs.pieces import iter_pieces, stream_pieces
 from megatron_sft_idx.errors import FormatError
@@ -234,7 +233,7 @@ def test_a_log_with_anything_else_is_refused(tmp_path_factory, line):
 def test_a_position_that_is_wrong_is_named(change):
     content = {**Position(1, 2, "a", "b").to_json(), **change}
     with pytest.raises(FormatError, match=f"^x: {next(iter(change))} is "):
-        Position.parse(Document("x", content))
+        Position.parse("x", content)
 
 
 class Arriving(io.RawIOBase):

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from training_twin import lone_process
 
 from megatron_sft_idx.training.attention import model_inputs
-from megatron_sft_idx.training.dataset import PackedSFTDataset
 from megatron_sft_idx.training.provider import config_from_args, train_valid_test_datasets_provider
+from megatron_sft_idx.training.sft_dataset import PackedSFTDataset
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import sys
 
-from megatron_sft_idx.catalog import default_max_sequences
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_packing_options, natural, packing_options, positive
 from megatron_sft_idx.cli.preprocess import (
     add_mask_options,
@@ -17,6 +16,7 @@ from megatron_sft_idx.cli.preprocess import (
     reads_of,
 )
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.live import default_max_sequences
 from megatron_sft_idx.produce import AheadLimits, ProduceOptions, own_files, produce
 from megatron_sft_idx.storage.publish import Place, files_of, require_apart
 from megatron_sft_idx.tokenize import EncodingOptions

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_sft_idx.catalog import Catalog, ProducerState
-from megatron_sft_idx.catalog.folder import END, PRODUCER
 from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
 from megatron_sft_idx.chat.inputs.pieces import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.live import END, PRODUCER, Catalog, ProducerState
 from megatron_sft_idx.produce.feed import Feed
 from megatron_sft_idx.produce.growing import GrowingFolder
 from megatron_sft_idx.produce.input_log import INPUTS, InputLog
@@ -31,7 +30,6 @@ from megatron_sft_idx.produce.options import ProduceOptions
 from megatron_sft_idx.produce.pace import Pace
 from megatron_sft_idx.produce.room import Room
 from megatron_sft_idx.produce.start import CURSOR, Cursor, find_start
-from megatron_sft_idx.produce.waiting import Waiting
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, remove_shard
 from megatron_sft_idx.shard.prefix import drop_remains, name_held, temporaries_of
 from megatron_sft_idx.storage.publish import describe, resolve
@@ -201,7 +199,6 @@ class _Production:
         self._corpus = os.path.join(catalog.folder, _WORK, _CORPUS)
         self._keeper = StateKeeper(catalog, state)
         self._room = Room(catalog, self._keeper, options.ahead.ack_dir, log)
-        self._waiting = Waiting(self._keeper, "waiting for input", log, longest_pause=0.25)
         self._feed = Feed(source, cursor.position, catalog.folder)
         self._cursor = cursor
         self._report = CorpusReport(cursor.rows, cursor.skipped)
@@ -272,10 +269,15 @@ class _Production:
 
     def _next(self, results: Iterator[EncodedPiece | NotYet]) -> EncodedPiece | None:
         """The next piece, as soon as there is one; None at the end of the input."""
-        while isinstance(piece := next(results, None), NotYet):
-            self._waiting.go_on(lambda: f"{self._report.rows:,} rows so far")
-        self._waiting.over()
-        return piece
+        if not isinstance(piece := next(results, None), NotYet):
+            return piece
+        so_far = f"{self._report.rows:,} rows so far"
+        waits = self._keeper.waits("waiting for input", self._log, lambda: so_far, longest=0.25)
+        with contextlib.closing(waits):
+            for _ in waits:
+                if not isinstance(piece := next(results, None), NotYet):
+                    return piece
+        raise AssertionError("looks never end by themselves")
 
     def _tokens_kept(self, piece: EncodedPiece, path: str, first: int) -> int:
         """Tokens of a piece that packing will keep, where it drops what is too long; an error where it would be one."""

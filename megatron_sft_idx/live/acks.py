@@ -9,22 +9,39 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from megatron_sft_idx.catalog.documents import Document, kind_of_document, read_document, write_document
-from megatron_sft_idx.catalog.folder import ACKS, Catalog
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.live.catalog import (
+    ACKS,
+    Catalog,
+    Positive,
+    Record,
+    kind_of_document,
+    read_document,
+    write_document,
+)
 
-__all__ = ["Ack", "Base", "Leftover", "ack_folder", "completed", "read_acks", "require_consumer", "write_ack"]
+__all__ = [
+    "Ack",
+    "Base",
+    "Leftover",
+    "ack_folder",
+    "acknowledged",
+    "completed",
+    "next_generation",
+    "read_acks",
+    "require_consumer",
+    "write_ack",
+]
 
 _CONSUMER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})\.json")
 
 
 @dataclass(frozen=True, slots=True)
-class Leftover:
+class Leftover(Record):
     """An item that is what remained of some shards.
 
     Attributes:
@@ -37,7 +54,7 @@ class Leftover:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class Base(Record):
     """Where the list of items begins. A fresh start has no leftovers and frontier 0.
 
     Attributes:
@@ -50,31 +67,22 @@ class Base:
 
     epoch: int = 0
     seed: int = 0
-    window: int = 1
+    window: Positive = 1
     leftovers: tuple[Leftover, ...] = ()
     frontier: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        """What ``parse`` reads."""
-        return asdict(self)
+    def item(self, number: int) -> Leftover:
+        """Item ``number``; there is one for every number from 0 on, though its shard may never come."""
+        behind = number - len(self.leftovers)
+        return self.leftovers[number] if behind < 0 else Leftover((self.frontier + behind,))
 
-    @classmethod
-    def parse(cls, document: Document) -> Base:
-        """FormatError where a field is missing or of another type."""
-        leftovers = (
-            Leftover(tuple(item.wholes("shards")), item.whole("offset")) for item in document.documents("leftovers")
-        )
-        return cls(
-            epoch=document.whole("epoch"),
-            seed=document.whole("seed"),
-            window=document.whole("window", 1),
-            leftovers=tuple(leftovers),
-            frontier=document.whole("frontier"),
-        )
+    def num_items(self, end: int) -> int:
+        """Items of a catalog that ends with ``end`` shards, all that come before shard ``end`` where it does not."""
+        return len(self.leftovers) + max(0, end - self.frontier)
 
 
 @dataclass(frozen=True, slots=True)
-class Ack:
+class Ack(Record):
     """What one rank of a consumer has trained on.
 
     Attributes:
@@ -92,36 +100,20 @@ class Ack:
     consumer: str
     generation: int
     base: Base
-    size: int
+    size: Positive
     rank: int
     items_done: int
     packs_done: int
     epoch: int = 0
-    epochs: int = 1
+    epochs: Positive = 1
 
-    def to_json(self) -> dict[str, Any]:
-        """What ``parse`` reads."""
-        return asdict(self)
-
-    @classmethod
-    def parse(cls, document: Document) -> Ack:
-        """FormatError where a field is missing, of another type, or they do not go together."""
-        ack = cls(
-            consumer=document.text("consumer"),
-            generation=document.whole("generation"),
-            base=Base.parse(document.document("base")),
-            size=document.whole("size", 1),
-            rank=document.whole("rank"),
-            items_done=document.whole("items_done"),
-            packs_done=document.whole("packs_done"),
-            epoch=document.whole("epoch"),
-            epochs=document.whole("epochs", 1),
-        )
-        if ack.rank >= ack.size:
-            raise document.wrong("rank", ack.rank, f"less than its size {ack.size}")
-        if ack.epoch >= ack.epochs:
-            raise document.wrong("epoch", ack.epoch, f"less than its epochs {ack.epochs}: they count from 0")
-        return ack
+    def contradiction(self) -> tuple[str, int, str] | None:
+        """A rank or an epoch beyond the last one."""
+        if self.rank >= self.size:
+            return "rank", self.rank, f"less than its size {self.size}"
+        if self.epoch >= self.epochs:
+            return "epoch", self.epoch, f"less than its epochs {self.epochs}: they count from 0"
+        return None
 
     def current_base(self) -> Base:
         """Where the items of this epoch begin: an epoch that began after the base begins afresh."""
@@ -134,7 +126,7 @@ class Ack:
         return self.epoch != other.epoch or self.current_base() == other.current_base()
 
 
-_KIND = kind_of_document("an acknowledgement", Ack.parse)
+_KIND = kind_of_document("an acknowledgement", Ack)
 
 
 def ack_folder(catalog: Catalog, ack_dir: str | os.PathLike[str] | None = None) -> str:
@@ -158,7 +150,7 @@ def write_ack(folder: str, ack: Ack) -> None:
         OSError: it may not be written there.
     """
     require_consumer(ack.consumer)
-    write_document(os.path.join(folder, ack.consumer, f"rank-{ack.rank:05d}.json"), ack.to_json(), _KIND)
+    write_document(os.path.join(folder, ack.consumer, f"rank-{ack.rank:05d}.json"), ack, _KIND)
 
 
 def read_acks(folder: str) -> dict[str, list[Ack]]:
@@ -185,10 +177,11 @@ def read_acks(folder: str) -> dict[str, list[Ack]]:
 def _read_consumer(folder: str, consumer: str) -> Iterator[Ack]:
     home = os.path.join(folder, consumer)
     for name in _names(home):
-        if (match := _RANK_FILE.fullmatch(name)) and (document := read_document(os.path.join(home, name))):
-            ack = Ack.parse(document)
+        path = os.path.join(home, name)
+        if (match := _RANK_FILE.fullmatch(name)) and (content := read_document(path)):
+            ack = Ack.parse(path, content)
             if ack.rank != int(match[1]):
-                raise document.wrong("rank", ack.rank, f"{int(match[1])}, as in the file's name")
+                raise FormatError(f"{path}: rank is {ack.rank}, expected {int(match[1])}, as in the file's name")
             yield ack
 
 
@@ -212,27 +205,41 @@ def completed(acks: Mapping[str, Sequence[Ack]], consumers: int, numbers: Iterab
     """
     if len(acks) < consumers:
         return []
-    done = [_Done(current) for current in acks.values()]
-    return [number for number in numbers if all(number in each for each in done)]
+    done = [_completed_by(current) for current in acks.values()]
+    return [number for number in numbers if all(is_done(number) for is_done in done)]
 
 
-class _Done:
-    """The shards that one consumer has completed, as a container."""
+def _completed_by(acks: Sequence[Ack]) -> Callable[[int], bool]:
+    """Whether one consumer has completed a shard."""
+    # Ranks that have not come to the last epoch have done nothing that counts.
+    last = [ack for ack in acks if ack.epoch == ack.epochs - 1]
+    size, items_done = acks[0].size, {ack.rank: ack.items_done for ack in last}
+    base = last[0].current_base() if last else Base()
+    leftovers = {shard: item for item, leftover in enumerate(base.leftovers) for shard in leftover.shards}
 
-    def __init__(self, acks: Sequence[Ack]) -> None:
-        # Ranks that have not come to the last epoch have done nothing that counts.
-        last = [ack for ack in acks if ack.epoch == ack.epochs - 1]
-        self._size = acks[0].size
-        self._items_done = {ack.rank: ack.items_done for ack in last}
-        self._base = last[0].current_base() if last else Base()
-        self._leftovers = {
-            shard: item for item, leftover in enumerate(self._base.leftovers) for shard in leftover.shards
-        }
+    def is_done(shard: int) -> bool:
+        if shard < base.frontier and shard not in leftovers:
+            return True
+        item = leftovers.get(shard, base.num_items(shard))
+        return item // size < items_done.get(item % size, 0)
 
-    def __contains__(self, shard: int) -> bool:
-        item = self._leftovers.get(shard)
-        if item is None:
-            if shard < self._base.frontier:
-                return True
-            item = len(self._base.leftovers) + shard - self._base.frontier
-        return item // self._size < self._items_done.get(item % self._size, 0)
+    return is_done
+
+
+def acknowledged(newest: Sequence[Ack], ours: Ack) -> dict[int, tuple[int, int]]:
+    """Items and the packs in them that ranks of a consumer have acknowledged in the order of ``ours``; by rank."""
+    return {
+        ack.rank: (ack.items_done, ack.packs_done)
+        for ack in newest
+        if (ack.generation, ack.size, ack.epoch, ack.base) == (ours.generation, ours.size, ours.epoch, ours.base)
+    }
+
+
+def next_generation(newest: Sequence[Ack], ours: Ack) -> int:
+    """The generation under which a rank goes on: no older than what is acknowledged, nor mixed with it.
+
+    Acknowledgements may be ahead of ``ours``: of a run that was given up, or of this run's other ranks.
+    """
+    if not newest or newest[0].generation < ours.generation:
+        return ours.generation
+    return newest[0].generation + (not all(ours.agrees_with(ack) for ack in newest))

@@ -6,30 +6,28 @@ import argparse
 import logging
 import os
 from collections.abc import Iterator
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from megatron_sft_idx.catalog import Catalog, Patience, ack_folder, default_max_sequences
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.jsonl_chunks import chunk_numbers
+from megatron_sft_idx.live.acks import ack_folder
+from megatron_sft_idx.live.catalog import Catalog, Limits, default_max_sequences
+from megatron_sft_idx.live.catalog_watch import Waiter
+from megatron_sft_idx.live.chunks import ChunkRows, LiveChunks, declaring_end
+from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
+from megatron_sft_idx.live.live_order import RankState
+from megatron_sft_idx.live.live_shards import CatalogShards
 from megatron_sft_idx.storage import require_local
-from megatron_sft_idx.streaming.chunk_end import EndDecider
-from megatron_sft_idx.streaming.chunk_markers import Markers
-from megatron_sft_idx.streaming.chunk_rows import LineKind, PackedLines, RawLines, RowLimits
-from megatron_sft_idx.streaming.chunks import ChunkOptions, LiveChunks
-from megatron_sft_idx.streaming.dataset import LiveDataset
-from megatron_sft_idx.streaming.loader import LiveLoader
-from megatron_sft_idx.streaming.shards import CatalogShards
-from megatron_sft_idx.streaming.state import RankState
 from megatron_sft_idx.tokenize import EncodingOptions
 from megatron_sft_idx.training import Tensors
 
 __all__ = ["LiveData", "add_live_options", "check_live_options", "is_live", "open_live"]
 
-logger = logging.getLogger("megatron_sft_idx.streaming")
+logger = logging.getLogger("megatron_sft_idx.live")
 
 LIVE = "live:"
 # Options that only chunks have: whoever gives one says what is in the folder, or will be.
@@ -171,7 +169,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
         consumer=args.consumer,
         ack_dir=args.ack_dir,
     )
-    raw = isinstance(shards, LiveChunks) and isinstance(shards.options.kind, RawLines)
+    raw = isinstance(shards, LiveChunks) and shards.rows.encoding is not None
     workers = args.num_workers if args.num_workers is not None else 2 * raw
     if args.save is None and _leads() and not dataset.state.rank:
         logger.warning(
@@ -179,10 +177,10 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
             " producer with --max-ahead-shards or --max-ahead-gb comes to wait for it without end",
             folder,
         )
-    decider = None
+    ending: AbstractContextManager[None] = nullcontext()
     if isinstance(shards, LiveChunks) and args.end_after is not None and _leads() and not dataset.state.rank:
-        decider = EndDecider(folder, args.end_after, partial(_declare_end, shards.options.end_folders))
-    return LiveData(LiveLoader(dataset, num_workers=workers), decider)
+        ending = declaring_end(folder, args.end_after, shards.end_folders)
+    return LiveData(LiveLoader(dataset, num_workers=workers), ending)
 
 
 class LiveData(Iterator[Tensors]):
@@ -190,11 +188,11 @@ class LiveData(Iterator[Tensors]):
 
     Args:
         loader: of this rank.
-        decider: declares the end where the producer does not; on one process.
+        ending: entered while this is; declares the end where the producer does not, on one process.
     """
 
-    def __init__(self, loader: LiveLoader, decider: EndDecider | None = None) -> None:
-        self._loader, self._decider = loader, decider
+    def __init__(self, loader: LiveLoader, ending: AbstractContextManager[None]) -> None:
+        self._loader, self._ending = loader, ending
         self._saved = loader.state_dict()
         self._begun = False
 
@@ -211,7 +209,7 @@ class LiveData(Iterator[Tensors]):
         """Of the tokenizer; waits for a shard that says so. None where nobody does."""
         shards = self._loader.dataset.shards
         if isinstance(shards, LiveChunks):
-            return shards.options.kind.vocab_size
+            return None if shards.rows.encoder is None else shards.rows.encoder.tokenizer.vocab_size
         assert isinstance(shards, CatalogShards)  # open_live makes no others
         shards.limits(self._loader.dataset.waiter())
         if (header := shards.newest_header()) is not None:
@@ -245,21 +243,15 @@ class LiveData(Iterator[Tensors]):
                 "--load: the checkpoint does not say where its run was in live data; it was on other data"
             )
         now = self._loader.dataset.state
-        for state in states:
-            found = RankState.from_json(state)
-            shape = (found.rank, found.size, found.batch_rows, found.step_rows, found.base.window)
-            if shape == (now.rank, now.size, now.batch_rows, now.step_rows, now.base.window):
-                return self._loader.load_state_dict(state)
-        return self._loader.load_state_dict(states)
+        own = [state for state in states if not RankState.from_json(state).differences(now)]
+        self._loader.load_state_dict(own[0] if own else states)
 
     def __enter__(self) -> LiveData:
-        if self._decider:
-            self._decider.start()
+        self._ending.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._decider:
-            self._decider.stop()
+        self._ending.__exit__(None, None, None)
         self._loader.close()
 
 
@@ -281,44 +273,30 @@ def _leads() -> bool:
 
 
 def _live_chunks(args: argparse.Namespace, folder: str, encoding: EncodingOptions | None) -> LiveChunks:
-    kind: LineKind = RawLines(encoding) if encoding else PackedLines()
     most = 1 if encoding else args.max_sequences_per_pack or default_max_sequences(args.seq_length)
-    options = ChunkOptions(
+    return LiveChunks(
         folder,
-        kind,
-        RowLimits(args.seq_length, 1, most, args.vocab_size),
-        on_bad_row=args.on_bad_row,
+        ChunkRows(Limits(args.seq_length, most), encoding, vocab_size=args.vocab_size, on_bad_row=args.on_bad_row),
         samples_per_chunk=args.samples_per_chunk,
         num_chunks=args.num_chunks,
         end_folders=(folder, args.ack_dir) if args.ack_dir else (folder,),
         settle_seconds=args.settle,
         max_wait=args.max_wait,
+        acks=ack_folder(Catalog(folder), args.ack_dir),
+        consumers=args.consumers,
     )
-    return LiveChunks(options, Markers(folder, ack_folder(Catalog(folder), args.ack_dir), consumers=args.consumers))
-
-
-def _declare_end(folders: tuple[str, ...], chunks: int) -> None:
-    """Write the end into the first folder that takes it."""
-    for folder in folders:
-        try:
-            return Catalog(folder).write_end(chunks)
-        except OSError as error:
-            reason = error.strerror
-    raise FormatError(f"{folders[-1]}: {reason}; give --ack-dir, a folder that this run may write to")
 
 
 def _holds_chunks(folder: str, max_wait: float) -> bool:
     """Whether a folder holds chunks, or is a catalog of shards; waits until it is one of them."""
-    catalog, patience = Catalog(folder), Patience()
-    while (waited := patience.waited) <= max_wait:
+    catalog, waiter = Catalog(folder), Waiter(f"rank {parallel_state.get_data_parallel_rank()}")
+    for waited in waiter.looks(lambda: f"{folder}: neither a catalog nor chunks are there yet"):
+        if waited > max_wait:
+            break
         if catalog.producer() is not None or catalog.numbers():
             return False
         if os.path.isdir(folder) and chunk_numbers(folder):
             return True
-        if patience.line_is_due():
-            rank = parallel_state.get_data_parallel_rank()
-            logger.info("rank %d waits %.0f s for %s: neither a catalog nor chunks are there yet", rank, waited, folder)
-        patience.pause()
     raise SFTIndexError(
         f"{folder}: {max_wait:g} s have passed (--max-wait) and there is neither a catalog's _producer.json nor"
         " chunk_00000.jsonl; start the producer, or name its folder"

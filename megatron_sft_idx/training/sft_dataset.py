@@ -20,8 +20,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.config import PackedSFTDatasetConfig
 from megatron_sft_idx.training.loader import BatchRows
-from megatron_sft_idx.training.order import EpochOrder
-from megatron_sft_idx.training.rows import PackedRows
+from megatron_sft_idx.training.rows import EpochOrder, PackedRows
 from megatron_sft_idx.training.sources import PlannedPacks, StoredPacks
 
 __all__ = ["Corpus", "EpochFacts", "PackedSFTDataset", "PackedSFTDatasetConfig"]
@@ -70,7 +69,7 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
     """Rows of packed sequences, in an order of its own for every epoch.
 
     Built by ``BlendedMegatronDatasetBuilder``. Sample i is the same for every ``num_samples``: see
-    ``megatron_sft_idx.training.order``. It pickles as its light ``rows``.
+    ``megatron_sft_idx.training.rows``. It pickles as its light ``rows``.
 
     Args:
         dataset: what ``build_low_level_dataset`` made.
