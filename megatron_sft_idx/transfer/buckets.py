@@ -23,7 +23,7 @@ from megatron_sft_idx.layout.header import MAGIC
 from megatron_sft_idx.shard import remove_shard
 from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.remote import RemotePath, open_store
-from megatron_sft_idx.storage.remote.writing import Stored, open_writer
+from megatron_sft_idx.storage.remote.files import Stored, open_writer
 from megatron_sft_idx.transfer.source import Copied, Source
 
 __all__ = ["STAGING", "StagedOutput", "upload"]

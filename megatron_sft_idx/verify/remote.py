@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.storage import as_bytes
 from megatron_sft_idx.storage.remote import open_store
-from megatron_sft_idx.storage.remote.threads import threads
+from megatron_sft_idx.storage.remote.store import threads
 from megatron_sft_idx.verify.files import CheckedFile
 
 __all__ = ["RemoteFile"]
