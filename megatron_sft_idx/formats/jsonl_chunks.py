@@ -594,12 +594,3 @@ class Writer(PackedWriter):
     def reread(self) -> Reader:
         """A reader of all of it."""
         return Reader(self._output.temporary)
-
-    def publish(self) -> None:
-        """Put the folder in its place."""
-        self._output.publish()
-
-    def abandon(self) -> None:
-        """Remove what was written; nothing where it is finalized or abandoned already."""
-        self._chunk.close()
-        self._output.abandon()

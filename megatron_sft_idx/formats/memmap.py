@@ -368,7 +368,6 @@ class _ArrayFile:
                 raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
             os.posix_fallocate(self._file.file.fileno(), 0, nbytes)
         except OSError as error:
-            self.discard()
             raise OSError(error.errno, f"{error.strerror} ({nbytes} bytes)", self._file.file.path) from error
         self.write(header)
 
@@ -384,11 +383,8 @@ class _ArrayFile:
     def close(self) -> str:
         """Checksum of the file."""
         self.flush()
-        self.discard()
-        return self._file.hex()
-
-    def discard(self) -> None:
         self._file.file.close()
+        return self._file.hex()
 
 
 class MemmapShardWriter:
@@ -607,12 +603,7 @@ class MemmapShardWriter:
 
     def abandon(self) -> None:
         """Remove what was written; nothing where it is finalized or abandoned already."""
-        if self._closed:
-            return
         self._closed = True
-        for file in self._files.values():
-            with contextlib.suppress(OSError):
-                file.discard()
         self._output.abandon()
 
     def __enter__(self) -> MemmapShardWriter:

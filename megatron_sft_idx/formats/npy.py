@@ -202,7 +202,6 @@ class LegacyPickleWriter:
 
     def abandon(self) -> None:
         """Remove what was written; nothing where it is finalized or abandoned already."""
-        self._file.close()
         self._output.abandon()
 
     def __enter__(self) -> LegacyPickleWriter:

@@ -641,12 +641,8 @@ class Writer(PackedWriter):
         """A reader of all of it."""
         return Reader(self._output.temporary)
 
-    def publish(self) -> None:
-        """Put the file in its place."""
-        self._output.publish()
-
     def abandon(self) -> None:
         """Remove what was written; nothing where it is finalized or abandoned already."""
         with contextlib.suppress(Exception):  # on a full disk the footer cannot be written either
             self._writer.close()
-        self._output.abandon()
+        super().abandon()

@@ -632,15 +632,6 @@ class Writer(PackedWriter):
         """A reader of all of it; what its masks are made of by a rule is not what was written."""
         return Reader(self._output.temporary, mask_rule="all")
 
-    def publish(self) -> None:
-        """Put the file in its place."""
-        self._output.publish()
-
-    def abandon(self) -> None:
-        """Remove what was written."""
-        self._file.close()
-        self._output.abandon()
-
     def _pairs(self) -> Iterator[NDArray[np.int64]]:
         offset = 0
         for lengths in self._lengths:

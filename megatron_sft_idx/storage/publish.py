@@ -282,6 +282,7 @@ class New:
         stem = os.path.join(parent, "." + os.fsencode(base)[:200].decode(errors="ignore"))
         self.temporary = f"{stem}.{secrets.token_hex(8)}.tmp"
         self._lock = -1
+        self._files: list[OutputFile] = []
         if folder:
             os.mkdir(self.temporary)
         elif (lock := _take_left_over(f"{stem}.tmp", kind)) is not None:
@@ -299,13 +300,14 @@ class New:
         self.abandon()
 
     def open(self, name: str = "", *, durable: bool = True) -> OutputFile:
-        """The file, or a new file of the folder, to write to; the caller closes it. A failure abandons all of it."""
+        """The file, or a new file of the folder, to write to; closed in the end. A failure abandons all of it."""
         path = os.path.join(self.temporary, name) if self._folder else self.temporary
         try:
-            return OutputFile(path, durable=durable, keep=not self._folder)
+            self._files.append(OutputFile(path, durable=durable, keep=not self._folder))
         except BaseException:
             self.abandon()
             raise
+        return self._files[-1]
 
     def publish(self) -> None:
         """Sync all of it, put it in its place, and remove what it replaces.
@@ -314,6 +316,8 @@ class New:
             FormatError: what is at the place is not what was there before the first byte.
             OSError: the disk says no.
         """
+        for file in self._files:
+            file.close()
         for path in _files_in(self.temporary, self._kind) if self._folder else []:
             _sync(path)
         _sync(self.temporary)
@@ -345,6 +349,8 @@ class New:
 
     def _close(self) -> None:
         self._closed = True
+        for file in self._files:
+            file.close()
         if self._lock >= 0:
             os.close(self._lock)
 
@@ -405,8 +411,7 @@ def new_folder(path: str | os.PathLike[str], kind: Kind, *, overwrite: bool) -> 
 def write_file(path: str | os.PathLike[str], data: bytes, kind: Kind, *, overwrite: bool) -> None:
     """Write a small file whole: pages, summaries, catalogs, acknowledgements."""
     with new_file(path, kind, overwrite=overwrite) as new:
-        with contextlib.closing(new.open()) as file:
-            file.write(data)
+        new.open().write(data)
         new.publish()
 
 

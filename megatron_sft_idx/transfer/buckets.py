@@ -54,18 +54,18 @@ def upload(
         FormatError: something else is at the prefix, or another shard is being uploaded to it.
         StorageError: the store cannot be reached, or does not let these credentials.
     """
-    job = _Upload(source, _Target(prefix), on_progress)
+    job = _Upload(source, prefix, on_progress)
     nbytes = sum(digest.nbytes for digest in source.digests.values())
     if job.is_published(overwrite=overwrite):
         on_progress(nbytes)
-        return Copied(job.target.prefix, 0, nbytes)
+        return Copied(job.prefix, 0, nbytes)
     with job.claimed(overwrite=overwrite):
         # Another upload may have ended between the first look and the claim.
         if job.is_published(overwrite=overwrite):
             on_progress(nbytes)
         else:
             job.send(overwrite=overwrite)
-    return Copied(job.target.prefix, job.sent, nbytes - job.sent, job.target.clear())
+    return Copied(job.prefix, job.sent, nbytes - job.sent, job.clear())
 
 
 def _remote_prefix(prefix: str) -> str:
@@ -148,6 +148,11 @@ class _Target:
                 return shard_id if isinstance(shard_id, str) else ""
         return ""
 
+    def give_up(self, shard_id: str) -> None:
+        """Remove the claim, if it is still this shard's."""
+        if self.claimant() == shard_id:
+            self.writer.delete(self.key + ".upload")
+
     def clear(self) -> int:
         """Remove the parts that killed uploads of a shard's files have left; returns of how many.
 
@@ -162,9 +167,10 @@ class _Target:
         return bytes(self.store.read(self.key + suffix, 0, nbytes))
 
 
-class _Upload:
-    def __init__(self, source: Source, target: _Target, on_progress: Callable[[int], None]) -> None:
-        self._source, self.target, self._on_progress = source, target, on_progress
+class _Upload(_Target):
+    def __init__(self, source: Source, prefix: str, on_progress: Callable[[int], None]) -> None:
+        super().__init__(prefix)
+        self._source, self._on_progress = source, on_progress
         self._shard_id = source.header.shard_id.hex()
         self._expected = {s: Stored(digest.nbytes, digest.checksum.hex()) for s, digest in source.digests.items()}
         self.sent = 0
@@ -172,18 +178,14 @@ class _Upload:
     @contextlib.contextmanager
     def claimed(self, *, overwrite: bool) -> Iterator[None]:
         """Hold the claim; where that fails on the way out, the failure that led there counts."""
-        self.target.claim(self._shard_id, overwrite=overwrite)
+        self.claim(self._shard_id, overwrite=overwrite)
         try:
             yield
         except BaseException:
             with contextlib.suppress(StorageError):
-                self._release()
+                self.give_up(self._shard_id)
             raise
-        self._release()
-
-    def _release(self) -> None:
-        if self.target.claimant() == self._shard_id:
-            self.target.writer.delete(self.target.key + ".upload")
+        self.give_up(self._shard_id)
 
     def is_published(self, *, overwrite: bool) -> bool:
         """Whether this very shard is there, whole.
@@ -191,32 +193,30 @@ class _Upload:
         Raises:
             FormatError: another one is, and ``overwrite`` is False.
         """
-        found = self.target.stored(".seq.idx")
+        found = self.stored(".seq.idx")
         if found is not None and found == self._expected[".seq.idx"]:
             return all(map(self._is_there, DATA_SUFFIXES))
         if found is not None and not overwrite:
             raise FormatError(
-                f"{self.target.prefix}.seq.idx: another shard is here; choose another prefix, or pass overwrite"
-                " (--overwrite)"
+                f"{self.prefix}.seq.idx: another shard is here; choose another prefix, or pass overwrite (--overwrite)"
             )
         return False
 
     def send(self, *, overwrite: bool) -> None:
         """Send what is not there, and publish."""
-        target = self.target
-        target.require_ours()
-        present = {suffix: target.stored(suffix) for suffix in SUFFIXES}
+        self.require_ours()
+        present = {suffix: self.stored(suffix) for suffix in SUFFIXES}
         kept = {suffix for suffix, found in present.items() if found == self._expected[suffix]}
         foreign = [suffix for suffix, found in present.items() if found and suffix not in kept]
         # Beside a .seq.idx of this shard they are this shard's, damaged.
         if foreign and not overwrite and ".seq.idx" not in kept:
-            names = ", ".join(target.prefix + suffix for suffix in foreign)
+            names = ", ".join(self.prefix + suffix for suffix in foreign)
             raise FormatError(
-                f"{target.prefix}: {names} exist already and are not of this shard; choose another prefix,"
+                f"{self.prefix}: {names} exist already and are not of this shard; choose another prefix,"
                 " or pass overwrite (--overwrite)"
             )
         if present[".seq.idx"]:
-            target.writer.delete(target.key + ".seq.idx")
+            self.writer.delete(self.key + ".seq.idx")
         for suffix in SUFFIXES[:-1]:
             if suffix in kept:
                 self._on_progress(self._expected[suffix].nbytes)
@@ -225,12 +225,10 @@ class _Upload:
         self._publish()
 
     def _put(self, suffix: str) -> None:
-        self.target.claim(self._shard_id)
+        self.claim(self._shard_id)
         digest = self._source.digests[suffix]
         try:
-            self.target.writer.put(
-                self.target.key + suffix, self._checked(suffix), digest.nbytes, digest.checksum.hex()
-            )
+            self.writer.put(self.key + suffix, self._checked(suffix), digest.nbytes, digest.checksum.hex())
         except StorageError:
             # The answer may have been lost, or another upload of this shard have been faster.
             if not self._is_there(suffix):
@@ -248,14 +246,14 @@ class _Upload:
             raise self._source.corrupt(suffix)
 
     def _publish(self) -> None:
-        self.target.claim(self._shard_id)
+        self.claim(self._shard_id)
         if changed := [suffix for suffix in DATA_SUFFIXES if not self._is_there(suffix)]:
             raise FormatError(
-                f"{self.target.prefix}{changed[0]}: is not what was uploaded a moment ago; another upload writes here:"
+                f"{self.prefix}{changed[0]}: is not what was uploaded a moment ago; another upload writes here:"
                 " run the command again when it is done"
             )
         digest = self._source.digests[".seq.idx"]
-        created = self.target.writer.create(self.target.key + ".seq.idx", self._source.seq_idx, digest.checksum.hex())
+        created = self.writer.create(self.key + ".seq.idx", self._source.seq_idx, digest.checksum.hex())
         if created:
             self.sent += digest.nbytes
         else:  # this one's first attempt, whose answer was lost, or another upload of the same shard
@@ -263,7 +261,7 @@ class _Upload:
         self._on_progress(digest.nbytes)
 
     def _is_there(self, suffix: str) -> bool:
-        return self.target.stored(suffix) == self._expected[suffix]
+        return self.stored(suffix) == self._expected[suffix]
 
 
 class StagedOutput:
