@@ -19,10 +19,10 @@ if TYPE_CHECKING:  # what type checkers know the names below by
     from megatron_sft_idx.errors import ShardNotFoundError as ShardNotFoundError
     from megatron_sft_idx.errors import StorageError as StorageError
     from megatron_sft_idx.errors import UnsupportedVersionError as UnsupportedVersionError
-    from megatron_sft_idx.formats.dataset import PackedDataset as PackedDataset
-    from megatron_sft_idx.formats.dataset import open_dataset as open_dataset
-    from megatron_sft_idx.formats.memmap_writer import MemmapShardWriter as MemmapShardWriter
+    from megatron_sft_idx.formats.memmap import MemmapShardWriter as MemmapShardWriter
     from megatron_sft_idx.formats.npy import LegacyPickleWriter as LegacyPickleWriter
+    from megatron_sft_idx.formats.packed_dataset import PackedDataset as PackedDataset
+    from megatron_sft_idx.formats.packed_dataset import open_dataset as open_dataset
     from megatron_sft_idx.packing import PackPlan as PackPlan
     from megatron_sft_idx.packing import pack_sequences as pack_sequences
     from megatron_sft_idx.shard import Shard as Shard
@@ -43,9 +43,9 @@ _HOMES = {
     "LiveDataset": "streaming",
     "LiveLoader": "streaming",
     "MMapIndexedDataset": "dataset",
-    "MemmapShardWriter": "formats.memmap_writer",
+    "MemmapShardWriter": "formats.memmap",
     "PackPlan": "packing",
-    "PackedDataset": "formats.dataset",
+    "PackedDataset": "formats.packed_dataset",
     "PackedSFTDataset": "training.dataset",
     "PackedSFTDatasetConfig": "training.dataset",
     "SFTIndexError": "errors",
@@ -57,7 +57,7 @@ _HOMES = {
     "ShardWriter": "shard",
     "StorageError": "errors",
     "UnsupportedVersionError": "errors",
-    "open_dataset": "formats.dataset",
+    "open_dataset": "formats.packed_dataset",
     "pack_sequences": "packing",
     "verify_shard": "check",
 }

@@ -16,10 +16,10 @@ LAYERS = [
     {"_native"},
     {"layout", "errors"},
     {"chat", "packing", "storage"},
-    {"shard", "check", "merge", "transfer"},
+    {"shard", "check", "packs", "transfer"},
     {"formats", "shards", "catalog"},
     {"dataset", "builder"},
-    {"preprocess", "convert", "produce", "report", "bench_read", "streaming", "training"},
+    {"preprocess", "produce", "report", "bench_read", "streaming", "training"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -28,7 +28,7 @@ FACES, VERBS, CLI = LEVEL["dataset"], LEVEL["preprocess"], LEVEL["cli"]
 ROOT = len(LAYERS)
 
 MEGATRON = {"torch", "megatron"}
-LIGHT_VERBS = {"preprocess", "convert", "produce", "report", "bench_read"}
+LIGHT_VERBS = {"preprocess", "produce", "report", "bench_read"}
 # Imported where used, never when a module of ours is imported.
 CLOUD = {"boto3", "botocore", "multistorageclient", "obstore"}
 HEAVY = (

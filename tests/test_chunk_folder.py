@@ -17,7 +17,7 @@ from packs import demo_samples
 from test_formats_jsonl_chunks import produced, write_chunk
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.chunk_lines import ChunkFile, ends_whole, line_bounds
+from megatron_sft_idx.formats.jsonl_chunks import ChunkFile, ends_whole, line_bounds
 from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder
 from megatron_sft_idx.streaming.chunk_folder import ChunkFolder
 from megatron_sft_idx.streaming.chunk_rows import ChunkRows, PackedLines, RawLines, RowLimits

@@ -17,8 +17,7 @@ from packs import assert_is, demo_samples, folder_of, sample_of
 from parquet_tables import table_of
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.parquet import Reader, recognise
-from megatron_sft_idx.formats.parquet_writer import Writer
+from megatron_sft_idx.formats.parquet import Reader, Writer, recognise
 
 
 def broken(**columns: Any) -> pa.Table:

@@ -15,7 +15,7 @@ from packs import assert_is, write_samples
 from shard_folders import PACKS, SIZES, files_of, is_held, maps_of, rewritten, write
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
-from megatron_sft_idx.formats.dataset import open_dataset
+from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shards import ShardSet, budgets, shard_set

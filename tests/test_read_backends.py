@@ -20,11 +20,11 @@ from packs import Sample, assert_holds, assert_is, demo_samples, samples, write_
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
-from megatron_sft_idx.formats.dataset import open_dataset
+from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shards import ShardSet
 from megatron_sft_idx.storage import BlockCache, ReadOptions, advise_order, drop_pages, open_array
-from megatron_sft_idx.storage.huge_pages import mappings
+from megatron_sft_idx.storage.advice import mappings
 
 PAGE = mmap.PAGESIZE
 WAYS: list[dict[str, Any]] = [

@@ -15,9 +15,9 @@ from format_trips import spec_of
 from packs import demo_samples, write_samples
 
 from megatron_sft_idx.catalog import Ack, Base, Catalog, Limits, ProducerState, write_ack
-from megatron_sft_idx.convert import ConvertOptions, convert
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats import registry
+from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.formats.registry import WRITABLE
 from megatron_sft_idx.storage.publish import Kind
 from megatron_sft_idx.streaming.chunk_markers import Markers
@@ -106,7 +106,7 @@ def test_only_a_npy_of_packs_is_one(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_no_recognizer_falls_over_what_a_stranger_wrote(tmp_path: Path, name: str) -> None:
-    kind: Kind = registry._import(registry._MODULES[name][1]).KIND
+    kind: Kind = registry._module(name).KIND
     generator = np.random.default_rng(0)
     write_packs(tmp_path / "x", name)
     wholes = [path for path in [tmp_path / "x", *(tmp_path / "x").rglob("*")] if path.is_file()]

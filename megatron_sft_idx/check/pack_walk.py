@@ -21,7 +21,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.storage import as_bytes, is_remote
 from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.remote import open_store
-from megatron_sft_idx.storage.remote.threads import threads
+from megatron_sft_idx.storage.remote.store import threads
 
 __all__ = ["RUN_PACKS", "CheckedFile", "Meter", "Run", "Stream", "steps", "walk_packs"]
 

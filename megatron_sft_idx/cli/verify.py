@@ -18,7 +18,7 @@ from megatron_sft_idx.preprocess.progress import Progress
 from megatron_sft_idx.shards import natural_key
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.remote import open_store
-from megatron_sft_idx.storage.remote.listing import exists, in_folder, matching
+from megatron_sft_idx.storage.remote.store import exists, in_folder, matching
 
 __all__ = ["add_parser"]
 

@@ -78,6 +78,17 @@ class PackedSpec:
     pad_id: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    def stated(self) -> dict[str, Any]:
+        """What files of other formats say of their packs in a place of ours, JSON-able."""
+        return {
+            "capacity": self.capacity,
+            "num_tokens": self.num_tokens,
+            "longest_pack": self.longest_pack,
+            "sequence_multiple": self.sequence_multiple,
+            "pad_id": self.pad_id,
+            "metadata": dict(self.metadata),
+        }
+
 
 class PackedReader(ABC):
     """One file, folder or shard of packed data, open for reading. Not pickled: each process opens its own.

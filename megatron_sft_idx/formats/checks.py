@@ -20,7 +20,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackRun
 from megatron_sft_idx.layout.values import MAX_CAPACITY
-from megatron_sft_idx.shard.arrays import integer_array, mask_array, token_array
+from megatron_sft_idx.shard.writer import integer_array, mask_array, token_array
 
 __all__ = [
     "MASK_ALIGNMENTS",

@@ -25,6 +25,7 @@ __all__ = [
     "run_bounds",
     "stated_alignment",
     "stated_int",
+    "stated_of",
 ]
 
 
@@ -195,3 +196,20 @@ def stated_int(stated: Mapping[str, Any], key: str, least: int = 1, most: int = 
     """A whole number within bounds that a file says of itself; None where it says none."""
     value = stated.get(key)
     return value if type(value) is int and least <= value <= most else None
+
+
+def stated_of(stated: Mapping[str, Any], longest: int, capacity: int) -> dict[str, Any]:
+    """What a file may say of its packs beside their counts, as keywords of ``PackedSpec``.
+
+    Args:
+        stated: what it says.
+        longest: its longest pack, which the capacity is never below.
+        capacity: where it says none.
+    """
+    metadata = stated.get("metadata")
+    return {
+        "capacity": max(stated_int(stated, "capacity") or capacity, longest),
+        "sequence_multiple": stated_int(stated, "sequence_multiple") or 1,
+        "pad_id": stated_int(stated, "pad_id", 0),
+        "metadata": metadata if isinstance(metadata, dict) else {},
+    }

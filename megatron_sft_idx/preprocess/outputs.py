@@ -10,8 +10,8 @@ import numpy as np
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.merge import part_prefix
 from megatron_sft_idx.packing import PackPlan, pack_sequences
+from megatron_sft_idx.packs.split import part_prefix
 from megatron_sft_idx.preprocess.gather import PackedRun
 from megatron_sft_idx.preprocess.overlong import Cuts, Overlong, cut_sequences
 from megatron_sft_idx.shard import ShardWriter, check_free, read_header

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.merge import refuse_other_splits
+from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.preprocess.gather import CorpusReader, write_packs
 from megatron_sft_idx.preprocess.outputs import Output, Packing, PackOptions, make_room, output_prefixes, plan_packs
 from megatron_sft_idx.preprocess.overlong import Overlong

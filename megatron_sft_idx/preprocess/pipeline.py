@@ -9,7 +9,7 @@ from typing import Literal
 from megatron_sft_idx.chat.inputs.files import expand_inputs
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.merge import refuse_other_splits
+from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.preprocess.corpus import build_corpus, corpus_report
 from megatron_sft_idx.preprocess.distributed import RunFolder, preprocess_on_ray
 from megatron_sft_idx.preprocess.encoding import EncodingOptions, RowEncoder

@@ -12,7 +12,7 @@ from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.storage.remote.listing import exists, folders_matching, in_folder, matching
+from megatron_sft_idx.storage.remote.store import exists, folders_matching, in_folder, matching
 
 __all__ = ["Source", "find_prefixes", "natural_key"]
 

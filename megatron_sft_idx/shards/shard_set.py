@@ -18,13 +18,13 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.fingerprints import tokenizer_of
-from megatron_sft_idx.shard.paging import checked_packs, runs_of
+from megatron_sft_idx.shard.opening import checked_packs, runs_of
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same
 from megatron_sft_idx.shards.budgets import MAPPED_SHARDS, MEMORY_NBYTES
 from megatron_sft_idx.shards.find import Source, find_prefixes
 from megatron_sft_idx.shards.held import HeldShards, held_nbytes, running_sums
 from megatron_sft_idx.storage import BackendName, BlockCache, ReadOptions, announce, is_remote
-from megatron_sft_idx.storage.remote.threads import threads
+from megatron_sft_idx.storage.remote.store import threads
 
 __all__ = ["OPENED_AT_ONCE", "ShardSet"]
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from megatron_sft_idx.errors import SFTIndexError
-from megatron_sft_idx.formats.chunk_lines import chunk_name, chunk_numbers, ends_whole
+from megatron_sft_idx.formats.jsonl_chunks import chunk_name, chunk_numbers, ends_whole
 
 __all__ = ["EndDecider"]
 

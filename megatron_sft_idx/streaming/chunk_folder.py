@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.formats.chunk_lines import chunk_name, chunk_numbers, ends_whole
+from megatron_sft_idx.formats.jsonl_chunks import chunk_name, chunk_numbers, ends_whole
 from megatron_sft_idx.storage import require_local
 
 __all__ = ["ChunkFolder"]

@@ -6,7 +6,7 @@ import logging
 import os
 
 from megatron_sft_idx.catalog import completed, read_acks
-from megatron_sft_idx.formats.chunk_lines import COMPLETED, chunk_name, chunk_numbers
+from megatron_sft_idx.formats.jsonl_chunks import COMPLETED, chunk_name, chunk_numbers
 from megatron_sft_idx.storage import OutputFile
 
 __all__ = ["Markers"]

@@ -20,8 +20,7 @@ from megatron_sft_idx.chat.inputs.pieces import JsonPiece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackRun
 from megatron_sft_idx.formats.checks import checked_run
-from megatron_sft_idx.formats.chunk_lines import ChunkFile, parse, run_of
-from megatron_sft_idx.formats.jsonl_chunks import recognise
+from megatron_sft_idx.formats.jsonl_chunks import ChunkFile, parse, recognise, run_of
 from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder
 
 __all__ = ["ChunkRows", "LineKind", "OnBadRow", "PackedLines", "RawLines", "RowLimits"]

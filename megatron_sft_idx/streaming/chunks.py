@@ -15,7 +15,7 @@ from megatron_sft_idx.catalog import Catalog, Patience
 from megatron_sft_idx.catalog.folder import END
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.base import PackRun
-from megatron_sft_idx.formats.chunk_lines import ChunkFile, chunk_name, chunk_numbers
+from megatron_sft_idx.formats.jsonl_chunks import ChunkFile, chunk_name, chunk_numbers
 from megatron_sft_idx.streaming.chunk_folder import ChunkFolder
 from megatron_sft_idx.streaming.chunk_rows import ChunkRows, LineKind, OnBadRow, RowLimits
 from megatron_sft_idx.streaming.live import LiveLimits, Waiter

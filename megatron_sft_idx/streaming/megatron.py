@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 
 from megatron_sft_idx.catalog import Catalog, Patience, ack_folder, default_max_sequences
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.formats.chunk_lines import chunk_numbers
+from megatron_sft_idx.formats.jsonl_chunks import chunk_numbers
 from megatron_sft_idx.preprocess import EncodingOptions
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.streaming.chunk_end import EndDecider

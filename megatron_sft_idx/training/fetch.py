@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.storage.remote import RemoteArray
-from megatron_sft_idx.storage.remote.threads import threads
+from megatron_sft_idx.storage.remote.store import threads
 from megatron_sft_idx.training.segments import Pair, Segments
 
 __all__ = ["BUDGET_NBYTES", "Fetcher", "Ranges", "coalesce"]

@@ -13,7 +13,7 @@ import xxhash
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage.remote import ObjectStore
-from megatron_sft_idx.storage.remote.writing import ObjectWriter
+from megatron_sft_idx.storage.remote.files import ObjectWriter
 
 __all__ = ["Claim"]
 

@@ -12,7 +12,7 @@ from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import check_free
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.remote import RemotePath, open_store
-from megatron_sft_idx.storage.remote.threads import threads
+from megatron_sft_idx.storage.remote.store import threads
 from megatron_sft_idx.transfer.download import find_same
 from megatron_sft_idx.transfer.source import open_source
 

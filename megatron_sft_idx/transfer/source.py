@@ -14,7 +14,7 @@ from megatron_sft_idx.layout.files import DATA_SUFFIXES
 from megatron_sft_idx.storage import check_size, is_remote
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
 from megatron_sft_idx.storage.remote.files import read_ahead
-from megatron_sft_idx.storage.remote.threads import threads
+from megatron_sft_idx.storage.remote.store import threads
 
 __all__ = ["Source", "digests_of", "open_source"]
 

@@ -14,7 +14,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import remove_shard
 from megatron_sft_idx.storage.remote import open_store
-from megatron_sft_idx.storage.remote.writing import open_writer
+from megatron_sft_idx.storage.remote.files import open_writer
 from megatron_sft_idx.transfer.places import remote_target
 from megatron_sft_idx.transfer.report import Copied
 from megatron_sft_idx.transfer.source import open_source

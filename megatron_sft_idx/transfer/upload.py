@@ -10,7 +10,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
 from megatron_sft_idx.layout.header import MAGIC
 from megatron_sft_idx.storage.remote import ObjectStore, open_store
-from megatron_sft_idx.storage.remote.writing import ObjectWriter, Stored, open_writer
+from megatron_sft_idx.storage.remote.files import ObjectWriter, Stored, open_writer
 from megatron_sft_idx.transfer.checking import checked
 from megatron_sft_idx.transfer.claim import Claim
 from megatron_sft_idx.transfer.places import remote_target

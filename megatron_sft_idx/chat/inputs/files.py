@@ -23,7 +23,7 @@ from megatron_sft_idx.chat.inputs.saved_dataset import (
 )
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.storage.remote.listing import exists, in_folder, matching
+from megatron_sft_idx.storage.remote.store import exists, in_folder, matching
 
 __all__ = ["InputFile", "Kind", "expand_inputs", "total_bytes"]
 

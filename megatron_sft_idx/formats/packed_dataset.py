@@ -1,14 +1,17 @@
-"""Several files of one format, read as one."""
+"""``open_dataset``: packed data of any format, several files of one format read as one."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import os
 import threading
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypedDict, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +19,21 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackRun
 from megatron_sft_idx.formats.checks import MaskAlignment
-from megatron_sft_idx.formats.registry import open_reader
+from megatron_sft_idx.formats.registry import Source, find, open_reader
 from megatron_sft_idx.formats.sft_idx import FORMAT, spec_of
+from megatron_sft_idx.formats.sft_idx import Reader as ShardReader
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.shards import ShardSet
-from megatron_sft_idx.storage import BackendName, ReadOptions
+from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
 
-__all__ = ["MAX_OPEN", "JoinedReader", "JoinedShards", "joined_spec"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from megatron_sft_idx.formats.parquet import Opener
+    from megatron_sft_idx.formats.stock import MaskRule
+
+__all__ = ["MAX_OPEN", "JoinedReader", "JoinedShards", "PackedDataset", "joined_spec", "open_dataset"]
+
 
 # An open reader may hold five maps, and some cluster file systems refuse a process more than about 590 of them.
 MAX_OPEN = 64
@@ -234,3 +245,190 @@ class JoinedShards:
     def shard(self, number: int) -> Shard:
         """Shard ``number``, open."""
         return self._shards.shard(number)
+
+
+# What several shards read as one understand.
+_SHARED_OPTIONS = {"backend", "copy", *ReadOptions._fields}
+
+
+class Options(TypedDict, total=False):
+    """What readers of the one or the other format take besides; ``Reader`` of each format says what it means."""
+
+    advice: Advice
+    allow_gaps: bool
+    backend: BackendName | ReadOptions
+    cache_bytes: int
+    cache_nbytes: int
+    capacity: int | None
+    copy: bool
+    huge_pages: bool
+    index_cache: str | None
+    mask_path: str | os.PathLike[str] | None
+    mask_rule: MaskRule | None
+    opener: Opener | None
+
+
+def open_dataset(
+    source: Source,
+    *,
+    format: str | None = None,
+    mask_alignment: MaskAlignment = "label",
+    max_open: int = MAX_OPEN,
+    **options: Unpack[Options],
+) -> PackedDataset:
+    """Open packed data of any format this package reads.
+
+    Args:
+        source: a path, a shard's prefix, a folder, a glob, or a list of these; several of one format are read as one.
+        format: its name, such as ``"parquet"``; None has it recognised by content.
+        mask_alignment: of the loss masks in the files, where a format does not say: ``"label"``, ``"token"`` or
+            ``"rolled-right"``. What ``ds[i]`` hands out is label-aligned in any case.
+        max_open: how many files or folders are held open at once; shards take care of themselves (``ShardSet``).
+        options: of the format's reader; for shards ``backend``, ``cache_bytes``, ``advice`` and ``huge_pages`` of
+            ``Shard``.
+
+    Raises:
+        FormatError: nothing known is there, a path could be two things, paths are of different formats, or what is
+            there breaks a rule of its format.
+        SequenceError: a pack breaks a rule; also later, when it is read.
+
+    Example:
+        >>> ds = open_dataset("data/train-*.parquet")
+        >>> ds[-1]["loss_mask"], len(ds), ds.capacity
+    """
+    name, paths = find(source, format)
+    if name == FORMAT and len(paths) > 1 and mask_alignment == "label" and options.keys() <= _SHARED_OPTIONS:
+        return PackedDataset(JoinedShards(paths, **options))
+    return PackedDataset(
+        JoinedReader(name, paths, mask_alignment=mask_alignment, max_open=max_open, options=options),
+    )
+
+
+class PackedDataset:
+    """Packs by number, whatever they are stored in; ``open_dataset`` makes one.
+
+    ``ds[i]`` is a ``Pack``: ``input_ids`` uint16 or int32, ``loss_mask`` uint8 or float32 and label-aligned,
+    ``seq_boundaries`` int32 with 0 and the pack's length. Negative indices count from the end of the last file; a
+    slice of step 1 is a list. It pickles as paths and identities, a few hundred bytes; every process opens the files
+    for itself, and a file that is another one by then is an error. Threads may share one.
+
+    Args:
+        parts: the files.
+    """
+
+    def __init__(self, parts: JoinedReader | JoinedShards) -> None:
+        self._parts = parts
+        self._take()
+
+    def _take(self) -> None:
+        # One shard of ours is asked directly: nothing to find, and it is safe in threads and forks by itself.
+        self._only: Shard | None = None
+
+    @cached_property
+    def _before(self) -> list[int]:
+        return [0, *accumulate(self._parts.lengths)]
+
+    def __getstate__(self) -> JoinedReader | JoinedShards:
+        return self._parts
+
+    def __setstate__(self, parts: JoinedReader | JoinedShards) -> None:
+        self._parts = parts
+        self._take()
+
+    @property
+    def format(self) -> str:
+        """The format's name."""
+        return self._parts.name
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Files, folders or prefixes, in order."""
+        return self._parts.paths
+
+    @property
+    def capacity(self) -> int:
+        """Most token positions a pack may hold: the largest of all files."""
+        return self._parts.spec.capacity
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in all packs."""
+        return self._parts.spec.num_sequences
+
+    @property
+    def notes(self) -> list[str]:
+        """What the files do not say and was understood, or was set right, as sentences."""
+        return self._parts.notes
+
+    def __len__(self) -> int:
+        return self._before[-1]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.format}, {list(self.paths)!r})"
+
+    @overload
+    def __getitem__(self, index: int | np.integer[Any]) -> Pack: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Pack]: ...
+    def __getitem__(self, index: int | np.integer[Any] | slice) -> Pack | list[Pack]:
+        """One pack, or a list of packs for a slice of step 1.
+
+        Raises:
+            IndexError: no such pack.
+            ValueError: a slice with another step.
+            SequenceError, FormatError: what is stored breaks a rule.
+        """
+        if self._only is not None:
+            return self._only[index]
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._before[-1])
+            if step != 1:
+                raise ValueError(f"{self.paths[0]}: slice step {step}, slices of packs are contiguous: use step 1")
+            return [self[i] for i in range(start, stop)]
+        i = operator.index(index)
+        if i < 0:
+            i += self._before[-1]
+        if not 0 <= i < self._before[-1]:
+            raise IndexError(f"{self.paths[0]}: pack {operator.index(index)}, the dataset has {self._before[-1]}")
+        if len(self._before) == 2 and (shard := self._shard(0)) is not None:
+            self._only = shard
+            return shard[i]
+        number = bisect_right(self._before, i) - 1
+        return self._parts.read(number, i - self._before[number])
+
+    def __iter__(self) -> Iterator[Pack]:
+        return (self[i] for i in range(self._before[-1]))
+
+    def schedule(self, indices: NDArray[np.int64] | Sequence[int]) -> None:
+        """Say which packs come next, in order, as of ``Shard.schedule``; of other formats nothing is read ahead.
+
+        Raises:
+            IndexError: no such pack.
+        """
+        if isinstance(self._parts, JoinedShards):
+            self._parts.schedule(indices)
+        elif len(self.paths) == 1 and (shard := self._shard(0)) is not None:
+            shard.schedule(indices)
+
+    def read(self, offset: int, nbytes: int, *, part: int = 0) -> NDArray[np.uint8]:
+        """Bytes ``[offset, offset + nbytes)`` of the token file of shard number ``part``, without a copy where mapped.
+
+        Raises:
+            IndexError: the range reaches outside the file, or there is no such shard.
+            FormatError: this format has no token file to point into.
+        """
+        number = operator.index(part)
+        if not 0 <= number < len(self.paths):
+            raise IndexError(f"{self.paths[0]}: part {number}, the dataset has {len(self.paths)}")
+        shard = self._shard(number)
+        if shard is None:
+            raise FormatError(
+                f"{self.paths[number]}: {self.format} has no token file to point into; convert it to sft-idx"
+            )
+        return shard.read(offset, nbytes)
+
+    def _shard(self, number: int) -> Shard | None:
+        if isinstance(self._parts, JoinedShards):
+            return self._parts.shard(number)
+        reader = self._parts.reader(number)
+        return reader.shard if isinstance(reader, ShardReader) else None

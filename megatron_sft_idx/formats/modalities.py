@@ -1,7 +1,7 @@
-"""The two ways Modalities trains on a ``.pbin``: its token stream in blocks of one size, documents end to end.
+"""What Modalities' users know by its name: its files, and the two ways that it trains on a ``.pbin``.
 
-For who moves over and wants to see what the model saw. Both know no masks and let blocks cross documents; training on
-chats wants ``open_dataset``.
+Those read its token stream in blocks of one size, documents end to end: for who moves over and wants to see what the
+model saw. Both know no masks and let blocks cross documents; training on chats wants ``open_dataset``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,29 @@ from typing import Any
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.formats.modalities.layout import Framing, find_framing
-from megatron_sft_idx.formats.modalities.pbin import native_tokens
-from megatron_sft_idx.formats.modalities.placement import place_documents
+from megatron_sft_idx.formats.pbin import (
+    FORMAT,
+    Framing,
+    Reader,
+    Writer,
+    find_framing,
+    native_tokens,
+    place_documents,
+    recognise,
+)
+from megatron_sft_idx.formats.raw_index import RawRows, RowRange, create_raw_index
 
-__all__ = ["PackedMemMapDatasetContinuous", "PackedMemMapDatasetMegatron"]
+__all__ = [
+    "FORMAT",
+    "PackedMemMapDatasetContinuous",
+    "PackedMemMapDatasetMegatron",
+    "RawRows",
+    "Reader",
+    "RowRange",
+    "Writer",
+    "create_raw_index",
+    "recognise",
+]
 
 
 class _Blocks(ABC):

@@ -26,11 +26,19 @@ from megatron_sft_idx.chat.inputs.cutting import MAX_ROW_NBYTES, cut_lines
 from megatron_sft_idx.chat.inputs.files import expand_inputs
 from megatron_sft_idx.chat.inputs.json_value import parse_json
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.modalities.pickled_pairs import LIST_HEADS, read_pairs, write_pairs
+from megatron_sft_idx.formats.restricted_pickle import LIST_HEADS, read_pairs, write_pairs
 from megatron_sft_idx.storage import Array, Backend, open_array, open_regular
 from megatron_sft_idx.storage.publish import Kind, Place, new_file, require_apart
 
-__all__ = ["RawIndexReport", "RawRows", "RowRange", "create_raw_index", "default_index_path", "recognise_raw_index"]
+__all__ = [
+    "RawIndexReport",
+    "RawRows",
+    "RowRange",
+    "create_raw_index",
+    "default_index_path",
+    "recognise_raw_index",
+]
+
 
 _BLOCK_NBYTES = 1 << 23
 _JSON_SPACE = b" \t\r\n"

@@ -16,18 +16,25 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.mmididx import idx_nbytes
 from megatron_sft_idx.layout.values import ARRAY_ALIGNMENT
-from megatron_sft_idx.merge.agreement import PER_SHARD, SPLIT
-from megatron_sft_idx.merge.merging import ProgressCallback, counting, refuse_shared
-from megatron_sft_idx.merge.origin import ORIGIN, Origin, origin_entry, runs_of
-from megatron_sft_idx.merge.source import SourceShard, copied_nbytes, nbytes_of
-from megatron_sft_idx.merge.target import CopyWriter
-from megatron_sft_idx.merge.trained import TrainedCount
+from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, TrainedCount, copied_nbytes, nbytes_of
+from megatron_sft_idx.packs.merge import (
+    ORIGIN,
+    PER_SHARD,
+    SPLIT,
+    ProgressCallback,
+    counting,
+    origin_entry,
+    refuse_shared,
+    runs_of,
+    slice_runs,
+)
 from megatron_sft_idx.shard import Shard, check_free, read_header
 from megatron_sft_idx.shard.prefix import drop_remains, is_set_aside, parts_held, publish_all, read_journal
 from megatron_sft_idx.shard.remains import complete_header
 from megatron_sft_idx.storage.publish import require_space
 
 __all__ = ["Parts", "SplitReport", "part_prefix", "refuse_other_splits", "split"]
+
 
 # Their names have five digits, and each is five files.
 _MAX_PARTS = 99_999
@@ -142,8 +149,8 @@ def split(
 
 def _copy(part: _Part, shard: SourceShard, *, overwrite: bool, durable: bool, drops: Collection[str]) -> None:
     """Copy a part, and set it aside."""
-    origin = Origin(runs_of(shard.header))
-    like = _header_of(part, shard.header, origin_entry(origin.slice(part.first, part.stop, shard.spans)))
+    runs = slice_runs(runs_of(shard.header), part.first, part.stop, shard.spans)
+    like = _header_of(part, shard.header, origin_entry(runs))
     with CopyWriter(part.paths.prefix, like, overwrite=overwrite, durable=durable, drops=drops) as writer:
         trained = TrainedCount(records[:, 0] for records in shard.records(part.first, part.stop))
         writer.append(shard, part.first, part.stop, trained)
