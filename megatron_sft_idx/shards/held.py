@@ -17,7 +17,7 @@ __all__ = ["HeldShards", "held_nbytes", "running_sums"]
 
 def held_nbytes(headers: Sequence[Header]) -> int:
     """Bytes of memory that shards take: tokens, masks and index arrays."""
-    return sum(sum(header.derived_nbytes()[:2]) + header.index_nbytes for header in headers)
+    return sum(sum(digest.nbytes for digest in header.digests[:2]) + header.index_nbytes for header in headers)
 
 
 def running_sums(counts: Iterable[int]) -> NDArray[np.int64]:
