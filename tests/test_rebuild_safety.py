@@ -20,6 +20,7 @@ from megatron_sft_idx.check import Advance, rebuild, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, read_header
+from megatron_sft_idx.shard.publication import Publication
 
 ALL_LOSSES = [[".idx"], [".seq.idx"], [".idx", ".seq.idx"]]
 
@@ -163,6 +164,32 @@ def test_what_a_stranger_took_the_place_of_is_kept_and_named(tmp_path: Path, mon
     assert "x.idx.damaged" not in str(caught.value)
     kept = {"x.seq.idx": b"a stranger's", "x.seq.idx.damaged": before["x.seq.idx"]}
     assert all_files(tmp_path) == {**before, **kept}
+
+
+def test_a_stranger_at_the_last_moment_leaves_a_rebuild_to_be_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_samples(tmp_path / "x", trained_samples())
+    for suffix in (".idx", ".seq.idx"):
+        break_index(tmp_path / f"x{suffix}", "damaged")
+    before, finish = all_files(tmp_path), Publication.finish
+
+    def late(publication: Publication) -> None:
+        (tmp_path / "new").write_bytes(b"a stranger's")
+        os.replace(tmp_path / "new", tmp_path / "x.seq.idx")
+        finish(publication)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Publication, "finish", late)
+        with pytest.raises(FormatError, match=r"then finish the build: .* kept: .*x\.seq\.idx\.damaged now$"):
+            rebuild(tmp_path / "x")
+    os.rename(tmp_path / "x.seq.idx", tmp_path / "away")
+    assert rebuild(tmp_path / "x").whole
+    assert_holds(Shard(tmp_path / "x"), trained_samples())
+    after = all_files(tmp_path)
+    assert after.pop("away") == b"a stranger's"
+    assert sorted(after) == sorted([*WHOLE, "x.idx.damaged", "x.seq.idx.damaged"])
+    assert all(after[f"{name}.damaged"] == before[name] for name in ("x.idx", "x.seq.idx"))
 
 
 @pytest.mark.parametrize("dry_run", [False, True])

@@ -135,13 +135,19 @@ def test_claims_of_another_byte_order(tmp_path: Path, whole: Files) -> None:
 
 def test_a_damaged_header_keeps_nothing_else_from_being_checked(tmp_path: Path, whole: Files) -> None:
     broken: dict[str, Any] = {".bin": b"\xff" + whole[".bin"][1:], ".loss.bin": b"\x09" + whole[".loss.bin"][1:]}
-    for offset in (0, 75, 216, 310):  # magic, flags, reserved, the header's checksum
+    for offset in (0, 72, 75, 216, 310):  # magic, the tokens' dtype, flags, reserved, the header's checksum
         raw = bytearray(whole[".seq.idx"])
         raw[offset] ^= 8
         report = looked_at(put(tmp_path, {**whole, **broken, ".seq.idx": bytes(raw)}))
         rules = {finding.rule for finding in report.findings}
         assert rules > {"F3", "P7"}
         assert rules & {"H1", "H4"}
+
+
+def test_masks_of_a_dtype_that_means_nothing_are_hashed_all_the_same(tmp_path: Path, whole: Files) -> None:
+    changed = {".seq.idx": set_fields(whole[".seq.idx"], mask_dtype=9), ".loss.bin": b"\x09" + whole[".loss.bin"][1:]}
+    report = looked_at(put(tmp_path, {**whole, **changed}))
+    assert {finding.rule for finding in report.findings} == {"H5", "F3"}
 
 
 def test_files_that_are_missing_or_something_else(tmp_path: Path, whole: Files) -> None:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import TOKEN_DTYPES
-from megatron_sft_idx.layout.mmididx import IDX_HEADER, IDX_HEADER_NBYTES, pack_idx_header
+from megatron_sft_idx.layout.mmididx import IDX_HEADER, IDX_HEADER_NBYTES, idx_places, pack_idx_header
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.index import CHUNK_PACKS
 from megatron_sft_idx.storage import Array, OutputFile, PreadArray, as_bytes, open_array, open_regular
@@ -96,7 +96,7 @@ def idx_lengths(path: str, tokens_nbytes: int) -> tuple[Lengths, np.dtype[Any]]:
     # Python's numbers do not overflow, so a count near 2^63 is only one that does not fit the file.
     if nbytes != (expected := IDX_HEADER_NBYTES + 12 * num_packs + 8 * documents):
         raise corrupt(18, f"{num_packs} packs and {documents} documents take {expected} bytes")
-    base = IDX_HEADER_NBYTES + 4 * num_packs
+    _, base, _ = idx_places(num_packs)
     stored, pointers = (
         open_array(path, np.dtype(dtype), num_packs, nbytes=nbytes, offset=offset, backend="pread")
         for dtype, offset in (("<i4", IDX_HEADER_NBYTES), ("<i8", base))

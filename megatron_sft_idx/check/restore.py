@@ -165,30 +165,33 @@ class Replacement:
         for path in self._paths.all:
             if path not in self._written:
                 self._new.drop(path)
-        kept: dict[str, str] = {}
         before = {path: inode for path in self._paths.all if path in self._written and (inode := inode_of(path))}
+        kept: dict[str, str] = {}
+        made: list[str] = []
         try:
             for path in before:
-                kept[path] = _keep(path)
+                kept[path] = _keep(path, made)
             self._new.publish()
         except (OSError, FormatError) as error:
+            # Closed, it has said that all is complete: a later run takes the steps that are left, with no look back.
+            remedy = "" if self._new.closed else "; move back what is missing, then run the rebuild again"
             moved = []
             for path, name in kept.items():
-                if inode_of(path) == before[path]:
-                    os.unlink(name)  # the file never left its place
-                else:
+                if inode_of(path) != before[path]:
                     moved.append(f"{path} is {name} now")
+                elif name in made and not self._new.closed:
+                    os.unlink(name)  # the file never left its place
             if moved:
-                raise FormatError(
-                    f"{error}. What was there before is kept: {', '.join(moved)}; move back what is missing, then run"
-                    " the rebuild again"
-                ) from error
+                raise FormatError(f"{error}. What was there before is kept: {', '.join(moved)}{remedy}") from error
             raise
         return list(kept.values())
 
 
-def _keep(path: str) -> str:
-    """Give a file a second name, or a copy where the file system has no links; a rebuild that was killed may have."""
+def _keep(path: str, made: list[str]) -> str:
+    """The second name of a file, or of a copy where the file system has no links.
+
+    It is appended to ``made``, unless a rebuild that was killed has given it already.
+    """
     number = 0
     while os.path.lexists(kept := path + _DAMAGED + (f".{number}" if number else "")):
         if os.path.samefile(kept, path):
@@ -208,6 +211,7 @@ def _keep(path: str) -> str:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(copy.path)
             raise
+    made.append(kept)
     return kept
 
 

@@ -24,10 +24,11 @@ from megatron_sft_idx.layout.header import (
     Broken,
     broken_outline,
     broken_rules,
+    data_nbytes,
     decode_metadata,
     field_values,
 )
-from megatron_sft_idx.layout.mmididx import IDX_HEADER, IDX_HEADER_NBYTES, idx_nbytes, pack_idx_header
+from megatron_sft_idx.layout.mmididx import IDX_HEADER, IDX_HEADER_NBYTES, idx_nbytes, idx_places, pack_idx_header
 from megatron_sft_idx.layout.values import MAX_CAPACITY, MAX_COUNT
 
 __all__ = [
@@ -42,7 +43,6 @@ __all__ = [
     "check_ids",
     "check_idx_alone",
     "check_sizes",
-    "idx_places",
 ]
 
 _INDEX = "restore it from a copy, or make it anew from the other files: megatron-sft-idx rebuild PREFIX"
@@ -152,7 +152,7 @@ class Claims:
         mask_dtype: of ``.loss.bin``, likewise.
         sequence_offsets: where they begin in ``.seq.idx``, in bytes.
         token_offsets: likewise.
-        nbytes: size of each file by the counts; None where that takes a dtype that means nothing.
+        nbytes: sizes of the files by the counts, by suffix; without those whose dtype code means nothing.
     """
 
     values: Mapping[str, Any]
@@ -167,38 +167,26 @@ class Claims:
     mask_dtype: np.dtype[Any] | None
     sequence_offsets: int
     token_offsets: int
-    nbytes: Mapping[str, int | None]
+    nbytes: Mapping[str, int]
 
     @classmethod
     def of(cls, values: Mapping[str, Any], *, sound: bool = True, vocab_size: int | None = None) -> Claims:
         """What fields say."""
-        packs, sequences, tokens = (
-            min(int(values[name]), MAX_COUNT) for name in ("num_packs", "num_sequences", "num_tokens")
-        )
-        token_dtype, mask_dtype = TOKEN_DTYPES.get(values["token_dtype"]), MASK_DTYPES.get(values["mask_dtype"])
-        begin = int(values["header_nbytes"])
-        token_offsets = align(begin + 8 * (packs + 1))
-        nbytes = {
-            ".bin": token_dtype and tokens * token_dtype.itemsize,
-            ".loss.bin": mask_dtype and tokens * mask_dtype.itemsize,
-            ".seq.bin": 4 * sequences,
-            ".idx": idx_nbytes(packs),
-            ".seq.idx": token_offsets + 8 * (packs + 1),
-        }
+        counts = {name: min(int(values[name]), MAX_COUNT) for name in ("num_packs", "num_sequences", "num_tokens")}
+        index_nbytes, begin = 8 * (counts["num_packs"] + 1), int(values["header_nbytes"])
+        token_offsets = align(begin + index_nbytes)
         return cls(
             values=values,
             sound=sound,
             vocab_size=vocab_size,
-            num_packs=packs,
-            num_sequences=sequences,
-            num_tokens=tokens,
+            **counts,
             capacity=min(int(values["capacity"]), MAX_CAPACITY),
             sequence_multiple=max(1, min(int(values["sequence_multiple"]), MAX_CAPACITY)),
-            token_dtype=token_dtype,
-            mask_dtype=mask_dtype,
+            token_dtype=TOKEN_DTYPES.get(values["token_dtype"]),
+            mask_dtype=MASK_DTYPES.get(values["mask_dtype"]),
             sequence_offsets=begin,
             token_offsets=token_offsets,
-            nbytes=nbytes,
+            nbytes=data_nbytes({**values, **counts}) | {".seq.idx": token_offsets + index_nbytes},
         )
 
     def kernel(self, most: int) -> _native.PackWalk:
@@ -264,16 +252,10 @@ def _whole_with_magic(file: CheckedFile) -> bool:
 # ---- sizes, and the ends of arrays ----
 
 
-def idx_places(num_packs: int) -> tuple[int, int, int]:
-    """Where lengths, positions and documents begin in ``.idx``, in bytes."""
-    positions = IDX_HEADER_NBYTES + 4 * num_packs
-    return IDX_HEADER_NBYTES, positions, positions + 8 * num_packs
-
-
 def check_sizes(files: Mapping[str, CheckedFile], claims: Claims, findings: Findings) -> None:
     """Rule F2: each file has the size that follows from the counts."""
     for suffix, file in files.items():
-        expected = claims.nbytes[suffix]
+        expected = claims.nbytes.get(suffix)
         if expected is not None and file.nbytes != expected:
             offset = min(file.nbytes, expected)
             findings.add("F2", file.path, offset, f"{file.nbytes} bytes", f"{expected} by the header")

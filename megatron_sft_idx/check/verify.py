@@ -30,13 +30,12 @@ from megatron_sft_idx.check.rules import (
     check_ids,
     check_idx_alone,
     check_sizes,
-    idx_places,
 )
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.header import FIELDS
-from megatron_sft_idx.layout.mmididx import IDX_HEADER_NBYTES
+from megatron_sft_idx.layout.mmididx import IDX_HEADER_NBYTES, idx_places
 from megatron_sft_idx.shard.opening import where_to_look
 
 __all__ = ["OnProgress", "Report", "verify_shard"]
@@ -322,10 +321,11 @@ def _check_counts(walk: _native.PackWalk, masks: Stream | None, path: str, claim
 def _check_sum(suffix: str, stream: Stream, claims: Claims, findings: Findings) -> None:
     """Rule F3, where the file has the size that its checksum was taken of."""
     found, file = stream.finish(), stream.file
-    begin, what, nbytes, expected = 0, "", claims.nbytes[suffix], claims.values["arrays_checksum"]
     if suffix == ".seq.idx":
-        begin, what = claims.sequence_offsets, " of the arrays"
+        begin, what, nbytes = claims.sequence_offsets, " of the arrays", claims.nbytes[suffix]
+        expected = claims.values["arrays_checksum"]
     else:
-        nbytes, expected = (claims.values[f"{_NAMES[suffix]}_{what}"] for what in ("nbytes", "checksum"))
+        begin, what, name = 0, "", _NAMES[suffix]
+        nbytes, expected = claims.values[f"{name}_nbytes"], claims.values[f"{name}_checksum"]
     if file.nbytes == nbytes and file.shrunk is None and found != expected:
         findings.add("F3", file.path, begin, f"checksum {found.hex()}{what}", expected.hex())

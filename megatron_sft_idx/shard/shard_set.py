@@ -328,7 +328,10 @@ class ShardSet:
         alike = len({(header.token_dtype, header.mask_dtype) for header in headers}) == 1
         if self._mapped or self.remote or self._options.backend in ("reopen", "process") or not alike:
             return None
-        if sum(sum(header.derived_nbytes()[:2]) + header.index_nbytes for header in headers) > MEMORY_NBYTES:
+        if (
+            sum(sum(digest.nbytes for digest in header.digests[:2]) + header.index_nbytes for header in headers)
+            > MEMORY_NBYTES
+        ):
             return None
         tokens_before = running_sums(header.num_tokens for header in headers)
         tokens = int(tokens_before[-1])
