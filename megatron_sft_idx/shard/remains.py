@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError
-from megatron_sft_idx.layout import MASK_DTYPES, Header, ShardPaths
+from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
-from megatron_sft_idx.layout.journal import MASK, PACK, Block, BuildOptions, Head, read_blocks, read_head, torn
-from megatron_sft_idx.shard.prefix import WIDENED, is_scratch, lock_journal, read_journal, require_build
+from megatron_sft_idx.layout.journal import PACK, BuildOptions, Head, read_blocks, read_head, torn
+from megatron_sft_idx.shard.prefix import lock_journal, read_journal, require_build
 
 __all__ = ["Remains", "complete_header", "find_remains", "pack_records", "read_remains", "where_to_look"]
 
@@ -32,7 +32,6 @@ class Remains:
         num_sequences: their sequences.
         num_tokens: their tokens.
         num_recorded: packs of complete journal blocks, also those whose data did not reach the disk.
-        mask_dtype: of the loss file as it is now.
         journal_nbytes: where the journal's last complete block ends.
         done: all files are complete and synced, and only renames are left; the counts are then the shard's.
     """
@@ -43,7 +42,6 @@ class Remains:
     num_sequences: int
     num_tokens: int
     num_recorded: int
-    mask_dtype: np.dtype[Any]
     journal_nbytes: int
     done: bool
 
@@ -56,7 +54,7 @@ class Remains:
 def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
     """What an interrupted build left at a prefix; None where there is no journal. Changes nothing.
 
-    A journal that only says that a whole shard is scratch, or that a shard is being removed, is none.
+    A journal that only says that a shard is being removed is none.
 
     Raises:
         CorruptShardError: the journal's head is torn, or it says that the files are complete and they are not.
@@ -68,7 +66,7 @@ def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
     except FileNotFoundError:
         return None
     try:
-        if is_scratch(paths) or ((head := read_journal(paths)) is not None and head.work == "removal"):
+        if (head := read_journal(paths)) is not None and head.work == "removal":
             return None
         return read_remains(paths)
     finally:
@@ -82,41 +80,28 @@ def read_remains(paths: ShardPaths) -> Remains:
     if head.done is not None:
         header = complete_header(paths)
         counts = header.num_packs, header.num_sequences, header.num_tokens
-        return Remains(paths, head, *counts, counts[0], header.mask_dtype, os.path.getsize(paths.journal), True)
+        return Remains(paths, head, *counts, counts[0], os.path.getsize(paths.journal), True)
     require_build(paths, head)
     options = BuildOptions.decode(head.content, paths.journal)
-    mask_dtype, recorded = options.mask_dtype, 0
+    recorded = 0
     with open(paths.journal, "rb") as stream:
         read_head(stream, paths.journal)
         nbytes = begin = stream.tell()
         for block in read_blocks(stream):
             nbytes = stream.tell()
-            if block.kind == MASK:
-                mask_dtype = _widened(block, paths)
             recorded += len(block.records) if block.kind == PACK else 0
         stream.seek(begin)
-        counts = _on_disk(stream, paths, options.token_dtype, mask_dtype)
-    return Remains(paths, head, *counts, recorded, mask_dtype, nbytes, False)
-
-
-def _widened(block: Block, paths: ShardPaths) -> np.dtype[Any]:
-    code = int(block.records[0, 0]) if len(block.records) else None
-    if code not in MASK_DTYPES:
-        raise CorruptShardError(
-            paths.journal, 0, "J1", f"a MASK block with dtype code {code}; build again (--overwrite)"
-        )
-    return MASK_DTYPES[code]
+        counts = _on_disk(stream, paths, options.token_dtype, options.mask_dtype)
+    return Remains(paths, head, *counts, recorded, nbytes, False)
 
 
 def _on_disk(
     stream: BinaryIO, paths: ShardPaths, token_dtype: np.dtype[Any], mask_dtype: np.dtype[Any]
 ) -> tuple[int, int, int]:
     """Packs, sequences and tokens that lie wholly in the three data files; the stream is at the first block."""
-    loss = paths.temporary(paths.loss)
-    if mask_dtype == np.float32 and os.path.exists(loss + WIDENED):
-        loss += WIDENED
     most_tokens = min(
-        _nbytes(paths.temporary(paths.tokens)) // token_dtype.itemsize, _nbytes(loss) // mask_dtype.itemsize
+        _nbytes(paths.temporary(paths.tokens)) // token_dtype.itemsize,
+        _nbytes(paths.temporary(paths.loss)) // mask_dtype.itemsize,
     )
     most_sequences = _nbytes(paths.temporary(paths.starts)) // 4
     packs = sequences = tokens = 0
