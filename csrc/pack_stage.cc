@@ -118,11 +118,6 @@ bool PackStage::add(const PackInput& input) {
   return true;
 }
 
-void PackStage::promote_mask() {
-  if (!tokens_.empty()) throw std::invalid_argument("masks are staged: flush them first");
-  rules_.mask = MaskType::f32;
-}
-
 void PackStage::clear() {
   // A pack larger than the room does not leave its memory behind.
   const auto reset = [this](auto& staged) {

@@ -29,8 +29,6 @@ class PackStage {
   // std::invalid_argument, beginning with "pack <its number in the shard>: ", where a rule is broken; nothing is kept.
   bool add(const PackInput& input);
 
-  // From here on masks are f32. Only with nothing staged.
-  void promote_mask();
   void clear();
 
   const Totals& totals() const { return totals_; }

@@ -11,6 +11,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from chats import CHATS, command, preprocess, sequences_of, write_rows
 from interrupted_runs import be_quick, some_rows
@@ -68,6 +69,23 @@ def test_every_shard_is_whole_and_every_row_is_in_one(calm, rows, tmp_path):
     assert preprocess(one, "--input", rows, "--on-bad-row", "skip", "--overlong", "split", capacity=512).code == 0
     assert sum(tokens_of(calm).values()) == len(sequences_of(one))
     assert set(tokens_of(calm)) == {tuple(ids.tolist()) for ids, _ in sequences_of(one)}
+
+
+@pytest.mark.parametrize("weight_at", [0, 7, 20])
+def test_weights_make_the_masks_of_their_shard_float32_from_its_first_row_on(tmp_path, weight_at):
+    """Also of a piece in the middle; the shard is then what packing all of its rows at once makes of them."""
+    rows = [{"input_ids": [5, 6, 7 + i], "loss_mask": [1, 1, 1]} for i in range(100)]
+    rows[4 * weight_at]["loss_mask"] = [0, 0.5, 1]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    packing = ("--packing", "sequential", "--seq-length", 16)
+    done = produced(tmp_path / "catalog", "--input", path, "--tokens-per-shard", 300, *packing)
+    assert done.code == 0, done
+    assert preprocess(tmp_path / "one", "--input", path, *packing).code == 0
+    made, whole = Shard(Catalog(tmp_path / "catalog").shard_prefix(0)), Shard(tmp_path / "one")
+    assert made.header.mask_dtype == whole.header.mask_dtype == np.float32
+    assert made.header.digests == whole.header.digests
+    assert made.header.metadata["notes"] == whole.header.metadata["notes"] == {"first_token_masks_dropped": 99}
+    assert not (tmp_path / "catalog" / "_work").exists()
 
 
 def test_shards_end_at_the_first_piece_that_fills_them(calm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import os
 import random
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chats import CHATS, files_of, preprocess
 from object_folders import serve_folder
 from test_chat_files import CONTAINERS, write_rows
 
@@ -119,3 +121,21 @@ def test_broken_compression_is_said_as_of_a_local_file(store: tuple[Path, str]) 
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(FormatError, match=r"rows\.jsonl\.gz: broken gzip data"):
         contents(expand_inputs([f"{url}/{path.name}"]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_preprocessing_objects_gives_the_bytes_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    """JSON lines by ranges, in the workers; what cannot be cut is read here and dealt out."""
+    (tmp_path / "store").mkdir()
+    for number, path in enumerate(("a.jsonl", "b.jsonl.gz")):
+        data = CHATS.read_bytes() * (4 - number)
+        (tmp_path / "store" / path).write_bytes(gzip.compress(data) if path.endswith(".gz") else data)
+    url = serve_folder(tmp_path / "store", tmp_path / "msc.json", monkeypatch)
+    here = preprocess(tmp_path / "here" / "x", "--input", tmp_path / "store/a.jsonl", tmp_path / "store/b.jsonl.gz")
+    assert here.code == 0, here
+    inputs = ("--input", f"{url}/a.jsonl", f"{url}/b.jsonl.gz")
+    there = preprocess(tmp_path / "there" / "x", *inputs, "--workers", workers)
+    assert there.code == 0, there
+    assert files_of(tmp_path / "there" / "x") == files_of(tmp_path / "here" / "x")

@@ -22,8 +22,8 @@ from packs import WHOLE, assert_holds, demo_samples, folder_of, opens, write_sam
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.layout.journal import DONE, MASK, PACK, read_blocks, read_head
-from megatron_sft_idx.shard import Shard, ShardWriter, prefix
+from megatron_sft_idx.layout.journal import DONE, read_blocks, read_head
+from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, prefix, recover
 from megatron_sft_idx.shard import build as build_module
 
 ROOT = Path(__file__).parent.parent
@@ -44,7 +44,7 @@ def test_the_journal_knows_what_is_written_while_it_is(tmp_path: Path, monkeypat
                 options = read_head(stream, str(journal))
                 records = [record for block in read_blocks(stream) for record in block.records.tolist()]
                 assert stream.read() == b""
-            assert set(options.pop("files")) == {*(suffix + ".tmp" for suffix in SUFFIXES), ".loss.bin.tmp.float32"}
+            assert set(options.pop("files")) == {suffix + ".tmp" for suffix in SUFFIXES}
             assert options == {
                 "work": "build",
                 "overwrite": False,
@@ -62,11 +62,6 @@ def test_the_journal_knows_what_is_written_while_it_is(tmp_path: Path, monkeypat
             assert (tmp_path / "x.loss.bin.tmp").stat().st_size == tokens
             seen = len(records)
         assert seen > 20
-        writer.promote_mask_dtype()
-        with open(journal, "rb") as stream:
-            read_head(stream, str(journal))
-            kinds = [block.kind for block in read_blocks(stream)]
-        assert kinds == [PACK] * (len(kinds) - 1) + [MASK]
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,9 +98,27 @@ def test_a_torn_journal_gives_a_prefix_of_its_blocks(
     assert found == expected[: len(found)]
 
 
+@pytest.mark.parametrize("magic", [b"SFTJRNL1", b"SFTJRNL2"])
+def test_the_journal_of_an_earlier_version_is_refused_with_the_remedy(tmp_path: Path, magic: bytes) -> None:
+    """It may say what this version does not know, such as that masks were widened."""
+    with ShardWriter(tmp_path / "x", durable=False) as writer:
+        writer.add_pack([1, 2], [1, 0], [0])
+        writer.flush()
+        writer.suspend()
+    raw = (tmp_path / "x.journal").read_bytes()
+    (tmp_path / "x.journal").write_bytes(magic + raw[8:])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for act in (find_remains, recover):
+        with pytest.raises(FormatError, match=r"earlier version .* recover it .* remove it with .*x\.\*\.tmp\* and"):
+            act(tmp_path / "x")
+    with pytest.raises(FormatError, match="a file that no journal names"):
+        ShardWriter(tmp_path / "x", overwrite=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 @pytest.mark.parametrize("block", [b"", b"[1]", b"{", b"\xff\xfe{\x00", b"[" * 100_000])
 def test_a_journal_whose_head_is_no_object_says_so(block: bytes) -> None:
-    head = struct.pack("<8sII", b"SFTJRNL2", len(block), 0) + block
+    head = struct.pack("<8sII", b"SFTJRNL3", len(block), 0) + block
     head = head.ljust(-(-len(head) // 8) * 8, b"\0")
     raw = head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head))
     with pytest.raises(CorruptShardError, match="J1"):
@@ -146,7 +159,7 @@ def test_a_build_killed_halfway_leaves_a_journal_and_no_shard(tmp_path: Path) ->
         str(tmp_path / "x"),
         expected=-signal.SIGKILL,
     )
-    names = [*(f"x{suffix}.tmp" for suffix in SUFFIXES), "x.journal", "x.loss.bin.tmp.float32"]
+    names = [*(f"x{suffix}.tmp" for suffix in SUFFIXES), "x.journal"]
     assert folder_of(tmp_path) == sorted(names)
     with pytest.raises(ShardNotFoundError, match="interrupted here"):
         Shard(tmp_path / "x")
@@ -233,7 +246,7 @@ def test_a_fork_neither_writes_nor_removes(tmp_path: Path) -> None:
     if (child := os.fork()) == 0:
         status = 1
         try:
-            for act in (writer.flush, writer.finalize, writer.promote_mask_dtype):
+            for act in (writer.flush, writer.finalize):
                 with pytest.raises(FormatError, match="a fork of it"):
                     act()
             writer.abandon()

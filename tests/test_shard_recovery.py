@@ -16,18 +16,16 @@ from packs import WHOLE, assert_holds, demo_samples, five_files, folder_of, open
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.layout.journal import MASK, encode_block, encode_head
+from megatron_sft_idx.layout.journal import encode_head
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard import build as build_module
 from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
 
 
-def leave(prefix: Path, packs: Any, *, weights_from: int | None = None, **options: Any) -> None:
+def leave(prefix: Path, packs: Any, **options: Any) -> None:
     """What a build leaves that is killed when these packs are in its journal, a block each."""
     with ShardWriter(prefix.parent / "build" / "x", durable=False, **options) as writer:
-        for i, pack in enumerate(packs):
-            if i == weights_from:
-                writer.promote_mask_dtype()
+        for pack in packs:
             writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
             writer.flush()
         copy_remains(prefix.parent / "build", prefix.parent)
@@ -41,10 +39,10 @@ def found(prefix: Path) -> Remains:
     return remains
 
 
-@pytest.mark.parametrize("weights_from", [None, 0, 4, 8])
-def test_every_pack_of_the_journal_comes_back(tmp_path: Path, weights_from: int | None) -> None:
+@pytest.mark.parametrize("mask_dtype", [np.uint8, np.float32])
+def test_every_pack_of_the_journal_comes_back(tmp_path: Path, mask_dtype: Any) -> None:
     packs = demo_samples(9)
-    leave(tmp_path / "x", packs, weights_from=weights_from, capacity=40, pad_id=3, metadata={"a": 1})
+    leave(tmp_path / "x", packs, mask_dtype=mask_dtype, capacity=40, pad_id=3, metadata={"a": 1})
     remains = found(tmp_path / "x")
     assert (remains.num_packs, remains.num_recorded, remains.done) == (9, 9, False)
     assert remains.num_tokens == sum(len(pack.tokens) for pack in packs)
@@ -54,7 +52,6 @@ def test_every_pack_of_the_journal_comes_back(tmp_path: Path, weights_from: int 
     assert folder_of(tmp_path) == WHOLE
     assert find_remains(tmp_path / "x") is None
     assert_holds(Shard(tmp_path / "x"), packs)
-    mask_dtype = np.uint8 if weights_from is None else np.float32
     whole = write_samples(tmp_path / "y", packs, capacity=40, pad_id=3, mask_dtype=mask_dtype)
     assert Shard(tmp_path / "x").header == header
     assert (header.rebuilt, header.metadata["recovered"]) == (True, {"packs": 9, "packs_in_journal": 9})
@@ -136,30 +133,10 @@ def test_bytes_that_never_reached_the_disk_end_the_recovery(tmp_path: Path) -> N
     assert_holds(Shard(tmp_path / "x"), packs[:6])
 
 
-@pytest.mark.parametrize("renamed", [False, True])
-def test_a_kill_while_masks_are_widened_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renamed: bool
-) -> None:
-    packs = demo_samples(5)
-    leave(tmp_path / "x", packs)
-    flags = np.fromfile(tmp_path / "x.loss.bin.tmp", "u1")
-    widened = tmp_path / "x.loss.bin.tmp.float32"
-    flags[: len(flags) // 2].astype("<f4").tofile(widened)  # killed before MASK: half of it is there
-    if renamed:
-        flags.astype("<f4").tofile(widened)
-        with open(tmp_path / "x.journal", "ab") as file:
-            file.write(encode_block(MASK, np.array([[7, 0]], np.uint32)))
-    assert found(tmp_path / "x").num_packs == 5
-    header = recover(tmp_path / "x")
-    assert header.mask_dtype == (np.float32 if renamed else np.uint8)
-    assert_holds(Shard(tmp_path / "x"), packs)
-    assert folder_of(tmp_path) == WHOLE
-
-
 @pytest.mark.parametrize("replaces", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_recovery_killed_at_any_step_can_be_run_again(tmp_path: Path, replaces: bool) -> None:
     old, packs = demo_samples(3), demo_samples(8)
-    leave(tmp_path / "left" / "x", packs, weights_from=4)
+    leave(tmp_path / "left" / "x", packs, mask_dtype=np.float32)
     if replaces:
         write_samples(tmp_path / "old" / "x", old)
         shutil.copytree(tmp_path / "old", tmp_path / "left", dirs_exist_ok=True)

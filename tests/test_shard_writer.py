@@ -106,34 +106,6 @@ def test_how_often_it_is_flushed_changes_no_byte(tmp_path: Path, monkeypatch: py
 
 
 @settings(max_examples=20, deadline=None)
-@given(flags=samples(), weights=samples(weights=True))
-def test_promoted_masks_are_as_if_float_from_the_start(
-    tmp_path_factory: pytest.TempPathFactory, flags: Any, weights: Any
-) -> None:
-    folder = tmp_path_factory.mktemp("promoted")
-    with ShardWriter(folder / "x", durable=False) as writer:
-        for pack in flags:
-            writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
-        writer.promote_mask_dtype()
-        for pack in weights:
-            writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
-        writer.promote_mask_dtype()
-    write_samples(folder / "y", [*flags, *weights], mask_dtype=np.float32)
-    assert five_files(folder / "x") == five_files(folder / "y")
-    assert folder_of(folder) == sorted(name + suffix for name in "xy" for suffix in SUFFIXES)
-
-
-def test_promotion_rewrites_more_than_one_piece(tmp_path: Path) -> None:
-    mask = np.arange(300_000) % 3 == 0
-    mask[-1] = False
-    for name, dtype in (("x", np.uint8), ("y", np.float32)):
-        with ShardWriter(tmp_path / name, mask_dtype=dtype, durable=False) as writer:
-            writer.add_pack(np.arange(300_000), mask, [0])
-            writer.promote_mask_dtype()
-    assert five_files(tmp_path / "x") == five_files(tmp_path / "y")
-
-
-@settings(max_examples=20, deadline=None)
 @given(
     first=samples(),
     second=samples(),

@@ -174,7 +174,6 @@ void bind_stage(py::module_& m) {
            py::arg("starts").noconvert(), py::arg("lengths").noconvert(), py::arg("sequences").noconvert(), "token_aligned"_a)
       .def("add_one", &stage_add_one, py::arg("tokens").noconvert(), py::arg("mask").noconvert(),
            py::arg("starts").noconvert(), "token_aligned"_a, "add() for one pack, which is all of the arrays.")
-      .def("promote_mask", &PackStage::promote_mask)
       .def("clear", &PackStage::clear)
       .def_property_readonly("tokens", [](const PackStage& s) { return staged(s.tokens()); })
       .def_property_readonly("mask", [](const PackStage& s) { return staged(s.mask()); })

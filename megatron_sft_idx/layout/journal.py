@@ -2,14 +2,10 @@
 
 ::
 
-    head    8 bytes  b"SFTJRNL2", uint32 size of the JSON, uint32 zero, JSON (``Head``), zeros to 8, uint64 xxh3_64 of
+    head    8 bytes  b"SFTJRNL3", uint32 size of the JSON, uint32 zero, JSON (``Head``), zeros to 8, uint64 xxh3_64 of
             all that
     block   4 bytes  b"PACK", uint32 n, uint64 xxh3_64 of the records, n records: uint32 length in tokens,
             uint32 sequences
-    block   4 bytes  b"MASK", uint32 n = 1, uint64 xxh3_64, uint32 dtype code the loss file has from its first byte on,
-            uint32 zero; until X.loss.bin.tmp.float32 has taken the other's name it is that file
-    block   4 bytes  b"MARK", uint32 n, uint64 xxh3_64 of what follows, n times 8 bytes: JSON of whoever feeds the
-            builder, spaces to 8; all that it stands for lies in the blocks before it
     block   4 bytes  b"DONE", uint32 n, uint64 xxh3_64, n times 8 bytes: JSON, spaces to 8: the inodes of the files that
             are to be replaced, by suffix. All files are complete and synced, and only renames are left
 
@@ -18,9 +14,8 @@ lies under such a name and is another file is a stranger's. It is synced before 
 
 A block is appended after the data of its packs has been written, so whoever finds a journal may count on the packs
 of its complete blocks, except after a power failure: what had not been synced may then be missing from the end of any
-file, and packs count as far as the three data files reach. MASK and DONE are synced before anything that follows from
-them. A torn block ends the journal; a build that is taken up again cuts it back, by renaming a shorter copy of it,
-synced and locked, over it.
+file, and packs count as far as the three data files reach. DONE is synced before anything that follows from it. A torn
+block ends the journal.
 
 The journal is also the spill of the index: a builder keeps no list of its packs in memory.
 """
@@ -43,8 +38,6 @@ from megatron_sft_idx.layout.values import MASK_DTYPES, MAX_CAPACITY, TOKEN_DTYP
 __all__ = [
     "DONE",
     "MAGICS",
-    "MARK",
-    "MASK",
     "MAX_RECORDS",
     "PACK",
     "Block",
@@ -58,14 +51,14 @@ __all__ = [
     "torn",
 ]
 
-_MAGIC, _OLD_MAGIC = b"SFTJRNL2", b"SFTJRNL1"
+_MAGIC, _OLD_MAGICS = b"SFTJRNL3", (b"SFTJRNL2", b"SFTJRNL1")
 # What a file begins with that is a journal of this package, of whatever version.
-MAGICS = (_MAGIC, _OLD_MAGIC)
+MAGICS = (_MAGIC, *_OLD_MAGICS)
 _HEAD = struct.Struct("<8sII")
 _BLOCK = struct.Struct("<4sIQ")
 _RECORD_NBYTES = 8
 _CHECKSUM = struct.Struct("<Q")
-PACK, MASK, MARK, DONE = b"PACK", b"MASK", b"MARK", b"DONE"
+PACK, DONE = b"PACK", b"DONE"
 _MAX_HEAD_NBYTES = 16 << 20
 MAX_RECORDS = 1 << 24  # in one block
 
@@ -76,7 +69,7 @@ class BuildOptions:
 
     Attributes:
         token_dtype: of the token file: uint16 or int32.
-        mask_dtype: of the loss file at the beginning: uint8 or float32.
+        mask_dtype: of the loss file: uint8 or float32.
         capacity: most token positions a pack may hold; None for the longest pack.
         sequence_multiple: each sequence counts as its length rounded up to this.
         pad_id: the tokenizer's padding id; None where unknown.
@@ -136,7 +129,7 @@ class Block(NamedTuple):
     records: NDArray[np.uint32]
 
     def json(self) -> dict[str, Any] | None:
-        """What a MARK or DONE block says; None where it is no JSON object."""
+        """What a DONE block says; None where it is no JSON object."""
         return _json_object(self.records.tobytes())
 
 
@@ -155,7 +148,7 @@ def encode_block(kind: bytes, records: NDArray[np.uint32]) -> bytes:
 
 
 def encode_json(kind: bytes, content: Mapping[str, Any]) -> bytes:
-    """A MARK or DONE block."""
+    """A DONE block."""
     raw = _encoded(content)
     raw = raw.ljust(align(len(raw), _RECORD_NBYTES), b" ")
     return encode_block(kind, np.frombuffer(raw, "<u4").reshape(-1, 2))
@@ -171,11 +164,11 @@ def read_head(stream: BinaryIO, path: str) -> dict[str, Any]:
     raw = stream.read(_HEAD.size)
     if len(raw) == _HEAD.size:
         magic, size, _ = _HEAD.unpack(raw)
-        if magic == _OLD_MAGIC:
+        if magic in _OLD_MAGICS:
             prefix = path.removesuffix(".journal")
             raise FormatError(
-                f"{path}: the journal of a build by an earlier version of this package, which does not name its files;"
-                f" recover it with that version, or remove it with {prefix}.*.tmp* and build again"
+                f"{path}: the journal of a build by an earlier version of this package; recover it with that version,"
+                f" or remove it with {prefix}.*.tmp* and build again"
             )
         if magic == _MAGIC and size <= _MAX_HEAD_NBYTES:
             raw += stream.read(align(_HEAD.size + size, 8) - _HEAD.size)
@@ -191,7 +184,7 @@ def read_blocks(stream: BinaryIO) -> Iterator[Block]:
     """Complete blocks in order; ends without an error at the first torn one, as a kill leaves it."""
     while len(head := stream.read(_BLOCK.size)) == _BLOCK.size:
         kind, count, checksum = _BLOCK.unpack(head)
-        if kind not in (PACK, MASK, MARK, DONE) or count > MAX_RECORDS:
+        if kind not in (PACK, DONE) or count > MAX_RECORDS:
             return
         raw = stream.read(count * _RECORD_NBYTES)
         if len(raw) != count * _RECORD_NBYTES or xxhash.xxh3_64_intdigest(raw) != checksum:
@@ -224,14 +217,12 @@ class Head(NamedTuple):
         content: all of the head, with what only the work itself knows: ``BuildOptions`` of a build.
         work: ``build``, ``copy``, ``rebuild`` or ``removal``.
         files: inodes of the temporary files, by what is added to the prefix in the end; of the files to be removed.
-        scratch: the shard is a means to another one: whoever made it removes it, and the journal stays until then.
         done: what the DONE block says; None before it.
     """
 
     content: dict[str, Any]
     work: str
     files: dict[str, int]
-    scratch: bool
     done: dict[str, int] | None
 
     @classmethod
@@ -248,7 +239,7 @@ class Head(NamedTuple):
         work = content.get("work")
         if work not in ("build", "copy", "rebuild", "removal"):
             raise torn(path, f"work {work!r}")
-        return cls(content, work, _inodes(content.get("files"), path), content.get("scratch") is True, done)
+        return cls(content, work, _inodes(content.get("files"), path), done)
 
 
 def _inodes(value: Any, path: str) -> dict[str, int]:

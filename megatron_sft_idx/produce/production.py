@@ -46,8 +46,9 @@ from megatron_sft_idx.tokenize import (
 
 __all__ = ["ProduceSummary", "own_files", "produce"]
 
-# The tokenised sequences of the shard in the making; thrown away with each.
-_WORK, _CORPUS = "_work", "corpus"
+# The tokenised sequences of the shard in the making, without weights and with; thrown away with each.
+_WORK, _CORPUS, _WEIGHTED = "_work", "corpus", "weighted"
+_DROPPED = "first_token_masks_dropped"
 # Locked by the one producer of a catalog.
 _LOCK = "_producer"
 
@@ -152,21 +153,23 @@ def _check_work(catalog: Catalog) -> None:
         return
     if os.path.islink(work) or not os.path.isdir(work):
         raise FormatError(f"{work}: {describe(work)} is here, where a producer works; move it away")
-    paths = ShardPaths.of(os.path.join(work, _CORPUS))
-    ours = {*paths.all, *temporaries_of(paths), paths.journal}
+    corpora = [ShardPaths.of(os.path.join(work, name)) for name in (_CORPUS, _WEIGHTED)]
+    ours = {path for paths in corpora for path in (*paths.all, *temporaries_of(paths), paths.journal)}
     for name in sorted(os.listdir(work)):
         if os.path.join(work, name) not in ours:
             raise FormatError(f"{work}: holds {name}, which no producer made; move it away, or name another catalog")
-    check_free(paths, overwrite=True)
+    for paths in corpora:
+        check_free(paths, overwrite=True)
 
 
 def _clear_work(catalog: Catalog) -> None:
     """Remove the folder of the shard in the making."""
-    paths = ShardPaths.of(os.path.join(catalog.folder, _WORK, _CORPUS))
-    drop_remains(paths)
-    remove_shard(paths)
+    for name in (_CORPUS, _WEIGHTED):
+        paths = ShardPaths.of(os.path.join(catalog.folder, _WORK, name))
+        drop_remains(paths)
+        remove_shard(paths)
     with contextlib.suppress(OSError):
-        os.rmdir(os.path.dirname(paths.prefix))
+        os.rmdir(os.path.join(catalog.folder, _WORK))
 
 
 def _open_input(
@@ -232,17 +235,14 @@ class _Production:
     def _tokenise(self, results: Iterator[EncodedPiece | NotYet]) -> bool:
         """Fill the corpus of one shard; False where the input has nothing left to fill one with."""
         before = self._cursor
-        writer = ShardWriter(
-            self._corpus,
-            token_dtype=self._encoder.token_dtype,
-            pad_id=self._encoder.tokenizer.pad_id,
-            overwrite=True,
-            durable=False,
-        )
-        with writer:
+        with contextlib.ExitStack() as stack:
+            writer = stack.enter_context(self._writer(_CORPUS, np.uint8))
             notes: Counter[str] = Counter()
             kept = 0
             while kept < self._options.tokens_per_shard and (piece := self._next(results)) is not None:
+                if piece.loss_mask.dtype == np.float32 and writer.mask_dtype != np.float32:
+                    notes[_DROPPED] += writer.dropped_first_tokens
+                    writer = stack.enter_context(self._with_weights(writer))
                 _add(writer, piece)
                 on_bad_row = self._options.encoding.on_bad_row
                 self._report.add(piece.rows, piece.bad_rows, piece.straddling, on_bad_row, self._log)
@@ -254,7 +254,7 @@ class _Production:
             if not kept:
                 writer.abandon()
                 return False
-            notes["first_token_masks_dropped"] = writer.dropped_first_tokens
+            notes[_DROPPED] += writer.dropped_first_tokens
             writer.metadata = self._encoder.describe() | {
                 "sources": {
                     "fingerprint": self._cursor.position.fingerprint,
@@ -266,6 +266,26 @@ class _Production:
                 CURSOR: self._cursor.to_json(),
             }
         return True
+
+    def _writer(self, name: str, mask_dtype: type[np.generic]) -> ShardWriter:
+        """Begin the corpus of a shard."""
+        self._corpus = os.path.join(self._catalog.folder, _WORK, name)
+        return ShardWriter(
+            self._corpus,
+            token_dtype=self._encoder.token_dtype,
+            mask_dtype=mask_dtype,
+            pad_id=self._encoder.tokenizer.pad_id,
+            overwrite=True,
+            durable=False,
+        )
+
+    def _with_weights(self, flags: ShardWriter) -> ShardWriter:
+        """A corpus whose masks hold weights, which holds what is in one of flags, in the place of it."""
+        flags.complete()
+        writer = self._writer(_WEIGHTED, np.float32)
+        writer.add_shard(Shard(flags.paths.unpublished))
+        flags.abandon()
+        return writer
 
     def _next(self, results: Iterator[EncodedPiece | NotYet]) -> EncodedPiece | None:
         """The next piece, as soon as there is one; None at the end of the input."""
@@ -315,8 +335,6 @@ def _first_row(piece: Piece) -> str:
 
 
 def _add(writer: ShardWriter, piece: EncodedPiece) -> None:
-    """Add the sequences of a piece, one a pack; masks become float32 from the first weight on that needs it."""
-    if piece.loss_mask.dtype == np.float32:
-        writer.promote_mask_dtype()
+    """Add the sequences of a piece, one a pack."""
     ones = np.ones(len(piece.lengths), np.int64)
     writer.add_packs(piece.input_ids, piece.loss_mask, np.zeros_like(ones), piece.lengths, ones, mask_alignment="token")

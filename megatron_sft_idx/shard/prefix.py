@@ -34,16 +34,13 @@ from megatron_sft_idx.storage.publish import (
 
 __all__ = [
     "SHORTER",
-    "WIDENED",
     "check_free",
     "drop_remains",
     "empty_journal",
     "held",
     "inode_of",
     "is_only_name",
-    "is_scratch",
     "is_set_aside",
-    "keep_scratch",
     "lock_journal",
     "locked_journal",
     "name_held",
@@ -62,9 +59,7 @@ __all__ = [
     "unlink_journal",
 ]
 
-# Added to the temporary name of a loss file that is being rewritten with wider masks.
-WIDENED = ".float32"
-# Added to the name of a journal that is being cut back.
+# Added to the name of a journal that is being written anew.
 SHORTER = ".tmp"
 _ANEW = "pass overwrite (--overwrite) to start anew (its data is dropped)"
 _LEFT = {
@@ -136,8 +131,8 @@ def check_free(
     """
     require_local(paths.prefix, "writing a shard")
     resolve(paths.seq_idx)
-    longest = os.path.basename(paths.temporary(paths.loss) + WIDENED)
-    if len(os.fsencode(longest)) > MAX_NAME_NBYTES:
+    longest = max(len(os.fsencode(os.path.basename(path))) for path in temporaries_of(paths))
+    if longest > MAX_NAME_NBYTES:
         raise FormatError(f"{paths.prefix}: with what is added, a name of more than {MAX_NAME_NBYTES} bytes; choose a"
                           " shorter one")  # fmt: skip
     written = paths.all if only is None else [path for path in paths.all if path in only]
@@ -185,7 +180,7 @@ def inode_of(path: str) -> int | None:
 
 def temporaries_of(paths: ShardPaths) -> list[str]:
     """All names that files of a shard have until they are published."""
-    return [*map(paths.temporary, paths.all), paths.temporary(paths.loss) + WIDENED]
+    return [*map(paths.temporary, paths.all)]
 
 
 def read_journal(paths: ShardPaths) -> Head | None:
@@ -222,7 +217,7 @@ def remove_temporaries(paths: ShardPaths, head: Head | None) -> None:
 
 
 def remove_shorter(paths: ShardPaths, *, dry_run: bool = False) -> None:
-    """Remove what a kill left of a journal that was being cut back. FormatError where it is something else."""
+    """Remove what a kill left of a journal that was being written anew. FormatError where it is something else."""
     path = paths.journal + SHORTER
     if inode_of(path) is None:
         return
@@ -241,22 +236,6 @@ def _unlink_locked(path: str, lock: int) -> None:
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.fstat(lock), os.lstat(path)):
             os.unlink(path)
-
-
-def is_scratch(paths: ShardPaths) -> bool:
-    """Whether the shard that is here was made as a means to another one, and is whoever made it to remove."""
-    head = read_journal(paths)
-    return head is not None and _is_whole_scratch(paths, head)
-
-
-def _is_whole_scratch(paths: ShardPaths, head: Head) -> bool:
-    return head.scratch and head.done is not None and inode_of(paths.seq_idx) in head.files.values()
-
-
-def keep_scratch(paths: ShardPaths) -> None:
-    """From now on the shard is there to stay."""
-    with held(paths):
-        pass
 
 
 @contextlib.contextmanager
@@ -323,7 +302,7 @@ def settle(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[s
     if head is not None and head.work == "removal":
         _finish_removal(paths, head.files.values())
     elif head is not None and head.done is not None:
-        if not overwrite and not _is_whole_scratch(paths, head):
+        if not overwrite:
             raise FormatError(
                 f"{paths.journal}: left by a {head.work} that was interrupted, complete but for renames; finish it:"
                 f" megatron-sft-idx rebuild {paths.prefix}"
@@ -443,12 +422,12 @@ def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
 
 
 def drop_remains(paths: ShardPaths) -> None:
-    """Remove what an interrupted writer left half done at a prefix; a shard there stays, and so does a scratch one.
+    """Remove what an interrupted writer left half done at a prefix; a shard there stays.
 
     Raises:
         FormatError: a living writer is at work here, or the journal is torn and names none of the files beside it.
     """
-    if not os.path.lexists(paths.journal) or is_scratch(paths):
+    if not os.path.lexists(paths.journal):
         return
     with locked_journal(paths) as lock:
         settle(paths, lock, overwrite=True)

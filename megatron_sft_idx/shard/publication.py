@@ -50,8 +50,6 @@ class Publication:
         overwrite: whether a shard may be there already.
         durable: whether to wait for the disk.
         only: the files that are written, by path; None for all five.
-        spare: further temporary files, by what is added to the temporary name of the loss file.
-        scratch: the shard is a means to another one: see ``is_scratch``.
         nbytes: what will be written at least, for which room is looked for.
         drops: what half done work may be dropped without leave to overwrite.
         lock: of the journal, where the caller has it already (``held``); the files at the prefix are then any files.
@@ -70,8 +68,6 @@ class Publication:
         overwrite: bool,
         durable: bool = True,
         only: Collection[str] | None = None,
-        spare: Collection[str] = (),
-        scratch: bool = False,
         nbytes: int = 0,
         drops: Collection[str] = (),
         lock: int | None = None,
@@ -91,13 +87,12 @@ class Publication:
             self.closed = False
             names = [paths.temporary(path) for path in paths.all if only is None or path in only]
             files = {}
-            for name in (*names, *(paths.temporary(paths.loss) + suffix for suffix in spare)):
+            for name in names:
                 self._files[name] = OutputFile(name, durable=durable)
                 inode = files[suffix_of(paths, name)] = os.fstat(self._files[name].fileno()).st_ino
                 self._inodes.add(inode)
-            self._head = Head({}, work, files, scratch, None)
-            head = {**content, "work": work, "overwrite": overwrite, "files": files}
-            self.journal.write(encode_head(head | ({"scratch": True} if scratch else {})))
+            self._head = Head({}, work, files, None)
+            self.journal.write(encode_head({**content, "work": work, "overwrite": overwrite, "files": files}))
             self.journal.sync()
             self._sync_folder()
         except BaseException:
@@ -165,9 +160,9 @@ class Publication:
                 " let every process write a prefix of its own"
             )
 
-    def open(self, path: str, suffix: str = "", *, keep: bool = False) -> OutputFile:
+    def open(self, path: str, *, keep: bool = False) -> OutputFile:
         """A temporary file of this build, by the name it will have; emptied unless it is to be kept."""
-        name = self.paths.temporary(path) + suffix
+        name = self.paths.temporary(path)
         if name not in self._files:
             try:
                 self._files[name] = OutputFile(name, durable=self.durable, keep=True)
@@ -178,29 +173,11 @@ class Publication:
             self._files[name].cut(0)
         return self._files[name]
 
-    def close_files(self) -> None:
-        """Close the temporary files, to open them again; the lock and the journal stay."""
-        for file in self._files.values():
-            file.close()
-        self._files = {}
-
-    def replace(self, new: OutputFile, old: OutputFile) -> None:
-        """Let ``new`` take the name and place of ``old``."""
-        os.rename(new.path, old.path)
-        self._files.pop(new.path)
-        self._files[old.path] = new
-        old.close()
-        new.path = old.path
-
     def drop(self, path: str) -> None:
         """Do without the new file for ``path``."""
         if (file := self._files.pop(self.paths.temporary(path), None)) is not None:
             file.close()
             os.unlink(file.path)
-
-    def cut_journal(self, nbytes: int, tail: bytes) -> None:
-        """Make the journal its first ``nbytes`` and ``tail``, all at once: a kill leaves the old one or the new one."""
-        self._renew_journal(b"", 0, nbytes, tail)
 
     def name_files(self) -> None:
         """Let the journal name the temporary files that are there now."""
@@ -210,16 +187,12 @@ class Publication:
             content = read_head(stream, self.paths.journal) | {"files": files}
             begin = stream.tell()
         self._head, self._inodes = self._head._replace(files=files), set(files.values())
-        self._renew_journal(encode_head(content), begin, self.journal.nbytes, b"")
-
-    def _renew_journal(self, head: bytes, begin: int, end: int, tail: bytes) -> None:
-        old = self.journal
+        old, end = self.journal, self.journal.nbytes
         remove_shorter(self.paths)
         new = OutputFile(self.paths.journal + SHORTER, durable=self.durable)
-        new.write(head)
+        new.write(encode_head(content))
         for offset in range(begin, end, _COPY_NBYTES):
             new.write(old.read_at(offset, min(_COPY_NBYTES, end - offset)))
-        new.write(tail)
         new.sync()
         lock = lock_file(new.path, MAGICS, create=False, busy="")
         os.rename(new.path, old.path)
@@ -269,8 +242,7 @@ class Publication:
         try:
             rename_all(self.paths, self._head, durable=self.durable)
             remove_temporaries(self.paths, self._head)
-            if not self._head.scratch:
-                self._end_journal()
+            self._end_journal()
         finally:
             self.close()
 

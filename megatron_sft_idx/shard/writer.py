@@ -17,7 +17,6 @@ from megatron_sft_idx.layout.header import header_nbytes
 from megatron_sft_idx.layout.journal import BuildOptions
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.build import STAGE_TOKENS, Build
-from megatron_sft_idx.shard.prefix import WIDENED
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.reader import Shard
 
@@ -31,8 +30,7 @@ class ShardWriter:
 
     A context manager: leaving it publishes the five files together, leaving it by an exception publishes nothing and
     removes what was written. A killed writer leaves temporary files and a journal, never something that looks like
-    a shard; so does one that is interrupted (KeyboardInterrupt, SystemExit) after ``mark``, for ``InterruptedBuild`` to
-    go on from there. Memory stays at a few MiB for any number of packs.
+    a shard. Memory stays at a few MiB for any number of packs.
 
     Args:
         prefix: the path the five files will share; its folder is made where it is missing.
@@ -44,8 +42,6 @@ class ShardWriter:
         overwrite: replace a shard, or the remains of an interrupted build, at this prefix.
         metadata: JSON object for the header: fingerprints, options, counts. Nothing that changes from run to run.
         durable: False skips fsync, for files that are thrown away anyway.
-        scratch: the shard is a means to another one, and its journal stays beside it to say so until it is removed
-            (``is_scratch``).
 
     Raises:
         FormatError: an argument the format does not allow, or something is at the prefix and ``overwrite`` is False.
@@ -64,7 +60,6 @@ class ShardWriter:
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
         durable: bool = True,
-        scratch: bool = False,
     ) -> None:
         self._paths = ShardPaths.of(prefix)
         options = BuildOptions(
@@ -76,31 +71,12 @@ class ShardWriter:
             dict(metadata or {}),
         )
         header_nbytes(options.metadata)  # refuses what cannot be stored now, not after hours of writing
-        self._marked = False
-        self._publication = Publication(
-            self._paths,
-            options.encode(),
-            overwrite=overwrite,
-            durable=durable,
-            spare=(WIDENED,) if options.mask_dtype == np.uint8 else (),
-            scratch=scratch,
-        )
+        self._publication = Publication(self._paths, options.encode(), overwrite=overwrite, durable=durable)
         with self._all_or_nothing():
-            self._set_build(Build(self._publication, options), 0)
-
-    def _set_build(self, build: Build, dropped_first_tokens: int) -> None:
-        self._build, self._stage = build, build.stage
+            self._build = Build(self._publication, options)
+        self._stage = self._build.stage
         self._header: Header | None = None
-        self._dropped_before = dropped_first_tokens
-        self.metadata: dict[str, Any] = dict(build.options.metadata)
-
-    @classmethod
-    def take_up(cls, publication: Publication, build: Build, dropped_first_tokens: int) -> ShardWriter:
-        """A writer that goes on with a build; ``InterruptedBuild.resume`` calls this."""
-        writer = cls.__new__(cls)
-        writer._paths, writer._publication, writer._marked = publication.paths, publication, True
-        writer._set_build(build, dropped_first_tokens)
-        return writer
+        self.metadata: dict[str, Any] = dict(options.metadata)
 
     @property
     def prefix(self) -> str:
@@ -115,7 +91,7 @@ class ShardWriter:
     @property
     def mask_dtype(self) -> np.dtype[Any]:
         """Dtype of the loss file: uint8 or float32."""
-        return self._build.mask_dtype
+        return self._build.options.mask_dtype
 
     @property
     def num_packs(self) -> int:
@@ -140,7 +116,7 @@ class ShardWriter:
     @property
     def dropped_first_tokens(self) -> int:
         """Token-aligned masks that were set on a sequence's first token, which nothing predicts."""
-        return self._dropped_before + self._stage.dropped_first_tokens
+        return self._stage.dropped_first_tokens
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -149,17 +125,14 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._give_up(error)
+            self.abandon()
         elif not self._publication.closed:
             self.finalize()
 
     def __del__(self) -> None:
-        # Never finalized and never left through ``with``: without a mark the remains are of no use to anyone.
+        # Never finalized and never left through ``with``.
         if "_publication" in self.__dict__ and not self._publication.closed:
-            if self._marked:
-                self.suspend()
-            else:
-                self.abandon()
+            self.abandon()
 
     def add_pack(
         self,
@@ -288,39 +261,9 @@ class ShardWriter:
         """Abandon the build where a write fails halfway: the files no longer go together."""
         try:
             yield
-        except BaseException as error:
-            self._give_up(error)
-            raise
-
-    def _give_up(self, error: BaseException) -> None:
-        """After an error give the space back; an interrupted build that is marked can be gone on with."""
-        if self._marked and not isinstance(error, Exception):
-            self.suspend()
-        else:
+        except BaseException:
             self.abandon()
-
-    def mark(self, state: Mapping[str, Any]) -> None:
-        """Write what is staged, and note in the journal how far whoever adds the packs has come.
-
-        Args:
-            state: JSON object that ``InterruptedBuild.states`` gives back; all packs added so far are in it, and none
-                of those that follow.
-        """
-        self._require_open()
-        self.flush()
-        with self._all_or_nothing():
-            self._build.mark(state, self.dropped_first_tokens)
-            self._marked = True
-
-    def promote_mask_dtype(self) -> None:
-        """Go on with float32 masks: what was written as uint8 is rewritten, in bounded memory."""
-        if self.mask_dtype == np.float32:
-            return
-        self._require_open()
-        self._publication.require_owner()
-        self.flush()
-        with self._all_or_nothing():
-            self._build.widen_mask()
+            raise
 
     def complete(self) -> Header:
         """Write the indexes: a ``Shard`` can be opened at ``paths.unpublished``. Nothing more can be added.
@@ -375,7 +318,7 @@ class ShardWriter:
             )
 
     def suspend(self) -> None:
-        """Stop, and leave what is written for ``InterruptedBuild`` or ``recover``; what is only staged is lost."""
+        """Stop, and leave what is written for ``recover``; what is only staged is lost."""
         self._publication.close()
 
     def abandon(self) -> None:

@@ -7,13 +7,18 @@ or on a cluster (``ray``). What a run is of, and what an interrupted one left, i
 lies on disk.
 """
 
-from megatron_sft_idx.tokenize.begin import option_differences, packing_differences
+from megatron_sft_idx.tokenize.begin import (
+    PreprocessOptions,
+    corpus_prefix,
+    option_differences,
+    packing_differences,
+)
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.gather import pack_shard
 from megatron_sft_idx.tokenize.local import NOT_YET, Local, NotYet, available_cpus
 from megatron_sft_idx.tokenize.outcome import CorpusReport, PackReport, Summary, check_summary
 from megatron_sft_idx.tokenize.parts import encode_piece, remember_encoder
-from megatron_sft_idx.tokenize.pipeline import PreprocessOptions, Preview, corpus_prefix, preprocess, preview
+from megatron_sft_idx.tokenize.pipeline import Preview, preprocess, preview
 from megatron_sft_idx.tokenize.plan import PackOptions, output_prefixes
 
 __all__ = [

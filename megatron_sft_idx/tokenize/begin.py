@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from megatron_sft_idx.chat.inputs.files import InputFile
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
@@ -17,54 +17,103 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Remains, Shard, check_free, find_remains, read_header, recover
 from megatron_sft_idx.shard.prefix import is_set_aside, publish_all
 from megatron_sft_idx.tokenize.cut import Cutting, source_fingerprint
-from megatron_sft_idx.tokenize.encoding import RowEncoder
+from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.gather import drop_build
-from megatron_sft_idx.tokenize.plan import PackOptions
+from megatron_sft_idx.tokenize.plan import PackOptions, output_prefixes
 from megatron_sft_idx.tokenize.run_folder import RunFolder, RunState
 
-__all__ = ["Job", "Start", "begin", "find_done", "option_differences", "packing_differences", "require_not_output"]
+__all__ = [
+    "Job",
+    "PreprocessOptions",
+    "Start",
+    "begin",
+    "corpus_prefix",
+    "find_done",
+    "option_differences",
+    "packing_differences",
+    "require_not_output",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PreprocessOptions:
+    """One run.
+
+    Attributes:
+        inputs: files, globs and ``save_to_disk`` folders.
+        prefix: where the packed shard goes, or what the prefixes of several begin with.
+        encoding: rows to sequences.
+        packing: sequences to packs.
+        engine: ``local`` runs on this machine, ``ray`` on a Ray cluster. Changes no byte of the output.
+        ray_address: of the cluster; None starts one on this machine, and stops it.
+        workers: tokenising processes; 0 tokenises in this one, None takes all processors. Changes no byte.
+        output_shards: how many shards the packs are cut into.
+        overwrite: replace what is at the prefix.
+        resume: go on with a run that was interrupted, if it was of the same input and options.
+        keep_corpus: leave the tokenised corpus beside the packed shard, at ``PREFIX.unpacked``.
+        log_interval: rows between two lines of progress where there is no terminal; 0 for silence.
+    """
+
+    inputs: Sequence[str]
+    prefix: str
+    encoding: EncodingOptions
+    packing: PackOptions
+    engine: Literal["local", "ray"] = "local"
+    ray_address: str | None = None
+    workers: int | None = 0
+    output_shards: int = 1
+    overwrite: bool = False
+    resume: bool = False
+    keep_corpus: bool = False
+    log_interval: int = 0
+
+
+def corpus_prefix(prefix: str) -> str:
+    """Where the tokenised corpus of a packed shard lies."""
+    return prefix + ".unpacked"
 
 
 class Job(NamedTuple):
     """What a run is of.
 
     Attributes:
+        options: as given.
         files: the input.
         encoder: rows to sequences.
-        packing: sequences to packs.
         cutting: of the input.
-        prefix: of the packed shard, or what the prefixes of several begin with.
-        outputs: prefixes of the packed shards.
-        corpus: prefix of the tokenised corpus.
-        folder: of the parts.
-        keep_corpus: whether the corpus is a result too.
-        overwrite: shards may be replaced.
-        resume: go on with an interrupted run.
         log: takes lines for people.
     """
 
+    options: PreprocessOptions
     files: Sequence[InputFile]
     encoder: RowEncoder
-    packing: PackOptions
     cutting: Cutting
-    prefix: str
-    outputs: Sequence[str]
-    corpus: str
-    folder: RunFolder
-    keep_corpus: bool
-    overwrite: bool
-    resume: bool
     log: Callable[[str], None]
+
+    @property
+    def outputs(self) -> list[str]:
+        """Prefixes of the packed shards."""
+        return output_prefixes(self.options.prefix, self.options.output_shards)
+
+    @property
+    def corpus(self) -> str:
+        """Prefix of the tokenised corpus, where it is kept."""
+        return corpus_prefix(self.options.prefix)
+
+    @property
+    def folder(self) -> RunFolder:
+        """Of the parts."""
+        return RunFolder.of(self.options.prefix)
 
     def state(self, *, overwrite: bool) -> RunState:
         """What the folder says of it."""
         return RunState(
             [[file.path, file.num_bytes] for file in self.files],
             self.encoder.describe(),
-            {"packing": asdict(self.packing)},
+            {"packing": asdict(self.options.packing)},
             [self.cutting.piece_nbytes, self.cutting.pieces],
             overwrite,
-            self.keep_corpus,
+            self.options.keep_corpus,
         )
 
 
@@ -111,7 +160,7 @@ def _corpus_differences(header: Header, job: Job, *, corpus: bool) -> list[str]:
 def _shards_differences(headers: Sequence[Header], job: Job) -> list[str]:
     """As ``_corpus_differences``, and how they were packed, of the shards of one run; the input is read once."""
     for header in headers:
-        if differs := packing_differences(header.metadata, job.packing):
+        if differs := packing_differences(header.metadata, job.options.packing):
             return differs
     for header in headers[1:]:
         found, wanted = (each.metadata.get("sources") for each in (header, headers[0]))
@@ -149,14 +198,14 @@ def find_done(job: Job) -> list[Header]:
     Raises:
         FormatError: the shards that are there are others, and not to be replaced.
     """
-    if not job.resume:
+    if not job.options.resume:
         return []
     paths = [ShardPaths.of(prefix) for prefix in job.outputs]
     waiting = [each for each in paths if is_set_aside(each)]
     if waiting and all(each in waiting or not each.missing() for each in paths):
         # Shards of a run appear together.
         publish_all(waiting)
-        job.log(f"resuming: {job.prefix} was complete but for renames, which are done now")
+        job.log(f"resuming: {job.options.prefix} was complete but for renames, which are done now")
     for prefix in job.outputs:
         if not is_set_aside(ShardPaths.of(prefix)) and (left := _remains(prefix)) is not None and left.done:
             recover(prefix, overwrite=True)  # it had leave to replace what it replaces
@@ -177,7 +226,7 @@ def begin(job: Job) -> Start:
             other options.
     """
     there = _state_there(job)
-    return _resume(job, there) if job.resume else _begin(job, there)
+    return _resume(job, there) if job.options.resume else _begin(job, there)
 
 
 def _state_there(job: Job) -> RunState | None:
@@ -186,7 +235,7 @@ def _state_there(job: Job) -> RunState | None:
     try:
         return job.folder.read()
     except FormatError:
-        if job.overwrite:
+        if job.options.overwrite:
             return None
         raise
 
@@ -194,28 +243,28 @@ def _state_there(job: Job) -> RunState | None:
 def _begin(job: Job, there: RunState | None) -> Start:
     """A run that does not go on with an interrupted one; all parts of the same input serve it, and so does a corpus."""
     for prefix in job.outputs:
-        check_free(ShardPaths.of(prefix), overwrite=job.overwrite)
-    if not job.overwrite:
-        for prefix in (*job.outputs, *([job.corpus] if job.keep_corpus else [])):
+        check_free(ShardPaths.of(prefix), overwrite=job.options.overwrite)
+    if not job.options.overwrite:
+        for prefix in (*job.outputs, *([job.corpus] if job.options.keep_corpus else [])):
             if os.path.lexists(journal := ShardPaths.of(prefix).journal):
                 raise _interrupted(journal)
     usable = False
     if there is not None:
-        if not there.tokenized and not job.overwrite:
+        if not there.tokenized and not job.options.overwrite:
             raise _interrupted(job.folder.path)
         differs = _state_differences(there, job, packing=False)
         usable = there.tokenized and not differs
-        if not usable and not job.overwrite:
+        if not usable and not job.options.overwrite:
             raise FormatError(
                 f"{job.folder.path}: a tokenised corpus is here, made from something else: {'; '.join(differs)}; pass"
                 " --overwrite to replace it"
             )
-    corpus = _find_corpus(job, overwrite=job.overwrite)
+    corpus = _find_corpus(job, overwrite=job.options.overwrite)
     if not usable or corpus is not None:
         job.folder.clear()
-    state = replace(job.state(overwrite=job.overwrite), tokenized=usable)
+    state = replace(job.state(overwrite=job.options.overwrite), tokenized=usable)
     job.folder.write(state)
-    return Start(state, corpus, anew=job.overwrite)
+    return Start(state, corpus, anew=job.options.overwrite)
 
 
 def _interrupted(path: str) -> FormatError:
@@ -239,7 +288,7 @@ def _resume(job: Job, there: RunState | None) -> Start:
         job.log(f"resuming: the tokenised corpus at {job.corpus} is complete")
     elif there is None:
         _require_nothing_left(job, half_made)
-        job.log(f"{job.prefix}: nothing to resume, starting from the beginning")
+        job.log(f"{job.options.prefix}: nothing to resume, starting from the beginning")
     if there is None:
         job.folder.clear()
     state = replace(job.state(overwrite=replaces), tokenized=there is not None and there.tokenized)
@@ -254,7 +303,7 @@ def _half_made(job: Job) -> list[str]:
     for prefix in job.outputs:
         if (left := _remains(prefix)) is not None and not left.done:
             half_made.append(prefix)
-            if differs := packing_differences(left.build_options.metadata, job.packing):
+            if differs := packing_differences(left.build_options.metadata, job.options.packing):
                 raise _had_other(ShardPaths.of(prefix).journal, differs)
     return half_made
 
@@ -267,7 +316,7 @@ def _require_same_shards(job: Job) -> None:
             check_free(paths, overwrite=False)
             continue
         found = read_header(prefix).metadata
-        if differs := packing_differences(found, job.packing) or option_differences(found, job.encoder):
+        if differs := packing_differences(found, job.options.packing) or option_differences(found, job.encoder):
             raise _other_shard(prefix, differs)
 
 
@@ -287,7 +336,7 @@ def _state_differences(there: RunState, job: Job, *, packing: bool) -> list[str]
     wanted = job.state(overwrite=False)
     differs = option_differences(there.metadata, job.encoder)
     if packing:
-        differs = differs or packing_differences(there.packing, job.packing)
+        differs = differs or packing_differences(there.packing, job.options.packing)
     if not differs and (other := there.other_inputs(wanted)):
         differs = [other]
     if not differs and there.cutting != wanted.cutting:
@@ -331,7 +380,7 @@ def _find_corpus(job: Job, *, overwrite: bool) -> Shard | None:
             shard = Shard(job.corpus)
             if not (differs := _corpus_differences(shard.header, job, corpus=True)):
                 return shard
-    if job.keep_corpus:
+    if job.options.keep_corpus:
         if not paths.missing() and not overwrite:
             raise FormatError(
                 f"{job.corpus}: a tokenised corpus is here, made from something else: {'; '.join(differs)}; pass"

@@ -52,7 +52,9 @@ __all__ = [
 
 _LOCK_SECONDS = 60.0
 # Parts that stay mapped while packs are gathered from them.
-_MAX_OPEN = 128
+_MAX_OPEN = 64
+# About as many tokens are read of a part when it is opened.
+_TOKENS_A_PART = 8192
 _Advance = Callable[[int, int], None]
 
 
@@ -133,9 +135,10 @@ class PartsReader:
     """
 
     mask_alignment: MaskAlignment = "token"
-    window_tokens = 1 << 22
 
     def __init__(self, table: PartsTable) -> None:
+        # 5 to 10 bytes of memory each, twice; of many parts, enough that opening each is worth it.
+        self.window_tokens = min(max(_TOKENS_A_PART * len(table.paths), 1 << 22), 1 << 24)
         self._paths, self._bounds, self._mask_dtype = table.paths, table.bounds, np.dtype(table.mask_dtype)
         self._held: dict[int, Part] = {}
 

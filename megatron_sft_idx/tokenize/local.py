@@ -256,7 +256,7 @@ class _Mapping(Generic[Item, Result]):
                 if isinstance(error, BrokenProcessPool):
                     self._pool[number] = self._replace(worker, job)
                     break
-                job.done = True
+                job.done, job.item = True, None  # which may be large
                 if error is None:
                     self._done(future.result())
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,15 @@ from megatron_sft_idx.shard import Shard, ShardWriter, check_free
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.progress import Progress
-from megatron_sft_idx.tokenize.begin import Job, Start, begin, find_done, require_not_output
+from megatron_sft_idx.tokenize.begin import (
+    Job,
+    PreprocessOptions,
+    Start,
+    begin,
+    corpus_prefix,
+    find_done,
+    require_not_output,
+)
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.gather import (
@@ -62,54 +70,16 @@ from megatron_sft_idx.tokenize.parts import (
     parts_of,
     remember_encoder,
 )
-from megatron_sft_idx.tokenize.plan import PackedRun, PackOptions, Selection, output_prefixes, plan_packs
+from megatron_sft_idx.tokenize.plan import PackedRun, Selection, output_prefixes, plan_packs
 from megatron_sft_idx.tokenize.ray import Cluster, ray_cluster
 from megatron_sft_idx.tokenize.run_folder import RunFolder
 
-__all__ = ["PreprocessOptions", "Preview", "corpus_prefix", "preprocess", "preview"]
+__all__ = ["Preview", "preprocess", "preview"]
 
 _Engine = Local | Cluster
 _SAMPLE_NBYTES = 1 << 18
 # Nothing fits any more: all that this run has made is given back.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@dataclass(frozen=True, slots=True)
-class PreprocessOptions:
-    """One run.
-
-    Attributes:
-        inputs: files, globs and ``save_to_disk`` folders.
-        prefix: where the packed shard goes, or what the prefixes of several begin with.
-        encoding: rows to sequences.
-        packing: sequences to packs.
-        engine: ``local`` runs on this machine, ``ray`` on a Ray cluster. Changes no byte of the output.
-        ray_address: of the cluster; None starts one on this machine, and stops it.
-        workers: tokenising processes; 0 tokenises in this one, None takes all processors. Changes no byte.
-        output_shards: how many shards the packs are cut into.
-        overwrite: replace what is at the prefix.
-        resume: go on with a run that was interrupted, if it was of the same input and options.
-        keep_corpus: leave the tokenised corpus beside the packed shard, at ``PREFIX.unpacked``.
-        log_interval: rows between two lines of progress where there is no terminal; 0 for silence.
-    """
-
-    inputs: Sequence[str]
-    prefix: str
-    encoding: EncodingOptions
-    packing: PackOptions
-    engine: Literal["local", "ray"] = "local"
-    ray_address: str | None = None
-    workers: int | None = 0
-    output_shards: int = 1
-    overwrite: bool = False
-    resume: bool = False
-    keep_corpus: bool = False
-    log_interval: int = 0
-
-
-def corpus_prefix(prefix: str) -> str:
-    """Where the tokenised corpus of a packed shard lies."""
-    return prefix + ".unpacked"
 
 
 def preprocess(options: PreprocessOptions, log: Callable[[str], None] = lambda line: None) -> Summary:
@@ -157,7 +127,6 @@ class _Run:
         self.options, self.log, self.stack = options, log, stack
         self.pool: Local | None = None
         self.folder = RunFolder.of(options.prefix)
-        self.outputs = output_prefixes(options.prefix, options.output_shards)
         self.corpus = corpus_prefix(options.prefix)
         self.seconds: dict[str, float] = {}
         self.tokenized = _Tokenized()
@@ -166,13 +135,14 @@ class _Run:
     def run(self) -> Summary:
         with timed(self.seconds, "preparing"):
             files = expand_inputs(self.options.inputs)
-            require_not_output(files, [*self.outputs, self.corpus])
+            outputs = output_prefixes(self.options.prefix, self.options.output_shards)
+            require_not_output(files, [*outputs, self.corpus])
             if self.options.engine == "local":
                 # Workers import meanwhile what they need.
                 workers = self.options.workers
                 self.pool = self.stack.enter_context(Local(available_cpus() if workers is None else workers))
             encoder = RowEncoder(self.options.encoding)
-            job = self._job(files, encoder)
+            job = Job(self.options, files, encoder, Cutting.of(files), self.log)
             if done := find_done(job):
                 return self._found(done)
         with self.folder.locked():
@@ -184,23 +154,6 @@ class _Run:
                 raise
             self.folder.clear()
         return self._summary(report, packing)
-
-    def _job(self, files: Sequence[InputFile], encoder: RowEncoder) -> Job:
-        options = self.options
-        return Job(
-            files,
-            encoder,
-            options.packing,
-            Cutting.of(files),
-            options.prefix,
-            self.outputs,
-            self.corpus,
-            self.folder,
-            options.keep_corpus,
-            options.overwrite,
-            options.resume,
-            self.log,
-        )
 
     def _found(self, headers: Sequence[Header]) -> Summary:
         self.log(f"{self.options.prefix}: done already, with the same input and options")
@@ -251,7 +204,7 @@ class _Run:
         lengths = np.concatenate(self.tokenized.lengths).astype(np.int64)
         self.tokenized.lengths.clear()  # gigabytes of a large corpus
         with timed(self.seconds, "packing"):
-            if not job.keep_corpus:
+            if not job.options.keep_corpus:
                 return report, self._gather(engine, job, start, table, lengths)
             self._join(job, start, table, lengths)
             self.folder.remove_parts()

@@ -147,9 +147,11 @@ class RunFolder:
         try:
             yield
         finally:
-            if not self.exists:
-                self._remove()
-            os.close(fd)
+            try:
+                if not self.exists:
+                    self._remove()
+            finally:
+                os.close(fd)
 
     def _remove(self) -> None:
         """Remove the folder with what is left in it; one in which somebody put something else stays."""

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import io
 
-import numpy as np
 from fuzz.contract import put_files, refused, scratch
 from fuzz.fuzz_rebuild import contents
 from fuzz.pieces import split
 from fuzz.repair import repair_journal
 
 from megatron_sft_idx.check import verify_shard
-from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.journal import PACK, read_blocks, read_head
 from megatron_sft_idx.shard import Shard, find_remains, recover
 from megatron_sft_idx.shard.recovery import adopt_remains
 
-WIDENED = "x.loss.bin.tmp.float32"
-NAMES = ("x.journal", "x.bin.tmp", "x.loss.bin.tmp", "x.seq.bin.tmp", WIDENED, "x.idx.tmp", "x.seq.idx.tmp")
+NAMES = ("x.journal", "x.bin.tmp", "x.loss.bin.tmp", "x.seq.bin.tmp", "x.idx.tmp", "x.seq.idx.tmp")
 
 
 def run(data: bytes) -> None:
@@ -45,14 +43,13 @@ def run(data: bytes) -> None:
                 assert all(published[name] == content for name, content in contents(folder).items())
             else:
                 assert header.num_packs <= remains.num_packs
-                _hold_recovered(prefix, header, before)
+                _hold_recovered(prefix, before)
             continue
         assert "x.seq.idx" not in contents(folder)
-        # Of a build that was killed while its masks were widened, the wide file may have taken the other's name.
-        assert set(before) - {WIDENED} <= set(contents(folder))
+        assert set(before) <= set(contents(folder))
 
 
-def _hold_recovered(prefix: str, header: Header, before: dict[str, bytes]) -> None:
+def _hold_recovered(prefix: str, before: dict[str, bytes]) -> None:
     """The shard holds the first packs of the journal, and their data as it was."""
     report = verify_shard(prefix, full=True)
     assert report.ok, report.findings
@@ -65,12 +62,5 @@ def _hold_recovered(prefix: str, header: Header, before: dict[str, bytes]) -> No
     assert len(shard) <= len(records)
     left = contents(scratch("recover"))
     assert set(left) == {"x" + suffix for suffix in SUFFIXES}
-    for name in ("x.bin", "x.seq.bin"):
+    for name in ("x.bin", "x.loss.bin", "x.seq.bin"):
         assert before[f"{name}.tmp"].startswith(left[name])
-    masks = [before.get("x.loss.bin.tmp", b""), before.get(WIDENED, b"")]
-    kept = left["x.loss.bin"]
-    if header.mask_dtype == np.uint8:
-        assert masks[0].startswith(kept)
-    else:
-        widened = np.frombuffer(masks[0], np.uint8).astype("<f4").tobytes()
-        assert any(mask.startswith(kept) for mask in (*masks, widened))

@@ -79,7 +79,7 @@ def repair_journal(data: bytes) -> bytes:
     end = align(_HEAD.size + size, 8)
     if end + 8 > len(data):
         return data
-    head = _HEAD.pack(b"SFTJRNL1", size, reserved) + data[_HEAD.size : end]
+    head = _HEAD.pack(b"SFTJRNL3", size, reserved) + data[_HEAD.size : end]
     out = [head, struct.pack("<Q", xxhash.xxh3_64_intdigest(head))]
     at = end + 8
     while at + _BLOCK.size <= len(data):

@@ -29,7 +29,7 @@ from memmap_folders import make_folder  # noqa: E402
 from packs import demo_samples, five_files, write_samples  # noqa: E402
 from pbins import merged, pbin_of  # noqa: E402
 
-from megatron_sft_idx.layout.journal import DONE, MASK, PACK, encode_block, encode_head  # noqa: E402
+from megatron_sft_idx.layout.journal import DONE, PACK, encode_block, encode_head  # noqa: E402
 from megatron_sft_idx.layout.mmididx import IDX_HEADER  # noqa: E402
 from megatron_sft_idx.shard import ShardWriter  # noqa: E402
 
@@ -65,9 +65,8 @@ def shards() -> Iterator[dict[str, bytes]]:
 def journals() -> Iterator[bytes]:
     head = encode_head({"token_dtype": 4, "mask_dtype": 1, "capacity": None, "metadata": {"a": 1}})
     packs = encode_block(PACK, np.array([[3, 1], [9, 4]], np.uint32))
-    mask = encode_block(MASK, np.array([[7, 0]], np.uint32))
     done = encode_block(DONE, np.empty((0, 2), np.uint32))
-    yield from (head, head + packs, head + packs + mask + packs + done)
+    yield from (head, head + packs, head + packs + packs + done)
 
 
 def legacy_files() -> Iterator[bytes]:
@@ -128,12 +127,13 @@ def killed_builds() -> Iterator[bytes]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for weights in (False, True):
-            with ShardWriter(folder / "x", durable=False, capacity=40, metadata={"a": 1}) as writer:
+            mask_dtype = np.float32 if weights else np.uint8
+            options = {"mask_dtype": mask_dtype, "capacity": 40, "metadata": {"a": 1}}
+            with ShardWriter(folder / "x", durable=False, **options) as writer:
                 for pack in packs:
                     writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
                     writer.flush()
                 if weights:
-                    writer.promote_mask_dtype()
                     writer.add_pack([1, 2], [0.5, 0], [0])
                     writer.flush()
                 left = [folder / part for part in KILLED]
@@ -143,9 +143,7 @@ def killed_builds() -> Iterator[bytes]:
         write_samples(folder / "x", packs)
         done = [journal + encode_block(DONE, np.empty((0, 2), np.uint32)), *five_files(folder / "x").values()]
         tokens, loss, starts, idx, seq_idx = done[1:]
-        yield bytes([1 << KILLED.index("x.loss.bin.tmp.float32")]) + join(
-            [done[0], tokens, loss, starts, b"", idx, seq_idx]
-        )
+        yield bytes([0]) + join([done[0], tokens, loss, starts, idx, seq_idx])
 
 
 def _with_missing(paths: list[Path]) -> bytes:

@@ -300,14 +300,3 @@ def test_what_does_not_fit_the_room_waits_for_a_flush() -> None:
     assert all(bytes(getattr(stage, name)) == b"" for name in ("tokens", "mask", "starts", "records"))
     assert (stage.num_packs, stage.num_tokens) == (2, 8)
     assert add(stage, [3] * 60, [0] * 60, [0])  # larger than the room, alone
-
-
-def test_promotion_needs_an_empty_stage() -> None:
-    stage = stage_of()
-    add(stage, [1, 2], [1, 0], [0])
-    with pytest.raises(ValueError, match="flush them first"):
-        stage.promote_mask()
-    stage.clear()
-    stage.promote_mask()
-    add(stage, [1, 2], [0.5, 0], [0])
-    assert np.frombuffer(stage.mask, F32).tolist() == [0.5, 0]
