@@ -111,7 +111,7 @@ def test_the_journal_of_an_earlier_version_is_refused_with_the_remedy(tmp_path: 
     for act in (find_remains, recover):
         with pytest.raises(FormatError, match=r"earlier version .* recover it .* remove it with .*x\.\*\.tmp\* and"):
             act(tmp_path / "x")
-    with pytest.raises(FormatError, match="a file that no journal names"):
+    with pytest.raises(FormatError, match="expected a temporary file that a journal names"):
         ShardWriter(tmp_path / "x", overwrite=True)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 

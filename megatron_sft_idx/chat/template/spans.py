@@ -512,7 +512,11 @@ class SpanFinder:
         text, rules, last = self._text, self._rules, segments[-1]
         low, high = segments[0].start, last.start + len(text[last.start : last.stop].rstrip())
         places = self.places() or []
-        mine = [place for place in places if place.message == message and _within(place.at, segments)]
+        mine = [
+            place
+            for place in places
+            if place.message == message and any(one.start <= place.at <= one.stop for one in segments)
+        ]
         words = [place.at for place in mine if not place.stops and place.piece >= 0]
         words = words or [at for at, piece in found if piece.kind != "call"]
         # A called function may be named like something in a header: where its arguments start is certain.
@@ -678,10 +682,6 @@ def _content_of(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     content = content[0].get("text") if type(content) is list and len(content) == 1 else content
     return content.strip() if type(content) is str else ""
-
-
-def _within(at: int, segments: Sequence[Segment]) -> bool:
-    return any(one.start <= at <= one.stop for one in segments)
 
 
 def _tag_before(text: str, at: int) -> str:
