@@ -48,7 +48,7 @@ test-megatron: $(VENV)/built  ## faces, training and live data against each Pyth
 
 test-ray: $(VENV)/built  ## preprocess --engine ray on clusters of several nodes on this machine, killed and not; installs Ray
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test,ray]'
-	@$(BIN)/python -m pytest -m 'slow or not slow' tests/test_ray_stretches.py tests/test_ray_parts.py tests/test_ray_engine.py tests/test_readme_ray.py tests/slow/test_ray_scale.py
+	@$(BIN)/python -m pytest -m 'slow or not slow' tests/test_ray_engine.py tests/test_readme_ray.py tests/slow/test_ray_scale.py
 
 test-browser: $(VENV)/built  ## the inspector's page in Chromium, from Debian's package where there is none; screenshots in build/
 	@command -v chromium >/dev/null || apt-get install -qq -y --no-install-recommends chromium >/dev/null || \

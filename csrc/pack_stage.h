@@ -6,25 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "rules.h"
+
 namespace sft_idx {
-
-enum class TokenType { u16, i32, i64 };
-enum class MaskType { u8, i64, f32, f64 };
-
-// Packs as the caller has them, end to end. starts are positions inside their pack.
-struct PackInput {
-  const void* tokens;
-  TokenType token_type;
-  const void* mask;
-  MaskType mask_type;
-  std::size_t tokens_count;  // also the mask's
-  const std::int64_t* starts;
-  std::size_t starts_count;
-  const std::int64_t* lengths;    // [packs], tokens
-  const std::int64_t* sequences;  // [packs], sequences
-  std::size_t packs;
-  bool token_aligned;  // else label-aligned
-};
 
 // Holds staged tokens (u16 or i32), masks (u8 or f32), starts and journal records until they are written and cleared,
 // and the running counts of all packs ever added.
@@ -35,9 +19,7 @@ class PackStage {
     std::int64_t trained_tokens = 0;
     std::int64_t masked_packs = 0;         // packs with no trained position
     std::int64_t dropped_first = 0;        // token-aligned masks set on a sequence's first token
-    std::int64_t longest_pack = 0;         // tokens
-    std::int64_t longest_padded_pack = 0;  // each sequence rounded up to the multiple
-    std::int64_t most_sequences = 0;
+    PackSizes sizes;
   };
 
   // room: tokens staged before add() asks for a flush. capacity: most positions of a pack, each sequence rounded up.
@@ -52,28 +34,21 @@ class PackStage {
   void clear();
 
   const Totals& totals() const { return totals_; }
-  TokenType token_type() const { return token_type_; }
-  MaskType mask_type() const { return mask_type_; }
+  TokenType token_type() const { return rules_.tokens; }
+  MaskType mask_type() const { return rules_.mask; }
   const std::vector<unsigned char>& tokens() const { return tokens_; }
   const std::vector<unsigned char>& mask() const { return mask_; }
   const std::vector<std::uint32_t>& starts() const { return starts_; }
   const std::vector<std::uint32_t>& records() const { return records_; }  // length, sequences of each staged pack
 
  private:
-  Totals check_shapes(const PackInput& input) const;
-  [[noreturn]] void fail_at_token(const PackInput& input, std::size_t token, const std::string& what) const;
-  template <typename In, typename Out>
+  [[noreturn]] void fail(const Breach& breach) const;
+  template <typename Out>
   void copy_tokens(const PackInput& input, Out* out) const;
-  template <typename In, typename Out>
+  template <typename Out>
   void copy_mask(const PackInput& input, Out* out, Totals& added) const;
-  template <typename Out>
-  void copy_tokens_to(const PackInput& input, Out* out) const;
-  template <typename Out>
-  void copy_mask_to(const PackInput& input, Out* out, Totals& added) const;
 
-  TokenType token_type_;
-  MaskType mask_type_;
-  std::int64_t capacity_, multiple_;
+  PackRules rules_;
   std::size_t room_;
   Totals totals_;
   std::vector<unsigned char> tokens_, mask_;

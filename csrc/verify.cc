@@ -1,7 +1,6 @@
 #include "verify.h"
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <type_traits>
@@ -12,15 +11,7 @@ namespace sft_idx {
 namespace {
 
 template <typename Mask>
-std::int64_t bits_of(Mask value) {
-  std::conditional_t<sizeof(Mask) == 1, std::uint8_t, std::uint32_t> bits;
-  static_assert(sizeof bits == sizeof value);
-  std::memcpy(&bits, &value, sizeof bits);
-  return static_cast<std::int64_t>(bits);
-}
-
-// Sequences whose number times any multiple fits 63 bits.
-constexpr std::int64_t most_counted = std::int64_t{1} << 31;
+using Found = std::conditional_t<std::is_floating_point_v<Mask>, double, std::int64_t>;
 
 struct Steps {
   bool ascend;  // strictly, from 0 or more to limit or less
@@ -46,45 +37,6 @@ Steps steps(const std::vector<std::int64_t>& offsets, std::int64_t limit) {
 
 }  // namespace
 
-template <typename Id>
-BadIds find_bad_ids(const Id* ids, std::size_t count, std::int64_t limit, std::size_t most) {
-  BadIds out;
-  if (limit < 1) throw std::invalid_argument("limit must be 1 or more");
-  const std::int64_t room = std::int64_t{std::numeric_limits<Id>::max()} + 1;
-  if (std::is_unsigned_v<Id> && limit >= room) return out;
-  const Id largest = static_cast<Id>(std::min(limit, room) - 1);
-  using Bits = std::make_unsigned_t<Id>;
-  Bits bad = 0;
-  for (std::size_t i = 0; i < count; ++i) {
-    // A negative id has the highest bit of an unsigned one: one comparison sees both.
-    bad = static_cast<Bits>(bad | static_cast<Bits>(static_cast<Bits>(ids[i]) > static_cast<Bits>(largest)));
-  }
-  if (!bad) return out;
-  for (std::size_t i = 0; i < count; ++i) {
-    if (static_cast<Bits>(ids[i]) <= static_cast<Bits>(largest)) continue;
-    if (out.positions.size() < most) out.positions.push_back(static_cast<std::int64_t>(i));
-    ++out.count;
-  }
-  return out;
-}
-
-template BadIds find_bad_ids(const std::uint16_t*, std::size_t, std::int64_t, std::size_t);
-template BadIds find_bad_ids(const std::int32_t*, std::size_t, std::int64_t, std::size_t);
-
-template <typename Found>
-bool is_scaled(const Found* found, const std::int64_t* values, std::size_t count, std::int64_t scale,
-               std::int64_t shift) {
-  std::uint64_t differs = 0;
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::uint64_t scaled = static_cast<std::uint64_t>(values[i]) * static_cast<std::uint64_t>(scale);
-    differs |= static_cast<std::uint64_t>(found[i]) ^ (scaled + static_cast<std::uint64_t>(shift));
-  }
-  return !differs;
-}
-
-template bool is_scaled(const std::int32_t*, const std::int64_t*, std::size_t, std::int64_t, std::int64_t);
-template bool is_scaled(const std::int64_t*, const std::int64_t*, std::size_t, std::int64_t, std::int64_t);
-
 PackWalk::PackWalk(const Limits& limits) : limits_(limits) {
   constexpr std::int64_t most = std::numeric_limits<std::int32_t>::max(), most_count = std::int64_t{1} << 56;
   if (std::min(limits.sequences, limits.tokens) < 0 || std::max(limits.sequences, limits.tokens) > most_count) {
@@ -95,8 +47,8 @@ PackWalk::PackWalk(const Limits& limits) : limits_(limits) {
   }
 }
 
-void PackWalk::broken(const char* rule, std::int64_t pack, std::int64_t at, std::int64_t found,
-                      std::int64_t expected) {
+void PackWalk::broken(const char* rule, std::int64_t pack, std::int64_t at,
+                      std::variant<std::int64_t, double> found, std::int64_t expected) {
   if (counts_[rule]++ < static_cast<std::int64_t>(limits_.most)) breaches_.push_back({rule, pack, at, found, expected});
 }
 
@@ -120,8 +72,8 @@ void PackWalk::packs(const std::int64_t* token_offsets, const std::int64_t* sequ
   const bool follows = token_offsets_[0] >= last_end_ && sequence_offsets_[0] >= last_sequence_ &&
                        token_offsets_[count] < token_ahead && sequence_offsets_[count] < sequence_ahead;
   if (follows && tokens.ascend && sequences.ascend && tokens.longest <= limits_.capacity) {
-    totals_.longest_pack = std::max(totals_.longest_pack, tokens.longest);
-    totals_.most_sequences = std::max(totals_.most_sequences, sequences.longest);
+    totals_.sizes.longest = std::max(totals_.sizes.longest, tokens.longest);
+    totals_.sizes.most_sequences = std::max(totals_.sizes.most_sequences, sequences.longest);
     last_end_ = token_offsets_[count];
     last_sequence_ = sequence_offsets_[count];
   } else {
@@ -158,8 +110,8 @@ void PackWalk::measure() {
     const auto [begin, end, first, last] = pack(k);
     const std::int64_t length = end - begin;
     if (length > limits_.capacity) broken("P1", number(k), number(k), length, limits_.capacity);
-    totals_.longest_pack = std::max(totals_.longest_pack, length);
-    totals_.most_sequences = std::max(totals_.most_sequences, last - first);
+    totals_.sizes.longest = std::max(totals_.sizes.longest, length);
+    totals_.sizes.most_sequences = std::max(totals_.sizes.most_sequences, last - first);
   }
 }
 
@@ -206,15 +158,15 @@ std::size_t PackWalk::whole_packs(const std::uint32_t* values, std::size_t count
     const Pack open = pack(k);
     if (open.last - first_sequence > given) break;
     const std::int64_t length = open.end - open.begin, last = open.last - open.first - 1;
-    bool sound = values[taken] == 0 && values[taken + last] < length;
-    for (std::int64_t i = taken; i < taken + last; ++i) {
-      sound &= values[i + 1] > values[i];
-      ends[i] = open.begin + values[i + 1];
-    }
+    if (length > capacity || !starts_ok(values + taken, last + 1, length)) break;
+    for (std::int64_t i = taken; i < taken + last; ++i) ends[i] = open.begin + values[i + 1];
     ends[taken + last] = open.end;
-    // Most packs have room for the most that rounding up can add, and need not be divided up.
-    const bool roomy = last < most_counted && (last + 1) * added <= capacity - length;
-    if (!sound || (!roomy && !fits(open, ends + taken))) break;
+    // Packs that rounding up cannot make the longest so far need not be divided up.
+    if (length + (last + 1) * added > totals_.sizes.longest_padded) {
+      const std::int64_t padded = padded_length(values + taken, last + 1, length, limits_.multiple);
+      if (padded > capacity) break;
+      totals_.sizes.longest_padded = std::max(totals_.sizes.longest_padded, padded);
+    }
     taken += last + 1;
   }
   if (k == first) return 0;
@@ -223,19 +175,6 @@ std::size_t PackWalk::whole_packs(const std::uint32_t* values, std::size_t count
   known_ = token_offsets_[k];
   totals_.packs += static_cast<std::int64_t>(k - first);
   return static_cast<std::size_t>(taken);
-}
-
-// Whether a pack has room for its sequences, rounded up, which end at these places.
-bool PackWalk::fits(const Pack& pack, const std::int64_t* ends) const {
-  if (pack.end - pack.begin > limits_.capacity) return false;
-  // Lengths and multiples have 31 bits, and processors divide 32 bits faster than 64.
-  const auto multiple = static_cast<std::uint32_t>(limits_.multiple);
-  std::int64_t padded = 0, begin = pack.begin;
-  for (std::int64_t i = 0; i < pack.last - pack.first && padded <= limits_.capacity; ++i) {
-    padded += std::int64_t{(static_cast<std::uint32_t>(ends[i] - begin) + multiple - 1) / multiple} * multiple;
-    begin = ends[i];
-  }
-  return padded <= limits_.capacity;
 }
 
 void PackWalk::start(const Pack& pack, std::int64_t value) {
@@ -266,8 +205,12 @@ void PackWalk::end_sequence(const Pack& pack, std::int64_t end) {
 void PackWalk::end_pack(const Pack& pack) {
   const std::int64_t length = pack.end - pack.begin;
   end_sequence(pack, length);
-  if (sound_ && length <= limits_.capacity && padded_ > limits_.capacity) {
-    broken("P5", number(at_), number(at_), padded_, limits_.capacity);
+  if (sound_ && length <= limits_.capacity) {
+    if (padded_ > limits_.capacity) {
+      broken("P5", number(at_), number(at_), padded_, limits_.capacity);
+    } else {
+      totals_.sizes.longest_padded = std::max(totals_.sizes.longest_padded, padded_);
+    }
   }
   ++totals_.packs;
   ++at_;
@@ -280,11 +223,11 @@ void PackWalk::mask(const Mask* values, std::size_t count) {
   totals_.trained_tokens += seen.nonzero;
   for (std::int64_t i = begin; !seen.ok && i < stop; ++i) {
     const Mask value = values[i - begin];
-    if (!mask_value_ok<Mask>(value)) broken("P7", -1, i, bits_of(value), 0);
+    if (!mask_value_ok<Mask>(value)) broken("P7", -1, i, Found<Mask>{value}, 0);
   }
   for (; next_end_ < num_ends_ && ends_[next_end_] <= stop; ++next_end_) {
     const std::int64_t at = ends_[next_end_] - 1;
-    if (at >= begin && values[at - begin] != Mask{0}) broken("P6", -1, at, bits_of(values[at - begin]), 0);
+    if (at >= begin && values[at - begin] != Mask{0}) broken("P6", -1, at, Found<Mask>{values[at - begin]}, 0);
   }
   for (; seen_ < run_packs(); ++seen_) {
     if (passed_over(seen_)) continue;

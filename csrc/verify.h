@@ -8,32 +8,13 @@
 #include <string>
 #include <vector>
 
+#include "rules.h"
+
 namespace sft_idx {
 
-// Where a rule is broken. `at` counts offsets (O1, O2), packs (P1, P5), sequences (P2 to P4) or tokens (P6, P7) from
-// the shard's beginning; `pack` is -1 for those of tokens. `expected` is the most that is allowed, except for an offset
-// that does not ascend and a start (P2, P3), which has to be more than that or equal to it. A float32 mask is `found`
-// as its bits.
-struct Breach {
-  const char* rule;
-  std::int64_t pack, at, found, expected;
-};
-
-struct BadIds {
-  std::int64_t count = 0;               // all of them
-  std::vector<std::int64_t> positions;  // the first `most`
-};
-
-// Ids outside 0 to limit - 1.
-template <typename Id>
-BadIds find_bad_ids(const Id* ids, std::size_t count, std::int64_t limit, std::size_t most);
-
-// Whether found[i] is shift + scale * values[i] for all i, in 64 bits that wrap around.
-template <typename Found>
-bool is_scaled(const Found* found, const std::int64_t* values, std::size_t count, std::int64_t scale,
-               std::int64_t shift);
-
-// Walks the packs of one shard in order. The caller hands in, in turn: a run of packs, the starts they ask for in any
+// Walks the packs of one shard in order. In its breaches `at` counts offsets (O1, O2), packs (P1, P5), sequences (P2
+// to P4) or tokens (P6, P7) from the shard's beginning; `pack` is -1 for those of tokens; `expected` of an offset that
+// does not ascend is the one before it. The caller hands in, in turn: a run of packs, the starts they ask for in any
 // number of pieces, and after each piece the masks of the tokens that known() covers; masks that come later than that
 // are not held against it. Packs whose offsets make no sense are reported and passed over, and so are their neighbours
 // where they overlap. Runs and packs that are as they should be take a short way, which only tells that they are.
@@ -46,7 +27,8 @@ class PackWalk {
   };
   struct Totals {
     std::int64_t packs = 0;  // whose structure could be checked
-    std::int64_t trained_tokens = 0, masked_packs = 0, longest_pack = 0, most_sequences = 0;
+    std::int64_t trained_tokens = 0, masked_packs = 0;
+    PackSizes sizes;  // longest_padded is of packs that break no rule
   };
 
   explicit PackWalk(const Limits& limits);
@@ -80,10 +62,10 @@ class PackWalk {
   bool passed_over(std::size_t k) const { return !passed_over_.empty() && passed_over_[k]; }
   std::int64_t number(std::size_t k) const { return run_begin_ + static_cast<std::int64_t>(k); }
 
-  void broken(const char* rule, std::int64_t pack, std::int64_t at, std::int64_t found, std::int64_t expected);
+  void broken(const char* rule, std::int64_t pack, std::int64_t at, std::variant<std::int64_t, double> found,
+              std::int64_t expected);
   void pass_over(std::int64_t token_ahead, std::int64_t sequence_ahead);
   void measure();
-  bool fits(const Pack& pack, const std::int64_t* ends) const;
   std::size_t whole_packs(const std::uint32_t* values, std::size_t count);
   void start(const Pack& pack, std::int64_t value);
   void end_sequence(const Pack& pack, std::int64_t end);

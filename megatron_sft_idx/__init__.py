@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers know the names below by
     from megatron_sft_idx.builder import SFTIndexedDatasetBuilder as SFTIndexedDatasetBuilder
+    from megatron_sft_idx.check import verify_shard as verify_shard
     from megatron_sft_idx.dataset import MMapIndexedDataset as MMapIndexedDataset
     from megatron_sft_idx.dataset import SFTIndexedDataset as SFTIndexedDataset
     from megatron_sft_idx.errors import CorruptShardError as CorruptShardError
@@ -18,19 +19,18 @@ if TYPE_CHECKING:  # what type checkers know the names below by
     from megatron_sft_idx.errors import ShardNotFoundError as ShardNotFoundError
     from megatron_sft_idx.errors import StorageError as StorageError
     from megatron_sft_idx.errors import UnsupportedVersionError as UnsupportedVersionError
-    from megatron_sft_idx.formats.dataset import PackedDataset as PackedDataset
-    from megatron_sft_idx.formats.dataset import open_dataset as open_dataset
-    from megatron_sft_idx.formats.memmap_writer import MemmapShardWriter as MemmapShardWriter
+    from megatron_sft_idx.formats.memmap import MemmapShardWriter as MemmapShardWriter
     from megatron_sft_idx.formats.npy import LegacyPickleWriter as LegacyPickleWriter
+    from megatron_sft_idx.formats.packed_dataset import PackedDataset as PackedDataset
+    from megatron_sft_idx.formats.packed_dataset import open_dataset as open_dataset
+    from megatron_sft_idx.live.live_loader import LiveDataset as LiveDataset
+    from megatron_sft_idx.live.live_loader import LiveLoader as LiveLoader
     from megatron_sft_idx.packing import PackPlan as PackPlan
     from megatron_sft_idx.packing import pack_sequences as pack_sequences
     from megatron_sft_idx.shard import Shard as Shard
     from megatron_sft_idx.shard import ShardWriter as ShardWriter
-    from megatron_sft_idx.streaming import LiveDataset as LiveDataset
-    from megatron_sft_idx.streaming import LiveLoader as LiveLoader
-    from megatron_sft_idx.training.dataset import PackedSFTDataset as PackedSFTDataset
-    from megatron_sft_idx.training.dataset import PackedSFTDatasetConfig as PackedSFTDatasetConfig
-    from megatron_sft_idx.verify import verify_shard as verify_shard
+    from megatron_sft_idx.training.sft_dataset import PackedSFTDataset as PackedSFTDataset
+    from megatron_sft_idx.training.sft_dataset import PackedSFTDatasetConfig as PackedSFTDatasetConfig
 
 __version__ = "0.1.0"
 
@@ -40,14 +40,14 @@ _HOMES = {
     "CorruptShardError": "errors",
     "FormatError": "errors",
     "LegacyPickleWriter": "formats.npy",
-    "LiveDataset": "streaming",
-    "LiveLoader": "streaming",
+    "LiveDataset": "live.live_loader",
+    "LiveLoader": "live.live_loader",
     "MMapIndexedDataset": "dataset",
-    "MemmapShardWriter": "formats.memmap_writer",
+    "MemmapShardWriter": "formats.memmap",
     "PackPlan": "packing",
-    "PackedDataset": "formats.dataset",
-    "PackedSFTDataset": "training.dataset",
-    "PackedSFTDatasetConfig": "training.dataset",
+    "PackedDataset": "formats.packed_dataset",
+    "PackedSFTDataset": "training.sft_dataset",
+    "PackedSFTDatasetConfig": "training.sft_dataset",
     "SFTIndexError": "errors",
     "SFTIndexedDataset": "dataset",
     "SFTIndexedDatasetBuilder": "builder",
@@ -57,9 +57,9 @@ _HOMES = {
     "ShardWriter": "shard",
     "StorageError": "errors",
     "UnsupportedVersionError": "errors",
-    "open_dataset": "formats.dataset",
+    "open_dataset": "formats.packed_dataset",
     "pack_sequences": "packing",
-    "verify_shard": "verify",
+    "verify_shard": "check",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

@@ -156,10 +156,10 @@ def will_need(array: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.
 def check_pickle(data: NDArray[np.uint8]) -> int: ...
 def parse_pickled_pairs(data: NDArray[np.uint8]) -> NDArray[np.int64]: ...
 
-# ---- a shard's files held against the rules ----
+# ---- rules ----
 
-def find_bad_ids(ids: NDArray[Any], limit: int, most: int) -> tuple[int, NDArray[np.int64]]: ...
-def is_scaled(found: NDArray[Any], values: NDArray[np.int64], scale: int, shift: int) -> bool: ...
+# Rule, pack, position, found, expected.
+_Breach = tuple[str, int, int, int | float, int]
 
 class PackWalk:
     def __init__(self, *, sequences: int, tokens: int, capacity: int, multiple: int, most: int) -> None: ...
@@ -169,33 +169,26 @@ class PackWalk:
     next_sequence: int
     wanted_sequences: int
     known: int
-    breaches: list[tuple[str, int, int, int, int]]
+    breaches: list[_Breach]
     counts: dict[str, int]
     num_packs: int
     num_trained_tokens: int
     num_masked_packs: int
     longest_pack: int
+    longest_padded_pack: int
     most_sequences: int
 
-def packs_are_sound(
+def first_breach(
     tokens: NDArray[Any],
     mask: NDArray[Any],
     starts: NDArray[np.int64],
     lengths: NDArray[np.int64],
     sequences: NDArray[np.int64],
-    most_tokens: int,
-) -> bool: ...
-
-# ---- what is derived where indexes are lost ----
-
-def first_fits(
-    flags: NDArray[np.bool_],
-    base: int,
-    tokens: int,
-    starts: NDArray[np.uint32],
-    offsets: NDArray[np.int64],
-    least: int,
-) -> tuple[NDArray[np.int64], int]: ...
+    token_aligned: bool,
+    capacity: int,
+    token_dtype: np.dtype[Any],
+    mask_dtype: np.dtype[Any],
+) -> tuple[_Breach, str] | None: ...
 
 # ---- what is counted and compared in sequences ----
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.shard import Pack, Shard
-from megatron_sft_idx.shard.published import missing_files
+from megatron_sft_idx.shard.opening import missing_files
 from megatron_sft_idx.storage import CACHE_NBYTES, Advice, BackendName, ReadOptions, is_remote
 
 __all__ = ["MMapIndexedDataset", "SFTIndexedDataset"]

@@ -10,7 +10,7 @@ import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from packs import Sample, sample_of, write_samples
 
-from megatron_sft_idx.training.dataset import PackedSFTDataset, PackedSFTDatasetConfig
+from megatron_sft_idx.training.sft_dataset import PackedSFTDataset, PackedSFTDatasetConfig
 
 CAPACITY = 32
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.shards import budgets
+from megatron_sft_idx.shard import shard_set
 
 # The same examples in every run, however slow the machine, so that a failure is of the change that is tested.
 # Another profile looks further: HYPOTHESIS_PROFILE=default make test
@@ -98,12 +98,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture
 def no_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any set has more shards than are mapped."""
-    monkeypatch.setattr(budgets.MAPPED_SHARDS, "most", 0)
+    monkeypatch.setattr(shard_set, "MAPPED_SHARDS", 0)
 
 
 @pytest.fixture(params=["held", "reopened"])
 def many(request: pytest.FixtureRequest, no_maps: None, monkeypatch: pytest.MonkeyPatch) -> str:
     """Sets are not mapped, and are held in memory or not even that."""
     if request.param == "reopened":
-        monkeypatch.setattr(budgets.MEMORY_NBYTES, "most", 0)
+        monkeypatch.setattr(shard_set, "MEMORY_NBYTES", 0)
     return str(request.param)

@@ -15,10 +15,10 @@ import numpy as np
 from damage import Files, damaged, read_everything
 from packs import Sample, five_files, sample_of, write_samples
 
+from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import SFTIndexError
-from megatron_sft_idx.preprocess import PackOptions, pack_shard
 from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.verify import verify_shard
+from megatron_sft_idx.tokenize import PackOptions, pack_shard
 
 CAPACITY = 48
 OVERLONG = ("error", "drop", "truncate", "split")

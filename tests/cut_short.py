@@ -18,7 +18,8 @@ from kills import killed_after
 from obstacles import Cell, attempt, judge_bystanders, results
 
 # What changes a disk.
-STEPS = ("open", "write", "pwrite", "fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir", "ftruncate")
+STEPS = ("open", "write", "pwrite", "fsync", "rename", "replace", "link", "unlink", "mkdir", "rmdir")
+STEPS += ("ftruncate", "posix_fallocate")
 
 
 @contextlib.contextmanager

@@ -16,19 +16,21 @@ LAYERS = [
     {"_native"},
     {"layout", "errors"},
     {"chat", "packing", "storage"},
-    {"shard", "verify", "rebuild", "merge", "transfer"},
-    {"formats", "shards", "catalog"},
+    {"shard", "check", "packs", "transfer"},
+    {"formats"},
     {"dataset", "builder"},
-    {"preprocess", "convert", "produce", "report", "bench_read", "streaming", "training"},
+    {"tokenize", "produce", "inspect", "live", "training"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-FACES, VERBS, CLI = LEVEL["dataset"], LEVEL["preprocess"], LEVEL["cli"]
+FACES, VERBS, CLI = LEVEL["dataset"], LEVEL["tokenize"], LEVEL["cli"]
 # The package's __init__ offers names of every layer, lazily; nothing inside imports them from there.
 ROOT = len(LAYERS)
 
 MEGATRON = {"torch", "megatron"}
-LIGHT_VERBS = {"preprocess", "convert", "produce", "report", "bench_read"}
+LIGHT_VERBS = {"tokenize", "produce", "inspect"}
+# What producers share with training: the documents of a live catalog, and waiting for them.
+LIGHT_MODULES = {"live", "live.acks", "live.catalog", "live.catalog_watch"}
 # Imported where used, never when a module of ours is imported.
 CLOUD = {"boto3", "botocore", "multistorageclient", "obstore"}
 HEAVY = (
@@ -47,8 +49,9 @@ PRIVATE = re.compile(r"(?<![\w.\-/])/(?:wor[k]|tm[p]|hom[e]|roo[t])/[\w.]")
 
 def is_light(module: str) -> bool:
     """Whether importing this module of the package must not import torch or Megatron."""
-    top = [*module.split("."), ""][1]
-    return not top or LEVEL[top] < FACES or LEVEL[top] >= CLI or top in LIGHT_VERBS
+    _, _, inner = module.partition(".")
+    top = inner.partition(".")[0]
+    return not top or LEVEL[top] < FACES or LEVEL[top] >= CLI or top in LIGHT_VERBS or inner in LIGHT_MODULES
 
 
 @dataclass(frozen=True)

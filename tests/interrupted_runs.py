@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from chats import CHATS, SUFFIXES, Outcome, files_of, preprocess, remains, write_rows
-from kills import copy_remains
 from packs import opens
 
-from megatron_sft_idx.layout.journal import PACK, read_blocks, read_head
-from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder, corpus, pipeline, source
 from megatron_sft_idx.produce import production
-from megatron_sft_idx.shard import Shard, find_remains, recover
+from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder, cut, parts, pipeline
 
 PIECE_NBYTES = 1500
 
@@ -31,9 +27,9 @@ def be_quick(patch: pytest.MonkeyPatch) -> None:
             encoders[key] = RowEncoder(options)
         return encoders[key]
 
-    patch.setattr(source, "PIECE_NBYTES", PIECE_NBYTES)
+    patch.setattr(cut, "PIECE_NBYTES", PIECE_NBYTES)
     patch.setattr(pipeline, "RowEncoder", encoder)
-    patch.setattr(corpus, "RowEncoder", encoder)
+    patch.setattr(parts, "RowEncoder", encoder)
     patch.setattr(production, "RowEncoder", encoder)
     patch.setenv("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
 
@@ -57,7 +53,8 @@ class Case:
     Attributes:
         files: the bytes of the packed shard.
         counts: its summary, but for seconds.
-        corpus: the tokenised corpus.
+        corpus: the ids of each sequence of the tokenised corpus.
+        largest_part: bytes of the largest part on the way, where it is made in this process.
         seconds: what a run takes.
     """
 
@@ -65,9 +62,21 @@ class Case:
         self.folder = folder
         self.options = ("--input", write_rows(folder / "rows.jsonl", rows), "--on-bad-row", "skip", *options)
         calm = folder / "calm" / "x"
-        assert self.run(calm, "--keep-corpus").code == 0
+        sizes = [0]
+        with pytest.MonkeyPatch.context() as patch:
+            write_part = parts.write_part
+
+            def sized(path: str, *arguments: Any) -> Any:
+                info = write_part(path, *arguments)
+                sizes.append(Path(path).stat().st_size)
+                return info
+
+            patch.setattr(parts, "write_part", sized)
+            assert self.run(calm, "--keep-corpus").code == 0
+        self.largest_part = max(sizes)
         self.files, self.counts = files_of(calm), self.counts_of(calm)
-        self.corpus = Shard(f"{calm}.unpacked")
+        corpus = Shard(f"{calm}.unpacked")
+        self.corpus = [corpus[i]["input_ids"].tolist() for i in range(len(corpus))]
         begin = time.monotonic()
         assert self.run(calm, "--overwrite").code == 0
         self.seconds = time.monotonic() - begin
@@ -84,32 +93,17 @@ class Case:
         return {name: summary[name] for name in ("corpus", "packing")}
 
     def check_what_is_left(self, prefix: Path) -> None:
-        """No shard or a whole one; and every pack that the journal knows can be recovered."""
+        """No shard or a whole one; and every part that has its name is whole, and is of the corpus, in its order."""
         if opens(prefix):
             assert files_of(prefix) == self.files
-        where = f"{prefix}.unpacked"
-        if opens(where) or not (recorded := self._recorded(Path(f"{where}.journal"))):
-            return
-        copy = self.folder / "recovered"
-        copy_remains(prefix.parent, copy)
-        left = find_remains(copy / "x.unpacked")
-        assert left is not None
-        assert left.num_packs == recorded
-        header = recover(copy / "x.unpacked")
-        assert header.num_packs == recorded
-        found, whole = Shard(copy / "x.unpacked").files, self.corpus.files
-        assert np.array_equal(found.tokens[:], whole.tokens[: header.num_tokens])
-        assert np.array_equal(found.loss[:], whole.loss[: header.num_tokens])
-        assert np.array_equal(found.starts[:], whole.starts[: header.num_sequences])
-        shutil.rmtree(copy)
-
-    def _recorded(self, journal: Path) -> int:
-        """Packs in complete blocks."""
-        if not journal.exists() or not journal.stat().st_size:
-            return 0
-        with open(journal, "rb") as stream:
-            read_head(stream, str(journal))
-            return sum(len(block.records) for block in read_blocks(stream) if block.kind == PACK)
+        at = 0
+        for path in sorted(Path(f"{prefix}.parts").glob("*.part")):
+            part = parts.Part(str(path), verify=True)
+            ends = part.starts + part.lengths
+            found = [part.ids[a:b].tolist() for a, b in zip(part.starts.tolist(), ends.tolist(), strict=True)]
+            while self.corpus[at : at + len(found)] != found:
+                at += 1
+                assert at < len(self.corpus), f"{path} is no part of the corpus"
 
     def assert_ends_the_same(self, prefix: Path, *more: object) -> None:
         resumed = self.run(prefix, "--resume", *more)

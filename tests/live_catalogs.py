@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from packs import Sample, sample_of, write_samples
 
-from megatron_sft_idx.catalog import Catalog, Limits, ProducerState
-from megatron_sft_idx.streaming import LiveDataset, LiveLimits, LiveLoader, OpenPacks, Waiter
-from megatron_sft_idx.streaming.state import RankState
-from megatron_sft_idx.streaming.walk import MicroBatch, Walk
+from megatron_sft_idx.live import Catalog, Limits, ProducerState, Waiter
+from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
+from megatron_sft_idx.live.live_order import RankState, Walk
+from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks
 
 CAPACITY = 12
 # Names of packs begin here, so that no token of their inside looks like one.
@@ -20,7 +22,7 @@ FIRST_NAME = 1000
 PER_SHARD = 100
 
 
-class MemoryShards:
+class MemoryShards(LiveShards):
     """A finished catalog of which only the pack counts exist."""
 
     folder = "memory"
@@ -28,8 +30,8 @@ class MemoryShards:
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts = list(counts)
 
-    def limits(self, waiter: Waiter) -> LiveLimits:
-        return LiveLimits(CAPACITY, 3)
+    def limits(self, waiter: Waiter) -> tuple[Limits, int | None]:
+        return Limits(CAPACITY, 3), None
 
     def end(self) -> int | None:
         return len(self.counts)
@@ -45,12 +47,6 @@ class MemoryShards:
 
     def open(self, number: int) -> OpenPacks:
         raise NotImplementedError("there is nothing in it")
-
-    def name(self, number: int) -> str:
-        return f"shard {number}"
-
-    def committed(self) -> None:
-        pass
 
 
 class LateEnd(MemoryShards):
@@ -68,10 +64,22 @@ class LateEnd(MemoryShards):
         return number < len(self.counts)
 
 
+class MicroBatch(NamedTuple):
+    """The shard of each row and the pack inside it, how many rows at the end are masked, and the state behind it."""
+
+    shards: NDArray[np.int64]
+    packs: NDArray[np.int64]
+    num_masked: int
+    state: RankState
+
+
 def walk(shards: Any, state: RankState, *, epochs: int = 1, at_end: Any = "pad") -> Iterator[MicroBatch]:
-    return iter(
-        Walk(shards, state, epochs=epochs, at_end=at_end, acknowledged=lambda state: {}, waiter=Waiter("a test"))
-    )
+    waiter = Waiter("a test")
+    for wanted in Walk(shards, state, epochs=epochs, at_end=at_end, acknowledged=lambda state: {}, waiter=waiter):
+        rows = np.asarray(wanted.packs)
+        masked = [] if wanted.masked is None else wanted.masked.tolist()
+        assert masked == sorted(masked)
+        yield MicroBatch(rows[:, 0], rows[:, 1], sum(masked), wanted.state)
 
 
 def names(shard: int, packs: int) -> list[int]:

@@ -15,8 +15,8 @@ from typing import Any
 
 from live_catalogs import CAPACITY, publish
 
-from megatron_sft_idx.catalog import Catalog, Limits, ProducerState
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.live import Catalog, Limits, ProducerState
 
 BEAT_SECONDS = 0.05
 PATIENCE = 300

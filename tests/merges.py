@@ -10,7 +10,7 @@ from typing import Any
 from packs import Sample, write_samples
 
 from megatron_sft_idx.layout import Header
-from megatron_sft_idx.merge import MergeReport, merge
+from megatron_sft_idx.packs.merge import MergeReport, merge
 
 
 def write_parts(folder: Path, packs: Sequence[Sample], cuts: Sequence[int], **options: Any) -> list[str]:

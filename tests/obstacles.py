@@ -61,6 +61,7 @@ def _device(path: str) -> None:
 
 OBSTACLES: dict[str, Callable[[str], object]] = {
     "file": _file,
+    "short file": lambda path: Path(path).write_text("x"),  # which has no line's end
     "folder": _folder,
     "link to a file": lambda path: os.symlink(os.path.abspath("notes.txt"), path),
     "link to a folder": lambda path: os.symlink(os.path.abspath("project"), path),
@@ -169,7 +170,7 @@ def the_input_itself(recipe: Recipe, calm: Calm) -> Iterator[Cell]:
         for pattern, slot in calm.touched.items():
             name = pattern.format(slot.rstrip("/"))
             for read in recipe.reads:
-                if read.endswith(".jsonl") and slot and "/" not in name:
+                if read.endswith(".jsonl") and slot:
                     yield Cell(recipe, flags, "", None, f"{read} itself", name, ((read, name),))
                     yield Cell(recipe, flags, "", None, f"another name of {read}", name)
 
@@ -329,6 +330,7 @@ def results(world: World, cell: Cell) -> dict[str, Any]:
         value = cell.value if cell.value is not None and slot == cell.slot else slot
         if cell.recipe.text.startswith("copy") and slot == cell.slot and _is_folder(world, value):
             value = os.path.join(value, "s") if slot == "out" else value
+            value = "project/s" if cell.way == "link to a folder" and cell.name == "out" else value
         value = value.rstrip("/")
         if (
             slot == "out"

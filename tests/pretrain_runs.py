@@ -17,12 +17,11 @@ import numpy as np
 import torch
 from training_twin import pretrain_script
 
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.cpu import connect, megatron_device, seed_everything
-from megatron_sft_idx.training.legacy import LegacySource
 from megatron_sft_idx.training.provider import build_datasets
 from megatron_sft_idx.training.rows import PackedRows
-from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions
+from megatron_sft_idx.training.sources import LegacySource, PlannedPacks, PlanOptions
 
 Rows = list[dict[str, np.ndarray]]
 

@@ -15,7 +15,7 @@ from chats import SUFFIXES, TOKENIZER, Outcome, command, files_of, sequences_of,
 from interrupted_runs import some_rows
 from packs import opens
 
-from megatron_sft_idx.catalog import Ack, Base, Catalog, ProducerState, ack_folder, shard_name, write_ack
+from megatron_sft_idx.live import Ack, Base, Catalog, ProducerState, ack_folder, shard_name, write_ack
 
 SMALL = ("--seq-length", 512, "--tokens-per-shard", 2000, "--overlong", "split", "--turns", "whole")
 # Generous: what is waited for comes in a second, and on a busy machine in ten.

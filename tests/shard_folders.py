@@ -7,7 +7,7 @@ from pathlib import Path
 
 from packs import Sample, demo_samples, write_samples
 
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 
 PACKS = demo_samples(40)
 SIZES = [7, 0, 1, 12, 3, 9, 8]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +20,11 @@ import pytest
 from chats import ROOT, command
 from packs import demo_samples, write_samples
 
-from megatron_sft_idx.bench_read.cold import cached_nbytes, drop_cache
-from megatron_sft_idx.bench_read.epochs import Sample, read_epoch
-from megatron_sft_idx.bench_read.measure import bench_read
-from megatron_sft_idx.bench_read.memory_limit import MemoryLimit
-from megatron_sft_idx.bench_read.recommend import recommend
-from megatron_sft_idx.bench_read.sampling import Plan
-from megatron_sft_idx.bench_read.settings import SETTINGS, Setting
-from megatron_sft_idx.bench_read.shown import report_lines
-from megatron_sft_idx.bench_read.worker import Job, Run, ShardReader
-from megatron_sft_idx.bench_read.workers import Workers
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.inspect.bench_read import Plan, bench_read
+from megatron_sft_idx.inspect.place import cached_nbytes, drop_cache, memory_limit
+from megatron_sft_idx.inspect.read_worker import SETTINGS, Job, Run, Sample, Setting, ShardReader, Workers, read_epoch
+from megatron_sft_idx.inspect.recommend import reading_lines, recommend
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import ShardWriter
 
@@ -91,13 +87,13 @@ def test_a_cold_epoch_reads_the_disk_and_a_second_one_does_not(workers: Workers,
     run = run_in(workers, shard, setting)
     assert run.first.packs == run.second.packs == PACKS
     assert run.first.nbytes == run.second.nbytes == NBYTES
-    assert run.first.counters.disk_nbytes is not None
+    assert run.first.disk_nbytes is not None
     # The index lies in the same files' neighbourhood, and the ends of files in pages.
-    assert run.first.counters.disk_nbytes >= 0.9 * NBYTES
-    assert run.second.counters.disk_nbytes == 0
-    assert run.second.counters.hard_faults == 0
+    assert run.first.disk_nbytes >= 0.9 * NBYTES
+    assert run.second.disk_nbytes == 0
+    assert run.second.hard_faults == 0
     if setting.backend == "mmap":
-        assert run.first.counters.hard_faults > 0
+        assert run.first.hard_faults > 0
     assert 0 < run.first.median_us <= run.first.p99_us
 
 
@@ -105,7 +101,7 @@ def test_without_read_ahead_every_page_is_a_hard_fault(workers: Workers, shard: 
     if not lets_go(shard):
         pytest.skip("the test folder's file system keeps its cache")
     run = run_in(workers, shard, Setting(advice="random"))
-    assert run.first.counters.hard_faults >= 0.5 * NBYTES / os.sysconf("SC_PAGESIZE")
+    assert run.first.hard_faults >= 0.5 * NBYTES / os.sysconf("SC_PAGESIZE")
 
 
 def test_memory_of_a_cache_is_the_processes_own(workers: Workers, shard: Path) -> None:
@@ -196,27 +192,27 @@ def test_a_shard_in_memory_is_not_called_cold(in_memory: Path) -> None:
     assert report.left_nbytes is not None
     assert report.left_nbytes >= NBYTES
     assert not report.cold
-    assert report.measured[0].runs[0].first.counters.disk_nbytes == 0
-    text = "\n".join(report_lines(report, recommend(report)))
+    assert report.measured[0].runs[0].first.disk_nbytes == 0
+    text = "\n".join(reading_lines(report, recommend(report)))
     assert "NOT COLD" in text
     assert "tmpfs keeps the shard in memory" in text
 
 
 def test_a_memory_limit_is_a_group_that_is_gone_afterwards(shard: Path) -> None:
     mib = 16
-    try:
-        limit = MemoryLimit(mib << 20)
-    except OSError as refused:
-        outcome = command("bench-read", shard, "--memory-limit", mib)
-        assert outcome.code == 2
-        assert "systemd-run" in outcome.err
-        pytest.skip(str(refused))
-    with limit:
+    with ExitStack() as stack:
+        try:
+            limit = stack.enter_context(memory_limit(mib << 20))
+        except OSError as refused:
+            outcome = command("bench-read", shard, "--memory-limit", mib)
+            assert outcome.code == 2
+            assert "systemd-run" in outcome.err
+            pytest.skip(str(refused))
         folder = limit.folder
         report = bench_read(str(shard), Plan(packs=PACKS, settings=SETTINGS[:1], limit=limit))
-        assert report.subject.memory_nbytes(limit) == mib << 20
+        assert report.subject.memory_nbytes == mib << 20
         assert len(report.measured[0].runs) == 1
-        text = "\n".join(report_lines(report, recommend(report)))
+        text = "\n".join(reading_lines(report, recommend(report)))
         assert f"under a limit of {mib}.0 MiB" in text
         assert "NOT FELT: 2.9 MiB at most were read, which the limit has room for: the shard is too small" in text
     assert not folder.exists()
@@ -299,7 +295,7 @@ def test_wrong_usage_is_exit_code_2(shard: Path) -> None:
 
 def test_processes_that_die_are_a_setting_that_is_refused(shard: Path) -> None:
     job = Job(str(shard), Sample(0, 1), Setting(), 1.0)
-    dying = "import os, sys; from megatron_sft_idx.bench_read.worker import serve; serve(lambda job: os._exit(9))"
+    dying = "import os, sys; from megatron_sft_idx.inspect.read_worker import serve; serve(lambda job: os._exit(9))"
     with Workers((sys.executable, "-c", dying)) as workers:
         for _ in range(2):
             with pytest.raises(OSError, match="its process ended with code 9"):
@@ -322,13 +318,13 @@ def test_processes_that_die_are_a_setting_that_is_refused(shard: Path) -> None:
 
 def test_a_job_survives_its_way_to_the_worker() -> None:
     job = Job("x", Sample(1, 9, 2, "sequential", 4), SETTINGS[-1], float("inf"), 5, "group")
-    assert Job.from_json(job.to_json()) == job
+    assert pickle.loads(pickle.dumps(job)) == job
 
 
 def test_measuring_imports_neither_torch_nor_megatron(shard: Path) -> None:
     program = (
         "import sys; from megatron_sft_idx.cli.main import main; main(sys.argv[1:]);"
-        "import megatron_sft_idx.bench_read.worker;"
+        "import megatron_sft_idx.inspect.read_worker;"
         "assert not {'torch', 'megatron', 'transformers'} & set(sys.modules)"
     )
     arguments = ["bench-read", str(shard), "--packs", "2", "--log-interval", "0"]

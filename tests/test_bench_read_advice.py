@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_sft_idx.bench_read.counters import Counters
-from megatron_sft_idx.bench_read.epochs import Epoch, Sample
-from megatron_sft_idx.bench_read.measure import Measured, Report
-from megatron_sft_idx.bench_read.memory_limit import MemoryLimit
-from megatron_sft_idx.bench_read.place import Kind, Place, find_place, kind_of
-from megatron_sft_idx.bench_read.recommend import recommend, shown_nbytes
-from megatron_sft_idx.bench_read.sampling import Plan, Subject, largest_sample, sample_of, scaled_cache
-from megatron_sft_idx.bench_read.settings import Setting
-from megatron_sft_idx.bench_read.shown import report_dict, report_lines
-from megatron_sft_idx.bench_read.worker import Run
+from megatron_sft_idx.inspect.bench_read import (
+    Measured,
+    Plan,
+    ReadingReport,
+    Subject,
+    largest_sample,
+    sample_of,
+    scaled_cache,
+)
+from megatron_sft_idx.inspect.place import DiskKind, MemoryLimit, ShardPlace, find_place, kind_of
+from megatron_sft_idx.inspect.read_worker import Epoch, Run, Sample, Setting
+from megatron_sft_idx.inspect.recommend import reading_dict, reading_lines, recommend
+from megatron_sft_idx.inspect.text import shown_nbytes
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.storage.mounts import mount_of
 
@@ -26,7 +30,7 @@ MMAP, RANDOM, PREAD, PROCESS = Setting(), Setting(advice="random"), Setting("pre
 
 
 def epoch(rate: float, disk: int | None = 0, packs: int = 1000) -> Epoch:
-    return Epoch(packs, packs / rate, packs * 10_000, Counters(5, 2, disk), 1e6 / rate, 2e6 / rate)
+    return Epoch(packs, packs / rate, packs * 10_000, 1e6 / rate, 2e6 / rate, 5, 2, disk)
 
 
 def runs(first: float, second: float, spread: float = 0.0, disk: int | None = 10_000_000) -> list[Run]:
@@ -35,25 +39,28 @@ def runs(first: float, second: float, spread: float = 0.0, disk: int | None = 10
     return [Run(epoch(first * factor, disk), epoch(second * factor), 10**7, 1 << 20, 0) for factor in factors]
 
 
-def subject_of(size: int = GIB, memory: int | None = 8 * GIB, kind: Kind = "disk", packs: int = 100_000) -> Subject:
+def subject_of(size: int = GIB, memory: int | None = 8 * GIB, kind: DiskKind = "disk", packs: int = 100_000) -> Subject:
     filesystem = {"disk": "ext4", "network": "nfs4", "memory": "tmpfs"}[kind]
-    return Subject(ShardPaths("data/x"), packs, size, Place(filesystem, "sda", kind, 128 << 10, memory))
+    return Subject(ShardPaths("data/x"), packs, size, ShardPlace(filesystem, "sda", kind, 128 << 10, memory), memory)
 
 
-def report_of(found: dict[Setting, Any], plan: Plan | None = None, left: int | None = 0, **subject: Any) -> Report:
+def report_of(
+    found: dict[Setting, Any], plan: Plan | None = None, left: int | None = 0, **subject: Any
+) -> ReadingReport:
     """Settings with their runs, or with why they were refused."""
     measured = [
         Measured(setting, refused=given) if isinstance(given, str) else Measured(setting, given)
         for setting, given in found.items()
     ]
-    return Report(subject_of(**subject), plan or Plan(settings=tuple(found)), Sample(0, 1000), left, measured)
+    plan, whole = plan or Plan(settings=tuple(found)), subject_of(**subject)
+    if plan.limit is not None:
+        whole = replace(whole, memory_nbytes=min(plan.limit.nbytes, whole.memory_nbytes or plan.limit.nbytes))
+    return ReadingReport(whole, plan, Sample(0, 1000), left, measured)
 
 
 def limited(nbytes: int) -> Plan:
     """Under a limit that nobody set."""
-    limit = MemoryLimit.__new__(MemoryLimit)
-    limit.nbytes = nbytes
-    return Plan(limit=limit)
+    return Plan(limit=MemoryLimit(nbytes, Path()))
 
 
 def test_where_memory_keeps_the_shard_later_epochs_count() -> None:
@@ -100,7 +107,7 @@ def test_a_default_that_is_refused_is_named_and_not_recommended() -> None:
     advice = recommend(report)
     assert advice.setting == PREAD
     assert any("the default, mmap, is refused here: Operation not permitted" in reason for reason in advice.reasons)
-    assert "mmap     refused: Operation not permitted" in "\n".join(report_lines(report, advice))
+    assert "mmap     refused: Operation not permitted" in "\n".join(reading_lines(report, advice))
 
 
 def test_a_setting_whose_process_was_killed_in_a_later_round_is_not_recommended() -> None:
@@ -115,12 +122,12 @@ def test_nothing_is_recommended_where_all_is_refused() -> None:
     advice = recommend(report)
     assert advice.setting is None
     assert advice.reasons == ["mmap: no", "pread: never"]
-    assert list(report_lines(report, advice))[-3:] == [
+    assert list(reading_lines(report, advice))[-3:] == [
         "data/x: cannot be read in any of these ways",
         "- mmap: no",
         "- pread: never",
     ]
-    found = report_dict(report, advice)
+    found = reading_dict(report, advice)
     assert found["recommended"] == {"setting": None, "call": None, "training": None, "reasons": advice.reasons}
     assert [one["refused"] for one in found["settings"]] == ["no", "never"]
 
@@ -134,24 +141,24 @@ def test_a_cache_that_stays_is_said_and_what_is_not_told_is_seen_in_what_was_rea
     kept = report_of({MMAP: runs(1000, 1000)}, left=GIB)
     assert not kept.cold
     assert any("could not be dropped" in reason for reason in recommend(kept).reasons)
-    assert "NOT COLD: 1.0 GiB stay in memory" in "\n".join(report_lines(kept, recommend(kept)))
+    assert "NOT COLD: 1.0 GiB stay in memory" in "\n".join(reading_lines(kept, recommend(kept)))
     assert report_of({MMAP: runs(1000, 1000)}, left=None).cold
     assert not report_of({MMAP: runs(1000, 1000, disk=0)}, left=None).cold
     uncounted = report_of({MMAP: runs(1000, 1000, disk=None)}, left=None)
     assert not uncounted.cold
-    assert "not told" in "\n".join(report_lines(uncounted, recommend(uncounted)))
+    assert "not told" in "\n".join(reading_lines(uncounted, recommend(uncounted)))
 
 
 def test_reads_that_a_file_system_does_not_count_are_not_called_none() -> None:
     unseen = report_of({MMAP: runs(1000, 5000, disk=0), PREAD: runs(900, 900, disk=0)}, kind="network")
     advice = recommend(unseen)
     assert unseen.cold
-    text = "\n".join([*report_lines(unseen, advice), *advice.reasons])
+    text = "\n".join([*reading_lines(unseen, advice), *advice.reasons])
     assert text.count("not told") == 4
     assert "0.00" not in text
-    assert report_dict(unseen, advice)["settings"][0]["first_epoch"]["read_amplification"] is None
+    assert reading_dict(unseen, advice)["settings"][0]["first_epoch"]["read_amplification"] is None
     seen = report_of({MMAP: runs(1000, 5000), PREAD: runs(900, 900, disk=0)})
-    assert "not told" not in "\n".join(report_lines(seen, recommend(seen)))
+    assert "not told" not in "\n".join(reading_lines(seen, recommend(seen)))
 
 
 def test_how_a_program_asks_for_a_setting() -> None:
@@ -195,7 +202,8 @@ def test_a_sample_grows_until_it_takes_its_time() -> None:
 
 def test_under_a_limit_a_sample_is_several_times_as_large() -> None:
     plan = limited(GIB // 16)
-    assert len(largest_sample(subject_of(), plan, lambda sample: epoch(3, packs=6))) == pytest.approx(18_750, rel=0.01)
+    subject = subject_of(memory=GIB // 16)
+    assert len(largest_sample(subject, plan, lambda sample: epoch(3, packs=6))) == pytest.approx(18_750, rel=0.01)
 
 
 def test_a_cache_is_to_a_sample_what_it_is_to_the_shard() -> None:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError
 from megatron_sft_idx.storage import PreadArray
-from megatron_sft_idx.storage.block_plan import NEVER, UsePlan, block_keys, block_of, file_of, key_of
-from megatron_sft_idx.storage.huge_pages import mappings
+from megatron_sft_idx.storage.advice import mappings
+from megatron_sft_idx.storage.block_cache import NEVER, UsePlan, block_keys, block_of, file_of, key_of
 
 
 @pytest.fixture(scope="module")

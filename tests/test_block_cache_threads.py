@@ -16,7 +16,7 @@ from cached_blocks import BLOCK, BYTES, PATIENCE_SECONDS, announce, cached, run,
 from numpy.typing import NDArray
 
 from megatron_sft_idx.storage import BlockCache, CachedArray, PreadArray
-from megatron_sft_idx.storage.huge_pages import mappings
+from megatron_sft_idx.storage.advice import mappings
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_sft_idx.catalog import Ack, Base, Catalog, Leftover, ack_folder, completed, read_acks, write_ack
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.live import Ack, Base, Catalog, Leftover, ack_folder, completed, read_acks, write_ack
 
 
 def ack(rank: int, items_done: int, *, size: int = 2, **more: object) -> Ack:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from packs import demo_samples, write_samples
 
-from megatron_sft_idx.catalog import Catalog, CatalogWatch, Limits, ProducerState
 from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.live import Catalog, CatalogWatch, Limits, ProducerState, Waiter
 
 STATE = ProducerState(Limits(1024, 64, max_ahead_shards=5))
 
@@ -42,7 +42,8 @@ class Scene:
         self.events.append((1000.0 + second, happens))
 
     def wait(self, number: int, **more: object) -> str:
-        return self.watch.wait(number, who="rank 3", log=self.lines.append, pause=self._pause, **more)  # type: ignore[arg-type]
+        waiter = Waiter("rank 3", self._pause, self.lines.append, lambda: self.now)
+        return "published" if self.watch.wait(number, waiter, **more) else "ended"  # type: ignore[arg-type]
 
     def refused(self, number: int, **more: object) -> str:
         with pytest.raises(SFTIndexError) as error:

@@ -35,6 +35,11 @@ BAD_ROWS: dict[str, tuple[str, Conversation, str]] = {
     "mixes": ("{% for m in messages %}{{ m.role }}{% if m.role == 'assistant' %}{{ m.content }}{{ messages[0].content }}.{% endif %}{% endfor %}", talk(user("question"), said("words"), user("more")), "writes words of message 1 in what it writes for assistant message 2"),
     "marker outside": ("{% generation %}x{% endgeneration %}" + CHATML, PAIR, "outside every loop"),
     "weights": (CHATML, Conversation([user("u"), said("a")], [1.0]), "1 weights for 2 messages"),
+    "endless": ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", PAIR, "loop iterations"),
+    "endless text": ("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}", PAIR, "characters for one conversation"),
+    "long range": ("{% for a in range(10 ** 9) %}{% endfor %}", PAIR, "line 1: a template may not do this: Range too big"),
+    "long string": ("{{ 'x' * 10 ** 9 }}", PAIR, "repeating something 1000000000 times"),
+    "great number": ("{{ 9 ** 9 ** 9 }}", PAIR, "too large for a chat template"),
 }  # fmt: skip
 
 
@@ -57,11 +62,6 @@ UNUSABLE: dict[str, tuple[Callable[[], object], str]] = {
     "date": (lambda: make(CHATML, template_date="31.1.2025"), "'31.1.2025' is not a date like 2025-01-31"),
     "reserved": (lambda: ChatTemplate(CHATML, template_kwargs={"tools": []}), "tools cannot be given"),
     "no date": (lambda: make("{{ strftime_now('%Y') }}").render(PAIR), "give the date it should see with --template-date"),
-    "endless": (lambda: make("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}").render(PAIR), "loop iterations"),
-    "endless text": (lambda: make("{% for a in range(99999) %}{{ 'x' * 99999 }}{% endfor %}").render(PAIR), "characters for one conversation"),
-    "long range": (lambda: make("{% for a in range(10 ** 9) %}{% endfor %}").render(PAIR), "line 1: a template may not do this: Range too big"),
-    "long string": (lambda: make("{{ 'x' * 10 ** 9 }}").render(PAIR), "repeating something 1000000000 times"),
-    "great number": (lambda: make("{{ 9 ** 9 ** 9 }}").render(PAIR), "too large for a chat template"),
     "internals": (lambda: make("{{ messages.__class__.__mro__ }}").render(PAIR), "unsafe"),
     "changes data": (lambda: make("{{ messages.append(1) }}").render(PAIR), "unsafe"),
     "format": (lambda: make("{{ '{0.__class__.__mro__}'.format(1) }}").render(PAIR), "unsafe"),

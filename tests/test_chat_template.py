@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2.compiler import CodeGenerator
+from markupsafe import Markup
 from template_styles import CONTROLS, SPECIAL, STYLES, TOOLS, Style, make, stock_text, trained, turns
 
 from megatron_sft_idx.chat.template import ChatTemplate
+from megatron_sft_idx.chat.template.environment import TemplateEnvironment
 from megatron_sft_idx.chat.types import Conversation
 
 
@@ -149,3 +153,35 @@ def test_fingerprint_changes_with_whatever_changes_text_or_spans() -> None:
     prints = [template.fingerprint for template in (make(source), *others)]
     assert len(set(prints)) == len(prints)
     assert make(source).fingerprint == make(source).fingerprint
+
+
+EXPRESSIONS = (
+    "v.key", "v['key']", "v.other", "v['other']", "v.items", "v['items']", "v.get('key')", "v.missing.deeper", "v[0]",
+    "v[-1]", "v[9]", "v[-9]", "v[true]", "v['0']", "v[1:]", "v[v]", "v.startswith('a')", "v.strip()", "v.split('b')[0]",
+    "v.split('b', 1)[-1].lstrip('x')", "v.endswith(w)", "v.strip(chars='a')", "v.key.strip()", "v is string",
+    "v.key is string", "v.other is string", "v.other == 'x'", "v.other != 'x'", "v.key == 'x' == v.key", "not v.other",
+    "v.other or 'else'", "(v.other and 'yes') or w", "v.other and 'yes'", "'yes' if v.other else 'no'",
+    "v.other if v.key else 'no'", "v.other is defined", "v.key is none", "'a' in v.other", "v.index0", "loop.first",
+    "v.__class__", "v['__class__']", "v.pop('key')", "v.append(1)", "v.format(1)", "v.mro", "v.strip.__self__",
+)  # fmt: skip
+VALUES: tuple[Any, ...] = (
+    {"key": "x"}, {"key": None, "items": 1, "0": 2}, {"key": {"deeper": "a"}, "other": " b "}, {0: "zero", "other": []},
+    "", "abab", Markup("ab<"), [], ["a"], [["b"], {"key": 1}], ("a", "b"), OrderedDict(key="x"), None, 0, True, 1.5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_what_templates_look_up_themselves_is_what_the_sandbox_answers(expression: str) -> None:
+    class AskingEnvironment(TemplateEnvironment):
+        code_generator_class = CodeGenerator
+
+    source = "{% for v in values %}{{ EXPRESSION }};{% endfor %}{{ loop.index0 }}".replace("EXPRESSION", expression)
+
+    def answer(environment: TemplateEnvironment, value: Any) -> str:
+        try:
+            return environment.from_string(source).render(values=[value], w=value, loop={"first": 3, "index0": 4})
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    for value in VALUES:
+        assert answer(TemplateEnvironment(None), value) == answer(AskingEnvironment(None), value)

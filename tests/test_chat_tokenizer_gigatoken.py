@@ -27,7 +27,7 @@ from megatron_sft_idx.chat.tokenizer import fast_engine, load_tokenizer
 from megatron_sft_idx.chat.tokenizer.engines import Ids, TokenizersEngine, build_tokenizer
 from megatron_sft_idx.chat.tokenizer.fast_engine import FastEngine, known_class, load_fast_engine, settled
 from megatron_sft_idx.chat.types import Rendered
-from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder
+from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 
 pytest.importorskip("gigatoken")
 

@@ -15,7 +15,7 @@ from tokenizer_probe import probe
 
 from megatron_sft_idx.chat.tokenizer import Tokenizer, load_tokenizer
 from megatron_sft_idx.chat.types import Rendered
-from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder
+from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 
 mistral_common = pytest.importorskip("mistral_common")
 pytest.importorskip("sentencepiece")

@@ -27,7 +27,7 @@ from megatron_sft_idx.chat.tokenizer import Tokenizer, load_tokenizer, originals
 from megatron_sft_idx.chat.tokenizer.token_masks import byte_alphabet
 from megatron_sft_idx.chat.types import Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder
+from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 
 sentencepiece = pytest.importorskip("sentencepiece")
 tiktoken = pytest.importorskip("tiktoken")

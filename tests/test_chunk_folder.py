@@ -17,10 +17,10 @@ from packs import demo_samples
 from test_formats_jsonl_chunks import produced, write_chunk
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.chunk_lines import ChunkFile, ends_whole, line_bounds
-from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder
-from megatron_sft_idx.streaming.chunk_folder import ChunkFolder
-from megatron_sft_idx.streaming.chunk_rows import ChunkRows, PackedLines, RawLines, RowLimits
+from megatron_sft_idx.formats.jsonl_chunks import ChunkFile, ends_whole, line_bounds
+from megatron_sft_idx.live import Limits
+from megatron_sft_idx.live.chunks import ChunkFolder, ChunkRows
+from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 
 SETTLE = 0.2
 PATIENCE = 300.0
@@ -177,7 +177,7 @@ def test_a_chunk_that_was_not_whole_after_all_is_an_error(tmp_path: Path) -> Non
 def test_pre_packed_lines_are_packs(tmp_path: Path) -> None:
     packs = demo_samples(6)
     chunk = ChunkFile(str(write_chunk(tmp_path / "chunk_00000.jsonl", [produced(pack) for pack in packs])))
-    rows = ChunkRows(PackedLines(), RowLimits(64, 1, 8))
+    rows = ChunkRows(Limits(64, 8))
     run = rows.packs(chunk, [4, 0])
     assert run.tokens.tolist() == [*packs[4].tokens, *packs[0].tokens]
     assert run.loss_mask.tolist() == [*packs[4].label_mask, *packs[0].label_mask]
@@ -190,9 +190,9 @@ def chat(number: int, answer: str = "yes") -> dict[str, object]:
 
 def test_raw_chats_are_tokenised_when_asked_for(tmp_path: Path) -> None:
     path = write_chunk(tmp_path / "chunk_00000.jsonl", [chat(i) for i in range(3)])
-    chunk, kind = ChunkFile(str(path)), RawLines(EncodingOptions(str(TOKENIZER)))
-    rows = ChunkRows(kind, RowLimits(64, 1, 1))
-    assert "encoder" not in vars(kind)
+    chunk = ChunkFile(str(path))
+    rows = ChunkRows(Limits(64, 1), EncodingOptions(str(TOKENIZER)))
+    assert "encoder" not in vars(rows)
     tokenizer = RowEncoder(EncodingOptions(str(TOKENIZER))).tokenizer
     for index in (2, 0):
         run = rows.packs(chunk, [index])
@@ -210,17 +210,17 @@ def test_bad_lines_are_errors_with_file_and_line(tmp_path: Path) -> None:
     path.write_text("\n".join([json.dumps(rows[0]), "", *map(json.dumps, rows[1:])]) + "\n")
     chunk = ChunkFile(str(path))
     assert len(chunk) == 4
-    kind, limits = RawLines(EncodingOptions(str(TOKENIZER))), RowLimits(64, 1, 1)
-    strict = ChunkRows(kind, limits)
+    limits, encoding = Limits(64, 1), EncodingOptions(str(TOKENIZER))
+    strict = ChunkRows(limits, encoding)
     with pytest.raises(SequenceError, match=r"chunk_00000.jsonl:3: messages is empty; --on-bad-row skip"):
         strict.packs(chunk, [0, 1])
     with pytest.raises(SequenceError, match=r"chunk_00000.jsonl:4: \d+ tokens, a pack holds 64; raise --seq-length"):
         strict.packs(chunk, [2])
-    lenient = ChunkRows(kind, limits, on_bad_row="skip")
+    lenient = ChunkRows(limits, encoding, on_bad_row="skip")
     run = lenient.packs(chunk, [0, 1, 2, 3])
     assert run.pack_lengths.tolist()[1:3] == [1, 1]
     first = int(run.pack_lengths[0])
-    assert run.tokens[first : first + 2].tolist() == [kind.pad_id] * 2
+    assert run.tokens[first : first + 2].tolist() == [lenient.pad_id] * 2
     assert np.all(run.loss_mask[first : first + 2] == 0)
     assert lenient.skipped == 2
 
@@ -229,13 +229,13 @@ def test_packs_that_cannot_fit_are_refused(tmp_path: Path) -> None:
     packs = demo_samples(4)
     chunk = ChunkFile(str(write_chunk(tmp_path / "chunk_00000.jsonl", [produced(pack) for pack in packs])))
     most, positions = len(packs[3].starts), packs[3].padded(8)
-    for limits, message in (
-        (RowLimits(positions, 8, most), None),
-        (RowLimits(positions - 1, 8, most), "with sequences padded to multiples of 8, a pack holds"),
-        (RowLimits(positions, 8, most - 1), "raise --max-sequences-per-pack"),
-        (RowLimits(positions, 8, most, vocab_size=max(packs[3].tokens)), "raise --vocab-size"),
+    for limits, vocab_size, message in (
+        (Limits(positions, most, 8), None, None),
+        (Limits(positions - 1, most, 8), None, "with sequences padded to multiples of 8, a pack holds"),
+        (Limits(positions, most - 1, 8), None, "raise --max-sequences-per-pack"),
+        (Limits(positions, most, 8), max(packs[3].tokens), "raise --vocab-size"),
     ):
-        rows = ChunkRows(PackedLines(), limits)
+        rows = ChunkRows(limits, vocab_size=vocab_size)
         if message is None:
             rows.packs(chunk, [3])
         else:

@@ -19,9 +19,9 @@ from packs import Sample, assert_holds, demo_samples, five_files, sample_of, sam
 
 from megatron_sft_idx import LegacyPickleWriter, open_dataset
 from megatron_sft_idx.cli.main import main
-from megatron_sft_idx.convert import ConvertOptions, convert
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats import registry
+from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.formats.registry import WRITABLE, open_reader
 from megatron_sft_idx.shard import Shard
 
@@ -254,7 +254,7 @@ def test_the_legacy_writer_refuses_what_breaks_a_rule(tmp_path: Path) -> None:
         writer.write_bin(2, [1], [0], [0])
     with pytest.raises(SequenceError, match="2 in input_ids, 1 in loss_mask"):
         writer.write_bin(1, [1, 2], [0], [0])
-    with pytest.raises(SequenceError, match=r"x\.npy:1: its first sequence starts at 1"), writer:
+    with pytest.raises(SequenceError, match=r"x\.npy:1: first sequence starts at 1"), writer:
         writer.write_bin(1, [1, 2], [0, 0], [1])
     assert not list(tmp_path.iterdir())
 
@@ -345,7 +345,7 @@ def test_a_result_that_is_not_what_went_in_replaces_nothing(
     (tmp_path / "y.failed").write_text("mine")
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     # As if the disk gave back something else.
-    writer = registry._import(registry._MODULES[to][1]).Writer
+    writer = registry._module(to).Writer
     monkeypatch.setattr(writer, "reread", lambda self: open_reader(str(tmp_path / "other"), "sft-idx"))
     with pytest.raises(FormatError, match="read again, its token ids, loss masks, sequence lengths are not those"):
         convert(str(tmp_path / "x"), target, to, options)

@@ -104,26 +104,41 @@ PACKS = [Sample([1, 2, 3], [0, 1, 1], [0, 1]), Sample([4], [0], [0]), Sample([5,
 @pytest.mark.parametrize(
     ("column", "value", "error", "words"),
     [
-        ("pack_lengths", [3, 0, 3], SequenceError, "x:11: has 0 tokens, expected 1 to 6 .rule P1"),
-        ("pack_lengths", [3, -1, 4], SequenceError, "x:11: has -1 tokens"),
-        ("pack_lengths", [2**63 - 1, 1, 2], SequenceError, "x:10: has 9223372036854775807 tokens"),
+        ("pack_lengths", [3, 0, 3], SequenceError, "x:11: it has 0 tokens, a pack holds at least one .rule P1"),
+        ("pack_lengths", [3, -1, 4], SequenceError, "x:11: it has -1 tokens"),
+        ("pack_lengths", [2**63 - 1, 1, 2], SequenceError, "x:10: it has 9223372036854775807 tokens"),
         ("pack_lengths", [3, 1, 1], FormatError, "should have 5 ids"),
         ("pack_lengths", [3, 3], FormatError, "2 pack lengths and 3 sequence counts"),
         ("pack_lengths", [[3, 1, 2]], FormatError, "has shape"),
         ("pack_lengths", [3.0, 1, 2], FormatError, "expected integers"),
-        ("pack_sequences", [2, 0, 2], SequenceError, "x:11: has 0 sequences, expected 1 to 4 .rule P2"),
-        ("pack_sequences", [2, 1, 2**62], SequenceError, "x:12: has 4611686018427387904 sequences"),
+        ("pack_sequences", [2, 0, 2], SequenceError, "x:11: no sequence starts, the first must be 0 .rule P2"),
+        ("pack_sequences", [2, 1, 2**62], SequenceError, "x:12: sequence starts run out"),
         ("pack_sequences", [1, 1, 1], FormatError, "and 3 sequence starts; found 6, 6 and 4"),
-        ("seq_starts", [1, 2, 0, 0], SequenceError, "x:10: its first sequence starts at 1, expected 0 .rule P2"),
-        ("seq_starts", [0, 0, 0, 0], SequenceError, "x:10: sequence 0 goes from 0 to 0 in 3 tokens"),
-        ("seq_starts", [0, 3, 0, 0], SequenceError, "x:10: sequence 1 goes from 3 to 3 in 3 tokens"),
-        ("seq_starts", [0, -(2**63), 0, 0], SequenceError, "x:10: sequence 0 goes from 0 to -9223372036854775808"),
+        ("seq_starts", [1, 2, 0, 0], SequenceError, "x:10: first sequence starts at 1, expected 0 .rule P2"),
+        ("seq_starts", [0, 0, 0, 0], SequenceError, "x:10: sequence 1 starts at 0, not after 0 .rule P3"),
+        ("seq_starts", [0, 3, 0, 0], SequenceError, "x:10: sequence 1 starts at 3, the pack has 3 tokens .rule P4"),
+        (
+            "seq_starts",
+            [0, -(2**63), 0, 0],
+            SequenceError,
+            "x:10: sequence 1 starts at -9223372036854775808",
+        ),
         ("seq_starts", np.array([0, 2**63, 0, 0], np.uint64), FormatError, "far outside"),
         ("tokens", [1, 2, 3, 4, 5], FormatError, "found 5, 6 and 4"),
-        ("tokens", [1, 2, 3, 4, -5, 6], SequenceError, "x:12: position 0 has id -5, expected 0 to 2147483647"),
+        (
+            "tokens",
+            [1, 2, 3, 4, -5, 6],
+            SequenceError,
+            "x:12: position 0 has id -5, the token dtype holds 0 to 2147",
+        ),
         ("tokens", [1, 2, 3, 4, 5, 2**31], SequenceError, "x:12: position 1 has id 2147483648"),
         ("tokens", ["a"] * 6, FormatError, "expected integers"),
-        ("loss_mask", [0, 0, 0, 0, 2, 0], SequenceError, "x:12: position 0 has loss mask 2, expected 0 or 1"),
+        (
+            "loss_mask",
+            [0, 0, 0, 0, 2, 0],
+            SequenceError,
+            "x:12: position 0 has loss mask 2, .* holds 0 and 1",
+        ),
         ("loss_mask", [0, 0, 0.5, -0.5, 0, 0], SequenceError, "x:11: position 0 has loss mask -0.5"),
         ("loss_mask", [0, float("nan"), 0, 0, 0, 0], SequenceError, "x:10: position 1 has loss mask nan"),
         ("loss_mask", [0, 1e39, 0, 0, 0, 0], SequenceError, "finite weight"),
@@ -146,9 +161,9 @@ def test_dtypes_are_kept_or_those_asked_for() -> None:
     run = checked_run("x", 0, **small)
     assert run.tokens.tolist() == columns["tokens"].tolist()
     assert run.loss_mask.dtype == np.uint8
-    with pytest.raises(SequenceError, match="has id 65536, expected 0 to 65535"):
+    with pytest.raises(SequenceError, match="has id 65536, the token dtype holds 0 to 65535"):
         checked_run("x", 0, **(columns | {"tokens": [65536] * 6}), token_dtype=np.uint16)
-    with pytest.raises(SequenceError, match=r"has loss mask 0.5, expected 0 or 1"):
+    with pytest.raises(SequenceError, match=r"has loss mask 0.5, the mask dtype holds 0 and 1"):
         checked_run("x", 0, **(columns | {"loss_mask": [0.5] + [0] * 5}), mask_dtype=np.uint8)
 
 

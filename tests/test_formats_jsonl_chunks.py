@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from packs import Sample, assert_is, demo_samples, folder_of, sample_of
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.chunk_lines import line_bounds
-from megatron_sft_idx.formats.jsonl_chunks import Reader, Writer, recognise
+from megatron_sft_idx.formats.jsonl_chunks import Reader, Writer, line_bounds, recognise
 
 
 def produced(pack: Sample, **changes: Any) -> dict[str, Any]:
@@ -170,7 +169,7 @@ def test_a_line_of_what_is_no_white_space_in_json_is_no_blank_line(tmp_path: Pat
 def test_lines_may_lie_across_the_blocks_they_are_found_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr("megatron_sft_idx.formats.chunk_lines._BLOCK_NBYTES", block)
+    monkeypatch.setattr("megatron_sft_idx.formats.jsonl_chunks._BLOCK_NBYTES", block)
     raw = b"{}\n\n" + b"x" * (2 * 64 - 5) + b"\n" + b"y" * 6 + b"\n" + b'{"last":0}'
     (tmp_path / "x").write_bytes(raw)
     starts, stops = line_bounds(str(tmp_path / "x"))

@@ -17,9 +17,8 @@ from memmap_folders import WHOLE, expected_arrays, make_folder
 from packs import Sample, assert_is, demo_samples, folder_of, sample_of
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.dataset import open_dataset
-from megatron_sft_idx.formats.memmap import Reader, recognise
-from megatron_sft_idx.formats.memmap_writer import Writer
+from megatron_sft_idx.formats.memmap import Reader, Writer, recognise
+from megatron_sft_idx.formats.packed_dataset import open_dataset
 
 
 def read_in_workers(folder: Path, context: str) -> list[dict[str, Any]]:

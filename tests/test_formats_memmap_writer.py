@@ -20,8 +20,7 @@ from memmap_folders import ARRAYS, WHOLE, expected_arrays, loaded
 from packs import Sample, assert_is, demo_samples, folder_of, sample_of
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.memmap import Reader
-from megatron_sft_idx.formats.memmap_writer import MemmapShardWriter
+from megatron_sft_idx.formats.memmap import MemmapShardWriter, Reader
 
 
 def write_bins(writer: Any, packs: Sequence[Sample]) -> Any:

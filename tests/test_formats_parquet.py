@@ -18,8 +18,7 @@ from packs import Sample, assert_is, demo_samples, sample_of
 from parquet_tables import table_of, write_groups
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.formats.parquet import Reader
-from megatron_sft_idx.formats.parquet_writer import Writer
+from megatron_sft_idx.formats.parquet import Reader, Writer
 
 # ---- trips ----
 
@@ -49,7 +48,7 @@ def test_same_packs_same_bytes_however_they_come(tmp_path: Path) -> None:
 
 
 def test_long_packs_make_smaller_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_sft_idx.formats.parquet_writer._MOST_GROUP_TOKENS", 10)
+    monkeypatch.setattr("megatron_sft_idx.formats.parquet._MOST_GROUP_TOKENS", 10)
     lengths = [4, 4, 4, 30, 2, 9]
     packs = [sample_of([n], lambda p: p % 2, lambda p: p) for n in lengths]
     for pieces in (1, 3):

@@ -17,8 +17,7 @@ from packs import assert_is, demo_samples, folder_of, sample_of
 from parquet_tables import table_of
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.parquet import Reader, recognise
-from megatron_sft_idx.formats.parquet_writer import Writer
+from megatron_sft_idx.formats.parquet import Reader, Writer, recognise
 
 
 def broken(**columns: Any) -> pa.Table:
@@ -47,7 +46,7 @@ def broken(**columns: Any) -> pa.Table:
         ({"seq_start_id": [0, 2, 2]}, "P3"),
         ({"seq_start_id": [0, 3]}, "P4"),
         ({"seq_start_id": [0, -1]}, "P3"),
-        ({"seq_start_id": [0, 2**62]}, "P3"),
+        ({"seq_start_id": [0, 2**62]}, "P4"),
         ({"loss_mask": [0, 2, 0]}, "P7"),
         ({"input_ids": [7, -1, 9]}, "P8"),
         ({"input_ids": [7, 2**31, 9]}, "P8"),

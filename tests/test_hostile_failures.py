@@ -194,6 +194,8 @@ def stranger_is_there(way: str, name: str, root: Path) -> bool:
     path = root / "here" / name
     if way == "file":
         return path.is_file() and not path.is_symlink() and path.read_text() == "a stranger's\n"
+    if way == "short file":
+        return path.is_file() and path.read_text() == "x"
     if way == "folder":
         return (path / "keep.txt").exists()
     if way == "hard link":

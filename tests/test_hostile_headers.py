@@ -14,6 +14,7 @@ from damage import Files, read_everything
 from fuzz.repair import field_of, put_field, repair_header, repair_shard
 from packs import assert_holds, demo_samples, five_files, write_samples
 
+from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import (
     CorruptShardError,
     FormatError,
@@ -24,7 +25,6 @@ from megatron_sft_idx.errors import (
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.header import FIELDS
 from megatron_sft_idx.shard import Shard, read_header
-from megatron_sft_idx.verify import verify_shard
 
 # The first two say how the rest is to be read; test_format.py has their lies.
 NUMBERS = [field.name for field in FIELDS if field.format in "BIQq" and field.name not in ("version", "header_nbytes")]

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,7 +116,9 @@ def test_a_stranger_in_an_older_result_is_not_replaced_with_it(world: World, tex
     recipe = Recipe(text)
     old = {name for name in world.old(recipe) if "." in name or "/" in name}
     folders = {name for name in world.old(recipe) if any(other.startswith(f"{name}/") for other in world.old(recipe))}
-    places = [(name, way) for name in sorted(old) for way in OBSTACLES if way not in ("file", "hard link")]
+    places = [
+        (name, way) for name in sorted(old) for way in OBSTACLES if way not in ("file", "short file", "hard link")
+    ]
     places += [(f"{name}/{more}", "file") for name in sorted(folders) for more in ("mine.txt", ".git", "chunk_9.jsonl")]
     complaints = []
     for name, way in places:
@@ -132,3 +135,36 @@ def test_a_stranger_in_an_older_result_is_not_replaced_with_it(world: World, tex
         wrong += [] if outcome.code in (1, 2) and os.path.basename(name) in outcome.err else [str(outcome)]
         complaints += [f"{way} at {name}: {one}" for one in wrong]
     assert not complaints, "\n".join(complaints[:40])
+
+
+@pytest.mark.parametrize("text", WRITING)
+def test_another_name_of_an_input_is_known_for_it(world: World, text: str) -> None:
+    """Where the result would be, or what a run always writes in its folder: found by the inode, and said of both."""
+    recipe = Recipe(text)
+    inputs = [name for read in recipe.reads for name in (read, f"{read}.bin") if Path(world.fresh(), name).is_file()]
+    fixed = {"{}/_inputs.jsonl", "{}/_producer.json", "{}/_END.json"}
+    made = world.calm(recipe).made.items()
+    names = [
+        name for name, (_, what) in made if name in fixed or (what and what[0] == stat.S_IFREG and "/" not in name)
+    ]
+    unknown = []
+    for name, slot in ((name, world.calm(recipe).made[name][0].rstrip("/")) for name in names):
+        for read in inputs:
+            with within(world.fresh()):
+                os.makedirs(os.path.dirname(name.format(slot)) or ".", exist_ok=True)
+                os.link(read, name.format(slot))
+                outcome = attempt(recipe.argv(None, *replacing(recipe)))
+            if outcome.code != 1 or "is both" not in outcome.err:
+                unknown.append(f"{name.format(slot)} is {read}: {outcome}")
+    assert not unknown, "\n".join(unknown)
+    assert names or "/" in recipe.writes[0] or "to memmap" in text or "to jsonl" in text
+
+
+@pytest.mark.parametrize("text", [text for text in WRITING if text.startswith("produce")])
+def test_a_file_of_others_without_a_line_is_no_list_of_input(world: World, text: str) -> None:
+    with within(world.fresh()):
+        os.mkdir("live")
+        Path("live/_inputs.jsonl").write_text("mine")
+        outcome = attempt(Recipe(text).argv())
+        assert (outcome.code, Path("live/_inputs.jsonl").read_text()) == (1, "mine")
+        assert "live/_inputs.jsonl: a file that no producer wrote is here" in outcome.err

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from packs import Sample, sample_of, samples, write_samples
 from test_report_counts import random_packs
 
-from megatron_sft_idx.report import compare_shards, set_diff, windows
+from megatron_sft_idx.formats import runs
+from megatron_sft_idx.inspect import diff
+from megatron_sft_idx.inspect.diff import compare_shards, set_differences
 from megatron_sft_idx.shard import Shard
 
 
@@ -43,7 +45,7 @@ def test_one_changed_mask_bit_is_found_and_named(
     position %= Shard(tmp_path / "here").header.num_tokens
     flipped(tmp_path / "there", position)
     if small:
-        monkeypatch.setattr(windows, "_TOKENS", 30)
+        monkeypatch.setattr(runs, "WINDOW_TOKENS", 30)
     offsets = np.cumsum([0, *(len(p.tokens) for p in packs)])
     pack = int(np.searchsorted(offsets, position, "right")) - 1
     at = position - int(offsets[pack])
@@ -119,7 +121,7 @@ def test_other_boundaries_and_lengths_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("parts", [1 << 22, 30])
 def test_the_first_differences_are_named_in_order(tmp_path: Path, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "_TOKENS", parts)
+    monkeypatch.setattr(runs, "WINDOW_TOKENS", parts)
     here = [sample_of([4], lambda p: 1, lambda p: p) for _ in range(12)]
     there = [sample_of([4], lambda p: int(p > 2), lambda p: 7 + p) for _ in range(12)]
     there[1] = there[9] = sample_of([3, 2], lambda p: 1, lambda p: p)
@@ -160,10 +162,9 @@ def test_large_shards_are_compared_by_a_sample(tmp_path: Path, monkeypatch: pyte
     packs = [sample_of([4], lambda p: 1, lambda p, i=i: (97 * i + p) % 65536) for i in range(400)]
     write_samples(tmp_path / "here", packs)
     write_samples(tmp_path / "there", packs[::-1])
-    monkeypatch.setattr(set_diff, "_MOST", 64)
-    shards = [Shard(tmp_path / name) for name in ("here", "there")]
-    left, right = (set_diff.ShardSamples(shard, windows.windows(shard), 64) for shard in shards)
-    found = left.sequence_difference(right, 5)
+    monkeypatch.setattr(diff, "_MOST", 64)
+    here, there = (Shard(tmp_path / name) for name in ("here", "there"))
+    found = set_differences(here, there, 5)[1]
     assert found.share < 1
     assert 0 < found.shared < 400
     assert found.same

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from packs import demo_samples, sample_of, write_samples
 from pages import HOSTILE, Markup, colours, decode_hostile, markup_of, write_hostile
 
-from megatron_sft_idx.report import make_page, survey_shard
-from megatron_sft_idx.report.page import MAX_NBYTES, render
-from megatron_sft_idx.report.page.ticks import nice_ticks
+from megatron_sft_idx.inspect import page as pages
+from megatron_sft_idx.inspect.page import MAX_NBYTES, make_page, nice_ticks
+from megatron_sft_idx.inspect.summary import survey_shard
 from megatron_sft_idx.shard import Shard, ShardWriter
 
 
@@ -55,7 +55,7 @@ def test_links_of_sequences_lead_to_them_where_they_are_shown(tmp_path: Path, mo
     write_samples(tmp_path / "x", packs, capacity=64)
     links = attributes(markup_of(page_of(tmp_path / "x")), "href")
     assert {f"#pack-{i}-sequence-2" for i in range(4)} <= set(links)
-    monkeypatch.setattr(render, "_TEXT_NBYTES", (0,))
+    monkeypatch.setattr(pages, "_TEXT_NBYTES", (0,))
     page = markup_of(page_of(tmp_path / "x"))
     assert [link for link in attributes(page, "href") if "sequence" in link] == []
 
@@ -121,7 +121,7 @@ def test_the_command_for_other_packs_can_be_pasted(tmp_path: Path) -> None:
 
 
 def test_what_is_cut_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(render, "_TEXT_NBYTES", (20_000,))
+    monkeypatch.setattr(pages, "_TEXT_NBYTES", (20_000,))
     packs = [sample_of([3000, *[5] * 400], lambda p: p % 7 > 2, lambda p: p % 100) for _ in range(20)]
     write_samples(tmp_path / "x", packs)
     text = page_of(tmp_path / "x").decode()
@@ -143,7 +143,7 @@ def test_a_sampled_page_says_so(tmp_path: Path) -> None:
     ("nbytes", "shown"), [(999, "999 B"), (1023 << 20, "1,023 MiB"), (1 << 30, "1.00 GiB"), (12345 << 20, "12.1 GiB")]
 )
 def test_sizes_are_written_for_people(nbytes: int, shown: str) -> None:
-    assert render._bytes(nbytes) == shown
+    assert pages._bytes(nbytes) == shown
 
 
 def test_weights_other_than_one_are_named(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def contrast(one: str, other: str) -> float:
 
 def palette_of(mode: int) -> dict[str, str]:
     """The colours in daylight, in the dark, and in print, which keep those of daylight that they do not set."""
-    found = colours(render._resource("page.css"))
+    found = colours(pages._resource("page.css"))
     return found[0] | found[mode]
 
 

@@ -117,10 +117,10 @@ GOOD = {"input_ids": [1, 2, 3], "loss_mask": [1, 0, 0], "seq_start_id": [0, 1]}
         (GOOD | {"input_ids": [[1], [2], [3]]}, "input_ids is no list of numbers"),
         (GOOD | {"loss_mask": [1, float("nan"), 0]}, "position 1 has loss mask nan"),
         (GOOD | {"loss_mask": [1, -1, 0]}, "position 1 has loss mask -1"),
-        (GOOD | {"seq_start_id": []}, "has 0 sequences"),
+        (GOOD | {"seq_start_id": []}, "no sequence starts"),
         (GOOD | {"seq_start_id": [1]}, "starts at 1, expected 0"),
-        (GOOD | {"seq_start_id": [0, 2, 2]}, "ascend"),
-        (GOOD | {"seq_start_id": [0, 3]}, "goes from 3 to 3 in 3 tokens"),
+        (GOOD | {"seq_start_id": [0, 2, 2]}, "sequence 2 starts at 2, not after 2 .rule P3"),
+        (GOOD | {"seq_start_id": [0, 3]}, "sequence 1 starts at 3, the pack has 3 tokens"),
     ],
 )
 def test_a_bad_pack_is_named(tmp_path: Path, row: Any, words: str) -> None:

@@ -23,15 +23,11 @@ from disks import NOBODY, in_a_child
 from packs import sample_of
 from test_formats_jsonl_chunks import produced
 
-from megatron_sft_idx.catalog import Ack, Base, Catalog, write_ack
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.preprocess import EncodingOptions
-from megatron_sft_idx.streaming import LiveDataset, LiveLoader
-from megatron_sft_idx.streaming.chunk_end import EndDecider
-from megatron_sft_idx.streaming.chunk_markers import Markers
-from megatron_sft_idx.streaming.chunk_rows import PackedLines, RawLines, RowLimits
-from megatron_sft_idx.streaming.chunks import ChunkOptions, LiveChunks
-from megatron_sft_idx.streaming.live import Stopped, Waiter
+from megatron_sft_idx.live import Ack, Base, Catalog, Limits, Stopped, Waiter, write_ack
+from megatron_sft_idx.live.chunks import ChunkRows, LiveChunks, declaring_end
+from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
+from megatron_sft_idx.tokenize import EncodingOptions
 
 PRODUCER = Path(__file__).with_name("chunk_producer.py")
 PATIENCE = 300.0
@@ -64,17 +60,11 @@ def producer(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> Iter
         process.communicate()
 
 
-def options_of(tmp_path: Path, **changes: Any) -> ChunkOptions:
+def chunks_of(tmp_path: Path, **changes: Any) -> LiveChunks:
     folder = str(tmp_path / "chunks")
-    options = ChunkOptions(
-        folder,
-        PackedLines(),
-        RowLimits(64, 1, 8),
-        end_folders=(folder,),
-        settle_seconds=1.0,
-        max_wait=PATIENCE,
-    )
-    return replace(options, **changes)
+    options: dict[str, Any] = {"end_folders": (folder,), "settle_seconds": 1.0, "max_wait": PATIENCE}
+    rows = ChunkRows(Limits(64, 8), changes.pop("encoding", None))
+    return LiveChunks(folder, rows, **{**options, **changes})
 
 
 def ids_of(chunks: LiveChunks, number: int) -> list[int]:
@@ -103,12 +93,12 @@ def test_every_row_comes_once_while_the_producer_writes(tmp_path: Path, first: i
     go = tmp_path / "go"
     options = {"samples_per_chunk": 5, "seconds_per_line": 0.02, "first": first, "stops": {"6": str(go)}}
     with producer(tmp_path, packed_rows(22), **options) as process:
-        chunks = LiveChunks(options_of(tmp_path, num_chunks=first + 5, samples_per_chunk=5, settle_seconds=1.5))
+        chunks = chunks_of(tmp_path, num_chunks=first + 5, samples_per_chunk=5, settle_seconds=1.5)
         assert chunks.wait(first, WAITER)
         assert ids_of(chunks, first) == [0, 1, 2, 3, 4]
         # However long it takes, half a line does not settle.
         with pytest.raises(SFTIndexError, match="ends in the middle of a line"):
-            LiveChunks(replace(chunks.options, max_wait=1.5)).wait(first + 1, WAITER)
+            replace(chunks, max_wait=1.5).wait(first + 1, WAITER)
         assert process.poll() is None
         go.touch()
         assert read_all(chunks, first + 1) == list(range(5, 22))
@@ -120,28 +110,24 @@ def test_the_end_is_declared_where_the_producer_writes_none(tmp_path: Path, capl
     caplog.set_level(logging.INFO, "megatron_sft_idx")
     with producer(tmp_path, packed_rows(7), samples_per_chunk=3, seconds_per_line=0.02):
         folder = str(tmp_path / "chunks")
-        decider = EndDecider(folder, 1.5, Catalog(folder).write_end)
-        decider.start()
-        assert read_all(LiveChunks(options_of(tmp_path))) == list(range(7))
-        decider.stop()
+        with declaring_end(folder, 1.5, [folder]):
+            assert read_all(chunks_of(tmp_path)) == list(range(7))
     assert Catalog(folder).end() == 3
     assert "the end is declared at 3 chunks" in caplog.text
     (tmp_path / "chunks/chunk_00003.jsonl").touch()
     with pytest.raises(FormatError, match=r"chunk_00003.jsonl: it is there though the end was declared at 3 chunks"):
-        LiveChunks(options_of(tmp_path)).wait(2, WAITER)
+        chunks_of(tmp_path).wait(2, WAITER)
 
 
 def test_a_producer_killed_in_a_line_leaves_no_end(tmp_path: Path) -> None:
     with producer(tmp_path, packed_rows(7), samples_per_chunk=3, die_in=4) as process:
         assert process.wait(PATIENCE) == -signal.SIGKILL
     folder = str(tmp_path / "chunks")
-    decider = EndDecider(folder, 0.2, Catalog(folder).write_end)
-    decider.start()
-    chunks = LiveChunks(options_of(tmp_path, max_wait=1.5, settle_seconds=0.1))
-    assert ids_of(chunks, 0) == [0, 1, 2]
-    with pytest.raises(SFTIndexError, match=r"rank 0 waited .* \(--max-wait\): .* ends in the middle of a line"):
-        chunks.wait(1, WAITER)
-    decider.stop()
+    with declaring_end(folder, 0.2, [folder]):
+        chunks = chunks_of(tmp_path, max_wait=1.5, settle_seconds=0.1)
+        assert ids_of(chunks, 0) == [0, 1, 2]
+        with pytest.raises(SFTIndexError, match=r"rank 0 waited .* \(--max-wait\): .* ends in the middle of a line"):
+            chunks.wait(1, WAITER)
     assert Catalog(folder).end() is None
 
 
@@ -150,14 +136,14 @@ def test_a_wrong_number_of_samples_is_loud(tmp_path: Path) -> None:
         assert process.wait(PATIENCE) == 0
     for wrong, chunk in ((4, 0), (2, 0)):
         with pytest.raises(FormatError, match=rf"chunk_0000{chunk}.jsonl: it has 3 lines, expected {wrong}"):
-            read_all(LiveChunks(options_of(tmp_path, num_chunks=3, samples_per_chunk=wrong)))
-    assert read_all(LiveChunks(options_of(tmp_path, num_chunks=3, samples_per_chunk=3))) == list(range(7))
+            read_all(chunks_of(tmp_path, num_chunks=3, samples_per_chunk=wrong))
+    assert read_all(chunks_of(tmp_path, num_chunks=3, samples_per_chunk=3)) == list(range(7))
 
 
 def test_a_short_chunk_that_was_not_the_last_is_found_when_the_next_comes(tmp_path: Path) -> None:
     with producer(tmp_path, packed_rows(2), samples_per_chunk=2) as process:
         assert process.wait(PATIENCE) == 0
-    chunks = LiveChunks(options_of(tmp_path, samples_per_chunk=3, settle_seconds=0.1))
+    chunks = chunks_of(tmp_path, samples_per_chunk=3, settle_seconds=0.1)
     assert chunks.wait(0, WAITER)
     assert ids_of(chunks, 0) == [0, 1]
     (tmp_path / "chunks/chunk_00001.jsonl").touch()
@@ -170,24 +156,24 @@ def test_a_wait_speaks_once_and_can_be_stopped(tmp_path: Path, caplog: pytest.Lo
     asked: list[int] = []
     waiter = Waiter("rank 3", lambda seconds: len(asked) > 3 or bool(asked.append(0)))
     with pytest.raises(Stopped):
-        LiveChunks(options_of(tmp_path)).wait(3, waiter)
+        chunks_of(tmp_path).wait(3, waiter)
     assert [record.message for record in caplog.records] == [
         "rank 3 waits 0 s for chunk 3 (chunk_00003.jsonl); chunk_00003.jsonl is not there, no chunk is there"
     ]
 
 
 def test_raw_and_packed_lines_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
-    raw = RawLines(EncodingOptions(str(TOKENIZER)))
+    raw = EncodingOptions(str(TOKENIZER))
     with producer(tmp_path, packed_rows(2), samples_per_chunk=2) as process:
         assert process.wait(PATIENCE) == 0
     with pytest.raises(FormatError, match="it is packed already; leave --tokenizer-model out"):
-        read_all(LiveChunks(options_of(tmp_path, kind=raw, num_chunks=1)))
+        read_all(chunks_of(tmp_path, encoding=raw, num_chunks=1))
     with producer(tmp_path, raw_rows(2), samples_per_chunk=2) as process:
         assert process.wait(PATIENCE) == 0
     with pytest.raises(SFTIndexError, match="live ones need --tokenizer-model"):
-        read_all(LiveChunks(options_of(tmp_path, num_chunks=1)))
-    chunks = pickle.loads(pickle.dumps(LiveChunks(options_of(tmp_path, kind=raw, num_chunks=1))))
-    assert chunks.limits(WAITER).capacity == 64
+        read_all(chunks_of(tmp_path, num_chunks=1))
+    chunks = pickle.loads(pickle.dumps(chunks_of(tmp_path, encoding=raw, num_chunks=1)))
+    assert chunks.limits(WAITER)[0].capacity == 64
     assert len(read_all(chunks)) == 2
 
 
@@ -199,7 +185,7 @@ def test_numbers_above_99999_go_through_the_loader(tmp_path: Path) -> None:
     Catalog(folder).write_end(first + 5)
     found: dict[int, list[int]] = {}
     for rank in (0, 1):
-        live = LiveChunks(options_of(tmp_path), Markers(str(folder), str(folder / "_acks")))
+        live = chunks_of(tmp_path, acks=str(folder / "_acks"))
         dataset = LiveDataset(live, rank=rank, size=2, seq_length=64, shuffle=False)
         with LiveLoader(dataset) as loader:
             state = loader.state_dict()
@@ -222,7 +208,7 @@ def test_chunks_are_marked_once_every_owner_has_committed(tmp_path: Path) -> Non
     with producer(tmp_path, packed_rows(5), samples_per_chunk=1) as process:
         assert process.wait(PATIENCE) == 0
     acks = str(tmp_path / "acks")
-    live = LiveChunks(options_of(tmp_path), Markers(str(tmp_path / "chunks"), acks))
+    live = chunks_of(tmp_path, acks=acks)
 
     def marked() -> list[str]:
         live.committed()
@@ -253,9 +239,9 @@ def test_a_folder_that_may_not_be_written_is_said_once(caplog: pytest.LogCapture
         (folder / "chunks").chmod(0o555)
 
         def mark() -> None:
-            markers = Markers(str(folder / "chunks"), str(folder / "acks"))
+            live = chunks_of(folder, acks=str(folder / "acks"))
             for _ in range(3):
-                markers()
+                live.committed()
             assert [record.message for record in caplog.records if "cannot be marked" in record.message]
             assert len(caplog.records) == 1
 

@@ -15,8 +15,8 @@ from test_live_training import LENGTH, chat, pack
 from test_pretrain_script import assert_bitwise
 from training_twin import lone_process
 
-from megatron_sft_idx.catalog import Catalog, Limits, ProducerState, completed, read_acks
 from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.live import Catalog, Limits, ProducerState, completed, read_acks
 
 PACKS = ["--vocab-size", 2048]
 RAW = ["--tokenizer-model", TOKENIZER, "--num-workers", 0]
@@ -138,7 +138,7 @@ def test_a_checkpoint_of_other_data_is_refused(script: ModuleType, tmp_path: Pat
 
 
 def test_nothing_comes(script: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "megatron_sft_idx.streaming")
+    caplog.set_level(logging.INFO, "megatron_sft_idx.live")
     with pytest.raises(SFTIndexError, match=r"0.5 s have passed \(--max-wait\) and there is neither"):
         run(script, options(tmp_path / "nothing", "--max-wait", 0.5))
     waits = [line for line in caplog.messages if "waits" in line]

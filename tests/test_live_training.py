@@ -22,8 +22,8 @@ from test_formats_jsonl_chunks import produced
 from test_live_chunks import producer
 from test_pretrain_script import ROOT, THREADS
 
-from megatron_sft_idx.catalog import Catalog
-from megatron_sft_idx.preprocess import EncodingOptions, RowEncoder
+from megatron_sft_idx.live import Catalog
+from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 
 # Four ranks that import torch and Megatron take most of a minute of two cores.
 pytestmark = pytest.mark.slow

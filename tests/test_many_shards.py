@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +17,10 @@ from packs import assert_is, write_samples
 from shard_folders import PACKS, SIZES, files_of, is_held, maps_of, rewritten, write
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
-from megatron_sft_idx.formats.dataset import open_dataset
+from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.shards import ShardSet, budgets, shard_set
+from megatron_sft_idx.shard import Shard, shard_set
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import Backend
 
 
@@ -52,19 +54,20 @@ def test_shards_with_masks_of_two_kinds_are_not_held_together(tmp_path: Path, no
     assert [shards[i]["loss_mask"].dtype for i in (0, 5)] == [np.uint8, np.float32]
 
 
-def test_budgets_are_shared_and_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_a_set_is_held_does_not_depend_on_other_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
-    taken = sum(budgets.MAPPED_SHARDS._granted.values())
-    monkeypatch.setattr(budgets.MAPPED_SHARDS, "most", taken + len(SIZES))
+    monkeypatch.setattr(shard_set, "MAPPED_SHARDS", len(SIZES))
     first, second = ShardSet.open(tmp_path), ShardSet.open(tmp_path)
     first[0]
     second[0]
-    assert first.shard(0).backend == "mmap"
-    assert is_held(second) == "held"
-    del first
-    third = ShardSet.open(tmp_path)
-    third[0]
-    assert third.shard(0).backend == "mmap"
+    assert first.shard(0).backend == second.shard(0).backend == "mmap"
+    both = ShardSet.joined([first, second])
+    both[0]
+    assert is_held(both) == "held"
+    nbytes = both.held.tokens.nbytes + both.held.loss.nbytes + sum(both._index_nbytes)
+    for most, how in ((nbytes, "held"), (nbytes - 1, "reopened")):
+        monkeypatch.setattr(shard_set, "MEMORY_NBYTES", most)
+        assert [is_held(ShardSet.joined([first, second])) for _ in range(2)] == [how, how]
 
 
 def test_index_arrays_are_held_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +82,30 @@ def test_index_arrays_are_held_up_to_a_bound(tmp_path: Path, monkeypatch: pytest
     shards[5]
     shards[12]
     assert list(shards._shards) == [0, 3]  # the one unused for longest went
+
+
+_WITHOUT_ROOM = """
+import resource, sys
+import numpy as np
+from megatron_sft_idx.shard import ShardWriter
+from megatron_sft_idx.shard.shard_set import ShardSet
+
+for name, packs in (("small", 1), ("large", 4096)):
+    with ShardWriter(f"{sys.argv[1]}/{name}", token_dtype=np.int32, capacity=8192, durable=False) as writer:
+        for pack in range(packs):
+            writer.add_pack(np.full(8192, pack, np.int32), np.zeros(8192, np.uint8), [0])
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), resource.RLIM_INFINITY))
+for name in ("small", "large"):
+    shards = ShardSet.open(f"{sys.argv[1]}/{name}")
+    print(shards[len(shards) - 1]["input_ids"][-1], shards.shard(0).backend)
+"""
+
+
+def test_where_no_more_can_be_mapped_files_are_opened_for_each_read(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _WITHOUT_ROOM, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout.splitlines() == ["0 mmap", "4095 reopen"], done.stderr
 
 
 # ---- changed under a reader ----

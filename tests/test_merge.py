@@ -17,7 +17,7 @@ from merges import merged, rewrite_header, write_parts
 from packs import assert_holds, demo_samples, five_files, folder_of, samples, write_samples
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.merge import origin
+from megatron_sft_idx.packs import merge as origin
 from megatron_sft_idx.shard import Shard, ShardWriter, read_header
 
 # ---- what is written ----
@@ -205,7 +205,7 @@ def test_a_list_of_sources_too_long_for_a_header_names_the_merges_instead(
     left, right = str(tmp_path / "left"), str(tmp_path / "right")
     merged(sources[:2], left)
     merged(sources[2:], right)
-    monkeypatch.setattr("megatron_sft_idx.merge.agreement.MAX_RUNS", 3)
+    monkeypatch.setattr("megatron_sft_idx.packs.merge.MAX_RUNS", 3)
     header = merged([left, right], tmp_path / "m").header
     ids = [entry["shard_id"] for entry in header.metadata[origin.ORIGIN]]
     assert ids == [read_header(prefix).shard_id.hex() for prefix in (left, right)]

@@ -16,8 +16,8 @@ from chats import CHATS, command, files_of, preprocess, remains, write_rows
 from interrupted_runs import Case, be_quick, some_rows
 from kills import killed_after, killed_at
 
-from megatron_sft_idx.preprocess import pack, source
 from megatron_sft_idx.shard import find_remains, read_header
+from megatron_sft_idx.tokenize import gather, parts
 
 
 @pytest.fixture(scope="module")
@@ -41,21 +41,30 @@ def prefix(case, request):
 
 
 def half_made(case, prefix: Path, pieces: int = 5, *more: object) -> None:
-    """What a run leaves that is killed as it tokenises its so-manieth piece."""
+    """What a run leaves that is killed as it tokenises its so-manieth piece, each of which is a part."""
 
     def dies():
         taken = iter(range(pieces))
-        step = source.Source.__next__
+        write_part = parts.write_part
 
-        def counted(self):
+        def counted(*arguments):
             if next(taken, None) is None:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return step(self)
+            return write_part(*arguments)
 
-        source.Source.__next__ = counted
+        parts.write_part = counted
         case.run(prefix, *more)
 
     assert end_of_fork(dies) == signal.SIGKILL
+    assert len(parts_left(prefix)) == pieces
+
+
+def parts_left(prefix: Path) -> list[Path]:
+    return sorted(Path(f"{prefix}.parts").glob("*.part"))
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def end_of_fork(work) -> int:
@@ -139,22 +148,43 @@ def test_of_runs_at_the_same_time_one_makes_the_shard(case, prefix, more):
     assert remains(prefix.parent) == sorted(f"x{suffix}" for suffix in case.files)
 
 
-@pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
-def test_a_file_limit_ends_the_run_and_gives_the_space_back(case, prefix, tmp_path, share, resumed):
-    if resumed:
-        half_made(case, prefix)
-    limit = int(share * len(case.files[".bin"]))
+def run_with_a_file_limit(case, prefix: Path, said: Path, limit: int, *more: object) -> str:
+    """Run into an error, and give what it said."""
 
     def limited():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        done = case.run(prefix, *["--resume"] * resumed)
-        (tmp_path / "said").write_text(done.err)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        done = case.run(prefix, *more)
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        said.write_text(done.err)
         os._exit(done.code)
 
     assert os.waitstatus_to_exitcode(end_of_fork(limited)) == 1
-    assert "File too large" in (tmp_path / "said").read_text()
+    assert "File too large" in said.read_text()
+    return said.read_text()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_file_limit_ends_the_run_and_gives_the_space_back(case, prefix, tmp_path, share, resumed):
+    largest = case.largest_part
+    if resumed:
+        half_made(case, prefix, 2)
+    run_with_a_file_limit(case, prefix, tmp_path / "said", int(share * largest), *["--resume"] * resumed)
     assert remains(prefix.parent) == []
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_a_file_limit_while_packing_keeps_the_parts(case, prefix, tmp_path, share):
+    limit = int(share * len(case.files[".bin"]))
+    assert limit > case.largest_part
+    said = run_with_a_file_limit(case, prefix, tmp_path / "said", limit)
+    assert f"kept at {prefix}.parts" in said
+    assert remains(prefix.parent) == ["x.parts"]
+    again = case.run(prefix)
+    assert (again.code, "corpus reused" in again.out) == (0, True), again
+    assert files_of(prefix) == case.files
+    assert remains(prefix.parent) == sorted(f"x{suffix}" for suffix in case.files)
 
 
 def test_a_plain_run_over_what_is_left_names_the_ways_on(case, prefix):
@@ -169,11 +199,11 @@ def test_a_plain_run_over_what_is_left_names_the_ways_on(case, prefix):
 
 def test_resuming_goes_on_and_does_not_begin_again(case, prefix):
     half_made(case, prefix)
-    left = find_remains(f"{prefix}.unpacked")
+    left = sum(parts.Part(str(path)).info.rows for path in parts_left(prefix))
     done = case.run(prefix, "--resume")
-    assert left is not None
-    assert left.num_packs > 0
-    assert "resuming after" in done.err
+    assert left > 0
+    assert f"resuming after {left} rows" in done.err
+    assert "resuming: 5 of " in done.err
     assert files_of(prefix) == case.files
 
 
@@ -211,7 +241,7 @@ def test_a_finished_run_is_found(case, prefix):
 
 def test_a_run_killed_while_packing_is_packed_anew_by_the_same_options(case, prefix):
     def dies():
-        pack.write_packs = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        gather.write_packs = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         case.run(prefix)
 
     assert end_of_fork(dies) == signal.SIGKILL
@@ -223,7 +253,7 @@ def test_a_run_killed_while_packing_is_packed_anew_by_the_same_options(case, pre
 
 def test_a_run_killed_while_packing_may_be_packed_otherwise_from_the_same_corpus(case, prefix):
     def dies():
-        pack.write_packs = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        gather.write_packs = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         case.run(prefix)
 
     assert end_of_fork(dies) == signal.SIGKILL
@@ -244,17 +274,17 @@ def test_a_run_killed_while_packing_may_be_packed_otherwise_from_the_same_corpus
 )
 def test_changed_options_are_named(case, prefix, options, said):
     half_made(case, prefix)
-    before = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
+    before = everything_in(prefix.parent)
     refused = case.run(prefix, "--resume", *options)
     assert refused.code == 1
     assert said in refused.err
-    assert {path.name: path.read_bytes() for path in prefix.parent.iterdir()} == before
+    assert everything_in(prefix.parent) == before
     case.assert_ends_the_same(prefix)
 
 
 def test_changed_input_is_named(case, prefix, tmp_path):
     half_made(case, prefix, 8)
-    before = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
+    before = everything_in(prefix.parent)
     rows = case.options[1]
     text = rows.read_text()
     place = len(text) // 6
@@ -272,7 +302,7 @@ def test_changed_input_is_named(case, prefix, tmp_path):
     refused = case.run(prefix, "--resume")
     case.options = options
     assert (refused.code, "file 2 was none, is " in refused.err) == (1, True)
-    assert {path.name: path.read_bytes() for path in prefix.parent.iterdir()} == before
+    assert everything_in(prefix.parent) == before
     case.assert_ends_the_same(prefix)
 
 
@@ -285,10 +315,15 @@ def test_what_was_to_be_replaced_still_is(case, prefix):
 
 def test_remains_that_were_tampered_with_are_not_gone_on_with(case, prefix):
     half_made(case, prefix, 8)
-    with open(f"{prefix}.unpacked.bin.tmp", "r+b") as file:
+    flipped, torn, empty, *_ = parts_left(prefix)
+    with open(flipped, "r+b") as file:
         file.seek(-3, os.SEEK_END)
-        file.write(b"\x01")
-    case.assert_ends_the_same(prefix)  # from an earlier piece on
+        byte = file.read(1)
+        file.seek(-3, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+    os.truncate(torn, torn.stat().st_size - 1)
+    os.truncate(empty, 0)
+    case.assert_ends_the_same(prefix)
 
 
 def test_resume_and_overwrite_are_a_usage_error(case, prefix):

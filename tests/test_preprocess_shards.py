@@ -12,8 +12,8 @@ from interrupted_runs import be_quick
 from kills import killed_at
 
 from megatron_sft_idx import open_dataset
-from megatron_sft_idx.preprocess import pack
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.tokenize import gather
 
 PARTS = [f"x-0000{number}-of-00003" for number in range(3)]
 THREE = ("--output-shards", 3)
@@ -71,7 +71,7 @@ def test_another_number_of_shards_beside_them_is_refused(tmp_path):
 
 def killed_over_the_second(prefix, *options):
     """Whether the run was killed while it wrote the second of its shards."""
-    write_packs, written = pack.write_packs, []
+    write_packs, written = gather.write_packs, []
 
     def dies(*arguments):
         written.append(arguments)
@@ -80,7 +80,7 @@ def killed_over_the_second(prefix, *options):
         write_packs(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack, "write_packs", dies)
+        patch.setattr(gather, "write_packs", dies)
         return killed_at(10**9, lambda: preprocess(prefix, *options))
 
 

@@ -27,10 +27,10 @@ from productions import (
     until,
 )
 
-from megatron_sft_idx.catalog import Catalog
+from megatron_sft_idx.check import verify_shard
+from megatron_sft_idx.live import Catalog
 from megatron_sft_idx.produce.start import Cursor
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.verify import verify_shard
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,15 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_sft_idx.catalog.documents import Document
 from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
 from megatron_sft_idx.chat.inputs.pieces import iter_pieces, stream_pieces
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.preprocess import NOT_YET
 from megatron_sft_idx.produce.feed import Feed, Position
 from megatron_sft_idx.produce.growing import GrowingFolder
 from megatron_sft_idx.produce.input_log import InputLog, TakenFile
 from megatron_sft_idx.produce.inputs import FixedFiles
+from megatron_sft_idx.tokenize import NOT_YET
 
 
 class Scene:
@@ -234,7 +233,7 @@ def test_a_log_with_anything_else_is_refused(tmp_path_factory, line):
 def test_a_position_that_is_wrong_is_named(change):
     content = {**Position(1, 2, "a", "b").to_json(), **change}
     with pytest.raises(FormatError, match=f"^x: {next(iter(change))} is "):
-        Position.parse(Document("x", content))
+        Position.parse("x", content)
 
 
 class Arriving(io.RawIOBase):

@@ -22,8 +22,8 @@ from productions import (
     until,
 )
 
-from megatron_sft_idx.catalog import Catalog
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.live import Catalog
 from megatron_sft_idx.shard import remove_shard
 
 

@@ -12,7 +12,17 @@ from chats import write_rows
 from interrupted_runs import be_quick
 from productions import acknowledge, ended, produced, producing, state_of, until
 
-from megatron_sft_idx.catalog import Ack, Base, Catalog, CatalogWatch, Limits, ProducerState, ack_folder, write_ack
+from megatron_sft_idx.live import (
+    Ack,
+    Base,
+    Catalog,
+    CatalogWatch,
+    Limits,
+    ProducerState,
+    Waiter,
+    ack_folder,
+    write_ack,
+)
 from megatron_sft_idx.produce.keeper import StateKeeper
 from megatron_sft_idx.produce.room import Room
 from megatron_sft_idx.shard import Shard
@@ -51,7 +61,7 @@ def consume(catalog: Catalog, seen: int) -> None:
     """Train on every shard as it appears, and commit each: what a rank does, with a pipe in the place of a model."""
     watch = CatalogWatch(catalog)
     number = 0
-    while watch.wait(number, who="rank 0", max_wait=100) == "published":
+    while watch.wait(number, Waiter("rank 0"), max_wait=100):
         shard = Shard(catalog.shard_prefix(number))
         first = [int(ids[0]) for i in range(len(shard)) for ids, _ in shard.sequences(i)]
         os.write(seen, "".join(f"{row}\n" for row in first).encode())

@@ -18,7 +18,7 @@ from chats import CHATS, ROOT, SUFFIXES, TOKENIZER, files_of, preprocess, remain
 from interrupted_runs import some_rows
 from ray_clusters import cluster_of, killing, require_ray
 
-from megatron_sft_idx.preprocess import source
+from megatron_sft_idx.tokenize import cut
 
 require_ray()
 
@@ -34,9 +34,9 @@ def nodes():
 
 @pytest.fixture(scope="module", autouse=True)
 def small_pieces():
-    before, source.PIECE_NBYTES = source.PIECE_NBYTES, 1500
+    before, cut.PIECE_NBYTES = cut.PIECE_NBYTES, 1500
     yield
-    source.PIECE_NBYTES = before
+    cut.PIECE_NBYTES = before
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +101,21 @@ def test_overlong_sequences(nodes, case, tmp_path, overlong):
 
 
 @pytest.mark.slow
-def test_files_of_every_kind(nodes, tmp_path):
-    """Those that cannot be cut by bytes are a task each, which makes several parts where they are large."""
+def test_a_corpus_that_is_kept_is_the_local_one(nodes, case, tmp_path):
+    _, options = case
+    for where in ("local", "ray"):
+        engine = (lambda *more: run_on(nodes, *more)) if where == "ray" else preprocess
+        assert engine(tmp_path / where / "x", *options, "--keep-corpus", *SHARDS).code == 0
+    for name in ("x.unpacked", *NAMES):
+        assert files_of(tmp_path / "ray" / name) == files_of(tmp_path / "local" / name)
+    wanted = sorted(f"{name}{suffix}" for name in ("x.unpacked", *NAMES) for suffix in SUFFIXES)
+    assert remains(tmp_path / "ray") == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("many", [False, True])
+def test_files_of_every_kind(nodes, tmp_path, many):
+    """Those that cannot be cut by bytes are dealt out by the driver, or a task each where there are many."""
     chats = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
     plain = [
         {"messages": [{"role": turn["role"], "content": str(turn.get("content") or "-")} for turn in chat["messages"]]}
@@ -112,8 +125,9 @@ def test_files_of_every_kind(nodes, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.json").write_text(json.dumps(chats[:100]))
     pq.write_table(pa.Table.from_pylist(plain), tmp_path / "in" / "b.parquet")
-    with gzip.open(tmp_path / "in" / "c.jsonl.gz", "wb") as file:
-        file.write(CHATS.read_bytes())
+    for number in range(4 if many else 1):
+        with gzip.open(tmp_path / "in" / f"c{number}.jsonl.gz", "wb") as file:
+            file.write(CHATS.read_bytes())
     options = ("--input", tmp_path / "in" / "*", "--on-bad-row", "skip", "--summary")
     here, there = tmp_path / "local" / "x", tmp_path / "ray" / "x"
     assert preprocess(here, *options, tmp_path / "l.json").code == 0
@@ -121,6 +135,12 @@ def test_files_of_every_kind(nodes, tmp_path):
     assert done.code == 0, done
     assert files_of(there) == files_of(here)
     assert counts(tmp_path / "r.json") == counts(tmp_path / "l.json")
+
+
+def used_again(done) -> int:
+    """How many fewer parts were used again than there are."""
+    used, whole = done.err.split("parts were there already")[0].rsplit("resuming: ", 1)[1].split(" of ")
+    return int(used) - int(whole)
 
 
 @pytest.mark.slow
@@ -131,21 +151,20 @@ def test_a_run_goes_on_with_parts_that_are_there_and_never_mixes_two(nodes, case
     prefix = tmp_path / "ray" / "x"
     # The first run ends before packing, and leaves its parts.
     failed = run_on(nodes, prefix, *options, "--seq-length", 128)
-    assert (failed.code, "pass --resume" in failed.err) == (1, True), failed
-    plain = run_on(nodes, prefix, *options)
-    assert (plain.code, "pass --resume to go on with it, or --overwrite" in plain.err) == (1, True), plain
+    assert (failed.code, f"kept at {prefix}.parts" in failed.err) == (1, True), failed
     other = run_on(nodes, prefix, *options, "--train-on", "all", "--resume")
     assert (other.code, "train on was 'assistant', is 'all'" in other.err) == (1, True), other
-    # Another content of the same size: parts of it are made anew, the others are used again.
+    # Another content of the same size.
     text = rows.read_text()
     rows.write_text(text[: len(text) // 2] + text[len(text) // 2 :].replace("e", "i", 1))
-    (tmp_path / "ray" / "x.parts" / "000000-000000.part").write_bytes(b"torn")
-    resumed = run_on(nodes, prefix, *options, "--resume")
-    assert resumed.code == 0, resumed
-    used, whole = (
-        int(word) for word in resumed.err.split("parts were there already")[0].rsplit("resuming: ", 1)[1].split(" of ")
-    )
-    assert used == whole - 2
+    for flags in ((), ("--resume",)):
+        changed = run_on(nodes, prefix, *options, *flags)
+        assert (changed.code, "is not what the interrupted run read" in changed.err) == (1, True), changed
+    first, *_ = sorted((tmp_path / "ray" / "x.parts").glob("*.part"))
+    first.write_bytes(first.read_bytes()[:-1])
+    # Parts of it are made anew where they may be, the others are used again.
+    again = run_on(nodes, prefix, *options, "--overwrite")
+    assert (again.code, used_again(again)) == (0, -2), again
     assert preprocess(tmp_path / "local" / "x", *options).code == 0
     assert files_of(prefix) == files_of(tmp_path / "local" / "x")
     found = run_on(nodes, prefix, *options, "--resume")
@@ -164,7 +183,7 @@ def test_a_terminated_run_keeps_its_parts_and_is_gone_on_with(nodes, case, tmp_p
     arguments = ["preprocess", "--turns", "whole", "--input", rows, "--tokenizer-model", TOKENIZER,
                  "--seq-length", 1024, "--output-prefix", there, "--engine", "ray",
                  "--ray-address", nodes.address]  # fmt: skip
-    script = "import sys; from megatron_sft_idx.preprocess import source; source.PIECE_NBYTES = 20_000\n"
+    script = "import sys; from megatron_sft_idx.tokenize import cut; cut.PIECE_NBYTES = 20_000\n"
     script += "from megatron_sft_idx.cli.main import main; sys.exit(main(sys.argv[1:]))"
     with subprocess.Popen(
         [sys.executable, "-c", script, *map(str, arguments)],
@@ -176,13 +195,15 @@ def test_a_terminated_run_keeps_its_parts_and_is_gone_on_with(nodes, case, tmp_p
         assert process.stderr is not None
         said = process.stderr.read()
     assert (process.returncode, "pass --resume" in said, "Traceback" in said) == (143, True, False), said
-    source.PIECE_NBYTES, before = 20_000, source.PIECE_NBYTES
+    cut.PIECE_NBYTES, before = 20_000, cut.PIECE_NBYTES
     try:
+        plain = run_on(nodes, there, "--input", rows)
+        assert (plain.code, "pass --resume to go on with it, or --overwrite" in plain.err) == (1, True), plain
         resumed = run_on(nodes, there, "--input", rows, "--resume")
         assert (resumed.code, "parts were there already" in resumed.err) == (0, True), resumed
         assert preprocess(tmp_path / "local" / "x", "--input", rows).code == 0
     finally:
-        source.PIECE_NBYTES = before
+        cut.PIECE_NBYTES = before
     assert files_of(there) == files_of(tmp_path / "local" / "x")
 
 
@@ -200,7 +221,7 @@ def test_what_it_starts_asks_for_a_token_and_ends_with_it(tmp_path):
     """Without an address: a cluster of its own, on an address of this machine, refusing who has no token."""
     code = (
         "import subprocess, sys\n"
-        "from megatron_sft_idx.preprocess.distributed.cluster import ray_cluster\n"
+        "from megatron_sft_idx.tokenize.ray import ray_cluster\n"
         "import psutil\n"
         "with ray_cluster(None, 1, print):\n"
         "    import ray\n"
@@ -224,7 +245,6 @@ def test_what_it_starts_asks_for_a_token_and_ends_with_it(tmp_path):
 
 
 def test_what_cannot_be_is_refused_in_a_sentence(nodes, tmp_path):
-    assert "there is no corpus" in run_on(nodes, tmp_path / "x", "--keep-corpus").err
     assert preprocess(tmp_path / "x", "--ray-address", "auto").code == 2
     assert preprocess(tmp_path / "x", "--engine", "ray", "--workers", 0).code == 2
     many = run_on(nodes, tmp_path / "x", "--output-shards", 4000)

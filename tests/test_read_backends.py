@@ -20,11 +20,11 @@ from packs import Sample, assert_holds, assert_is, demo_samples, samples, write_
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
-from megatron_sft_idx.formats.dataset import open_dataset
+from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import BlockCache, ReadOptions, advise_order, drop_pages, open_array
-from megatron_sft_idx.storage.huge_pages import mappings
+from megatron_sft_idx.storage.advice import mappings
 
 PAGE = mmap.PAGESIZE
 WAYS: list[dict[str, Any]] = [
@@ -105,7 +105,7 @@ def test_one_cache_serves_all_shards_of_a_set_however_many(tmp_path: Path, monke
     for i, pack in enumerate(packs):
         write_samples(tmp_path / str(i), [pack], capacity=64)
     for most, expected in ((100, "process"), (0, "reopen")):
-        monkeypatch.setattr("megatron_sft_idx.shards.budgets.MAPPED_SHARDS.most", most)
+        monkeypatch.setattr("megatron_sft_idx.shard.shard_set.MAPPED_SHARDS", most)
         shards = ShardSet.open(tmp_path, backend=ReadOptions("process", cache_bytes=2 * PAGE))
         shards.schedule(range(9))
         for i, pack in enumerate(packs):

@@ -23,9 +23,9 @@ from packs import (
 )
 from rebuilding import assert_same_but_for_json, damage, small
 
+from megatron_sft_idx.check import Known, rebuild
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.rebuild import Known, rebuild
 from megatron_sft_idx.shard import Shard
 
 # ---- one index lost ----
@@ -191,9 +191,18 @@ def test_without_a_header_all_three_data_files_are_needed(tmp_path: Path, suffix
         (lambda p: os.truncate(f"{p}.seq.bin", 9), "starts have 4 each"),
         (lambda p: os.truncate(f"{p}.seq.bin", 8), "packs begin here"),
         (lambda p: damage(f"{p}.seq.bin", 0), "the first start is 255"),
-        (lambda p: damage(f"{p}.seq.bin", 11), "pack 1: sequence 1 starts at"),
-        (lambda p: damage(f"{p}.loss.bin", 3), r"pack 1: position 2 has loss mask 255.*rule P7"),
-        (lambda p: damage(f"{p}.bin", 3), r"pack 0: position 0 has id .*rule P8"),
+        (
+            lambda p: damage(f"{p}.seq.bin", 11),
+            r"x\.seq\.bin: byte 8: pack 1: found a sequence that starts at 4278190082, expected 4 or less \(rule P4\)",
+        ),
+        (
+            lambda p: damage(f"{p}.loss.bin", 3),
+            r"x\.loss\.bin: byte 3: pack 1: found mask 255, expected 0 or 1 \(rule P7\)",
+        ),
+        (
+            lambda p: damage(f"{p}.bin", 3),
+            r"x\.bin: byte 0: pack 0: found id -16777216, expected 0 to 2147483647 \(rule P8\)",
+        ),
     ],
 )
 def test_data_that_breaks_a_rule_gets_no_index(tmp_path: Path, break_it: Callable[[str], None], message: str) -> None:
@@ -258,8 +267,14 @@ def test_what_no_shard_can_have_is_refused(wrong: dict[str, Any]) -> None:
     [
         (Known(token_dtype=np.dtype("u2")), r"x\.idx: says that tokens are int32, --token-dtype uint16"),
         (Known(mask_dtype=np.dtype("f4")), r"do not go together as tokens int32 and masks float32 \(rule F2\)"),
-        (Known(capacity=5), r"pack 2: it has 12 tokens, the capacity is 5 \(rule P1\)"),
-        (Known(capacity=12, sequence_multiple=8), r"positions with each sequence rounded up .* \(rule P5\)"),
+        (
+            Known(capacity=5),
+            r"x: pack 2: found 12 tokens, expected at most the capacity 5 \(rule P1\); pass the --capacity",
+        ),
+        (
+            Known(capacity=12, sequence_multiple=8),
+            r"x: pack 1: found 16 positions with each sequence rounded up to 8, expected .* 12 \(rule P5\)",
+        ),
     ],
 )
 def test_options_that_the_files_contradict_are_refused(tmp_path: Path, known: Known, message: str) -> None:

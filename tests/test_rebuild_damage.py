@@ -14,8 +14,8 @@ from packs import assert_holds, demo_samples, five_files, sample_of
 from rebuilding import METADATA, OFFSETS, assert_same_but_for_json, damage, small
 from reseal import put, reseal
 
+from megatron_sft_idx.check import Known, rebuild
 from megatron_sft_idx.errors import CorruptShardError, FormatError, UnsupportedVersionError
-from megatron_sft_idx.rebuild import Known, rebuild
 from megatron_sft_idx.shard import Shard
 
 # ---- an index that was written wrong ----

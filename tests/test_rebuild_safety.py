@@ -16,11 +16,11 @@ from chats import command
 from kills import killed_at
 from packs import WHOLE, assert_holds, demo_samples, five_files, folder_of, opens, write_samples
 
+from megatron_sft_idx.check import Advance, rebuild, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.rebuild import Advance, rebuild
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, read_header
-from megatron_sft_idx.verify import verify_shard
+from megatron_sft_idx.shard.publication import Publication
 
 ALL_LOSSES = [[".idx"], [".seq.idx"], [".idx", ".seq.idx"]]
 
@@ -110,16 +110,86 @@ def test_files_kept_from_several_rebuilds_do_not_replace_each_other(tmp_path: Pa
     assert kept == [b"0", b"1", b"2"]
 
 
-def test_where_the_file_system_has_no_links_a_copy_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(source: str, target: str) -> None:
-        raise OSError(95, "Operation not supported", source)
+def no_links(source: str, target: str) -> None:
+    raise OSError(95, "Operation not supported", source)
 
-    monkeypatch.setattr(os, "link", refuse)
+
+def test_where_the_file_system_has_no_links_a_copy_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "link", no_links)
     write_samples(tmp_path / "x", demo_samples())
     (tmp_path / "x.idx").write_bytes(b"?")
     rebuild(tmp_path / "x")
     assert (tmp_path / "x.idx.damaged").read_bytes() == b"?"
     assert folder_of(tmp_path) == sorted([*WHOLE, "x.idx.damaged"])
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_stranger_that_appears_meanwhile_leaves_everything_at_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    write_samples(tmp_path / "x", trained_samples())
+    (tmp_path / "x.idx").unlink()
+    break_index(tmp_path / "x.seq.idx", "damaged")
+    before = all_files(tmp_path)
+
+    @contextmanager
+    def intruding(what: str, _total: int) -> Iterator[Advance]:
+        yield lambda _done: None
+        (tmp_path / "x.idx").write_bytes(b"a stranger's")
+
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    with pytest.raises(FormatError, match=r"x\.idx exist already, which were not there"):
+        rebuild(tmp_path / "x", watch=intruding)
+    assert all_files(tmp_path) == {**before, "x.idx": b"a stranger's"}
+
+
+def test_what_a_stranger_took_the_place_of_is_kept_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_samples(tmp_path / "x", trained_samples())
+    for suffix in (".idx", ".seq.idx"):
+        break_index(tmp_path / f"x{suffix}", "damaged")
+    before, link = all_files(tmp_path), os.link
+
+    def then_replaced(source: str, target: str) -> None:
+        link(source, target)
+        if source.endswith(".seq.idx"):
+            (tmp_path / "new").write_bytes(b"a stranger's")
+            os.replace(tmp_path / "new", source)
+
+    monkeypatch.setattr(os, "link", then_replaced)
+    with pytest.raises(
+        FormatError, match=r"x\.seq\.idx is .*/x\.seq\.idx\.damaged now; move back what is missing"
+    ) as caught:
+        rebuild(tmp_path / "x")
+    assert "x.idx.damaged" not in str(caught.value)
+    kept = {"x.seq.idx": b"a stranger's", "x.seq.idx.damaged": before["x.seq.idx"]}
+    assert all_files(tmp_path) == {**before, **kept}
+
+
+def test_a_stranger_at_the_last_moment_leaves_a_rebuild_to_be_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_samples(tmp_path / "x", trained_samples())
+    for suffix in (".idx", ".seq.idx"):
+        break_index(tmp_path / f"x{suffix}", "damaged")
+    before, finish = all_files(tmp_path), Publication.finish
+
+    def late(publication: Publication) -> None:
+        (tmp_path / "new").write_bytes(b"a stranger's")
+        os.replace(tmp_path / "new", tmp_path / "x.seq.idx")
+        finish(publication)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Publication, "finish", late)
+        with pytest.raises(FormatError, match=r"then finish the build: .* kept: .*x\.seq\.idx\.damaged now$"):
+            rebuild(tmp_path / "x")
+    os.rename(tmp_path / "x.seq.idx", tmp_path / "away")
+    assert rebuild(tmp_path / "x").whole
+    assert_holds(Shard(tmp_path / "x"), trained_samples())
+    after = all_files(tmp_path)
+    assert after.pop("away") == b"a stranger's"
+    assert sorted(after) == sorted([*WHOLE, "x.idx.damaged", "x.seq.idx.damaged"])
+    assert all(after[f"{name}.damaged"] == before[name] for name in ("x.idx", "x.seq.idx"))
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
@@ -200,6 +270,24 @@ def test_a_full_disk_leaves_things_as_they_were(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(os, "write", full)
     outcome = command("rebuild", tmp_path / "x")
     assert (outcome.code, "x.seq.idx.tmp: No space left on device" in outcome.err) == (1, True)
+    assert all_files(tmp_path) == before
+
+
+def test_a_full_disk_for_notes_of_its_own_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_samples(tmp_path / "x", trained_samples())
+    for suffix in (".idx", ".seq.idx"):
+        (tmp_path / f"x{suffix}").unlink()
+    before, write, noted = all_files(tmp_path), os.write, tempfile.gettempdir()
+
+    def full(fd: int, data: Any) -> int:
+        if os.path.dirname(os.readlink(f"/proc/self/fd/{fd}")) == noted:
+            raise OSError(28, "No space left on device")
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        rebuild(tmp_path / "x")
+    assert os.path.dirname(caught.value.filename) == noted
     assert all_files(tmp_path) == before
 
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,18 @@ from disks import filled, mounted
 from object_folders import serve_folder
 from packs import Sample, assert_holds, demo_samples, five_files, sample_of, write_samples
 
+from megatron_sft_idx.check import rebuild, verify_shard
 from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError, StorageError
-from megatron_sft_idx.formats.dataset import open_dataset
+from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.merge import merge
-from megatron_sft_idx.preprocess import PackOptions
-from megatron_sft_idx.preprocess.pack import pack_shard
-from megatron_sft_idx.rebuild import rebuild
-from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.shard.published import missing_files
-from megatron_sft_idx.shards import ShardSet, find_prefixes
-from megatron_sft_idx.storage.remote.threads import CONNECTIONS
-from megatron_sft_idx.verify import verify_shard
+from megatron_sft_idx.packs.merge import merge
+from megatron_sft_idx.shard import Shard, ShardWriter, remote
+from megatron_sft_idx.shard.opening import missing_files
+from megatron_sft_idx.shard.shard_set import ShardSet, find_prefixes
+from megatron_sft_idx.storage.hashing import has_digest
+from megatron_sft_idx.storage.remote.store import CONNECTIONS
+from megatron_sft_idx.tokenize import PackOptions, pack_shard
 
 
 @pytest.fixture
@@ -145,6 +145,40 @@ def test_a_damaged_copy_in_the_cache_is_passed_over(folder: Path, url: str, tmp_
         assert [copy.read_bytes() for copy in copies] == damaged
     beside = [copy.with_name(copy.name.replace(".index", ".1.index")) for copy in copies]
     assert sorted(cache.iterdir()) == sorted([*copies, *beside])
+
+
+def test_a_good_copy_is_hashed_once_as_long_as_it_stays_as_it_was(
+    folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_samples(folder / "x", demo_samples())
+    cache, hashed = tmp_path / "named", list[str]()
+    monkeypatch.setattr(remote, "has_digest", lambda path, digest: hashed.append(path) or has_digest(path, digest))
+    for _ in range(3):
+        assert_holds(Shard(f"{url}/x", index_cache=str(cache)), demo_samples())
+    copies = sorted(map(str, cache.iterdir()))
+    assert [hashed.count(copy) for copy in copies] == [1, 1]
+    os.utime(copies[0], (0, 0))
+    assert_holds(Shard(f"{url}/x", index_cache=str(cache)), demo_samples())
+    assert [hashed.count(copy) for copy in copies] == [2, 1]
+    assert time.time() - os.stat(copies[0]).st_mtime < 60  # it is in use
+
+
+def test_copies_that_nobody_opened_for_a_month_are_removed(folder: Path, url: str, tmp_path: Path) -> None:
+    cache = tmp_path / "named"
+    write_samples(folder / "x", demo_samples())
+    Shard(f"{url}/x", index_cache=str(cache))
+    old = sorted(cache.iterdir())
+    strangers = [cache / "notes.index", cache / f"{'0' * 32}.index", cache / "folder"]
+    strangers[2].mkdir()
+    for path in strangers[:2]:
+        path.write_text("mine")
+    for path in (*old, *strangers):
+        os.utime(path, (0, 0))
+    write_samples(folder / "y", demo_samples(40))
+    assert_holds(Shard(f"{url}/y", index_cache=str(cache)), demo_samples(40))
+    assert not any(path.exists() for path in old)
+    assert all(path.exists() for path in strangers)
+    assert_holds(Shard(f"{url}/x", index_cache=str(cache)), demo_samples())
 
 
 def test_a_shard_that_replaces_another_never_meets_its_index(folder: Path, url: str) -> None:

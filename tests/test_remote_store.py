@@ -29,10 +29,8 @@ from megatron_sft_idx.storage.remote import (
     RetryPolicy,
     forget_stores,
     open_store,
-    retry,
 )
-from megatron_sft_idx.storage.remote.s3 import S3
-from megatron_sft_idx.storage.remote.s3_obstore import FastS3
+from megatron_sft_idx.storage.remote.s3 import S3, FastS3
 from megatron_sft_idx.storage.remote.transport import Missing, Temporary
 
 BODY = bytes(range(256)) * 40
@@ -116,7 +114,9 @@ def test_the_bound_is_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         nonlocal now
         now += seconds
 
-    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    monkeypatch.setattr(
+        "megatron_sft_idx.storage.remote.store.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    )
     with pytest.raises(Temporary, match=r"[2-9] attempts in 0\.\d s, the last one: HTTP 503"):
         RetryPolicy(total_seconds=0.3, first_delay=0.1).run(failing(10**6))
     assert now <= 0.3
@@ -318,7 +318,7 @@ def test_threads_that_come_first_share_a_connection(server: Any) -> None:
 
 _LEAVING = """
 from megatron_sft_idx.storage.remote import open_store
-from megatron_sft_idx.storage.remote.threads import threads
+from megatron_sft_idx.storage.remote.store import threads
 store, key = open_store("s3://bucket/x")
 asked = [threads().submit(store.read, key, 0, 9) for _ in range(500)]
 while not any(each.running() for each in asked):

@@ -14,13 +14,13 @@ from chats import TOKENIZER, command
 from format_trips import spec_of
 from packs import demo_samples, write_samples
 
-from megatron_sft_idx.catalog import Ack, Base, Catalog, Limits, ProducerState, write_ack
-from megatron_sft_idx.convert import ConvertOptions, convert
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats import registry
+from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.formats.registry import WRITABLE
+from megatron_sft_idx.live import Ack, Base, Catalog, Limits, ProducerState, write_ack
+from megatron_sft_idx.live.chunks import ChunkRows, LiveChunks
 from megatron_sft_idx.storage.publish import Kind
-from megatron_sft_idx.streaming.chunk_markers import Markers
 from megatron_sft_idx.training.plan_cache import PlacedPlan, load_or_make, plan_path
 
 FOREIGN = [name for name in WRITABLE if name != "sft-idx"]
@@ -106,7 +106,7 @@ def test_only_a_npy_of_packs_is_one(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_no_recognizer_falls_over_what_a_stranger_wrote(tmp_path: Path, name: str) -> None:
-    kind: Kind = registry._import(registry._MODULES[name][1]).KIND
+    kind: Kind = registry._module(name).KIND
     generator = np.random.default_rng(0)
     write_packs(tmp_path / "x", name)
     wholes = [path for path in [tmp_path / "x", *(tmp_path / "x").rglob("*")] if path.is_file()]
@@ -284,7 +284,7 @@ def test_a_mark_is_never_made_through_a_link(tmp_path: Path) -> None:
     write_packs(tmp_path / "chunks", "jsonl-chunks")
     write_ack(str(tmp_path / "acks"), ACK)
     (tmp_path / "chunks" / "chunk_00000.jsonl.completed").symlink_to(tmp_path / "elsewhere")
-    Markers(str(tmp_path / "chunks"), str(tmp_path / "acks"))()
+    LiveChunks(str(tmp_path / "chunks"), ChunkRows(Limits(64, 8)), acks=str(tmp_path / "acks")).committed()
     assert not (tmp_path / "elsewhere").exists()
 
 

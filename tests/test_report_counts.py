@@ -14,11 +14,9 @@ from packs import Sample, sample_of, write_samples
 from reseal import set_fields
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.report import survey_shard, windows
-from megatron_sft_idx.report.odd import First, Top
-from megatron_sft_idx.report.repeats import HashSample
-from megatron_sft_idx.report.tally import Profile, Tally
-from megatron_sft_idx.report.windows import Window
+from megatron_sft_idx.formats import runs
+from megatron_sft_idx.inspect.summary import survey_shard
+from megatron_sft_idx.inspect.tally import HashSample, Profile, Tally, Top
 from megatron_sft_idx.shard import Shard
 
 pieces = st.lists(st.lists(st.integers(0, 300), max_size=30), max_size=6)
@@ -85,7 +83,7 @@ def test_a_profile_is_the_columns_of_all_values(parts: list[list[int]], columns:
 @settings(max_examples=40)
 @given(pieces, st.integers(1, 5))
 def test_top_and_first_are_those_of_all_values(parts: list[list[int]], most: int) -> None:
-    top, firsts, first = Top(most), First(most), 0
+    top, firsts, first = Top(most), Top(most), 0
     for part in parts:
         values = np.array(part, np.int64)
         top.add(first, values)
@@ -95,7 +93,7 @@ def test_top_and_first_are_those_of_all_values(parts: list[list[int]], most: int
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))[:most]
     assert top.found == [(values[i], i) for i in order]
     holds = [i for i, value in enumerate(values) if value % 3 == 0]
-    assert (firsts.count, firsts.found) == (len(holds), holds[:most])
+    assert [place for is_so, place in firsts.found if is_so] == holds[:most]
 
 
 @settings(max_examples=40)
@@ -109,7 +107,7 @@ def test_a_sample_keeps_all_copies_or_none(parts: list[list[int]], most: int) ->
     kept = [value for value in values if value < 2 ** (64 - sample.bits)]
     counted = sample.counted()
     assert counted.hashes.tolist() == sorted(set(kept))
-    assert counted.first.tolist() == [values.index(value) for value in sorted(set(kept))]
+    assert counted.numbers.tolist() == [values.index(value) for value in sorted(set(kept))]
     assert counted.times.tolist() == [kept.count(value) for value in sorted(set(kept))]
     assert sample.bits == 0 or len({value for value in values if value < 2 ** (65 - sample.bits)}) > most * 3 // 4
     extra, top = sample.repeated(3)
@@ -155,9 +153,9 @@ def test_a_survey_equals_the_slow_one(tmp_path: Path, small: bool, monkeypatch: 
     packs = random_packs(60)
     write_samples(tmp_path / "x", packs, capacity=64)
     if small:  # many windows, some of one pack that is larger than a window
-        monkeypatch.setattr(windows, "_PACKS", 7)
-        monkeypatch.setattr(windows, "_TOKENS", 20)
-        monkeypatch.setattr(windows, "_SEQUENCES", 6)
+        monkeypatch.setattr(runs, "WINDOW_PACKS", 7)
+        monkeypatch.setattr(runs, "WINDOW_TOKENS", 20)
+        monkeypatch.setattr(runs, "WINDOW_SEQUENCES", 6)
     told: list[tuple[int, int]] = []
     found = survey_shard(Shard(tmp_path / "x"), tell=lambda tokens, packs: told.append((tokens, packs)))
     slow = slow_survey(packs)
@@ -200,7 +198,7 @@ def test_where_all_are_alike_none_is_odd(tmp_path: Path) -> None:
 
 def test_a_large_shard_is_sampled_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_samples(tmp_path / "x", random_packs(60), capacity=64)
-    monkeypatch.setattr(windows, "_PACKS", 5)
+    monkeypatch.setattr(runs, "WINDOW_PACKS", 5)
     found = survey_shard(Shard(tmp_path / "x"), content_tokens=200)
     assert 0 < found.read_packs < 60
     assert not found.complete
@@ -243,7 +241,12 @@ def test_packs_larger_than_the_header_says_are_an_error(tmp_path: Path, name: st
 def test_a_window_knows_the_places_of_its_sequences(tmp_path: Path) -> None:
     packs = random_packs(9)
     write_samples(tmp_path / "x", packs, capacity=64)
-    window: Window = windows.read_window(Shard(tmp_path / "x"), 3, 7)
+    window = runs.read_window(Shard(tmp_path / "x"), 3, 7)
     places = [(3 + i, s) for i, pack in enumerate(packs[3:7]) for s in range(len(pack.starts))]
     assert [window.place(i) for i in range(len(places))] == places
-    assert window.tokens == slice(sum(len(p.tokens) for p in packs[:3]), sum(len(p.tokens) for p in packs[:7]))
+    before, inside = (sum(len(p.tokens) for p in some) for some in (packs[:3], packs[3:7]))
+    assert (window.token, window.num_tokens) == (before, inside)
+    ids, loss = window.content()
+    assert ids.tolist() == [token for p in packs[3:7] for token in p.tokens]
+    assert loss.tolist() == [value for p in packs[3:7] for value in p.label_mask]
+    assert window.starts().tolist() == [start for p in packs[3:7] for start in p.starts]

@@ -15,7 +15,7 @@ from packs import Sample, assert_is, demo_samples, samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.shards import ShardSet, find_prefixes
+from megatron_sft_idx.shard.shard_set import ShardSet, find_prefixes
 
 PACKS = demo_samples(23)
 

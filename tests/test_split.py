@@ -19,8 +19,9 @@ from packs import Sample, assert_holds, demo_samples, five_files, folder_of, ope
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
-from megatron_sft_idx.merge import Parts, merge, part_prefix, split
-from megatron_sft_idx.merge.trained import TrainedCount
+from megatron_sft_idx.packs.copying import TrainedCount
+from megatron_sft_idx.packs.merge import merge
+from megatron_sft_idx.packs.split import Parts, part_prefix, split
 from megatron_sft_idx.shard import Shard, ShardWriter, read_header, remove_shard
 from megatron_sft_idx.shard.prefix import is_set_aside
 
@@ -193,7 +194,7 @@ def test_parts_are_given_in_one_way(options: dict[str, int]) -> None:
 
 
 def test_too_many_parts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_sft_idx.merge.splitting._MAX_PARTS", 5)
+    monkeypatch.setattr("megatron_sft_idx.packs.split._MAX_PARTS", 5)
     write_samples(tmp_path / "x", demo_samples(6), capacity=64)
     before = folder_of(tmp_path)
     for way in ({"packs": 1}, {"nbytes": 1}, {"shards": 6}):
@@ -221,7 +222,7 @@ def test_a_part_is_never_the_source_and_replaces_nothing_unasked(tmp_path: Path)
     packs = demo_samples(6)
     name = part_prefix("x", 1, 3)
     write_samples(tmp_path / name, packs, capacity=64)
-    with pytest.raises(FormatError, match="of the source and of the output"):
+    with pytest.raises(FormatError, match="is both the output and "):
         cut(tmp_path / name, tmp_path / "x", packs=2, overwrite=True)
     write_samples(tmp_path / "y", packs[:3], capacity=64)
     with pytest.raises(FormatError, match="exist already"):

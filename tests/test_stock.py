@@ -11,8 +11,8 @@ from packs import Sample, assert_holds
 
 from megatron_sft_idx import open_dataset
 from megatron_sft_idx.cli.main import main
-from megatron_sft_idx.convert import ConvertOptions, convert
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.shard import Shard
 
 

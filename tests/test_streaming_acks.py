@@ -14,9 +14,9 @@ from disks import NOBODY, in_a_child
 from live_catalogs import all_names, copies, loader, make_catalog, names, names_in, names_of, remove
 from torch.utils.data import get_worker_info
 
-from megatron_sft_idx.catalog import completed, read_acks
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.streaming import CatalogShards
+from megatron_sft_idx.live import completed, read_acks
+from megatron_sft_idx.live.live_shards import CatalogShards
 
 COUNTS = [5, 3, 0, 7, 4, 6]
 

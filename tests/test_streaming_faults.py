@@ -19,10 +19,11 @@ import pytest
 from live_catalogs import all_names, dataset, loader, make_catalog, names, names_in, names_of
 from live_producers import PATIENCE, producing
 
-from megatron_sft_idx.catalog import Base, completed, read_acks, shard_name
 from megatron_sft_idx.errors import SFTIndexError
-from megatron_sft_idx.streaming import CatalogShards, LiveLoader
-from megatron_sft_idx.streaming.state import RankState
+from megatron_sft_idx.live import Base, completed, read_acks, shard_name
+from megatron_sft_idx.live.live_loader import LiveLoader
+from megatron_sft_idx.live.live_order import RankState
+from megatron_sft_idx.live.live_shards import CatalogShards
 
 COUNTS = [4, 3, 5, 2, 6, 4]
 
@@ -187,7 +188,7 @@ def test_a_wait_can_be_ended_from_another_thread_at_once(tmp_path: Path, workers
 
 
 def test_a_wait_says_so_once_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "megatron_sft_idx.streaming")
+    caplog.set_level(logging.INFO, "megatron_sft_idx.live")
     with producing(tmp_path / "c") as producer:
         producer("publish", 4)
         taking = Taking(loader(impatient(tmp_path / "c"), 3, 4))

@@ -29,10 +29,11 @@ from packs import sample_of, write_samples
 from torch.utils.data import DataLoader
 from training_source import StoredRows
 
-from megatron_sft_idx.catalog import Catalog
 from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.live import Catalog
+from megatron_sft_idx.live.live_loader import LiveDataset
+from megatron_sft_idx.live.live_shards import CatalogShards
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.streaming import CatalogShards, LiveDataset
 from megatron_sft_idx.training.batch import BatchAssembler
 
 COUNTS = [5, 3, 0, 7, 4, 6]
@@ -268,7 +269,7 @@ def test_a_finished_folder_without_a_producer_says_itself_what_it_holds(tmp_path
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_log_says_who_reads_what(catalog: Path, workers: int, capfd: pytest.CaptureFixture[str]) -> None:
     handler = logging.StreamHandler()  # to the standard error that worker processes share
-    log = logging.getLogger("megatron_sft_idx.streaming")
+    log = logging.getLogger("megatron_sft_idx.live")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:

@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from live_catalogs import LateEnd, MemoryShards, walk
+from live_catalogs import LateEnd, MemoryShards, MicroBatch, walk
 
-from megatron_sft_idx.catalog import Base, Leftover
 from megatron_sft_idx.errors import FormatError, UnsupportedVersionError
-from megatron_sft_idx.streaming.order import Group, next_group, pack_order, rows_of
-from megatron_sft_idx.streaming.state import RankState, resume
-from megatron_sft_idx.streaming.walk import MicroBatch
+from megatron_sft_idx.live import Base, Leftover
+from megatron_sft_idx.live.live_order import Group, RankState, next_group, pack_order, resume, served_rows
 
 Pack = tuple[int, int]
 COUNTS = st.lists(st.integers(0, 12), min_size=1, max_size=12)
@@ -171,10 +169,10 @@ def test_going_on_from_ones_own_state_gives_what_would_have_come(
 
 
 def test_rows_of_a_step_are_whole() -> None:
-    assert rows_of([5, 3], 4, "pad") == 8
-    assert rows_of([5, 3], 4, "drop") == 0
-    assert rows_of([9, 8], 4, "drop") == 8
-    assert rows_of([0, 0], 4, "pad") == 0
+    assert served_rows([5, 3], 4, "pad") == 8
+    assert served_rows([5, 3], 4, "drop") == 0
+    assert served_rows([9, 8], 4, "drop") == 8
+    assert served_rows([0, 0], 4, "pad") == 0
 
 
 # ---- states that cannot be ----
@@ -216,6 +214,12 @@ def test_a_state_of_a_later_version_is_refused() -> None:
         RankState.from_json({**saved()[0], "version": 2})
     with pytest.raises(FormatError, match="found list"):
         RankState.from_json([])
+
+
+def test_a_state_that_says_some_things_twice_is_read() -> None:
+    """As checkpoints do that were written when epoch, seed and window stood beside the base too."""
+    state = saved()[0]
+    assert RankState.from_json({**state, "epoch": 0, "seed": 7, "window": 1}).to_json() == state
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

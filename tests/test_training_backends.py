@@ -14,7 +14,7 @@ from shard_folders import write
 
 from megatron_sft_idx.cli.reading import add_read_options, read_options
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import CACHE_NBYTES, ReadOptions
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.loader import BatchIterator, BatchLoader

@@ -20,13 +20,13 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.utils import Split
 from packs import sample_of, write_samples
 
+from megatron_sft_idx.check import Known, rebuild
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.rebuild import Known, rebuild
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage import ReadOptions
-from megatron_sft_idx.training.dataset import Corpus, PackedSFTDataset
 from megatron_sft_idx.training.loader import whole_batch
 from megatron_sft_idx.training.rows import PackedRows
+from megatron_sft_idx.training.sft_dataset import Corpus, PackedSFTDataset
 
 
 @pytest.fixture

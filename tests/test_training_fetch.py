@@ -18,11 +18,10 @@ from torch.utils.data import DataLoader
 from training_source import random_samples
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage.remote import RemoteArray
-from megatron_sft_idx.training.batch import BatchAssembler
+from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.fetch import Fetcher, coalesce
-from megatron_sft_idx.training.layout import Batch
 from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks
 
@@ -176,7 +175,7 @@ def test_a_sequence_outside_its_shard_is_refused(places: tuple[Path, str]) -> No
 
 
 def assembler_batch(assembler: BatchAssembler) -> Any:
-    from megatron_sft_idx.training.layout import Batch
+    from megatron_sft_idx.training.batch import Batch
 
     return Batch(assembler.layout(1))
 

@@ -14,7 +14,8 @@ from packs import write_samples
 from shard_folders import PACKS, is_held, rewritten, write
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.shards import ShardSet, budgets
+from megatron_sft_idx.shard import shard_set
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import Backend, ReopenedArray
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.loader import BatchLoader
@@ -39,7 +40,7 @@ def test_batches_are_those_of_mapped_shards(
     write_samples(tmp_path / "weights", PACKS[:5], capacity=64, mask_dtype=np.float32)
     made = []
     for most in (10**6, 0):
-        monkeypatch.setattr(budgets.MAPPED_SHARDS, "most", most)
+        monkeypatch.setattr(shard_set, "MAPPED_SHARDS", most)
         source = source_of(ShardSet.open(tmp_path, backend=backend, same_capacity=False))
         order = [[i, source.num_packs - 1 - i, i // 2] for i in range(source.num_packs)]
         made.append(batches_of(source, [*order, []]))
@@ -53,7 +54,7 @@ def test_batches_of_many_shards(tmp_path: Path, many: str, source_of: Callable[.
     order = [[i, reference.num_packs - 1 - i] for i in range(reference.num_packs)]
     assert is_held(reference.shards) == many
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budgets.MAPPED_SHARDS, "most", 10**6)
+        patch.setattr(shard_set, "MAPPED_SHARDS", 10**6)
         mapped = source_of(ShardSet.open(tmp_path))
         assert batches_of(mapped, order) == batches_of(reference, order)
     loader = BatchLoader(BatchAssembler(pickle.loads(pickle.dumps(reference)), 64), order, copy=True)
@@ -92,7 +93,7 @@ _UNDER_LIMITS = """
 import resource, sys
 from pathlib import Path
 import numpy as np
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.sources import StoredPacks
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_sft_idx.training.order import EpochOrder
+from megatron_sft_idx.training.rows import EpochOrder
 
 
 def make(packs: int = 50, seed: int = 1, split: str = "train", fingerprint: str = "f") -> EpochOrder:

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.utils import get_thd_batch_on_this_cp_rank
+from megatron.core import utils as megatron_utils
+from megatron.core.packed_seq_params import PackedSeqParams
 from packs import demo_samples, write_samples
 from torch.utils.data import DataLoader
 from training_twin import lone_process
 
 from megatron_sft_idx.training.attention import model_inputs
-from megatron_sft_idx.training.dataset import PackedSFTDataset
 from megatron_sft_idx.training.provider import config_from_args, train_valid_test_datasets_provider
+from megatron_sft_idx.training.sft_dataset import PackedSFTDataset
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,19 +89,31 @@ def test_parallel_sizes_decide_how_sequences_are_padded(shards: Path) -> None:
     assert config_from_args(arguments(**path, **sizes), **packed_at_start).sequence_multiple == 16
 
 
+def stock_inputs(batch: dict[str, Any]) -> tuple[dict[str, Any], PackedSeqParams]:
+    """A micro-batch and its boundaries as get_batch of pretrain_gpt.py has them, of the release that is installed."""
+    if flatten := getattr(megatron_utils, "flatten_batch_for_packed_sequences", None):
+        batch = flatten(batch)
+        cu_seqlens, longest = batch.pop("cu_seqlens").squeeze(0), int(batch.pop("max_seqlen").item())
+        sizes = {"max_seqlen_q": longest, "max_seqlen_kv": longest}
+        params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, **sizes)
+        return batch, params
+    cu_seqlens, max_seqlen = batch.pop("cu_seqlens"), batch.pop("max_seqlen")
+    assert max_seqlen.dim() == 1
+    made: tuple[dict[str, Any], PackedSeqParams] = megatron_utils.get_thd_batch_on_this_cp_rank(
+        batch, cu_seqlens.squeeze(0), None, max_seqlen
+    )
+    return made
+
+
 def test_stock_megatron_trains_on_it_with_the_line_the_readme_adds(script: ModuleType, shards: Path) -> None:
     options = ["--data-path", str(shards / "a"), "--seq-length", "32", "--vocab-size", "512"]
     args = script.parse_arguments(options)
     model = script.build_model(args).module
     train, *_ = train_valid_test_datasets_provider([8, 0, 0], args=args)
-    # As Megatron-LM 0.16.1 does it: torch's collate, micro-batches of one, then get_batch of pretrain_gpt.py.
+    # As Megatron-LM does it: torch's collate, micro-batches of one, then get_batch.
     for stock in DataLoader(train, batch_size=1):
         inputs, _ = model_inputs(stock, "thd")
         expected = model(**inputs)
-        batch = dict(stock)
-        cu_seqlens, max_seqlen = batch.pop("cu_seqlens"), batch.pop("max_seqlen")
-        assert max_seqlen.dim() == 1
-        cu_seqlens = cu_seqlens.squeeze(0)
-        batch, params = get_thd_batch_on_this_cp_rank(batch, cu_seqlens, None, max_seqlen)
+        batch, params = stock_inputs(dict(stock))
         found = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params)
         assert torch.equal(found, expected)

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from megatron_sft_idx.packing import attention_cost, pack_sequences
-from megatron_sft_idx.training.balance import deal
 from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.rows import rows_of
-from megatron_sft_idx.training.sampler import PADDING, PackedBatchSampler
+from megatron_sft_idx.training.sampler import PADDING, PackedBatchSampler, deal
 
 
 class Costs:

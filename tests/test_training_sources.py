@@ -19,7 +19,7 @@ from packs import Sample, demo_samples, sample_of, samples, write_samples
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceError
 from megatron_sft_idx.packing import pack_sequences
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.plan_cache import plan_path
 from megatron_sft_idx.training.sources import JoinedPacks, PlannedPacks, PlanOptions, StoredPacks, require_fit

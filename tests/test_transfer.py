@@ -15,7 +15,7 @@ from packs import demo_samples, five_files, write_samples
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import ShardWriter
-from megatron_sft_idx.transfer import StagedOutput, copy_shard, open_source
+from megatron_sft_idx.transfer import Source, StagedOutput, copy_shard
 
 
 @pytest.fixture
@@ -88,15 +88,15 @@ def test_a_damaged_source_is_refused(shard: str, store: str, tmp_path: Path, suf
     assert "x.seq.idx" not in names(tmp_path / "store")
     path.write_bytes(raw[:-1])
     with pytest.raises(CorruptShardError):
-        open_source(shard)
+        Source(shard)
 
 
 def test_a_missing_source_says_what_is_missing(shard: str, store: str) -> None:
     os.unlink(shard + ".loss.bin")
     with pytest.raises(ShardNotFoundError, match=r"missing .*train\.loss\.bin \(rule F1\)"):
-        open_source(shard)
+        Source(shard)
     with pytest.raises(ShardNotFoundError, match=r"missing .*x\.bin, .*x\.seq\.idx"):
-        open_source(f"{store}/x")
+        Source(f"{store}/x")
 
 
 def test_a_build_at_work_at_the_target_keeps_copies_out(shard: str, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ def cut_json() -> str:
 def interrupted() -> str:
     Path("killed").mkdir(exist_ok=True)
     write_rows(Path("killed/rows.jsonl"), [chat()])
-    Path("killed/shard.unpacked.journal").write_bytes(b"")
+    Path("killed/shard.journal").write_bytes(b"")
     return preprocess(Path("killed/shard"), rows=[chat()]).err
 
 
@@ -105,6 +105,8 @@ PREPARING: Scenes = {
     "the assistant says nothing": lambda: prepare(rows=[{"messages": [{"role": "user", "content": "a"}]}]),
     "System role not supported": lambda: prepare(template=NO_SYSTEM),
     "the chat template asks for today's date": lambda: prepare(template=DATE),
+    "the template writes a method": lambda: prepare(template="{{ messages[0].items }}"),
+    "it takes more loop iterations": lambda: prepare(template="{{ 'a'.center(10 ** 10) }}"),
     "is of type 'image'": lambda: prepare(rows=[chat([{"type": "image", "image": "x.png"}])]),
     "expected messages or conversations": lambda: prepare(rows=[{"dialogue": "a"}]),
     "not valid JSON": cut_json,

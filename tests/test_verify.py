@@ -13,12 +13,12 @@ from packs import demo_samples, five_files, write_samples
 from reseal import put
 
 import megatron_sft_idx
+from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.cli.streams import message_of
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import ShardWriter
-from megatron_sft_idx.verify import verify_shard
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
 
@@ -54,9 +54,9 @@ def test_what_preprocess_writes_is_clean(tmp_path: Path, packing: str) -> None:
 
 
 def test_packs_larger_than_any_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_sft_idx.verify.files._CHUNK_NBYTES", 8)
-    monkeypatch.setattr("megatron_sft_idx.verify.walk._PIECE_SEQUENCES", 2)
-    monkeypatch.setattr("megatron_sft_idx.verify.walk._RUN_PACKS", 3)
+    monkeypatch.setattr("megatron_sft_idx.check.pack_walk._CHUNK_NBYTES", 8)
+    monkeypatch.setattr("megatron_sft_idx.check.pack_walk._PIECE_SEQUENCES", 2)
+    monkeypatch.setattr("megatron_sft_idx.check.verify.RUN_PACKS", 3)
     write_samples(tmp_path / "x", demo_samples(20))
     assert verify_shard(tmp_path / "x", full=True).ok
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from packs import demo_samples, five_files, write_samples
 from reseal import Files, field, put, reseal, set_fields
 
+from megatron_sft_idx.check import Report, verify_shard
+from megatron_sft_idx.check.pack_walk import CheckedFile
 from megatron_sft_idx.errors import ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.verify import Report, verify_shard
-from megatron_sft_idx.verify.files import CheckedFile
 
 
 @pytest.fixture(scope="module")
@@ -135,13 +135,19 @@ def test_claims_of_another_byte_order(tmp_path: Path, whole: Files) -> None:
 
 def test_a_damaged_header_keeps_nothing_else_from_being_checked(tmp_path: Path, whole: Files) -> None:
     broken: dict[str, Any] = {".bin": b"\xff" + whole[".bin"][1:], ".loss.bin": b"\x09" + whole[".loss.bin"][1:]}
-    for offset in (0, 75, 216, 310):  # magic, flags, reserved, the header's checksum
+    for offset in (0, 72, 75, 216, 310):  # magic, the tokens' dtype, flags, reserved, the header's checksum
         raw = bytearray(whole[".seq.idx"])
         raw[offset] ^= 8
         report = looked_at(put(tmp_path, {**whole, **broken, ".seq.idx": bytes(raw)}))
         rules = {finding.rule for finding in report.findings}
         assert rules > {"F3", "P7"}
         assert rules & {"H1", "H4"}
+
+
+def test_masks_of_a_dtype_that_means_nothing_are_hashed_all_the_same(tmp_path: Path, whole: Files) -> None:
+    changed = {".seq.idx": set_fields(whole[".seq.idx"], mask_dtype=9), ".loss.bin": b"\x09" + whole[".loss.bin"][1:]}
+    report = looked_at(put(tmp_path, {**whole, **changed}))
+    assert {finding.rule for finding in report.findings} == {"H5", "F3"}
 
 
 def test_files_that_are_missing_or_something_else(tmp_path: Path, whole: Files) -> None:
@@ -173,7 +179,7 @@ def test_nothing_there_at_all(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_while_it_is_read(
     tmp_path: Path, whole: Files, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_sft_idx.verify.files._CHUNK_NBYTES", 16)  # so that there is something left to read
+    monkeypatch.setattr("megatron_sft_idx.check.pack_walk._CHUNK_NBYTES", 16)  # so that there is something left to read
     prefix, size = put(tmp_path, whole), len(whole[suffix])
     report = verify_shard(prefix, full=True, on_progress=lambda *_: os.truncate(prefix + suffix, size - 9))
     cut = [finding for finding in report.findings if finding.path == prefix + suffix]
@@ -193,7 +199,7 @@ def test_progress_ends_with_every_byte(tmp_path: Path, whole: Files) -> None:
 def test_an_error_in_one_thread_ends_the_other(
     tmp_path: Path, whole: Files, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_sft_idx.verify.files._CHUNK_NBYTES", 16)
+    monkeypatch.setattr("megatron_sft_idx.check.pack_walk._CHUNK_NBYTES", 16)
     prefix, read_into = put(tmp_path, whole), CheckedFile.read_into
     calls: list[str] = []
 

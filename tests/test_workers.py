@@ -7,34 +7,45 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from megatron_sft_idx.errors import SequenceError, SFTIndexError
-from megatron_sft_idx.preprocess.workers import NOT_YET, map_in_order
+from megatron_sft_idx.tokenize.local import NOT_YET, Local
 
 
-class Square:
-    """Squares numbers; dies at ``deadly`` until it has died ``deaths`` times, which files in ``folder`` count."""
+class Deadly(NamedTuple):
+    """A number to die at until one has died ``deaths`` times, which files in ``folder`` count."""
 
-    def __init__(self, folder: str, deadly: int, deaths: int) -> None:
-        self.folder, self.deadly, self.deaths = Path(folder), deadly, deaths
-
-    def __call__(self, number: int) -> int:
-        if number == self.deadly and len(list(self.folder.iterdir())) < self.deaths:
-            (self.folder / str(os.getpid())).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        if number == 1000:
-            raise SequenceError("numbers", number, "too large")
-        if number == 2000:
-            raise ZeroDivisionError("a bug of the task")
-        return number * number
+    folder: str
+    number: int = -1
+    deaths: int = 0
 
 
-def squares(folder: Path, numbers, *, deadly: int = -1, deaths: int = 0, workers: int = 2) -> list[int]:
-    made = map_in_order(Square, (str(folder), deadly, deaths), numbers, workers=workers, name_of="number {}".format)
-    return list(made)
+def square(deadly: Deadly, number: int) -> int:
+    folder = Path(deadly.folder)
+    if number == deadly.number and len(list(folder.iterdir())) < deadly.deaths:
+        (folder / str(os.getpid())).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number == 1000:
+        raise SequenceError("numbers", number, "too large")
+    if number == 2000:
+        raise ZeroDivisionError("a bug of the task")
+    return number * number
+
+
+@contextmanager
+def squaring(folder: Path, numbers, *, workers: int = 2, **deadly):
+    with Local(workers) as pool:
+        yield pool.map_in_order(square, Deadly(str(folder), **deadly), numbers, name_of="number {}".format)
+
+
+def squares(folder: Path, numbers, *, workers: int = 2, **deadly) -> list[int]:
+    with squaring(folder, numbers, workers=workers, **deadly) as made:
+        return list(made)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
@@ -54,28 +65,28 @@ def test_results_do_not_wait_for_items_that_are_not_there_yet(tmp_path, workers)
         yield 3
         yield NOT_YET
 
-    results = map_in_order(Square, (str(tmp_path), -1, 0), items(), workers=workers, name_of=str)
-    for result in results:
-        if result is not NOT_YET:
-            taken.append(result)
+    with squaring(tmp_path, items(), workers=workers) as results:
+        for result in results:
+            if result is not NOT_YET:
+                taken.append(result)
     assert taken == [1, 4, 9]
 
 
 def test_work_of_killed_workers_is_done_again(tmp_path):
-    assert squares(tmp_path, range(20), deadly=7, deaths=2) == [n * n for n in range(20)]
+    assert squares(tmp_path, range(20), number=7, deaths=2) == [n * n for n in range(20)]
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_an_item_that_keeps_killing_its_worker_is_named(tmp_path):
-    with pytest.raises(SFTIndexError, match=r"number \d+: worker processes died 3 times"):
-        squares(tmp_path, range(20), deadly=7, deaths=99)
+    with pytest.raises(SFTIndexError, match="number 7: worker processes died 3 times"):
+        squares(tmp_path, range(20), number=7, deaths=99)
 
 
 def test_errors_come_at_their_turn_and_whole(tmp_path):
-    numbers = map_in_order(Square, (str(tmp_path), -1, 0), [1, 2, 1000, 3], workers=2, name_of=str)
-    assert [next(numbers), next(numbers)] == [1, 4]
-    with pytest.raises(SequenceError) as caught:
-        next(numbers)
+    with squaring(tmp_path, [1, 2, 1000, 3]) as numbers:
+        assert [next(numbers), next(numbers)] == [1, 4]
+        with pytest.raises(SequenceError) as caught:
+            next(numbers)
     assert (caught.value.source, caught.value.position, caught.value.reason) == ("numbers", 1000, "too large")
 
 
@@ -95,10 +106,9 @@ def test_only_a_few_items_are_taken_ahead(tmp_path):
             taken.append(number)
             yield number
 
-    results = map_in_order(Square, (str(tmp_path), -1, 0), watched(), workers=2, name_of=str)
-    assert next(results) == 0
-    assert len(taken) <= 6
-    results.close()
+    with squaring(tmp_path, watched()) as results:
+        assert next(results) == 0
+        assert len(taken) <= 6
 
 
 def children_of(process: int) -> list[int]:
@@ -117,12 +127,11 @@ def test_workers_end_with_a_killed_parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from test_workers import Square\n"
-        "from megatron_sft_idx.preprocess.workers import map_in_order\n"
+        "from test_workers import squaring\n"
         "if __name__ == '__main__':\n"
-        f"    results = map_in_order(Square, ({str(tmp_path)!r}, -1, 0), iter(range(10**6)), workers=2, name_of=str)\n"
-        "    print(next(results), flush=True)\n"
-        "    for _ in results: pass\n"
+        f"    with squaring({str(tmp_path)!r}, range(10**6)) as results:\n"
+        "        print(next(results), flush=True)\n"
+        "        for _ in results: pass\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:

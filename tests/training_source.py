@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from packs import Sample, sample_of, write_samples
 
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.training.segments import Segments
+from megatron_sft_idx.training.sources import Segments
 
 
 class StoredRows:

@@ -20,6 +20,7 @@ class Walked:
     trained_tokens: int = 0
     masked_packs: int = 0
     longest_pack: int = 0
+    longest_padded_pack: int = 0
     most_sequences: int = 0
 
     @property
@@ -98,7 +99,9 @@ def _walk_pack(arrays: Arrays, out: Walked, pack: int, tokens: range, sequences:
         at = tokens[0] + end - 1
         if arrays.mask[at] != 0:
             out.breaches.add(("P6", -1, at, 0))
-    if sound and arrays.multiple > 1:
-        gaps = (b - a for a, b in pairwise(bounds))
-        if sum(-(-gap // arrays.multiple) * arrays.multiple for gap in gaps) > arrays.capacity:
+    if sound:
+        padded = sum(-(-(b - a) // arrays.multiple) * arrays.multiple for a, b in pairwise(bounds))
+        if padded > arrays.capacity:
             out.breaches.add(("P5", pack, pack, arrays.capacity))
+        else:
+            out.longest_padded_pack = max(out.longest_padded_pack, padded)

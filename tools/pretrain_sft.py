@@ -43,7 +43,7 @@ from torch import Tensor
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options, encoding_options
 from megatron_sft_idx.cli.reading import add_read_options, read_options
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.streaming.megatron import LiveData, add_live_options, check_live_options, is_live, open_live
+from megatron_sft_idx.live.live_training import LiveData, add_live_options, check_live_options, is_live, open_live
 from megatron_sft_idx.training.attention import ATTENTION, Batch, layer_spec, model_inputs
 from megatron_sft_idx.training.cpu import connect, current_device, megatron_device, seed_everything
 from megatron_sft_idx.training.loader import BatchLoader

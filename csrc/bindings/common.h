@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "rules.h"
+
 namespace py = pybind11;
 using namespace py::literals;
 
@@ -40,12 +42,15 @@ inline void require_vector(const py::array& array, const char* name) {
   }
 }
 
+inline py::tuple to_tuple(const sft_idx::Breach& breach) {
+  return py::make_tuple(breach.rule, breach.pack, breach.at, breach.found, breach.expected);
+}
+
 void bind_shard(py::module_& m);
 void bind_chat(py::module_& m);
 void bind_packing(py::module_& m);
 void bind_training(py::module_& m);
 void bind_formats(py::module_& m);
 void bind_verify(py::module_& m);
-void bind_rebuild(py::module_& m);
 void bind_report(py::module_& m);
 void bind_storage(py::module_& m);

@@ -88,8 +88,10 @@ MaskType mask_type_of(const py::dtype& dtype) {
   throw py::type_error("masks are bool, uint8, int64, float32 or float64");
 }
 
-bool stage_arrays(PackStage& stage, const py::array& tokens, const py::array& mask, const py::array& starts,
-                  const std::int64_t* lengths, const std::int64_t* sequences, std::size_t packs, bool token_aligned) {
+// The arrays as a kernel takes them; lengths and sequences hold a value a pack.
+sft_idx::PackInput input_of(const py::array& tokens, const py::array& mask, const py::array& starts,
+                            const std::int64_t* lengths, const std::int64_t* sequences, std::size_t packs,
+                            bool token_aligned) {
   require_vector(tokens, "tokens");
   require_vector(mask, "mask");
   require_vector(starts, "starts");
@@ -98,34 +100,56 @@ bool stage_arrays(PackStage& stage, const py::array& tokens, const py::array& ma
     throw std::invalid_argument(std::to_string(mask.size()) + " loss mask values for " +
                                 std::to_string(tokens.size()) + " tokens; there is one a token");
   }
-  const sft_idx::PackInput input{tokens.data(),
-                                 token_type_of(tokens.dtype()),
-                                 mask.data(),
-                                 mask_type_of(mask.dtype()),
-                                 static_cast<std::size_t>(tokens.size()),
-                                 static_cast<const std::int64_t*>(starts.data()),
-                                 static_cast<std::size_t>(starts.size()),
-                                 lengths,
-                                 sequences,
-                                 packs,
-                                 token_aligned};
-  py::gil_scoped_release unlocked;
-  return stage.add(input);
+  return {tokens.data(),
+          token_type_of(tokens.dtype()),
+          mask.data(),
+          mask_type_of(mask.dtype()),
+          static_cast<std::size_t>(tokens.size()),
+          static_cast<const std::int64_t*>(starts.data()),
+          static_cast<std::size_t>(starts.size()),
+          lengths,
+          sequences,
+          packs,
+          token_aligned};
+}
+
+sft_idx::PackInput input_of(const py::array& tokens, const py::array& mask, const py::array& starts,
+                            const Array<std::int64_t>& lengths, const Array<std::int64_t>& sequences,
+                            bool token_aligned) {
+  require_vector(lengths, "lengths");
+  require_vector(sequences, "sequences");
+  if (lengths.size() != sequences.size()) throw std::invalid_argument("one length and one sequence count a pack");
+  return input_of(tokens, mask, starts, lengths.data(), sequences.data(), static_cast<std::size_t>(lengths.size()),
+                  token_aligned);
 }
 
 bool stage_add_one(PackStage& stage, const py::array& tokens, const py::array& mask, const py::array& starts,
                    bool token_aligned) {
   const std::int64_t length = tokens.size(), sequences = starts.size();
-  return stage_arrays(stage, tokens, mask, starts, &length, &sequences, 1, token_aligned);
+  const auto input = input_of(tokens, mask, starts, &length, &sequences, 1, token_aligned);
+  py::gil_scoped_release unlocked;
+  return stage.add(input);
 }
 
 bool stage_add(PackStage& stage, const py::array& tokens, const py::array& mask, const py::array& starts,
                const Array<std::int64_t>& lengths, const Array<std::int64_t>& sequences, bool token_aligned) {
-  require_vector(lengths, "lengths");
-  require_vector(sequences, "sequences");
-  if (lengths.size() != sequences.size()) throw std::invalid_argument("one length and one sequence count a pack");
-  return stage_arrays(stage, tokens, mask, starts, lengths.data(), sequences.data(),
-                      static_cast<std::size_t>(lengths.size()), token_aligned);
+  const auto input = input_of(tokens, mask, starts, lengths, sequences, token_aligned);
+  py::gil_scoped_release unlocked;
+  return stage.add(input);
+}
+
+py::object first_breach(const py::array& tokens, const py::array& mask, const py::array& starts,
+                        const Array<std::int64_t>& lengths, const Array<std::int64_t>& sequences, bool token_aligned,
+                        std::int64_t capacity, const py::dtype& token_dtype, const py::dtype& mask_dtype) {
+  const auto input = input_of(tokens, mask, starts, lengths, sequences, token_aligned);
+  const sft_idx::PackRules rules{capacity, 1, token_type_of(token_dtype), mask_type_of(mask_dtype)};
+  std::optional<sft_idx::Breach> breach;
+  {
+    py::gil_scoped_release unlocked;
+    breach = sft_idx::first_breach(input, rules);
+  }
+  if (!breach) return py::none();
+  return py::make_tuple(to_tuple(*breach), in_words(*breach, rules));
 }
 
 // A view of staged bytes; it is good until the stage is added to or cleared.
@@ -135,6 +159,11 @@ py::memoryview staged(const std::vector<T>& data) {
 }
 
 void bind_stage(py::module_& m) {
+  m.def("first_breach", &first_breach, py::arg("tokens").noconvert(), py::arg("mask").noconvert(),
+        py::arg("starts").noconvert(), py::arg("lengths").noconvert(), py::arg("sequences").noconvert(),
+        "token_aligned"_a, "capacity"_a, "token_dtype"_a, "mask_dtype"_a,
+        "The first rule that packs break, on their way to these dtypes, as (rule, pack, position, found, expected) and"
+        " in words; None where they keep all.");
   py::class_<PackStage>(m, "PackStage", "Packs on their way to disk: checked and copied into the form that is written.")
       .def(py::init([](const py::dtype& tokens, const py::dtype& mask, std::int64_t capacity, std::int64_t multiple,
                        std::size_t room) {
@@ -157,9 +186,9 @@ void bind_stage(py::module_& m) {
       .def_property_readonly("num_trained_tokens", [](const PackStage& s) { return s.totals().trained_tokens; })
       .def_property_readonly("num_masked_packs", [](const PackStage& s) { return s.totals().masked_packs; })
       .def_property_readonly("dropped_first_tokens", [](const PackStage& s) { return s.totals().dropped_first; })
-      .def_property_readonly("longest_pack", [](const PackStage& s) { return s.totals().longest_pack; })
-      .def_property_readonly("longest_padded_pack", [](const PackStage& s) { return s.totals().longest_padded_pack; })
-      .def_property_readonly("most_sequences", [](const PackStage& s) { return s.totals().most_sequences; });
+      .def_property_readonly("longest_pack", [](const PackStage& s) { return s.totals().sizes.longest; })
+      .def_property_readonly("longest_padded_pack", [](const PackStage& s) { return s.totals().sizes.longest_padded; })
+      .def_property_readonly("most_sequences", [](const PackStage& s) { return s.totals().sizes.most_sequences; });
 }
 
 // ---- gathering sequences ----

@@ -1,38 +1,11 @@
 // A shard's files held against the rules.
 #include "verify.h"
 
-#include <tuple>
-
 #include "bindings/common.h"
 
 namespace {
 
 using sft_idx::PackWalk;
-
-template <typename Id>
-py::tuple find_bad_ids(const Array<Id>& ids, std::int64_t limit, std::size_t most) {
-  require_vector(ids, "ids");
-  const auto* in = ids.data();
-  const auto count = static_cast<std::size_t>(ids.size());
-  sft_idx::BadIds found;
-  {
-    py::gil_scoped_release unlocked;
-    found = sft_idx::find_bad_ids(in, count, limit, most);
-  }
-  return py::make_tuple(found.count, to_array(found.positions));
-}
-
-template <typename Found>
-bool is_scaled(const Array<Found>& found, const Array<std::int64_t>& values, std::int64_t scale, std::int64_t shift) {
-  require_vector(found, "found");
-  require_vector(values, "values");
-  if (found.size() != values.size()) throw std::invalid_argument("found and values differ in length");
-  const auto* in = found.data();
-  const auto* wanted = values.data();
-  const auto count = static_cast<std::size_t>(found.size());
-  py::gil_scoped_release unlocked;
-  return sft_idx::is_scaled(in, wanted, count, scale, shift);
-}
 
 void walk_packs(PackWalk& walk, const Array<std::int64_t>& token_offsets, const Array<std::int64_t>& sequence_offsets,
                 std::size_t count) {
@@ -64,24 +37,15 @@ void walk_mask(PackWalk& walk, const Array<Mask>& mask) {
   walk.mask(values, count);
 }
 
-using BreachTuple = std::tuple<const char*, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
-
-std::vector<BreachTuple> breaches_of(const PackWalk& walk) {
-  std::vector<BreachTuple> out;
-  for (const auto& b : walk.breaches()) out.emplace_back(b.rule, b.pack, b.at, b.found, b.expected);
+py::list breaches_of(const PackWalk& walk) {
+  py::list out;
+  for (const auto& breach : walk.breaches()) out.append(to_tuple(breach));
   return out;
 }
 
 }  // namespace
 
 void bind_verify(py::module_& m) {
-  m.def("find_bad_ids", &find_bad_ids<std::uint16_t>, py::arg("ids").noconvert(), "limit"_a, "most"_a);
-  m.def("find_bad_ids", &find_bad_ids<std::int32_t>, py::arg("ids").noconvert(), "limit"_a, "most"_a,
-        "How many ids are outside 0 to limit - 1, and the positions of the first ones.");
-  m.def("is_scaled", &is_scaled<std::int32_t>, py::arg("found").noconvert(), py::arg("values").noconvert(), "scale"_a,
-        "shift"_a);
-  m.def("is_scaled", &is_scaled<std::int64_t>, py::arg("found").noconvert(), py::arg("values").noconvert(), "scale"_a,
-        "shift"_a, "Whether found is shift + scale * values, in 64 bits that wrap around.");
   py::class_<PackWalk>(m, "PackWalk", "The packs of one shard, held against the rules while their arrays stream by.")
       .def(py::init([](std::int64_t sequences, std::int64_t tokens, std::int64_t capacity, std::int64_t multiple,
                        std::size_t most) {
@@ -100,6 +64,7 @@ void bind_verify(py::module_& m) {
       .def_property_readonly("num_packs", [](const PackWalk& w) { return w.totals().packs; })
       .def_property_readonly("num_trained_tokens", [](const PackWalk& w) { return w.totals().trained_tokens; })
       .def_property_readonly("num_masked_packs", [](const PackWalk& w) { return w.totals().masked_packs; })
-      .def_property_readonly("longest_pack", [](const PackWalk& w) { return w.totals().longest_pack; })
-      .def_property_readonly("most_sequences", [](const PackWalk& w) { return w.totals().most_sequences; });
+      .def_property_readonly("longest_pack", [](const PackWalk& w) { return w.totals().sizes.longest; })
+      .def_property_readonly("longest_padded_pack", [](const PackWalk& w) { return w.totals().sizes.longest_padded; })
+      .def_property_readonly("most_sequences", [](const PackWalk& w) { return w.totals().sizes.most_sequences; });
 }

@@ -7,11 +7,13 @@ import json
 import sys
 from contextlib import ExitStack
 
-from megatron_sft_idx.bench_read import MemoryLimit, Plan, bench_read, recommend, report_dict, report_lines
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, positive
 from megatron_sft_idx.cli.output import local_path
-from megatron_sft_idx.preprocess.progress import Progress
+from megatron_sft_idx.inspect.bench_read import Plan, bench_read
+from megatron_sft_idx.inspect.place import memory_limit
+from megatron_sft_idx.inspect.recommend import reading_dict, reading_lines, recommend
 from megatron_sft_idx.storage import CACHE_NBYTES
+from megatron_sft_idx.storage.progress import Progress
 
 __all__ = ["add_parser"]
 
@@ -78,7 +80,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         limit = None
         if arguments.memory_limit:
             try:
-                limit = stack.enter_context(MemoryLimit(arguments.memory_limit * _MIB))
+                limit = stack.enter_context(memory_limit(arguments.memory_limit * _MIB))
             except OSError as error:
                 parser.error(f"--memory-limit: {error}")
         plan = Plan(
@@ -93,9 +95,9 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             report = bench_read(arguments.shard, plan, tell=lambda runs: progress.update(2 * runs, runs))
     advice = recommend(report)
     if arguments.json:
-        print(json.dumps(report_dict(report, advice), indent=2))
+        print(json.dumps(reading_dict(report, advice), indent=2))
     else:
-        print("\n".join(report_lines(report, advice)))
+        print("\n".join(reading_lines(report, advice)))
     if advice.setting is None:
         print(f"megatron-sft-idx: error: {arguments.shard}: no setting reads it here", file=sys.stderr)
         return 1

@@ -8,8 +8,6 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -18,16 +16,24 @@ import numpy as np
 from megatron_sft_idx.chat.tokenizer.tokenizer import load_tokenizer
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, natural, positive, writable
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.inspect.diff import compare_shards, diff_lines
+from megatron_sft_idx.inspect.page import PAGE, make_page
+from megatron_sft_idx.inspect.summary import Survey, summary_dict, summary_lines, survey_shard
+from megatron_sft_idx.inspect.text import (
+    Decode,
+    counted,
+    find_text,
+    ids_as_text,
+    mark_pack,
+    on_one_line,
+    shortened,
+    trained_tokens,
+)
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.preprocess.progress import Progress
-from megatron_sft_idx.report import PAGE, compare_shards, find_text, make_page, mark_pack, survey_shard
-from megatron_sft_idx.report.diff_text import diff_lines
-from megatron_sft_idx.report.marked import Decode, ids_as_text, on_one_line, shortened, trained_tokens
-from megatron_sft_idx.report.odd import counted
-from megatron_sft_idx.report.summary import summary_dict, summary_lines
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.fingerprints import tokenizer_of
-from megatron_sft_idx.shards import find_prefixes
+from megatron_sft_idx.shard.shard_set import find_prefixes
+from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.publish import Place, check_place, files_of, require_apart, resolve, write_file
 
 __all__ = ["add_parser"]
@@ -98,18 +104,15 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     # By pread: the pages of a map would count as this process's memory.
     shard = Shard(_only_prefix(arguments.shard), backend="pread")
     decode = _decoder(shard, arguments.tokenizer)
-    if arguments.pack is not None:
-        _show_pack(shard, arguments, decode)
-        return 0
-    if arguments.find is not None:
-        return _find(shard, arguments, decode or ids_as_text)
-    if arguments.diff is not None:
-        return _diff(shard, arguments)
-    if arguments.html:
-        _write_page(shard, arguments, decode)
-        return 0
-    with _progress(shard, arguments) as tell:
-        found = survey_shard(shard, tell=tell)
+    for what, show in (
+        (arguments.pack, _show_pack),
+        (arguments.find, _find),
+        (arguments.diff, _diff),
+        (arguments.html, _write_page),
+    ):
+        if what is not None:
+            return show(shard, arguments, decode)
+    found = _survey(shard, arguments)
     if arguments.json:
         _print_json(summary_dict(shard.prefix, found))
     else:
@@ -145,17 +148,18 @@ def _decoder(shard: Shard, path: str | None) -> Decode | None:
     return tokenizer.decode
 
 
-@contextmanager
-def _progress(
-    shard: Shard, arguments: argparse.Namespace, what: str = "reading"
-) -> Iterator[Callable[[int, int], None]]:
-    """What work that goes through the packs of a shard is to call."""
+def _progress(shard: Shard, arguments: argparse.Namespace, what: str) -> Progress:
+    """Of work that goes through the packs of a shard."""
     total, interval = shard.header.num_tokens, arguments.log_interval
-    with Progress(what, total, unit="tokens", log_interval=interval, items="packs") as progress:
-        yield progress.update
+    return Progress(what, total, unit="tokens", log_interval=interval, items="packs")
 
 
-def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> None:
+def _survey(shard: Shard, arguments: argparse.Namespace) -> Survey:
+    with _progress(shard, arguments, "reading") as progress:
+        return survey_shard(shard, tell=progress.update)
+
+
+def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:
     if arguments.pack >= len(shard):
         raise FormatError(f"{shard.prefix}: pack {arguments.pack}, the shard has {len(shard)}, counted from 0")
     pack = shard[arguments.pack]
@@ -164,19 +168,21 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
         plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
         color = sys.stdout.isatty() and not plain
         print(mark_pack(ids, mask, bounds, decode or ids_as_text, color=color))
-        return
+        return 0
     sequences = []
     for sequence, (some, labels) in enumerate(shard.sequences(arguments.pack)):
         shown: dict[str, Any] = {"start": bounds[sequence], "input_ids": some.tolist()}
         shown["trained"] = trained_tokens(labels).astype(mask.dtype).tolist()
         sequences.append(shown | ({"text": decode(some.tolist())} if decode else {}))
     _print_json({"prefix": shard.prefix, "pack": arguments.pack, "tokens": len(ids), "sequences": sequences})
+    return 0
 
 
-def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode) -> int:
+def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:
     found = []
-    with _progress(shard, arguments, "searching") as tell:
-        for match in islice(find_text(shard, arguments.find, decode, tell=tell), arguments.limit):
+    with _progress(shard, arguments, "searching") as progress:
+        matches = find_text(shard, arguments.find, decode or ids_as_text, tell=progress.update)
+        for match in islice(matches, arguments.limit):
             found.append(match._asdict())
             if not arguments.json:
                 before, text, after = map(on_one_line, (match.before, match.text, match.after))
@@ -193,10 +199,11 @@ def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode) -> int:
     return 0 if found else 1
 
 
-def _diff(shard: Shard, arguments: argparse.Namespace) -> int:
+def _diff(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:
+    del decode  # ids are shown as numbers
     other = Shard(_only_prefix(arguments.diff), backend="pread")
-    with _progress(shard, arguments, "comparing") as tell:
-        comparison = compare_shards(shard, other, most=arguments.limit, tell=tell)
+    with _progress(shard, arguments, "comparing") as progress:
+        comparison = compare_shards(shard, other, most=arguments.limit, tell=progress.update)
     if arguments.json:
         _print_json({"here": shard.prefix, "there": other.prefix, **comparison.to_dict()})
     else:
@@ -204,38 +211,29 @@ def _diff(shard: Shard, arguments: argparse.Namespace) -> int:
     return 0 if comparison.same else 1
 
 
-def _write_page(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> None:
+def _write_page(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:
     path = resolve(arguments.html)
     tokenizer = files_of(arguments.tokenizer, "the tokenizer") if arguments.tokenizer else []
     shards = [Place(file, "a file of the shard") for file in ShardPaths.of(shard.prefix).all]
     require_apart([Place(path, "--html")], [*shards, *tokenizer])
     check_place(path, PAGE, overwrite=arguments.overwrite)
-    with _progress(shard, arguments) as tell:
-        found = survey_shard(shard, tell=tell)
+    found = _survey(shard, arguments)
     page = make_page(shard, found, decode)
     write_file(path, page, PAGE, overwrite=arguments.overwrite)
     of = "" if found.complete else f"; ids and masks sampled from {found.read_packs:,} packs"
     print(f"wrote {arguments.html}: {len(page):,} bytes, {counted(shard.header.num_packs, 'pack')}{of}")
+    return 0
 
 
 def _print_json(value: Any) -> None:
-    try:
-        text = json.dumps(value, indent=2, default=_plain, allow_nan=False)
-    except ValueError:  # masks of a damaged shard
-        text = json.dumps(_finite(value), indent=2, default=_plain)
-    print(text)
-
-
-def _finite(value: Any) -> Any:
-    """A value with the numbers that JSON does not know by their names: ``"nan"``, ``"inf"``."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    print(json.dumps(_plain(value), indent=2))
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"{type(value).__name__} in a report")
+    """A value as JSON knows it; of a damaged mask the numbers that it does not know by name: ``"nan"``, ``"inf"``."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    value = value.item() if isinstance(value, np.generic) else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -29,7 +29,7 @@ from megatron_sft_idx.cli import (
 from megatron_sft_idx.cli.options import HelpFormatter
 from megatron_sft_idx.cli.streams import STDOUT, StandardOutput, message_of, standard_streams
 from megatron_sft_idx.errors import SFTIndexError
-from megatron_sft_idx.report.marked import PICTURES
+from megatron_sft_idx.inspect.text import PICTURES
 
 __all__ = ["main"]
 

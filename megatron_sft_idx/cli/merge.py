@@ -11,8 +11,9 @@ from megatron_sft_idx.cli.shown_progress import ShownProgress
 from megatron_sft_idx.formats.registry import places
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.merge import Parts, merge, split
-from megatron_sft_idx.shards import find_prefixes
+from megatron_sft_idx.packs.merge import merge
+from megatron_sft_idx.packs.split import Parts, split
+from megatron_sft_idx.shard.shard_set import find_prefixes
 
 __all__ = ["add_parser"]
 

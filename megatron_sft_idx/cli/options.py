@@ -11,8 +11,8 @@ from typing import Any
 from megatron_sft_idx.cli.output import add_staging
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.packing import METHODS
-from megatron_sft_idx.preprocess import PackOptions
 from megatron_sft_idx.storage.publish import resolve
+from megatron_sft_idx.tokenize import PackOptions
 
 __all__ = [
     "HelpFormatter",

@@ -11,12 +11,12 @@ from megatron_sft_idx.cli.shown_progress import ShownProgress
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.registry import places
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.preprocess import output_prefixes
+from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.lock import check_lock
-from megatron_sft_idx.storage.publish import Place, require_apart
-from megatron_sft_idx.transfer import StagedOutput, shard_nbytes
-from megatron_sft_idx.transfer.staging import STAGING
+from megatron_sft_idx.storage.publish import Place, require_apart, require_space
+from megatron_sft_idx.tokenize import output_prefixes
+from megatron_sft_idx.transfer import STAGING, StagedOutput, shard_nbytes
 
 __all__ = ["Output", "add_staging", "local_path"]
 
@@ -70,13 +70,16 @@ class Output:
             self._staged = StagedOutput(self.prefix, arguments.staging, overwrite=arguments.overwrite)
         self.local = self._staged.local if self._staged else self.prefix
 
-    def prepare(self, reads: Iterable[Place], *, beside: Sequence[str] = (), resume: bool = False) -> None:
+    def prepare(
+        self, reads: Iterable[Place], *, beside: Sequence[str] = (), resume: bool = False, nbytes: int = 0
+    ) -> None:
         """Before the work: SFTIndexError where it could not be published in the end.
 
         Args:
             reads: the files that the verb reads.
             beside: what else is written, by what is added to the prefix.
             resume: it may go on with what an earlier run left.
+            nbytes: what will be written at least, where nothing of it is there.
         """
         local = ShardPaths.of(self.local).prefix
         if len(self._suffixes) > 1:
@@ -86,6 +89,8 @@ class Output:
         if self._summary is not None:
             writes.append(Place(self._summary, "--summary"))
         require_apart(writes, reads)
+        if not resume:
+            require_space(self.local, nbytes, (len(SUFFIXES) + 1) * len(ends))
         if self._staged:
             self._staged.prepare(self._suffixes, resume=resume)
             print(f"building at {self.local}, to be uploaded to {self.prefix}", file=sys.stderr, flush=True)

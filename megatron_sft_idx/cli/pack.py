@@ -8,8 +8,8 @@ import time
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_output_options, add_packing_options, packing_options
 from megatron_sft_idx.cli.output import Output, local_path
 from megatron_sft_idx.formats.registry import places
-from megatron_sft_idx.preprocess import Summary, check_summary, pack_shard
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.tokenize import Summary, check_summary, pack_shard
 
 __all__ = ["add_parser"]
 
@@ -43,10 +43,14 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
     if arguments.summary is not None:
         check_summary(arguments.summary, overwrite=arguments.overwrite)
     output = Output(arguments, shards=arguments.output_shards)
-    output.prepare(places(arguments.source, "sft-idx", "the source"))
+    source = Shard(arguments.source)
+    # What is cut off is not known before the plan.
+    whole = options.overlong not in ("drop", "truncate")
+    nbytes = source.header.num_tokens * (source.header.token_dtype.itemsize + source.header.mask_dtype.itemsize)
+    output.prepare(places(arguments.source, "sft-idx", "the source"), nbytes=nbytes if whole else 0)
     begin = time.monotonic()
     report = pack_shard(
-        Shard(arguments.source),
+        source,
         output.local,
         options,
         shards=arguments.output_shards,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import glob
 import io
+import os
 import sys
 from typing import Any
 
@@ -21,7 +22,10 @@ from megatron_sft_idx.cli.options import (
 )
 from megatron_sft_idx.cli.output import Output
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.preprocess import (
+from megatron_sft_idx.inspect.text import mark_pack
+from megatron_sft_idx.storage import is_remote, open_regular
+from megatron_sft_idx.storage.publish import Place, files_of
+from megatron_sft_idx.tokenize import (
     EncodingOptions,
     PreprocessOptions,
     Preview,
@@ -30,12 +34,13 @@ from megatron_sft_idx.preprocess import (
     preprocess,
     preview,
 )
-from megatron_sft_idx.preprocess.workers import available_cpus
-from megatron_sft_idx.report import mark_pack
-from megatron_sft_idx.storage import is_remote, open_regular
-from megatron_sft_idx.storage.publish import Place, files_of
+from megatron_sft_idx.tokenize.local import available_cpus
 
-__all__ = ["add_mask_options", "add_parser", "add_row_options", "add_workers_option", "encoding_options"]
+__all__ = ["add_mask_options", "add_parser", "add_row_options", "add_workers_option", "encoding_options", "reads_of"]
+
+_INPUT = "the input"
+# Ids and masks of chats take more bytes than their text. This is of rows that are nearly all columns nobody reads.
+_LEAST_SHARE = 256
 
 _EXAMPLES = """\
 examples:
@@ -47,7 +52,7 @@ examples:
     megatron-sft-idx preprocess --input 'raw/*.jsonl.zst' more.parquet --tokenizer-model ./tok \\
         --seq-length 8192 --overlong split --keep-corpus --output-prefix data/train
 
-  go on after a kill, a power failure or Ctrl-C, from the last complete piece:
+  go on after a kill, a power failure or Ctrl-C, with all that was tokenised:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer-model ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train --resume
 
@@ -252,7 +257,9 @@ def encoding_options(arguments: argparse.Namespace, parser: argparse.ArgumentPar
         try:
             with open_regular(arguments.chat_template) as file:
                 template = io.TextIOWrapper(file, encoding="utf-8").read()
-        except (OSError, UnicodeDecodeError, FormatError) as error:
+        except OSError as error:
+            parser.error(f"--chat-template {arguments.chat_template}: {error.strerror}")
+        except (UnicodeDecodeError, FormatError) as error:
             parser.error(f"--chat-template {arguments.chat_template}: {error}")
     return EncodingOptions(
         tokenizer=arguments.tokenizer_model,
@@ -297,7 +304,10 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if not arguments.dry_run:
         if arguments.summary is not None:
             check_summary(arguments.summary, overwrite=arguments.overwrite or arguments.resume)
-        output.prepare(_reads(arguments), beside=[corpus_prefix("")], resume=arguments.resume)
+        reads = reads_of(arguments)
+        sizes = [os.path.getsize(place.path) for place in reads if place.role == _INPUT and os.path.isfile(place.path)]
+        nbytes = sum(sizes) // _LEAST_SHARE
+        output.prepare(reads, beside=[corpus_prefix("")], resume=arguments.resume, nbytes=nbytes)
     options = PreprocessOptions(
         inputs=arguments.input,
         prefix=output.local,
@@ -322,12 +332,12 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         summary.write(arguments.summary, overwrite=arguments.overwrite or arguments.resume)
 
 
-def _reads(arguments: argparse.Namespace) -> list[Place]:
+def reads_of(arguments: argparse.Namespace) -> list[Place]:
     """The files that a run reads, but for those that remote paths name."""
-    inputs = [path for pattern in arguments.input for path in (glob.glob(pattern) or [pattern])]
+    inputs = [path for pattern in arguments.input or () for path in (glob.glob(pattern) or [pattern])]
     template = [Place(arguments.chat_template, "the chat template")] if arguments.chat_template else []
     return [
-        *(place for path in inputs if not is_remote(path) for place in files_of(path, "the input")),
+        *(place for path in inputs if not is_remote(path) for place in files_of(path, _INPUT)),
         *files_of(arguments.tokenizer_model, "the tokenizer"),
         *template,
     ]

@@ -7,12 +7,19 @@ import dataclasses
 import math
 import sys
 
-from megatron_sft_idx.catalog import default_max_sequences
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_packing_options, natural, packing_options, positive
-from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options, add_workers_option, encoding_options
+from megatron_sft_idx.cli.preprocess import (
+    add_mask_options,
+    add_row_options,
+    add_workers_option,
+    encoding_options,
+    reads_of,
+)
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.preprocess import EncodingOptions
-from megatron_sft_idx.produce import AheadLimits, ProduceOptions, produce
+from megatron_sft_idx.live import default_max_sequences
+from megatron_sft_idx.produce import AheadLimits, ProduceOptions, own_files, produce
+from megatron_sft_idx.storage.publish import Place, files_of, require_apart
+from megatron_sft_idx.tokenize import EncodingOptions
 
 __all__ = ["add_parser"]
 
@@ -159,6 +166,10 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         options = _options(arguments, encoding_options(arguments, parser))
     except FormatError as error:
         parser.error(str(error))
+    reads = reads_of(arguments)
+    if arguments.watch is not None:
+        reads += [Place(arguments.watch, "--watch"), *files_of(arguments.watch, "the input")]
+    require_apart([Place(path, "the catalog") for path in own_files(arguments.catalog)], reads)
     summary = produce(options, log=lambda line: print(line, file=sys.stderr, flush=True))
     print("\n".join(summary.lines()))
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from megatron_sft_idx.check import Advance, Known, Rebuilt, rebuild
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, natural, positive
 from megatron_sft_idx.cli.output import local_path
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.preprocess.progress import Progress
-from megatron_sft_idx.rebuild import Advance, Known, Report, rebuild
+from megatron_sft_idx.storage.progress import Progress
 
 __all__ = ["add_parser"]
 
@@ -87,7 +87,7 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
         raise FormatError(f"{report.prefix}: no whole shard can be made of what is left; see the lines above")
 
 
-def _show(report: Report) -> None:
+def _show(report: Rebuilt) -> None:
     for file in report.files:
         state = f"would be {file.state}" if report.dry_run and file.state == "rebuilt" else file.state
         print(": ".join(part for part in (file.path, state, file.fault, file.remedy) if part))

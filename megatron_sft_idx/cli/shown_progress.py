@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_sft_idx.preprocess.progress import Progress
+from megatron_sft_idx.storage.progress import Progress
 
 __all__ = ["ShownProgress"]
 

@@ -9,16 +9,16 @@ import os
 import sys
 from typing import Any
 
+from megatron_sft_idx.check import Report, verify_shard
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, positive
 from megatron_sft_idx.cli.streams import message_of
 from megatron_sft_idx.errors import SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.preprocess.progress import Progress
-from megatron_sft_idx.shards import natural_key
+from megatron_sft_idx.shard.shard_set import natural_key
 from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.remote import open_store
-from megatron_sft_idx.storage.remote.listing import exists, in_folder, matching
-from megatron_sft_idx.verify import Report, verify_shard
+from megatron_sft_idx.storage.remote.store import exists, in_folder, matching
 
 __all__ = ["add_parser"]
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.shard.reader import Pack
+from megatron_sft_idx.storage.publish import New
 
 __all__ = ["RUN_TOKENS", "PackRun", "PackedReader", "PackedSpec", "PackedWriter"]
 
@@ -78,6 +79,17 @@ class PackedSpec:
     pad_id: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    def stated(self) -> dict[str, Any]:
+        """What files of other formats say of their packs in a place of ours, JSON-able."""
+        return {
+            "capacity": self.capacity,
+            "num_tokens": self.num_tokens,
+            "longest_pack": self.longest_pack,
+            "sequence_multiple": self.sequence_multiple,
+            "pad_id": self.pad_id,
+            "metadata": dict(self.metadata),
+        }
+
 
 class PackedReader(ABC):
     """One file, folder or shard of packed data, open for reading. Not pickled: each process opens its own.
@@ -125,6 +137,7 @@ class PackedWriter(ABC):
     """
 
     format: ClassVar[str]
+    _output: New
     lost: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
@@ -139,9 +152,9 @@ class PackedWriter(ABC):
     def reread(self) -> PackedReader:
         """A reader of all that was written, which is complete and not in its place yet."""
 
-    @abstractmethod
     def publish(self) -> None:
         """Put what is complete in its place, on disk."""
+        self._output.publish()
 
     def finalize(self) -> None:
         """Complete it and put it in its place; where that fails, remove what was written.
@@ -157,9 +170,9 @@ class PackedWriter(ABC):
             self.abandon()
             raise
 
-    @abstractmethod
     def abandon(self) -> None:
         """Remove what was written; nothing where it is finalized or abandoned already."""
+        self._output.abandon()
 
     def __enter__(self) -> PackedWriter:
         return self

@@ -11,16 +11,16 @@ The rules of packs (FORMAT.md, P1 to P8), held against what was read from a file
 
 from __future__ import annotations
 
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_sft_idx._native import packs_are_sound
+from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackRun
 from megatron_sft_idx.layout.values import MAX_CAPACITY
-from megatron_sft_idx.shard.arrays import integer_array, mask_array, token_array
+from megatron_sft_idx.shard.writer import integer_array, mask_array, token_array
 
 __all__ = [
     "MASK_ALIGNMENTS",
@@ -97,11 +97,6 @@ def unplaced_note(count: int, alignment: MaskAlignment) -> str:
     return f"{count} loss mask values on the first token of a sequence, which nothing predicts, left out"
 
 
-# What the kernel takes, and packs are handed out as.
-_IDS = (np.dtype(np.uint16), np.dtype(np.int32))
-_MASKS = (np.dtype(np.uint8), np.dtype(np.float32))
-
-
 def checked_alignment(path: str, alignment: str) -> MaskAlignment:
     """``alignment`` where there is such a one, FormatError else."""
     for known in MASK_ALIGNMENTS:
@@ -149,23 +144,35 @@ def checked_run(
         starts, lengths, sequences = map(integer_array, (seq_starts, pack_lengths, pack_sequences))
     except (ValueError, TypeError, OverflowError) as error:
         raise FormatError(f"{path}: packs from {first_pack} on: a column {error}") from None
-    unchanged = mask_alignment == "label" and _keeps(ids, _IDS, token_dtype) and _keeps(mask, _MASKS, mask_dtype)
-    if unchanged and packs_are_sound(ids, mask, starts, lengths, sequences, MAX_CAPACITY):
-        return PackRun(ids, mask, starts, lengths, sequences)
-    run = _Run(path, first_pack, lengths, sequences)
-    run.check_shape(len(ids), len(mask), len(starts))
-    run.check_starts(starts)
-    ids = run.checked_ids(ids, token_dtype)
-    mask = run.checked_mask(mask, mask_dtype)
+    ids_as = np.dtype(token_dtype or (np.uint16 if ids.dtype == np.uint16 else np.int32))
+    mask_as = np.dtype(mask_dtype or (np.float32 if mask.dtype.kind == "f" else np.uint8))
+    if len(lengths) != len(sequences):
+        raise FormatError(f"{path}: {len(lengths)} pack lengths and {len(sequences)} sequence counts")
+    columns = (ids, mask, starts, lengths, sequences)
+    try:
+        broken = _native.first_breach(*columns, mask_alignment != "label", MAX_CAPACITY, ids_as, mask_as)
+    except ValueError:
+        sums = (int(lengths.sum()), int(lengths.sum()), int(sequences.sum()))
+        raise FormatError(
+            f"{path}: packs {first_pack} to {first_pack + len(lengths) - 1} should have {sums[0]} ids, {sums[1]} loss"
+            f" mask values and {sums[2]} sequence starts; found {len(ids)}, {len(mask)} and {len(starts)}"
+        ) from None
+    if broken is not None and broken[0][0] != "P6":
+        (_, pack, *_), words = broken
+        raise SequenceError(path, first_pack + pack, words)
+    ids, mask, unplaced = ids.astype(ids_as, copy=False), mask.astype(mask_as, copy=False), 0
     if mask_alignment == "rolled-right":
-        run.check_rolled(mask)
-    mask, unplaced = label_aligned(mask, starts, lengths, sequences, mask_alignment)
+        firsts = np.cumsum(lengths) - lengths
+        if (wrong := mask[firsts] != 0).any():
+            raise SequenceError(
+                path,
+                first_pack + int(np.argmax(wrong)),
+                "its loss mask begins with a value above 0, which a mask that was rolled right never does;"
+                " say mask alignment label or token",
+            )
+    if broken is not None or mask_alignment != "label":
+        mask, unplaced = label_aligned(mask, starts, lengths, sequences, mask_alignment)
     return PackRun(ids, mask, starts, lengths, sequences, unplaced)
-
-
-def _keeps(values: NDArray[Any], dtypes: tuple[np.dtype[Any], ...], wanted: Any) -> bool:
-    """Whether values have one of these dtypes, and nobody wants another."""
-    return values.dtype in dtypes and (wanted is None or values.dtype == wanted)
 
 
 def require_same_length(path: str, pack: int, **columns: int) -> None:
@@ -173,92 +180,3 @@ def require_same_length(path: str, pack: int, **columns: int) -> None:
     if len(set(columns.values())) > 1:
         found = ", ".join(f"{count} in {name}" for name, count in columns.items())
         raise SequenceError(path, pack, f"{found}; they have one entry a token each")
-
-
-class _Run:
-    """Lengths of the packs of a run, and from them the pack that a position belongs to."""
-
-    def __init__(self, path: str, first_pack: int, lengths: NDArray[np.int64], sequences: NDArray[np.int64]) -> None:
-        self._path, self._first, self._lengths, self._sequences = path, first_pack, lengths, sequences
-
-    def _fail(self, pack: int, reason: str) -> NoReturn:
-        raise SequenceError(self._path, self._first + pack, reason)
-
-    def _fail_at(self, position: int, reason: str) -> NoReturn:
-        """The same, for the pack that holds this token of the run."""
-        ends = np.cumsum(self._lengths)
-        pack = int(np.searchsorted(ends, position, side="right"))
-        self._fail(pack, f"position {position - int(ends[pack] - self._lengths[pack])} {reason}")
-
-    def check_shape(self, num_tokens: int, num_masks: int, num_starts: int) -> None:
-        """Counts are within bounds and add up."""
-        packs = len(self._lengths)
-        if len(self._sequences) != packs:
-            raise FormatError(f"{self._path}: {packs} pack lengths and {len(self._sequences)} sequence counts")
-        for counts, total, what, rule in (
-            (self._lengths, min(num_tokens, MAX_CAPACITY), "tokens", "P1"),
-            (self._sequences, num_starts, "sequences", "P2"),
-        ):
-            # Each is below the size of an array in memory, so the sums further down cannot overflow.
-            bad = (counts < 1) | (counts > total)
-            if bad.any():
-                pack = int(np.argmax(bad))
-                self._fail(pack, f"has {counts[pack]} {what}, expected 1 to {total} (rule {rule})")
-        sums = (int(self._lengths.sum()), int(self._lengths.sum()), int(self._sequences.sum()))
-        if sums != (num_tokens, num_masks, num_starts):
-            raise FormatError(
-                f"{self._path}: packs {self._first} to {self._first + packs - 1} should have {sums[0]} ids, {sums[1]}"
-                f" loss mask values and {sums[2]} sequence starts; found {num_tokens}, {num_masks} and {num_starts}"
-            )
-
-    def check_starts(self, starts: NDArray[np.int64]) -> None:
-        """Rules P2 to P4."""
-        if not len(starts):
-            return
-        firsts = np.cumsum(self._sequences) - self._sequences
-        if starts[firsts].any():
-            pack = int(np.argmax(starts[firsts] != 0))
-            self._fail(pack, f"its first sequence starts at {starts[firsts[pack]]}, expected 0 (rule P2)")
-        lengths = np.repeat(self._lengths, self._sequences)
-        ends = np.append(starts[1:], 0)
-        ends[np.append(firsts[1:], len(starts)) - 1] = self._lengths
-        bad = (starts >= ends) | (ends > lengths)
-        if bad.any():
-            i = int(np.argmax(bad))
-            pack = int(np.searchsorted(firsts, i, side="right")) - 1
-            self._fail(
-                pack,
-                f"sequence {i - firsts[pack]} goes from {starts[i]} to {ends[i]} in {lengths[i]} tokens;"
-                " starts ascend and are below the length (rules P3, P4)",
-            )
-
-    def checked_ids(self, ids: NDArray[Any], dtype: Any) -> NDArray[Any]:
-        """Rule P8."""
-        wanted = np.dtype(dtype or (np.uint16 if ids.dtype == np.uint16 else np.int32))
-        largest = np.iinfo(wanted).max
-        if len(ids) and (ids.min() < 0 or ids.max() > largest):
-            at = int(np.argmax((ids < 0) | (ids > largest)))
-            self._fail_at(at, f"has id {ids[at]}, expected 0 to {largest} (rule P8)")
-        return ids.astype(wanted, copy=False)
-
-    def checked_mask(self, mask: NDArray[Any], dtype: Any) -> NDArray[Any]:
-        """Rule P7."""
-        wanted = np.dtype(dtype or (np.float32 if mask.dtype.kind == "f" else np.uint8))
-        if wanted == np.uint8:
-            good, expected = (mask == 0) | (mask == 1), "0 or 1"
-        else:
-            good, expected = (mask >= 0) & (mask <= np.finfo(np.float32).max), "a finite weight of 0 or more"
-        if not good.all():
-            at = int(np.argmin(good))
-            self._fail_at(at, f"has loss mask {mask[at]}, expected {expected} (rule P7)")
-        return mask.astype(wanted, copy=False)
-
-    def check_rolled(self, mask: NDArray[Any]) -> None:
-        """A mask that was rolled right begins with 0 in every pack."""
-        firsts = np.cumsum(self._lengths) - self._lengths
-        if mask[firsts].any():
-            self._fail(
-                int(np.argmax(mask[firsts] != 0)),
-                "its loss mask begins with a value above 0, which a mask that was rolled right never does;"
-                " say mask alignment label or token",
-            )

@@ -14,8 +14,8 @@ from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.formats.checks import MaskAlignment
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.shard.prefix import check_free
-from megatron_sft_idx.shards import find_prefixes, natural_key
+from megatron_sft_idx.shard.prefix import check_free, places_of
+from megatron_sft_idx.shard.shard_set import find_prefixes, natural_key
 from megatron_sft_idx.storage import is_remote, open_regular, require_local
 from megatron_sft_idx.storage.publish import Place, check_place, files_of, resolve
 
@@ -34,20 +34,20 @@ __all__ = [
 
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
-# Where each format is read and written, inside this package, and what it is in a few words. A module is imported when a
-# file is looked at or written: some need libraries that take a second to import. A stock dataset has no place for masks
-# or for sequences inside a pack, and shards are stock datasets already.
+# The module of each format, and what it is in a few words. A module is imported when a file is looked at or written:
+# some need libraries that take a second to import.
 _MODULES = {
-    "sft-idx": ("sft_idx", "sft_idx", "a packed SFT shard (X.seq.idx and four files beside it)"),
-    "npy": ("npy", "npy", "a pickled .npy of packs"),
-    "memmap": ("memmap", "memmap_writer", "a folder of padded arrays (manifest.json and five .npy files)"),
-    "parquet": ("parquet", "parquet_writer", "a Parquet file of packs (input_ids, loss_mask, seq_start_id)"),
-    "pbin": ("modalities.pbin", "modalities.pbin", "a Modalities .pbin"),
-    "jsonl-chunks": ("jsonl_chunks", "jsonl_chunks", "pre-packed JSONL chunks (chunk_00000.jsonl and on)"),
-    "megatron": ("stock", None, "a stock Megatron dataset (X.bin and X.idx, no masks)"),
+    "sft-idx": ("sft_idx", "a packed SFT shard (X.seq.idx and four files beside it)"),
+    "npy": ("npy", "a pickled .npy of packs"),
+    "memmap": ("memmap", "a folder of padded arrays (manifest.json and five .npy files)"),
+    "parquet": ("parquet", "a Parquet file of packs (input_ids, loss_mask, seq_start_id)"),
+    "pbin": ("pbin", "a Modalities .pbin"),
+    "jsonl-chunks": ("jsonl_chunks", "pre-packed JSONL chunks (chunk_00000.jsonl and on)"),
+    "megatron": ("stock", "a stock Megatron dataset (X.bin and X.idx, no masks)"),
 }
 READABLE = tuple(_MODULES)
-WRITABLE = tuple(name for name, (_, writer, _) in _MODULES.items() if writer)
+# A stock dataset has no place for masks or for sequences inside a pack, and shards are stock datasets already.
+WRITABLE = tuple(name for name in _MODULES if name != "megatron")
 # Formats whose paths are prefixes: several files that differ in their suffixes.
 _PREFIXES = ("sft-idx", "megatron")
 _FOLDERS = ("memmap", "jsonl-chunks")
@@ -58,11 +58,7 @@ def _module(name: str) -> Any:
     """The module of a format; FormatError where there is no such format."""
     if name not in _MODULES:
         raise FormatError(f"format {name!r}: there is none of this name, choose one of {', '.join(_MODULES)}")
-    return _import(_MODULES[name][0])
-
-
-def _import(module: str | None) -> Any:
-    return import_module(f"megatron_sft_idx.formats.{module}")
+    return import_module(f"megatron_sft_idx.formats.{_MODULES[name][0]}")
 
 
 def reader_options(name: str) -> set[str]:
@@ -93,7 +89,7 @@ def create(
     if name not in WRITABLE:
         raise FormatError(f"{path}: format {name!r} is not written; choose one of {', '.join(WRITABLE)}")
     require_local(path, f"writing {name}")
-    made = _import(_MODULES[name][1]).Writer
+    made = _module(name).Writer
     if unknown := sorted(options.keys() - signature(made).parameters.keys()):
         raise FormatError(f"{path}: {name} output has no option {', '.join(unknown)}; leave it out")
     writer: PackedWriter = made(path, spec, overwrite=overwrite, allow_loss=allow_loss, **options)
@@ -106,7 +102,7 @@ def check_destination(path: str, name: str, *, overwrite: bool) -> None:
         check_free(ShardPaths.of(path), overwrite=overwrite)
     elif name in WRITABLE:
         folder = name in _FOLDERS
-        kind = _import(_MODULES[name][1]).KIND
+        kind = _module(name).KIND
         check_place(resolve(path, folder=folder), kind, overwrite=overwrite, folder=folder)
 
 
@@ -217,7 +213,7 @@ def _several(paths: list[str], name: str | None) -> list[tuple[str, str]]:
 
 def _unknown(path: str, tried: Sequence[str] = ()) -> FormatError:
     """What was looked for, and what is there instead."""
-    looked = "; ".join(f"{name}: {words}" for name, (*_, words) in _MODULES.items())
+    looked = "; ".join(f"{name}: {words}" for name, (_, words) in _MODULES.items())
     if tried:
         names = ", ".join(os.path.basename(entry) for entry in sorted(tried, key=natural_key)[:_LISTED])
         there = f"{len(tried)} entries, none of them known: {names}{', ...' if len(tried) > _LISTED else ''}"
@@ -250,10 +246,8 @@ def places(path: str, name: str, role: str, *, written: bool = False) -> list[Pl
         path: as the user gave it.
         name: of the format.
         role: what the path is to the run, for sentences.
-        written: it is going to be written: a folder as a whole; a shard under other names, and with a journal, first.
+        written: it is going to be written: a folder as a whole.
     """
     if name not in _PREFIXES:
         return [Place(path, role, folder=name in _FOLDERS)] if written else files_of(path, role)
-    paths = ShardPaths.of(path)
-    before = [paths.journal, *map(paths.temporary, paths.all)] if written else []
-    return [Place(file, role) for file in (*paths.all, *before)]
+    return places_of(path, role, written=written)

@@ -1,4 +1,4 @@
-"""What readers and writers of several formats do with runs: packs out of them, counts, masks of 0 and 1."""
+"""What readers and writers of several formats do with runs: windows of a shard, packs out of a run, counts, masks."""
 
 from __future__ import annotations
 
@@ -10,22 +10,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.base import RUN_TOKENS, PackedSpec, PackRun
 from megatron_sft_idx.formats.checks import MaskAlignment, unplaced_note
 from megatron_sft_idx.layout.values import MAX_CAPACITY
+from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.reader import Pack
 
 __all__ = [
     "BinaryMasks",
     "Counts",
     "IndexedRun",
+    "Window",
     "file_identity",
     "note_unplaced",
+    "read_window",
     "run_bounds",
     "stated_alignment",
     "stated_int",
+    "stated_of",
+    "windows",
 ]
+
+# What a window of a shard holds at most, or one pack where that is larger: some 50 MiB with what is computed from it.
+WINDOW_PACKS, WINDOW_SEQUENCES, WINDOW_TOKENS = 1 << 15, 1 << 18, 1 << 22
 
 
 def file_identity(*paths: str) -> str:
@@ -43,10 +52,97 @@ def run_bounds(token_offsets: NDArray[Any], tokens: int = RUN_TOKENS) -> Iterato
     """
     first, packs = 0, len(token_offsets) - 1
     while first < packs:
-        last = int(np.searchsorted(token_offsets, token_offsets[first] + tokens, side="right")) - 1
-        last = min(max(last, first + 1), packs)
+        last = first + max(1, _fitting(token_offsets[first:], tokens))
         yield first, last
         first = last
+
+
+def _fitting(offsets: NDArray[Any], most: int) -> int:
+    """How many packs, from the first one on, have at most so many tokens or sequences together."""
+    return min(int(np.searchsorted(offsets, offsets[0] + most, side="right")), len(offsets)) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Consecutive packs of a shard by its indexes, which divide them into sequences; ids and masks are read when asked.
+
+    Attributes:
+        shard: whose packs they are.
+        first: number of the first pack.
+        token: number of its first token, among all of the shard.
+        sequence: number of its first sequence, among all of the shard.
+        pack_bounds: where packs begin and the last one ends, in tokens of the window: int64 [packs + 1].
+        sequence_offsets: the same in sequences of the window: int64 [packs + 1].
+        bounds: where sequences begin and the last one ends, in tokens of the window: int64 [sequences + 1].
+    """
+
+    shard: Shard
+    first: int
+    token: int
+    sequence: int
+    pack_bounds: NDArray[np.int64]
+    sequence_offsets: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.pack_bounds) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all its packs."""
+        return int(self.pack_bounds[-1])
+
+    def content(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Ids and label-aligned mask, each [tokens]: views where the shard is mapped, else read now."""
+        tokens = slice(self.token, self.token + self.num_tokens)
+        return self.shard.files.tokens[tokens], self.shard.files.loss[tokens]
+
+    def starts(self) -> NDArray[np.int64]:
+        """Where each sequence begins in its pack, int64 [sequences]."""
+        starts: NDArray[np.int64] = self.bounds[:-1] - np.repeat(self.pack_bounds[:-1], np.diff(self.sequence_offsets))
+        return starts
+
+    def place(self, sequence: int) -> tuple[int, int]:
+        """Pack, and number inside it, of the window's sequence ``sequence``."""
+        pack = int(np.searchsorted(self.sequence_offsets, sequence, "right")) - 1
+        return self.first + pack, sequence - int(self.sequence_offsets[pack])
+
+
+def windows(shard: Shard, tokens: int | None = None) -> Iterator[Window]:
+    """All packs of a shard in order, in memory that does not grow with it.
+
+    Args:
+        shard: opened with any backend; with ``pread`` no page of it is mapped.
+        tokens: of a window at most, unless a single pack has more; None for ``WINDOW_TOKENS``.
+
+    Raises:
+        FormatError: offsets or starts that do not divide the tokens (rules O1, O2, P2 to P4).
+    """
+    shard.check_ends()
+    first = 0
+    while first < len(shard):
+        window = read_window(shard, first, first + WINDOW_PACKS, tokens)
+        yield window
+        first += len(window)
+
+
+def read_window(shard: Shard, first: int, stop: int, tokens: int | None = None) -> Window:
+    """Packs from ``first`` on, before ``stop``: as many as fit a window, and at least one. Raises as ``windows``."""
+    files, stop = shard.files, min(stop, len(shard))
+    pack_bounds, sequence_offsets = files.token_offsets[first : stop + 1], files.sequence_offsets[first : stop + 1]
+    most = WINDOW_TOKENS if tokens is None else tokens
+    count = max(1, min(_fitting(pack_bounds, most), _fitting(sequence_offsets, WINDOW_SEQUENCES)))
+    pack_bounds, sequence_offsets = pack_bounds[: count + 1], sequence_offsets[: count + 1]
+    token, sequence, last = int(pack_bounds[0]), int(sequence_offsets[0]), int(sequence_offsets[-1])
+    try:
+        if token < 0 or not (0 <= sequence <= last <= files.num_sequences and pack_bounds[-1] <= files.num_tokens):
+            raise ValueError(f"offsets of packs {first} to {first + count} leave the files")
+        pack_bounds, sequence_offsets = pack_bounds - token, sequence_offsets - sequence
+        bounds = _native.absolute_offsets(sequence_offsets, pack_bounds, files.starts[sequence:last])
+    except ValueError as error:
+        where = f"{shard.prefix}: packs from {first} on: {error}"
+        raise FormatError(f"{where} (rules O1, O2, P2 to P4); megatron-sft-idx verify says what is wrong") from None
+    return Window(shard, first, token, sequence, pack_bounds, sequence_offsets, bounds)
 
 
 class IndexedRun:
@@ -97,8 +193,8 @@ class IndexedRun:
 
     def fitting(self, first: int, most_packs: int, most_tokens: int) -> int:
         """The last of the packs from ``first`` on that are so many, with so many tokens, at most; plus one."""
-        fits = int(np.searchsorted(self._tokens, self._tokens[first] + most_tokens, side="right")) - 1
-        return max(first, min(fits, first + most_packs, len(self)))
+        fits = _fitting(self._tokens[first:], most_tokens)
+        return first + max(0, min(fits, most_packs, len(self) - first))
 
 
 @dataclass
@@ -195,3 +291,20 @@ def stated_int(stated: Mapping[str, Any], key: str, least: int = 1, most: int = 
     """A whole number within bounds that a file says of itself; None where it says none."""
     value = stated.get(key)
     return value if type(value) is int and least <= value <= most else None
+
+
+def stated_of(stated: Mapping[str, Any], longest: int, capacity: int) -> dict[str, Any]:
+    """What a file may say of its packs beside their counts, as keywords of ``PackedSpec``.
+
+    Args:
+        stated: what it says.
+        longest: its longest pack, which the capacity is never below.
+        capacity: where it says none.
+    """
+    metadata = stated.get("metadata")
+    return {
+        "capacity": max(stated_int(stated, "capacity") or capacity, longest),
+        "sequence_multiple": stated_int(stated, "sequence_multiple") or 1,
+        "pad_id": stated_int(stated, "pad_id", 0),
+        "metadata": metadata if isinstance(metadata, dict) else {},
+    }

@@ -9,13 +9,14 @@ from functools import cached_property
 import numpy as np
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError, StorageError
-from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, PackRun
+from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.checks import MaskAlignment, checked_alignment, checked_run
-from megatron_sft_idx.formats.runs import run_bounds
+from megatron_sft_idx.formats.runs import windows
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same
 from megatron_sft_idx.storage import CACHE_NBYTES, Advice, BackendName, ReadOptions
+from megatron_sft_idx.storage.publish import require_space
 
 __all__ = ["FORMAT", "Reader", "Writer", "recognise", "spec_of"]
 
@@ -123,19 +124,14 @@ class Reader(PackedReader):
 
     def runs(self) -> Iterator[PackRun]:
         """All packs in order, held to every rule."""
-        shard = self.shard
-        shard.check_ends()
-        files, tokens, sequences = shard.files, shard.token_offsets, shard.sequence_offsets
-        for first, last in run_bounds(tokens):
-            begin, end = tokens[first], tokens[last]
+        for window in windows(self.shard, RUN_TOKENS):
             yield checked_run(
                 self.path,
-                first,
-                files.tokens[begin:end],
-                files.loss[begin:end],
-                files.starts[sequences[first] : sequences[last]],
-                np.diff(tokens[first : last + 1]),
-                np.diff(sequences[first : last + 1]),
+                window.first,
+                *window.content(),
+                window.starts(),
+                np.diff(window.pack_bounds),
+                np.diff(window.sequence_offsets),
                 token_dtype=self.header.token_dtype,
                 mask_dtype=self.header.mask_dtype,
             )
@@ -155,6 +151,7 @@ class Writer(PackedWriter):
 
     def __init__(self, path: str, spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False) -> None:
         del allow_loss
+        require_space(os.fspath(path), spec.num_tokens * (spec.token_dtype.itemsize + spec.mask_dtype.itemsize))
         self._writer = ShardWriter(
             os.fspath(path),
             token_dtype=spec.token_dtype,

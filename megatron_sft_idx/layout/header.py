@@ -164,15 +164,6 @@ class Header:
         """Size of the whole ``.seq.idx``."""
         return self.token_offsets_offset + 8 * (self.num_packs + 1)
 
-    def derived_nbytes(self) -> tuple[int, int, int, int]:
-        """Sizes the four data files have by the counts, in the order of ``digests``."""
-        return (
-            self.num_tokens * self.token_dtype.itemsize,
-            self.num_tokens * self.mask_dtype.itemsize,
-            idx_nbytes(self.num_packs),
-            self.num_sequences * 4,
-        )
-
     @property
     def index_nbytes(self) -> int:
         """Memory that the index arrays take: two offsets a pack, and those behind the last one, and the starts."""
@@ -214,6 +205,15 @@ class Header:
         for broken in broken_rules(raw[:size]):
             raise _error(path, broken)
         return _header_of(field_values(raw), raw)
+
+
+def data_nbytes(values: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes of the data files by a header's fields, by suffix; without those whose dtype code means nothing."""
+    sizes = {".idx": idx_nbytes(values["num_packs"]), ".seq.bin": 4 * values["num_sequences"]}
+    for suffix, name, dtypes in ((".bin", "token_dtype", TOKEN_DTYPES), (".loss.bin", "mask_dtype", MASK_DTYPES)):
+        if values[name] in dtypes:
+            sizes[suffix] = values["num_tokens"] * dtypes[values[name]].itemsize
+    return sizes
 
 
 def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
@@ -348,14 +348,11 @@ def _counts(values: dict[str, Any]) -> _Checks:
 
 
 def _sizes(values: dict[str, Any]) -> _Checks:
-    derived = {"idx": idx_nbytes(values["num_packs"]), "starts": 4 * values["num_sequences"]}
-    for name, code, dtypes in (("tokens", "token_dtype", TOKEN_DTYPES), ("loss", "mask_dtype", MASK_DTYPES)):
-        if values[code] in dtypes:
-            derived[name] = values["num_tokens"] * dtypes[values[code]].itemsize
+    derived = data_nbytes(values)
     for name, suffix in zip(_DIGESTS, DATA_SUFFIXES, strict=True):
-        if name in derived:
-            ok = values[f"{name}_nbytes"] == derived[name]
-            yield f"{name}_nbytes", "F2", ok, f"{derived[name]} by the counts for {suffix}"
+        if suffix in derived:
+            ok = values[f"{name}_nbytes"] == derived[suffix]
+            yield f"{name}_nbytes", "F2", ok, f"{derived[suffix]} by the counts for {suffix}"
     shard_id = xxhash.xxh3_128_digest(b"".join(values[f"{name}_checksum"] for name in _DIGESTS))
     yield "shard_id", "H8", values["shard_id"] == shard_id, f"{shard_id.hex()} by the checksums"
 

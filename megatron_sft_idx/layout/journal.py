@@ -142,7 +142,7 @@ class Block(NamedTuple):
 
 def encode_head(options: Mapping[str, Any]) -> bytes:
     """The journal's first bytes."""
-    block = json.dumps(options, sort_keys=True, ensure_ascii=False).encode()
+    block = _encoded(options, sort_keys=True)
     raw = _HEAD.pack(_MAGIC, len(block), 0) + block
     raw = raw.ljust(align(len(raw), 8), b"\0")
     return raw + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(raw))
@@ -156,7 +156,7 @@ def encode_block(kind: bytes, records: NDArray[np.uint32]) -> bytes:
 
 def encode_json(kind: bytes, content: Mapping[str, Any]) -> bytes:
     """A MARK or DONE block."""
-    raw = json.dumps(content, ensure_ascii=False).encode()
+    raw = _encoded(content)
     raw = raw.ljust(align(len(raw), _RECORD_NBYTES), b" ")
     return encode_block(kind, np.frombuffer(raw, "<u4").reshape(-1, 2))
 
@@ -197,6 +197,16 @@ def read_blocks(stream: BinaryIO) -> Iterator[Block]:
         if len(raw) != count * _RECORD_NBYTES or xxhash.xxh3_64_intdigest(raw) != checksum:
             return
         yield Block(kind, np.frombuffer(raw, dtype="<u4").reshape(count, 2))
+
+
+def pack_records(stream: BinaryIO) -> Iterator[NDArray[np.uint32]]:
+    """The records of the PACK blocks, uint32 [n, 2]: length in tokens and sequences of each pack."""
+    return (block.records for block in read_blocks(stream) if block.kind == PACK)
+
+
+def _encoded(content: Mapping[str, Any], *, sort_keys: bool = False) -> bytes:
+    # Paths may hold bytes that are no UTF-8, which JSON has an escape for.
+    return json.dumps(content, sort_keys=sort_keys, ensure_ascii=False).encode(errors="backslashreplace")
 
 
 def _json_object(raw: bytes) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import struct
 
-__all__ = ["IDX_HEADER", "IDX_HEADER_NBYTES", "idx_nbytes", "pack_idx_header"]
+__all__ = ["IDX_HEADER", "IDX_HEADER_NBYTES", "idx_nbytes", "idx_places", "pack_idx_header"]
 
 IDX_HEADER = struct.Struct("<9sQBQQ")
 IDX_HEADER_NBYTES = IDX_HEADER.size
@@ -33,3 +33,9 @@ def pack_idx_header(dtype_code: int, num_packs: int) -> bytes:
 def idx_nbytes(num_packs: int) -> int:
     """Size of the whole ``.idx`` in bytes."""
     return IDX_HEADER_NBYTES + num_packs * (4 + 8) + (num_packs + 1) * 8
+
+
+def idx_places(num_packs: int) -> tuple[int, int, int]:
+    """Where lengths, positions and documents begin in ``.idx``, in bytes."""
+    positions = IDX_HEADER_NBYTES + 4 * num_packs
+    return IDX_HEADER_NBYTES, positions, positions + 8 * num_packs

@@ -1,9 +1,8 @@
 """Lengths to packs: which sequences share a training row."""
 
-from .order import attention_cost, group_by_cost, reorder
-from .pack import METHODS, pack_sequences
-from .plan import PackPlan
-from .window import WindowPacker
+from megatron_sft_idx.packing.pack import METHODS, pack_sequences
+from megatron_sft_idx.packing.plan import PackPlan, attention_cost, group_by_cost, reorder
+from megatron_sft_idx.packing.window import WindowPacker
 
 __all__ = [
     "METHODS",

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import _native
+from megatron_sft_idx import _native
 
 __all__ = ["plan_by_linear_program"]
 

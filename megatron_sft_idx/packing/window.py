@@ -8,9 +8,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .arguments import as_integer, as_lengths, misfit
-from .pack import pack_sequences
-from .plan import PackPlan
+from megatron_sft_idx.packing.pack import as_integer, as_lengths, misfit, pack_sequences
+from megatron_sft_idx.packing.plan import PackPlan
 
 __all__ = ["WindowPacker"]
 

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import xxhash
 
-from megatron_sft_idx.catalog.documents import Document
 from megatron_sft_idx.chat.inputs.pieces import Piece
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.preprocess import NOT_YET, NotYet
+from megatron_sft_idx.live import Record
 from megatron_sft_idx.produce.inputs import Input, PiecesOfAFile
+from megatron_sft_idx.tokenize import NOT_YET, NotYet
 
 __all__ = ["Feed", "Position"]
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class Position(Record):
     """A place in the input. No path and no time: it is in the shards' headers.
 
     Attributes:
@@ -33,20 +32,6 @@ class Position:
     pieces: int = 0
     file_fingerprint: str = ""
     fingerprint: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """What ``parse`` reads."""
-        return asdict(self)
-
-    @classmethod
-    def parse(cls, document: Document) -> Position:
-        """FormatError where a field is missing or of another type."""
-        return cls(
-            file=document.whole("file"),
-            pieces=document.whole("pieces"),
-            file_fingerprint=document.text("file_fingerprint"),
-            fingerprint=document.text("fingerprint"),
-        )
 
 
 class Feed:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from megatron_sft_idx.chat.inputs.files import expand_inputs
 from megatron_sft_idx.chat.inputs.pieces import iter_pieces
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.preprocess import NOT_YET, NotYet
 from megatron_sft_idx.produce.input_log import InputLog, TakenFile
 from megatron_sft_idx.produce.inputs import PiecesOfAFile
-from megatron_sft_idx.shards import natural_key
+from megatron_sft_idx.shard.shard_set import natural_key
 from megatron_sft_idx.storage import require_local
+from megatron_sft_idx.tokenize import NOT_YET, NotYet
 
 __all__ = ["END_OF_INPUT", "GrowingFolder"]
 

@@ -5,20 +5,20 @@ So a producer that was killed knows which files of a folder it had taken, whatev
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import NamedTuple
 
-import orjson
-
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage import OutputFile, sync_folder
+from megatron_sft_idx.storage import OutputFile, read_most, sync_folder
 from megatron_sft_idx.storage.publish import describe
 
 __all__ = ["INPUTS", "InputLog", "TakenFile"]
 
 INPUTS = "_inputs.jsonl"
 _MAX_NBYTES = 1 << 30
+_LINE = b'{"name":'
 
 
 class TakenFile(NamedTuple):
@@ -52,6 +52,9 @@ class InputLog:
         content = self._read()
         # A line without its end was being written when the producer was killed: its file was not read yet.
         self._nbytes = content.rfind(b"\n") + 1
+        torn = content[self._nbytes :]
+        if not (_LINE.startswith(torn) or torn.startswith(_LINE)):
+            raise FormatError(f"{path}: a file that no producer wrote is here; move it away, or name another folder")
         lines = content[: self._nbytes].splitlines()
         self.files = [self._parse(line, number) for number, line in enumerate(lines, 1)]
 
@@ -61,7 +64,7 @@ class InputLog:
             self._file = OutputFile(self.path, keep=self._found)
             self._file.cut(self._nbytes)
             sync_folder(Path(self.path).parent)
-        self._file.write(b"".join(orjson.dumps(file._asdict()) + b"\n" for file in files))
+        self._file.write(b"".join(json.dumps(file._asdict()).encode() + b"\n" for file in files))
         self._file.sync()
         self.files += files
 
@@ -77,8 +80,7 @@ class InputLog:
 
     def _read(self) -> bytes:
         try:
-            with open(self.path, "rb") as file:
-                content = file.read(_MAX_NBYTES + 1)
+            content = read_most(self.path, _MAX_NBYTES + 1)
         except FileNotFoundError:
             return b""
         if len(content) > _MAX_NBYTES:
@@ -87,9 +89,9 @@ class InputLog:
 
     def _parse(self, line: bytes, number: int) -> TakenFile:
         try:
-            entry = orjson.loads(line)
+            entry = json.loads(line)
             name, num_bytes = entry["name"], entry["num_bytes"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             name = num_bytes = None
         if not isinstance(name, str) or type(num_bytes) is not int:
             raise FormatError(

@@ -11,8 +11,8 @@ from typing import Protocol, TypeAlias
 from megatron_sft_idx.chat.inputs.files import InputFile, total_bytes
 from megatron_sft_idx.chat.inputs.pieces import Piece, iter_pieces, stream_pieces
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.preprocess import NOT_YET, NotYet
 from megatron_sft_idx.produce.input_log import InputLog, TakenFile
+from megatron_sft_idx.tokenize import NOT_YET, NotYet
 
 __all__ = ["FixedFiles", "Input", "PiecesOfAFile", "StandardInput"]
 

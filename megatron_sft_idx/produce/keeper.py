@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any
 
-from megatron_sft_idx.catalog import Catalog, ProducerState
+from megatron_sft_idx.live import Catalog, ProducerState, State, looks
 
 __all__ = ["StateKeeper", "ended"]
 
 _SECONDS_BETWEEN_BEATS = 2.0
+# Shorter waits are the normal course of things and nothing to tell.
+_SECONDS_BEFORE_A_STATE = 0.5
 
 
 def ended(state: ProducerState) -> ProducerState:
@@ -65,6 +68,30 @@ class StateKeeper:
                 self._write(state="failed", reason=str(error) or type(error).__name__)
             else:
                 self._write(state="stopped", reason="interrupted")
+
+    def waits(
+        self, state: State, log: Callable[[str], None], why: Callable[[], str], *, longest: float = 1.0
+    ) -> Generator[None, None, None]:
+        """One wait: comes back each time it is time to look again; close it when it is over.
+
+        Args:
+            state: while it lasts, unless it is so short that there is nothing to tell.
+            log: takes a line when the state is set, then one a minute.
+            why: what is waited for, for the line.
+            longest: seconds between two looks, once it has lasted for a while.
+        """
+
+        def say(waited: float) -> None:
+            if self._state.state != state:
+                self.update(state=state)
+            log(f"{state} for {waited:.0f} s: {why()}")
+
+        try:
+            for _ in looks(say, quiet=_SECONDS_BEFORE_A_STATE, longest=longest):
+                yield
+        finally:
+            if self._state.state == state:
+                self.update(state="running")
 
     def end(self) -> None:
         """Say that the producer has nothing left to do; nothing is written after this, unless something fails."""

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_sft_idx.catalog import Limits
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.preprocess import EncodingOptions, PackOptions, RowEncoder
+from megatron_sft_idx.live import Limits
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.publish import describe
+from megatron_sft_idx.tokenize import EncodingOptions, PackOptions, RowEncoder
 
 __all__ = ["AheadLimits", "ProduceOptions"]
 
@@ -119,7 +119,7 @@ class ProduceOptions:
             capacity=self.packing.capacity,
             max_sequences_per_pack=self.packing.max_sequences_per_pack,
             sequence_multiple=self.packing.sequence_multiple,
-            token_dtype=encoder.token_dtype.name,
+            token_dtype="uint16" if encoder.token_dtype.name == "uint16" else "int32",
             consumers=self.ahead.consumers,
             max_ahead_shards=self.ahead.max_shards,
             max_ahead_nbytes=self.ahead.max_nbytes,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from megatron_sft_idx.preprocess import EncodedPiece
 from megatron_sft_idx.produce.feed import Feed
+from megatron_sft_idx.tokenize import EncodedPiece
 
 __all__ = ["Pace"]
 

@@ -14,22 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_sft_idx.catalog import Catalog, ProducerState
+import numpy as np
+
 from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
+from megatron_sft_idx.chat.inputs.pieces import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.preprocess import (
-    CorpusReport,
-    EncodedPiece,
-    NotYet,
-    RowEncoder,
-    add_piece,
-    make_encode_task,
-    map_in_order,
-    name_of_piece,
-    note_rows,
-    pack_shard,
-)
+from megatron_sft_idx.live import END, PRODUCER, Catalog, ProducerState
 from megatron_sft_idx.produce.feed import Feed
 from megatron_sft_idx.produce.growing import GrowingFolder
 from megatron_sft_idx.produce.input_log import INPUTS, InputLog
@@ -39,12 +30,21 @@ from megatron_sft_idx.produce.options import ProduceOptions
 from megatron_sft_idx.produce.pace import Pace
 from megatron_sft_idx.produce.room import Room
 from megatron_sft_idx.produce.start import CURSOR, Cursor, find_start
-from megatron_sft_idx.produce.waiting import Waiting
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, remove_shard
 from megatron_sft_idx.shard.prefix import drop_remains, name_held, temporaries_of
 from megatron_sft_idx.storage.publish import describe, resolve
+from megatron_sft_idx.tokenize import (
+    CorpusReport,
+    EncodedPiece,
+    Local,
+    NotYet,
+    RowEncoder,
+    encode_piece,
+    pack_shard,
+    remember_encoder,
+)
 
-__all__ = ["ProduceSummary", "produce"]
+__all__ = ["ProduceSummary", "own_files", "produce"]
 
 # The tokenised sequences of the shard in the making; thrown away with each.
 _WORK, _CORPUS = "_work", "corpus"
@@ -138,6 +138,13 @@ def _held(catalog: Catalog) -> Iterator[None]:
                 os.rmdir(folder)
 
 
+def own_files(folder: str) -> list[str]:
+    """The folder of a catalog, and what a producer writes in it under names that it always has."""
+    corpus = ShardPaths.of(os.path.join(folder, _WORK, _CORPUS))
+    names = (PRODUCER, END, INPUTS, f"{_LOCK}.journal", _WORK)
+    return [folder, *(os.path.join(folder, name) for name in names), *corpus.all, corpus.journal]
+
+
 def _check_work(catalog: Catalog) -> None:
     """FormatError where something is called like the folder of the shard in the making, and is not such a folder."""
     work = os.path.join(catalog.folder, _WORK)
@@ -192,7 +199,6 @@ class _Production:
         self._corpus = os.path.join(catalog.folder, _WORK, _CORPUS)
         self._keeper = StateKeeper(catalog, state)
         self._room = Room(catalog, self._keeper, options.ahead.ack_dir, log)
-        self._waiting = Waiting(self._keeper, "waiting for input", log, longest_pause=0.25)
         self._feed = Feed(source, cursor.position, catalog.folder)
         self._cursor = cursor
         self._report = CorpusReport(cursor.rows, cursor.skipped)
@@ -200,14 +206,13 @@ class _Production:
 
     def run(self, summary: ProduceSummary) -> None:
         """Make shards until the input ends; then say how many there are."""
-        results = map_in_order(
-            make_encode_task,
-            (self._encoder.options,),
-            self._feed,
-            workers=self._options.workers,
-            name_of=name_of_piece,
-        )
-        with self._keeper as keeper, contextlib.closing(results):
+        encoding = self._encoder.options
+        remember_encoder(encoding, self._encoder)
+        with (
+            self._keeper as keeper,
+            Local(self._options.workers) as pool,
+            contextlib.closing(pool.map_in_order(encode_piece, encoding, self._feed, name_of=_first_row)) as results,
+        ):
             self._room.remove_remains()
             while self._tokenise(results):
                 self._publish()
@@ -238,8 +243,9 @@ class _Production:
             notes: Counter[str] = Counter()
             kept = 0
             while kept < self._options.tokens_per_shard and (piece := self._next(results)) is not None:
-                add_piece(writer, piece)
-                note_rows(self._report, piece, self._options.encoding.on_bad_row, self._log)
+                _add(writer, piece)
+                on_bad_row = self._options.encoding.on_bad_row
+                self._report.add(piece.rows, piece.bad_rows, piece.straddling, on_bad_row, self._log)
                 notes.update(piece.notes)
                 position, path, first = self._feed.done()
                 kept += self._tokens_kept(piece, path, first)
@@ -263,10 +269,15 @@ class _Production:
 
     def _next(self, results: Iterator[EncodedPiece | NotYet]) -> EncodedPiece | None:
         """The next piece, as soon as there is one; None at the end of the input."""
-        while isinstance(piece := next(results, None), NotYet):
-            self._waiting.go_on(lambda: f"{self._report.rows:,} rows so far")
-        self._waiting.over()
-        return piece
+        if not isinstance(piece := next(results, None), NotYet):
+            return piece
+        so_far = f"{self._report.rows:,} rows so far"
+        waits = self._keeper.waits("waiting for input", self._log, lambda: so_far, longest=0.25)
+        with contextlib.closing(waits):
+            for _ in waits:
+                if not isinstance(piece := next(results, None), NotYet):
+                    return piece
+        raise AssertionError("looks never end by themselves")
 
     def _tokens_kept(self, piece: EncodedPiece, path: str, first: int) -> int:
         """Tokens of a piece that packing will keep, where it drops what is too long; an error where it would be one."""
@@ -296,3 +307,16 @@ class _Production:
             f"shard {number}: {report.packs:,} packs, {report.sequences:,} sequences, {report.tokens:,} tokens,"
             f" fill {100 * report.fill:.1f}%; {self._report.rows:,} rows so far, {self._pace.line(self._feed)}"
         )
+
+
+def _first_row(piece: Piece) -> str:
+    """As errors about the piece name it."""
+    return f"{piece.path}:{piece.first}"
+
+
+def _add(writer: ShardWriter, piece: EncodedPiece) -> None:
+    """Add the sequences of a piece, one a pack; masks become float32 from the first weight on that needs it."""
+    if piece.loss_mask.dtype == np.float32:
+        writer.promote_mask_dtype()
+    ones = np.ones(len(piece.lengths), np.int64)
+    writer.add_packs(piece.input_ids, piece.loss_mask, np.zeros_like(ones), piece.lengths, ones, mask_alignment="token")

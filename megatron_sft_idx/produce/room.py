@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from functools import partial
 
-from megatron_sft_idx.catalog import Catalog, ack_folder, completed, read_acks
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.live import Catalog, ack_folder, completed, read_acks
 from megatron_sft_idx.produce.keeper import StateKeeper
-from megatron_sft_idx.produce.waiting import Waiting
 from megatron_sft_idx.shard import remove_shard
 from megatron_sft_idx.shard.prefix import drop_remains
 
@@ -36,7 +35,7 @@ class Room:
     ) -> None:
         self._catalog, self._keeper, self._limits = catalog, keeper, keeper.state.limits
         self._acks = ack_folder(catalog, ack_dir)
-        self._waiting = Waiting(keeper, "waiting for consumers", log, longest_pause=1.0)
+        self._log = log
         self.removed = 0
         # Listed once, then counted along: the folder of a long run has hundreds of thousands of files.
         self._there: list[int] | None = None
@@ -54,9 +53,13 @@ class Room:
                 f"{self._catalog.folder}: a shard takes {nbytes / 1e9:.3g} GB, and no more than {most / 1e9:g} GB may"
                 " be ahead of training: raise --max-ahead-gb, or lower --tokens-per-shard"
             )
-        while (ahead := self.free_completed()) and not self._fits(ahead, nbytes):
-            self._waiting.go_on(partial(self._why, ahead))
-        self._waiting.over()
+        ahead: list[int] = []
+        waits = self._keeper.waits("waiting for consumers", self._log, lambda: self._why(ahead))
+        with contextlib.closing(waits):
+            for _ in waits:
+                ahead = self.free_completed()
+                if not ahead or self._fits(ahead, nbytes):
+                    return
 
     def free_completed(self) -> list[int]:
         """Remove completed shards that are not kept; those that are not completed, by number, where these count."""

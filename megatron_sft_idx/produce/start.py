@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_sft_idx.catalog import Catalog, Limits, ProducerState
-from megatron_sft_idx.catalog.documents import Document
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.preprocess import RowEncoder, option_differences, packing_differences
+from megatron_sft_idx.live import Catalog, Limits, ProducerState, Record
 from megatron_sft_idx.produce.feed import Position
 from megatron_sft_idx.produce.options import ProduceOptions
 from megatron_sft_idx.shard import read_header, remove_remains
+from megatron_sft_idx.tokenize import RowEncoder, option_differences, packing_differences
 
 __all__ = ["CURSOR", "Cursor", "find_start"]
 
@@ -23,7 +22,7 @@ CURSOR = "cursor"
 
 
 @dataclass(frozen=True, slots=True)
-class Cursor:
+class Cursor(Record):
     """How far the input has become shards.
 
     Attributes:
@@ -35,16 +34,6 @@ class Cursor:
     position: Position = field(default_factory=Position)
     rows: int = 0
     skipped: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """What ``parse`` reads."""
-        return {"position": self.position.to_json(), "rows": self.rows, "skipped": self.skipped}
-
-    @classmethod
-    def parse(cls, path: str, content: Mapping[str, Any]) -> Cursor:
-        """FormatError, about ``path``, where a field is missing or of another type."""
-        document = Document(path, content, f"{CURSOR}.")
-        return cls(Position.parse(document.document("position")), document.whole("rows"), document.whole("skipped"))
 
 
 def find_start(
@@ -82,7 +71,7 @@ def find_start(
             " go on with it, or name another folder"
         )
     path = os.path.join(catalog.folder, "_producer.json")
-    cursor = Cursor.parse(path, state.input)
+    cursor = Cursor.parse(path, state.input, f"{CURSOR}.")
     published = state.published
     while catalog.is_published(published):
         prefix = catalog.shard_prefix(published)
@@ -94,7 +83,7 @@ def find_start(
             raise FormatError(
                 f"{paths.seq_idx}: not a shard that this producer made, its header has no cursor; name another folder"
             )
-        cursor = Cursor.parse(paths.seq_idx, content)
+        cursor = Cursor.parse(paths.seq_idx, content, f"{CURSOR}.")
         published += 1
     return (
         ProducerState(limits, state.beat, "running", None, published, state.freed, wanted, cursor.to_json()),

@@ -2,8 +2,7 @@
 
 from megatron_sft_idx.shard.prefix import check_free, remove_shard
 from megatron_sft_idx.shard.reader import Pack, Shard, read_header
-from megatron_sft_idx.shard.recovery import Remains, find_remains, recover, remove_remains
-from megatron_sft_idx.shard.resuming import InterruptedBuild
+from megatron_sft_idx.shard.recovery import InterruptedBuild, Remains, find_remains, recover, remove_remains
 from megatron_sft_idx.shard.writer import ShardWriter
 
 __all__ = [

@@ -20,13 +20,14 @@ from megatron_sft_idx.layout.journal import (
     BuildOptions,
     encode_block,
     encode_json,
+    pack_records,
     read_head,
 )
 from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.index import JournalPacks, write_idx, write_seq_idx
 from megatron_sft_idx.shard.prefix import WIDENED
 from megatron_sft_idx.shard.publication import Publication
-from megatron_sft_idx.shard.remains import Remains, pack_records
+from megatron_sft_idx.storage import open_regular
 from megatron_sft_idx.storage.hashing import HashedFile, StreamHash
 
 __all__ = ["FORMAT_WRITER", "STAGE_TOKENS", "Build"]
@@ -43,16 +44,23 @@ class Build:
     Args:
         publication: the lock on the prefix, and the files' names.
         options: what the build is begun with.
-        remains: what an interrupted build left, to be taken up: ``replay`` comes before anything else.
+        mask_dtype: of the loss file that an interrupted build left: it is taken up, and ``replay`` comes first.
+        journal_nbytes: where the journal of that build ends.
 
     Attributes:
         stage: checks and counts packs, and holds them until they are written.
         mask_dtype: of the loss file.
     """
 
-    def __init__(self, publication: Publication, options: BuildOptions, remains: Remains | None = None) -> None:
+    def __init__(
+        self,
+        publication: Publication,
+        options: BuildOptions,
+        mask_dtype: np.dtype[Any] | None = None,
+        journal_nbytes: int | None = None,
+    ) -> None:
         self.options = options
-        self.mask_dtype = remains.mask_dtype if remains else options.mask_dtype
+        self.mask_dtype = mask_dtype or options.mask_dtype
         self.stage = _native.PackStage(
             options.token_dtype,
             self.mask_dtype,
@@ -61,18 +69,14 @@ class Build:
             STAGE_TOKENS,
         )
         self._publication = publication
-        self._journal_nbytes = remains.journal_nbytes if remains else None
+        self._journal_nbytes = journal_nbytes
         # Of the masks taken in as they were before they were widened; marks made until then say what it should be.
         self._flags_hash = StreamHash()
-        paths, keep = publication.paths, remains is not None
+        paths, keep = publication.paths, journal_nbytes is not None
         self._tokens = HashedFile(publication.open(paths.tokens, keep=keep))
         self._loss = HashedFile(publication.open(paths.loss, keep=keep))
         self._starts = HashedFile(publication.open(paths.starts, keep=keep))
-        if (
-            remains is not None
-            and os.path.lexists(paths.temporary(paths.loss) + WIDENED)
-            and (self.mask_dtype != options.mask_dtype)
-        ):
+        if keep and os.path.lexists(paths.temporary(paths.loss) + WIDENED) and (self.mask_dtype != options.mask_dtype):
             # The journal speaks of the widened file already; it has yet to take its name.
             widened = publication.open(paths.loss, WIDENED, keep=True)
             publication.replace(widened, self._loss.file)
@@ -135,7 +139,7 @@ class Build:
             Packs taken in: fewer where one breaks a rule, since its bytes never reached the disk.
         """
         path = self._publication.paths.journal
-        with open(path, "rb") as stream:
+        with open_regular(path) as stream:
             read_head(stream, path)
             for records in pack_records(stream):
                 if not self.replay_records(records[: num_packs - self.stage.num_packs], progress):

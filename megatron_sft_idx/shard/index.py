@@ -13,7 +13,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.layout import FileDigest, Header
 from megatron_sft_idx.layout.journal import PACK, read_blocks, read_head
 from megatron_sft_idx.layout.mmididx import pack_idx_header
-from megatron_sft_idx.storage import OutputFile
+from megatron_sft_idx.storage import OutputFile, open_regular
 from megatron_sft_idx.storage.hashing import HashedFile
 
 __all__ = ["CHUNK_PACKS", "JournalPacks", "PackChunk", "write_idx", "write_seq_idx"]
@@ -38,7 +38,7 @@ class JournalPacks:
     def __iter__(self) -> Iterator[PackChunk]:
         held: list[NDArray[np.uint32]] = []
         count, left = 0, self._num_packs
-        with open(self._journal, "rb") as stream:
+        with open_regular(self._journal) as stream:
             read_head(stream, self._journal)
             for block in read_blocks(stream):
                 if block.kind == PACK and left:

@@ -1,33 +1,53 @@
-"""Opening the files of a shard: five arrays, each read the way that was chosen."""
+"""Opening a shard: its header, and five arrays, each read the way that was chosen; packs as ranges of them."""
 
 from __future__ import annotations
 
+import glob
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
-from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.shard.index_cache import IndexCache
-from megatron_sft_idx.shard.published import not_found, read_header, read_raw_header, require_same
-from megatron_sft_idx.shard.remote import open_remote
+from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
+from megatron_sft_idx.layout.header import peek_nbytes
+from megatron_sft_idx.shard import remote
 from megatron_sft_idx.storage import (
     Array,
     BlockCache,
+    CachedArray,
     PreadArray,
     ReadOptions,
     ReopenedArray,
+    Runs,
     advise_order,
+    announce,
     ask_huge_pages,
     check_size,
+    drop_file,
+    drop_pages,
+    huge_nbytes_of,
     is_remote,
     open_array,
+    open_regular,
 )
 
-__all__ = ["Files", "open_files"]
+__all__ = [
+    "Files",
+    "announce_packs",
+    "checked_packs",
+    "drop_packs",
+    "huge_nbytes",
+    "missing_files",
+    "open_files",
+    "read_header",
+    "require_same",
+    "runs_of",
+    "where_to_look",
+    "will_need_packs",
+]
 
 
 class Files(NamedTuple):
@@ -84,21 +104,21 @@ def open_files(paths: ShardPaths, options: ReadOptions, cache: BlockCache | None
         ShardNotFoundError, FormatError, StorageError: as of ``Shard``.
     """
     if is_remote(paths.prefix):
-        return Files.of(*open_remote(paths, IndexCache(index_cache), options.backend))
+        return Files.of(*remote.open_remote(paths, remote.IndexCache(index_cache), options.backend))
     try:
         return _open_local(paths, options, cache)
     except ShardNotFoundError:
         raise
     except FileNotFoundError:  # gone since it was looked for, as when another shard is being published
-        raise not_found(paths) from None
+        raise _not_found(paths) from None
 
 
 def _open_local(paths: ShardPaths, options: ReadOptions, cache: BlockCache | None) -> Files:
-    raw = read_raw_header(paths)
+    raw = _read_raw_header(paths)
     header = Header.decode(raw, paths.seq_idx)
     if missing := paths.missing():
         if paths.seq_idx in missing:
-            raise not_found(paths)
+            raise _not_found(paths)
         remedy = paths.index_remedy if missing == [paths.idx] else "copy all five files"
         raise ShardNotFoundError(paths.prefix, missing, remedy)
     nbytes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
@@ -126,7 +146,7 @@ def _open_local(paths: ShardPaths, options: ReadOptions, cache: BlockCache | Non
     )
     # Whoever replaces a shard removes its .seq.idx first (rule W3). Where it is still the same one, every file
     # opened in between belongs to it; sizes alone would not tell, a shuffled shard has the same.
-    if read_raw_header(paths) != raw:
+    if _read_raw_header(paths) != raw:
         raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")
     return files
 
@@ -159,4 +179,161 @@ def _open_offsets(paths: ShardPaths, header: Header, options: ReadOptions) -> tu
     return (
         open_array(path, int64, count, nbytes=nbytes, offset=first, backend="pread"),
         open_array(path, int64, count, nbytes=nbytes, offset=second, backend="pread"),
+    )
+
+
+def checked_packs(
+    indices: Iterable[int | np.integer[Any]] | NDArray[np.int64], total: int, prefix: str
+) -> NDArray[np.int64]:
+    """Numbers of packs, negative ones counted from the end. IndexError, which names ``prefix``: no such pack."""
+    if not isinstance(indices, np.ndarray):
+        indices = np.fromiter(indices, np.int64)
+    packs = indices.astype(np.int64)  # first: sums of narrow integers would not fit
+    packs[packs < 0] += total
+    if (outside := (packs < 0) | (packs >= total)).any():
+        raise IndexError(f"{prefix}: pack {indices[outside][0]}, there are {total}")
+    return packs
+
+
+def runs_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray[np.int64]) -> Runs:
+    """Where packs lie, in their order: of each its tokens, then its mask, as they are read.
+
+    Packs whose offsets point outside the files are left out: whoever reads one is told.
+
+    Args:
+        shards: open files, of each some packs.
+        slots: int64 [packs], which of the shards each pack lies in.
+        packs: int64 [packs], its number there.
+    """
+    starts, counts = np.empty(len(packs), np.int64), np.empty(len(packs), np.int64)
+    by_shard = np.split(np.argsort(slots, kind="stable"), np.cumsum(np.bincount(slots, minlength=len(shards)))[:-1])
+    for files, mine in zip(shards, by_shard, strict=True):
+        own = packs[mine]
+        first = int(own.min())
+        offsets = files.token_offsets[first : int(own.max()) + 2]
+        begins, ends = offsets[own - first], offsets[own - first + 1]
+        sound = (begins >= 0) & (begins < ends) & (ends <= files.num_tokens)
+        starts[mine], counts[mine] = begins, np.where(sound, ends - begins, 0)
+    some = counts > 0
+    both = np.repeat(2 * slots[some], 2)
+    both[1::2] += 1
+    arrays = [array for files in shards for array in (files.tokens, files.loss)]
+    return Runs(arrays, both, np.repeat(starts[some], 2), np.repeat(counts[some], 2))
+
+
+def announce_packs(files: Files, indices: Iterable[int | np.integer[Any]] | NDArray[np.int64], prefix: str) -> None:
+    """Have packs of one shard, in the order of their use, read in the background. IndexError: no such pack."""
+    packs = checked_packs(indices, files.num_packs, prefix)
+    if len(packs):
+        announce(runs_of([files], np.zeros(len(packs), np.int64), packs))
+
+
+def will_need_packs(files: Files, start: int, stop: int, prefix: str) -> None:
+    """Have the kernel read packs ``[start, stop)`` in the background. IndexError, which names ``prefix``: no such."""
+    if not 0 <= start <= stop <= files.num_packs:
+        raise IndexError(f"{prefix}: packs {start} to {stop}, there are {files.num_packs}")
+    first, last = _token_span(files, start, stop)
+    if first < last:
+        # Not into a cache of this process.
+        sources = [array.source if isinstance(array, CachedArray) else array for array in (files.tokens, files.loss)]
+        announce(Runs(sources, np.arange(2), np.full(2, first), np.full(2, last - first)))
+
+
+def drop_packs(files: Files, paths: ShardPaths, start: int, stop: int | None) -> None:
+    """Let go of packs ``[start, stop)``, numbers as in a slice; of all of them also what index arrays take."""
+    start, stop, _ = slice(start, stop).indices(files.num_packs)
+    if start >= stop or is_remote(paths.prefix):
+        return
+    first, last = _token_span(files, start, stop)
+    drop_pages(paths.tokens, files.tokens, first, last)
+    drop_pages(paths.loss, files.loss, first, last)
+    if (start, stop) == (0, files.num_packs):
+        drop_file(paths.starts, files.starts)
+        drop_file(paths.seq_idx, files.token_offsets)  # both offsets are of one map
+
+
+def _token_span(files: Files, start: int, stop: int) -> tuple[int, int]:
+    """The tokens of packs ``[start, stop)``, within the file whatever the index says."""
+    bounds = (int(files.token_offsets[pack : pack + 1][0]) for pack in (start, stop))
+    first, last = (min(max(bound, 0), files.num_tokens) for bound in bounds)
+    return first, last
+
+
+def huge_nbytes(files: Files, cache: BlockCache | None) -> int:
+    """Bytes of tokens and masks, or of the cache they are read through, that are mapped by huge pages."""
+    return huge_nbytes_of([cache.memory] if cache is not None else [files.tokens, files.loss])
+
+
+def read_header(prefix: str | os.PathLike[str] | ShardPaths) -> Header:
+    """The header of a shard; reads nothing else.
+
+    Raises:
+        ShardNotFoundError: no ``.seq.idx``.
+        CorruptShardError, UnsupportedVersionError: see ``Header.decode``.
+    """
+    paths = ShardPaths.of(prefix)
+    return Header.decode(_read_raw_header(paths), paths.seq_idx)
+
+
+def missing_files(prefix: str | os.PathLike[str]) -> list[str]:
+    """Which of a shard's five files are not there, locally or in an object store."""
+    paths = ShardPaths.of(prefix)
+    return remote.find_missing(paths) if is_remote(paths.prefix) else paths.missing()
+
+
+def _read_raw_header(paths: ShardPaths) -> bytes:
+    """The header's bytes, as many as are there; ShardNotFoundError where there is no ``.seq.idx``."""
+    if is_remote(paths.prefix):
+        return remote.read_raw_header(paths)
+    if not os.path.isfile(paths.seq_idx):  # whoever opens a pipe waits for its other end
+        raise _not_found(paths)
+    try:
+        with open_regular(paths.seq_idx) as file:
+            raw = file.read(HEADER_FIXED_NBYTES)
+            size = min(peek_nbytes(raw, paths.seq_idx), os.fstat(file.fileno()).st_size)
+            return raw + file.read(size - len(raw))
+    except FileNotFoundError:
+        raise _not_found(paths) from None
+
+
+def _not_found(paths: ShardPaths) -> ShardNotFoundError:
+    """What is missing at a prefix, and what would help."""
+    missing = paths.missing()
+    if paths.seq_idx in missing and os.path.exists(paths.journal):
+        remedy = (
+            "a build was interrupted here: go on with it (preprocess --resume), recover its packs (megatron-sft-idx"
+            f" rebuild {paths.prefix}), or start anew with overwrite (--overwrite)"
+        )
+    elif len(missing) == len(paths.all):
+        remedy = where_to_look(paths)
+    elif missing == [paths.seq_idx] or paths.loss in missing:
+        remedy = "the files beside them may be a stock Megatron dataset without loss masks, or a shard copied in part"
+    else:
+        remedy = "copy all five files"
+    return ShardNotFoundError(paths.prefix, missing or [paths.seq_idx], remedy)
+
+
+def require_same(prefix: str, found: bytes, expected: bytes) -> None:
+    """FormatError unless the shard that is at a prefix now is the one that a dataset was made from."""
+    if found != expected:
+        raise FormatError(
+            f"{prefix}: shard {found.hex()} is here now, this dataset was made from {expected.hex()};"
+            " another shard was published over it: start again"
+        )
+
+
+def where_to_look(paths: ShardPaths) -> str:
+    """A remedy where nothing is at a prefix: what a killed run was making there may lie beside it, under a longer name.
+
+    ``preprocess`` tokenises into ``PREFIX.parts``, and makes the corpus that it is to keep at ``PREFIX.unpacked``.
+    """
+    if os.path.lexists(f"{paths.prefix}.parts/run.json"):
+        return f"preprocess was interrupted here, or is at work: preprocess --resume goes on with {paths.prefix}.parts"
+    journals = sorted(glob.glob(f"{glob.escape(paths.prefix)}.*.journal"))
+    if not journals:
+        return "check the prefix: the path without .seq.idx"
+    beside = journals[0].removesuffix(".journal")
+    return (
+        f"a build of {beside} was interrupted, or is at work: preprocess --resume goes on with it,"
+        f" megatron-sft-idx rebuild {beside} recovers its packs"
     )

@@ -16,10 +16,13 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.header import MAGIC
 from megatron_sft_idx.layout.journal import MAGICS, Head, encode_head
-from megatron_sft_idx.storage import OutputFile, require_local, sync_folder
+from megatron_sft_idx.storage import OutputFile, naming, require_local, sync_folder
 from megatron_sft_idx.storage.lock import check_lock, lock_file
 from megatron_sft_idx.storage.publish import (
     MAX_NAME_NBYTES,
+    Kind,
+    Place,
+    check_place,
     describe,
     head_of,
     identity,
@@ -42,8 +45,10 @@ __all__ = [
     "is_set_aside",
     "keep_scratch",
     "lock_journal",
+    "locked_journal",
     "name_held",
     "parts_held",
+    "places_of",
     "publish_all",
     "read_journal",
     "remove_shard",
@@ -73,6 +78,36 @@ def lock_journal(paths: ShardPaths, *, create: bool, shared: bool = False) -> in
     """The lock of whoever writes at a prefix, as a descriptor of the journal. Errors as ``lock_file``."""
     busy = f"{paths.prefix}: another writer is at work here now; wait for it, or choose another prefix"
     return lock_file(paths.journal, MAGICS, create=create, shared=shared, busy=busy)
+
+
+def places_of(prefix: str, role: str, *, written: bool = False) -> list[Place]:
+    """The files of a shard, there or not, for ``require_apart``; one that is written has other names first."""
+    paths = ShardPaths.of(prefix)
+    before = [paths.journal, *map(paths.temporary, paths.all)] if written else []
+    return [Place(file, role) for file in (*paths.all, *before)]
+
+
+@contextlib.contextmanager
+def locked_journal(paths: ShardPaths, *, create: bool = False, shared: bool = False) -> Iterator[int]:
+    """``lock_journal``, given up in the end."""
+    lock = lock_journal(paths, create=create, shared=shared)
+    try:
+        yield lock
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def _kept_while_needed(path: str, lock: int) -> Iterator[int]:
+    """Give a lock up in the end, and remove its file, unless that says what was cut short."""
+    try:
+        try:
+            yield lock
+        finally:
+            if not os.fstat(lock).st_size:
+                _unlink_locked(path, lock)
+    finally:
+        os.close(lock)
 
 
 def check_free(
@@ -113,31 +148,26 @@ def check_free(
             f"{paths.prefix}: {', '.join(present)} exist already;"
             " choose another prefix, or pass overwrite (--overwrite)"
         )
-    # Twice, since a living writer may have been taking its last steps between the looks of the first time.
-    if _strangers(paths, present if not any_file else ()) and (
-        strangers := _strangers(paths, present if not any_file else ())
-    ):
-        raise FormatError(strangers[0])
+    replaced = present if not any_file else []
+    try:
+        _refuse_strangers(paths, replaced)
+    except FormatError:  # unless a living writer was taking its last steps between the looks
+        _refuse_strangers(paths, replaced)
     check_lock(paths.journal, MAGICS)
     remove_shorter(paths, dry_run=True)
     require_space(paths.prefix, nbytes, len(written) + 1)
     return {path: found[path] for path in present}
 
 
-def _strangers(paths: ShardPaths, present: Iterable[str]) -> list[str]:
-    """What speaks against replacing the files that are present, and the temporary ones: a sentence each."""
-    head, no_shard = read_journal(paths), head_of(paths.seq_idx, len(MAGIC)) != MAGIC
-    return [
-        f"{path}: a file that is of no SFT shard is here (no .seq.idx of one is beside it), and is never replaced;"
-        " choose another prefix, or move it away"
-        for path in present
-        if no_shard and not _may_go(path, head)
-    ] + [
-        f"{path}: a file that no journal names is here, where a temporary file would be; choose another prefix, or move"
-        " it away"
-        for path in temporaries_of(paths)
-        if not _may_go(path, head)
-    ]
+def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
+    """FormatError where a file that is present, or one under a temporary name, is not of this package."""
+    head, is_shard = read_journal(paths), head_of(paths.seq_idx, len(MAGIC)) == MAGIC
+    ours = Kind("a file of a shard, which has a .seq.idx", lambda path: is_shard or _may_go(path, head))
+    temporary = Kind("a temporary file that a journal names", lambda path: _may_go(path, head))
+    for path in present:
+        check_place(path, ours, overwrite=True)
+    for path in temporaries_of(paths):
+        check_place(path, temporary, overwrite=True)
 
 
 def inode_of(path: str) -> int | None:
@@ -204,9 +234,13 @@ def remove_shorter(paths: ShardPaths, *, dry_run: bool = False) -> None:
 
 def unlink_journal(paths: ShardPaths, lock: int) -> None:
     """Remove the journal that a lock is on, and no other."""
+    _unlink_locked(paths.journal, lock)
+
+
+def _unlink_locked(path: str, lock: int) -> None:
     with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(lock), os.lstat(paths.journal)):
-            os.unlink(paths.journal)
+        if os.path.samestat(os.fstat(lock), os.lstat(path)):
+            os.unlink(path)
 
 
 def is_scratch(paths: ShardPaths) -> bool:
@@ -235,21 +269,9 @@ def held(paths: ShardPaths, *, create: bool = True) -> Iterator[int]:
     Raises:
         FormatError: another writer is at work, or was interrupted here.
     """
-    lock = lock_journal(paths, create=create)
-    try:
-        try:
-            settle(paths, lock, overwrite=False, drops=("rebuild",))
-        except BaseException:
-            if not os.fstat(lock).st_size:
-                unlink_journal(paths, lock)
-            raise
-        try:
-            yield lock
-        finally:
-            if not os.fstat(lock).st_size:  # else it says what was cut short
-                unlink_journal(paths, lock)
-    finally:
-        os.close(lock)
+    with _kept_while_needed(paths.journal, lock_journal(paths, create=create)) as lock:
+        settle(paths, lock, overwrite=False, drops=("rebuild",))
+        yield lock
 
 
 def remove_shard(paths: ShardPaths) -> None:
@@ -266,10 +288,8 @@ def remove_shard(paths: ShardPaths) -> None:
 
 def empty_journal(paths: ShardPaths, lock: int) -> None:
     """Empty a journal whose lock is held; what it named is gone, or has its name."""
-    try:
+    with naming(paths.journal):
         os.ftruncate(lock, 0)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, paths.journal) from error
 
 
 def _finish_removal(paths: ShardPaths, inodes: Collection[int]) -> None:
@@ -380,14 +400,8 @@ def suffix_of(paths: ShardPaths, path: str) -> str:
 @contextlib.contextmanager
 def name_held(path: str, busy: str) -> Iterator[None]:
     """Hold the lock of a file that is there for it alone, and goes in the end; it may not hold anything."""
-    lock = lock_file(path, (), create=True, busy=busy)
-    try:
+    with _kept_while_needed(path, lock_file(path, (), create=True, busy=busy)):
         yield
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            if not os.fstat(lock).st_size and os.path.samestat(os.fstat(lock), os.lstat(path)):
-                os.unlink(path)
-        os.close(lock)
 
 
 @contextlib.contextmanager
@@ -416,8 +430,7 @@ def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
     """
     for last in (False, True):
         for paths in shards:
-            lock = lock_journal(paths, create=False)
-            try:
+            with locked_journal(paths) as lock:
                 head = Head.read(paths.journal)
                 if head is None or head.done is None:
                     raise FormatError(f"{paths.journal}: another command wrote here meanwhile; run this one again")
@@ -427,26 +440,16 @@ def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
                     unlink_journal(paths, lock)
                 else:
                     _remove_seq_idx(paths, head, durable=durable)
-            finally:
-                os.close(lock)
 
 
 def drop_remains(paths: ShardPaths) -> None:
     """Remove what an interrupted writer left half done at a prefix; a shard there stays, and so does a scratch one.
 
     Raises:
-        FormatError: a living writer is at work here.
+        FormatError: a living writer is at work here, or the journal is torn and names none of the files beside it.
     """
     if not os.path.lexists(paths.journal) or is_scratch(paths):
         return
-    lock = lock_journal(paths, create=False)
-    try:
-        head = None
-        with contextlib.suppress(FormatError):
-            head = Head.read(paths.journal)
-        if head is not None and head.work == "removal":
-            _finish_removal(paths, head.files.values())
-        remove_temporaries(paths, head)
+    with locked_journal(paths) as lock:
+        settle(paths, lock, overwrite=True)
         unlink_journal(paths, lock)
-    finally:
-        os.close(lock)

@@ -31,7 +31,7 @@ from megatron_sft_idx.shard.prefix import (
     temporaries_of,
     unlink_journal,
 )
-from megatron_sft_idx.storage import OutputFile, sync_folder
+from megatron_sft_idx.storage import OutputFile, open_regular, sync_folder
 from megatron_sft_idx.storage.lock import lock_file
 from megatron_sft_idx.storage.publish import make_folders
 
@@ -206,7 +206,7 @@ class Publication:
         """Let the journal name the temporary files that are there now."""
         there = {path: inode for path in temporaries_of(self.paths) if (inode := inode_of(path)) is not None}
         files = {suffix_of(self.paths, path): inode for path, inode in there.items()}
-        with open(self.paths.journal, "rb") as stream:
+        with open_regular(self.paths.journal) as stream:
             content = read_head(stream, self.paths.journal) | {"files": files}
             begin = stream.tell()
         self._head, self._inodes = self._head._replace(files=files), set(files.values())

@@ -16,9 +16,16 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.shard.opening import Files, open_files
-from megatron_sft_idx.shard.paging import announce_packs, drop_packs, huge_nbytes, will_need_packs
-from megatron_sft_idx.shard.published import read_header, require_same
+from megatron_sft_idx.shard.opening import (
+    Files,
+    announce_packs,
+    drop_packs,
+    huge_nbytes,
+    open_files,
+    read_header,
+    require_same,
+    will_need_packs,
+)
 from megatron_sft_idx.storage import CACHE_NBYTES, Advice, Backend, BackendName, BlockCache, ReadOptions
 
 __all__ = ["Pack", "Shard", "read_header", "require_same"]

@@ -7,21 +7,152 @@ then on every range is read under the etag that its object had.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+from pathlib import Path
+from stat import S_ISREG
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError, ShardNotFoundError
+from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.header import peek_nbytes
-from megatron_sft_idx.shard.index_cache import IndexCache
+from megatron_sft_idx.layout.header import FileDigest, peek_nbytes
 from megatron_sft_idx.storage import Backend, check_size, open_array
+from megatron_sft_idx.storage.hashing import has_digest
+from megatron_sft_idx.storage.publish import Kind, new_file
 from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, RemoteStore, open_store
 from megatron_sft_idx.storage.remote.files import read_ahead
-from megatron_sft_idx.storage.remote.threads import threads
+from megatron_sft_idx.storage.remote.store import threads
 
-__all__ = ["RemoteFiles", "find_missing", "open_remote", "read_raw_header"]
+__all__ = ["IndexCache", "RemoteFiles", "find_missing", "open_remote", "read_raw_header"]
+
+
+_VARIABLE = "SFT_IDX_CACHE"
+_KIND = Kind("an index file of a shard", lambda path: False)
+_COPY = re.compile(r"([0-9a-f]{32})(\.\d+)?\.index")
+_DAY = 86_400
+_KEPT_DAYS = 30
+# Copies that were found good: their paths and checksums, and what the system said of the files then.
+_found_good: set[tuple[Any, ...]] = set()
+
+_Fetch = Callable[[], Iterable["bytes | memoryview"]]
+
+
+class IndexCache:
+    """A folder of index files by checksum; processes may share one.
+
+    Args:
+        folder: where; None for what ``SFT_IDX_CACHE`` names, else ``megatron-sft-idx`` in the user's cache folder.
+    """
+
+    def __init__(self, folder: str | None = None) -> None:
+        self.folder = Path(folder or os.environ.get(_VARIABLE) or _users() / "megatron-sft-idx")
+
+    def path(self, checksum: bytes, nbytes: int, fetch: _Fetch, *, source: str) -> str:
+        """The local copy of some bytes, whole and checked.
+
+        Args:
+            checksum: their xxh3_128.
+            nbytes: how many there are.
+            fetch: gives them, piece by piece; called where there is no good copy.
+            source: where they are from, for messages.
+
+        Raises:
+            CorruptShardError: what was fetched has another checksum (rule F3).
+            FormatError: the folder cannot be written, or is full.
+        """
+        # Something else under the name may be anybody's: it is passed over.
+        names = (f"{checksum.hex()}{f'.{number}' if number else ''}.index" for number in count())
+        for local in map(self.folder.joinpath, names):
+            if _is_good(local, checksum, nbytes):
+                return str(local)
+            if not os.path.lexists(local):
+                break
+        try:
+            self._keep(local, checksum, nbytes, fetch, source)
+        except _NoPlaceError as error:
+            if not _is_good(local, checksum, nbytes):  # else another process's, which was faster
+                raise self._useless(str(error)) from None
+        except SFTIndexError:  # of the store, which may be an OSError too
+            raise
+        except OSError as error:
+            raise self._useless(str(error.strerror)) from None
+        return str(local)
+
+    def _useless(self, reason: str) -> FormatError:
+        return FormatError(
+            f"{self.folder}: index files of remote shards cannot be kept here ({reason}); name another folder with"
+            f" {_VARIABLE}, or --object-storage-cache-path in training"
+        )
+
+    def _keep(self, local: Path, checksum: bytes, nbytes: int, fetch: _Fetch, source: str) -> None:
+        with _placing():
+            new = new_file(local, _KIND, overwrite=False)
+        with new:
+            with contextlib.closing(new.open(durable=False)) as file:
+                for piece in fetch():
+                    file.write(piece)
+            if not _is_good(Path(new.temporary), checksum, nbytes):
+                raise CorruptShardError(
+                    source, 0, "F3", f"checksum is not {checksum.hex()}, which the header expects; restore the file"
+                )
+            with _placing():
+                new.publish()
+        self._prune()
+
+    def _prune(self) -> None:
+        """Remove copies that were not opened for a month; what has such a name and other content is not ours."""
+        for path in self.folder.iterdir():
+            named = _COPY.fullmatch(path.name)
+            with contextlib.suppress(OSError, FormatError):  # another process may remove it too
+                stat = path.lstat()
+                old = S_ISREG(stat.st_mode) and time.time() - stat.st_mtime > _KEPT_DAYS * _DAY
+                if named and old and has_digest(str(path), FileDigest(stat.st_size, bytes.fromhex(named[1]))):
+                    path.unlink()
+
+
+class _NoPlaceError(Exception):
+    """Nothing can be put at the place of a copy, or something has appeared there."""
+
+
+@contextlib.contextmanager
+def _placing() -> Iterator[None]:
+    try:
+        yield
+    except FormatError as error:
+        raise _NoPlaceError(error) from None
+
+
+def _is_good(path: Path, checksum: bytes, nbytes: int) -> bool:
+    try:
+        if (stamp := _stamp(path, checksum)) in _found_good:
+            return True
+        if not has_digest(str(path), FileDigest(nbytes, checksum)):
+            return False
+        if time.time() - path.stat().st_mtime > _DAY:
+            with contextlib.suppress(OSError):  # a folder that is only read is not pruned either
+                os.utime(path)
+                stamp = _stamp(path, checksum)
+        _found_good.add(stamp)
+    except (OSError, FormatError):
+        return False
+    return True
+
+
+def _stamp(path: Path, checksum: bytes) -> tuple[Any, ...]:
+    stat = path.stat()
+    return path, checksum, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _users() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
 
 # One request reads the whole header of nearly every shard: 256 bytes and a few KiB of JSON.
 _HEADER_NBYTES = 16 << 10

@@ -1,21 +1,32 @@
 """Where bytes lie: on local disks (``local``) or in object stores (``remote``); and how they are read."""
 
-from megatron_sft_idx.storage.advice import Runs, advise_order, announce, drop_cached, drop_file, drop_pages
+from megatron_sft_idx.storage.advice import (
+    Runs,
+    advise_order,
+    announce,
+    ask_huge_pages,
+    drop_cached,
+    drop_file,
+    drop_pages,
+    huge_nbytes_of,
+)
 from megatron_sft_idx.storage.block_cache import BlockCache, CachedArray
-from megatron_sft_idx.storage.huge_pages import ask_huge_pages, huge_nbytes_of
 from megatron_sft_idx.storage.local import (
     Array,
     OutputFile,
     PreadArray,
+    ReopenedArray,
     as_bytes,
     check_size,
+    naming,
     open_array,
     open_regular,
+    read_most,
+    read_runs,
     sync_folder,
 )
 from megatron_sft_idx.storage.options import CACHE_NBYTES, Advice, Backend, BackendName, ReadOptions
-from megatron_sft_idx.storage.remote.paths import is_remote, require_local
-from megatron_sft_idx.storage.reopened import ReopenedArray, read_runs
+from megatron_sft_idx.storage.remote.store import is_remote, require_local
 
 __all__ = [
     "CACHE_NBYTES",
@@ -40,8 +51,10 @@ __all__ = [
     "drop_pages",
     "huge_nbytes_of",
     "is_remote",
+    "naming",
     "open_array",
     "open_regular",
+    "read_most",
     "read_runs",
     "require_local",
     "sync_folder",

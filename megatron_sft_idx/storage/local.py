@@ -11,12 +11,15 @@ import mmap
 import os
 import stat
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.storage.options import Backend
 
@@ -25,12 +28,19 @@ __all__ = [
     "CopiedArray",
     "OutputFile",
     "PreadArray",
+    "ReopenedArray",
     "as_bytes",
     "check_size",
+    "naming",
     "open_array",
     "open_regular",
+    "read_most",
+    "read_runs",
     "sync_folder",
 ]
+
+
+_BUFFER_NBYTES = 1 << 16
 
 
 class Array(Protocol):
@@ -107,10 +117,8 @@ class PreadArray(CopiedArray):
         """
         view, offset, done = out.data, self._offset + offset, 0
         while done < len(view):
-            try:
+            with naming(self._path):
                 got = os.preadv(self._fd, [view[done:]], offset + done)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, self._path) from error
             if not got:
                 raise CorruptShardError(
                     self._path,
@@ -145,6 +153,40 @@ def check_size(path: str, found: int, expected: int) -> None:
         )
 
 
+class naming:  # noqa: N801
+    """A context in which errors of the disk that name no file, as those of a descriptor, get the path of one."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename, error.strerror = os.fspath(self._path), os.strerror(error.errno)
+
+
+def read_most(path: str | os.PathLike[str], nbytes: int) -> bytes:
+    """The first bytes of a file, in no more memory than it has bytes; errors as ``open_regular``."""
+    with open_regular(path) as file:
+        return file.read(min(nbytes, os.fstat(file.fileno()).st_size))
+
+
+class _NamedFile(io.FileIO):
+    """A file whose errors name it, those of reading too."""
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        with naming(self.name):
+            return super().readinto(buffer)
+
+    def readall(self) -> bytes:
+        with naming(self.name):
+            return super().readall()
+
+
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """A file that a user named, open for reading; never waits, as opening a FIFO does for its other end.
 
@@ -152,9 +194,9 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
         FormatError: what is there is no file.
         OSError: there is nothing, a folder, or what may not be read.
     """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    file = _NamedFile(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        return file
+        return io.BufferedReader(file, _BUFFER_NBYTES)
     file.close()
     raise FormatError(f"{os.fspath(path)}: neither a file nor a folder, expected a file; name one")
 
@@ -224,48 +266,41 @@ class OutputFile:
     def cut(self, nbytes: int) -> None:
         """Drop what lies behind the first ``nbytes``, and go on there."""
         assert nbytes <= self.nbytes
-        try:
+        with naming(self.path):
             os.ftruncate(self._fd, nbytes)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self.path) from error
         self.nbytes = os.lseek(self._fd, 0, os.SEEK_END)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
         """Bytes already written; fewer where the file ends before."""
         pieces = []
-        while nbytes and (piece := os.pread(self._fd, nbytes, offset)):
-            pieces.append(piece)
-            offset, nbytes = offset + len(piece), nbytes - len(piece)
+        with naming(self.path):
+            while nbytes and (piece := os.pread(self._fd, nbytes, offset)):
+                pieces.append(piece)
+                offset, nbytes = offset + len(piece), nbytes - len(piece)
         return b"".join(pieces)
 
     def write(self, data: bytes | memoryview) -> None:
         """Append all of ``data``."""
         view = memoryview(data)
-        try:
+        with naming(self.path):
             while view:
                 written = os.write(self._fd, view)
                 self.nbytes += written
                 view = view[written:]
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self.path) from error
 
     def write_at(self, data: bytes, offset: int) -> None:
         """Replace bytes already written."""
         assert offset + len(data) <= self.nbytes
         done = 0
-        try:
+        with naming(self.path):
             while done < len(data):
                 done += os.pwrite(self._fd, data[done:], offset + done)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self.path) from error
 
     def sync(self) -> None:
         """Wait until the bytes are on disk, unless the file was opened with ``durable=False``."""
         if self._durable:
-            try:
+            with naming(self.path):
                 os.fsync(self._fd)
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, self.path) from error
 
     def fileno(self) -> int:
         """The descriptor."""
@@ -282,8 +317,114 @@ def sync_folder(folder: str | Path) -> None:
     """Make renames and unlinks in ``folder`` durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, os.fspath(folder)) from error
+        with naming(folder):
+            os.fsync(fd)
     finally:
         os.close(fd)
+
+
+# A file that is another one at every look is being written over and over.
+_MOST_LOOKS = 5
+
+
+class ReopenedArray(CopiedArray):
+    """An array in a file that is opened for each slice, which is a fresh copy; between them nothing is held open.
+
+    Each time the file must be the one that was looked at when this was made, by device, inode, size and times. Where
+    it is not, ``confirm`` decides: it raises if the array is not what it was; else the file is looked at again.
+
+    Args:
+        path: the file.
+        dtype: of its items.
+        count: how many items there are, from the first byte on.
+        nbytes: size the file must have.
+        confirm: raises where other content was published at the path. It is called after a look at the file, so what
+            it finds published is what was looked at, or the file changes again.
+
+    Raises:
+        CorruptShardError: the file has another size (rule F2).
+        OSError: there is no such file.
+    """
+
+    def __init__(self, path: str, dtype: np.dtype[Any], count: int, nbytes: int, confirm: Callable[[], None]) -> None:
+        super().__init__(dtype, count)
+        self._path, self._file_nbytes, self._confirm = path, nbytes, confirm
+        self.file = self._look()
+
+    def _look(self) -> _native.StampedFile:
+        file = _native.StampedFile(os.fsencode(self._path))
+        check_size(self._path, file.nbytes, self._file_nbytes)
+        return file
+
+    def look_again(self) -> None:
+        """After a read that met another file. FormatError, OSError: what is there now is not this array."""
+        try:
+            file = self._look()
+        except FileNotFoundError:
+            self._confirm()
+            raise
+        self._confirm()
+        self.file = file
+
+    def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
+        """See ``CopiedArray``. FormatError, OSError: what is there now is not this array."""
+        for _ in range(_MOST_LOOKS):
+            if self.file.read(offset, out):
+                return
+            self.look_again()
+        raise self.restless()
+
+    def restless(self) -> FormatError:
+        """What to say of a file that never was the one that had just been looked at."""
+        return FormatError(
+            f"{self._path}: the file was changed at every one of {_MOST_LOOKS} looks; let its writer end"
+        )
+
+
+def read_runs(arrays: Sequence[Array], starts: NDArray[np.int64], counts: NDArray[np.int64], out: NDArray[Any]) -> None:
+    """Items ``[start, start + count)`` of each array, end to end, into ``out``, which they fill.
+
+    One native call where all files are opened for each read.
+
+    Raises:
+        ValueError: runs that lie outside their arrays, or do not fill ``out``.
+        FormatError, OSError: as of a slice of one.
+    """
+    room = np.array([len(array) for array in arrays], np.int64)
+    if (outside := (starts < 0) | (counts < 0) | (counts > room) | (starts > room - counts)).any():
+        run = int(outside.argmax())
+        raise ValueError(
+            f"run {run} begins at {starts[run]} and has {counts[run]} items, its array holds {room[run]};"
+            " the index is damaged, or of another shard"
+        )
+    if int(counts.sum()) != len(out):
+        raise ValueError(f"runs of {counts.sum()} items do not fill an output of {len(out)}")
+    files = [array for array in arrays if isinstance(array, ReopenedArray)]
+    if len(files) == len(arrays):
+        _read_files(files, starts, counts, out)
+        return
+    end = 0
+    for array, start, count in zip(arrays, starts.tolist(), counts.tolist(), strict=True):
+        if isinstance(array, CopiedArray):
+            array.read_bytes(start * array.dtype.itemsize, out[end : end + count].view(np.uint8))
+        else:
+            out[end : end + count] = array[start : start + count]
+        end += count
+
+
+def _read_files(
+    arrays: Sequence[ReopenedArray], starts: NDArray[np.int64], counts: NDArray[np.int64], out: NDArray[Any]
+) -> None:
+    size = out.dtype.itemsize
+    done, looks = 0, 0
+    while True:
+        files = tuple([array.file for array in arrays[done:]])
+        room = out[int(counts[:done].sum()) :] if done else out
+        more = _native.read_ranges(files, starts[done:] * size, counts[done:] * size, room)
+        done, looks = done + more, 0 if more else looks
+        if done == len(arrays):
+            return
+        if looks == _MOST_LOOKS:
+            raise arrays[done].restless()
+        arrays[done].look_again()
+        looks += 1

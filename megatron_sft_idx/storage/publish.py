@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage.local import OutputFile, sync_folder
+from megatron_sft_idx.storage.local import OutputFile, naming, sync_folder
 
 __all__ = [
     "MAX_NAME_NBYTES",
@@ -179,11 +179,14 @@ def require_apart(writes: Iterable[Place], reads: Iterable[Place] = ()) -> None:
         for key in keys:
             other = seen.setdefault(key, place)
             if other is not place and (len(names) < len(writes) or other in writes):
-                raise FormatError(f"{other.path}: is both {other.role} and {place.role}; {_OTHER_NAME}")
+                both = f"both {other.role} and {place.role}" if other.role != place.role else f"{place.path} too"
+                raise FormatError(f"{other.path}: is {both}; {_OTHER_NAME}")
         names.append((name, place))
     for folder, outer in names[: len(writes)]:
         if outer.folder and _holds(folder, os.getcwd()):
-            raise FormatError(f"{outer.path}: holds the working folder, which would be replaced; {_OTHER_NAME}")
+            raise FormatError(
+                f"{outer.path or repr('')}: holds the working folder, which would be replaced; {_OTHER_NAME}"
+            )
         for name, inner in names if outer.folder else ():
             if inner is not outer and _holds(folder, name):
                 raise FormatError(
@@ -272,12 +275,14 @@ class New:
     def __init__(self, path: str, kind: Kind, *, overwrite: bool, folder: bool) -> None:
         self.path, self._kind, self._overwrite, self._folder = path, kind, overwrite, folder
         self._found = check_place(path, kind, overwrite=overwrite, folder=folder)
+        require_space(path, 0)
         make_folders(path)
         parent, base = os.path.split(path)
         # Room for what is added to it; hidden, so that no pattern for the finished thing finds it.
         stem = os.path.join(parent, "." + os.fsencode(base)[:200].decode(errors="ignore"))
         self.temporary = f"{stem}.{secrets.token_hex(8)}.tmp"
         self._lock = -1
+        self._files: list[OutputFile] = []
         if folder:
             os.mkdir(self.temporary)
         elif (lock := _take_left_over(f"{stem}.tmp", kind)) is not None:
@@ -295,13 +300,14 @@ class New:
         self.abandon()
 
     def open(self, name: str = "", *, durable: bool = True) -> OutputFile:
-        """The file, or a new file of the folder, to write to; the caller closes it. A failure abandons all of it."""
+        """The file, or a new file of the folder, to write to; closed in the end. A failure abandons all of it."""
         path = os.path.join(self.temporary, name) if self._folder else self.temporary
         try:
-            return OutputFile(path, durable=durable, keep=not self._folder)
+            self._files.append(OutputFile(path, durable=durable, keep=not self._folder))
         except BaseException:
             self.abandon()
             raise
+        return self._files[-1]
 
     def publish(self) -> None:
         """Sync all of it, put it in its place, and remove what it replaces.
@@ -310,6 +316,8 @@ class New:
             FormatError: what is at the place is not what was there before the first byte.
             OSError: the disk says no.
         """
+        for file in self._files:
+            file.close()
         for path in _files_in(self.temporary, self._kind) if self._folder else []:
             _sync(path)
         _sync(self.temporary)
@@ -341,6 +349,8 @@ class New:
 
     def _close(self) -> None:
         self._closed = True
+        for file in self._files:
+            file.close()
         if self._lock >= 0:
             os.close(self._lock)
 
@@ -401,8 +411,7 @@ def new_folder(path: str | os.PathLike[str], kind: Kind, *, overwrite: bool) -> 
 def write_file(path: str | os.PathLike[str], data: bytes, kind: Kind, *, overwrite: bool) -> None:
     """Write a small file whole: pages, summaries, catalogs, acknowledgements."""
     with new_file(path, kind, overwrite=overwrite) as new:
-        with contextlib.closing(new.open()) as file:
-            file.write(data)
+        new.open().write(data)
         new.publish()
 
 
@@ -480,9 +489,8 @@ def _rename(old: str, new: str, flags: int) -> bool:
 def _sync(path: str) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        os.fsync(fd)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from error
+        with naming(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -499,9 +507,9 @@ def require_space(path: str, nbytes: int, files: int = 1) -> None:
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     room = os.statvfs(folder)
-    free = room.f_bavail * room.f_frsize
+    free, full = room.f_bavail * room.f_frsize, os.strerror(errno.ENOSPC)
     if free < nbytes:
-        raise OSError(errno.ENOSPC, f"{nbytes:,} bytes are needed and {free:,} are free; make room on this disk", path)
+        raise OSError(errno.ENOSPC, f"{full}: {nbytes:,} bytes are needed and {free:,} are free", path)
     # File systems without a fixed number of inodes say that they have none at all.
     if room.f_files and room.f_favail < files:
-        raise OSError(errno.ENOSPC, f"{files:,} files are to be made and {room.f_favail:,} inodes are free", path)
+        raise OSError(errno.ENOSPC, f"{full}: {files:,} files are needed and {room.f_favail:,} inodes are free", path)

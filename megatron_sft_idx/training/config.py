@@ -21,7 +21,7 @@ from megatron.core.utils import log_single_rank
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.shard.fingerprints import tokenizer_of
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.sources import PlanOptions, require_fit
 

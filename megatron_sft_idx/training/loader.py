@@ -28,9 +28,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from megatron_sft_idx.training.batch import BatchAssembler
-from megatron_sft_idx.training.layout import Batch, BatchLayout, Tensors
-from megatron_sft_idx.training.segments import Segments
+from megatron_sft_idx.training.batch import Batch, BatchAssembler, BatchLayout, Tensors
+from megatron_sft_idx.training.sources import Segments
 
 __all__ = ["BatchIterator", "BatchLoader", "BatchRows", "PackRows", "Wanted", "whole_batch", "whole_rows"]
 
@@ -41,7 +40,8 @@ class Wanted(NamedTuple):
     """The rows of one micro-batch.
 
     Attributes:
-        packs: int64 [rows], of the assembler's source.
+        packs: int64 [rows], of the assembler's source; [rows, 2] where that names a pack by its shard and its number
+            there, as live shards do.
         masked: bool [rows], those that only fill up the batch: their loss is zeroed. None for none.
         state: where the order stands behind this micro-batch; what it is, the order decides.
     """

@@ -17,7 +17,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.utils import get_blend_from_list
 
 from megatron_sft_idx.training.config import PackedSFTDatasetConfig
-from megatron_sft_idx.training.dataset import PackedSFTDataset
+from megatron_sft_idx.training.sft_dataset import PackedSFTDataset
 
 __all__ = ["build_datasets", "config_from_args", "train_valid_test_datasets_provider"]
 

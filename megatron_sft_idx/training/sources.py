@@ -1,4 +1,7 @@
-"""Where the rows to train on come from: packs as they are stored, or packed when training starts."""
+"""Where the rows to train on come from: packs as they are stored, packed when training starts, or of a legacy file.
+
+A source gives each pack as a list of sequences that lie somewhere in shards: what batches are assembled from.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import xxhash
@@ -16,13 +19,130 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.npy import read_legacy
 from megatron_sft_idx.packing import PackPlan, pack_sequences
-from megatron_sft_idx.shards import OPENED_AT_ONCE, ShardSet
-from megatron_sft_idx.shards.held import running_sums
+from megatron_sft_idx.shard.shard_set import OPENED_AT_ONCE, ShardSet, running_sums
+from megatron_sft_idx.storage import Array
+from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.training.plan_cache import PlacedPlan, load_or_make
-from megatron_sft_idx.training.segments import Pair, Segments, dense, in_slots, interleaved
 
-__all__ = ["JoinedPacks", "PlanOptions", "PlannedPacks", "StoredPacks", "reopen", "require_fit"]
+__all__ = [
+    "JoinedPacks",
+    "LegacySource",
+    "PackSource",
+    "Pair",
+    "PlanOptions",
+    "PlannedPacks",
+    "Segments",
+    "StoredPacks",
+    "dense",
+    "in_slots",
+    "interleaved",
+    "reopen",
+    "require_fit",
+]
+
+# ---- packs as lists of sequences ----
+
+
+Pair: TypeAlias = tuple[Array, Array]
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """The sequences of some packs, in order.
+
+    Attributes:
+        offsets: int64 [packs + 1], CSR: pack i holds segments offsets[i] to offsets[i + 1].
+        shards: int32 [segments], which of the source's ``arrays`` each sequence lies in.
+        starts: int64 [segments], its first token there.
+        lengths: int64 [segments], its tokens.
+        used: the values of ``shards``, ascending, where they are known already; None where nobody looked.
+    """
+
+    offsets: NDArray[np.int64]
+    shards: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    used: list[int] | None = None
+
+    def in_slots(self) -> tuple[list[int], NDArray[np.int32]]:
+        """As the function of that name, of ``shards``."""
+        return in_slots(self.shards, self.used)
+
+
+class PackSource(Protocol):
+    """Rows to train on: packs as stored, or planned at start-up over tokenised sequences.
+
+    Attributes:
+        num_packs: rows.
+        capacity: most token positions a row may hold.
+        sequence_multiple: each sequence rounded up to this still fits the capacity.
+        most_sequences: sequences in the row that has most.
+        pad_id: the tokenizer's padding id, None where unknown.
+        fingerprint: hex; equal content and options, equal fingerprint.
+    """
+
+    num_packs: int
+    capacity: int
+    sequence_multiple: int
+    most_sequences: int
+    pad_id: int | None
+    fingerprint: str
+
+    def segments(self, packs: NDArray[np.int64]) -> Segments:
+        """Where the sequences of these packs lie; the first axis is of packs."""
+        ...
+
+    def arrays(self, shard: int) -> Pair:
+        """Tokens and label-aligned loss mask of a shard, whole: numpy's where mapped or in memory, or read by slices.
+
+        A number is what ``segments`` says; several shards may lie in one pair of arrays.
+        """
+        ...
+
+
+def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[int], NDArray[Any]]:
+    """The shards that are named, ascending, and for each entry which of these it names: lists stay short that way.
+
+    Args:
+        shards: numbers, in any order.
+        used: what they name, where that is known.
+    """
+    if used is None:
+        used = sorted(set(shards.tolist()))
+    return used, shards if dense(used) else np.searchsorted(np.array(used), shards).astype(shards.dtype)
+
+
+def dense(used: list[int]) -> bool:
+    """Whether ascending numbers are 0, 1, ... to the last, so that they are their own slots."""
+    return not used or (used[0] >= 0 and used[-1] == len(used) - 1)
+
+
+def interleaved(members: NDArray[np.int64], ask: Callable[[int, NDArray[np.int64]], Segments]) -> Segments:
+    """The sequences of packs that lie in several places, each of which is asked once.
+
+    Args:
+        members: int64 [packs], the place of each pack.
+        ask: given a place and the positions in ``members`` of its packs, ascending, the segments of these.
+    """
+    order = np.argsort(members, kind="stable")
+    used, firsts = np.unique(members[order], return_index=True)
+    parts = [ask(member, rows) for member, rows in zip(used.tolist(), np.split(order, firsts)[1:], strict=True)]
+    if not parts:
+        return Segments(np.zeros(1, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    counts, begins = np.empty(len(members), np.int64), np.empty(len(members), np.int64)
+    counts[order] = np.concatenate([np.diff(part.offsets) for part in parts])
+    begins[order] = np.cumsum(counts[order]) - counts[order]
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    taken = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], counts)
+    columns = [(part.shards, part.starts, part.lengths) for part in parts]
+    shards, starts, lengths = (np.concatenate(column)[taken] for column in zip(*columns, strict=True))
+    return Segments(offsets, shards, starts, lengths)
+
+
+# ---- packs of shards ----
+
 
 _CHUNK = 1 << 20
 
@@ -95,7 +215,7 @@ class StoredPacks:
         wanted = packs + self.first
         shards, local = self.shards.locate(wanted)
         if (held := self.shards.held) is not None:  # one shard, as far as arrays go
-            held.need(set(shards.tolist()))
+            self.shards.need(held, set(shards.tolist()))
             numbers, slots, local = [0], np.zeros_like(shards), wanted
             indexes = [(held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens))]
         else:
@@ -217,7 +337,7 @@ class PlannedPacks:
         taken = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], ends - begins)
         shards, starts, lengths = plan.shards[taken], plan.starts[taken], plan.lengths[taken].astype(np.int64)
         if (held := self.shards.held) is not None:
-            held.need(set(shards.tolist()))
+            self.shards.need(held, set(shards.tolist()))
             return Segments(offsets, np.zeros_like(shards), starts + held.tokens_before[shards], lengths)
         if self.shards.remote:
             self.shards.opened(in_slots(shards)[0])
@@ -351,3 +471,42 @@ def reopen(shards: Any, first: int, last: int, cache: str | None = None, *option
 
 def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+# ---- packs of a legacy file ----
+
+
+class LegacySource:
+    """Packs of a legacy ``.npy``, all in memory: a ``PackSource``.
+
+    Args:
+        path: the file.
+        capacity: most token positions a row may hold; None for those of the longest pack.
+        pad_id: the tokenizer's padding id, which the file does not know.
+
+    Raises:
+        FormatError, SequenceError: see ``read_legacy``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, capacity: int | None = None, pad_id: int | None = None) -> None:
+        self._packs = packs = read_legacy(path)
+        self.num_packs = len(packs.token_offsets) - 1
+        self.capacity = int(np.diff(packs.token_offsets).max(initial=0)) if capacity is None else capacity
+        self.sequence_multiple = 1
+        self.most_sequences = int(np.diff(packs.sequence_offsets).max(initial=0))
+        self.pad_id = pad_id
+        content = StreamHash()
+        for array in (packs.tokens, packs.loss, packs.token_offsets, packs.sequence_offsets, packs.starts):
+            content.update(array)
+        self.fingerprint = content.hex()
+
+    def segments(self, packs: NDArray[np.int64]) -> Segments:
+        """Where the sequences of these packs lie; see ``PackSource``."""
+        held = self._packs
+        index = held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens)
+        numbers = np.ascontiguousarray(packs, np.int64)
+        return Segments(*_native.pack_segments([index], np.zeros(len(numbers), np.int64), numbers))
+
+    def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Tokens and label-aligned loss mask, whole."""
+        return self._packs.tokens, self._packs.loss

@@ -1,14 +1,11 @@
 """Whole shards from place to place: local folders and object stores, held to their checksums on the way."""
 
-from megatron_sft_idx.transfer.copying import copy_shard
-from megatron_sft_idx.transfer.download import download
-from megatron_sft_idx.transfer.places import check_destinations, destinations, shard_nbytes
-from megatron_sft_idx.transfer.report import Copied
-from megatron_sft_idx.transfer.source import Source, open_source
-from megatron_sft_idx.transfer.staging import StagedOutput
-from megatron_sft_idx.transfer.upload import upload
+from megatron_sft_idx.transfer.buckets import STAGING, StagedOutput, upload
+from megatron_sft_idx.transfer.copying import check_destinations, copy_shard, destinations, download
+from megatron_sft_idx.transfer.source import Copied, Source, shard_nbytes
 
 __all__ = [
+    "STAGING",
     "Copied",
     "Source",
     "StagedOutput",
@@ -16,7 +13,6 @@ __all__ = [
     "copy_shard",
     "destinations",
     "download",
-    "open_source",
     "shard_nbytes",
     "upload",
 ]

@@ -1,16 +1,60 @@
-"""A shard from any place to any other."""
+"""Shards into local folders: the files of each are published together, ``.seq.idx`` last.
+
+What has arrived of an interrupted copy is named by its journal; the next copy of the same shard goes on from there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
 
+from megatron_sft_idx.errors import CorruptShardError, FormatError
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.shard import check_free, recover
+from megatron_sft_idx.shard.prefix import places_of, read_journal
+from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.transfer.download import download
-from megatron_sft_idx.transfer.report import Copied
-from megatron_sft_idx.transfer.source import open_source
-from megatron_sft_idx.transfer.upload import upload
+from megatron_sft_idx.storage.hashing import StreamHash, has_digest
+from megatron_sft_idx.storage.publish import require_apart
+from megatron_sft_idx.transfer.buckets import upload
+from megatron_sft_idx.transfer.source import Copied, Source
 
-__all__ = ["copy_shard"]
+__all__ = ["check_destinations", "copy_shard", "destinations", "download"]
+
+_READ_NBYTES = 1 << 20
+
+
+def destinations(prefixes: Sequence[str], target: str) -> list[str]:
+    """Where each of several shards goes: under ``target`` where that names a folder, else to ``target`` itself.
+
+    Raises:
+        FormatError: several shards to one prefix, or two of one name to one folder.
+    """
+    if not target.endswith("/") and (is_remote(target) or not os.path.isdir(target)):
+        if len(prefixes) == 1:
+            return [ShardPaths.of(target).prefix]
+        raise FormatError(f"{target}: one prefix for {len(prefixes)} shards; end it with / to name a folder")
+    names = Counter(os.path.basename(prefix) for prefix in prefixes)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise FormatError(f"{target}: two of the shards are called {twice[0]}; copy them to folders of their own")
+    folder = target if target.endswith("/") else target + "/"
+    return [folder + name for name in names]
+
+
+def check_destinations(prefixes: Sequence[str], targets: Sequence[str], *, overwrite: bool) -> None:
+    """Look at all local places before the first shard is copied. FormatError where one may not be written."""
+    local = {target: prefix for prefix, target in zip(prefixes, targets, strict=True) if not is_remote(target)}
+    require_apart(
+        [place for target in local for place in places_of(target, "DST", written=True)],
+        [place for prefix in prefixes if not is_remote(prefix) for place in places_of(prefix, "SRC")],
+    )
+    for target, prefix in local.items():
+        paths = ShardPaths.of(target)
+        check_free(paths, overwrite=True, any_file=not overwrite)
+        if paths.present() and not overwrite:
+            _find_same(Source(prefix), paths, overwrite=False)
 
 
 def copy_shard(
@@ -18,4 +62,105 @@ def copy_shard(
 ) -> Copied:
     """Copy the shard at a prefix to another, either of them local or remote; see ``upload`` and ``download``."""
     copy = upload if is_remote(target) else download
-    return copy(open_source(source), target, overwrite=overwrite, on_progress=on_progress)
+    return copy(Source(source), target, overwrite=overwrite, on_progress=on_progress)
+
+
+def download(
+    source: Source, prefix: str, *, overwrite: bool = False, on_progress: Callable[[int], None] = lambda nbytes: None
+) -> Copied:
+    """Copy a shard to a local prefix. What is there already with the right checksum is not fetched again.
+
+    Args:
+        source: the shard, local or remote.
+        prefix: the path that the five files will share.
+        overwrite: replace a shard that is there.
+        on_progress: told how many more bytes of the shard are there.
+
+    Raises:
+        CorruptShardError: a file of the source does not have its checksum.
+        FormatError: something else is at the prefix, or another process writes it.
+        OSError: the disk says no.
+    """
+    paths = ShardPaths.of(prefix)
+    interrupted = read_journal(paths)
+    if interrupted is not None and interrupted.work == "copy" and interrupted.done is not None:
+        recover(paths.prefix, overwrite=overwrite)
+    same = _find_same(source, paths, overwrite=overwrite)
+    if wanted := [suffix for suffix in SUFFIXES if suffix not in same]:
+        # A .seq.idx that is right as it is goes while a file beside it does not have its content.
+        again = [".seq.idx"] if ".seq.idx" in same else []
+        _fetch_all(source, paths, wanted + again, overwrite or bool(again), on_progress)
+        same -= {*again}
+    found = sum(source.digests[suffix].nbytes for suffix in same)
+    on_progress(found)
+    return Copied(paths.prefix, sum(digest.nbytes for digest in source.digests.values()) - found, found)
+
+
+def _find_same(source: Source, paths: ShardPaths, *, overwrite: bool) -> set[str]:
+    """Which files are there already, by suffix. FormatError where others are, and may not be replaced."""
+    places = {suffix: paths.prefix + suffix for suffix in SUFFIXES}
+    same = {suffix for suffix, path in places.items() if _is_there(path, source, suffix)}
+    others = [path for suffix, path in places.items() if suffix not in same and os.path.lexists(path)]
+    if others and not overwrite:
+        raise FormatError(
+            f"{paths.prefix}: {', '.join(others)} exist already and are not of this shard; choose another prefix,"
+            " or pass overwrite (--overwrite)"
+        )
+    return same
+
+
+def _is_there(path: str, source: Source, suffix: str) -> bool:
+    return os.path.isfile(path) and not os.path.islink(path) and has_digest(path, source.digests[suffix])
+
+
+def _fetch_all(
+    source: Source, paths: ShardPaths, wanted: list[str], overwrite: bool, on_progress: Callable[[int], None]
+) -> None:
+    """Bring files to their temporary names, and publish them."""
+    content = {"shard_id": source.header.shard_id.hex()}
+    head = read_journal(paths)
+    same = head is not None and head.work == "copy" and head.content.get("shard_id") == content["shard_id"]
+    if same and head is not None and head.files.keys() == set(wanted):
+        new = Publication.take_up(paths, overwrite=overwrite)
+    else:
+        new = Publication(
+            paths,
+            content,
+            work="copy",
+            overwrite=overwrite,
+            only=[paths.prefix + suffix for suffix in wanted],
+            nbytes=sum(source.digests[suffix].nbytes for suffix in wanted),
+            drops=("copy",) if same else (),
+        )
+    try:
+        for suffix in wanted:
+            # What an earlier attempt left may be damaged.
+            if not any(_fetch(source, suffix, new, keep, on_progress) for keep in (True, False)):
+                raise source.corrupt(suffix)
+        new.publish()
+    except CorruptShardError:
+        new.abandon()
+        raise
+    finally:
+        new.close()  # what has arrived stays for the next attempt
+
+
+def _fetch(source: Source, suffix: str, new: Publication, keep: bool, on_progress: Callable[[int], None]) -> bool:
+    """Bring one file, from where an earlier attempt stopped; whether it is what it must be."""
+    file, digest = new.open(new.paths.prefix + suffix, keep=keep), source.digests[suffix]
+    if file.nbytes > digest.nbytes:
+        file.cut(0)
+    stream = StreamHash()
+    for offset in range(0, file.nbytes, _READ_NBYTES):
+        stream.update(file.read_at(offset, _READ_NBYTES))
+    on_progress(file.nbytes)
+    # What was checked is what is written.
+    index = [memoryview(source.seq_idx)[file.nbytes :]]
+    for chunk in index if suffix == ".seq.idx" else source.chunks(suffix, file.nbytes):
+        file.write(chunk)
+        stream.update(chunk)
+        on_progress(len(chunk))
+    if stream.digest() == digest:
+        return True
+    on_progress(-file.nbytes)
+    return False

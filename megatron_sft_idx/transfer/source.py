@@ -1,104 +1,112 @@
-"""A shard to be copied: its header, the whole ``.seq.idx``, and the other files in chunks."""
+"""A shard to be copied, wherever it lies: its header, the whole ``.seq.idx``, and the other files in chunks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Protocol
+from typing import NamedTuple
 
 import xxhash
 
 from megatron_sft_idx.errors import CorruptShardError, ShardNotFoundError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
-from megatron_sft_idx.layout.files import DATA_SUFFIXES
-from megatron_sft_idx.storage import check_size, is_remote
+from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
+from megatron_sft_idx.storage import check_size, is_remote, open_regular
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
 from megatron_sft_idx.storage.remote.files import read_ahead
-from megatron_sft_idx.storage.remote.threads import threads
+from megatron_sft_idx.storage.remote.store import threads
 
-__all__ = ["Source", "digests_of", "open_source"]
+__all__ = ["Copied", "Source", "shard_nbytes"]
 
 _CHUNK_NBYTES = 8 << 20
 
 
-class Source(Protocol):
+class Copied(NamedTuple):
+    """One shard, copied.
+
+    Attributes:
+        prefix: where it is now.
+        nbytes_sent: bytes of the files that were written.
+        nbytes_found: bytes of those that were there already.
+        uploads_aborted: unfinished uploads of earlier attempts that were removed.
+    """
+
+    prefix: str
+    nbytes_sent: int
+    nbytes_found: int
+    uploads_aborted: int = 0
+
+
+class Source:
     """A shard whose five files are there and have the sizes that its header says.
+
+    Args:
+        prefix: local or remote.
 
     Attributes:
         paths: where it is.
         header: its header, checked.
         seq_idx: its whole ``.seq.idx``, checked: 16 bytes a pack and the header.
-    """
-
-    paths: ShardPaths
-    header: Header
-    seq_idx: bytes
-
-    def chunks(self, suffix: str, offset: int = 0) -> Iterator[bytes | memoryview]:
-        """The bytes of one of the four other files from ``offset`` on, not checked."""
-
-
-def open_source(prefix: str) -> Source:
-    """The shard at a local or remote prefix.
+        digests: size and checksum of each of the five files, by suffix.
 
     Raises:
         ShardNotFoundError: some of its files are missing.
         CorruptShardError: its ``.seq.idx`` breaks a rule, or a file has another size (rule F2).
         StorageError: the store cannot be read.
     """
-    return _RemoteSource(prefix) if is_remote(prefix) else _LocalSource(prefix)
 
-
-class _LocalSource:
     def __init__(self, prefix: str) -> None:
         self.paths = ShardPaths.of(prefix)
-        if missing := self.paths.missing():
+        self._objects = _objects(self.paths.prefix) if is_remote(self.paths.prefix) else None
+        sizes = _local_sizes(self.paths) if self._objects is None else {s: o.nbytes for s, o in self._objects.items()}
+        if missing := [self.paths.prefix + suffix for suffix in SUFFIXES if suffix not in sizes]:
             raise ShardNotFoundError(self.paths.prefix, missing, "check the path, or restore what is missing")
-        with open(self.paths.seq_idx, "rb") as file:
-            self.seq_idx = file.read()
-        self.header = checked_header(self.seq_idx, self.paths.seq_idx)
-        for path, digest in zip(self.paths.data, self.header.digests, strict=True):
-            check_size(path, os.stat(path).st_size, digest.nbytes)
+        self.seq_idx = b"".join(self.chunks(".seq.idx"))
+        self.header = _checked_header(self.seq_idx, self.paths.seq_idx)
+        self.digests = dict(zip(DATA_SUFFIXES, self.header.digests, strict=True))
+        for suffix, digest in self.digests.items():
+            check_size(self.paths.prefix + suffix, sizes[suffix], digest.nbytes)
+        self.digests[".seq.idx"] = FileDigest(len(self.seq_idx), xxhash.xxh3_128_digest(self.seq_idx))
 
-    def chunks(self, suffix: str, offset: int = 0) -> Iterator[bytes]:
-        with open(self.paths.prefix + suffix, "rb", buffering=0) as file:
+    def chunks(self, suffix: str, offset: int = 0) -> Iterator[bytes | memoryview]:
+        """The bytes of one of the files from ``offset`` on, not checked."""
+        if self._objects is not None:
+            store = open_store(self.paths.prefix)[0]
+            yield from read_ahead(store, self._objects[suffix], offset=offset, range_nbytes=_CHUNK_NBYTES)
+            return
+        with open_regular(self.paths.prefix + suffix) as file:
             file.seek(offset)
             while chunk := file.read(_CHUNK_NBYTES):
                 yield chunk
 
-
-class _RemoteSource:
-    def __init__(self, prefix: str) -> None:
-        self.paths = ShardPaths.of(prefix)
-        self._store, key = open_store(self.paths.prefix)
-        suffixes = (*DATA_SUFFIXES, ".seq.idx")
-        found = list(threads().map(self._store.head, [key + suffix for suffix in suffixes]))
-        self._objects: dict[str, ObjectInfo] = {s: info for s, info in zip(suffixes, found, strict=True) if info}
-        if missing := [self.paths.prefix + suffix for suffix in suffixes if suffix not in self._objects]:
-            raise ShardNotFoundError(self.paths.prefix, missing, "check the path, or upload the shard again")
-        self.seq_idx = b"".join(self.chunks(".seq.idx"))
-        self.header = checked_header(self.seq_idx, self.paths.seq_idx)
-        for suffix, path, digest in zip(DATA_SUFFIXES, self.paths.data, self.header.digests, strict=True):
-            check_size(path, self._objects[suffix].nbytes, digest.nbytes)
-
-    def chunks(self, suffix: str, offset: int = 0) -> Iterator[bytes | memoryview]:
-        return read_ahead(self._store, self._objects[suffix], offset=offset, range_nbytes=_CHUNK_NBYTES)
+    def corrupt(self, suffix: str) -> CorruptShardError:
+        """What is wrong with a file whose bytes were not what its digest says (rule F3)."""
+        digest = self.digests[suffix]
+        expected = f"{digest.nbytes:,} bytes with checksum {digest.checksum.hex()}"
+        detail = f"its bytes are not the {expected} that the header says; it was changed or damaged: restore it"
+        return CorruptShardError(self.paths.prefix + suffix, 0, "F3", detail)
 
 
-def digests_of(source: Source) -> dict[str, FileDigest]:
-    """Size and checksum of each of the five files, by suffix."""
-    digests = dict(zip(DATA_SUFFIXES, source.header.digests, strict=True))
-    digests[".seq.idx"] = FileDigest(len(source.seq_idx), xxhash.xxh3_128_digest(source.seq_idx))
-    return digests
+def shard_nbytes(prefix: str) -> int:
+    """What a shard's files take together, for progress; those that are missing are for others to notice."""
+    if is_remote(prefix):
+        return sum(info.nbytes for info in _objects(prefix).values())
+    return sum(_local_sizes(ShardPaths.of(prefix)).values())
 
 
-def checked_header(raw: bytes, path: str) -> Header:
-    """The header of a whole ``.seq.idx``, and the arrays behind it held to their checksum.
+def _local_sizes(paths: ShardPaths) -> dict[str, int]:
+    found = dict(zip(SUFFIXES, paths.all, strict=True))
+    return {suffix: os.path.getsize(path) for suffix, path in found.items() if os.path.isfile(path)}
 
-    Raises:
-        CorruptShardError: a rule is broken.
-        UnsupportedVersionError: of another format version.
-    """
+
+def _objects(prefix: str) -> dict[str, ObjectInfo]:
+    store, key = open_store(prefix)
+    found = threads().map(store.head, [key + suffix for suffix in SUFFIXES])
+    return {suffix: info for suffix, info in zip(SUFFIXES, found, strict=True) if info}
+
+
+def _checked_header(raw: bytes, path: str) -> Header:
+    """The header of a whole ``.seq.idx``, and the arrays behind it held to their checksum."""
     header = Header.decode(raw, path)
     check_size(path, len(raw), header.seq_idx_nbytes)
     if xxhash.xxh3_128_digest(memoryview(raw)[header.nbytes :]) != header.arrays_checksum:

@@ -17,7 +17,8 @@ from chats import TOKENIZER, command, preprocess
 from packs import Sample, sample_of
 from pages import HOSTILE, decode_hostile, write_hostile
 
-from megatron_sft_idx.report import make_page, survey_shard
+from megatron_sft_idx.inspect.page import make_page
+from megatron_sft_idx.inspect.summary import survey_shard
 from megatron_sft_idx.shard import Shard, ShardWriter
 
 pytestmark = pytest.mark.browser

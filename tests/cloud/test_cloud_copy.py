@@ -9,10 +9,10 @@ import pytest
 from copies import command, ended, five_keys, keys, remote_files, run, unfinished, write_shard
 from packs import demo_samples, five_files, write_samples
 
+from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.transfer import copy_shard, download, open_source, upload
-from megatron_sft_idx.verify import verify_shard
+from megatron_sft_idx.transfer import Source, copy_shard, download, upload
 
 pytestmark = pytest.mark.cloud
 
@@ -31,12 +31,12 @@ def large(tmp_path: Path) -> str:
 
 
 def test_there_and_back(s3: Any, bucket: str, large: str, tmp_path: Path) -> None:
-    sent = upload(open_source(large), f"s3://{bucket}/a/large")
+    sent = upload(Source(large), f"s3://{bucket}/a/large")
     assert remote_files(s3, bucket, "a/large") == five_files(large)
     assert sent.nbytes_sent == sum(map(len, five_files(large).values()))
     assert keys(s3, bucket) == five_keys("a/large")
     assert unfinished(s3, bucket) == []
-    download(open_source(f"s3://{bucket}/a/large"), str(tmp_path / "back/large"))
+    download(Source(f"s3://{bucket}/a/large"), str(tmp_path / "back/large"))
     assert five_files(tmp_path / "back/large") == five_files(large)
     assert sorted(path.name for path in (tmp_path / "back").iterdir()) == sorted(five_keys("large"))
     assert verify_shard(str(tmp_path / "back/large"), full=True).ok

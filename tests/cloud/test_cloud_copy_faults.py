@@ -17,7 +17,7 @@ from packs import five_files
 from swift_server import SwiftServer
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
-from megatron_sft_idx.transfer import copy_shard, open_source
+from megatron_sft_idx.transfer import Source, copy_shard
 
 pytestmark = pytest.mark.cloud
 
@@ -44,7 +44,7 @@ def caught_uploading(s3: Any, bucket: str, shard: str, **environment: str) -> su
 def assert_no_shard(s3: Any, bucket: str) -> None:
     assert "x.seq.idx" not in keys(s3, bucket)
     with pytest.raises(ShardNotFoundError):
-        open_source(f"s3://{bucket}/x")
+        Source(f"s3://{bucket}/x")
 
 
 def assert_whole(s3: Any, bucket: str, shard: str) -> None:
@@ -245,7 +245,7 @@ def test_an_upload_that_loses_its_claim_does_not_publish(
     assert code == 1, said
     # To force an upload over one that is at work is what --overwrite warns of: the shard is whole, or there is none.
     with contextlib.suppress(ShardNotFoundError, CorruptShardError):
-        open_source(f"s3://{bucket}/x")
+        Source(f"s3://{bucket}/x")
         assert remote_files(s3, bucket, "x") == five_files(small)
     copy_shard(small, f"s3://{bucket}/x", overwrite=True)
     assert remote_files(s3, bucket, "x") == five_files(small)

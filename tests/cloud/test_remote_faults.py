@@ -24,7 +24,7 @@ from training_source import random_samples
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError, StorageError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage.remote import forget_stores
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.loader import BatchLoader

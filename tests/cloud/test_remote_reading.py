@@ -21,9 +21,9 @@ from training_twin import lone_process
 
 from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.dataset import SFTIndexedDataset
-from megatron_sft_idx.formats.dataset import open_dataset
+from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.shards import ShardSet, find_prefixes
+from megatron_sft_idx.shard.shard_set import ShardSet, find_prefixes
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
 from megatron_sft_idx.training.sources import StoredPacks

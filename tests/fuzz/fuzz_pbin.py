@@ -9,8 +9,7 @@ from fuzz.packed import packs_of
 from fuzz.repair import repair_pbin
 from pickled_pairs_twin import twin
 
-from megatron_sft_idx.formats.modalities.pbin import Reader, recognise
-from megatron_sft_idx.formats.modalities.placement import place_documents
+from megatron_sft_idx.formats.pbin import Reader, place_documents, recognise
 
 
 def run(data: bytes) -> None:

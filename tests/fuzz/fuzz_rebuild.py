@@ -10,10 +10,9 @@ from pathlib import Path
 from fuzz.contract import put_files, scratch
 from fuzz.fuzz_verify import Files, variants
 
+from megatron_sft_idx.check import Known, Rebuilt, rebuild, verify_shard
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.rebuild import Known, Report, rebuild
-from megatron_sft_idx.verify import verify_shard
 
 _UNKNOWN = 128
 
@@ -25,8 +24,8 @@ def run(data: bytes) -> None:
         before = {"x" + suffix: content for suffix, content in files.items()}
         put_files(folder, before)
         planned, done = (_rebuilt(folder, known, dry_run) for dry_run in (True, False))
-        if isinstance(done, Report):
-            assert isinstance(planned, Report)
+        if isinstance(done, Rebuilt):
+            assert isinstance(planned, Rebuilt)
             assert planned.files == done.files
             _hold_report(folder, done, before)
         elif "rebuilt, and yet" not in done:  # what was written against the rules is given back, and complained of
@@ -39,11 +38,11 @@ def contents(folder: Path) -> Files:
     return {entry.name: entry.read_bytes() for entry in folder.iterdir()}
 
 
-def _rebuilt(folder: Path, known: Known, dry_run: bool) -> Report | str:
+def _rebuilt(folder: Path, known: Known, dry_run: bool) -> Rebuilt | str:
     """The report, or the refusal."""
     before = contents(folder)
     prefix = str(folder / "x")
-    outcome: Report | str
+    outcome: Rebuilt | str
     try:
         outcome = rebuild(prefix, known, dry_run=dry_run)
     except SFTIndexError as error:
@@ -54,7 +53,7 @@ def _rebuilt(folder: Path, known: Known, dry_run: bool) -> Report | str:
     return outcome
 
 
-def _hold_report(folder: Path, report: Report, before: Files) -> None:
+def _hold_report(folder: Path, report: Rebuilt, before: Files) -> None:
     after = contents(folder)
     for file in report.files:
         name = Path(file.path).name

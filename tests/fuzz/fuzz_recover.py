@@ -13,12 +13,12 @@ from fuzz.fuzz_rebuild import contents
 from fuzz.pieces import split
 from fuzz.repair import repair_journal
 
+from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.journal import PACK, read_blocks, read_head
 from megatron_sft_idx.shard import Shard, find_remains, recover
 from megatron_sft_idx.shard.recovery import adopt_remains
-from megatron_sft_idx.verify import verify_shard
 
 WIDENED = "x.loss.bin.tmp.float32"
 NAMES = ("x.journal", "x.bin.tmp", "x.loss.bin.tmp", "x.seq.bin.tmp", WIDENED, "x.idx.tmp", "x.seq.idx.tmp")

@@ -14,10 +14,10 @@ from fuzz.repair import repair_shard
 from reseal import reseal
 from verify_twin import Arrays, slow_walk
 
+from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.verify import verify_shard
 
 Files = dict[str, bytes]
 

@@ -1,4 +1,4 @@
-"""The one-pass check of packs against a plain-Python twin."""
+"""The rules of packs that are taken in, against a plain-Python twin."""
 
 from __future__ import annotations
 
@@ -11,9 +11,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron_sft_idx._native import packs_are_sound
+from megatron_sft_idx._native import first_breach
 
 MOST = 6
+
+
+def sound(*arrays: NDArray[Any]) -> bool:
+    """Whether the kernel finds nothing; what it finds is in one of the packs, and told."""
+    tokens, mask, _, lengths, sequences = arrays
+    if len(lengths) != len(sequences) or len(tokens) != len(mask):
+        with pytest.raises(ValueError, match=r"one a token|one sequence count a pack"):
+            first_breach(*arrays, False, MOST, tokens.dtype, mask.dtype)
+        return False
+    try:
+        broken = first_breach(*arrays, False, MOST, tokens.dtype, mask.dtype)
+    except ValueError:  # lengths and counts that do not add up
+        return False
+    if broken is not None:
+        (rule, pack, at, found, expected), words = broken
+        assert 0 <= pack < len(lengths)
+        assert rule == "F2" or f"(rule {rule})" in words
+        values = {"P1": lengths, "P6": mask[int(lengths[:pack].sum()) :], "P7": mask[int(lengths[:pack].sum()) :],
+                  "P8": tokens[int(lengths[:pack].sum()) :]}  # fmt: skip
+        if rule in values:
+            np.testing.assert_equal(found, values[rule][pack if rule == "P1" else at])
+        if rule in ("P3", "P4"):
+            assert found == arrays[2][int(sequences[:pack].sum()) + at]
+            assert (found < expected) == (rule == "P3")
+    return broken is None
 
 
 def twin(tokens: list[Any], mask: list[Any], starts: list[int], lengths: list[int], sequences: list[int]) -> bool:
@@ -63,12 +88,14 @@ def columns(draw: st.DrawFn) -> tuple[NDArray[Any], ...]:
 
 @given(columns())
 def test_agrees_with_the_twin(arrays: tuple[NDArray[Any], ...]) -> None:
-    assert packs_are_sound(*arrays, MOST) == twin(*(array.tolist() for array in arrays))
+    assert sound(*arrays) == twin(*(array.tolist() for array in arrays))
 
 
 def test_other_dtypes_and_shapes_are_refused() -> None:
-    one = np.ones(1, np.int64)
+    one, flags, ids, masks = np.ones(1, np.int64), np.zeros(1, np.uint8), np.dtype(np.int32), np.dtype(np.uint8)
     with pytest.raises(TypeError):
-        packs_are_sound(one, np.zeros(1, np.uint8), one, one, one, MOST)
+        first_breach(one, flags.astype("u2"), one, one, one, False, MOST, ids, masks)
+    with pytest.raises(TypeError):
+        first_breach(one, flags, one, one.astype("i4"), one, False, MOST, ids, masks)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one-dimensional"):
-        packs_are_sound(np.zeros((1, 1), np.int32), np.zeros(1, np.uint8), one, one, one, MOST)
+        first_breach(np.zeros((1, 1), np.int32), flags, one, one, one, False, MOST, ids, masks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verify_twin import Arrays, Walked, slow_walk
 
-from megatron_sft_idx._native import PackWalk, find_bad_ids, is_scaled
+from megatron_sft_idx._native import PackWalk
+from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, Stream
+from megatron_sft_idx.check.rules import Findings, check_ids
 
 HUGE = st.sampled_from([-(2**63), -1, 0, 1, 2**31, 2**56, 2**62, 2**63 - 1])
 
@@ -63,7 +66,7 @@ def walk(arrays: Arrays, mask_dtype: Any, run: int, piece: int) -> tuple[Walked,
     found = {(rule, pack, at, expected) for rule, pack, at, _, expected in native.breaches}
     return Walked(
         found, native.num_packs, native.num_trained_tokens, native.num_masked_packs, native.longest_pack,
-        native.most_sequences,
+        native.longest_padded_pack, native.most_sequences,
     ), native  # fmt: skip
 
 
@@ -124,47 +127,26 @@ def test_arguments_that_cannot_be_are_refused() -> None:
 # ---- ids ----
 
 
-@given(st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-2, 30), max_size=70), st.integers(1, 40) | HUGE)
-def test_bad_ids_are_the_slow_ones(ids: list[int], limit: int) -> None:
-    limit = max(limit, 1)
-    bad = [i for i, value in enumerate(ids) if not 0 <= value < limit]
-    count, positions = find_bad_ids(np.array(ids, np.int32), limit, 5)
-    assert (count, positions.tolist()) == (len(bad), bad[:5])
+def bad_ids(folder: Path, ids: Any, limit: int) -> tuple[list[tuple[str, int]], int]:
+    """Rule and place of the findings that are kept, and how many there are."""
+    path = folder / "x.bin"
+    path.write_bytes(ids.tobytes())
+    findings = Findings("x", 5)
+    with CheckedFile(str(path)) as file:
+        check_ids(Stream(file, Meter(0, None)), ids.dtype, limit, findings, lambda token: token)
+    places = sorted((finding.rule, finding.offset // ids.itemsize) for finding in findings.kept)
+    return places, sum(findings.counts.values())
 
 
-@given(st.lists(st.integers(0, 65535), max_size=70), st.integers(1, 65537))
-def test_bad_ids_of_16_bits(ids: list[int], limit: int) -> None:
-    bad = [i for i, value in enumerate(ids) if value >= limit]
-    count, positions = find_bad_ids(np.array(ids, np.uint16), limit, 5)
-    assert (count, positions.tolist()) == (len(bad), bad[:5])
+@pytest.mark.parametrize("dtype", [np.int32, np.uint16])
+def test_bad_ids_are_the_slow_ones(tmp_path: Path, dtype: Any) -> None:
+    bounds = np.iinfo(dtype)
 
+    @given(st.lists(st.integers(bounds.min, bounds.max) | st.integers(0, 30), max_size=70), st.integers(1, 70_000))
+    def check(ids: list[int], limit: int) -> None:
+        negative = [("P8", i) for i, value in enumerate(ids) if value < 0]
+        beyond = [("P9", i) for i, value in enumerate(ids) if value >= limit]
+        found = bad_ids(tmp_path, np.array(ids, dtype), limit)
+        assert found == (negative[:5] + beyond[:5], len(negative) + len(beyond))
 
-def test_a_limit_of_no_ids_is_refused() -> None:
-    with pytest.raises(ValueError, match="1 or more"):
-        find_bad_ids(np.zeros(1, np.int32), 0, 1)
-    with pytest.raises(TypeError):
-        find_bad_ids(np.zeros(1, np.int64), 1, 1)
-
-
-# ---- arrays of the index ----
-
-
-@given(
-    st.lists(st.integers(-9, 9) | HUGE, max_size=40), st.sampled_from([1, 2, 4]), st.integers(-3, 3) | HUGE, st.data()
-)
-def test_scaled_values_are_told_from_others(values: list[int], scale: int, shift: int, data: st.DataObject) -> None:
-    wrapped = [(value * scale + shift + 2**63) % 2**64 - 2**63 for value in values]
-    found, expected = np.array(wrapped, np.int64), np.array(values, np.int64)
-    assert is_scaled(found, expected, scale, shift)
-    small = found.astype(np.int32)
-    assert is_scaled(small, expected, scale, shift) == (small.tolist() == wrapped)
-    if values:
-        found[data.draw(st.integers(0, len(values) - 1))] ^= 1 << data.draw(st.integers(0, 62))
-        assert not is_scaled(found, expected, scale, shift)
-
-
-def test_scaled_values_of_another_number_are_refused() -> None:
-    with pytest.raises(ValueError, match="differ in length"):
-        is_scaled(np.zeros(2, np.int32), np.zeros(3, np.int64), 1, 0)
-    with pytest.raises(TypeError):
-        is_scaled(np.zeros(2, np.uint8), np.zeros(2, np.int64), 1, 0)
+    check()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_sft_idx.bench_read.measure import bench_read
-from megatron_sft_idx.bench_read.memory_limit import MemoryLimit
-from megatron_sft_idx.bench_read.sampling import Plan
-from megatron_sft_idx.bench_read.settings import Setting
+from megatron_sft_idx.inspect.bench_read import Plan, bench_read
+from megatron_sft_idx.inspect.place import memory_limit
+from megatron_sft_idx.inspect.read_worker import Setting
 from megatron_sft_idx.shard import ShardWriter
 
 LENGTH, PACKS, LIMIT = 4096, 6000, 32 << 20
@@ -22,11 +22,11 @@ def test_over_a_limit_second_epochs_read_the_disk_again(tmp_path: Path) -> None:
     with ShardWriter(tmp_path / "x", token_dtype=np.int32, capacity=LENGTH, durable=False) as writer:
         for _ in range(PACKS):
             writer.add_pack(np.zeros(LENGTH, np.int32), mask, [0])
-    try:
-        limit = MemoryLimit(LIMIT)
-    except OSError as refused:
-        pytest.skip(str(refused))
-    with limit:
+    with ExitStack() as stack:
+        try:
+            limit = stack.enter_context(memory_limit(LIMIT))
+        except OSError as refused:
+            pytest.skip(str(refused))
         settings = (Setting("pread", "random"), Setting(advice="random", schedule=True))
         report = bench_read(str(tmp_path / "x"), Plan(packs=PACKS, settings=settings, limit=limit))
     if not report.cold:
@@ -35,5 +35,5 @@ def test_over_a_limit_second_epochs_read_the_disk_again(tmp_path: Path) -> None:
         assert one.refused is None
         (run,) = one.runs
         assert run.second.nbytes > 3 * LIMIT
-        assert (run.second.counters.disk_nbytes or 0) > 0.5 * run.second.nbytes
-    assert not report.subject.fits(limit)
+        assert (run.second.disk_nbytes or 0) > 0.5 * run.second.nbytes
+    assert not report.subject.fits

@@ -13,7 +13,7 @@ from interrupted_runs import be_quick
 from kills import killed_after, killed_at
 from productions import Production, acknowledge, state_of
 
-from megatron_sft_idx.catalog import Catalog
+from megatron_sft_idx.live import Catalog
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from megatron_sft_idx.shard import ShardWriter
 pytestmark = pytest.mark.slow
 
 VERIFY = """
-from megatron_sft_idx.verify import verify_shard
+from megatron_sft_idx.check import verify_shard
 
 def peak():
     with open("/proc/self/status") as file:

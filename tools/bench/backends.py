@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from backends_peers import PEERS
@@ -29,14 +28,9 @@ from backends_sharing import sharing
 from plot import Dot, dots
 from report import MIB, Bench, Parser, Size
 
-from megatron_sft_idx.bench_read.cold import cached_nbytes, drop_cache
-from megatron_sft_idx.bench_read.epochs import Epoch, Sample
-from megatron_sft_idx.bench_read.measure import Measured
-from megatron_sft_idx.bench_read.memory_limit import MemoryLimit
-from megatron_sft_idx.bench_read.place import find_place
-from megatron_sft_idx.bench_read.settings import SETTINGS, Setting
-from megatron_sft_idx.bench_read.worker import Job
-from megatron_sft_idx.bench_read.workers import SHARD_WORKERS, Workers
+from megatron_sft_idx.inspect.bench_read import Measured, Which
+from megatron_sft_idx.inspect.place import cached_nbytes, drop_cache, find_place, memory_limit
+from megatron_sft_idx.inspect.read_worker import SETTINGS, SHARD_WORKERS, Epoch, Job, Sample, Setting, Workers
 from megatron_sft_idx.shard import ShardWriter
 
 LENGTH, SEQUENCES = 4096, 8
@@ -153,7 +147,7 @@ def cells(epochs: Sequence[Epoch]) -> Iterator[str]:
     yield f"{statistics.median(epoch.p99_us for epoch in epochs):,.0f}"
     amplified = [epoch.amplification for epoch in epochs if epoch.amplification is not None]
     yield f"{statistics.median(amplified):.2f}" if amplified else "not told"
-    counts = ([1000 * getattr(epoch.counters, which) / epoch.packs for epoch in epochs] for which in FAULTS)
+    counts = ([1000 * getattr(epoch, which) / epoch.packs for epoch in epochs] for which in FAULTS)
     yield ", ".join(f"{statistics.median(of):,.0f}" for of in counts)
 
 
@@ -182,12 +176,12 @@ def show(bench: Bench, case: Case, limit: int | None) -> None:
     bench.table(COLUMNS, rows(case, limit))
 
 
-def rates(case: Case, name: str, epoch: Literal["first", "second"]) -> list[float]:
-    return [getattr(run, epoch).rate for run in case.found[name].runs]
+def rates(case: Case, name: str, epoch: Which) -> list[float]:
+    return [one.rate for one in case.found[name].epochs(epoch)]
 
 
 def headlines(bench: Bench, cold: Case, limited: Case | None) -> None:
-    def beside(key: str, what: str, case: Case, ours: str, which: Literal["first", "second"], short: bool) -> None:
+    def beside(key: str, what: str, case: Case, ours: str, which: Which, short: bool) -> None:
         for peer, name in (("memmap", "`np.memmap`"), ("stock", "stock `IndexedDataset`, tokens only")):
             mine, theirs = rates(case, ours, which), rates(case, PEER_NAMES[peer], which)
             if mine and len(mine) == len(theirs):
@@ -241,7 +235,7 @@ def main() -> None:
         cases = cases_in(folder, memory, options)
         limited: list[Case] = []
         try:
-            group = str(stack.enter_context(MemoryLimit(limit_nbytes)).folder)
+            group = str(stack.enter_context(memory_limit(limit_nbytes)).folder)
         except OSError as refused:
             group, why = None, str(refused)
         else:

@@ -2,7 +2,7 @@
 
     python tools/bench/backends_peers.py {np.memmap,stock-mmap,stock-file}
 
-takes jobs on standard input, as ``megatron_sft_idx.bench_read.worker`` does.
+takes jobs on standard input, as ``megatron_sft_idx.inspect.read_worker`` does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.bench_read.worker import Job, serve
+from megatron_sft_idx.inspect.read_worker import Job, serve
 from megatron_sft_idx.shard import Shard
 
 __all__ = ["PEERS"]
@@ -54,9 +54,6 @@ class MemmapReader(_Untold):
         self._ids[: len(ids)], self._mask[: len(mask)] = ids, mask
         return ids.nbytes + mask.nbytes
 
-    def close(self) -> None:
-        del self._tokens, self._loss
-
 
 class StockReader(_Untold):
     """Tokens by Megatron's own reader, which knows no masks."""
@@ -71,9 +68,6 @@ class StockReader(_Untold):
         ids = self._dataset[pack]
         self._ids[: len(ids)] = ids
         return int(ids.nbytes)
-
-    def close(self) -> None:
-        del self._dataset
 
 
 def main() -> None:

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from typing import Literal
 
 from report import MIB, Bench
 
-from megatron_sft_idx.bench_read.epochs import Epoch
-from megatron_sft_idx.bench_read.measure import Measured
-from megatron_sft_idx.bench_read.worker import Run
+from megatron_sft_idx.inspect.bench_read import Measured, Which
 from megatron_sft_idx.storage import CACHE_NBYTES
 
 __all__ = ["reasons"]
 
 Found = Mapping[str, Measured]
-Which = Literal["first", "second"]
 # Rates that differ by less are called equal.
 EVEN = 1.1
 
 
-def epoch_of(run: Run, which: Which) -> Epoch:
-    return run.first if which == "first" else run.second
-
-
 def ratio(found: Found, name: str, other: str, which: Which) -> float | None:
     """How many times the rate of another way one has, the median of the rounds; None where one was refused."""
-    pairs = zip(found[name].runs, found[other].runs, strict=False)
-    rates = [epoch_of(one, which).rate / epoch_of(another, which).rate for one, another in pairs]
+    pairs = zip(found[name].epochs(which), found[other].epochs(which), strict=False)
+    rates = [one.rate / another.rate for one, another in pairs]
     return statistics.median(rates) if rates else None
 
 
@@ -45,7 +37,7 @@ def beside(found: Found, name: str, other: str, which: Which) -> str:
 def fastest(found: Found, which: Which) -> str:
     """Of our ways."""
     ours = [one for one in found.values() if one.runs and found.get(one.setting.name) is one]
-    return max(ours, key=lambda one: one.median(lambda run: epoch_of(run, which).rate)).setting.name
+    return max(ours, key=lambda one: one.rate(which)).setting.name
 
 
 def reasons(bench: Bench, cold: Found, memory: Found, limited: Found | None) -> None:
@@ -88,7 +80,7 @@ def advice(cold: Found, limited: Found | None) -> tuple[str, str, str]:
         yield f"cold, where memory keeps the shard, `normal` is {beside(cold, 'mmap', 'mmap, random', 'first')}"
         if limited:
             yield f"over the limit `random` is {beside(limited, 'mmap, random', 'mmap', 'first')}"
-            read = limited["mmap"].amplification(lambda run: run.first)
+            read = limited["mmap"].amplification("first")
             yield f"there `normal` reads {read or 0:,.0f} bytes from the disk for each that is asked for"
             if (ratio(limited, "mmap, random", "mmap", "first") or 0) > EVEN:
                 yield "so `random` is for shards that memory does not keep: `bench-read` says which yours is"

@@ -25,9 +25,9 @@ from plot import Dot, dots
 from report import Bench, Parser, Size
 from torch.utils.data import DataLoader, Dataset
 
-from megatron_sft_idx.bench_read.cold import drop_cache
+from megatron_sft_idx.inspect.place import drop_cache
 from megatron_sft_idx.shard import ShardWriter
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
 from megatron_sft_idx.training.sources import StoredPacks

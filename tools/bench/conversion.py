@@ -30,7 +30,7 @@ from measure import in_own_process, memory
 from plot import Dot, dots
 from report import MIB, Bench, Parser, Size
 
-from megatron_sft_idx.convert import ConvertOptions, convert
+from megatron_sft_idx.formats.convert import ConvertOptions, convert
 
 GB = 10**9
 PACK_NBYTES = 5 * 3948 + 60  # of a shard, on average

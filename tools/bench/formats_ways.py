@@ -16,7 +16,7 @@ import numpy as np
 from formats_peers import Items
 
 from megatron_sft_idx import open_dataset
-from megatron_sft_idx.convert import ConvertOptions, convert
+from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.shard import ShardWriter
 
 CAPACITY, SEQUENCES, VOCABULARY = 4096, 8, 150_000

@@ -24,10 +24,9 @@ from measure import in_own_process, memory, reset_peak
 from report import MIB, Bench, Parser, Size
 
 from megatron_sft_idx.shard import ShardWriter
-from megatron_sft_idx.shards import ShardSet
-from megatron_sft_idx.training.order import EpochOrder
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.plan_cache import plan_path
-from megatron_sft_idx.training.rows import PackedRows
+from megatron_sft_idx.training.rows import EpochOrder, PackedRows
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions
 
 CAPACITY, BATCH = 4096, 8

@@ -21,15 +21,13 @@ from batches_peers import CAPACITY, ROWS, SEQUENCES, TOKENS, fill
 from plot import Dot, dots
 from report import Bench, Parser, Size
 
-from megatron_sft_idx.catalog import Catalog, Limits, ProducerState
+from megatron_sft_idx.live import Catalog, Limits, ProducerState
+from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
 from megatron_sft_idx.shard import ShardWriter
-from megatron_sft_idx.shards import ShardSet
-from megatron_sft_idx.streaming import LiveDataset, LiveLoader
-from megatron_sft_idx.training.batch import BatchAssembler
-from megatron_sft_idx.training.layout import Batch
+from megatron_sft_idx.shard.shard_set import ShardSet
+from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.loader import BatchLoader
-from megatron_sft_idx.training.order import EpochOrder
-from megatron_sft_idx.training.rows import PackedRows
+from megatron_sft_idx.training.rows import EpochOrder, PackedRows
 from megatron_sft_idx.training.sources import StoredPacks
 
 RANKS = 4

@@ -26,10 +26,10 @@ from plot import Dot, dots
 from report import MIB, Bench, Parser, Size
 
 from megatron_sft_idx.shard import ShardWriter
-from megatron_sft_idx.shards import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
-from megatron_sft_idx.training.dataset import PackedSFTDataset, PackedSFTDatasetConfig
 from megatron_sft_idx.training.loader import BatchLoader
+from megatron_sft_idx.training.sft_dataset import PackedSFTDataset, PackedSFTDatasetConfig
 from megatron_sft_idx.training.sources import StoredPacks
 
 MOST_FILES, MOST_MAPS = 256, 200

@@ -27,7 +27,8 @@ from plot import Dot, dots
 from report import MIB, Bench, Parser, Size
 
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
-from megatron_sft_idx.merge import Parts, merge, split
+from megatron_sft_idx.packs.merge import merge
+from megatron_sft_idx.packs.split import Parts, split
 from megatron_sft_idx.shard import Shard, ShardWriter
 
 SHARDS = 8

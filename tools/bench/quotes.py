@@ -36,9 +36,9 @@ COMPARED = re.compile(
 )
 # Figures of README that no bench measures, as they stand there, and the file and the words in it that hold them.
 HELD_ELSEWHERE = {
-    "under 1 MB for any shard": ("megatron_sft_idx/report/page/render.py", "MAX_NBYTES = 1_000_000"),
+    "under 1 MB for any shard": ("megatron_sft_idx/inspect/page.py", "MAX_NBYTES = 1_000_000"),
     "1% of 42 packs is none": ("tests/test_troubleshooting_training.py", 'split="99,1,0"'),
-    "up to 1 GiB": ("megatron_sft_idx/shards/budgets.py", "Budget(1 << 30)"),
+    "up to 1 GiB": ("megatron_sft_idx/shard/shard_set.py", "MEMORY_NBYTES = 1 << 30"),
     "256 MiB by default": ("megatron_sft_idx/storage/options.py", "CACHE_NBYTES = 256 << 20"),
 }
 

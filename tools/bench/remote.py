@@ -127,7 +127,7 @@ def stock_reader(way: Way, cache: str) -> Read:
 
 def our_reader(way: Way, cache: str) -> Read:
     """Whole batches of five tensors, by the loader that training uses."""
-    from megatron_sft_idx.shards import ShardSet
+    from megatron_sft_idx.shard.shard_set import ShardSet
     from megatron_sft_idx.training.batch import BatchAssembler
     from megatron_sft_idx.training.loader import BatchLoader
     from megatron_sft_idx.training.sources import StoredPacks

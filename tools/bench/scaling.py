@@ -29,13 +29,11 @@ from tokenising import TEMPLATE, make_chats, train_tokenizer
 
 from megatron_sft_idx.chat.inputs.files import expand_inputs
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.preprocess import EncodingOptions, PackOptions, RowEncoder
-from megatron_sft_idx.preprocess.distributed.parts import PartInfo, write_part
-from megatron_sft_idx.preprocess.distributed.reader import PartsReader
-from megatron_sft_idx.preprocess.distributed.stretches import Cutting, cut_file, read_pieces
-from megatron_sft_idx.preprocess.gather import write_packs
-from megatron_sft_idx.preprocess.outputs import Packing, plan_packs
-from megatron_sft_idx.preprocess.source import PIECE_NBYTES
+from megatron_sft_idx.tokenize import EncodingOptions, PackOptions, RowEncoder
+from megatron_sft_idx.tokenize.cut import Cutting, cut_input, read_pieces
+from megatron_sft_idx.tokenize.gather import PartsReader, PartsTable, write_packs
+from megatron_sft_idx.tokenize.parts import PartInfo, write_part
+from megatron_sft_idx.tokenize.plan import Packing, plan_packs
 
 CAPACITY = 4096
 SHARDS = 4
@@ -70,8 +68,8 @@ def encoder_of(folder: Path) -> RowEncoder:
 def tokenising_stages(folder: Path) -> tuple[list[Stage], list[str], list[Any]]:
     """Cut, read, tokenise and write parts; paths of the parts, and the lengths in them."""
     (file,) = expand_inputs([str(folder / "chats.jsonl")])
-    encoder, cutting = encoder_of(folder), Cutting.of(file.num_bytes, PIECE_NBYTES)
-    stretches, cut = timed(lambda: list(cut_file(file, 0, cutting)))
+    encoder, cutting = encoder_of(folder), Cutting.of([file])
+    stretches, cut = timed(lambda: list(cut_input([file], cutting)))
     read = encode = write = 0.0
     paths: list[str] = []
     lengths: list[Any] = []
@@ -121,7 +119,7 @@ def packing_stages(folder: Path, paths: list[str], lengths: list[Any]) -> list[S
     ):
         with output.writer(overwrite=False) as writer:
             run = packing.run(number)
-            seconds += timed(write_packs, PartsReader(paths, bounds, "uint8"), run, writer)[1]
+            seconds += timed(write_packs, PartsReader(PartsTable(paths, bounds, "uint8")), run, writer)[1]
             seconds += timed(writer.finalize)[1]
         nbytes += sum(os.path.getsize(output.prefix + suffix) for suffix in SUFFIXES)
     return [

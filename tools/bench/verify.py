@@ -24,9 +24,9 @@ from measure import Time, alternated, in_own_process, medians, memory, timed
 from plot import Dot, dots
 from report import MIB, Bench, Parser, Size
 
+from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import ShardWriter
-from megatron_sft_idx.verify import verify_shard
 
 CHUNK_PACKS_TOKENS = 1 << 22
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from megatron_sft_idx import SFTIndexedDataset
-from megatron_sft_idx.report import mark_pack
+from megatron_sft_idx.inspect.text import mark_pack
 
 CHATS = "tools/demo/chats.jsonl"
 TOKENIZER = "tools/demo/tokenizer"

@@ -22,8 +22,8 @@ from megatron_sft_idx.chat.inputs.saved_dataset import (
     is_saved_dataset,
 )
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.storage.remote.listing import exists, in_folder, matching
+from megatron_sft_idx.storage import is_remote, read_most
+from megatron_sft_idx.storage.remote.store import exists, in_folder, matching
 
 __all__ = ["InputFile", "Kind", "expand_inputs", "total_bytes"]
 
@@ -146,8 +146,7 @@ def _recognise_file(path: str) -> InputFile:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):
             raise FormatError(f"{path}: not a regular file; pipes and devices cannot be read twice")
-        with open(path, "rb") as file:
-            magic = file.read(_MAGIC_NBYTES)
+        magic = read_most(path, _MAGIC_NBYTES)
     except OSError as error:
         raise FormatError(f"{path}: cannot be read: {error.strerror}") from None
     return _recognise(path, magic, status.st_size)

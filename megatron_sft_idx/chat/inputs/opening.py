@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, cast
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage import is_remote, open_regular
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
 from megatron_sft_idx.storage.remote.files import ObjectFile, read_ahead
 
@@ -48,7 +48,7 @@ def open_stream(path: str, etag: str | None = None, *, peek: bool = False) -> It
         peek: only the beginning is wanted.
     """
     if not is_remote(path):
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             yield file
         return
     store, _ = open_store(path)

@@ -30,7 +30,9 @@ _FLAGS = ("train", "loss", "trainable")
 # These say which part of a message is trained on; a row that has one must not train as if it had none.
 _UNREAD = ("train_detail", "loss_mask", "masked")
 # Read here and not handed on; the rest of a message is kept for the template.
-_CONSUMED = ("role", "content", "tool_calls", "function_call", *_WEIGHTS, *_FLAGS, *_UNREAD)
+_CONSUMED = frozenset({"role", "content", "tool_calls", "function_call", *_WEIGHTS, *_FLAGS, *_UNREAD})
+_CHECKED = frozenset({*MEDIA_COLUMNS, *_UNREAD})
+_WEIGHING = frozenset({*_WEIGHTS, *_FLAGS})
 
 
 def read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
@@ -50,9 +52,14 @@ def read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
     role = message.get("role")
     if role not in _ROLES:
         raise RowError(f"{what} has the role {name_of(role)}; known are {', '.join(_ROLES)}")
-    _refuse_unread(message, what)
+    if not message.keys().isdisjoint(_CHECKED):
+        _refuse_unread(message, what)
     out: dict[str, Any] = {"role": "tool" if role == "function" else role}
-    if role == "assistant" and isinstance(message.get("content"), list):
+    content = message.get("content")
+    if len(message) == 2 and type(content) is str:  # as most are
+        out["content"] = content
+        return out, 1.0
+    if role == "assistant" and isinstance(content, list):
         message = _with_fields(message, what)
     calls = _tool_calls_of(message, what)
     if calls and role != "assistant":
@@ -61,12 +68,15 @@ def read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
     content = _content_of(message, what, may_be_null=bool(calls or reasoning.get("reasoning_content")))
     if content is not None:
         out["content"] = content
-    out |= {key: value for key, value in message.items() if key not in _CONSUMED and value is not None} | reasoning
+    for key, value in message.items():
+        if key not in _CONSUMED and value is not None:
+            out[key] = value
+    out |= reasoning
     if calls:
         out["tool_calls"] = calls
     if "name" in out:
         require_string(out["name"], f"{what}.name")
-    return out, _weight_of(message, what)
+    return out, 1.0 if message.keys().isdisjoint(_WEIGHING) else _weight_of(message, what)
 
 
 def text_of(content: Any, what: str) -> str:
@@ -132,6 +142,8 @@ def make_tool_call(call: Any, what: str) -> dict[str, Any]:
     Accepts that, or the function alone. Arguments given as a JSON string are parsed; none are an empty
     object.
     """
+    if _is_made(call):
+        return call  # type: ignore[no-any-return]
     if not isinstance(call, dict):
         raise RowError(f"{what} is {kind_of(call)}, expected an object with name and arguments")
     if (kind := call.get("type")) not in (None, "function"):
@@ -154,6 +166,16 @@ def make_tool_call(call: Any, what: str) -> dict[str, Any]:
     return outer | {"type": "function", "function": rest | {"arguments": arguments}}
 
 
+def _is_made(call: Any) -> bool:
+    """Whether a call is in that form already."""
+    if type(call) is not dict or [*call] != ["type", "function"] or call["type"] != "function":
+        return False
+    function = call["function"]
+    if type(function) is not dict or [*function] != ["name", "arguments"] or type(function["name"]) is not str:
+        return False
+    return bool(function["name"]) and type(function["arguments"]) is dict
+
+
 def _arguments_of(arguments: Any, what: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         arguments = parse_embedded(arguments, what) if arguments.strip() else None
@@ -166,6 +188,8 @@ def _arguments_of(arguments: Any, what: str) -> dict[str, Any]:
 
 def _tool_calls_of(message: dict[str, Any], what: str) -> list[dict[str, Any]]:
     calls, old = message.get("tool_calls"), message.get("function_call")
+    if calls is None and old is None:
+        return []
     if is_filled(calls) and is_filled(old):
         raise RowError(f"{what} has both tool_calls and function_call; keep one")
     if is_filled(old):
@@ -191,6 +215,8 @@ def _content_of(message: dict[str, Any], what: str, *, may_be_null: bool) -> str
 
 
 def _reasoning_of(message: dict[str, Any], what: str) -> dict[str, str]:
+    if message.keys().isdisjoint(_REASONING_KEYS):
+        return {}
     found = {key: text_of(message[key], f"{what}.{key}") for key in _REASONING_KEYS if message.get(key) is not None}
     if len(set(filter(None, found.values()))) > 1:
         raise RowError(f"{what} has {' and '.join(found)} that differ; keep one")

@@ -39,6 +39,9 @@ _ANSWERS = ("output", "response", "completion", "answer")
 _SYSTEMS = ("system", "system_prompt")
 _PAIRS = ("chosen", "rejected", "chosen_response", "rejected_response", "rejected_messages")
 _VERDICTS = ("label", "kto_tag")
+# Beside what makes a chat.
+_REFUSED = frozenset({*MEDIA_COLUMNS, *_PAIRS, *_VERDICTS})
+_MORE = frozenset({*_SYSTEMS, "tools", "functions", "chat_template_kwargs"})
 # Set by whoever renders; a row that sets them would change what a conversation is.
 _RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
 
@@ -72,10 +75,9 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
     """
     if not isinstance(data, dict):
         raise RowError(f"the row is {kind_of(data)}, expected an object")
-    for column in MEDIA_COLUMNS:
-        if is_filled(data.get(column)):
-            raise RowError(f"the row has {column}; only text can be trained on here")
-    _refuse_preferences(data, options)
+    columns = data.keys()
+    if not columns.isdisjoint(_REFUSED):
+        _refuse_columns(data, options)
     kind = _kind_by_columns(data, options) if options.kind == "auto" else options.kind
     if kind == "tokenized":
         return read_tokenized(data, options.mask_alignment)
@@ -85,13 +87,18 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
         messages, weights = _read_prompt_completion(data)
     else:
         messages, weights = _read_alpaca(data)
-    _put_system_first(data, messages, weights)
-    if options.require_assistant and not any(map(_says_something, messages)):
+    alone = columns.isdisjoint(_MORE)
+    if not alone:
+        _put_system_first(data, messages, weights)
+    if options.require_assistant and not any(map(_says_something, reversed(messages))):
         raise RowError("the assistant says nothing in this row, so there is nothing to learn")
-    return Conversation(messages, weights, _tools_of(data), _kwargs_of(data))
+    return Conversation(messages, weights, None if alone else _tools_of(data), {} if alone else _kwargs_of(data))
 
 
-def _refuse_preferences(data: dict[str, Any], options: RowOptions) -> None:
+def _refuse_columns(data: dict[str, Any], options: RowOptions) -> None:
+    for column in MEDIA_COLUMNS:
+        if is_filled(data.get(column)):
+            raise RowError(f"the row has {column}; only text can be trained on here")
     pair = [column for column in _PAIRS if is_filled(data.get(column)) and not isinstance(data[column], (bool, int))]
     if pair and options.messages_key not in pair:
         raise RowError(
@@ -112,11 +119,11 @@ def _kind_by_columns(data: dict[str, Any], options: RowOptions) -> RowKind:
     has = {column for column, value in data.items() if value is not None}
     if "input_ids" in has and has.intersection(MASK_COLUMNS):
         return "tokenized"
-    if options.messages_key or has.intersection(_TURNS):
+    if options.messages_key or not has.isdisjoint(_TURNS):
         return "messages"
-    if {"prompt", "completion"} <= has:
+    if "prompt" in has and "completion" in has:
         return "prompt-completion"
-    if has.intersection(_PROMPTS) and has.intersection(_ANSWERS):
+    if not (has.isdisjoint(_PROMPTS) or has.isdisjoint(_ANSWERS)):
         return "alpaca"
     if "input_ids" in has:
         return "tokenized"  # which says that its mask is missing
@@ -144,11 +151,13 @@ def _read_list(turns: Any, column: str) -> tuple[list[dict[str, Any]], list[floa
         raise RowError(f"{column} is empty")
     first = turns[0]
     is_sharegpt = isinstance(first, dict) and "from" in first and "role" not in first
-    read = []
+    messages, weights = [], []
     for i, turn in enumerate(turns):
         what = f"{column}[{i}]"
-        read.append(read_message(message_of_turn(turn, what) if is_sharegpt else turn, what))
-    return [message for message, _ in read], [weight for _, weight in read]
+        message, weight = read_message(message_of_turn(turn, what) if is_sharegpt else turn, what)
+        messages.append(message)
+        weights.append(weight)
+    return messages, weights
 
 
 def _read_prompt_completion(data: dict[str, Any]) -> tuple[list[dict[str, Any]], list[float]]:
@@ -171,14 +180,14 @@ def _read_prompt_completion(data: dict[str, Any]) -> tuple[list[dict[str, Any]],
 
 def _read_alpaca(data: dict[str, Any]) -> tuple[list[dict[str, Any]], list[float]]:
     def text(columns: tuple[str, ...], what: str) -> str:
-        column = next((name for name in columns if data.get(name) is not None), None)
-        if column is None:
-            raise RowError(f"the row has no {what}: none of {', '.join(columns)}")
-        return require_string(data[column], column)
+        for column in columns:
+            if (value := data.get(column)) is not None:
+                return require_string(value, column)
+        raise RowError(f"the row has no {what}: none of {', '.join(columns)}")
 
     prompt, answer = text(_PROMPTS, "prompt"), text(_ANSWERS, "answer")
-    more = text(_INPUTS, "input") if any(data.get(name) is not None for name in _INPUTS) else ""
-    asked = "\n".join(part for part in (prompt, more) if part)
+    more = "" if data.get("input") is None and data.get("context") is None else text(_INPUTS, "input")
+    asked = f"{prompt}\n{more}" if prompt and more else prompt or more
     if not asked:
         raise RowError("the prompt is empty")
     pairs = []
@@ -193,19 +202,18 @@ def _read_alpaca(data: dict[str, Any]) -> tuple[list[dict[str, Any]], list[float
 
 
 def _exchange(pairs: list[tuple[str, str]]) -> tuple[list[dict[str, Any]], list[float]]:
-    messages = [
-        {"role": role, "content": text}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
+    messages = []
+    for asked, answer in pairs:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     if not pairs[-1][1]:
         raise RowError("the answer is empty, so there is nothing to learn")
     return messages, [1.0] * len(messages)
 
 
 def _says_something(message: dict[str, Any]) -> bool:
-    said = ("content", "tool_calls", "reasoning_content")
-    return message["role"] == "assistant" and any(is_filled(message.get(key)) for key in said)
+    if message["role"] != "assistant":
+        return False
+    return bool(message.get("content") or message.get("tool_calls") or message.get("reasoning_content"))
 
 
 def _put_system_first(data: dict[str, Any], messages: list[dict[str, Any]], weights: list[float]) -> None:

@@ -42,7 +42,7 @@ def message_of_turn(turn: Any, what: str) -> dict[str, Any]:
         raise RowError(f"{what} is from {name_of(speaker)}; known are {', '.join(_ROLES)}")
     if turn.get("value") is None:
         raise RowError(f"{what} ({speaker}) has no value")
-    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")} if len(turn) > 2 else {}
     if role != "function_call":
         return {**rest, "role": role, "content": text_of(turn["value"], f"{what}.value")}
     calls = turn["value"]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from jinja2.exceptions import SecurityError
 
+from megatron_sft_idx.chat.template.allowance import NotText, Overspent
 from megatron_sft_idx.chat.template.environment import RaisedByTemplate, TemplateEnvironment
 from megatron_sft_idx.chat.template.forms import (
     ABSENT,
@@ -40,6 +41,7 @@ REVISION = 2
 """Raised whenever the same template and row would give other text or spans."""
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_RUNAWAY = (Overspent, OverflowError, MemoryError)
 _Result = TypeVar("_Result")
 
 
@@ -51,6 +53,10 @@ class _Row(NamedTuple):
     variables: dict[str, Any]
     notes: dict[str, int]
     style: Style
+
+
+class _Runaway(SequenceError):  # noqa: N818 - what the template is, in its reason
+    """A rendering asked for more than any should: other forms of the row are not tried."""
 
 
 class _UnrenderedError(SequenceError):
@@ -141,9 +147,9 @@ class ChatTemplate:
 
         Raises:
             SequenceError: the conversation cannot be used with this template: the template refuses it, fails
-                on it, or leaves out what the assistant says; or nothing tells where that is. ``source`` is only
-                ``"conversation"``.
-            FormatError: the template cannot be used: it needs a date, or runs away.
+                on it, runs away, writes what has no text, or leaves out what the assistant says; or nothing tells
+                where that is. ``source`` is only ``"conversation"``.
+            FormatError: the template cannot be used: it needs a date, or reaches for what it may not.
         """
         return self._in_some_form(conversation, lambda row: [self._whole(row)])[0]
 
@@ -166,16 +172,17 @@ class ChatTemplate:
         self._refuse_reserved(conversation.kwargs, unusable)
         if len(conversation.weights) != len(conversation.messages):
             raise unusable(f"{len(conversation.weights)} weights for {len(conversation.messages)} messages")
-        lacking = [index for index, message in enumerate(conversation.messages) if lacks_content(message)]
+        lacking = [
+            index
+            for index, message in enumerate(conversation.messages)
+            if message.get("content") is None and lacks_content(message)
+        ]
         with self._lock:
             if self._style is None:
                 self._style = learn_style(self._plain_probe)
             found: list[list[Rendered]] = []
             failed: SequenceError | None = None
-            for other in (
-                False,
-                True,
-            ):  # where the learnt form fails, contents as strings or parts, whichever it is not
+            for other in (False, True):  # where the learnt form fails, contents as strings or parts, as it is not
                 style = replace(self._style, in_parts=not self._style.in_parts) if other else self._style
                 for note, missing in style.null_forms if lacking else NULL_FORMS[:1]:
                     notes = {note: len(lacking)} if lacking else {}
@@ -184,10 +191,7 @@ class ChatTemplate:
                     try:
                         rendered = step(row)
                     except SequenceError as error:
-                        if failed is None or (
-                            isinstance(failed, _UnrenderedError) and not isinstance(error, _UnrenderedError)
-                        ):
-                            failed = error
+                        failed = _first_reason(failed, error)
                         continue
                     if style.in_parts and any(prints_parts(one.text) for one in rendered):
                         continue
@@ -212,8 +216,9 @@ class ChatTemplate:
 
     def _whole(self, row: _Row, chosen: Sequence[int] | None = None) -> Rendered:
         """One conversation as one text; ``chosen`` messages are trained on, or those that the options select."""
-        speakers = [index for index, message in enumerate(row.messages) if message.get("role") == "assistant"]
-        if self._learns_everything and all(row.conversation.weights[index] == 1 for index in speakers):
+        weights = row.conversation.weights
+        speakers = selected(row.messages, [1.0] * len(weights), "assistant") if self.options.train_on == "all" else []
+        if self._learns_everything and all(weights[index] == 1 for index in speakers):
             text = self._guarded(self._template.plain, row.variables)
             finder = self._finder(row, text, None)
             finder.require_words(speakers)
@@ -231,13 +236,11 @@ class ChatTemplate:
                 traced, text = None, self._guarded(self._template.plain, row.variables)
             finder = self._finder(row, text, traced)
             if chosen is None:
-                everything = self.options.train_on == "all"
-                chosen = (
-                    speakers if everything else selected(row.messages, row.conversation.weights, self.options.train_on)
-                )
+                chosen = speakers or selected(row.messages, weights, self.options.train_on)
             spans = self._spans(finder, row, chosen, len(text))
-        for what, count in finder.notes.items():
-            row.notes[what] = row.notes.get(what, 0) + count
+        if finder.notes:
+            for what, count in finder.notes.items():
+                row.notes[what] = row.notes.get(what, 0) + count
         literals = [] if self.options.allow_control_tokens else self._literals(text, row)
         return Rendered(text, spans, literals, row.notes)
 
@@ -325,9 +328,8 @@ class ChatTemplate:
             return step(*arguments)
         except FormatError:
             raise
-        except OverflowError as error:
-            where = self._template.line_of(error)
-            raise FormatError(f"{self.name}: {where}a template may not do this: {error}") from None
+        except _RUNAWAY as error:
+            raise self._runaway(error) from None
         except Exception:
             return None
 
@@ -352,12 +354,20 @@ class ChatTemplate:
             raise
         except RaisedByTemplate as error:
             raise _unrendered(f"the chat template {self.name} refuses it: {error}") from None
-        except (SecurityError, OverflowError, MemoryError) as error:
+        except _RUNAWAY as error:
+            raise self._runaway(error) from None
+        except SecurityError as error:
             where = self._template.line_of(error)
             raise FormatError(f"{self.name}: {where}a template may not do this: {error}") from None
         except Exception as error:
             where = self._template.line_of(error)
-            raise _unrendered(f"the chat template {self.name} fails on it: {where}{error}") from None
+            said = unusable if isinstance(error, NotText) else _unrendered
+            raise said(f"the chat template {self.name} fails on it: {where}{error}") from None
+
+    def _runaway(self, error: Exception) -> _Runaway:
+        where = self._template.line_of(error)
+        what = str(error) or "it needs more memory than there is"
+        return _Runaway("conversation", None, f"{self.name}: {where}a template may not do this: {what}")
 
     def _refuse_reserved(self, kwargs: Mapping[str, Any], error: Callable[[str], Exception]) -> None:
         taken = _RESERVED.intersection(kwargs)
@@ -377,11 +387,9 @@ def _weighted(found: Sequence[tuple[int, Ranges, Ranges]], weights: Sequence[flo
     """Trained ranges with their messages' weights: ascending, none overlapping the one before it."""
     spans: list[Span] = []
     at = 0
-    ranges = [(start, stop, message) for message, _, kept in found for start, stop in kept]
-    ranges.sort()
-    for start, stop, message in ranges:
+    for start, stop, message in sorted((start, stop, message) for message, _, kept in found for start, stop in kept):
         # The end of a turn may stand in the next message's text.
-        if stop > (first := max(start, at)):
+        if stop > (first := start if start > at else at):
             spans.append(Span(first, stop, weights[message]))
             at = stop
     return spans
@@ -397,3 +405,12 @@ def _around(found: Sequence[tuple[int, Ranges, Ranges]], spans: list[Span], leng
     rest.append(Span(at, length))
     spans = [span for span in (*spans, *rest) if span.start < span.stop and span.weight != 0]
     return sorted(spans, key=lambda span: span.start)
+
+
+def _first_reason(failed: SequenceError | None, error: SequenceError) -> SequenceError:
+    """Which of two failures to tell of: the first, unless it says only that nothing was rendered. Raises a runaway."""
+    if isinstance(error, _Runaway):
+        raise error
+    if failed is None or (isinstance(failed, _UnrenderedError) and not isinstance(error, _UnrenderedError)):
+        return error
+    return failed

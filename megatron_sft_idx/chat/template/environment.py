@@ -3,26 +3,32 @@
 Templates come from model hubs and are untrusted code. They run in Jinja's immutable sandbox, set up as
 transformers sets it up (``trim_blocks``, ``lstrip_blocks``, loop controls, ``raise_exception``,
 ``strftime_now``, a ``tojson`` that does not escape HTML), so that the same template gives the same text. What
-differs is deliberate: nothing random, no clock, bounded repetition, and short cuts for the attribute look-ups
-and calls that chat templates make thousands of times on plain dicts, strings and lists.
+differs is deliberate: nothing random, no clock, an allowance for what a rendering may do and write (``allowance``),
+and short cuts for the attribute look-ups and calls that chat templates make thousands of times on plain dicts, strings
+and lists.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from datetime import datetime
-from types import BuiltinMethodType
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Context, LoopContext, Undefined
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
+from jinja2.utils import Cycler, Namespace
+from markupsafe import Markup
 
+from megatron_sft_idx.chat.template.allowance import POINTER, Allowance, Overspent, text_bytes
+from megatron_sft_idx.chat.template.codegen import LOOP_ATTRIBUTES, CountingGenerator
+from megatron_sft_idx.chat.template.filters import counted_filters
+from megatron_sft_idx.chat.template.prices import LINEAR, call_method, price_of_percent, spec_width
 from megatron_sft_idx.errors import FormatError
 
 __all__ = ["GENERATION", "RaisedByTemplate", "TemplateEnvironment"]
@@ -33,10 +39,29 @@ GENERATION = "_generation"
 MAX_REPEATED = 1 << 24
 """The longest string or list that ``*`` may make, in items."""
 
+MAX_MESSAGE = 2000
+"""The longest message of ``raise_exception``, in characters."""
+
 _MISSING = object()
 _PLAIN = frozenset({str, int, bool, float, list, dict, type(None)})
 _DICT_ATTRIBUTES = frozenset(dir(dict))
-_LOOP_ATTRIBUTES = frozenset({"index", "index0", "first", "last", "length", "previtem", "nextitem"})
+_VIEWS = frozenset({"items", "keys", "values"})
+_COMPARING = frozenset(
+    ["==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", "ge", ">=", "<", "lt", "lessthan", "<=", "le"]
+)
+_OF_ALLOWANCE = (
+    "concatenated",
+    "contains",
+    "cut",
+    "iterated",
+    "key",
+    "made",
+    "soft_text",
+    "spend",
+    "subtracted",
+    "text",
+    "weighed",
+)
 
 
 class RaisedByTemplate(TemplateError):  # noqa: N818 - not an error of ours: the template's own words
@@ -79,30 +104,44 @@ class _TemplateNamespace(Namespace):
 class _TemplateDict:
     """``dict(...)`` for templates: makes dicts, and is not the class."""
 
+    def __init__(self, allowance: Allowance) -> None:
+        self._allowance = allowance
+
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        if args and not isinstance(args[0], Mapping):
+            args = (self._allowance.listed(args[0]), *args[1:])
+        for some in (*args, kwargs):
+            self._allowance.spend(4 * POINTER * len(some))
         return dict(*args, **kwargs)
 
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
+    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(map(self._allowance.key, self._allowance.listed(keys)), value)
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """A sandbox with the names and filters that chat templates expect.
 
     The overridden look-ups answer the common cases (exact dicts, strings, lists, ``loop`` and namespaces) as
-    the sandbox would, and leave everything else to it.
+    the sandbox would, and leave everything else to it. What compiled templates do is taken off ``allowance``; its
+    methods are the environment's too, because compiled templates have the environment at hand.
     """
 
-    intercepted_binops = frozenset({"*", "**"})
+    code_generator_class = CountingGenerator
+    intercepted_binops = frozenset({"*", "**", "%"})
 
     def __init__(self, template_date: str | None) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        self.filters["tojson"] = _to_json
-        self.filters["random"] = _refuse_random
+        self.allowance = allowance = Allowance()
+        self.concat = allowance.joined  # type: ignore[method-assign]
+        self.finalize: Callable[..., Any] = allowance.soft_text
+        for name in _OF_ALLOWANCE:
+            setattr(self, name, getattr(allowance, name))
+        self.filters = counted_filters(allowance, self.filters)
+        self.tests.update(_counted_tests(allowance, {**self.tests}))
         self.globals.pop("lipsum", None)
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _clock(template_date)
-        self.globals["dict"] = _TemplateDict()
+        self.globals["raise_exception"] = self._raise_exception
+        self.globals["strftime_now"] = _clock(template_date, allowance)
+        self.globals["dict"] = _TemplateDict(allowance)
         self.globals["namespace"] = _TemplateNamespace
         self._methods = {
             kind: frozenset(
@@ -121,7 +160,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             value = obj.get(attribute, _MISSING)
             return value if value is not _MISSING else self.undefined(obj=obj, name=attribute)
         if kind is LoopContext:
-            if attribute in _LOOP_ATTRIBUTES:
+            if attribute in LOOP_ATTRIBUTES:
                 return getattr(obj, attribute)
         elif kind is _TemplateNamespace:
             value = obj.__dict__.get(attribute, _MISSING)
@@ -139,7 +178,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 return value
             if argument not in _DICT_ATTRIBUTES:
                 return self.undefined(obj=obj, name=argument)
-        return super().getitem(obj, argument)
+        elif type(obj) is list and type(argument) is int and -len(obj) <= argument < len(obj):
+            return obj[argument]
+        return super().getitem(obj, self.allowance.key(argument))
 
     def call(
         __self,  # noqa: N805 - templates may pass any keyword
@@ -148,59 +189,145 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call from a template: methods of plain values directly, the rest through the sandbox.
+        """Call from a template: methods of plain values as their prices allow, the rest through the sandbox.
 
         Methods that change their object never get here: the sandbox refuses to hand them out.
         """
-        if type(__obj) is BuiltinMethodType and type(__obj.__self__) in __self._methods:
-            if kwargs:  # compiled loops and blocks pass their scopes along, meant for the context
-                kwargs.pop("_loop_vars", None)
-                kwargs.pop("_block_vars", None)
-            return __obj(*args, **kwargs)
+        if type(__obj) is BuiltinMethodType or (type(__obj) is MethodType and type(__obj.__self__) is Markup):
+            kwargs.pop("_loop_vars", None)  # compiled loops and blocks pass their scopes along, meant for the context
+            kwargs.pop("_block_vars", None)
+            return call_method(__self.allowance, __obj.__self__, __obj.__name__, args, kwargs)
+        if args and type(__obj) is MethodType and type(__obj.__self__) in (LoopContext, Cycler):
+            __self.allowance.weigh(args)
+        if __obj is _TemplateNamespace:
+            kwargs.pop("_loop_vars", None)
+            kwargs.pop("_block_vars", None)
+            return _TemplateNamespace(*args, **kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
+    def call_method(
+        self,
+        context: Context,
+        value: Any,
+        name: str,
+        loop_vars: dict[str, Any] | None,
+        block_vars: dict[str, Any] | None,
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call ``value.name(...)``; compiled loops and blocks pass their scopes along."""
+        kind = type(value)
+        if kind is dict:
+            if name == "get" and args and type(args[0]) is str and not kwargs:
+                return value.get(*args)
+            if name in _VIEWS and not args and not kwargs:
+                return getattr(value, name)()
+        elif kind is str and name in LINEAR:
+            allowance = self.allowance
+            allowance.left -= len(value) if value.isascii() else 4 * len(value)
+            if allowance.left < 0:
+                allowance.overspent()
+            return getattr(value, name)(*args, **kwargs)
+        if loop_vars is not None:
+            kwargs["_loop_vars"] = loop_vars
+        if block_vars is not None:
+            kwargs["_block_vars"] = block_vars
+        return self.call(context, self.getattr(value, name), *args, **kwargs)
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute ``left * right`` and ``left ** right``, refusing results that would not fit in memory."""
+        """Compute ``left * right``, ``left ** right`` and ``left % right``, refusing what would not fit in memory."""
+        allowance = self.allowance
         if operator == "**":
             if not all(type(side) in (int, float) and abs(side) <= 4096 for side in (left, right)):
-                raise SecurityError(f"{left!r} ** {right!r} is too large for a chat template")
+                shown = [repr(side) if type(side) in (int, float) else type(side).__name__ for side in (left, right)]
+                raise Overspent(f"{_cut(' ** '.join(shown))} is too large for a chat template")
+        elif operator == "%":
+            if isinstance(left, str):
+                price_of_percent(allowance, left, right)
+                if isinstance(left, Markup):
+                    allowance.weigh(right, per_character=8)
+            elif isinstance(left, bytes):
+                raise Overspent("formatting bytes is too much for a chat template")
         else:
             for one, other in ((left, right), (right, left)):
-                sequence = isinstance(one, (str, list, tuple)) and isinstance(other, int)
-                if sequence and len(one) * other > MAX_REPEATED:
-                    raise SecurityError(f"repeating something {other} times is too much for a chat template")
-        return super().call_binop(context, operator, left, right)
+                if isinstance(one, (str, bytes, list, tuple)) and isinstance(other, int):
+                    if len(one) * other > MAX_REPEATED:
+                        raise Overspent(f"repeating something {other} times is too much for a chat template")
+                    each = text_bytes(one) if isinstance(one, (str, bytes)) else POINTER * len(one)
+                    allowance.spend(each * max(0, other))
+                    allowance.nests = True
+            if isinstance(left, int) and isinstance(right, int):
+                allowance.spend(left.bit_length() + right.bit_length() >> 3)
+        return allowance.number(super().call_binop(context, operator, left, right))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """``str.format`` as the sandbox has it, each field paid for and refused if it has no text of its own."""
+        if super().wrap_str_format(value) is None:
+            return None
+        text, by_map = value.__self__, value.__name__ == "format_map"
+        formatter = _EscapeFormatter(self, escape=text.escape) if isinstance(text, Markup) else _Formatter(self)
+
+        def formatted(*args: Any, **kwargs: Any) -> str:
+            if by_map and (kwargs or len(args) != 1):
+                raise TypeError("format_map() takes exactly one argument, a mapping")
+            self.allowance.spend(text_bytes(text))
+            written = formatter.vformat(text, () if by_map else args, args[0] if by_map else kwargs)
+            return type(text)(written)  # type: ignore[no-any-return]
+
+        return formatted
+
+    def _raise_exception(self, message: Any) -> None:
+        raise RaisedByTemplate(_cut(self.allowance.text(message)))
 
     def __reduce__(self) -> Any:
         raise TypeError("a template's environment stays in its process; pickle the ChatTemplate")
 
 
-def _refuse_random(*_args: Any) -> Any:
-    raise SecurityError("the random filter would make other text from the same row; take it out of the template")
+class _Formatter(SandboxedFormatter):
+    """Formats fields as the sandbox does, each of them paid for."""
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        """Format one field."""
+        allowance: Allowance = self._env.allowance  # type: ignore[attr-defined]
+        allowance.spend(spec_width(format_spec))
+        if not isinstance(value, str):
+            allowance.written(value)
+        text = super().format_field(value, format_spec)
+        allowance.spend(8 * text_bytes(text))
+        return text
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        """Apply ``!r``, ``!s`` and ``!a``."""
+        if conversion:
+            allowance: Allowance = self._env.allowance  # type: ignore[attr-defined]
+            allowance.written(value)
+            allowance.weigh(value, per_character=12)
+        return super().convert_field(value, conversion)
 
 
-def _raise_exception(message: Any) -> None:
-    raise RaisedByTemplate(str(message))
+class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
+    """The same for Markup."""
 
 
-_encode_json = json.JSONEncoder(ensure_ascii=False).encode
+def _counted_tests(allowance: Allowance, tests: dict[str, Any]) -> dict[str, Any]:
+    """Tests that compare, as they are but paid for."""
+
+    def of_two(test: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        return lambda value, other: test(allowance.weighed(value), allowance.weighed(other))
+
+    def of_text(test: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda value: test(allowance.soft_text(value))
+
+    counted = {name: of_two(test) for name, test in tests.items() if name in _COMPARING}
+    return {**counted, "in": allowance.contains, "lower": of_text(tests["lower"]), "upper": of_text(tests["upper"])}
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    if isinstance(value, Undefined):
-        raise TypeError(f"tojson: {value._undefined_message}")
-    if not ensure_ascii and indent is None and separators is None and not sort_keys:
-        return _encode_json(value)  # the same text without building an encoder each time
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _cut(message: str) -> str:
+    return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
 
 
-def _clock(template_date: str | None) -> Callable[[str], str]:
+def _clock(template_date: str | None, allowance: Allowance) -> Callable[[str], str]:
     day: datetime | None = None
     if template_date is not None:
         try:
@@ -214,6 +341,9 @@ def _clock(template_date: str | None) -> Callable[[str], str]:
                 "the chat template asks for today's date, so its text would change from day to day; "
                 "give the date it should see with --template-date YYYY-MM-DD"
             )
+        if re.search(r"%[^a-zA-Z%]*[0-9]", style):  # as the C library pads fields, on some machines
+            raise Overspent("a date with the width of a field is too much for a chat template")
+        allowance.spend(256 * len(style))
         return day.strftime(style)
 
     return strftime_now

@@ -65,11 +65,11 @@ def pieces_of(message: Mapping[str, Any]) -> list[Piece]:
     the templates of reasoning models do.
     """
     pieces: list[Piece] = []
-    for field in REASONING_FIELDS:
-        reasoning = message.get(field)
-        if reasoning is not None:
-            _add(pieces, "reasoning", reasoning, field, 0)
-            break
+    if not message.keys().isdisjoint(REASONING_FIELDS):
+        for field in REASONING_FIELDS:
+            if message.get(field) is not None:
+                _add(pieces, "reasoning", message[field], field, 0)
+                break
     content = message.get("content")
     if type(content) is list and len(content) == 1:  # as `in_text_parts` makes it
         content = content[0].get("text")
@@ -82,9 +82,9 @@ def pieces_of(message: Mapping[str, Any]) -> list[Piece]:
             _add(pieces, "content", content, "content", 0)
     calls = message.get("tool_calls")
     for number, call in enumerate(calls) if calls else ():
-        if isinstance(call, Mapping):
+        if type(call) is dict or isinstance(call, Mapping):
             function = call.get("function")
-            name = (function if isinstance(function, Mapping) else call).get("name")
+            name = (function if type(function) is dict or isinstance(function, Mapping) else call).get("name")
             if isinstance(name, str) and name:
                 pieces.append(Piece("call", name, "tool_calls", number))
     return pieces
@@ -126,7 +126,7 @@ def _add(pieces: list[Piece], kind: str, text: object, field: str, offset: int) 
     if isinstance(text, str):
         words = text.strip()
         if words:
-            pieces.append(Piece(kind, words, field, offset + len(text) - len(text.lstrip())))
+            pieces.append(Piece(kind, words, field, offset if words is text else offset + text.index(words[0])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,26 +167,27 @@ def prepared(
         missing: what stands for a content that an assistant message lacks, one of ``NULL_FORMS``.
     """
     result: list[dict[str, Any]] = []
-    seen: set[int] = set()
+    one_form = style.text_arguments != style.parsed_arguments
     for original in messages:
         message = original
-        if message.get("content", missing) is None or (missing is not ABSENT and lacks_content(message)):
+        bare = message.get("content") is None
+        if bare and (message.get("content", missing) is None or (missing is not ABSENT and lacks_content(message))):
             message = {key: value for key, value in message.items() if key != "content"}
             if missing is not ABSENT:
                 message["content"] = missing
-        for field in REASONING_FIELDS:
-            if message.get(field) is not None:
-                reasoning = message[field]
-                message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
-                break
-        if style.text_arguments != style.parsed_arguments and message.get("tool_calls"):
+        if not message.keys().isdisjoint(REASONING_FIELDS):
+            for field in REASONING_FIELDS:
+                if message.get(field) is not None:
+                    reasoning = message[field]
+                    message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+                    break
+        if one_form and message.get("tool_calls"):
             message = _with_arguments(message, style.text_arguments, notes)
         if style.in_parts:
             message = in_text_parts(message)
-        if id(message) in seen:
-            message = dict(message)
-        seen.add(id(message))
         result.append(message)
+    if len({id(message) for message in result}) < len(result):
+        result = [dict(message) for message in result]
     return result
 
 

@@ -15,12 +15,11 @@ from megatron_sft_idx.chat.template.environment import GENERATION, TemplateEnvir
 
 __all__ = ["Marker"]
 
-_DATA = (nodes.Name, nodes.Getattr, nodes.Getitem, nodes.Slice, nodes.Const, nodes.Neg)
 _WRITERS = (nodes.Output, nodes.CallBlock, nodes.FilterBlock, nodes.Block, nodes.Include)
 
 
 class Marker(NodeTransformer):
-    """Puts the marks into a syntax tree; with ``marks=False`` only ticks, which count iterations."""
+    """Puts the marks into a syntax tree; with ``marks=False`` only generation blocks become scopes."""
 
     def __init__(self, environment: TemplateEnvironment, marks: bool) -> None:
         self.environment = environment
@@ -32,10 +31,7 @@ class Marker(NodeTransformer):
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - Jinja's interface
         """Put the body between marks."""
         if not self.marks:
-            tick = self._mark("tick", nodes.Name("messages", "load"), [], node.lineno)
-            self.generic_visit(node)
-            node.body = [tick, *node.body]
-            return node
+            return self.generic_visit(node)
         target = _loaded(node.target)
         if target is None or not _matters(node):
             return self._visit_unmarked(node)
@@ -97,19 +93,14 @@ class Marker(NodeTransformer):
 
     def _mark(self, name: str, value: nodes.Expr, lists: list[nodes.Expr], line: int) -> nodes.Stmt:
         """A statement that calls the tracker: as a filter, which the sandbox calls without ceremony."""
-        written = self.captured and name != "tick"
-        call = nodes.Filter(value, f"trace {name}{'_captured' if written else ''}", lists, [], None, None)
-        statement: nodes.Stmt = nodes.Output([call]) if written else nodes.ExprStmt(call)
+        call = nodes.Filter(value, f"trace {name}{'_captured' if self.captured else ''}", lists, [], None, None)
+        statement: nodes.Stmt = nodes.Output([call]) if self.captured else nodes.ExprStmt(call)
         return statement.set_lineno(line).set_environment(self.environment)  # type: ignore[return-value]
 
 
 def _matters(loop: nodes.For) -> bool:
-    """Whether a loop can write anything, or run longer than its data is (its iterations are counted then)."""
-    if any(_holds(item, kind) for item in loop.body for kind in _WRITERS):
-        return True
-    return not isinstance(loop.iter, _DATA) or any(
-        not isinstance(part, _DATA) for part in loop.iter.find_all(nodes.Expr)
-    )
+    """Whether a loop can write anything."""
+    return any(_holds(item, kind) for item in loop.body for kind in _WRITERS)
 
 
 def _holds(node: nodes.Node, kind: type[nodes.Node]) -> bool:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple
 
 from markupsafe import escape
@@ -23,7 +24,7 @@ from markupsafe import escape
 from megatron_sft_idx.chat.template.forms import Piece, pieces_of, squeezed, words_called_with
 from megatron_sft_idx.chat.template.marking import Place
 from megatron_sft_idx.chat.template.scaffold import Edges, Written
-from megatron_sft_idx.chat.template.trace import Segment, Traced
+from megatron_sft_idx.chat.template.trace import Segment, Traced, without_glances
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 __all__ = ["MaskOptions", "Ranges", "Rules", "SpanFinder", "selected", "unusable"]
@@ -120,7 +121,10 @@ class Rules:
         ends: texts that may end a turn: control tokens, longest first.
         bos: the tokenizer's beginning-of-sequence text, or "".
         eos: the tokenizer's end-of-sequence text, or "".
-        tested: strings that the template looks for in messages.
+        tested: strings that the template looks for in messages; none is empty.
+        letters: those that they begin with.
+        shapes: numbers for what of a message decides what a template writes around it.
+        numbers: those not given yet; none is given twice.
         known: edges by the kind of turn and the template text at them.
     """
 
@@ -130,7 +134,33 @@ class Rules:
     bos: str
     eos: str
     tested: tuple[str, ...] = ()
+    letters: str = field(init=False)
+    shapes: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    numbers: Iterator[int] = field(default_factory=count)
     known: dict[tuple[Any, ...], _Edge] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.letters = "".join({one[0] for one in self.tested})
+
+    def shape(self, message: Mapping[str, Any], first: bool) -> int:
+        """A number that messages share if the template writes the same around them; ``first`` opens its row."""
+        content = message.get("content")
+        words = content[0].get("text") if type(content) is list and len(content) == 1 else content
+        found: list[str] = []
+        if type(words) is str:
+            for letter in self.letters:
+                if letter in words:
+                    found = [one for one in self.tested if one in words]
+                    break
+        calls = message.get("tool_calls")
+        many = min(len(calls), 2) if type(calls) is list else 0
+        reasons = bool(message.get("reasoning_content"))
+        shape = (message.get("role"), *message, bool(words), reasons, many, first, *found)
+        if (number := self.shapes.get(shape)) is None:
+            if len(self.shapes) >= _MOST_KNOWN:
+                self.shapes.clear()
+            number = self.shapes[shape] = next(self.numbers)
+        return number
 
 
 class SpanFinder:
@@ -162,19 +192,25 @@ class SpanFinder:
         self._rules, self._text, self._messages, self._traced = rules, text, messages, traced
         self._make_edges, self._locate, self._variables = edges, locate, variables
         self._sure_of_arguments = sure_of_arguments
+        self._keeps_all = rules.options.train_on_thinking and rules.options.train_on_tool_calls
         self._edges: Edges | None = None
         self._places: list[Place] | None = None
         self._searched = False
         # What of each message decides what a template writes around it; one more before and behind, for neighbours.
-        self._shapes: list[Any] = [None, *(_shape(one, rules.tested, i) for i, one in enumerate(messages)), None]
+        self._shapes = [-1, *(rules.shape(one, i == 0) for i, one in enumerate(messages)), -1]
         self._kinds = frozenset(self._shapes)  # prompts may depend on a system message far before
-        self._question = max((i for i, one in enumerate(messages) if one.get("role") == "user"), default=-1)
+        self._question = len(messages) - 1
+        while self._question >= 0 and messages[self._question].get("role") != "user":
+            self._question -= 1
         self._written: dict[int, list[Segment]] = {}
-        for segment in () if traced is None else _without_glances(traced, messages):
-            if segment.message in self._written:
-                self._written[segment.message].append(segment)
-            else:
+        segments = [] if traced is None else traced.segments
+        if traced is not None and traced.around:  # one message was written while another was
+            segments = without_glances(traced, messages)
+        for segment in segments:
+            if (own := self._written.get(segment.message)) is None:
                 self._written[segment.message] = [segment]
+            else:
+                own.append(segment)
 
     def turn(self, message: int) -> tuple[Ranges, Ranges]:
         """What one assistant message says: all of it, and what the options leave of it.
@@ -185,21 +221,27 @@ class SpanFinder:
         pieces = pieces_of(self._messages[message])
         segments = self._own(message, pieces)
         traced = bool(segments)
-        if not traced or any(piece.kind != "call" and self._find(piece.text, segments) < 0 for piece in pieces):
+        found = self._standing(pieces, segments)
+        if not traced or len(found) < len(pieces):
             lost = [piece for piece in pieces if piece.kind != "call" and self._find(piece.text, segments) < 0]
             if any(piece.text in self._text for piece in lost) or (pieces and not traced):
                 placed = self._placed(message, pieces)
                 segments, traced = (placed, False) if placed else (segments, traced)
-        if not segments:
-            if any(piece.kind != "reasoning" for piece in pieces):
-                raise unusable(self._why_nowhere(message))
-            if pieces:
-                self._reasoning_dropped(message)
-            return [], []
-        found = self._present(message, pieces, segments)
+            if not segments:
+                if any(piece.kind != "reasoning" for piece in pieces):
+                    raise unusable(self._why_nowhere(message))
+                if pieces:
+                    self._reasoning_dropped(message)
+                return [], []
+            found = self._standing(pieces, segments)
+        if len(found) < len(pieces) or (pieces and pieces[-1].kind == "call"):
+            self._require_words(message, pieces, segments, found)
         if len(segments) > 1:
             segments = self._with_words(segments, found)
         start, stop = self._edges_of(message, segments, found, traced)
+        if len(segments) == 1 and self._keeps_all and start < stop:
+            spans = [(start, stop)]
+            return spans, spans
         spans = [(max(start, one.start), one.stop) for one in segments[:-1] if one.stop > start]
         spans += [(begin, stop)] if (begin := max(start, segments[-1].start)) < stop else []
         return spans, self._without_cuts(message, found, spans) if spans else []
@@ -211,7 +253,9 @@ class SpanFinder:
             SequenceError: the template leaves out some of the message's words, or the markers do.
         """
         pieces = pieces_of(self._messages[message])
-        found = self._present(message, pieces, self._written.get(message) or self._everywhere(message))
+        segments = self._written.get(message) or self._everywhere(message)
+        found = self._standing(pieces, segments)
+        self._require_words(message, pieces, segments, found)
         if self._rules.options.partial_markers == "error":
             inside = [Segment(start, stop, 0, message) for start, stop in spans]
             self._require_calls(message, pieces, inside, _OUTSIDE)
@@ -223,7 +267,8 @@ class SpanFinder:
     def require_words(self, messages: Sequence[int]) -> None:
         """Require what assistant messages say somewhere in the text."""
         for message in messages:
-            self._present(message, pieces_of(self._messages[message]), self._everywhere(message))
+            pieces, segments = pieces_of(self._messages[message]), self._everywhere(message)
+            self._require_words(message, pieces, segments, self._standing(pieces, segments))
 
     def blocks(self) -> dict[int, Ranges]:
         """The template's generation blocks by message.
@@ -332,25 +377,32 @@ class SpanFinder:
 
     # Whether its words are there
 
-    def _present(self, message: int, pieces: list[Piece], segments: list[Segment]) -> list[tuple[int, Piece]]:
-        """Require the message's words; return those that stand in the text letter for letter, and where at first."""
-        found: list[tuple[int, Piece]] = []
-        for piece in pieces:
-            at = self._find(piece.text, segments)
-            if at >= 0:
-                found.append((at, piece))
-                continue
+    def _standing(self, pieces: list[Piece], segments: list[Segment]) -> list[tuple[int, Piece]]:
+        """Those pieces that stand in the text letter for letter, and where at first."""
+        if len(segments) != 1:
+            return [(at, piece) for piece in pieces if (at := self._find(piece.text, segments)) >= 0]
+        start, stop, _, _ = segments[0]
+        return [(at, piece) for piece in pieces if (at := self._text.find(piece[1], start, stop)) >= 0]
+
+    def _require_words(
+        self, message: int, pieces: list[Piece], segments: list[Segment], found: list[tuple[int, Piece]]
+    ) -> None:
+        """Require the message's words, those that were not ``found`` in another spelling."""
+        if len(found) < len(pieces):
             text = "".join(self._text[one.start : one.stop] for one in segments)
-            escaped = json.dumps(piece.text, ensure_ascii=False)[1:-1]
-            if escaped in text or squeezed(piece.text) in squeezed(text) or escape(piece.text) in text:
-                continue
-            if piece.kind == "reasoning":
-                self._reasoning_dropped(message)
-                continue
-            what = f"the call of {piece.text}" if piece.kind == "call" else f"the words {_short(piece.text)}"
-            raise self._refused(message, what)
-        self._require_calls(message, pieces, segments)
-        return found
+            for piece in pieces:
+                escaped = json.dumps(piece.text, ensure_ascii=False)[1:-1]
+                if self._find(piece.text, segments) >= 0 or escaped in text or escape(piece.text) in text:
+                    continue
+                if squeezed(piece.text) in squeezed(text):
+                    continue
+                if piece.kind == "reasoning":
+                    self._reasoning_dropped(message)
+                    continue
+                what = f"the call of {piece.text}" if piece.kind == "call" else f"the words {_short(piece.text)}"
+                raise self._refused(message, what)
+        if pieces and pieces[-1].kind == "call":  # which come last
+            self._require_calls(message, pieces, segments)
 
     def _reasoning_dropped(self, message: int) -> None:
         options = self._rules.options
@@ -368,13 +420,15 @@ class SpanFinder:
     ) -> None:
         """Require each call's name for itself: an answer that speaks of the function is no call of it."""
         names = [piece.text for piece in pieces if piece.kind == "call"]
+        others = [piece.text for piece in pieces if piece.kind != "call"] + [*self._rules.ends]
         for name in dict.fromkeys(names):
-            text = "".join(self._text[one.start : one.stop] for one in segments)
-            for words in (*(piece.text for piece in pieces if piece.kind != "call"), *self._rules.ends):
-                if name in words and name != words:
+            text = "".join([self._text[one.start : one.stop] for one in segments])
+            for words in [words for words in others if name in words]:
+                if name != words:
                     text = text.replace(words, "\n")
-            escaped = json.dumps(name, ensure_ascii=False)[1:-1]
-            found = max(text.count(escaped), squeezed(text).count(squeezed(name)))
+            found = text.count(name if name.isidentifier() else json.dumps(name, ensure_ascii=False)[1:-1])
+            if found < names.count(name):
+                found = max(found, squeezed(text).count(squeezed(name)))
             if found < names.count(name):
                 what = f"{names.count(name) - found} of {names.count(name)} calls of {name}"
                 raise self._refused(message, what, how)
@@ -396,34 +450,38 @@ class SpanFinder:
         self, message: int, segments: list[Segment], found: list[tuple[int, Piece]], traced: bool
     ) -> tuple[int, int]:
         """Where the trained text of a message starts and stops."""
-        text, rules, last = self._text, self._rules, segments[-1]
-        low, high = segments[0].start, last.start + len(text[last.start : last.stop].rstrip())
+        text, known = self._text, self._rules.known
+        low = segments[0][0]
+        begin, end, _, _ = segments[-1]
+        high = begin + len(text[begin:end].rstrip())
         first, said = high, low
         for at, piece in found:
-            first, said = min(first, at), max(said, at + len(piece.text))
+            first = min(first, at)
+            if (behind := at + len(piece[1])) > said:
+                said = behind
         shapes = self._shapes
         around = (shapes[message], shapes[message + 1], shapes[message + 2])
-        place = (message > self._question, traced, len(segments), high == last.stop, _tag_before(text, low))
+        place = (message > self._question, traced, len(segments), high == end, _tag_before(text, low))
         # Arguments of calls, and text in several stretches, are not told from the template's own by looking.
         opaque = traced and (len(segments) > 1 or (bool(found) and found[-1][1].kind == "call"))
-        tail = _end_piece(text[max(said, last.start, high - 64) : high]) if opaque else self._beside(found, said, high)
+        tail = _end_piece(text[max(said, begin, high - 64) : high]) if opaque else self._beside(found, said, high)
         key = (self._variables, self._kinds, around, place, text[low:first], tail)
-        known = rules.known.get(key)
+        edge = known.get(key)
         if (
-            known is None
-            or not text.startswith(known.head, low)
-            or not text.startswith(known.late, last.stop)
-            or not text.endswith(known.dropped, said, high)
+            edge is None
+            or not text.startswith(edge.head, low)
+            or not text.startswith(edge.late, end)
+            or not text.endswith(edge.dropped, said, high)
             or (opaque and self._may_hold_others(message, segments))
         ):
             start, stop, ended = self._learnt(message, segments, found, traced)
-            late = text[last.stop : stop] if stop > high else ""
-            if len(rules.known) >= _MOST_KNOWN:
-                rules.known.clear()
-            rules.known[key] = _Edge(text[low:start], text[stop:high], late, ended)
+            late = text[end:stop] if stop > high else ""
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            known[key] = _Edge(text[low:start], text[stop:high], late, ended)
         else:
-            start, ended = low + len(known.head), known.ended
-            stop = last.stop + len(known.late) if known.late else high - len(known.dropped)
+            start, ended = low + len(edge.head), edge.ended
+            stop = end + len(edge.late) if edge.late else high - len(edge.dropped)
         if not ended:
             self._note("no_end_of_turn")
         return start, stop
@@ -550,6 +608,8 @@ class SpanFinder:
     # What the options leave of it
 
     def _without_cuts(self, message: int, found: list[tuple[int, Piece]], spans: Ranges) -> Ranges:
+        if self._keeps_all:
+            return spans
         options = self._rules.options
         cuts: Ranges = []
         if not options.train_on_thinking:
@@ -619,50 +679,6 @@ class SpanFinder:
         return closing.end() if closing else start
 
 
-def _without_glances(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> list[Segment]:
-    """Segments, where what was written while a message was merely looked at belongs to the message being written.
-
-    A template may loop over all messages while it writes one, to look up the name of a call. It may also write a tool's
-    results there, which then are the tool's: what holds a message's words, and holds them first, is that message's.
-    """
-    if not any(segment.frame in traced.around for segment in traced.segments):
-        return traced.segments
-    text: dict[int, str] = {}
-    for segment in traced.segments:
-        text[segment.frame] = text.get(segment.frame, "") + traced.text[segment.start : segment.stop]
-    writers: dict[int, tuple[bool, int, int]] = {}  # message to (whether it is nobody's guest, words held, -frame)
-    for frame, written in text.items():
-        message = traced.frames[frame]
-        if not written.strip():
-            continue
-        held = sum(piece.text in written for piece in pieces_of(messages[message]))
-        writers[message] = max(writers.get(message, (False, 0, 0)), (frame not in traced.around, held, -frame))
-    result: list[Segment] = []
-    for segment in traced.segments:
-        start, owner, message = segment.start, segment.frame, segment.message
-        while owner in traced.around and not ((best := writers.get(message)) and best[1] and -best[2] == owner):
-            # A glance at another answer is part of the text around it; at anything else, nobody's.
-            outer = traced.around[owner]
-            owner = outer if messages[message].get("role") == "assistant" else -1
-            message = traced.frames[outer]
-        if owner < 0:
-            continue
-        if result and result[-1].stop == start and result[-1].frame == owner:
-            start = result.pop().start
-        result.append(Segment(start, segment.stop, owner, message))
-    return result
-
-
-def _shape(message: Mapping[str, Any], tested: Sequence[str], index: int) -> tuple[Any, ...]:
-    content = message.get("content")
-    words = content[0].get("text") if type(content) is list and len(content) == 1 else content
-    found = [one for one in tested if one in words] if type(words) is str else []
-    calls = message.get("tool_calls")
-    count = min(len(calls), 2) if type(calls) is list else 0
-    reasons = bool(message.get("reasoning_content"))
-    return (message.get("role"), *message, bool(words), reasons, count, index == 0, *found)
-
-
 def _content_of(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     content = content[0].get("text") if type(content) is list and len(content) == 1 else content
@@ -684,7 +700,7 @@ def _end_piece(text: str) -> str:
     end = text[-1:]
     if end in (">", "]"):
         tag = text[text.rfind("<" if end == ">" else "[") :]
-        return tag if tag and not any(map(str.isspace, tag)) else end
+        return tag if len(tag.split(None, 1)) == 1 else end
     return end if not end.isalnum() else text[len(text.rstrip(_WORD)) :]
 
 

@@ -17,24 +17,20 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateSyntaxError
 
+from megatron_sft_idx.chat.template.codegen import nests
 from megatron_sft_idx.chat.template.environment import TemplateEnvironment
+from megatron_sft_idx.chat.template.forms import pieces_of
 from megatron_sft_idx.chat.template.marks import Marker
 from megatron_sft_idx.errors import FormatError
 
-__all__ = ["Segment", "Traced", "TracedTemplate", "Untraceable"]
-
-MAX_CHARACTERS = 1 << 27
-"""More text than this from one conversation is a runaway template."""
-
-MAX_ITERATIONS = 1 << 22
-"""More loop iterations than this for one conversation is a runaway template."""
+__all__ = ["Segment", "Traced", "TracedTemplate", "Untraceable", "without_glances"]
 
 _LEAVE, _BEGIN, _END, _STOP = -1, -2, -3, -4  # events; 0 and up enter that frame
 _SENTINELS = tuple(chr(base) for base in range(0xF0000, 0xF0040, 2))
@@ -84,7 +80,6 @@ class _Tracker:
         self.frames: list[int] = []  # the message of each frame
         self._stack = [-1]  # the message each open loop iteration belongs to
         self._places: dict[int, int] = {}  # identity of a message to its position
-        self._iterations = self._counted = self._measured = 0
         self.sentinel = ""
         self.captured = False
 
@@ -96,7 +91,6 @@ class _Tracker:
         self._places.clear()
         for index, message in enumerate(messages):
             self._places[id(message)] = index
-        self._iterations = self._counted = self._measured = 0
         self.sentinel = sentinel
         self.captured = False
 
@@ -149,24 +143,15 @@ class _Tracker:
         def end_captured(_value: Any) -> str:
             return self._written(_END)
 
-        def tick(_value: Any) -> None:
-            self._indexed(None, ())
-
         functions = (enter, leave, begin, end, enter_captured, leave_captured, begin_captured, end_captured)
-        return {f"trace {function.__name__}": function for function in (*functions, tick)}
+        return {f"trace {function.__name__}": function for function in functions}
 
     def _written(self, event: int) -> str:
         self.captured = True
         return f"{self.sentinel}{event}{chr(ord(self.sentinel) + 1)}"
 
     def _indexed(self, value: Any, lists: Sequence[Any]) -> int | None:
-        """The message that a loop variable stands for without being it: an index, or one of several values.
-
-        Everything but plain loops over the messages comes here, so here runaway templates are stopped.
-        """
-        self._iterations += 1
-        if not self._iterations % 1024:
-            self._bound()
+        """The message that a loop variable stands for without being it: an index, or one of several values."""
         if type(value) is int:
             for candidate in lists:
                 if type(candidate) is list and 0 <= value < len(candidate):
@@ -178,14 +163,6 @@ class _Tracker:
                 if id(item) in self._places:
                     return self._places[id(item)]
         return None
-
-    def _bound(self) -> None:
-        self._measured += sum(map(len, self.chunks[self._counted :]))
-        self._counted = len(self.chunks)
-        if self._iterations > MAX_ITERATIONS:
-            raise OverflowError(f"more than {MAX_ITERATIONS} loop iterations for one conversation")
-        if self._measured > MAX_CHARACTERS:
-            raise OverflowError(f"more than {MAX_CHARACTERS} characters for one conversation")
 
 
 class TracedTemplate:
@@ -245,9 +222,12 @@ class TracedTemplate:
     def _text(self, template: Template, variables: dict[str, Any]) -> str:
         chunks = self._tracker.chunks
         append = chunks.append
-        for chunk in template.root_render_func(template.new_context(variables)):
+        environment = self._environment
+        environment.allowance.start(variables)
+        context = environment.context_class(environment, {**template.globals, **variables}, self._name, template.blocks)
+        for chunk in template.root_render_func(context):
             append(chunk)  # one at a time: marks note how many there are
-        return "".join(chunks)
+        return environment.allowance.joined(chunks)
 
     def _events(self) -> list[tuple[int, int]]:
         """The events in the template's flow, by character."""
@@ -285,7 +265,9 @@ class TracedTemplate:
         environment = self._environment
         try:
             marker = Marker(environment, marks)
-            tree = marker.visit(environment.parse(self._source))
+            tree = environment.parse(self._source)
+            environment.allowance.compile(nests(tree))
+            tree = marker.visit(tree)
             code = environment.compile(tree, name=self._name, filename=self._name)
         except TemplateSyntaxError as error:
             raise FormatError(f"{self._name}: line {error.lineno}: {error.message}") from None
@@ -303,29 +285,65 @@ def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Trac
     around: dict[int, int] = {}
     stack: list[int] = []
     depth = begun = at = 0
+    last = (-1, -1)  # where the last segment stops, and its frame
     events.append((len(text), _STOP))
     for position, event in events:
         if event == _BEGIN:
             begun = position if depth == 0 else begun
             depth += 1
-        elif event == _END:
+            continue
+        if event == _END:
             depth -= 1
             if depth == 0 and position > begun:
                 generated.append((begun, position))
-        else:
-            if position > at and stack:
-                frame = stack[-1]
-                start = at
-                if segments and segments[-1].stop == at and segments[-1].frame == frame:
-                    start = segments.pop().start  # nothing was written by an iteration in between
-                segments.append(Segment(start, position, frame, frames[frame]))
-            at = position
-            if event >= 0:
-                if stack:
-                    around[event] = stack[-1]
-                stack.append(event)
-            elif event == _LEAVE and stack:
-                stack.pop()
-            elif event == _LEAVE or stack or depth:
-                raise Untraceable("the template cut marked text apart")
+            continue
+        if stack and position > at:
+            frame = stack[-1]
+            if segments and last == (at, frame):
+                at = segments.pop().start  # nothing was written by an iteration in between
+            segments.append(Segment(at, position, frame, frames[frame]))
+            last = (position, frame)
+        at = position
+        if event >= 0:
+            if stack:
+                around[event] = stack[-1]
+            stack.append(event)
+        elif event == _LEAVE and stack:
+            stack.pop()
+        elif event == _LEAVE or stack or depth:
+            raise Untraceable("the template cut marked text apart")
     return Traced(text, segments, generated, frames, around)
+
+
+def without_glances(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> list[Segment]:
+    """Segments, where what was written while a message was merely looked at belongs to the message being written.
+
+    A template may loop over all messages while it writes one, to look up the name of a call. It may also write a tool's
+    results there, which then are the tool's: what holds a message's words, and holds them first, is that message's.
+    """
+    if not any(segment.frame in traced.around for segment in traced.segments):
+        return traced.segments
+    text: dict[int, str] = {}
+    for segment in traced.segments:
+        text[segment.frame] = text.get(segment.frame, "") + traced.text[segment.start : segment.stop]
+    writers: dict[int, tuple[bool, int, int]] = {}  # message to (whether it is nobody's guest, words held, -frame)
+    for frame, written in text.items():
+        message = traced.frames[frame]
+        if not written.strip():
+            continue
+        held = sum(piece.text in written for piece in pieces_of(messages[message]))
+        writers[message] = max(writers.get(message, (False, 0, 0)), (frame not in traced.around, held, -frame))
+    result: list[Segment] = []
+    for segment in traced.segments:
+        start, owner, message = segment.start, segment.frame, segment.message
+        while owner in traced.around and not ((best := writers.get(message)) and best[1] and -best[2] == owner):
+            # A glance at another answer is part of the text around it; at anything else, nobody's.
+            outer = traced.around[owner]
+            owner = outer if messages[message].get("role") == "assistant" else -1
+            message = traced.frames[outer]
+        if owner < 0:
+            continue
+        if result and result[-1].stop == start and result[-1].frame == owner:
+            start = result.pop().start
+        result.append(Segment(start, segment.stop, owner, message))
+    return result

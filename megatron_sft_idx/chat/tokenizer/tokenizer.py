@@ -298,6 +298,8 @@ def _weighed(
     straddling: bool,
 ) -> Encoded:
     """One sequence; without ``straddling``, tokens that begin before their span do not count."""
+    if not (crossings or row.literals):
+        return Encoded(ids, weights, row.notes)
     notes = dict(row.notes)
     headers = [crossing for crossing in crossings if crossing.before.strip() and not crossing.held]
     if crossings:

@@ -1,15 +1,20 @@
 """Bytes in object stores: ``s3://bucket/key`` and ``msc://profile/key``.
 
-``paths`` takes paths apart, a transport (``s3``, ``s3_obstore``, ``msc``) makes one attempt at one request, ``store``
-retries under the bound of ``retry``, checks what came and words errors, ``threads`` makes many requests at once,
-``array`` is an object as an array, ``listing`` knows folders and globs.
+A transport (``s3``, ``msc``) makes one attempt at one request; ``store`` takes paths apart, retries under a bound,
+makes many requests at once, checks what came and words errors; ``files`` has objects as arrays and files to be written.
 Endpoints and credentials come from where each library looks for them; none is ever put into a message.
 """
 
-from megatron_sft_idx.storage.remote.array import RemoteArray
-from megatron_sft_idx.storage.remote.paths import RemotePath, is_remote
-from megatron_sft_idx.storage.remote.retry import RetryPolicy
-from megatron_sft_idx.storage.remote.store import ObjectStore, RemoteStore, forget_stores, open_store
+from megatron_sft_idx.storage.remote.files import RemoteArray
+from megatron_sft_idx.storage.remote.store import (
+    ObjectStore,
+    RemotePath,
+    RemoteStore,
+    RetryPolicy,
+    forget_stores,
+    is_remote,
+    open_store,
+)
 from megatron_sft_idx.storage.remote.transport import ObjectInfo
 
 __all__ = [

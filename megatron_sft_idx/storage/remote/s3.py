@@ -6,11 +6,17 @@ lock. What obstore needs to know it is told by boto3, so that both go by the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import functools
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from typing import Any, TypeVar
 
-from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage.remote.threads import CONNECTIONS
+from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.storage.remote.files import CHECKSUM, Stored
+from megatron_sft_idx.storage.remote.store import CONNECTIONS
 from megatron_sft_idx.storage.remote.transport import (
     Beyond,
     Changed,
@@ -23,7 +29,21 @@ from megatron_sft_idx.storage.remote.transport import (
     Transport,
 )
 
-__all__ = ["CONNECT_SECONDS", "READ_SECONDS", "S3", "connect", "failure_of", "failure_of_status", "translated"]
+__all__ = [
+    "CONNECT_SECONDS",
+    "READ_SECONDS",
+    "S3",
+    "FastS3",
+    "S3Writer",
+    "connect",
+    "failure_of",
+    "failure_of_status",
+    "make_store",
+    "obstore_failure",
+    "translated",
+    "usable",
+]
+
 
 _T = TypeVar("_T")
 CONNECT_SECONDS, READ_SECONDS = 5, 20
@@ -50,8 +70,6 @@ def connect(bucket: str) -> Transport:
             f"s3://{bucket}: reading from S3 needs boto3; pip install 'megatron-sft-idx[cloud]'"
         ) from None
     try:
-        from megatron_sft_idx.storage.remote.s3_obstore import FastS3, usable
-
         return FastS3(boto3) if usable() else boto3
     except ModuleNotFoundError:
         return boto3
@@ -177,3 +195,201 @@ def failure_of_status(status: int, code: str) -> Failure:
     if code in _EXPIRED:
         kind = Denied
     return kind(f"HTTP {status} {code}".rstrip())
+
+
+# The process that obstore's threads run in. A fork has none of them, and would wait for them for ever.
+_runs_in: int | None = None
+
+# For the largest ranges that are read, at a quarter of a MiB a second.
+_TRANSFER_SECONDS = 32
+
+_STATUS = re.compile(r"\b(?:status|response error)\D{0,20}([45]\d\d)\b", re.IGNORECASE)
+_CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
+
+
+def usable() -> bool:
+    """Whether obstore runs here: not in a fork of a process that has used it."""
+    return _runs_in in (None, os.getpid())
+
+
+def make_store(boto3: S3, *, timeout: str, retry_config: dict[str, Any], **options: Any) -> Any:
+    """The S3Store of obstore for a bucket, which goes where boto3 does, as the same user.
+
+    Args:
+        boto3: the bucket through boto3, which knows endpoint, region and credentials.
+        timeout: of one request, such as ``20s``.
+        retry_config: how obstore retries by itself.
+        **options: others that S3Store takes.
+    """
+    from obstore.auth.boto3 import Boto3CredentialProvider
+    from obstore.store import S3Store
+
+    global _runs_in  # noqa: PLW0603
+    _runs_in = os.getpid()
+    meta = boto3.client.meta
+    endpoint = meta.endpoint_url
+    if boto3.session.get_credentials() is None:
+        options["skip_signature"] = True
+    else:
+        options["credential_provider"] = Boto3CredentialProvider(boto3.session)
+    return S3Store(
+        boto3.bucket,
+        endpoint=endpoint,
+        region=meta.region_name or "us-east-1",
+        virtual_hosted_style_request=False,
+        client_options={
+            "allow_http": endpoint.startswith("http://"),
+            "connect_timeout": f"{CONNECT_SECONDS}s",
+            "timeout": timeout,
+        },
+        retry_config=retry_config,
+        **options,
+    )
+
+
+class FastS3:
+    """One bucket: ranges through obstore, all else through boto3.
+
+    Args:
+        boto3: the bucket through boto3, which knows endpoint, region and credentials.
+    """
+
+    conditional = True
+
+    def __init__(self, boto3: S3) -> None:
+        import obstore
+
+        self._boto3, self._obstore = boto3, obstore
+        # The retries are the store's own. The timeout is of the whole answer: 8 MiB over a slow line take a while.
+        self._store = make_store(boto3, timeout=f"{READ_SECONDS + _TRANSFER_SECONDS}s", retry_config={"max_retries": 0})
+
+    def head(self, key: str) -> ObjectInfo:
+        """What is at a key."""
+        return self._boto3.head(key)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects whose key begins with a prefix."""
+        return self._boto3.list(prefix)
+
+    def get(self, key: str, offset: int, nbytes: int, etag: str | None) -> memoryview:
+        """Bytes of an object."""
+        options: dict[str, Any] = {"range": (offset, offset + nbytes)}
+        if etag is not None:
+            options["if_match"] = f'"{etag}"'
+        try:
+            found = self._obstore.get(self._store, key, options=options)
+            begin, end = found.range
+            if (begin, end) != (offset, offset + nbytes):
+                raise Temporary(f"bytes {begin} to {end} for {offset} to {offset + nbytes}")
+            return memoryview(found.bytes())
+        except (self._obstore.exceptions.BaseError, OSError) as error:
+            raise obstore_failure(error) from None
+
+
+def obstore_failure(error: Exception) -> Failure:
+    """What obstore's exceptions mean, some by the status in the message, which is all that it tells of them."""
+    from obstore import exceptions
+
+    if isinstance(error, exceptions.PreconditionError | exceptions.AlreadyExistsError):
+        return Changed("HTTP 412")
+    if isinstance(error, FileNotFoundError | exceptions.NotFoundError):
+        return Missing("HTTP 404")
+    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+        return Denied(type(error).__name__)
+    found, code = _STATUS.search(str(error)), _CODE.search(str(error))
+    if not found:
+        return Temporary(type(error).__name__)
+    return failure_of_status(int(found[1]), code[1] if code else "")
+
+
+_MIB = 1 << 20
+PART_NBYTES = 8 * _MIB
+# Amazon takes 10,000 parts an object; other stores, where nobody has told them to, 1,000.
+_MAX_PARTS = 1000
+_PARTS_AT_ONCE = 6
+# How long one part may take: a minute, and what it takes at a quarter of a MiB a second.
+_SECONDS, _SECONDS_A_MIB = 60, 4
+_SMALL_SECONDS = 5.0
+
+
+class S3Writer:
+    """One bucket.
+
+    Args:
+        bucket: its name.
+
+    Raises:
+        ModuleNotFoundError: boto3 or obstore is not installed.
+    """
+
+    def __init__(self, bucket: str) -> None:
+        import obstore
+
+        self._obstore = obstore
+        self._boto3 = S3(bucket)
+        self._client = self._boto3.client
+
+    def put(self, key: str, chunks: Iterable[bytes | memoryview], nbytes: int, checksum: str, seconds: float) -> None:
+        """Write an object; in parts where it is large."""
+        part_nbytes = max(PART_NBYTES, -(-nbytes // _MAX_PARTS // _MIB) * _MIB)
+        if nbytes <= part_nbytes:
+            self._put(key, b"".join(chunks), checksum, part_nbytes, seconds, mode="overwrite")
+            return
+        try:
+            self._put(key, iter(chunks), checksum, part_nbytes, seconds, chunk_size=part_nbytes)
+        except BaseException:
+            # obstore gives parts up, but may have met the same trouble doing so; then the next upload clears them.
+            with contextlib.suppress(Failure):
+                self.abort_uploads(key)
+            raise
+
+    def create(self, key: str, data: bytes, checksum: str) -> None:
+        """Write an object where there is none."""
+        self._put(key, data, checksum, len(data), _SMALL_SECONDS, mode="create")
+
+    def _put(self, key: str, data: Any, checksum: str, part_nbytes: int, seconds: float, **options: Any) -> None:
+        if not usable():
+            raise Refused("obstore, which sends, cannot be used in a fork of a process that has used it")
+        store = make_store(
+            self._boto3,
+            timeout=f"{_SECONDS + _SECONDS_A_MIB * part_nbytes // _MIB}s",
+            retry_config={"max_retries": 20, "retry_timeout": timedelta(seconds=seconds)},
+            checksum_algorithm="SHA256",
+        )
+        try:
+            self._obstore.put(
+                store,
+                key,
+                data,
+                attributes={CHECKSUM: checksum},
+                use_multipart="chunk_size" in options,
+                max_concurrency=_PARTS_AT_ONCE,
+                **options,
+            )
+        except SFTIndexError:
+            raise  # of what the data are read from
+        except (self._obstore.exceptions.BaseError, OSError) as error:
+            if isinstance(error, OSError) and error.errno:
+                raise  # of the disk that they are read from
+            raise obstore_failure(error) from None
+
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing where there is none."""
+        translated(lambda: self._client.delete_object(Bucket=self._boto3.bucket, Key=key))
+
+    def stored(self, key: str) -> Stored:
+        """What is there."""
+        found = translated(lambda: self._client.head_object(Bucket=self._boto3.bucket, Key=key))
+        return Stored(int(found["ContentLength"]), found.get("Metadata", {}).get(CHECKSUM))
+
+    def abort_uploads(self, key: str) -> int:
+        """Remove the parts of uploads to a key that never ended."""
+        where = {"Bucket": self._boto3.bucket}
+        pages = self._client.get_paginator("list_multipart_uploads").paginate(Prefix=key, **where)
+        found = translated(lambda: [upload for page in pages for upload in page.get("Uploads", ())])
+        left = [upload["UploadId"] for upload in found if upload["Key"] == key]
+        for upload in left:
+            abort = functools.partial(self._client.abort_multipart_upload, Key=key, UploadId=upload, **where)
+            with contextlib.suppress(Missing):  # ended meanwhile
+                translated(abort)
+        return len(left)

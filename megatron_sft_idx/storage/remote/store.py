@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fnmatch
+import glob
 import os
+import random
+import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError, StorageError
-from megatron_sft_idx.storage.remote.paths import RemotePath
-from megatron_sft_idx.storage.remote.retry import RetryPolicy
-from megatron_sft_idx.storage.remote.threads import threads
 from megatron_sft_idx.storage.remote.transport import (
     Beyond,
     Changed,
@@ -23,9 +27,189 @@ from megatron_sft_idx.storage.remote.transport import (
     Transport,
 )
 
-__all__ = ["ObjectStore", "RemoteStore", "forget_stores", "open_store"]
+__all__ = [
+    "CONNECTIONS",
+    "SCHEMES",
+    "ObjectStore",
+    "RemotePath",
+    "RemoteStore",
+    "RetryPolicy",
+    "exists",
+    "forget_stores",
+    "in_folder",
+    "is_ending",
+    "is_remote",
+    "matching",
+    "open_store",
+    "require_local",
+    "threads",
+]
+
+
+# msc is NVIDIA's multi-storage-client, whose profiles reach S3, GCS, Azure, OCI and plain folders.
+SCHEMES = ("s3", "msc")
+_STARTS = tuple(scheme + "://" for scheme in SCHEMES)
+_ANY_START = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path names something in an object store rather than a file.
+
+    Raises:
+        FormatError: it names something in a store of another kind, where a folder called ``gs:`` would surprise.
+    """
+    text = os.fspath(path)
+    if text.startswith(_STARTS):
+        return True
+    if _ANY_START.match(text):
+        raise FormatError(
+            f"{text}: object stores are reached by {' or '.join(_STARTS)}; Google's, Microsoft's and others by a"
+            " profile of multi-storage-client: msc://PROFILE/path"
+        )
+    return False
+
+
+_WORK_THERE = "work there, and let megatron-sft-idx copy bring the shard from the bucket or to it"
+
+
+def require_local(path: str | os.PathLike[str], what: str, remedy: str = _WORK_THERE) -> None:
+    """FormatError for a path in an object store, where ``what`` needs files on a disk."""
+    if is_remote(path):
+        raise FormatError(f"{os.fspath(path)}: {what} needs files on a local disk; {remedy}")
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePath:
+    """A path in an object store, taken apart.
+
+    Attributes:
+        scheme: ``s3`` or ``msc``.
+        bucket: of S3, or the profile of multi-storage-client.
+        key: of the object, without a slash before it; empty for the bucket itself.
+    """
+
+    scheme: str
+    bucket: str
+    key: str
+
+    @classmethod
+    def of(cls, path: str | os.PathLike[str]) -> RemotePath:
+        """Take a path apart; ``str`` puts it together again.
+
+        Raises:
+            FormatError: another scheme, no bucket, or a key that not every library can send as it is.
+        """
+        text = os.fspath(path)
+        scheme, found, rest = text.partition("://")
+        if not found or scheme not in SCHEMES:
+            raise FormatError(f"{text}: not a path in an object store; it begins with {' or '.join(_STARTS)}")
+        bucket, _, key = rest.partition("/")
+        if not bucket:
+            what = "bucket" if scheme == "s3" else "profile"
+            raise FormatError(f"{text}: no {what} is named; expected {scheme}://{what.upper()}/path")
+        # Some libraries take these for steps through folders, others refuse them, and stores know no folders.
+        folders = key.split("/")[:-1]
+        if "" in folders or {".", ".."} & {*folders, key.rpartition("/")[2]} or not key.isprintable():
+            raise FormatError(
+                f"{text!r}: //, /./, /../ and control characters in a key mean one thing to one library and another to"
+                " the next; name it without"
+            )
+        return cls(scheme, bucket, key)
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}"
+
 
 _T = TypeVar("_T")
+_SECONDS = "SFT_IDX_STORAGE_SECONDS"
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Back-off that doubles, with jitter, under a bound of the whole.
+
+    Attributes:
+        total_seconds: no attempt begins later than this after the first one.
+        first_delay: seconds before the second attempt, at most.
+        longest_delay: seconds between two attempts, at most.
+    """
+
+    total_seconds: float = 120.0
+    first_delay: float = 0.1
+    longest_delay: float = 5.0
+
+    @classmethod
+    def from_environment(cls) -> RetryPolicy:
+        """The usual one, with the total bound that ``SFT_IDX_STORAGE_SECONDS`` names, where it does."""
+        text = os.environ.get(_SECONDS, "")
+        if not text:
+            return cls()
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = -1.0
+        if not seconds >= 0:
+            raise FormatError(f"{_SECONDS}={text!r}: expected seconds, such as 120")
+        return cls(total_seconds=seconds)
+
+    def run(self, attempt: Callable[[], _T]) -> _T:
+        """What ``attempt`` gives once it does not raise ``Temporary``.
+
+        Raises:
+            Temporary: the last one's, with the number of attempts and the time they took; any other failure at once.
+        """
+        begin, delay, attempts = time.monotonic(), self.first_delay, 0
+        while True:
+            attempts += 1
+            if is_ending():
+                raise Temporary("the process ends")
+            try:
+                return attempt()
+            except Temporary as failure:
+                spent = time.monotonic() - begin
+                # Half of it is by chance, so that many readers do not come back together.
+                pause = delay * random.uniform(0.5, 1)
+                if spent + pause > self.total_seconds:
+                    raise Temporary(f"{attempts} attempts in {spent:.1f} s, the last one: {failure}") from None
+            time.sleep(pause)
+            delay = min(2 * delay, self.longest_delay)
+
+
+# Requests under way at once. A request to S3 takes 10 to 100 ms whatever its size, so it takes many to fill a network.
+CONNECTIONS = 64
+
+_pool: tuple[int, ThreadPoolExecutor] | None = None
+_ending = False
+
+
+def threads() -> ThreadPoolExecutor:
+    """The pool of this process; a fork makes its own, as threads stay behind in the parent.
+
+    What runs in it must not wait for more that runs in it.
+    """
+    global _pool  # noqa: PLW0603
+    pool = _pool
+    if pool is None or pool[0] != os.getpid():
+        pool = _pool = os.getpid(), ThreadPoolExecutor(CONNECTIONS, "storage")
+    return pool[1]
+
+
+def is_ending() -> bool:
+    """Whether the interpreter waits for this thread before it exits, so that nothing is worth another attempt."""
+    return _ending and threading.current_thread() is not threading.main_thread()
+
+
+def _end() -> None:
+    """Drop what is queued: else the interpreter exits once each request has been tried for as long as they may be."""
+    global _ending  # noqa: PLW0603
+    _ending = True
+    if _pool is not None and _pool[0] == os.getpid():
+        _pool[1].shutdown(wait=False, cancel_futures=True)
+
+
+# What atexit calls comes after the interpreter has waited for the pool; this comes before, in Python 3.9 and later.
+if register := getattr(threading, "_register_atexit", None):
+    register(_end)
 
 
 class ObjectStore(Protocol):
@@ -231,3 +415,50 @@ def open_store(path: str | os.PathLike[str]) -> tuple[RemoteStore, str]:
 def forget_stores() -> None:
     """Let the next ``open_store`` look for endpoint and credentials anew; what is open stays as it is."""
     _stores.clear()
+
+
+def exists(path: str) -> bool:
+    """Whether there is an object at a path."""
+    store, key = open_store(path)
+    return bool(key) and store.head(key) is not None
+
+
+def in_folder(path: str) -> list[str]:
+    """Paths of the objects right in a folder; empty where there is none."""
+    store, key = open_store(path)
+    start = key.rstrip("/") + "/" if key.strip("/") else ""
+    return [store.path(found.key) for found in store.list(start) if "/" not in found.key[len(start) :]]
+
+
+def matching(pattern: str) -> list[str]:
+    """Paths of the objects that a glob matches; ``*`` and ``?`` stop at a slash."""
+    store, key = open_store(pattern)
+    start = _before_magic(key)
+    wanted = key.split("/")
+    return [store.path(found.key) for found in store.list(start) if _matches(found.key.split("/"), wanted)]
+
+
+def folders_matching(pattern: str) -> Iterator[str]:
+    """Folders that a glob matches."""
+    store, key = open_store(pattern)
+    wanted = key.rstrip("/").split("/")
+    seen = set()
+    for found in store.list(_before_magic(key)):
+        parts = found.key.split("/")[:-1][: len(wanted)]
+        if _matches(parts, wanted) and (folder := "/".join(parts)) not in seen:
+            seen.add(folder)
+            yield str(RemotePath(store.scheme, store.bucket, folder))
+
+
+def _before_magic(key: str) -> str:
+    """The longest folder in which all matches lie."""
+    plain = []
+    for part in key.split("/")[:-1]:
+        if glob.has_magic(part):
+            break
+        plain.append(part + "/")
+    return "".join(plain)
+
+
+def _matches(parts: list[str], patterns: list[str]) -> bool:
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))

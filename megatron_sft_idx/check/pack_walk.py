@@ -1,0 +1,298 @@
+"""A shard's files read once, in order and in bounded memory, and the walk over all packs that they hold.
+
+Files are read into buffers of our own, from a disk or an object store. A map would kill the process where a file
+shrinks, and its pages would look like memory that grows with the shard.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future
+from threading import Lock
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx import _native
+from megatron_sft_idx.storage import as_bytes, is_remote
+from megatron_sft_idx.storage.hashing import StreamHash
+from megatron_sft_idx.storage.remote import open_store
+from megatron_sft_idx.storage.remote.store import threads
+
+__all__ = ["RUN_PACKS", "CheckedFile", "Meter", "Run", "Stream", "steps", "walk_packs"]
+
+# Packs whose offsets are held at once.
+RUN_PACKS = 1 << 15
+# Small enough to stay in the processor's cache between the checksum and the check.
+_CHUNK_NBYTES = 1 << 20
+_PIECE_SEQUENCES = 1 << 15
+# Of an object: the walk reads one file at two places; each has a window, and the one after it.
+_WINDOW_NBYTES, _WINDOWS = 4 << 20, 4
+# Reads up to this size that no window covers are corners, not a walk.
+_SMALL_NBYTES = 64 << 10
+
+
+# ---- reading ----
+
+
+class Meter:
+    """Bytes read so far, told to a callback. Threads may share one.
+
+    Args:
+        total: bytes to read in all.
+        on_progress: called with bytes read so far and in all, in whichever thread read the last ones.
+    """
+
+    def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
+        self._total, self._on_progress = total, on_progress
+        self._done, self._stopped, self._lock = 0, False, Lock()
+
+    def add(self, nbytes: int) -> None:
+        """``nbytes`` more are read.
+
+        Raises:
+            CancelledError: there is to be no more reading.
+        """
+        with self._lock:
+            if self._stopped:
+                raise CancelledError
+            self._done += nbytes
+            if self._on_progress is not None:
+                self._on_progress(self._done, self._total)
+
+    def stop(self) -> None:
+        """Let every thread end where it is."""
+        self._stopped = True
+
+
+def steps(advance: Callable[[int], None]) -> Callable[[int, int], None]:
+    """What a meter calls, from what takes the bytes read since it was last called."""
+    done = 0
+
+    def tell(now: int, _total: int) -> None:
+        nonlocal done
+        now, done = now - done, now
+        advance(now)
+
+    return tell
+
+
+class _Source(Protocol):
+    """Where the bytes of a file lie: ``nbytes`` is their number when it was opened."""
+
+    nbytes: int
+
+    def read_some(self, out: memoryview, offset: int) -> int:
+        """Fill the beginning of a buffer, which is not empty; how many bytes, 0 at the file's end."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Disk:
+    def __init__(self, path: str) -> None:
+        self._path = path
+        # Not to wait for the other end where somebody has put a pipe there.
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        status = os.fstat(self._fd)
+        self.nbytes = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            self.close()
+            raise FileNotFoundError(0, "not a regular file", path)
+
+    def read_some(self, out: memoryview, offset: int) -> int:
+        try:
+            return os.preadv(self._fd, [out], offset)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror} at byte {offset}", self._path) from error
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class _Object:
+    """One object, the same for as long as it is read, in windows: the next one is on its way while one is checked."""
+
+    def __init__(self, path: str) -> None:
+        self._store, self._key = open_store(path)
+        found = self._store.head(self._key)
+        if found is None:
+            raise FileNotFoundError(0, "no such object", path)
+        self.nbytes, self._etag = found.nbytes, found.etag
+        self._windows: dict[int, Future[bytes | memoryview]] = {}
+
+    def read_some(self, out: memoryview, offset: int) -> int:
+        number, begin = divmod(offset, _WINDOW_NBYTES)
+        count = max(min(len(out), self.nbytes - offset), 0)
+        if count > _SMALL_NBYTES or number in self._windows:
+            piece = memoryview(self._window(number))[begin : begin + count]
+        else:
+            piece = memoryview(self._read(offset, count) if count else b"")
+        out[: len(piece)] = piece
+        return len(piece)
+
+    def _window(self, number: int) -> bytes | memoryview:
+        for ahead in (number, number + 1):
+            # Taken out and put in again, so that those used last are kept.
+            window = self._windows.pop(ahead, None)
+            begin = ahead * _WINDOW_NBYTES
+            if window is None and begin < self.nbytes:
+                window = threads().submit(self._read, begin, min(_WINDOW_NBYTES, self.nbytes - begin))
+            if window is not None:
+                self._windows[ahead] = window
+        while len(self._windows) > _WINDOWS:
+            del self._windows[next(iter(self._windows))]
+        return self._windows[number].result()
+
+    def _read(self, offset: int, nbytes: int) -> bytes | memoryview:
+        return self._store.read(self._key, offset, nbytes, etag=self._etag)
+
+    def close(self) -> None:
+        for window in self._windows.values():
+            window.cancel()
+
+
+class CheckedFile:
+    """One file of a shard, open for reading wherever it lies.
+
+    Attributes:
+        path: of the file, or URL of the object.
+        nbytes: its size when it was opened.
+        shrunk: where it ended, if that was before ``nbytes`` and before what was asked of it.
+
+    Raises:
+        FileNotFoundError: nothing is there, or something that is no regular file.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.shrunk: int | None = None
+        self._source: _Source = _Object(path) if is_remote(path) else _Disk(path)
+        self.nbytes = self._source.nbytes
+
+    def __enter__(self) -> CheckedFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._source.close()
+
+    def read_into(self, out: NDArray[Any], offset: int) -> int:
+        """Fill an array from a position in bytes on; how many whole items there were."""
+        view, done = as_bytes(out), 0
+        while done < len(view):
+            got = self._source.read_some(view[done:], offset + done)
+            if not got:
+                if offset + done < self.nbytes:
+                    self.shrunk = offset + done
+                break
+            done += got
+        return done // out.itemsize
+
+    def array(self, dtype: Any, offset: int, count: int) -> NDArray[Any]:
+        """Items from a position in bytes on, as many as there are of ``count``."""
+        # What a file says of itself is never what gets allocated.
+        # Counts of zero beside others that are not put the last item before the file.
+        count = max(min(count, (self.nbytes - offset) // np.dtype(dtype).itemsize), 0) if offset >= 0 else 0
+        out = np.empty(count, dtype)
+        return out[: self.read_into(out, offset)]
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Bytes from a position on, as many as there are."""
+        return self.array(np.uint8, offset, nbytes).tobytes()
+
+
+class Stream:
+    """A file read once in order: hashed and handed out while it is in the processor's cache.
+
+    Args:
+        file: the file.
+        meter: told of every byte.
+        begin: first byte.
+
+    Attributes:
+        position: one past the last byte handed out.
+    """
+
+    def __init__(self, file: CheckedFile, meter: Meter, begin: int = 0) -> None:
+        self.file, self._meter, self.position = file, meter, begin
+        self._buffer = np.empty(_CHUNK_NBYTES, np.uint8)
+        self._hash = StreamHash()
+
+    def pieces(self, dtype: Any, count: int | None = None) -> Iterator[NDArray[Any]]:
+        """The next items, all that are left or this many, as far as the file has them.
+
+        A piece is good until the next one is asked for.
+        """
+        dtype = np.dtype(dtype)
+        buffer = self._buffer[: len(self._buffer) // dtype.itemsize * dtype.itemsize].view(dtype)
+        left = (self.file.nbytes - self.position) // dtype.itemsize
+        left = left if count is None else min(left, count)
+        while left > 0 and len(piece := self._fill(buffer[:left])):
+            yield piece
+            left -= len(piece)
+
+    def take(self, dtype: Any, count: int) -> NDArray[Any]:
+        """The next items in an array of their own, as many as there are of ``count``."""
+        left = max((self.file.nbytes - self.position) // np.dtype(dtype).itemsize, 0)
+        return self._fill(np.empty(max(min(count, left), 0), dtype))
+
+    def _fill(self, out: NDArray[Any]) -> NDArray[Any]:
+        out = out[: self.file.read_into(out, self.position)]
+        self._hash.update(out)
+        self._meter.add(out.nbytes)
+        self.position += out.nbytes
+        return out
+
+    def finish(self) -> bytes:
+        """xxh3_128 of all bytes, as it is stored, those included that nobody asked for."""
+        for _ in self.pieces(np.uint8):
+            pass
+        return self._hash.checksum()
+
+
+# ---- the walk ----
+
+
+class Run(NamedTuple):
+    """Consecutive packs by their int64 offsets: ``packs`` + 1 of each kind, or one more where packs follow.
+
+    The one more tells which of two neighbours is wrong.
+    """
+
+    token_offsets: NDArray[np.int64]
+    sequence_offsets: NDArray[np.int64]
+    packs: int
+
+
+def walk_packs(
+    walk: _native.PackWalk, runs: Iterable[Run], starts: Stream | None, masks: Stream | None, mask_dtype: Any
+) -> None:
+    """Hold all packs of a shard against rules O1, O2 and P1 to P7, in step; the kernel keeps what it finds.
+
+    Args:
+        walk: the kernel, which knows the shard's counts.
+        runs: all packs in order.
+        starts: ``.seq.bin`` from its beginning; None where it is missing, which leaves the packs' insides alone.
+        masks: ``.loss.bin`` likewise.
+        mask_dtype: of the masks.
+    """
+    itemsize = np.dtype(mask_dtype).itemsize
+    for run in runs:
+        walk.packs(*run)
+        while starts and (wanted := walk.wanted_sequences - walk.next_sequence) > 0:
+            piece = starts.take("<u4", min(wanted, _PIECE_SEQUENCES))
+            if not len(piece):
+                break  # the file ends here, which its size or its reader says
+            walk.starts(piece)
+            if masks:  # of all tokens that the starts make known
+                for mask in masks.pieces(mask_dtype, walk.known - masks.position // itemsize):
+                    walk.mask(mask)
+    for mask in masks.pieces(mask_dtype) if masks else ():
+        walk.mask(mask)

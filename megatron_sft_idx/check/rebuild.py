@@ -1,0 +1,318 @@
+"""``rebuild``: what is left of a shard, to a shard again.
+
+Indexes come back from each other, from the data, or from a killed build's journal. ``restore`` says what can be brought
+back; here is what is done about it: what is wrong is found, new files are written beside the old ones, and take their
+places complete, synced and checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_sft_idx.check.infer import Advance, Watch, idx_lengths
+from megatron_sft_idx.check.pack_walk import steps
+from megatron_sft_idx.check.restore import Known, Replacement, derive, restore
+from megatron_sft_idx.check.verify import Report, verify_shard
+from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
+from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
+from megatron_sft_idx.shard.opening import where_to_look
+from megatron_sft_idx.shard.prefix import held, lock_journal, read_journal
+from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
+from megatron_sft_idx.storage import open_regular, require_local
+
+__all__ = ["FileState", "Rebuilt", "rebuild"]
+
+_AS_WRITTEN = "every file is as its header says"
+# Read of any header; more only where it says that it is larger.
+_USUAL_HEADER_NBYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class FileState:
+    """One of the five files.
+
+    Attributes:
+        path: of the file.
+        state: ``good`` and left alone, ``rebuilt``, or ``lost``: it cannot be derived from what is left.
+        fault: what was wrong; empty where it was good.
+        remedy: how it was rebuilt, or what to do.
+    """
+
+    path: str
+    state: Literal["good", "rebuilt", "lost"]
+    fault: str = ""
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What a rebuild found and did.
+
+    Attributes:
+        prefix: of the shard.
+        files: the five, in the order of publication.
+        kept: where the files are that rebuilt ones took the place of.
+        note: what else there is to say.
+        dry_run: nothing was written; ``rebuilt`` then means that it would be.
+    """
+
+    prefix: str
+    files: tuple[FileState, ...]
+    kept: tuple[str, ...] = ()
+    note: str = ""
+    dry_run: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether a complete, verified shard is at the prefix, or would be."""
+        return not any(file.state == "lost" for file in self.files)
+
+    @property
+    def changed(self) -> bool:
+        """Whether anything was rebuilt, or would be."""
+        return any(file.state == "rebuilt" for file in self.files)
+
+
+@contextlib.contextmanager
+def _unwatched(_what: str, _total: int) -> Iterator[Advance]:
+    yield lambda _done: None
+
+
+def rebuild(
+    prefix: str | os.PathLike[str],
+    known: Known | None = None,
+    *,
+    copied: bool = False,
+    dry_run: bool = False,
+    watch: Watch = _unwatched,
+) -> Rebuilt:
+    """Bring back what can be derived of a shard whose files are damaged or missing.
+
+    Every byte is read. A good file is never touched, and a file that is replaced is kept under another name. With a
+    good ``.seq.idx`` header every other file is brought back exactly or not at all. Without one the indexes are
+    derived from the data and marked as rebuilt, except where the damaged header's own checksum proves what it said.
+    Where a killed build left a journal, its complete packs become the shard. What is ambiguous is refused. Memory does
+    not grow with the number of packs.
+
+    Args:
+        prefix: the path that the five files share.
+        known: what the files do not say any more.
+        copied: the journal and the temporary files of a killed build were copied here: take them for the build's.
+        dry_run: only find out what would happen.
+        watch: shows how far long work is.
+
+    Raises:
+        ShardNotFoundError: nothing of a shard is at the prefix.
+        FormatError: what is left does not tell enough, or another writer is at work; says what is missing. Or no
+            byte was changed since the shard was written, and it breaks a rule all the same.
+        OSError: the disk says no.
+    """
+    paths = ShardPaths.of(prefix)
+    require_local(paths.prefix, "rebuild")
+    if copied and not dry_run:
+        adopt_remains(paths)
+    if _has_remains(paths) and (remains := find_remains(prefix)) is not None:
+        return _recovered(paths, remains, dry_run, watch)
+    if not paths.present():
+        raise ShardNotFoundError(paths.prefix, list(paths.all), f"nothing to rebuild from; {where_to_look(paths)}")
+    with _locked(paths, dry_run=dry_run) as lock:
+        raw, header, error = _read_header(paths)
+        faults = _faults(paths, header, error, watch)
+        if not faults:
+            return Rebuilt(paths.prefix, _states(paths, header, faults, {}), note="nothing to do", dry_run=dry_run)
+        with Replacement(paths, lock) as new:
+            if header is not None:
+                done = restore(paths, header, faults, known or Known(), new, watch)
+            else:
+                _require_data(paths, faults)
+                done = derive(paths, raw, error, known or Known(), new, watch)
+            kept = new.publish()
+        report = Rebuilt(paths.prefix, _states(paths, header, faults, done), tuple(kept), dry_run=dry_run)
+        if report.whole and not dry_run:
+            _require_rules(paths, _verified(paths, watch, "verifying"), "rebuilt")
+        return report
+
+
+# ---- what is wrong ----
+
+
+def _read_header(paths: ShardPaths) -> tuple[bytes | None, Header | None, SFTIndexError | None]:
+    """The first bytes of ``.seq.idx``, the header where it breaks no rule, and which one it breaks."""
+    for path in paths.present():
+        if not os.path.isfile(path):
+            raise FormatError(f"{path}: not a file; remove what is there, or choose the right prefix")
+    try:
+        with open_regular(paths.seq_idx) as file:
+            raw = file.read(_USUAL_HEADER_NBYTES)
+            said = int.from_bytes(raw[12:16], "little")
+            raw += file.read(max(0, min(said, MAX_HEADER_NBYTES) - len(raw)))
+    except FileNotFoundError:
+        return None, None, None
+    try:
+        return raw, Header.decode(raw, paths.seq_idx), None
+    except SFTIndexError as error:
+        return raw, None, error
+
+
+def _faults(paths: ShardPaths, header: Header | None, error: SFTIndexError | None, watch: Watch) -> dict[str, str]:
+    """What is wrong, by path; a path that is not in it is good, as far as can be told.
+
+    Raises:
+        FormatError: every file is what a good header says, and breaks a rule all the same.
+    """
+    missing = {path: "missing (rule F1)" for path in paths.all if not os.path.lexists(path)}
+    if header is None:
+        faults = missing if error is None else missing | {paths.seq_idx: _detail(error)}
+        if not {paths.idx, paths.tokens} & missing.keys():
+            try:
+                idx_lengths(paths.idx, os.stat(paths.tokens).st_size)
+            except CorruptShardError as corrupt:
+                faults[paths.idx] = _detail(corrupt)
+        return faults
+    report = _verified(paths, watch, "reading")
+    faults = dict(missing)
+    for finding in report.findings:
+        if finding.rule in ("F2", "F3"):
+            faults.setdefault(finding.path, finding.what)
+    if not faults:
+        _require_rules(paths, report, _AS_WRITTEN)
+    return faults
+
+
+def _detail(error: SFTIndexError) -> str:
+    """What is wrong, without the path and the remedy that stand in the message."""
+    if isinstance(error, CorruptShardError):
+        return f"byte {error.offset}: {error.detail.split(';')[0]} (rule {error.rule})"
+    return str(error).split(": ", 1)[-1].split(";")[0]
+
+
+def _verified(paths: ShardPaths, watch: Watch, what: str) -> Report:
+    with watch(what, sum(os.stat(path).st_size for path in paths.present())) as advance:
+        return verify_shard(paths.prefix, full=True, on_progress=steps(advance))
+
+
+def _require_rules(paths: ShardPaths, report: Report, what: str) -> None:
+    """FormatError unless a shard keeps every rule, which checksums alone do not tell."""
+    for first in report.findings[:1]:
+        raise FormatError(
+            f"{paths.prefix}: {what}, and yet rules are broken in {report.num_findings} places: it was written so; the"
+            f" first is byte {first.offset} of {first.path}: {first.what}; move {paths.seq_idx} away to have the"
+            " indexes derived from the rest, or write it again"
+        )
+
+
+def _states(
+    paths: ShardPaths, header: Header | None, faults: dict[str, str], done: dict[str, str]
+) -> tuple[FileState, ...]:
+    def state(path: str) -> FileState:
+        fault = faults.get(path, "")
+        if path in done:
+            return FileState(path, "rebuilt", fault or "not as Megatron writes it (rule I1)", done[path])
+        return FileState(path, "lost", fault, _why_lost(paths, path, header)) if fault else FileState(path, "good")
+
+    return tuple(state(path) for path in paths.all)
+
+
+def _why_lost(paths: ShardPaths, path: str, header: Header | None) -> str:
+    if path == paths.tokens:
+        return "tokens cannot be derived; restore it from a copy"
+    if path == paths.loss:
+        return "loss masks cannot be derived; restore it from a copy"
+    if path == paths.starts:
+        return (
+            "sequence starts follow only where a good .seq.idx is there, and either every pack is one sequence or"
+            " every sequence ends with the --eod-id and no other token has it; restore it from a copy"
+        )
+    if path == paths.seq_idx and header is not None:
+        return (
+            "no source of pack lengths gives the arrays that its header was written with: restore what is lost, try"
+            " --eod-id, or move this file away to have it derived from the rest"
+        )
+    return "restore what is lost first, then run again"
+
+
+def _require_data(paths: ShardPaths, faults: dict[str, str]) -> None:
+    """FormatError where no header is left and one of the three data files is missing."""
+    missing = [path for path in (paths.tokens, paths.loss, paths.starts) if path in faults]
+    if missing:
+        lost = "; ".join(f"{path} is missing: {_why_lost(paths, path, None)}" for path in missing)
+        raise FormatError(f"{paths.prefix}: there is no good .seq.idx, and {lost} (rule F1)")
+
+
+@contextlib.contextmanager
+def _locked(paths: ShardPaths, *, dry_run: bool) -> Iterator[int | None]:
+    """The lock of a prefix where no build is half done; a dry run only asks whether one is at work, and yields None.
+
+    Raises:
+        FormatError: another writer is at work, or its folder may not be written.
+    """
+    if dry_run:
+        with contextlib.suppress(FileNotFoundError):
+            os.close(lock_journal(paths, create=False, shared=True))
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = stack.enter_context(held(paths))
+        except PermissionError as error:
+            raise FormatError(
+                f"{paths.folder}: {error.strerror}: rebuilt files go beside the data, so this folder must be writable;"
+                " --dry-run needs no such right"
+            ) from None
+        yield lock
+
+
+# ---- what a killed build left ----
+
+
+def _has_remains(paths: ShardPaths) -> bool:
+    """Whether a build or a copy has written a journal: not one that is only a lock, or that of a killed rebuild."""
+    head = read_journal(paths)
+    if head is not None and head.work == "rebuild" and head.done is None:
+        return False
+    return os.path.lexists(paths.journal) and os.path.getsize(paths.journal) > 0
+
+
+def _recovered(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch) -> Rebuilt:
+    """The shard of a killed build."""
+    unpublished = os.path.lexists(paths.temporary(paths.seq_idx))
+    replaces = unpublished and os.path.lexists(paths.seq_idx) and remains.head.work == "build"
+    if paths.present() and (not remains.done or replaces):
+        return _left_alone(paths, remains, dry_run, watch)
+    if not remains.done and not remains.num_packs:
+        raise FormatError(
+            f"{paths.journal}: the build was killed before it had written a pack, so there is nothing to recover;"
+            " build it again with overwrite (--overwrite)"
+        )
+    what = f"{remains.num_packs} packs, {remains.num_sequences} sequences, {remains.num_tokens} tokens"
+    how = f"from the journal of a build that was {'complete but for renames' if remains.done else 'killed'}: {what}"
+    if not dry_run:
+        with watch("recovering", remains.num_tokens) as advance:
+            recover(paths.prefix, overwrite=remains.done, progress=advance)
+        _require_rules(paths, _verified(paths, watch, "verifying"), "rebuilt")
+    files = tuple(FileState(path, "rebuilt", remedy="from the journal") for path in paths.all)
+    return Rebuilt(paths.prefix, files, note=how, dry_run=dry_run)
+
+
+def _left_alone(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch) -> Rebuilt:
+    """Nothing to do where a good shard is beside the remains of a build that was to replace it.
+
+    Raises:
+        FormatError: the shard is damaged, and either may be the one that is wanted.
+    """
+    _, header, error = _read_header(paths)
+    beside = f"{paths.journal} and the .tmp files are of a build that was to replace it: run it again to do so"
+    if not (faults := _faults(paths, header, error, watch)):
+        return Rebuilt(
+            paths.prefix, _states(paths, header, faults, {}), note=f"nothing to do; {beside}", dry_run=dry_run
+        )
+    raise FormatError(
+        f"{paths.prefix}: a damaged shard is here, and beside it what a killed build of {remains.num_packs} packs left"
+        " that was to replace it; move the five files away to recover the build, or the .journal and .tmp files to"
+        " rebuild the shard"
+    )

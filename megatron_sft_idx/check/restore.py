@@ -1,0 +1,670 @@
+"""Files of a shard brought back: under a good header exactly or not at all, without one derived from the data.
+
+Of a header's fields all but a few follow from the data. Where ``.seq.idx`` is damaged, those that do are filled in
+anew; if the header's own checksum, 128 bits that stand apart at its end, then fits what is there, the rest is proven to
+be what was written: capacity, sequence multiple, pad id, flags and the JSON block. The checksum also fits where only it
+was damaged, for no other content comes as close to it as a few bits, and where one bit of the rest was flipped, which
+is found by trying. What fits nowhere stays unproven, however plausible it looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from megatron_sft_idx import _native
+from megatron_sft_idx.check.infer import (
+    Lengths,
+    Repeated,
+    Starts,
+    Watch,
+    end_lengths,
+    idx_lengths,
+    offset_lengths,
+)
+from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, Run, Stream, steps, walk_packs
+from megatron_sft_idx.check.rules import Claims, Findings, add_breaches, check_ids
+from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, UnsupportedVersionError
+from megatron_sft_idx.layout import (
+    FIELDS,
+    HEADER_FIXED_NBYTES,
+    MASK_DTYPES,
+    TOKEN_DTYPES,
+    FileDigest,
+    Header,
+    ShardPaths,
+    align,
+    mask_dtype_of,
+    token_dtype_of,
+)
+from megatron_sft_idx.layout.header import CHECKSUM_NBYTES, MAX_HEADER_NBYTES, decode_metadata
+from megatron_sft_idx.layout.values import MAX_CAPACITY
+from megatron_sft_idx.shard.build import FORMAT_WRITER
+from megatron_sft_idx.shard.index import PackChunk, write_idx, write_seq_idx
+from megatron_sft_idx.shard.prefix import inode_of
+from megatron_sft_idx.shard.publication import Publication
+from megatron_sft_idx.storage import OutputFile, open_array, open_regular
+from megatron_sft_idx.storage.hashing import HashedFile, digest_file
+from megatron_sft_idx.storage.publish import put
+
+__all__ = ["Known", "Replacement", "derive", "restore"]
+
+_SAME = "byte for byte"
+# Added to the name of a file whose place a rebuilt one takes.
+_DAMAGED = ".damaged"
+_COPY_NBYTES = 1 << 20
+_PIECE_TOKENS = 1 << 16
+# What only the header knew, and may be told.
+_KNOWN = ("capacity", "sequence_multiple", "pad_id")
+# Fields that the data does not tell, and the two sizes that are found by trying.
+_UNDERIVED = {"flags", *_KNOWN}
+_SIZES = {"header_nbytes", "json_nbytes"}
+_FIELDS = {field.name: (field.offset, struct.Struct("<" + field.format)) for field in FIELDS}
+# Checksums of unlike contents differ in 64 bits or so; in 8 or fewer once in 10^26 times.
+_MOST_CHECKSUM_BITS = 8
+# Trying every bit takes time by the square of the header's size.
+_MOST_TRIED_NBYTES = 1 << 15
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What the user knows of a shard whose files do not say it any more; None where nobody knows.
+
+    Attributes:
+        token_dtype: of ``.bin``; its size and that of ``.loss.bin`` tell, unless both are empty.
+        mask_dtype: of ``.loss.bin``, likewise.
+        capacity: most token positions a pack may hold; else the longest pack.
+        sequence_multiple: packing counted each sequence as its length rounded up to this; else 1.
+        pad_id: the tokenizer's padding id.
+        eod_id: the id that every sequence ends with. Taken as a fact: what follows from it may be wrong where it is.
+
+    Raises:
+        FormatError: a value that no shard can have.
+    """
+
+    token_dtype: np.dtype[Any] | None = None
+    mask_dtype: np.dtype[Any] | None = None
+    capacity: int | None = None
+    sequence_multiple: int | None = None
+    pad_id: int | None = None
+    eod_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.token_dtype is not None:
+            token_dtype_of(self.token_dtype)
+        if self.mask_dtype is not None:
+            mask_dtype_of(self.mask_dtype)
+        for name, least in (("capacity", 1), ("sequence_multiple", 1), ("pad_id", 0), ("eod_id", 0)):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= MAX_CAPACITY:
+                raise FormatError(f"{name} {value}: expected a whole number from {least} to {MAX_CAPACITY}")
+
+
+# ---- putting new files in their places ----
+
+
+class Replacement:
+    """New files of one shard, published together; leaving the context removes what was not published.
+
+    A file that is replaced keeps another name, so a kill at any moment leaves all that a second rebuild needs.
+
+    Args:
+        paths: of the shard.
+        lock: of its journal; None for a dry run, whose bytes go nowhere.
+    """
+
+    def __init__(self, paths: ShardPaths, lock: int | None) -> None:
+        self._paths = paths
+        self._written: set[str] = set()
+        self._new: Publication | None = None
+        if lock is not None:
+            only = (paths.starts, paths.idx, paths.seq_idx)
+            self._new = Publication(paths, {}, work="rebuild", overwrite=True, only=only, lock=lock)
+
+    def __enter__(self) -> Replacement:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._new is not None:
+            self._new.abandon()
+
+    def create(self, path: str) -> OutputFile:
+        """A new file for ``path``."""
+        if self._new is None:
+            return OutputFile(os.devnull, keep=True)
+        self._written.add(path)
+        return self._new.open(path)
+
+    def drop(self, path: str) -> None:
+        """Do without the new file for ``path``, where there is one."""
+        self._written.discard(path)
+
+    def publish(self) -> list[str]:
+        """Keep the old files under another name, then let the new ones take their places, ``.seq.idx`` last (rule W2).
+
+        Returns:
+            Paths under which the replaced files are kept.
+
+        Raises:
+            FormatError: something else has appeared at one of the names. Old files that are no longer at theirs are
+                kept under the other one, which the message names.
+        """
+        if self._new is None or not self._written:
+            return []
+        for path in self._paths.all:
+            if path not in self._written:
+                self._new.drop(path)
+        before = {path: inode for path in self._paths.all if path in self._written and (inode := inode_of(path))}
+        kept: dict[str, str] = {}
+        made: list[str] = []
+        try:
+            for path in before:
+                kept[path] = _keep(path, made)
+            self._new.publish()
+        except (OSError, FormatError) as error:
+            # Closed, it has said that all is complete: a later run takes the steps that are left, with no look back.
+            remedy = "" if self._new.closed else "; move back what is missing, then run the rebuild again"
+            moved = []
+            for path, name in kept.items():
+                if inode_of(path) != before[path]:
+                    moved.append(f"{path} is {name} now")
+                elif name in made and not self._new.closed:
+                    os.unlink(name)  # the file never left its place
+            if moved:
+                raise FormatError(f"{error}. What was there before is kept: {', '.join(moved)}{remedy}") from error
+            raise
+        return list(kept.values())
+
+
+def _keep(path: str, made: list[str]) -> str:
+    """The second name of a file, or of a copy where the file system has no links.
+
+    It is appended to ``made``, unless a rebuild that was killed has given it already.
+    """
+    number = 0
+    while os.path.lexists(kept := path + _DAMAGED + (f".{number}" if number else "")):
+        if os.path.samefile(kept, path):
+            return kept
+        number += 1
+    try:
+        os.link(path, kept)
+    except OSError:
+        copy = OutputFile(f"{kept}.{os.getpid()}.tmp")
+        try:
+            with contextlib.closing(copy), open_regular(path) as file:
+                while piece := file.read(_COPY_NBYTES):
+                    copy.write(piece)
+                copy.sync()
+            put(copy.path, kept, None)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(copy.path)
+            raise
+    made.append(kept)
+    return kept
+
+
+# ---- packs from their parts ----
+
+
+def _started(lengths: Lengths, starts: Starts) -> Repeated[PackChunk]:
+    """Packs by lengths from one file and starts of another. CorruptShardError where they differ in number."""
+    if lengths.num_packs != starts.num_packs:
+        raise CorruptShardError(
+            starts.path,
+            0,
+            "P2",
+            f"{starts.num_packs} packs begin here (starts of 0), {lengths.num_packs} by {lengths.origin};"
+            " one of the two is damaged or of another shard: restore it",
+        )
+
+    def chunks() -> Iterator[PackChunk]:
+        counts, held = starts.counts(), np.empty(0, np.int64)
+        for some in lengths:
+            while len(held) < len(some):
+                held = np.concatenate([held, next(counts)])
+            yield PackChunk(some, held[: len(some)])
+            held = held[len(some) :]
+
+    return Repeated(lengths.origin, lengths.num_packs, chunks)
+
+
+def _ended(
+    paths: ShardPaths, starts: Starts, dtypes: tuple[np.dtype[Any], np.dtype[Any]], eod_id: int | None, watch: Watch
+) -> Lengths:
+    """Lengths from the data alone: see ``end_lengths``."""
+    nbytes = os.stat(paths.tokens).st_size
+    num_tokens = nbytes // dtypes[0].itemsize
+    tokens = open_array(paths.tokens, dtypes[0], num_tokens, nbytes=nbytes, backend="pread")
+    loss = open_array(paths.loss, dtypes[1], num_tokens, nbytes=os.stat(paths.loss).st_size, backend="pread")
+
+    def may_end(start: int, stop: int) -> NDArray[np.bool_]:
+        before = slice(max(start - 1, 0), stop - 1)
+        flags: NDArray[np.bool_] = loss[before] == 0
+        if eod_id is not None:
+            flags &= tokens[before] == eod_id
+        return flags if start else np.concatenate([[True], flags])
+
+    return end_lengths(paths.prefix, starts, num_tokens, may_end, eod_id, watch)
+
+
+# ---- under a good header ----
+
+
+def restore(
+    paths: ShardPaths, header: Header, faults: Mapping[str, str], known: Known, new: Replacement, watch: Watch
+) -> dict[str, str]:
+    """Write what is missing or damaged beside a good header, as far as it can be derived: its checksums prove it.
+
+    Args:
+        paths: of the shard.
+        header: the good header.
+        faults: what is wrong, by path.
+        known: what the user knows.
+        new: takes the files.
+        watch: shows how far long work is.
+
+    Returns:
+        How each file came back, by path.
+    """
+    done: dict[str, str] = {}
+    digests = dict(zip(paths.data, header.digests, strict=True))
+
+    def accept(path: str, digest: FileDigest, how: str) -> None:
+        """Keep a new file if it is the one that the header was written with."""
+        if digest == digests[path]:
+            done[path] = f"{how}, {_SAME}"
+        else:
+            new.drop(path)
+
+    packs: Iterable[PackChunk] | None
+    if paths.seq_idx not in faults:
+        stored = [
+            offset_lengths(paths.seq_idx, at, header.num_packs) for at in (header.token_offsets_offset, header.nbytes)
+        ]
+        packs = Repeated(".seq.idx", header.num_packs, lambda: map(PackChunk, *stored))
+    elif packs := _restore_arrays(paths, header, faults, known, new, watch):
+        done[paths.seq_idx] = f"from {packs.origin} and .seq.bin, {_SAME}"
+    if packs is not None and paths.idx in faults:
+        dtype = header.token_dtype
+        file = new.create(paths.idx)
+        digest = write_idx(file, packs, token_dtype_of(dtype)[0], dtype.itemsize, header.num_packs)
+        accept(paths.idx, digest, "from .seq.idx")
+    if packs is not None and paths.starts in faults:
+        # All zeros where every pack is one sequence; else what follows each end-of-sequence id.
+        eod_id, out = known.eod_id, HashedFile(new.create(paths.starts))
+        if header.num_sequences == header.num_packs:
+            for chunk in packs:
+                out.write(np.zeros(len(chunk.lengths), "<u4"))
+            accept(paths.starts, out.digest(), "one sequence a pack")
+        elif eod_id is not None and paths.tokens not in faults:
+            for starts in _starts_after(paths.tokens, header, eod_id, packs):
+                out.write(starts)
+            accept(paths.starts, out.digest(), f"from end-of-sequence id {eod_id}")
+        else:
+            new.drop(paths.starts)
+    return done
+
+
+def _restore_arrays(
+    paths: ShardPaths, header: Header, faults: Mapping[str, str], known: Known, new: Replacement, watch: Watch
+) -> Repeated[PackChunk] | None:
+    """The packs by which the arrays have the checksum that the header says; the file is written anew."""
+    if paths.starts in faults:
+        return None
+    starts = Starts(paths.starts)
+    # Likely ones first: the checksum decides, so even a damaged file may be tried.
+    sources: list[Callable[[], Lengths]] = [
+        lambda: idx_lengths(paths.idx, header.digests[0].nbytes)[0],
+        lambda: offset_lengths(paths.seq_idx, header.token_offsets_offset, header.num_packs),
+    ]
+    if not {paths.tokens, paths.loss} & faults.keys():
+        dtypes = header.token_dtype, header.mask_dtype
+        sources.append(lambda: _ended(paths, starts, dtypes, known.eod_id, watch))
+    for source in sources if os.path.exists(paths.idx) else sources[1:]:
+        try:
+            packs = _started(source(), starts)
+            if write_seq_idx(new.create(paths.seq_idx), packs, header) == header:
+                return packs
+        except SFTIndexError:  # not the lengths that this header was written with
+            pass
+        new.drop(paths.seq_idx)
+    return None
+
+
+def _starts_after(path: str, header: Header, eod_id: int, packs: Iterable[PackChunk]) -> Iterator[NDArray[np.uint32]]:
+    """Starts inside their packs: at each pack's begin and after each end-of-sequence id but the pack's last."""
+    tokens = open_array(path, header.token_dtype, header.num_tokens, nbytes=header.digests[0].nbytes, backend="pread")
+    begin = 0
+    for chunk in packs:
+        edges = np.append(begin, begin + np.cumsum(chunk.lengths))
+        first = 0
+        while first < len(chunk.lengths):  # some 64 thousand tokens, or one longer pack
+            last = max(int(np.searchsorted(edges, edges[first] + _PIECE_TOKENS, side="right")) - 1, first + 1)
+            ids, begins = tokens[int(edges[first]) : int(edges[last])], edges[first:last] - edges[first]
+            places = np.union1d(begins, np.flatnonzero(ids[:-1] == eod_id) + 1)
+            starts: NDArray[np.int64] = places - begins[np.searchsorted(begins, places, side="right") - 1]
+            yield starts.astype(np.uint32)
+            first = last
+        begin = int(edges[-1])
+
+
+# ---- without a header ----
+
+
+def derive(
+    paths: ShardPaths,
+    raw: bytes | None,
+    error: SFTIndexError | None,
+    known: Known,
+    new: Replacement,
+    watch: Watch,
+) -> dict[str, str]:
+    """Write both indexes from the data files and whatever else can be believed.
+
+    Args:
+        paths: of the shard, whose data files are there.
+        raw: the first bytes of ``.seq.idx``; None where it is missing.
+        error: why they are no header.
+        known: what the user knows.
+        new: takes the files.
+        watch: shows how far long work is.
+
+    Returns:
+        How each file came back, by path. An ``.idx`` that is right already is not among them.
+
+    Raises:
+        FormatError: the files that are left do not tell all that has to be known; says what is missing.
+    """
+    there = [path for path in paths.data if os.path.exists(path)]
+    with watch("reading", sum(os.stat(path).st_size for path in there)) as advance:
+        digests = {path: digest_file(path, advance=advance) for path in there}
+    idx, token_dtype, fault = None, known.token_dtype, None
+    if paths.idx in digests:
+        try:
+            idx, token_dtype = idx_lengths(paths.idx, digests[paths.tokens].nbytes)
+        except CorruptShardError as corrupt:
+            fault = corrupt
+        if idx and known.token_dtype not in (None, token_dtype):
+            raise FormatError(f"{paths.idx}: says that tokens are {token_dtype}, --token-dtype {known.token_dtype}")
+    dtypes = _dtypes_by_size(paths, token_dtype, known.mask_dtype)
+    starts, stored = Starts(paths.starts), raw or b""
+    sizes = _header_sizes(stored, os.stat(paths.seq_idx).st_size, starts.num_packs) if raw is not None else []
+    lengths = _proven_lengths(paths.seq_idx, stored, sizes, starts.num_packs) or idx
+    if lengths is None:
+        try:
+            lengths = _ended(paths, starts, dtypes, known.eod_id, watch)
+        except FormatError as nothing:
+            raise FormatError(f"{nothing}" if fault is None else f"{fault}. Without it: {nothing}") from None
+    packs, done = _started(lengths, starts), {}
+    walk = _measured(paths, dtypes, packs, starts.num_sequences, known, watch)
+    digest = write_idx(new.create(paths.idx), packs, token_dtype_of(dtypes[0])[0], dtypes[0].itemsize, walk.num_packs)
+    if digest == digests.get(paths.idx):
+        new.drop(paths.idx)
+    else:
+        done[paths.idx] = f"from {lengths.origin}"
+    digests[paths.idx] = digest
+    header = _header(starts.num_sequences, walk, dtypes, [digests[path] for path in paths.data], known)
+    # Written nowhere first: what is stored is held against the checksum of the arrays too.
+    header = write_seq_idx(OutputFile(os.devnull, keep=True), packs, header)
+    if proven := _prove(stored, header, sizes, paths.seq_idx):
+        _require_same(paths.seq_idx, proven, known)
+        header, what = proven, f"{_SAME}, its own checksums prove it"
+    elif isinstance(error, UnsupportedVersionError):
+        raise error  # it may well be good
+    else:
+        header, what = _marked(header, lengths.origin, known, _damaged_values(stored, sizes))
+    write_seq_idx(new.create(paths.seq_idx), packs, header)
+    done[paths.seq_idx] = f"from {lengths.origin} and the data; {what}"
+    return done
+
+
+def _header(
+    num_sequences: int,
+    walk: _native.PackWalk,
+    dtypes: tuple[np.dtype[Any], np.dtype[Any]],
+    digests: Sequence[FileDigest],
+    known: Known,
+) -> Header:
+    """All that follows from the data, and what is known besides; without the checksum of the arrays."""
+    tokens, loss, idx, starts = digests
+    return Header(
+        num_packs=walk.num_packs,
+        num_sequences=num_sequences,
+        num_tokens=tokens.nbytes // dtypes[0].itemsize,
+        num_trained_tokens=walk.num_trained_tokens,
+        num_masked_packs=walk.num_masked_packs,
+        token_dtype=dtypes[0],
+        mask_dtype=dtypes[1],
+        sequence_multiple=known.sequence_multiple or 1,
+        capacity=known.capacity or walk.longest_padded_pack,
+        longest_pack=walk.longest_pack,
+        most_sequences=walk.most_sequences,
+        pad_id=known.pad_id,
+        digests=(tokens, loss, idx, starts),
+        arrays_checksum=bytes(16),
+    )
+
+
+def _dtypes_by_size(
+    paths: ShardPaths, token_dtype: np.dtype[Any] | None, mask_dtype: np.dtype[Any] | None
+) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """The dtypes of ``.bin`` and ``.loss.bin``, of which one or both may be known.
+
+    Their sizes alone tell them, since a token takes 2 or 4 bytes and its mask 1 or 4, and all four ratios differ. Only
+    of empty files nothing is known.
+
+    Raises:
+        FormatError: the sizes fit no pair of dtypes, or not the known ones, or more than one pair.
+    """
+    tokens_nbytes, loss_nbytes = os.stat(paths.tokens).st_size, os.stat(paths.loss).st_size
+    fitting = [
+        (tokens, mask)
+        for tokens in TOKEN_DTYPES.values()
+        for mask in MASK_DTYPES.values()
+        if tokens_nbytes % tokens.itemsize == 0
+        and tokens_nbytes // tokens.itemsize * mask.itemsize == loss_nbytes
+        and token_dtype in (None, tokens)
+        and mask_dtype in (None, mask)
+    ]
+    if len(fitting) == 1:
+        return fitting[0]
+    sizes = f"{paths.prefix}: .bin has {tokens_nbytes} bytes, .loss.bin {loss_nbytes}"
+    if fitting:
+        raise FormatError(f"{sizes}, which says nothing of their dtypes; pass --token-dtype and --mask-dtype")
+    asked = " and ".join(f"{what} {dtype}" for what, dtype in (("tokens", token_dtype), ("masks", mask_dtype)) if dtype)
+    expected = asked or "uint16 or int32 tokens with uint8 or float32 masks"
+    raise FormatError(f"{sizes}, which do not go together as {expected} (rule F2); restore the one that was cut short")
+
+
+def _measured(
+    paths: ShardPaths,
+    dtypes: tuple[np.dtype[Any], np.dtype[Any]],
+    packs: Repeated[PackChunk],
+    num_sequences: int,
+    known: Known,
+    watch: Watch,
+) -> _native.PackWalk:
+    """The counts of all packs, each held against the rules of FORMAT.md.
+
+    Raises:
+        FormatError: a pack breaks a rule, or together they have not as many tokens as ``.bin``, so the files are
+            not of one shard or one of them is damaged.
+    """
+    damaged = "one of them is damaged: restore it"
+    num_tokens, found = os.stat(paths.tokens).st_size // dtypes[0].itemsize, sum(int(c.lengths.sum()) for c in packs)
+    if found != num_tokens:
+        raise FormatError(
+            f"{paths.prefix}: .bin has {num_tokens} tokens, the packs by the index {found}; they are not of one shard,"
+            f" or {damaged}"
+        )
+    values = {
+        "num_packs": packs.num_packs,
+        "num_sequences": num_sequences,
+        "num_tokens": num_tokens,
+        "capacity": known.capacity or MAX_CAPACITY,
+        "sequence_multiple": known.sequence_multiple or 1,
+        "token_dtype": token_dtype_of(dtypes[0])[0],
+        "mask_dtype": mask_dtype_of(dtypes[1])[0],
+        "header_nbytes": 0,
+    }
+    claims, findings = Claims.of(values), Findings(paths.prefix, 1)
+    walk = claims.kernel(1)
+
+    def pack_of(token: int) -> int | None:
+        first = 0
+        for run in _runs(packs):
+            if token < run.token_offsets[-1]:
+                return first + int(np.searchsorted(run.token_offsets, token, side="right")) - 1
+            first += run.packs
+        return None
+
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(CheckedFile(path)) for path in (paths.tokens, paths.loss, paths.starts)]
+        advance = stack.enter_context(watch("checking", sum(file.nbytes for file in files)))
+        meter = Meter(0, steps(advance))
+        tokens, loss, starts = (Stream(file, meter) for file in files)
+        walk_packs(walk, _runs(packs), starts, loss, dtypes[1])
+        add_breaches(walk, paths, claims, findings, pack_of)
+        check_ids(tokens, dtypes[0], 1 << 32, findings, pack_of)
+    for finding in findings.kept:
+        if finding.path == paths.seq_idx:  # there is none yet, so that only the limits can be wrong
+            remedy = "pass the --capacity and --sequence-multiple that it was packed with, or none"
+            raise FormatError(f"{paths.prefix}: {finding.what}; {remedy}")
+        place = f"{finding.path}: byte {finding.offset}"
+        raise FormatError(f"{place}: {finding.what}; the files are not of one shard, or {damaged}")
+    return walk
+
+
+def _runs(packs: Iterable[PackChunk]) -> Iterator[Run]:
+    token = sequence = 0
+    for chunk in packs:
+        begins = _native.offsets_from_lengths(chunk.lengths, 1, token)
+        firsts = _native.offsets_from_lengths(chunk.sequences, 1, sequence)
+        token, sequence = int(begins[-1]), int(firsts[-1])
+        yield Run(begins, firsts, len(chunk.lengths))
+
+
+def _require_same(path: str, proven: Header, known: Known) -> None:
+    for name in _KNOWN:
+        said, stored = getattr(known, name), getattr(proven, name)
+        if said not in (None, stored):
+            option = "--" + name.replace("_", "-")
+            raise FormatError(f"{path}: its header proves {name} {stored}, {option} is {said}; leave the option out")
+
+
+def _marked(header: Header, origin: str, known: Known, unproven: Mapping[str, Any]) -> tuple[Header, str]:
+    """The header that says what is no longer known, and the same in words."""
+    unknown = {name for name in _KNOWN if getattr(known, name) is None}
+    rebuilt: dict[str, Any] = {"pack_lengths": origin, "unknown": sorted(["metadata", *unknown])}
+    words = [
+        f"capacity {header.capacity}" + (", the longest pack" if "capacity" in unknown else ""),
+        f"sequence multiple {header.sequence_multiple}" + (", not known" if "sequence_multiple" in unknown else ""),
+        "pad id not known" if header.pad_id is None else f"pad id {header.pad_id}",
+        "metadata lost",
+    ]
+    if unproven:
+        rebuilt["unproven"] = unproven
+        said = ", ".join(f"{name} {unproven[name]}" for name in _KNOWN)
+        words[-1] += f" (the damaged header says, unproven: {said})"
+    metadata = {"format_writer": FORMAT_WRITER, "rebuilt": rebuilt}
+    return dataclasses.replace(header, metadata=metadata, rebuilt=True), "; ".join(words)
+
+
+# ---- what a damaged header still proves ----
+
+
+def _field(raw: bytes, name: str) -> Any:
+    offset, form = _FIELDS[name]
+    return form.unpack_from(raw, offset)[0]
+
+
+def _header_sizes(raw: bytes, file_nbytes: int, num_packs: int) -> list[int]:
+    """Sizes the header may have had: by its own field, and by what the arrays of so many packs leave of the file."""
+    arrays, smallest = 8 * (num_packs + 1), HEADER_FIXED_NBYTES + CHECKSUM_NBYTES
+    said = _field(raw, "header_nbytes") if len(raw) >= HEADER_FIXED_NBYTES else 0
+    sizes = dict.fromkeys((said, file_nbytes - arrays - align(arrays)))
+    return [n for n in sizes if n % 64 == 0 and smallest <= n <= min(MAX_HEADER_NBYTES, file_nbytes, len(raw))]
+
+
+def _proven_lengths(path: str, raw: bytes, sizes: list[int], num_packs: int) -> Lengths | None:
+    """Lengths by the arrays of a ``.seq.idx`` whose header is damaged, where its checksum of the arrays still fits."""
+    for size in sizes:
+        if digest_file(path, size).checksum == _field(raw, "arrays_checksum"):
+            return offset_lengths(path, align(size + 8 * (num_packs + 1)), num_packs)
+    return None
+
+
+def _prove(raw: bytes, derived: Header, sizes: list[int], path: str) -> Header | None:
+    """The header as it was written, or None where that is not proven.
+
+    Args:
+        raw: the file's first bytes.
+        derived: a header with all that follows from the data; the rest of it is not looked at.
+        sizes: header sizes to try.
+        path: of the file, for messages.
+    """
+    template = derived.encode()
+    for size in sizes:
+        body, stored = raw[: size - CHECKSUM_NBYTES], raw[size - CHECKSUM_NBYTES : size]
+        stripped = len(body[HEADER_FIXED_NBYTES:].rstrip(b"\0"))
+        for json_nbytes in {stripped, _field(raw, "json_nbytes")}:
+            end = HEADER_FIXED_NBYTES + json_nbytes
+            if end > len(body):
+                continue
+            filled = bytearray(body[:end].ljust(len(body), b"\0"))
+            for name, (offset, form) in _FIELDS.items():
+                if name not in _UNDERIVED | _SIZES:
+                    filled[offset : offset + form.size] = template[offset : offset + form.size]
+            for name, value in (("header_nbytes", size), ("json_nbytes", json_nbytes)):
+                _FIELDS[name][1].pack_into(filled, _FIELDS[name][0], value)
+            if _fits(filled, stored, end):
+                try:
+                    return Header.decode(bytes(filled) + xxhash.xxh3_128_digest(filled), path)
+                except FormatError:  # the checksum is right and a rule broken: not written by a writer that keeps them
+                    continue
+    return None
+
+
+def _fits(filled: bytearray, stored: bytes, end: int) -> bool:
+    """Whether the checksum proves the bytes, at once or with one bit of them flipped, which is then done.
+
+    Args:
+        filled: the header without its checksum, where everything that can be derived is.
+        stored: its checksum, as it is in the file.
+        end: of the JSON block.
+    """
+    unlike = int.from_bytes(stored, "big") ^ int.from_bytes(xxhash.xxh3_128_digest(filled), "big")
+    if unlike.bit_count() <= _MOST_CHECKSUM_BITS:
+        return True
+    if len(filled) > _MOST_TRIED_NBYTES:
+        return False
+    underived = [_FIELDS[name] for name in _UNDERIVED]
+    places = [at for offset, form in underived for at in range(offset, offset + form.size)]
+    for at in (*places, *range(HEADER_FIXED_NBYTES, end)):
+        for bit in range(8):
+            filled[at] ^= 1 << bit
+            if xxhash.xxh3_128_digest(filled) == stored:
+                return True
+            filled[at] ^= 1 << bit
+    return False
+
+
+def _damaged_values(raw: bytes, sizes: list[int]) -> dict[str, Any]:
+    """What an unproven header says of the things that only it knew; empty where its JSON block is unreadable."""
+    for size in sizes:
+        block = raw[HEADER_FIXED_NBYTES : size - CHECKSUM_NBYTES].rstrip(b"\0")
+        if (metadata := decode_metadata(block)) is not None:
+            return {"metadata": metadata} | {name: _field(raw, name) for name in sorted(_KNOWN)}
+    return {}

@@ -1,0 +1,395 @@
+"""The rules of FORMAT.md that files at rest can be held to, and what is said where one is broken.
+
+``check_header`` (H1 to H8), ``check_sizes`` (F2), ``check_arrays`` (O1, O2, H5, I1) and ``check_corners`` look at ends
+only and take milliseconds for any size. ``add_breaches`` says what the kernel found inside packs (O1, O2, P1 to P7),
+``check_ids`` (P8, P9) looks at every token.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from megatron_sft_idx import _native
+from megatron_sft_idx.check.pack_walk import CheckedFile, Stream
+from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, MASK_DTYPES, TOKEN_DTYPES, ShardPaths, align
+from megatron_sft_idx.layout.header import (
+    CHECKSUM_NBYTES,
+    MAGIC,
+    Broken,
+    broken_outline,
+    broken_rules,
+    data_nbytes,
+    decode_metadata,
+    field_values,
+)
+from megatron_sft_idx.layout.mmididx import IDX_HEADER, IDX_HEADER_NBYTES, idx_nbytes, idx_places, pack_idx_header
+from megatron_sft_idx.layout.values import MAX_CAPACITY, MAX_COUNT
+
+__all__ = [
+    "Claims",
+    "Finding",
+    "Findings",
+    "PackOf",
+    "add_breaches",
+    "check_arrays",
+    "check_corners",
+    "check_header",
+    "check_ids",
+    "check_idx_alone",
+    "check_sizes",
+]
+
+_INDEX = "restore it from a copy, or make it anew from the other files: megatron-sft-idx rebuild PREFIX"
+_DATA = "restore it from a copy, or write the shard again: nothing else holds what it held"
+_UPGRADE = "upgrade megatron-sft-idx, or restore the file from a copy"
+
+# Which pack holds a token; None where the offsets do not tell.
+PackOf = Callable[[int], int | None]
+
+
+# ---- findings ----
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One broken rule.
+
+    Attributes:
+        path: the file.
+        offset: where in it, in bytes.
+        pack: which pack it belongs to; None where it is of the whole file, or where the offsets do not tell.
+        rule: its number in FORMAT.md.
+        found: what is there.
+        expected: what should be.
+        remedy: what to do.
+    """
+
+    path: str
+    offset: int
+    pack: int | None
+    rule: str
+    found: str
+    expected: str
+    remedy: str
+
+    @property
+    def what(self) -> str:
+        """What is wrong, without its place in the file and the remedy."""
+        pack = "" if self.pack is None else f"pack {self.pack}: "
+        return f"{pack}found {self.found}, expected {self.expected} (rule {self.rule})"
+
+    def __str__(self) -> str:
+        return f"{self.path}: byte {self.offset}: {self.what}; {self.remedy}"
+
+
+class Findings:
+    """Collects findings, the first ``most`` of each rule and a count of all.
+
+    Args:
+        prefix: of the shard, which remedies name.
+        most: findings kept of each rule.
+    """
+
+    def __init__(self, prefix: str, most: int) -> None:
+        self._prefix = prefix
+        self.most = most
+        self.kept: list[Finding] = []
+        self.notes: list[str] = []
+        self.counts: Counter[str] = Counter()
+
+    def add(
+        self,
+        rule: str,
+        path: str,
+        offset: int,
+        found: object,
+        expected: object,
+        *,
+        pack: int | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        """One more finding; the remedy, where none is given, is that of the kind of file."""
+        self.counts[rule] += 1
+        if self.counts[rule] <= self.most:
+            remedy = (remedy or self.remedy(path)).replace("PREFIX", self._prefix)
+            self.kept.append(Finding(path, offset, pack, rule, str(found), str(expected), remedy))
+
+    def add_uncounted(self, rule: str, more: int) -> None:
+        """``more`` findings of a rule of which nothing but their number is known."""
+        self.counts[rule] += more
+
+    @staticmethod
+    def remedy(path: str) -> str:
+        """What brings a file back."""
+        return _INDEX if path.endswith(".idx") else _DATA
+
+    def omitted(self) -> dict[str, int]:
+        """Findings that were counted but not kept, by rule."""
+        kept = Counter(finding.rule for finding in self.kept)
+        return {rule: count - kept[rule] for rule, count in sorted(self.counts.items()) if count > kept[rule]}
+
+
+# ---- the header ----
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a header says of its shard, none of which is known to be right: no count is above what the format allows.
+
+    So sums and products of a few of them fit 63 bits.
+
+    Attributes:
+        values: the header's fixed fields by name, as they are.
+        sound: no rule of the header is broken, so what it says of the files is what its writer said.
+        vocab_size: the tokenizer's, from the JSON block; None where that does not say.
+        token_dtype: of ``.bin``; None for a code that means nothing.
+        mask_dtype: of ``.loss.bin``, likewise.
+        sequence_offsets: where they begin in ``.seq.idx``, in bytes.
+        token_offsets: likewise.
+        nbytes: sizes of the files by the counts, by suffix; without those whose dtype code means nothing.
+    """
+
+    values: Mapping[str, Any]
+    sound: bool
+    vocab_size: int | None
+    num_packs: int
+    num_sequences: int
+    num_tokens: int
+    capacity: int
+    sequence_multiple: int
+    token_dtype: np.dtype[Any] | None
+    mask_dtype: np.dtype[Any] | None
+    sequence_offsets: int
+    token_offsets: int
+    nbytes: Mapping[str, int]
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], *, sound: bool = True, vocab_size: int | None = None) -> Claims:
+        """What fields say."""
+        counts = {name: min(int(values[name]), MAX_COUNT) for name in ("num_packs", "num_sequences", "num_tokens")}
+        index_nbytes, begin = 8 * (counts["num_packs"] + 1), int(values["header_nbytes"])
+        token_offsets = align(begin + index_nbytes)
+        return cls(
+            values=values,
+            sound=sound,
+            vocab_size=vocab_size,
+            **counts,
+            capacity=min(int(values["capacity"]), MAX_CAPACITY),
+            sequence_multiple=max(1, min(int(values["sequence_multiple"]), MAX_CAPACITY)),
+            token_dtype=TOKEN_DTYPES.get(values["token_dtype"]),
+            mask_dtype=MASK_DTYPES.get(values["mask_dtype"]),
+            sequence_offsets=begin,
+            token_offsets=token_offsets,
+            nbytes=data_nbytes({**values, **counts}) | {".seq.idx": token_offsets + index_nbytes},
+        )
+
+    def kernel(self, most: int) -> _native.PackWalk:
+        """The kernel that walks the packs of such a shard, and keeps so many breaches of each rule."""
+        return _native.PackWalk(
+            sequences=self.num_sequences,
+            tokens=self.num_tokens,
+            capacity=self.capacity,
+            multiple=self.sequence_multiple,
+            most=most,
+        )
+
+
+def check_header(file: CheckedFile, findings: Findings) -> Claims | None:
+    """Hold the header against rules H1 to H8; None where it cannot be read at all."""
+
+    def add(broken: Broken, remedy: str | None = None) -> None:
+        findings.add(broken.rule, file.path, broken.offset, broken.found, broken.expected, remedy=remedy)
+
+    raw = file.read(0, HEADER_FIXED_NBYTES)
+    outline, damaged = broken_outline(raw), False
+    if outline and outline.rule == "H1" and _whole_with_magic(file):
+        # Eight bytes are damaged; the rest is what its checksum says, and worth checking.
+        damaged = True
+        add(outline)
+        raw = MAGIC + raw[len(MAGIC) :]
+        outline = None
+    if outline:
+        add(outline, _UPGRADE if outline.rule == "H2" else None)
+        return None
+    values = field_values(raw)
+    size = int(values["header_nbytes"])
+    raw += file.read(len(raw), size - len(raw))
+    if len(raw) < size:
+        findings.add("H3", file.path, len(raw), "a file that ends inside the header", f"{size} bytes of it")
+        return None
+    broken = list(broken_rules(raw))
+    for rule in broken:
+        add(rule)
+    metadata = decode_metadata(raw[HEADER_FIXED_NBYTES:][: values["json_nbytes"]])
+    if metadata is not None and not isinstance(metadata.get("format_writer"), int):
+        findings.add("H7", file.path, HEADER_FIXED_NBYTES, "no format_writer in the JSON block", "a number")
+    tokenizer = (metadata or {}).get("tokenizer")
+    vocab_size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
+    if vocab_size is not None and (type(vocab_size) is not int or vocab_size < 1):
+        found = f"tokenizer.vocab_size {vocab_size!r:.40} in the JSON block"
+        findings.add("P9", file.path, HEADER_FIXED_NBYTES, found, "a whole number from 1 on")
+        vocab_size = None
+    return Claims.of(values, sound=not broken and not damaged, vocab_size=vocab_size)
+
+
+def _whole_with_magic(file: CheckedFile) -> bool:
+    """Whether the header would match its checksum with the right magic."""
+    raw = MAGIC + file.read(len(MAGIC), HEADER_FIXED_NBYTES - len(MAGIC))
+    if broken_outline(raw):
+        return False
+    size = field_values(raw)["header_nbytes"]
+    raw += file.read(HEADER_FIXED_NBYTES, size - HEADER_FIXED_NBYTES)
+    digest = xxhash.xxh3_128_digest(raw[:-CHECKSUM_NBYTES])
+    return len(raw) == size and digest == raw[-CHECKSUM_NBYTES:]
+
+
+# ---- sizes, and the ends of arrays ----
+
+
+def check_sizes(files: Mapping[str, CheckedFile], claims: Claims, findings: Findings) -> None:
+    """Rule F2: each file has the size that follows from the counts."""
+    for suffix, file in files.items():
+        expected = claims.nbytes.get(suffix)
+        if expected is not None and file.nbytes != expected:
+            offset = min(file.nbytes, expected)
+            findings.add("F2", file.path, offset, f"{file.nbytes} bytes", f"{expected} by the header")
+
+
+def check_arrays(files: Mapping[str, CheckedFile], claims: Claims, findings: Findings) -> None:
+    """The ends of both arrays of ``.seq.idx`` (O1, O2), the zeros between them (H5), the head of ``.idx`` (I1)."""
+    file = files[".seq.idx"]
+    for rule, what, base, total in (
+        ("O1", "sequence_offsets", claims.sequence_offsets, claims.num_sequences),
+        ("O2", "token_offsets", claims.token_offsets, claims.num_tokens),
+    ):
+        for which, index, expected in (("first", 0, 0), ("last", claims.num_packs, total)):
+            offset = base + 8 * index
+            for found in file.array("<i8", offset, 1):
+                if found != expected:
+                    findings.add(rule, file.path, offset, f"{found} as {which} of {what}", expected)
+    gap = claims.sequence_offsets + 8 * (claims.num_packs + 1)
+    if any(file.read(gap, claims.token_offsets - gap)):
+        findings.add("H5", file.path, gap, "bytes between the two arrays", "zeros")
+    if idx := files.get(".idx"):
+        head, wanted = idx.read(0, IDX_HEADER_NBYTES), pack_idx_header(claims.values["token_dtype"], claims.num_packs)
+        if head != wanted:
+            offset = next((i for i, (a, b) in enumerate(zip(head, wanted, strict=False)) if a != b), len(head))
+            findings.add("I1", idx.path, offset, f"head {head.hex()}", wanted.hex())
+
+
+def check_idx_alone(idx: CheckedFile, findings: Findings) -> None:
+    """Rule I1 as far as ``.idx`` tells by itself."""
+    raw = idx.read(0, IDX_HEADER_NBYTES)
+    if len(raw) < IDX_HEADER_NBYTES:
+        findings.add("I1", idx.path, len(raw), f"{len(raw)} bytes", f"at least {IDX_HEADER_NBYTES}")
+        return
+    _, _, code, num_packs, _ = IDX_HEADER.unpack(raw)
+    # Nothing else has this many packs, so the multiplication is of Python's unbounded numbers.
+    if num_packs + 1 >= 1 << 64 or raw != pack_idx_header(code, num_packs):
+        findings.add("I1", idx.path, 0, f"head {raw.hex()}", "Megatron's: MMIDIDX, version 1, packs, packs + 1")
+    elif idx.nbytes != idx_nbytes(num_packs):
+        found, expected = f"{idx.nbytes} bytes", f"{idx_nbytes(num_packs)} for the {num_packs} packs it says"
+        findings.add("I1", idx.path, min(idx.nbytes, idx_nbytes(num_packs)), found, expected)
+
+
+def check_corners(files: Mapping[str, CheckedFile], claims: Claims, findings: Findings) -> None:
+    """The first and last values of ``.idx`` (I1), ``.seq.bin`` (P2, P4) and ``.loss.bin`` (P6)."""
+    if not claims.num_packs:
+        return
+    last = claims.num_packs - 1
+    if idx := files.get(".idx"):
+        for pack in sorted({0, last}):
+            _check_idx_entry(files[".seq.idx"], idx, claims, pack, findings)
+    starts, loss = files.get(".seq.bin"), files.get(".loss.bin")
+    if starts:
+        for found in starts.array("<u4", 0, 1):
+            if found != 0:
+                findings.add("P2", starts.path, 0, f"a first sequence that starts at {found}", 0, pack=0)
+        offset = 4 * (claims.num_sequences - 1)
+        lengths = files[".seq.idx"].array("<i8", claims.token_offsets + 8 * last, 2)
+        length = int(lengths[1]) - int(lengths[0]) if len(lengths) == 2 else 0
+        for found in starts.array("<u4", offset, 1):
+            if found >= length > 0:
+                expected = f"less than the {length} tokens of the pack"
+                findings.add("P4", starts.path, offset, f"a sequence that starts at {found}", expected, pack=last)
+    if loss and claims.mask_dtype is not None:
+        offset = claims.mask_dtype.itemsize * (claims.num_tokens - 1)
+        for found in loss.array(claims.mask_dtype, offset, 1):
+            if found != 0:
+                findings.add("P6", loss.path, offset, f"mask {found} at a sequence's end", 0, pack=last)
+
+
+def _check_idx_entry(seq_idx: CheckedFile, idx: CheckedFile, claims: Claims, pack: int, findings: Findings) -> None:
+    offsets = seq_idx.array("<i8", claims.token_offsets + 8 * pack, 2)
+    if len(offsets) < 2 or claims.token_dtype is None:
+        return
+    begin, end = map(int, offsets)
+    lengths, positions, documents = idx_places(claims.num_packs)
+    for what, base, dtype, number, expected in (
+        ("length", lengths, "<i4", pack, end - begin),
+        ("position", positions, "<i8", pack, begin * claims.token_dtype.itemsize),
+        ("document", documents, "<i8", pack, pack),
+        ("document", documents, "<i8", pack + 1, pack + 1),
+    ):
+        offset = base + int(dtype[-1]) * number
+        for found in idx.array(dtype, offset, 1):
+            if found != expected:
+                findings.add("I1", idx.path, offset, f"{what} {found}", expected, pack=pack)
+
+
+# ---- inside packs ----
+
+
+def add_breaches(
+    walk: _native.PackWalk, paths: ShardPaths, claims: Claims, findings: Findings, pack_of: PackOf
+) -> None:
+    """What the kernel found, as findings; see csrc/verify.h for its numbers."""
+    kept: Counter[str] = Counter()
+    for rule, pack, at, found, expected in walk.breaches:
+        kept[rule] += 1
+        owner: int | None = pack
+        if rule in ("O1", "O2"):
+            path, offset = paths.seq_idx, (claims.sequence_offsets if rule == "O1" else claims.token_offsets) + 8 * at
+            what = f"offset {found}"
+            wanted = f"at most {expected}" if found > expected else f"more than the {expected} before it"
+        elif rule in ("P1", "P5"):
+            path, offset = paths.seq_idx, claims.token_offsets + 8 * at
+            unit = (
+                "tokens" if rule == "P1" else f"positions with each sequence rounded up to {claims.sequence_multiple}"
+            )
+            what, wanted = f"{found} {unit}", f"at most the capacity {expected}"
+        elif rule in ("P2", "P3", "P4"):
+            path, offset, what = paths.starts, 4 * at, f"a sequence that starts at {found}"
+            wanted = {"P2": "0", "P3": f"{expected} or more", "P4": f"{expected} or less"}[rule]
+        else:
+            dtype = claims.mask_dtype
+            assert dtype is not None
+            path, offset, owner = paths.loss, at * dtype.itemsize, pack_of(at)
+            what = f"mask {dtype.type(found)}"
+            wanted = "a finite weight of 0 or more" if dtype.kind == "f" else "0 or 1"
+            if rule == "P6":
+                what, wanted = f"{what} at a sequence's end", "0"
+        findings.add(rule, path, offset, what, wanted, pack=owner)
+    for rule, count in walk.counts.items():
+        findings.add_uncounted(rule, count - kept[rule])
+
+
+def check_ids(stream: Stream, dtype: np.dtype[Any], limit: int, findings: Findings, pack_of: PackOf) -> None:
+    """Rules P8 and P9: every id of ``.bin`` is one that its dtype holds, and below ``limit``."""
+    bounds, first = np.iinfo(dtype), 0
+    limit = min(limit, int(bounds.max) + 1)
+    for ids in stream.pieces(dtype):
+        # Of 16 bits any may do. A negative id has the highest bit of an unsigned one: one maximum sees both.
+        if (bounds.min or limit <= bounds.max) and int(ids.view(f"<u{dtype.itemsize}").max()) >= limit:
+            for rule, bad in (("P8", np.flatnonzero(ids < 0)), ("P9", np.flatnonzero(ids >= limit))):
+                for position in bad[: findings.most].tolist():
+                    offset, pack = (first + position) * dtype.itemsize, pack_of(first + position)
+                    findings.add(rule, stream.file.path, offset, f"id {ids[position]}", f"0 to {limit - 1}", pack=pack)
+                findings.add_uncounted(rule, len(bad[findings.most :]))
+        first += len(ids)

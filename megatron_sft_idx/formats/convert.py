@@ -1,0 +1,217 @@
+"""What packs say, as a few bytes that any two formats agree on: the same packs, the same content."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
+from megatron_sft_idx.formats.checks import MaskAlignment
+from megatron_sft_idx.formats.packed_dataset import JoinedReader
+from megatron_sft_idx.formats.registry import Source, check_destination, create, find, places
+from megatron_sft_idx.storage.hashing import StreamHash
+from megatron_sft_idx.storage.publish import require_apart
+
+__all__ = ["COLUMNS", "Content", "ConvertOptions", "ConvertReport", "Progress", "convert"]
+
+
+# What is compared, and what people call it.
+COLUMNS = {"tokens": "token ids", "masks": "loss masks", "sequences": "sequence lengths", "packs": "packs"}
+
+
+class Content:
+    """A running hash of packs, column by column, so that it does not matter in which runs they come.
+
+    Values are brought to one form first: ids int32, masks float32, lengths and counts int64, all little-endian.
+
+    Attributes:
+        num_packs: packs so far.
+        num_sequences: sequences so far.
+        num_tokens: tokens so far.
+        num_trained_tokens: positions trained on so far.
+    """
+
+    def __init__(self) -> None:
+        self._hashes = {column: StreamHash() for column in COLUMNS}
+        self.num_packs = self.num_sequences = self.num_tokens = self.num_trained_tokens = 0
+
+    def add(self, run: PackRun) -> None:
+        """The next packs."""
+        self.num_packs += len(run.pack_lengths)
+        self.num_sequences += len(run.seq_starts)
+        self.num_tokens += len(run.tokens)
+        self.num_trained_tokens += int(np.count_nonzero(run.loss_mask))
+        self._update("tokens", run.tokens, "<i4")
+        self._update("masks", run.loss_mask, "<f4")
+        self._update("sequences", run.sequence_lengths(), "<i8")
+        self._update("packs", run.pack_sequences, "<i8")
+
+    def _update(self, column: str, values: NDArray[Any], dtype: str) -> None:
+        self._hashes[column].update(np.ascontiguousarray(values, dtype))
+
+    def differs(self, other: Content, ignored: Collection[str] = ()) -> list[str]:
+        """Names of the columns that are not the same, but for those ignored."""
+        return [
+            name
+            for column, name in COLUMNS.items()
+            if column not in ignored and self._hashes[column].checksum() != other._hashes[column].checksum()
+        ]
+
+
+# Called with tokens and packs done, each time some are.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """How packs are read and written.
+
+    Attributes:
+        source_format: name of the source's format; None has it recognised by content.
+        mask_alignment: of the source's loss masks, where its format does not say.
+        capacity: most token positions a pack may hold, for sources that do not know it; None takes what they say.
+        overwrite: replace what is at the destination.
+        allow_loss: let go what the destination's format has no place for; without it that is an error.
+        verify: read the result again and compare it with what was read from the source.
+        reader: options of the source's format.
+        writer: options of the destination's format.
+    """
+
+    source_format: str | None = None
+    mask_alignment: MaskAlignment = "label"
+    capacity: int | None = None
+    overwrite: bool = False
+    allow_loss: bool = False
+    verify: bool = True
+    reader: Mapping[str, Any] = field(default_factory=dict)
+    writer: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion did.
+
+    Attributes:
+        source_format: name of the source's format.
+        paths: what was read, in order.
+        content: of the source: counts and hashes.
+        spec: as handed to the writer.
+        notes: what was understood of the source, or set right, as sentences.
+        lost: what the destination's format has no place for, as sentences.
+        verified: the result was read again and is equal to the source in everything not lost.
+    """
+
+    source_format: str
+    paths: tuple[str, ...]
+    content: Content
+    spec: PackedSpec
+    notes: list[str]
+    lost: list[str]
+    verified: bool
+
+
+def convert(
+    source: Source,
+    destination: str,
+    to: str,
+    options: ConvertOptions | None = None,
+    *,
+    begun: Callable[[str, int], Progress] | None = None,
+) -> ConvertReport:
+    """Convert packed data; several sources of one format become one result.
+
+    Heap stays below 256 MiB, but for a format that can only be read whole (``npy``). The same source and options give
+    the same bytes. The result is read again, and compared with what went in, before it replaces anything.
+
+    Args:
+        source: path, glob, folder, or a list of these, as ``open_dataset`` takes it.
+        destination: file, folder or prefix to write.
+        to: name of its format.
+        options: how.
+        begun: called as a pass over the data begins, with the pass's name and the number of tokens; what it returns
+            is called as the pass goes on.
+
+    Raises:
+        FormatError: a source that is not what its format says, a destination that is taken or is a source, something
+            the format has no place for, or a result that differs.
+        SequenceError: a pack breaks a rule.
+    """
+    options = options or ConvertOptions()
+    name, paths = find(source, options.source_format)
+    reading = dict(options.reader)
+    sources = [place for path in paths for place in places(path, name, "the source")]
+    if reading.get("mask_path") is not None:
+        sources += places(os.fspath(reading["mask_path"]), "megatron", "--mask-path")
+    require_apart(places(destination, to, "the destination", written=True), sources)
+    check_destination(destination, to, overwrite=options.overwrite)
+    if name == "npy" and options.capacity is not None:
+        reading["capacity"] = options.capacity  # its packers exceed what they were given, which its reader knows
+    parts = JoinedReader(name, paths, mask_alignment=options.mask_alignment, max_open=1, options=reading)
+    spec = _spec_for_output(parts, options)
+    content = Content()
+    with create(
+        destination, to, spec, overwrite=options.overwrite, allow_loss=options.allow_loss, **options.writer
+    ) as writer:
+        for run in _counted(parts.runs(), begun and begun("converting", spec.num_tokens)):
+            _write(writer, run, spec)
+            content.add(run)
+        writer.complete()
+        if options.verify:
+            _verify(destination, writer, content, begun and begun("verifying", spec.num_tokens))
+    return ConvertReport(name, parts.paths, content, spec, parts.notes, [*writer.lost.values()], options.verify)
+
+
+def _spec_for_output(parts: JoinedReader, options: ConvertOptions) -> PackedSpec:
+    """What the writer is told, once it is known that masks are not shifted twice and that packs fit."""
+    spec = parts.spec
+    said = spec.metadata.get("mask_alignment")
+    if said == "label" and options.mask_alignment != "label":
+        raise FormatError(
+            f"{parts.paths[0]}: its metadata say that its loss masks are label-aligned already; taking them as"
+            f" {options.mask_alignment} would shift them twice: leave --mask-alignment out"
+        )
+    if options.capacity is None or parts.name == "npy":
+        return spec
+    if spec.longest_pack > options.capacity:
+        raise SequenceError(
+            parts.paths[0],
+            None,
+            f"the longest pack has {spec.longest_pack} tokens, --capacity is {options.capacity}; raise it, or pack"
+            " the result again (the pack verb)",
+        )
+    return dataclasses.replace(spec, capacity=options.capacity)
+
+
+def _write(writer: PackedWriter, run: PackRun, spec: PackedSpec) -> None:
+    """Write a run in the dtypes of the whole, which the files of several sources may be narrower than."""
+    tokens = run.tokens.astype(spec.token_dtype, copy=False)
+    mask = run.loss_mask.astype(spec.mask_dtype, copy=False)
+    writer.write(dataclasses.replace(run, tokens=tokens, loss_mask=mask))
+
+
+def _counted(runs: Iterable[PackRun], progress: Progress | None) -> Iterable[PackRun]:
+    for run in runs:
+        yield run
+        if progress is not None:
+            progress(len(run.tokens), len(run.pack_lengths))
+
+
+def _verify(path: str, writer: PackedWriter, expected: Content, progress: Progress | None) -> None:
+    """FormatError unless what was written is what went in, but for what its format has no place for."""
+    found = Content()
+    for run in _counted(writer.reread().runs(), progress):
+        found.add(run)
+    if different := expected.differs(found, writer.lost):
+        raise FormatError(
+            f"{path}: read again, its {', '.join(different)} are not those of the source: {found.num_packs} packs with"
+            f" {found.num_tokens} tokens, {found.num_trained_tokens} trained on; expected {expected.num_packs},"
+            f" {expected.num_tokens}, {expected.num_trained_tokens}. What was written is removed again, and what was"
+            " at this place before is still there. The disk may be failing: convert again to another one"
+        )

@@ -1,0 +1,641 @@
+"""The bytes of a ``.pbin``, Modalities' file of tokenised documents, in its four generations.
+
+::
+
+    header | data: the tokens of all documents end to end | index: pickled [(offset, length), ...], in bytes
+
+The header begins with the length of the data in bytes (8 bytes); from the second generation on, the bytes of a token
+follow (4 bytes, the number 1, 2 or 4). There is no magic, no version and no checksum: what a file is can only be told
+from what fits. The project's history (Modalities/modalities, ``create_packed_data.py``) knows four layouts:
+
+=== ============== ====== ========== =============== ============================== ========
+no. written from   header byte order token           offsets count from             first is
+=== ============== ====== ========== =============== ============================== ========
+1   December 2023  8      big        4 bytes         the file's start               8
+2   January 2024   12     big        1, 2 or 4 bytes the file's start               12
+3   April 2024     12     little     1, 2 or 4 bytes the file's start               12
+4   June 2024      12     little     1, 2 or 4 bytes the data's start               0
+=== ============== ====== ========== =============== ============================== ========
+
+Evidence that tells them apart: a header of the right size and byte order gives a data length that ends inside the
+file, where a pickle begins that ends with the file; the wrong ones give astronomical lengths, or no pickle. Between 3
+and 4, and for certainty everywhere, the first offset decides. Where an index is empty nothing can differ: it is a 4.
+
+Not read: what the first experiments of November 2023 wrote (a header of 4 bytes), and tokens of 3 bytes, which a few
+development versions of December 2024 chose for large vocabularies and no version's reader ever took.
+
+Documents tile the data in the order of the index: every writer of the format only appends. That is what makes the
+damage of its merge tool visible: it moves the index entries of each further file by 12 bytes, a header, too little (see
+``Placement``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, PackRun
+from megatron_sft_idx.formats.checks import MaskAlignment, checked_alignment
+from megatron_sft_idx.formats.restricted_pickle import LIST_HEADS, read_pairs, write_pairs
+from megatron_sft_idx.formats.runs import file_identity, run_bounds
+from megatron_sft_idx.layout.values import MAX_CAPACITY
+from megatron_sft_idx.shard.reader import Pack
+from megatron_sft_idx.storage import as_bytes, open_array, open_regular
+from megatron_sft_idx.storage.publish import Kind, new_file, require_space
+
+__all__ = [
+    "FORMAT",
+    "GENERATIONS",
+    "HEADER_NBYTES",
+    "KIND",
+    "Framing",
+    "Generation",
+    "MaskRule",
+    "Placement",
+    "Reader",
+    "Writer",
+    "encode_header",
+    "find_framing",
+    "framings",
+    "native_tokens",
+    "place_documents",
+    "recognise",
+]
+
+
+HEADER_NBYTES = 12  # of all generations but the first
+_LENGTH_NBYTES = 8
+_TOKEN_NBYTES = (1, 2, 4)
+
+ByteOrder = Literal["big", "little"]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One layout of the file.
+
+    Attributes:
+        number: 1 to 4.
+        since: when it was first written.
+        byte_order: of the header and the tokens.
+        header_nbytes: 8 or 12.
+        first_offset: what the index says of the data's first byte.
+    """
+
+    number: int
+    since: str
+    byte_order: ByteOrder
+    header_nbytes: int
+    first_offset: int
+
+
+GENERATIONS = (
+    Generation(1, "December 2023", "big", 8, 8),
+    Generation(2, "January 2024", "big", HEADER_NBYTES, 12),
+    Generation(3, "April 2024", "little", HEADER_NBYTES, 12),
+    Generation(4, "June 2024", "little", HEADER_NBYTES, 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """Where the three parts of a file are: all that can be told without the index.
+
+    Attributes:
+        byte_order: of the header and the tokens.
+        header_nbytes: 8 or 12.
+        token_nbytes: 1, 2 or 4.
+        data_nbytes: a multiple of ``token_nbytes``.
+        file_nbytes: size of the file.
+    """
+
+    byte_order: ByteOrder
+    header_nbytes: int
+    token_nbytes: int
+    data_nbytes: int
+    file_nbytes: int
+
+    @property
+    def index_offset(self) -> int:
+        """Where the data ends and the index begins, in bytes."""
+        return self.header_nbytes + self.data_nbytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the data."""
+        return self.data_nbytes // self.token_nbytes
+
+    def __str__(self) -> str:
+        return (
+            f"a {self.header_nbytes}-byte {self.byte_order}-endian header says {self.data_nbytes} bytes of data in"
+            f" tokens of {self.token_nbytes}, and a pickle goes from there to the end"
+        )
+
+    def open_tokens(self, path: str) -> NDArray[Any]:
+        """The data, mapped, as it is on disk: unsigned tokens in the file's byte order."""
+        # Not newbyteorder(), which spells this machine's own order out: kernels take such a dtype for a foreign one.
+        dtype = np.dtype(f"{'<' if self.byte_order == 'little' else '>'}u{self.token_nbytes}")
+        tokens = open_array(path, dtype, self.num_tokens, nbytes=self.file_nbytes, offset=self.header_nbytes)
+        assert isinstance(tokens, np.ndarray)
+        return tokens
+
+    def open_index(self, path: str) -> NDArray[np.uint8]:
+        """The bytes of the index, mapped."""
+        count = self.file_nbytes - self.index_offset
+        index = open_array(path, np.dtype(np.uint8), count, nbytes=self.file_nbytes, offset=self.index_offset)
+        assert isinstance(index, np.ndarray)
+        return index
+
+
+def encode_header(data_nbytes: int, token_nbytes: int) -> bytes:
+    """The header of the current generation."""
+    return data_nbytes.to_bytes(_LENGTH_NBYTES, "little") + token_nbytes.to_bytes(4, "little")
+
+
+def framings(path: str) -> list[Framing]:
+    """The ways to take a file for a ``.pbin``, newest first: none for other files, one for nearly every real one.
+
+    Costs a few reads.
+
+    Raises:
+        FormatError: it is no regular file.
+        OSError: it cannot be read.
+    """
+    with open_regular(path) as file:
+        fd = file.fileno()
+        size = os.fstat(fd).st_size
+        if size <= _LENGTH_NBYTES or os.pread(fd, 1, size - 1) != b".":
+            return []
+        return [each for each in _that_fit(os.pread(fd, HEADER_NBYTES, 0), size) if _has_index(fd, each)]
+
+
+def find_framing(path: str) -> list[Framing]:
+    """The same, at least one.
+
+    Raises:
+        FormatError: none; says what was found.
+        OSError: it cannot be read.
+    """
+    if found := framings(path):
+        return found
+    with open_regular(path) as file:
+        head = file.read(HEADER_NBYTES)
+        size = file.seek(0, os.SEEK_END)
+    raise FormatError(f"{path}: no .pbin of any generation: {_why_not(head, size)}")
+
+
+def _that_fit(head: bytes, size: int) -> list[Framing]:
+    """Framings whose header is believable in a file of this size."""
+    found = []
+    for byte_order, header_nbytes in (("little", HEADER_NBYTES), ("big", HEADER_NBYTES), ("big", _LENGTH_NBYTES)):
+        order: ByteOrder = "little" if byte_order == "little" else "big"
+        data_nbytes = int.from_bytes(head[:_LENGTH_NBYTES], order)
+        token_nbytes = int.from_bytes(head[_LENGTH_NBYTES:], order) if header_nbytes == HEADER_NBYTES else 4
+        # A pickle takes at least a byte to begin and one to stop.
+        if token_nbytes in _TOKEN_NBYTES and not data_nbytes % token_nbytes and header_nbytes + data_nbytes < size - 1:
+            found.append(Framing(order, header_nbytes, token_nbytes, data_nbytes, size))
+    return found
+
+
+def _has_index(fd: int, framing: Framing) -> bool:
+    return os.pread(fd, 2, framing.index_offset).startswith(LIST_HEADS)
+
+
+def _why_not(head: bytes, size: int) -> str:
+    if len(head) < HEADER_NBYTES:
+        return f"{size} bytes, a header alone has {HEADER_NBYTES}; the file was cut short or is something else"
+    little, big = (int.from_bytes(head[:_LENGTH_NBYTES], order) for order in ("little", "big"))
+    token_nbytes = min(int.from_bytes(head[_LENGTH_NBYTES:], order) for order in ("little", "big"))
+    if little == 0:
+        return "its header says no data, though some follows: its writer was stopped before the end; make it again"
+    if token_nbytes == 3:
+        return (
+            "tokens of 3 bytes, which a few versions of Modalities wrote in December 2024 and none reads;"
+            " make it again with a current one"
+        )
+    return (
+        f"its header would say {little} bytes of data (little-endian) or {big} (big-endian), in tokens of"
+        f" {token_nbytes} bytes; expected 1, 2 or 4, and a pickled index between there and the end of {size} bytes;"
+        " the file was cut short or is something else"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Documents of one file, in tokens from the data's start.
+
+    ``modalities data merge_packed_data`` joins files and gets the index wrong: it moves the entries of each further
+    file by the data before it *less 12 bytes* a file, the size of a header that is not there. So every file but the
+    first seems to begin inside the last document of the one before. The lengths are right and so is the data; since
+    documents tile the data, their places follow from the lengths alone.
+
+    Attributes:
+        framing: of the file.
+        generation: of the file.
+        starts: int64 [documents].
+        lengths: int64 [documents]; 0 is possible.
+        num_moved: documents whose place in the file was wrong and is set right here.
+        num_unused: tokens of the data that no document holds.
+    """
+
+    framing: Framing
+    generation: Generation
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    num_moved: int
+    num_unused: int
+
+
+def place_documents(path: str, *, repair_merge: bool = False) -> Placement:
+    """Read and check the index, in one pass and some 60 bytes of memory a document.
+
+    Args:
+        path: the file.
+        repair_merge: place the documents of a file with merge damage by their lengths, instead of refusing it.
+
+    Raises:
+        FormatError: no ``.pbin``; an index of anything but documents that lie in the data, in order; merge damage.
+        OSError: the file cannot be read.
+    """
+    refusals = []
+    for framing in find_framing(path):
+        try:
+            return _place(path, framing, repair_merge)
+        except FormatError as error:
+            refusals.append(error)
+    # The newest framing that is believable; a second one hardly ever is.
+    raise refusals[0]
+
+
+def _place(path: str, framing: Framing, repair_merge: bool) -> Placement:
+    pairs = read_pairs(path, framing.open_index(path))
+    generation = _generation(path, framing, pairs)
+    lengths = pairs[:, 1]
+    # Every length is at most the data's before they are added, and the sum is first taken in floats: no overflow.
+    too_long = (lengths < 0) | (lengths > framing.data_nbytes)
+    total = float(lengths.sum(dtype=np.float64))
+    if too_long.any() or total > 2 * framing.data_nbytes:
+        document = int(np.argmax(too_long))
+        raise FormatError(
+            f"{path}: document {document} has {lengths[document]} bytes and all together {total:.0f}, the data has"
+            f" {framing.data_nbytes}; the index is not of this file, make it again"
+        )
+    tiled = np.cumsum(lengths) - lengths
+    starts = pairs[:, 0]
+    num_moved = 0
+    if _merge_damage(framing, generation, starts, lengths, tiled):
+        num_moved = int(np.count_nonzero(starts - generation.first_offset != tiled))
+        if not repair_merge:
+            raise FormatError(_damage_message(path, generation, starts, tiled))
+        starts = tiled
+    else:
+        starts = _checked_starts(path, framing, generation, starts, lengths)
+    if ((starts % framing.token_nbytes) | (lengths % framing.token_nbytes)).any():
+        document = int(np.argmax((starts % framing.token_nbytes) | (lengths % framing.token_nbytes)))
+        raise FormatError(
+            f"{path}: document {document} has {lengths[document]} bytes from {starts[document]} on, no whole tokens of"
+            f" {framing.token_nbytes} bytes"
+        )
+    unused = (framing.data_nbytes - int(lengths.sum())) // framing.token_nbytes
+    return Placement(
+        framing, generation, starts // framing.token_nbytes, lengths // framing.token_nbytes, num_moved, unused
+    )
+
+
+def _generation(path: str, framing: Framing, pairs: NDArray[np.int64]) -> Generation:
+    """The generation, by the header and the first offset."""
+    candidates = [
+        each
+        for each in GENERATIONS
+        if (each.byte_order, each.header_nbytes) == (framing.byte_order, framing.header_nbytes)
+    ]
+    if not len(pairs):
+        return candidates[-1]
+    first = int(pairs[0, 0])
+    for generation in candidates:
+        if first == generation.first_offset:
+            return generation
+    # A merge whose first files are empty moves its first document, too.
+    if candidates[-1].number == 4 and first < 0 and first % HEADER_NBYTES == 0:
+        return candidates[-1]
+    expected = " or ".join(str(each.first_offset) for each in candidates)
+    raise FormatError(f"{path}: its first document is at {first}, expected {expected}; the index is not of this file")
+
+
+def _merge_damage(
+    framing: Framing,
+    generation: Generation,
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    tiled: NDArray[np.int64],
+) -> bool:
+    """Whether the lengths fill the data exactly and every place is whole headers too early, some at least one.
+
+    No sound index looks so: a document that begins before the one before it ends shares bytes with it.
+    """
+    if int(lengths.sum()) != framing.data_nbytes:
+        return False
+    # Bounds first, so that the difference cannot overflow.
+    if ((starts < -framing.file_nbytes) | (starts > framing.file_nbytes)).any():
+        return False
+    early = tiled - (starts - generation.first_offset)
+    return bool(early.any()) and bool(((early >= 0) & (early % HEADER_NBYTES == 0)).all())
+
+
+def _damage_message(path: str, generation: Generation, starts: NDArray[np.int64], tiled: NDArray[np.int64]) -> str:
+    early = tiled - (starts - generation.first_offset)
+    first = int(np.argmax(early != 0))
+    return (
+        f"{path}: an index damaged by merging: document {first} is said to begin {early[first]} bytes before the one in"
+        f" front ends, and {np.count_nonzero(early)} documents in all are too early, by at most {early.max()} bytes."
+        f" Modalities' merge_packed_data loses {HEADER_NBYTES} bytes a file in the index; data and lengths are whole:"
+        " pass repair_merge=True (--repair-merge) to place the documents by their lengths, or merge with another tool"
+    )
+
+
+def _checked_starts(
+    path: str, framing: Framing, generation: Generation, offsets: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Offsets from the data's start, of documents that lie in it in order and apart."""
+    outside = (offsets < generation.first_offset) | (offsets > framing.data_nbytes + generation.first_offset)
+    starts = np.where(outside, 0, offsets - generation.first_offset)
+    bad = outside | (starts + lengths > framing.data_nbytes)
+    bad[1:] |= starts[1:] < starts[:-1] + lengths[:-1]
+    if bad.any():
+        document = int(np.argmax(bad))
+        raise FormatError(
+            f"{path}: document {document} has {lengths[document]} bytes at offset {offsets[document]}; expected to"
+            f" follow the one before and to end within {framing.data_nbytes} bytes of data; the index is damaged"
+            " or not of this file, make it again"
+        )
+    return starts
+
+
+FORMAT = "pbin"
+
+MaskRule = Literal["all"]
+
+
+def recognise(path: str) -> str | None:
+    """What makes this a ``.pbin``, as a sentence; None for other files."""
+    try:
+        found = framings(path)
+    except (OSError, FormatError):
+        return None
+    return f"Modalities .pbin: {found[0]}" if found else None
+
+
+def _is_whole(path: str) -> bool:
+    """Whether the reader opens a file: it has no magic, but an index that fits its data."""
+    try:
+        place_documents(path, repair_merge=True)
+    except Exception:  # whatever a stranger's bytes do to the reader
+        return False
+    return True
+
+
+KIND = Kind("a Modalities .pbin", _is_whole)
+
+
+def native_tokens(path: str, position: int, tokens: NDArray[Any]) -> NDArray[Any]:
+    """Tokens as they are on disk as uint16 or int32 of this machine; the same memory where nothing differs.
+
+    Raises:
+        SequenceError: an id past int32, with the position given.
+    """
+    if tokens.dtype.itemsize <= 2:
+        return tokens.astype(np.uint16, copy=False)
+    native = tokens.astype(np.uint32, copy=False).view(np.int32)
+    if len(native) and native.min() < 0:
+        raise SequenceError(
+            path, position, f"has id {tokens.max()}, expected at most {2**31 - 1}: no vocabulary is so large"
+        )
+    return native
+
+
+class Reader(PackedReader):
+    """The documents of a ``.pbin`` of any generation.
+
+    Args:
+        path: the file.
+        mask_alignment: of masks in the file; there are none, so that only "label" makes sense.
+        mask_rule: what to train on. "all" trains every token of a document but its first, which nothing predicts.
+            There is no default: a chat whose questions are trained like its answers is rarely what is wanted.
+        repair_merge: read a file with an index that ``merge_packed_data`` damaged (see ``Placement``).
+
+    Raises:
+        FormatError: no mask rule; no ``.pbin``; an index that is not of this file.
+        OSError: the file cannot be read.
+    """
+
+    format = FORMAT
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        mask_alignment: MaskAlignment = "label",
+        mask_rule: MaskRule | None = None,
+        repair_merge: bool = False,
+    ) -> None:
+        self.path = os.fspath(path)
+        if checked_alignment(self.path, mask_alignment) != "label":
+            raise FormatError(f"{self.path}: a .pbin has no masks that could be {mask_alignment}-aligned; leave it out")
+        if mask_rule != "all":
+            raise FormatError(
+                f"{self.path}: a .pbin has no loss masks{'' if mask_rule is None else f', and no rule {mask_rule!r}'};"
+                ' pass mask_rule="all" (--mask-rule all) to train every token, questions too, or convert from what it'
+                " was made of"
+            )
+        placement = place_documents(self.path, repair_merge=repair_merge)
+        if len(placement.lengths) and placement.lengths.max() > MAX_CAPACITY:
+            longest = int(np.argmax(placement.lengths))
+            raise SequenceError(
+                self.path,
+                longest,
+                f"has {placement.lengths[longest]} tokens, expected at most {MAX_CAPACITY} (rule P1)",
+            )
+        # Packs hold at least one token.
+        self._starts = placement.starts[placement.lengths > 0]
+        self._lengths = placement.lengths[placement.lengths > 0]
+        self._tokens = placement.framing.open_tokens(self.path)
+        self._identity = file_identity(self.path) + " repaired" * (placement.num_moved > 0)
+        self._generation = placement.generation.number
+        self.notes = list(_notes(placement))
+
+    @property
+    def spec(self) -> PackedSpec:
+        """Counts and dtypes; the capacity is the longest document."""
+        longest = int(self._lengths.max()) if len(self) else 0
+        return PackedSpec(
+            num_packs=len(self),
+            num_sequences=len(self),
+            num_tokens=int(self._lengths.sum()),
+            longest_pack=longest,
+            token_dtype=np.dtype(np.uint16 if self._tokens.dtype.itemsize <= 2 else np.int32),
+            mask_dtype=np.dtype(np.uint8),
+            capacity=max(longest, 1),
+            metadata={"pbin": {"generation": self._generation, "mask_rule": "all"}},
+        )
+
+    @property
+    def identity(self) -> str:
+        """Size and time of change, and whether the index was set right."""
+        return self._identity
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def read(self, index: int) -> Pack:
+        """Document ``index`` of those that hold a token."""
+        tokens = self._documents(index, index + 1)
+        tokens.flags.writeable = False
+        return {
+            "input_ids": tokens,
+            "loss_mask": _all_trained(self._lengths[index : index + 1]),
+            "seq_boundaries": np.array([0, len(tokens)], np.int32),
+        }
+
+    def runs(self) -> Iterator[PackRun]:
+        """All documents in order."""
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
+        for first, last in run_bounds(offsets):
+            lengths = self._lengths[first:last]
+            ones = np.ones(last - first, np.int64)
+            yield PackRun(self._documents(first, last), _all_trained(lengths), ones - 1, lengths, ones)
+
+    def _documents(self, first: int, stop: int) -> NDArray[Any]:
+        """Tokens of some documents end to end; a view where they lie so."""
+        starts, stops = self._starts[first:stop], self._starts[first:stop] + self._lengths[first:stop]
+        if (starts[1:] == stops[:-1]).all():
+            tokens = self._tokens[starts[0] : stops[-1]]
+        else:
+            tokens = np.concatenate([self._tokens[a:b] for a, b in zip(starts, stops, strict=True)])
+        return native_tokens(self.path, first, tokens)
+
+
+def _all_trained(lengths: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Label-aligned: 1 at every token that has a next one."""
+    mask = np.ones(int(lengths.sum()), np.uint8)
+    mask[np.cumsum(lengths) - 1] = 0
+    return mask
+
+
+def _notes(placement: Placement) -> Iterator[str]:
+    generation = placement.generation
+    offsets = "the data" if generation.first_offset == 0 else "the file"
+    yield (
+        f".pbin of generation {generation.number} (since {generation.since}): {placement.framing}; its first offset"
+        f" is counted from the start of {offsets}"
+    )
+    yield "no loss masks in the file: as asked, every token is trained on but the first of each document"
+    if placement.num_moved:
+        yield f"{placement.num_moved} documents placed by their lengths: the index was damaged by merging"
+    if empty := int(np.count_nonzero(placement.lengths == 0)):
+        yield f"{empty} documents without a token left out"
+    if placement.num_unused:
+        yield f"{placement.num_unused} tokens that no document holds left out"
+
+
+class Writer(PackedWriter):
+    """A ``.pbin`` of the current generation, as Modalities' own ``TokenizedFileWriter`` makes it, byte for byte.
+
+    Every sequence becomes a document. Keeps 8 bytes a sequence in memory until the index is written.
+
+    Args:
+        path: the file.
+        spec: of the packs to come.
+        overwrite: replace a ``.pbin``.
+        allow_loss: write, though loss masks and which sequences shared a pack are lost.
+        token_nbytes: bytes of a token, 1, 2 or 4; None for 2 with uint16 tokens and 4 with int32.
+
+    Raises:
+        FormatError: no leave to lose; a size of another number; the file exists.
+        OSError: the disk says no.
+    """
+
+    format = FORMAT
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        spec: PackedSpec,
+        *,
+        overwrite: bool = False,
+        allow_loss: bool = False,
+        token_nbytes: int | None = None,
+    ) -> None:
+        name = os.fspath(path)
+        if not allow_loss:
+            raise FormatError(
+                f"{name}: a .pbin keeps neither loss masks nor packs, every sequence becomes a document trained as a"
+                " whole; pass allow_loss=True (--allow-loss) if that is what you want"
+            )
+        token_nbytes = token_nbytes or np.dtype(spec.token_dtype).itemsize
+        if token_nbytes not in (1, 2, 4):
+            raise FormatError(f"{name}: tokens of {token_nbytes} bytes, Modalities reads 1, 2 or 4")
+        self._path = name
+        self._dtype = np.dtype(f"<u{token_nbytes}")
+        self._lost = {"masks": "loss masks: the format has none, every token would be trained on"}
+        self.lost = self._lost
+        self._num_packs = 0
+        self._lengths: list[NDArray[np.int64]] = []
+        require_space(name, token_nbytes * spec.num_tokens + 8 * spec.num_sequences)
+        self._output = new_file(path, KIND, overwrite=overwrite)
+        self._file, self._complete = self._output.open(), False
+        try:
+            self._file.write(encode_header(0, token_nbytes))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write(self, run: PackRun) -> None:
+        """Append packs.
+
+        Raises:
+            SequenceError: an id that does not fit the token size.
+        """
+        largest = np.iinfo(self._dtype).max
+        tokens = np.asarray(run.tokens)
+        if len(tokens) and (tokens.min() < 0 or tokens.max() > largest):
+            at = int(np.argmax((tokens < 0) | (tokens > largest)))
+            pack = int(np.searchsorted(np.cumsum(run.pack_lengths), at, side="right"))
+            raise SequenceError(
+                self._path,
+                self._num_packs + pack,
+                f"has id {tokens[at]}, expected 0 to {largest} in {self._dtype.itemsize} bytes; pass token_nbytes=4",
+            )
+        self._file.write(as_bytes(np.ascontiguousarray(tokens, self._dtype)))
+        self._lengths.append(run.sequence_lengths())
+        self._num_packs += len(run.pack_lengths)
+        if (run.pack_sequences > 1).any():
+            self._lost["packs"] = "which sequences share a pack: every sequence is a document of its own"
+
+    def complete(self) -> None:
+        """Write the index and the data's length."""
+        if self._complete:
+            return
+        data_nbytes = self._file.nbytes - len(encode_header(0, 1))
+        write_pairs(self._file.write, sum(map(len, self._lengths)), self._pairs())
+        # Last, as the real writer: a file without its length is one that was not finished.
+        self._file.write_at(encode_header(data_nbytes, self._dtype.itemsize), 0)
+        self._file.close()
+        self._complete = True
+
+    def reread(self) -> Reader:
+        """A reader of all of it; what its masks are made of by a rule is not what was written."""
+        return Reader(self._output.temporary, mask_rule="all")
+
+    def _pairs(self) -> Iterator[NDArray[np.int64]]:
+        offset = 0
+        for lengths in self._lengths:
+            nbytes = lengths * self._dtype.itemsize
+            ends = np.cumsum(nbytes) + offset
+            yield np.stack([ends - nbytes, nbytes], axis=1)
+            offset = int(ends[-1]) if len(ends) else offset

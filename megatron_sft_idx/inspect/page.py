@@ -1,0 +1,507 @@
+"""A shard as one self-contained HTML page: no network, under 1 MB whatever the shard.
+
+What is shown is chosen here, and drawn as inline SVG; how it looks stands in page.html, page.css and page.js.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import numpy as np
+from markupsafe import Markup, escape
+from numpy.typing import NDArray
+
+from megatron_sft_idx.inspect.summary import PERMILLE, Survey, file_nbytes, fingerprints, losses
+from megatron_sft_idx.inspect.tally import Profile, Tally
+from megatron_sft_idx.inspect.text import Decode, counted, ids_as_text, marked_runs, shortened, trained_tokens
+from megatron_sft_idx.layout import Header
+from megatron_sft_idx.shard import Pack, Shard
+from megatron_sft_idx.storage.publish import Kind, head_of
+
+__all__ = ["MAX_NBYTES", "PAGE", "make_page"]
+
+MAX_NBYTES = 1_000_000
+# How page.html begins, whatever the shard.
+_BEGIN = b'<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" content="megatron-sft-idx inspect">\n'
+PAGE = Kind("a page of inspect", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
+_DRAWN, _BINS = 48, 48
+# Bytes for the viewer's text; where the rest of the page leaves no room for that, it is made again with less.
+_TEXT_NBYTES = (520_000, 260_000, 60_000, 0)
+# What a run, and a sequence, costs beside its text.
+_RUN_NBYTES, _SEQUENCE_NBYTES = 24, 260
+_MOST_CHARACTERS = 400  # of a name or value: whoever wrote the shard decides how long they are
+# Sequences of a pack take these in turn; the style sheet has their colours.
+_HUES = 4
+_BAR_WIDTH = 1000.0
+_BAR, _PALE = (0, 16), (5, 6)  # top and height: what is trained on is tall as well as dark
+_MOST_RUNS = 200
+
+
+class DrawnPack(NamedTuple):
+    """A pack drawn as a bar; lengths in tokens."""
+
+    number: int
+    bar: Markup
+    length: int
+    trained: int
+    sequences: int
+
+
+class ShownSequence(NamedTuple):
+    """A sequence as text, or its beginning: ``runs`` of text and weight; ``hidden`` tokens at its end are left out."""
+
+    number: int
+    start: int
+    stop: int
+    trained: int
+    runs: Sequence[tuple[str, float]]
+    hidden: int
+
+
+class ShownPack(NamedTuple):
+    """A pack in the viewer: its first sequences, or all, which take ``nbytes`` of the page."""
+
+    drawn: DrawnPack
+    sequences: Sequence[ShownSequence]
+    nbytes: int
+
+
+class Chart(NamedTuple):
+    """A picture and what it says."""
+
+    title: str
+    caption: str
+    svg: Markup
+
+
+def make_page(shard: Shard, survey: Survey, decode: Decode | None = None) -> bytes:
+    """The page of a shard, UTF-8, at most ``MAX_NBYTES``.
+
+    Args:
+        shard: the shard.
+        survey: of it.
+        decode: ids to text; None shows ids.
+    """
+    for text_nbytes in _TEXT_NBYTES:
+        page = _template().render(**_context(shard, survey, decode, text_nbytes)).encode("utf-8", "replace")
+        if len(page) <= MAX_NBYTES:
+            return page
+    raise AssertionError(f"{len(page)} bytes without any text")
+
+
+def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: int) -> dict[str, Any]:
+    header = survey.header
+    style, script = (Markup(_resource(name)) for name in ("page.css", "page.js"))
+    context = {
+        "name": shortened(os.path.basename(shard.prefix), _MOST_CHARACTERS),
+        "command": f"megatron-sft-idx inspect {shlex.quote(shortened(shard.prefix, _MOST_CHARACTERS))} --pack",
+        "header": header,
+        "survey": survey,
+        "style": style,
+        "script": script,
+        "style_hash": _csp_hash(style),
+        "script_hash": _csp_hash(script),
+        "origin": list(_origin(header)),
+    }
+    if not header.num_packs:
+        return context
+    drawn = _spread(header.num_packs, _DRAWN)
+    odd = [place for one in survey.odd for place in one.places]
+    # The first packs, the odd ones, and those drawn.
+    numbers = sorted({*range(min(header.num_packs, 3)), *(place.pack for place in odd), *drawn})
+    left = text_nbytes
+    packs: list[ShownPack] = []
+    for done, number in enumerate(numbers):
+        packs.append(_shown_pack(shard, number, decode or ids_as_text, left // (len(numbers) - done)))
+        left -= packs[-1].nbytes
+    shown = {(pack.drawn.number, sequence.number) for pack in packs for sequence in pack.sequences}
+    return context | {
+        "lede": _lede(survey),
+        "figures": list(_figures(survey)),
+        "rows": [pack.drawn for pack in packs if pack.drawn.number in drawn],
+        "charts": list(_charts(survey)),
+        "cost": _cost(survey),
+        "packs": packs,
+        # Pack and number of the sequences that are both linked to and shown.
+        "anchors": shown & {(place.pack, place.sequence) for place in odd},
+        "decoded": decode is not None,
+    }
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Up to ``most`` of the numbers below ``count``, first and last among them, evenly spread."""
+    return sorted(set(np.linspace(0, count - 1, min(count, most)).round().astype(int).tolist()))
+
+
+def _drawn_pack(shard: Shard, number: int) -> DrawnPack:
+    pack = shard[number]
+    ids, trained = pack["input_ids"], int(np.count_nonzero(pack["loss_mask"]))
+    bar = bar_paths(pack, shard.header.capacity)
+    return DrawnPack(number, bar, len(ids), trained, len(pack["seq_boundaries"]) - 1)
+
+
+def _lede(survey: Survey) -> str:
+    header = survey.header
+    return (
+        f"{counted(header.num_packs, 'pack')} of up to {header.capacity:,} tokens"
+        f" {'hold' if header.num_packs > 1 else 'holds'} {counted(header.num_sequences, 'sequence')}."
+        f" {100 * header.num_trained_tokens / header.num_tokens:.1f}% of their {header.num_tokens:,} tokens are"
+        f" trained on, and {100 * survey.fill:.1f}% of all positions are filled."
+    )
+
+
+def _figures(survey: Survey) -> Iterator[tuple[str, str, str]]:
+    header, counts = survey.header, survey.sequences
+    masked = f"{header.num_masked_packs:,} all masked" if header.num_masked_packs else "none all masked"
+    yield "packs", f"{header.num_packs:,}", masked
+    yield "sequences", f"{header.num_sequences:,}", f"{counts.mean:.1f} a pack, at most {counts.largest:,}"
+    yield (
+        "tokens",
+        _brief(header.num_tokens),
+        f"{header.token_dtype.name}, {survey.sequence_lengths.mean:,.0f} a sequence",
+    )
+    share = 100 * header.num_trained_tokens / header.num_tokens
+    yield "trained", f"{share:.1f}%", f"{_brief(header.num_trained_tokens)} tokens"
+    yield "filled", f"{100 * survey.fill:.1f}%", f"of {header.capacity:,} positions"
+    total = sum(file_nbytes(header).values())
+    yield "on disk", _bytes(total), f"{total / header.num_tokens:.2f} bytes a token"
+
+
+def _brief(count: int) -> str:
+    sizes = ((10**12, "trillion"), (10**9, "billion"), (10**6, "million"))
+    return _three_digits(count, sizes) or f"{count:,}"
+
+
+def _bytes(count: int) -> str:
+    sizes = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+    return _three_digits(count, sizes) or f"{count} B"
+
+
+def _three_digits(count: int, sizes: Iterable[tuple[int, str]]) -> str | None:
+    """In the first of the sizes that it reaches, with three digits at least: 1.23, 12.3, 123, 1,023."""
+    for size, name in sizes:
+        if count >= size:
+            value = count / size
+            return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f} {name}"
+    return None
+
+
+def _charts(survey: Survey) -> Iterator[Chart]:
+    fill, capacity = survey.pack_lengths, survey.header.capacity
+    yield _count_chart("Sequence length in tokens", survey.sequence_lengths, "tokens", "sequences")
+    low = 0 if fill.quantile(0.02) < 0.6 * capacity else fill.least
+    yield _share_chart("Fill of a pack", fill, low, capacity)
+    sampled = "" if survey.complete else " (sampled)"
+    yield _share_chart("Trained share of a pack", survey.trained, 0, PERMILLE, sampled)
+    yield _count_chart("Sequences in a pack", survey.sequences, "sequences", "packs")
+
+
+def _count_chart(title: str, tally: Tally, unit: str, of: str) -> Chart:
+    half, most = tally.quantile(0.5), tally.quantile(0.95)
+    caption = f"median {half:,}, 95th percentile {most:,}, largest {tally.largest:,}"
+    edges, counts = tally.histogram(_BINS, min(tally.least, 1), tally.largest)
+    return Chart(title, caption, histogram(edges, counts, f"{title}: {caption}", unit=unit, of=of))
+
+
+def _share_chart(title: str, tally: Tally, low: int, whole: int, remark: str = "") -> Chart:
+    """Values of packs as shares of ``whole``, in per cent, from ``low`` on."""
+    percent = 100 / whole
+    least, half, few = (percent * value for value in (tally.least, tally.quantile(0.5), tally.quantile(0.05)))
+    caption = f"median {half:.1f}%, 5th percentile {few:.1f}%, least {least:.1f}%{remark}"
+    edges, counts = tally.histogram(_BINS, low, whole)
+    return Chart(title, caption, histogram(edges, counts, caption, unit="%", of="packs", scale=percent))
+
+
+def _cost(survey: Survey) -> Chart:
+    header, width = survey.header, survey.cost.width
+    caption = (
+        "Pairs of tokens that attend to each other, in order of the shard, the mean of all packs being 1×."
+        f" The costliest pack costs {survey.cost_spread:.2f} times the mean."
+    )
+    if width > 1:
+        caption += (
+            f" The line is the mean of {width:,} packs; nine of ten of them lie in the band, none above the thin line."
+        )
+    return Chart("", caption, profile(survey.cost, header.num_packs, f"attention cost by pack: {caption}"))
+
+
+def _origin(header: Header) -> Iterator[tuple[str, str | int]]:
+    yield from ((name, shortened(value, _MOST_CHARACTERS)) for name, value in fingerprints(header).items())
+    if header.rebuilt:
+        yield "rebuilt", "the header was derived from the data; what only it knew is lost"
+    yield "sequence multiple", header.sequence_multiple
+    yield "pad id", "unknown" if header.pad_id is None else header.pad_id
+    yield from losses(header).items()
+    for block in ("options", "packing"):
+        if isinstance(found := header.metadata.get(block), dict) and found:
+            yield block, shortened(json.dumps(found, ensure_ascii=False), 4 * _MOST_CHARACTERS)
+    yield from ((f"{suffix}, bytes", nbytes) for suffix, nbytes in file_nbytes(header).items())
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["counted"] = counted
+    return environment.from_string(_resource("page.html"))
+
+
+@cache
+def _resource(name: str) -> str:
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def _csp_hash(text: str) -> str:
+    """What a content security policy calls a text that may stand in the page."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+# ---- the packs that are shown as text ----
+
+
+def _shown_pack(shard: Shard, number: int, decode: Decode, nbytes: int) -> ShownPack:
+    """One pack, whose text fills about ``nbytes`` of the page at most."""
+    left = nbytes
+    pack = shard[number]
+    ids, mask = pack["input_ids"], pack["loss_mask"]
+    shown: list[ShownSequence] = []
+    for index, (start, stop) in enumerate(pairwise(pack["seq_boundaries"].tolist())):
+        left -= _SEQUENCE_NBYTES
+        if left <= 0:
+            break
+        weights = trained_tokens(mask[start:stop])
+        # A token is a byte of the page at least: more of them are never shown.
+        runs, tokens, used = _cut(marked_runs(ids[start:stop][:left], weights[:left], decode), left)
+        left -= used
+        trained = int(np.count_nonzero(weights))
+        shown.append(ShownSequence(index, start, stop, trained, runs, stop - start - tokens))
+    return ShownPack(_drawn_pack(shard, number), shown, nbytes - max(left, 0))
+
+
+def _cut(runs: Iterable[tuple[str, float, int]], nbytes: int) -> tuple[list[tuple[str, float]], int, int]:
+    """The runs that fit so many bytes of the page, the tokens in them, the bytes they take.
+
+    Of a run that does not fit, the beginning is kept, and none of its tokens counted.
+    """
+    kept: list[tuple[str, float]] = []
+    tokens = used = 0
+    for text, weight, length in runs:
+        size = len(str(escape(text)).encode("utf-8", "replace")) + _RUN_NBYTES
+        if used + size > nbytes:
+            # The longest a character becomes is 5 bytes.
+            kept.append((text[: max(0, nbytes - used) // 5], weight))
+            return kept, tokens, nbytes
+        kept.append((text, weight))
+        tokens, used = tokens + length, used + size
+    return kept, tokens, used
+
+
+# ---- pictures: numbers in, markup out ----
+
+
+def bar_paths(pack: Pack, capacity: int) -> Markup:
+    """A pack as paths in a box of 1000 x 16: a hue a sequence, tall and dark where trained on.
+
+    What is finer than a 200th of the pack, where there is much of it, is drawn by samples.
+    """
+    scale = _BAR_WIDTH / max(capacity, 1)
+    paths: dict[tuple[int, bool], list[str]] = {}
+    for start, stop, sequence, trained, last in _runs(pack):
+        x, width = start * scale, (stop - start) * scale
+        # A gap between sequences, so that hue is not all that tells them apart.
+        width = max(width - 1.5, 0.75 * width) if last else width
+        top, height = _BAR if trained else _PALE
+        paths.setdefault((sequence % _HUES, trained), []).append(
+            f"M{x:.1f} {top}h{max(width, 0.5):.1f}v{height}H{x:.1f}z"
+        )
+    return joined(
+        element("path", class_=f"{'t' if trained else 'u'}{hue}", d="".join(parts))
+        for (hue, trained), parts in sorted(paths.items())
+    )
+
+
+def _runs(pack: Pack) -> Iterator[tuple[int, int, int, bool, bool]]:
+    """Start, stop, sequence, whether trained, and whether the sequence ends there, of runs that are alike."""
+    bounds = pack["seq_boundaries"].astype(np.int64)
+    trained = trained_tokens(pack["loss_mask"]) > 0
+    trained[bounds[:-1]] = False
+    length = len(trained)
+    changes = np.zeros(length + 1, np.bool_)
+    changes[bounds] = True
+    changes[1:length] |= trained[1:] != trained[:-1]
+    edges = np.flatnonzero(changes)
+    if len(edges) > _MOST_RUNS:
+        edges = np.unique(np.linspace(0, length, _MOST_RUNS + 1).astype(np.int64))
+    middles = (edges[:-1] + edges[1:]) // 2
+    sequences = np.searchsorted(bounds, middles, "right") - 1
+    kinds = trained[middles]
+    begins = np.flatnonzero(np.diff(sequences * 2 + kinds, prepend=-1))
+    ends = np.append(begins[1:], len(middles))
+    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
+        sequence = int(sequences[begin])
+        last = end == len(middles) or int(sequences[end]) != sequence
+        yield int(edges[begin]), int(edges[end]), sequence, bool(kinds[begin]), last
+
+
+class _Frame:
+    """A plot's box: where values lie in it, and its axes."""
+
+    def __init__(self, width: int, height: int, x: tuple[float, float], top: float) -> None:
+        self.width, self.height, self.base = width, height, height - 22
+        self.left, self.right = 46, width - 18  # half of the last number lies behind the end
+        self._x, self._top = x, top
+
+    def x(self, value: float) -> float:
+        low, high = self._x
+        return self.left + (self.right - self.left) * (value - low) / max(high - low, 1e-9)
+
+    def y(self, value: float) -> float:
+        return self.base - (self.base - 10) * value / max(self._top, 1e-9)
+
+    def bar(self, low: float, high: float, value: float, title: str) -> Markup:
+        """From ``low`` to ``high``; what is above zero can be seen."""
+        y = min(self.y(value), self.base - 1)
+        x, width = self.x(low), max(self.x(high) - self.x(low) - 1, 0.8)
+        return element("rect", element("title", title), class_="bar", x=x, y=y, width=width, height=self.base - y)
+
+    def _line(self, name: str, y: float) -> Markup:
+        return element("line", class_=name, x1=self.left, x2=self.right, y1=y, y2=y)
+
+    def svg(self, label: str, marks: Markup, x_ticks: Sequence[tuple[float, str]], unit: str) -> Markup:
+        """The whole picture; ``label`` says what it shows to those who do not see it, ``unit`` is of the values."""
+        grid, numbers = [], []
+        for value, text in nice_ticks(0, self._top, 4):
+            grid.append(self._line("grid", self.y(value)))
+            numbers.append(element("text", text + unit, class_="y", x=self.left - 6, y=self.y(value) + 3.5))
+        for value, text in x_ticks:
+            numbers.append(element("text", text, class_="x", x=self.x(value), y=self.height - 6))
+        content = joined([*grid, *numbers, marks, self._line("axis", self.base)])
+        return element("svg", content, viewBox=f"0 0 {self.width} {self.height}", role="img", aria_label=label)
+
+
+def histogram(
+    edges: NDArray[np.int64], counts: NDArray[np.int64], label: str, *, unit: str, of: str, scale: float = 1.0
+) -> Markup:
+    """Shares of all, in per cent, by class.
+
+    Args:
+        edges: of the classes, whole numbers, [classes + 1].
+        counts: by class.
+        label: what is shown.
+        unit: of the edges, after ``scale``.
+        of: what is counted, in the plural.
+        scale: what an edge is multiplied with to be shown.
+    """
+    shares = 100 * counts / max(1, int(counts.sum()))
+    frame = _Frame(480, 190, (float(edges[0]), float(edges[-1])), float(shares.max(initial=0.0)))
+    bars = []
+    for (low, high), share, count in zip(pairwise(edges.tolist()), shares.tolist(), counts.tolist(), strict=True):
+        last = (high - 1) * scale if scale == 1 else high * scale
+        span = f"{low * scale:,.6g}" + (f" to {last:,.6g}" if last > low * scale else "")
+        if count:
+            bars.append(frame.bar(low, high, share, f"{span} {unit}: {count:,} {of} ({share:.2g}%)"))
+    # A class of one value is named in its middle, one of several where it begins.
+    low, high, middle = edges[0] * scale, edges[-1] * scale, 0.5 if edges[1] - edges[0] == 1 and scale == 1 else 0.0
+    sign = "%" if unit == "%" else ""
+    ticks = [
+        (value / scale + middle, text + sign)
+        for value, text in nice_ticks(low, high - 2 * middle, 6, whole=scale == 1)
+        if low <= value
+    ]
+    return frame.svg(label, joined(bars), ticks, "%")
+
+
+def profile(values: Profile, places: int, label: str) -> Markup:
+    """A value along the shard, in means of all: a bar a place, or of many places the mean, 5 to 95% and the largest."""
+    mean = float(values.sums.sum()) / max(1, places) or 1.0
+    high, means = (values.largest / mean).tolist(), (values.means / mean).tolist()
+    frame = _Frame(1000, 230, (0.0, float(places)), max(high, default=1.0))
+    columns = list(pairwise(min(k * values.width, places) for k in range(len(means) + 1)))
+    ticks = nice_ticks(0, places, 6, whole=True)
+    if values.width == 1:
+        bars = zip(columns, means, strict=True)
+        marks = joined(frame.bar(a, b, value, f"pack {a}: {value:.2f} times the mean") for (a, b), value in bars)
+        return frame.svg(label, marks, [(value + 0.5, text) for value, text in ticks if value < places], "×")
+
+    def steps(heights: Sequence[float], way: int = 1) -> list[str]:
+        """To the right, or with a way of -1 back to the left."""
+        spans = [(*span[::way], height) for span, height in zip(columns, heights, strict=True)][::way]
+        return [f"{number(frame.x(a))} {number(frame.y(v))}H{number(frame.x(b))}" for a, b, v in spans]
+
+    low, upper = ((values.quantile(share) / mean).tolist() for share in (0.05, 0.95))
+    marks = joined(
+        element("path", class_=name, d=f"M{'L'.join(points)}{end}")
+        for name, points, end in (
+            ("band", steps(upper) + steps(low, -1), "z"),
+            ("most", steps(high), ""),
+            ("line", steps(means), ""),
+        )
+    )
+    return frame.svg(label, marks, ticks, "×")
+
+
+def element(name: str, content: str = "", **attributes: str | float) -> Markup:
+    """``<name ...>content</name>``.
+
+    Args:
+        name: of the element.
+        content: text, escaped unless it is markup.
+        **attributes: ``_`` at the end of a name is dropped, any other becomes ``-``; numbers get one digit behind
+            the point, which is a tenth of a pixel.
+    """
+    pairs = ((key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items())
+    written = joined(
+        Markup(' {}="{}"').format(key, value if isinstance(value, str) else number(value)) for key, value in pairs
+    )
+    return Markup("<{}{}>{}</{}>").format(name, written, content, name)
+
+
+def number(value: float) -> str:
+    """With one digit behind the point where that is not 0."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def joined(parts: Iterable[Markup]) -> Markup:
+    """Markup end to end."""
+    return Markup("").join(parts)
+
+
+def nice_ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[tuple[float, str]]:
+    """At most ``most`` + 1 round values from ``low`` to ``high``, whole numbers if wanted, and how they are written."""
+    span = high - low
+    if not (span > 0 and math.isfinite(span)):
+        return [(low, _written(low, 1.0, abs(low)))]
+    raw = max(span / most, 1.0 if whole else 0.0)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [(k * step, _written(k * step, step, last * step)) for k in range(first, last + 1)]
+
+
+def _written(value: float, step: float, largest: float) -> str:
+    """A value beside others up to ``largest``, all in the same unit."""
+    for least, size, letter in ((1e9, 1e9, " G"), (1e6, 1e6, " M"), (1e4, 1e3, " k")):
+        if largest >= least:
+            return f"{value / size:.{_digits(step / size)}f}{letter}" if value else "0"
+    return f"{value:,.{_digits(step)}f}"
+
+
+def _digits(step: float) -> int:
+    """Digits behind the point that tell two neighbours apart."""
+    return next((digits for digits in range(4) if abs(step * 10**digits - round(step * 10**digits)) < 1e-6), 4)

@@ -1,0 +1,481 @@
+"""The processes that are measured: each opens a shard in one way and reads epochs of it, job by job.
+
+They are processes of their own so that their faults and their memory are the reading's alone. Jobs go in and what
+they found comes out as pickles, through one process that imports all and is forked once for each setting.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.storage import CACHE_NBYTES, Advice, Backend, ReadOptions
+
+__all__ = [
+    "SETTINGS",
+    "SHARD_WORKERS",
+    "Epoch",
+    "Job",
+    "Order",
+    "Reader",
+    "Run",
+    "Sample",
+    "Setting",
+    "ShardReader",
+    "Workers",
+    "main",
+    "read_epoch",
+    "serve",
+]
+
+# Packs that the kernel is told of before they are read, and as many again while they are: some batches' worth.
+AHEAD = 32
+
+Order = Literal["shuffled", "sequential"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way of reading: options of ``Shard``, and whether it is told which packs come next.
+
+    Attributes:
+        backend: how bytes are read.
+        advice: what the kernel is told of the order.
+        schedule: whether ``Shard.schedule`` is called.
+        huge_pages: whether the kernel is asked to map by huge pages.
+    """
+
+    backend: Backend = "mmap"
+    advice: Advice = "normal"
+    schedule: bool = False
+    huge_pages: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people, such as ``mmap, random, schedule``."""
+        advice = [self.advice] * (self.advice != "normal")
+        return ", ".join([self.backend, *advice, *["schedule"] * self.schedule, *["huge pages"] * self.huge_pages])
+
+    @property
+    def call(self) -> str:
+        """How a program asks for it."""
+        opened = f"Shard({', '.join(['prefix', *self._given])})"
+        return f"{opened}, with schedule() ahead of use" if self.schedule else opened
+
+    @property
+    def training(self) -> str:
+        """How training asks for it, whose loaders say what comes next by themselves."""
+        return f"PackedSFTDatasetConfig(..., read=ReadOptions({', '.join(self._given)}))"
+
+    @property
+    def _given(self) -> list[str]:
+        """Options that are not as they are by default."""
+        given = [f"backend={self.backend!r}"] * (self.backend != "mmap")
+        return given + [f"advice={self.advice!r}"] * (self.advice != "normal") + ["huge_pages=True"] * self.huge_pages
+
+
+# From the simplest on: of settings that are as good as each other, the first one is recommended.
+SETTINGS = (
+    Setting(),
+    Setting(advice="random"),
+    Setting(advice="sequential"),
+    Setting("pread"),
+    Setting("pread", "random"),
+    Setting(schedule=True),
+    Setting(advice="random", schedule=True),
+    Setting("pread", "random", schedule=True),
+    Setting("process"),
+    Setting("process", schedule=True),
+    Setting("process", "random", schedule=True),
+    Setting(huge_pages=True),
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Which packs are read: every ``step``-th from ``start`` on, below ``stop``.
+
+    Attributes:
+        order: of both epochs.
+        seed: of the shuffles.
+    """
+
+    start: int
+    stop: int
+    step: int = 1
+    order: Order = "shuffled"
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return len(range(self.start, self.stop, self.step))
+
+    def first(self) -> NDArray[np.int64]:
+        """Packs of the first epoch, int64."""
+        return self._ordered(np.arange(self.start, self.stop, self.step, dtype=np.int64), 1)
+
+    def again(self, packs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Packs that were read, for the second epoch: in another order where shuffled."""
+        return self._ordered(np.sort(packs), 2)
+
+    def _ordered(self, packs: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
+        if self.order == "sequential":
+            return packs
+        return np.random.default_rng([self.seed, epoch]).permutation(packs)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Two epochs of one shard.
+
+    Attributes:
+        prefix: of the shard.
+        sample: the packs.
+        setting: how they are read.
+        most_seconds: of one epoch.
+        cache_nbytes: of a cache that the backend may have.
+        group: folder of the control group the process is to be in; None to stay where it is.
+    """
+
+    prefix: str
+    sample: Sample
+    setting: Setting
+    most_seconds: float
+    cache_nbytes: int = CACHE_NBYTES
+    group: str | None = None
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one pass over the sample took, and what Linux counted of the process meanwhile.
+
+    Attributes:
+        packs: how many were read; fewer than the sample has where time ran out.
+        seconds: in all.
+        nbytes: of the packs.
+        median_us: microseconds to read a pack, the median.
+        p99_us: 99 of 100 packs took at most this long.
+        soft_faults: pages that were mapped from memory.
+        hard_faults: faults that waited for a disk.
+        disk_nbytes: bytes the process made the storage read, ahead of use or not; None where that is not counted.
+    """
+
+    packs: int
+    seconds: float
+    nbytes: int
+    median_us: float
+    p99_us: float
+    soft_faults: int
+    hard_faults: int
+    disk_nbytes: int | None
+
+    @property
+    def rate(self) -> float:
+        """Packs a second."""
+        return self.packs / self.seconds
+
+    @property
+    def amplification(self) -> float | None:
+        """Bytes read from the disk for each byte of a pack; None where they are not counted."""
+        return None if self.disk_nbytes is None else self.disk_nbytes / max(self.nbytes, 1)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a job found.
+
+    Attributes:
+        first: the epoch after the page cache was dropped.
+        second: the one after it, when all packs of the sample had been read, or time was over.
+        seen_nbytes: of the packs that were read before the second epoch.
+        private_nbytes: what reading added to the memory that is the process's own.
+        huge_nbytes: bytes of the shard that were mapped by huge pages in the end.
+    """
+
+    first: Epoch
+    second: Epoch
+    seen_nbytes: int
+    private_nbytes: int
+    huge_nbytes: int
+
+
+class Reader(Protocol):
+    """An open data set whose packs are copied out, as into a batch; files, maps and caches go with it."""
+
+    def schedule(self, packs: NDArray[np.int64]) -> None:
+        """These packs are read next, in this order."""
+
+    def read(self, pack: int) -> int:
+        """Copy a pack out; returns its bytes."""
+
+    def huge_nbytes(self) -> int:
+        """Bytes of the data set that are mapped by huge pages."""
+
+
+class ShardReader:
+    """``Shard`` as a reader: tokens and mask of a pack are copied into arrays that are there already."""
+
+    def __init__(self, job: Job) -> None:
+        setting = job.setting
+        options = ReadOptions(setting.backend, job.cache_nbytes, setting.advice, setting.huge_pages)
+        self._shard = Shard(job.prefix, backend=options)
+        if len(self._shard) < job.sample.stop:
+            raise FormatError(
+                f"{job.prefix}: {len(self._shard)} packs, the shard that was to be measured had more: another one was"
+                " published over it; measure again"
+            )
+        header = self._shard.header
+        longest = min(header.longest_pack, header.num_tokens)
+        self._ids, self._mask = np.zeros(longest, header.token_dtype), np.zeros(longest, header.mask_dtype)
+        self._coming, self._read = np.empty(0, np.int64), 0
+
+    def schedule(self, packs: NDArray[np.int64]) -> None:
+        """The cache of a process takes a whole epoch; the kernel is told of a few packs at a time."""
+        if self._shard.backend == "process":
+            self._shard.schedule(packs)
+            return
+        self._coming, self._read = packs, 0
+        self._shard.schedule(packs[:AHEAD])
+
+    def read(self, pack: int) -> int:
+        """Tokens, mask and boundaries; FormatError where the pack is longer than the header says."""
+        if self._read % AHEAD == 0 and (coming := self._coming[self._read + AHEAD :][:AHEAD]).size:
+            self._shard.schedule(coming)
+        self._read += 1
+        found = self._shard[pack]
+        ids, mask = found["input_ids"], found["loss_mask"]
+        if len(ids) > len(self._ids):
+            raise FormatError(
+                f"{self._shard.prefix}: pack {pack} has {len(ids)} tokens, the header says at most {len(self._ids)};"
+                f" see what else is wrong: megatron-sft-idx verify --full {self._shard.prefix}"
+            )
+        self._ids[: len(ids)], self._mask[: len(ids)] = ids, mask
+        return ids.nbytes + mask.nbytes + 4 * (len(found["seq_boundaries"]) - 1)
+
+    def huge_nbytes(self) -> int:
+        """Mapped by huge pages."""
+        return self._shard.huge_pages()
+
+
+# ---- in the measured process ----
+
+
+def read_epoch(reader: Reader, packs: NDArray[np.int64], *, scheduled: bool, most_seconds: float) -> Epoch:
+    """Read packs in the order given until they, or the time, are at their end; at least one.
+
+    Args:
+        reader: what they are read by.
+        packs: int64 [packs], at least one.
+        scheduled: tell the reader what comes next.
+        most_seconds: when no further pack is begun.
+    """
+    times = np.empty(len(packs))
+    nbytes = done = 0
+    clock = time.perf_counter
+    disk, usage = _disk_nbytes(), resource.getrusage(resource.RUSAGE_SELF)
+    begin = last = clock()
+    if scheduled:
+        reader.schedule(packs)
+    for pack in packs.tolist():
+        nbytes += reader.read(pack)
+        now = clock()
+        times[done] = now - last
+        done, last = done + 1, now
+        if now - begin > most_seconds:
+            break
+    after, read = resource.getrusage(resource.RUSAGE_SELF), _disk_nbytes()
+    soft, hard = after.ru_minflt - usage.ru_minflt, after.ru_majflt - usage.ru_majflt
+    median, p99 = np.percentile(times[:done] * 1e6, [50, 99]).tolist()
+    counted = None if disk is None or read is None else read - disk
+    return Epoch(done, last - begin, nbytes, median, p99, soft, hard, counted)
+
+
+def _disk_nbytes() -> int | None:
+    try:
+        return _proc_value("io", "read_bytes:")
+    except (OSError, StopIteration):  # a kernel that does not account for it
+        return None
+
+
+def _proc_value(file: str, key: str) -> int:
+    with open(f"/proc/self/{file}") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+def _run_job(job: Job, open_reader: Callable[[Job], Reader]) -> Run:
+    if job.group is not None:
+        Path(job.group, "cgroup.procs").write_text("0")  # 0 is whoever writes
+    before = _proc_value("status", "RssAnon:")  # the process's own memory, mapped files left out, in KiB
+    reader = open_reader(job)
+    packs, scheduled = job.sample.first(), job.setting.schedule
+    first = read_epoch(reader, packs, scheduled=scheduled, most_seconds=job.most_seconds)
+    seen = np.concatenate([packs[: first.packs], _read_on(job, packs[first.packs :])])
+    second = read_epoch(reader, job.sample.again(seen), scheduled=scheduled, most_seconds=job.most_seconds)
+    private = 1024 * (_proc_value("status", "RssAnon:") - before)
+    # With the reader go its maps, without which the page cache can be dropped.
+    return Run(first, second, first.nbytes * len(seen) // first.packs, max(private, 0), reader.huge_nbytes())
+
+
+def _read_on(job: Job, packs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Read what a first epoch had no time for, in the plainest way, in order; the packs that there was time for.
+
+    Otherwise the second epoch of a slow setting would be one of fewer packs, which a small cache holds.
+    """
+    end = time.monotonic() + job.most_seconds
+    shard = Shard(job.prefix, backend="pread")
+    done, packs = 0, np.sort(packs)
+    while done < len(packs) and time.monotonic() < end:
+        shard[packs[done]]
+        done += 1
+    return packs[:done]
+
+
+def serve(open_reader: Callable[[Job], Reader]) -> None:
+    """Do the jobs that come in on standard input; the run of each, or its error, goes out on standard output.
+
+    Each setting has a process of its own, forked before any shard was open: it starts at once, having imported all.
+    """
+    jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what is printed is no answer
+    children: dict[Setting, tuple[int, Connection]] = {}
+    while True:
+        try:
+            job = pickle.load(jobs)
+        except EOFError:
+            return
+        if job.setting not in children:
+            children[job.setting] = _fork(open_reader)
+        pid, connection = children[job.setting]
+        try:
+            connection.send(job)
+            answer = connection.recv()
+        except (EOFError, OSError):
+            del children[job.setting]
+            answer = OSError(f"its process {_ending(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))}")
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+def _ending(code: int) -> str:
+    return f"ended with code {code}" if code >= 0 else f"was killed: {signal.strsignal(-code)}"
+
+
+def _fork(open_reader: Callable[[Job], Reader]) -> tuple[int, Connection]:
+    """A process that answers the jobs sent to it; its id, and the way to it."""
+    ours, its = Pipe()
+    if pid := os.fork():
+        its.close()
+        return pid, ours
+    ours.close()
+    try:
+        while True:
+            job = its.recv()
+            answer: Run | FormatError | OSError
+            try:
+                answer = _run_job(job, open_reader)
+            except SFTIndexError as error:
+                answer = FormatError(str(error))
+            except OSError as error:
+                answer = OSError(str(error))
+            its.send(answer)
+    except EOFError:
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def main() -> None:
+    """Measure ``Shard``."""
+    logging.disable(logging.WARNING)  # of what came of huge pages: that is counted
+    serve(ShardReader)
+
+
+# ---- beside it ----
+
+# ``-c`` puts the current folder first on the path. It is taken out before anything else is imported, and the package
+# is imported from where it was found here, wherever that is.
+_START = f"""import sys
+sys.path[:] = filter(None, sys.path)
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("megatron_sft_idx", sys.argv[1])
+sys.modules[spec.name] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules[spec.name])
+from {__name__} import main
+main()"""
+SHARD_WORKERS = (sys.executable, "-c", _START, str(Path(__file__).parents[1] / "__init__.py"))
+
+
+class Workers:
+    """Measured processes, one for each setting, which take one job after the other.
+
+    Args:
+        command: what starts them; it is to call ``serve``.
+    """
+
+    def __init__(self, command: Sequence[str] = SHARD_WORKERS) -> None:
+        self._errors = os.memfd_create("errors")
+        pipe = subprocess.PIPE
+        # A session of their own: Ctrl-C is for whoever gives the jobs, and all can be ended at once.
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, start_new_session=True)
+
+    def run(self, job: Job) -> Run:
+        """Do a job.
+
+        Raises:
+            FormatError: the shard is bad.
+            OSError: the system does not let it be read in this way, or ends the process.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            pickle.dump(job, self._process.stdin)
+            self._process.stdin.flush()
+            answer: Run | FormatError | OSError = pickle.load(self._process.stdout)
+        except (BrokenPipeError, EOFError):
+            answer = OSError(f"the measured processes {_ending(self._process.wait())}")
+        if isinstance(answer, OSError):
+            raise OSError(f"{answer}{self._said()}")
+        if isinstance(answer, FormatError):
+            raise answer
+        return answer
+
+    def _said(self) -> str:
+        """What the processes last complained of on standard error: of a traceback, the line that says what it is."""
+        lines = os.pread(self._errors, os.fstat(self._errors).st_size, 0).decode(errors="replace").strip().splitlines()
+        os.ftruncate(self._errors, 0)
+        os.lseek(self._errors, 0, os.SEEK_SET)  # theirs too: it is one open file
+        return f": {lines[-1]}" if lines else ""
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End them, whatever they do: they hold nothing that could be lost."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(BrokenPipeError):  # a job that nobody took
+            self._process.__exit__(kind, error, trace)
+        self._process.wait()
+        os.close(self._errors)

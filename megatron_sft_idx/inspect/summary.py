@@ -1,0 +1,385 @@
+"""What a shard holds, counted in one pass, and told to people, as lines, and to programs, as plain values.
+
+Distributions, attention cost, odd packs, repeated sequences: everything that the indexes tell is counted in full. Ids
+and masks are read in full up to a limit, and of larger shards in evenly spread windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx import _native
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.formats.runs import Window, windows
+from megatron_sft_idx.inspect.tally import HashSample, Profile, Tally, Top
+from megatron_sft_idx.inspect.text import Tell, counted, shortened
+from megatron_sft_idx.layout import Header
+from megatron_sft_idx.layout.files import DATA_SUFFIXES
+from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard.fingerprints import source_of, template_of, tokenizer_of
+
+__all__ = [
+    "PERMILLE",
+    "Odd",
+    "Place",
+    "Survey",
+    "file_nbytes",
+    "fingerprints",
+    "locate_sequence",
+    "losses",
+    "summary_dict",
+    "summary_lines",
+    "survey_shard",
+]
+
+# Tokens whose ids and masks are read: a few seconds' worth.
+CONTENT_TOKENS = 1 << 29
+PERMILLE = 1000
+_COLUMNS = 240
+_PLACES = 4
+_LOSSES = {
+    "overlong_sequences": "overlong sequences",
+    "dropped_tokens": "dropped tokens",
+    "untrained_by_cut": "labels lost to cuts",
+}
+
+
+class Place(NamedTuple):
+    """A pack, or a sequence in it, counted from 0, and what is said of it."""
+
+    pack: int
+    sequence: int | None
+    note: str
+
+    @property
+    def name(self) -> str:
+        """``pack 3, sequence 1``."""
+        return f"pack {self.pack}" + ("" if self.sequence is None else f", sequence {self.sequence}")
+
+
+@dataclass(frozen=True, slots=True)
+class Odd:
+    """One kind of packs that somebody should look at: the largest of something, or what is rarely meant.
+
+    Attributes:
+        kind: in a few words.
+        count: of all there are; None for the largest of something.
+        unit: what is counted, in the singular.
+        places: the first few, or the largest.
+        exact: whether all of the shard was looked at for it.
+    """
+
+    kind: str
+    count: int | None
+    unit: str
+    places: Sequence[Place]
+    exact: bool = True
+
+    @property
+    def counted(self) -> str:
+        """``3 packs``, ``none``, or nothing where nothing is counted."""
+        if not self.count:
+            return "" if self.count is None else "none"
+        return counted(self.count, self.unit)
+
+
+class Survey:
+    """The counts of a shard, which grow by a window at a time.
+
+    Attributes:
+        header: the shard's own.
+        sequence_lengths: tokens of every sequence.
+        pack_lengths: tokens of every pack.
+        sequences: of every pack.
+        cost: attention pairs of every pack, by its place in the shard.
+        trained: of every pack that was read, the trained share of its tokens, in thousandths, rounded.
+        read_packs: packs whose ids and masks were read.
+    """
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard, self.header = shard, shard.header
+        longest = self.header.longest_pack
+        self.sequence_lengths, self.pack_lengths = Tally(longest), Tally(longest)
+        self.sequences, self.trained = Tally(self.header.most_sequences), Tally(PERMILLE)
+        self.cost = Profile(self.header.num_packs, _COLUMNS, longest * (longest + 1) // 2)
+        self.read_packs = self._single_sequences = 0
+        self._masked, self._single, self._longest = (Top(_PLACES) for _ in range(3))
+        self._costliest, self._most_sequences, self._emptiest = (Top(_PLACES) for _ in range(3))
+        self._repeats = HashSample()
+
+    @property
+    def complete(self) -> bool:
+        """Whether ids and masks of all packs were read."""
+        return self.read_packs == self.header.num_packs
+
+    @property
+    def fill(self) -> float:
+        """Tokens a position of all packs."""
+        positions = self.header.num_packs * self.header.capacity
+        return self.header.num_tokens / positions if positions else 0.0
+
+    @property
+    def cost_spread(self) -> float:
+        """Attention pairs of the costliest pack, in means of all packs."""
+        mean = self.cost.sums.sum() / max(1, self.header.num_packs)
+        return float(self.cost.largest.max() / mean) if mean else 0.0
+
+    def add_index(self, window: Window) -> None:
+        """What the indexes tell of a window. FormatError: packs are larger than the header says (rule H9)."""
+        first, begins = window.first, window.sequence_offsets[:-1]
+        lengths, pack_lengths = np.diff(window.bounds), np.diff(window.pack_bounds)
+        counts = np.diff(window.sequence_offsets)
+        # Distributions have room for no others.
+        self._require_most("longest_pack", pack_lengths, self.header.longest_pack)
+        self._require_most("most_sequences", counts, self.header.most_sequences)
+        cost, single = np.add.reduceat(lengths * (lengths + 1) // 2, begins), lengths == 1
+        self.sequence_lengths.add(lengths)
+        self.pack_lengths.add(pack_lengths)
+        self.sequences.add(counts)
+        self.cost.add(first, cost)
+        self._single_sequences += int(np.count_nonzero(single))
+        self._single.add(first, np.logical_or.reduceat(single, begins))
+        self._costliest.add(first, cost)
+        self._most_sequences.add(first, counts)
+        self._longest.add(window.sequence, lengths)
+        self._emptiest.add(first, -pack_lengths)
+
+    def _require_most(self, name: str, found: NDArray[np.int64], said: int) -> None:
+        if (most := int(found.max())) > said:
+            raise FormatError(
+                f"{self._shard.prefix}: {name} {said} in the header, {most} by the data (rule H9);"
+                " megatron-sft-idx rebuild derives the header anew"
+            )
+
+    def add_content(self, window: Window) -> None:
+        """What the ids and masks of a window tell."""
+        ids, loss = window.content()
+        trained, lengths = _native.count_positive(loss, window.pack_bounds), np.diff(window.pack_bounds)
+        self._masked.add(window.first, trained == 0)
+        self.trained.add((2 * trained * PERMILLE + lengths) // (2 * lengths))
+        self._repeats.add(_native.hash_runs(ids, window.bounds), window.sequence)
+        self.read_packs += len(window)
+
+    @cached_property
+    def odd(self) -> list[Odd]:
+        """Kinds of odd packs, once all windows are counted; of the largest of a kind none, where all are alike."""
+        masked = [Place(pack, None, "no token is trained on") for is_so, pack in self._masked.found if is_so]
+        single = [Place(pack, None, "has a sequence of one token") for is_so, pack in self._single.found if is_so]
+        copies, repeated = self._repeated()
+        longest = [
+            Place(*locate_sequence(self._shard, number)[:2], counted(length, "token"))
+            for length, number in self._longest.found
+        ]
+        # A pack that is as full as can be is nowhere the odd one, though it be among the least filled.
+        emptiest = [(-length, pack) for length, pack in self._emptiest.found if -length < self.header.longest_pack]
+        most, costliest = self._most_sequences.found, self._costliest.found
+        return [
+            Odd("All masked", self.header.num_masked_packs, "pack", masked),
+            Odd("One-token sequences", self._single_sequences, "sequence", single),
+            Odd("Repeated sequences", copies, "copy", repeated, self.complete and not self._repeats.bits),
+            Odd("Longest sequences", None, "", [] if self.sequence_lengths.alike else longest),
+            Odd("Most sequences", None, "", [] if self.sequences.alike else _packs(most, "sequence")),
+            Odd("Costliest attention", None, "", [] if self.cost_spread == 1 else _packs(costliest, "pair of tokens")),
+            Odd("Least filled", None, "", _packs(emptiest, "token")),
+        ]
+
+    def _repeated(self) -> tuple[int, list[Place]]:
+        extra, groups = self._repeats.repeated(_PLACES)
+        places = []
+        for group in groups:
+            for number in group.sequences[:2]:
+                pack, sequence, length = locate_sequence(self._shard, number)
+                places.append(Place(pack, sequence, f"{counted(length, 'token')}, {group.times:,} times"))
+        return extra, places
+
+
+def _packs(found: Sequence[tuple[int, int]], unit: str) -> list[Place]:
+    plural = "pairs of tokens" if unit == "pair of tokens" else None
+    return [Place(pack, None, counted(value, unit, plural)) for value, pack in found]
+
+
+def locate_sequence(shard: Shard, number: int) -> tuple[int, int, int]:
+    """Of sequence ``number`` among all of a shard: its pack, its number in that, its tokens."""
+    offsets = shard.files.sequence_offsets
+    low, high = 0, len(shard)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if offsets[middle : middle + 1][0] <= number else (low, middle)
+    sequence = number - int(offsets[low : low + 1][0])
+    start, stop = shard[low]["seq_boundaries"][sequence : sequence + 2].tolist()
+    return low, sequence, stop - start
+
+
+def survey_shard(shard: Shard, *, content_tokens: int = CONTENT_TOKENS, tell: Tell | None = None) -> Survey:
+    """Counts a shard in bounded memory, best opened with the backend ``pread``: maps would count as memory.
+
+    Args:
+        shard: the shard.
+        content_tokens: most tokens whose ids and masks are read, or a window where that is less.
+        tell: is given, now and again, how many tokens and packs more are done.
+
+    Raises:
+        FormatError: the indexes do not divide the tokens into packs and sequences, or not as the header says.
+    """
+    survey = Survey(shard)
+    # Every stride-th window is read; the first always is.
+    stride = max(1, -(-shard.header.num_tokens // max(1, content_tokens)))
+    for number, window in enumerate(windows(shard)):
+        survey.add_index(window)
+        if number % stride == 0:
+            survey.add_content(window)
+        if tell:
+            tell(window.num_tokens, len(window))
+    return survey
+
+
+# ---- what the header tells ----
+
+
+def fingerprints(header: Header) -> dict[str, str]:
+    """What a shard was made from, by name; what it does not say is left out."""
+    found = {
+        "shard": header.shard_id.hex(),
+        "tokenizer": tokenizer_of(header),
+        "chat template": template_of(header),
+        "source": source_of(header),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def losses(header: Header) -> dict[str, int]:
+    """Counts in the metadata of what did not come through: rows skipped, sequences too long, tokens dropped."""
+    found: dict[str, Any] = {}
+    sources, packing = header.metadata.get("sources"), header.metadata.get("packing")
+    if isinstance(sources, dict):
+        found["rows skipped"] = sources.get("skipped")
+    if isinstance(packing, dict):
+        found |= {name: packing.get(key) for key, name in _LOSSES.items()}
+    # Anybody may write anything into the metadata.
+    return {name: value for name, value in found.items() if type(value) is int and 0 <= value < 2**63}
+
+
+def file_nbytes(header: Header) -> dict[str, int]:
+    """Size of each of the five files by suffix."""
+    sizes = {suffix: digest.nbytes for suffix, digest in zip(DATA_SUFFIXES, header.digests, strict=True)}
+    return sizes | {".seq.idx": header.seq_idx_nbytes}
+
+
+# ---- told ----
+
+
+def summary_lines(prefix: str, survey: Survey) -> list[str]:
+    """As a person reads it."""
+    header = survey.header
+    if not header.num_packs:
+        return [f"{prefix}: an empty shard: no packs", *_table(_kept(header)), "", *_table(_provenance(header))]
+    return [
+        f"{prefix}",
+        *_table(_facts(survey)),
+        "",
+        f"{'':22}{'min':>10}{'5%':>10}{'median':>10}{'95%':>10}{'max':>10}{'mean':>12}",
+        _row("sequence length", survey.sequence_lengths),
+        _row("pack length", survey.pack_lengths),
+        _row("sequences a pack", survey.sequences),
+        _row("trained %", survey.trained, 0.1),
+        "",
+        *_odd_lines(survey),
+        *_table(_provenance(header)),
+    ]
+
+
+def _facts(survey: Survey) -> Iterator[tuple[str, str]]:
+    header = survey.header
+    masked = f" ({header.num_masked_packs:,} all masked)" if header.num_masked_packs else ""
+    yield "packs", f"{header.num_packs:,}{masked}"
+    yield "sequences", f"{header.num_sequences:,}"
+    yield "tokens", f"{header.num_tokens:,} ({header.token_dtype.name})"
+    share = 100 * header.num_trained_tokens / header.num_tokens
+    yield "trained tokens", f"{header.num_trained_tokens:,} ({share:.1f}%; masks {header.mask_dtype.name})"
+    yield "fill", f"{100 * survey.fill:.2f}%"
+    yield "attention", f"the costliest pack costs {survey.cost_spread:.2f} times the mean"
+    yield from _kept(header)
+    if not survey.complete:
+        yield "sampled", f"masks and ids of {survey.read_packs:,} packs, evenly spread; all else is of all packs"
+
+
+def _kept(header: Header) -> Iterator[tuple[str, str]]:
+    yield "capacity", f"{header.capacity:,}, sequence multiple {header.sequence_multiple}"
+    for name, count in losses(header).items():
+        yield name, f"{count:,}"
+    sizes = file_nbytes(header)
+    yield "on disk", f"{sum(sizes.values()):,} bytes: " + ", ".join(f"{k} {v:,}" for k, v in sizes.items())
+
+
+def _provenance(header: Header) -> Iterator[tuple[str, str]]:
+    for name, value in fingerprints(header).items():
+        yield f"{name} id" if name == "shard" else name, shortened(value, 200)
+    if header.rebuilt:
+        yield "rebuilt", "the header was derived from the data; what only it knew is lost"
+
+
+def _table(rows: Iterator[tuple[str, str]]) -> list[str]:
+    found = list(rows)
+    return [f"{name:22}{value}" for name, value in found]
+
+
+def _row(name: str, tally: Tally, scale: float = 1) -> str:
+    def shown(value: float) -> str:
+        return f"{value:,.1f}" if scale != 1 else f"{value:,.0f}"
+
+    values = [tally.least, *(tally.quantile(share) for share in (0.05, 0.5, 0.95)), tally.largest]
+    return f"{name:22}" + "".join(f"{shown(value * scale):>10}" for value in values) + f"{tally.mean * scale:>12,.1f}"
+
+
+def _odd_lines(survey: Survey) -> Iterator[str]:
+    for odd in survey.odd:
+        sampled = "" if odd.exact else " among those sampled"
+        places = [f"{place.name} ({place.note})" for place in odd.places]
+        if shown := [*([odd.counted + sampled] if odd.count else []), *places]:
+            yield f"{odd.kind.lower():22}{shown[0]}"
+            yield from (f"{'':22}{line}" for line in shown[1:])
+    yield ""
+
+
+def summary_dict(prefix: str, survey: Survey) -> dict[str, Any]:
+    """As plain values."""
+    header = survey.header
+    return {
+        "prefix": prefix,
+        "packs": header.num_packs,
+        "sequences": header.num_sequences,
+        "tokens": header.num_tokens,
+        "trained_tokens": header.num_trained_tokens,
+        "masked_packs": header.num_masked_packs,
+        "capacity": header.capacity,
+        "sequence_multiple": header.sequence_multiple,
+        "fill": round(survey.fill, 6),
+        "token_dtype": header.token_dtype.name,
+        "mask_dtype": header.mask_dtype.name,
+        "sequence_length": survey.sequence_lengths.describe(),
+        "pack_length": survey.pack_lengths.describe(),
+        "sequences_per_pack": survey.sequences.describe(),
+        "trained_permille_of_a_pack": survey.trained.describe(),
+        "costliest_pack_over_mean": round(survey.cost_spread, 4),
+        "packs_read": survey.read_packs,
+        "losses": losses(header),
+        "odd": [
+            {
+                "kind": odd.kind,
+                "count": odd.count,
+                "exact": odd.exact,
+                "places": [place._asdict() for place in odd.places],
+            }
+            for odd in survey.odd
+        ],
+        "fingerprints": fingerprints(header),
+        "rebuilt": header.rebuilt,
+        "nbytes": file_nbytes(header),
+        "metadata": header.metadata,
+    }

@@ -1,0 +1,220 @@
+"""Packs as text: the tokens that are trained on marked, a text found in them, and the words for counts and sizes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.formats.runs import windows
+from megatron_sft_idx.shard import Shard
+
+__all__ = [
+    "PICTURES",
+    "Decode",
+    "Match",
+    "counted",
+    "find_text",
+    "ids_as_text",
+    "mark_pack",
+    "marked_runs",
+    "on_one_line",
+    "shortened",
+    "shown_nbytes",
+    "trained_tokens",
+]
+
+GREEN, DIM, RESET = "\x1b[30;42m", "\x1b[2m", "\x1b[0m"
+# Text comes from anywhere, and a terminal obeys escape codes: control characters are shown as their pictures, and what
+# reorders or breaks lines unseen (bidirectional controls, Unicode's own line ends) by its number.
+PICTURES: dict[int, int | str] = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+_UNSEEN = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A), 0xFEFF)
+PICTURES |= {code: f"<U+{code:04X}>" for code in _UNSEEN}
+_LINE_PICTURES = PICTURES | {9: 0x2409, 10: 0x240A}
+# Of a match: characters shown before and after it; tokens that are decoded together when its place is looked for, and
+# of the longest character.
+_CONTEXT, _PIECE, _LONGEST_CHARACTER = 40, 512, 8
+
+Decode = Callable[[list[int]], str]
+Tell = Callable[[int, int], None]
+
+
+def counted(count: int, unit: str, plural: str | None = None) -> str:
+    """``1 pack``, ``2,000 packs``, ``2 copies``."""
+    if count == 1:
+        return f"1 {unit}"
+    return f"{count:,} {plural or (unit[:-1] + 'ies' if unit.endswith('y') else unit + 's')}"
+
+
+def shown_nbytes(nbytes: int) -> str:
+    """As people write sizes: ``1023 B``, ``1.5 KiB``."""
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def on_one_line(text: str) -> str:
+    """A text with every control character, ends of lines too, as its picture."""
+    return text.translate(_LINE_PICTURES)
+
+
+def shortened(text: str, most: int) -> str:
+    """A text from a shard's metadata on one line: whoever wrote the shard decides what it holds and how long it is."""
+    text = on_one_line(text[: most + 1])
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def ids_as_text(ids: Sequence[int] | NDArray[np.integer]) -> str:
+    """Stands in for a tokenizer's decoding where there is none."""
+    return "".join(f"{number} " for number in np.asarray(ids).tolist())
+
+
+# ---- one pack, marked ----
+
+
+def trained_tokens(loss_mask: NDArray[np.generic]) -> NDArray[np.float32]:
+    """The token-aligned weights of one sequence, from its label-aligned mask.
+
+    Args:
+        loss_mask: one sequence's mask, [length]; its entry j weighs the prediction of token j + 1.
+
+    Returns:
+        float32 [length]: entry j is the weight that token j is trained with. The first token, which nothing
+        predicts, has none.
+    """
+    weights = np.zeros(len(loss_mask), np.float32)
+    weights[1:] = loss_mask[:-1]
+    return weights
+
+
+def mark_pack(
+    ids: NDArray[np.integer],
+    loss_mask: NDArray[np.generic],
+    boundaries: Sequence[int] | NDArray[np.integer],
+    decode: Decode,
+    *,
+    color: bool = False,
+) -> str:
+    """Renders a pack: a rule above every sequence, trained text marked, nothing left out.
+
+    Consecutive tokens of one weight are decoded together, so that a character of several tokens stays whole.
+
+    Args:
+        ids: token ids of the pack, [length].
+        loss_mask: label-aligned mask, [length].
+        boundaries: ``[0, start_1, ..., length]``.
+        decode: makes text of ids and keeps special tokens.
+        color: mark with a green background for terminals, instead of ``[[`` and ``]]``.
+
+    Returns:
+        Lines of text; sequences are counted from 0. A weight other than 1 follows the marked text, as in
+        ``[[text]]x0.5``.
+    """
+    lines = []
+    for number, (start, stop) in enumerate(pairwise(boundaries)):
+        weights = trained_tokens(loss_mask[start:stop])
+        rule = (
+            f"── sequence {number}, positions {start} to {stop - 1}, "
+            f"{np.count_nonzero(weights)} of {stop - start} tokens trained ──"
+        )
+        lines.append(f"{DIM}{rule}{RESET}" if color else rule)
+        marked = (_marked(text, weight, color) for text, weight, _ in marked_runs(ids[start:stop], weights, decode))
+        lines.append("".join(marked).removesuffix("\n"))
+    return "\n".join(lines)
+
+
+def marked_runs(
+    ids: NDArray[np.integer], weights: NDArray[np.float32], decode: Decode
+) -> Iterator[tuple[str, float, int]]:
+    """One sequence as text, weight and tokens of each run of equal weights, control characters shown as pictures."""
+    position = 0
+    for weight, run in groupby(weights.tolist()):
+        length = sum(1 for _ in run)
+        yield decode(ids[position : position + length].tolist()).translate(PICTURES), weight, length
+        position += length
+
+
+def _marked(text: str, weight: float, color: bool) -> str:
+    if weight == 0:
+        return text
+    # A background that runs over a line's end paints the rest of the line in many terminals.
+    marked = f"{GREEN}{text.replace(chr(10), f'{RESET}{chr(10)}{GREEN}')}{RESET}" if color else f"[[{text}]]"
+    return marked if weight == 1 else f"{marked}x{weight:g}"
+
+
+# ---- a text in all packs ----
+
+
+class Match(NamedTuple):
+    """Where a text begins: pack, sequence in it, token in that; and the text before, itself, and after.
+
+    ``trained`` is whether the token that the text begins in is trained on.
+    """
+
+    pack: int
+    sequence: int
+    token: int
+    trained: bool
+    before: str
+    text: str
+    after: str
+
+
+def find_text(shard: Shard, text: str, decode: Decode, *, tell: Tell | None = None) -> Iterator[Match]:
+    """Every place of a text in the decoded sequences, in order, as they are found; no match crosses a sequence.
+
+    Args:
+        shard: the shard.
+        text: what is looked for, as it is; not empty.
+        decode: ids to text.
+        tell: as in ``survey_shard``.
+    """
+    for window in windows(shard):
+        ids, loss = window.content()
+        for number, (start, stop) in enumerate(pairwise(window.bounds.tolist())):
+            decoded = decode(ids[start:stop].tolist())
+            at, token_at = decoded.find(text), None
+            while at >= 0:
+                token_at = token_at or _token_finder(ids[start:stop], decoded, decode)
+                token, end = token_at(at), at + len(text)
+                trained = token > 0 and bool(loss[start + token - 1])
+                before, after = decoded[max(0, at - _CONTEXT) : at], decoded[end : end + _CONTEXT]
+                yield Match(*window.place(number), token, trained, before, text, after)
+                at = decoded.find(text, end)
+        if tell:
+            tell(window.num_tokens, len(window))
+
+
+def _token_finder(ids: NDArray[Any], decoded: str, decode: Decode) -> Callable[[int], int]:
+    """Which token a character of a sequence's text belongs to: the first whose text reaches past it.
+
+    A long sequence is decoded once more in pieces, so that a search decodes a piece again and again, not all before
+    it. Where the texts of the pieces do not make up the whole, the sequence is one piece.
+    """
+    bounds, texts = [0], []
+    while (begin := bounds[-1]) < len(ids):
+        # A piece ends a little later where its last character is not whole.
+        for stop in range(begin + _PIECE, begin + _PIECE + _LONGEST_CHARACTER):
+            piece = decode(ids[begin:stop].tolist())
+            if stop >= len(ids) or not piece.endswith("\ufffd"):
+                break
+        bounds.append(min(stop, len(ids)))
+        texts.append(piece)
+    if "".join(texts) != decoded:
+        bounds, texts = [0, len(ids)], [decoded]
+    ends = list(accumulate(map(len, texts), initial=0))
+
+    def token_at(at: int) -> int:
+        piece = bisect_right(ends, at) - 1
+        begin, last, at = bounds[piece], bounds[piece + 1] - 1, at - ends[piece]
+        return (
+            bisect_right(range(begin, last), at, key=lambda token: len(decode(ids[begin : token + 1].tolist()))) + begin
+        )
+
+    return token_at

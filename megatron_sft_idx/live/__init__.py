@@ -1,0 +1,60 @@
+"""Data that is still being made: a live catalog, a folder of numbered shards that training reads as they appear.
+
+::
+
+    shard-000000.*        shards, six digits at least, each published atomically
+    _producer.json        ProducerState: alive, what is published, limits, how far the input is read
+    _END.json             how many shards there are; written once, last
+    _acks/NAME/           Ack: how far each rank of consumer NAME has trained, as of its last checkpoint
+
+Chunks of JSON lines, from anybody's producer, are read in the same way. Whoever reads here must expect that everything
+may be gone, torn or hostile a moment later. What producer and consumers share is offered here and knows no torch; what
+trains is imported from its module: ``live_loader``, and ``live_training`` for scripts with Megatron's arguments.
+"""
+
+from megatron_sft_idx.live.acks import (
+    Ack,
+    Base,
+    Leftover,
+    ack_folder,
+    completed,
+    read_acks,
+    require_consumer,
+    write_ack,
+)
+from megatron_sft_idx.live.catalog import (
+    END,
+    PRODUCER,
+    Catalog,
+    Limits,
+    ProducerState,
+    Record,
+    State,
+    default_max_sequences,
+    shard_name,
+)
+from megatron_sft_idx.live.catalog_watch import CatalogWatch, Stopped, Waiter, looks
+
+__all__ = [
+    "END",
+    "PRODUCER",
+    "Ack",
+    "Base",
+    "Catalog",
+    "CatalogWatch",
+    "Leftover",
+    "Limits",
+    "ProducerState",
+    "Record",
+    "State",
+    "Stopped",
+    "Waiter",
+    "ack_folder",
+    "completed",
+    "default_max_sequences",
+    "looks",
+    "read_acks",
+    "require_consumer",
+    "shard_name",
+    "write_ack",
+]

@@ -1,0 +1,369 @@
+"""The folder of a catalog: names of shards, which are there, and small JSON documents that are replaced as wholes.
+
+What is read was written by another program, perhaps of another version, perhaps not at all with good intentions:
+size, syntax, version and the type of every field are checked, and anything wrong is a FormatError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import orjson
+
+from megatron_sft_idx.errors import FormatError, SFTIndexError, UnsupportedVersionError
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.storage import read_most, require_local
+from megatron_sft_idx.storage.publish import Kind, write_file
+
+__all__ = [
+    "ACKS",
+    "END",
+    "MAX_NBYTES",
+    "PRODUCER",
+    "Catalog",
+    "Limits",
+    "Positive",
+    "ProducerState",
+    "Record",
+    "State",
+    "default_max_sequences",
+    "kind_of_document",
+    "read_document",
+    "require_version",
+    "shard_name",
+    "write_document",
+]
+
+PRODUCER, END, ACKS = "_producer.json", "_END.json", "_acks"
+VERSION = 1
+# Far above what is ever written: a leftover of every one of a million shards.
+MAX_NBYTES = 64 << 20
+_LARGEST = 2**62
+_NAME = re.compile(r"shard-([0-9]{6,18})\.")
+_REMEDY = (
+    "keep it where producer and trainers share a file system; shards that are done may be copied to a bucket"
+    " (megatron-sft-idx copy), and trained on from there"
+)
+# A whole number from 1 on; a plain int in a record is one from 0 on.
+Positive: TypeAlias = Annotated[int, 1]
+State = Literal["running", "waiting for consumers", "waiting for input", "failed", "stopped"]
+
+
+_R = TypeVar("_R", bound="Record")
+
+# ---- records ----
+
+
+class Record:
+    """A dataclass that is kept as JSON; what its annotations say is what reading it checks.
+
+    Fields are whole numbers, texts, true or false, one of some literals, any of these or None, objects as they are
+    (``dict[str, Any]``), other records, and tuples of whole numbers or records.
+    """
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``parse`` reads: plain values."""
+        values: dict[str, Any] = orjson.loads(orjson.dumps(self))
+        return values
+
+    def contradiction(self) -> tuple[str, Any, str] | None:
+        """A field whose value does not go with the others: its name, what it is and what is expected."""
+        return None
+
+    @classmethod
+    def parse(cls: type[_R], path: str, content: Any, where: str = "") -> _R:
+        """The record that ``content`` holds.
+
+        Args:
+            path: names the document in errors.
+            content: as JSON has it.
+            where: the field of the document that it is, where it is not the document itself; ends with a dot.
+
+        Raises:
+            FormatError: a field is missing, of another type, or does not go with the others.
+        """
+        if not isinstance(content, dict):
+            raise _wrong(path, where.rstrip("."), content, "an object")
+        record = cls(**{name: _value(hint, path, where + name, content.get(name)) for name, hint in _hints(cls)})  # type: ignore[arg-type]
+        if (found := record.contradiction()) is not None:
+            raise _wrong(path, where + found[0], *found[1:])
+        return record
+
+
+@cache
+def _hints(kind: Any) -> list[tuple[str, Any]]:
+    hints = get_type_hints(kind, include_extras=True)
+    return [(entry.name, hints[entry.name]) for entry in dataclasses.fields(kind)]
+
+
+def _value(hint: Any, path: str, name: str, value: Any) -> Any:
+    """A value, as its annotation wants it. FormatError where it is another."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return None if value is None else _value(inner[0], path, name, value)
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise _wrong(path, name, value, "a list")
+        numbered = ((f"{name}[{i}]" if isinstance(one, dict) else name, one) for i, one in enumerate(value))
+        return tuple(_value(inner[0], path, place, one) for place, one in numbered)
+    if isinstance(hint, type) and issubclass(hint, Record):
+        return hint.parse(path, value, f"{name}.")
+    least = inner[1] if origin is Annotated else 0
+    if hint is int or origin is Annotated:
+        right, expected = type(value) is int and least <= value <= _LARGEST, f"a whole number from {least} on"
+    elif origin is dict:
+        right, expected = isinstance(value, dict), "an object"
+    elif hint is bool:
+        right, expected = type(value) is bool, "true or false"
+    else:
+        right, expected = isinstance(value, str), "a string"
+        if right and origin is Literal:
+            right, expected = value in inner, (" or " if len(inner) == 2 else " | ").join(inner)
+    if not right:
+        raise _wrong(path, name, value, expected)
+    return value
+
+
+def _wrong(path: str, name: str, found: Any, expected: str) -> FormatError:
+    return FormatError(
+        f"{path}: {name} is {repr(found)[:80]}, expected {expected}; whatever wrote this file is not megatron-sft-idx,"
+        " or another version of it"
+    )
+
+
+# ---- documents ----
+
+
+def require_version(path: str, content: dict[str, Any], version: int = VERSION) -> None:
+    """UnsupportedVersionError where a document is of another version; FormatError where it does not say of which."""
+    if _value(int, path, "version", content.get("version")) != version:
+        raise UnsupportedVersionError(path, content["version"], [version])
+
+
+def read_document(path: str) -> dict[str, Any] | None:
+    """The content of the document at ``path``; None where there is none.
+
+    Raises:
+        FormatError: something else is there, or it is too large, torn or of another version.
+        OSError: it cannot be read.
+    """
+    try:
+        data = read_most(path, MAX_NBYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        if os.path.islink(path):
+            raise FormatError(
+                f"{path}: a symbolic link to nothing is here, expected a file or nothing; move it away"
+            ) from None
+        return None
+    except IsADirectoryError:
+        raise FormatError(f"{path}: a folder is here, expected a file; remove it") from None
+    if len(data) > MAX_NBYTES:
+        raise FormatError(f"{path}: more than {MAX_NBYTES} bytes, which no such file ever has; remove it")
+    try:
+        content = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise FormatError(
+            f"{path}: not a JSON document ({error.msg} at character {error.pos + 1}): damaged, or not written by"
+            " megatron-sft-idx, which replaces it as a whole; restore it from a copy, or make its folder anew"
+        ) from None
+    if not isinstance(content, dict):
+        raise FormatError(f"{path}: found a JSON {type(content).__name__}, expected an object")
+    require_version(path, content)
+    return content
+
+
+def kind_of_document(name: str, record: type[Record]) -> Kind:
+    """Documents of one sort, recognized by being read."""
+
+    def recognize(path: str) -> bool:
+        try:
+            return (content := read_document(path)) is not None and record.parse(path, content) is not None
+        except (SFTIndexError, OSError):
+            return False
+
+    return Kind(name, recognize)
+
+
+def write_document(path: str, record: Record, kind: Kind) -> None:
+    """Replace the document at ``path``, durably, all at once; of several writers the last one stays.
+
+    Raises:
+        FormatError: something else than a document of this kind is there.
+        OSError: the disk says no.
+    """
+    data = orjson.dumps({"version": VERSION, **record.to_json()})
+    try:
+        write_file(path, data, kind, overwrite=True)
+    except FormatError:  # unless it was another writer's, which has come in between
+        write_file(path, data, kind, overwrite=True)
+
+
+# ---- what a producer says ----
+
+
+def default_max_sequences(capacity: int) -> int:
+    """Most sequences of a pack where nobody says: batches are shaped by it before the data is there."""
+    return max(64, capacity // 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits(Record):
+    """What holds for every shard of a catalog, the ones still to come too, and how far the producer may run ahead.
+
+    Attributes:
+        capacity: most token positions of a pack.
+        max_sequences_per_pack: most sequences of a pack; ``cu_seqlens`` is made that wide.
+        sequence_multiple: each sequence counts as its length rounded up to this.
+        token_dtype: ``uint16`` or ``int32``.
+        consumers: training runs that read the catalog.
+        max_ahead_shards: most published shards that a consumer has not completed; None for no limit.
+        max_ahead_nbytes: most bytes of these; None for no limit.
+        keep_recent: completed shards that are kept, the newest; older ones are removed. None removes nothing.
+    """
+
+    capacity: Positive
+    max_sequences_per_pack: Positive
+    sequence_multiple: Positive = 1
+    token_dtype: Literal["uint16", "int32"] = "int32"
+    consumers: Positive = 1
+    max_ahead_shards: Positive | None = None
+    max_ahead_nbytes: Positive | None = None
+    keep_recent: int | None = None
+
+    @property
+    def needs_acks(self) -> bool:
+        """Whether the producer waits for consumers, or removes what they have completed."""
+        return (self.max_ahead_shards, self.max_ahead_nbytes, self.keep_recent) != (None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerState(Record):
+    """The content of ``_producer.json``: whether the producer is alive, what it promises, and how far it is.
+
+    Attributes:
+        limits: what consumers may rely on.
+        beat: grows with every rewrite, which a living producer does about every two seconds. No clock is in here: a
+            watcher notes, on its own, when it last saw this change.
+        state: what the producer is doing.
+        reason: why it failed or stopped.
+        published: shards below this number have been published.
+        freed: shards below this number have been removed.
+        options: what decides over the bytes of the shards, as the producer compares it when it is started again.
+        input: how far the input is read, as of the last published shard.
+    """
+
+    limits: Limits
+    beat: int = 0
+    state: State = "running"
+    reason: str | None = None
+    published: int = 0
+    freed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    input: dict[str, Any] = field(default_factory=dict)
+
+    def contradiction(self) -> tuple[str, Any, str] | None:
+        """More shards removed than published."""
+        if self.freed <= self.published:
+            return None
+        return "freed", self.freed, f"no more than the {self.published} published"
+
+
+@dataclass(frozen=True, slots=True)
+class _End(Record):
+    shards: int
+
+
+_PRODUCER_KIND = kind_of_document("the state of a producer", ProducerState)
+_END_KIND = kind_of_document("the end of a catalog", _End)
+
+
+# ---- the folder ----
+
+
+def shard_name(number: int) -> str:
+    """``shard-000011``: more digits where six are not enough, so names do not sort as numbers do."""
+    return f"shard-{number:06d}"
+
+
+class Catalog:
+    """One catalog, as it is on disk at the moment of each call; holds nothing but its path.
+
+    Args:
+        folder: need not be there yet; FormatError for one in an object store.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        require_local(folder, "a live catalog", _REMEDY)
+        self.folder = os.fspath(folder)
+
+    def shard_prefix(self, number: int) -> str:
+        """The path that the five files of a shard share."""
+        return os.path.join(self.folder, shard_name(number))
+
+    def is_published(self, number: int) -> bool:
+        """Whether a shard is there: one look at one file."""
+        return os.path.exists(ShardPaths.of(self.shard_prefix(number)).seq_idx)
+
+    def numbers(self) -> list[int]:
+        """The shards that are there, in order."""
+        return [number for number, suffixes in self._found().items() if "seq.idx" in suffixes]
+
+    def present(self) -> list[int]:
+        """The shards of which anything is there, also what is being written or was not wholly removed; in order."""
+        return list(self._found())
+
+    def shard_nbytes(self, number: int) -> int:
+        """What a shard takes on disk; 0 where it is gone."""
+        total = 0
+        for path in ShardPaths.of(self.shard_prefix(number)).all:
+            try:
+                total += os.stat(path).st_size
+            except FileNotFoundError:
+                continue
+        return total
+
+    def producer(self) -> ProducerState | None:
+        """What the producer last said; None where none ever was here.
+
+        Raises:
+            FormatError: the file is damaged, or of another version.
+        """
+        content = read_document(path := os.path.join(self.folder, PRODUCER))
+        return None if content is None else ProducerState.parse(path, content)
+
+    def end(self) -> int | None:
+        """How many shards there are in all, removed ones included; None where more may come.
+
+        Raises:
+            FormatError: the file is damaged, or of another version.
+        """
+        content = read_document(path := os.path.join(self.folder, END))
+        return None if content is None else _End.parse(path, content).shards
+
+    def write_producer(self, state: ProducerState) -> None:
+        """Replace ``_producer.json``; for the one producer that holds the catalog."""
+        write_document(os.path.join(self.folder, PRODUCER), state, _PRODUCER_KIND)
+
+    def write_end(self, shards: int) -> None:
+        """Say that there are so many shards and no more will come; every one is published."""
+        write_document(os.path.join(self.folder, END), _End(shards), _END_KIND)
+
+    def _found(self) -> dict[int, set[str]]:
+        """What follows the name, of every shard of which anything is there; numbers in order."""
+        found: dict[int, set[str]] = {}
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return found
+        for name in names:
+            if (match := _NAME.match(name)) and name.startswith(shard_name(number := int(match[1])) + "."):
+                found.setdefault(number, set()).add(name[match.end() :])
+        return dict(sorted(found.items()))

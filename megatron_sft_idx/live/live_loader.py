@@ -1,0 +1,469 @@
+"""``LiveDataset``: one rank's micro-batches of live shards; ``LiveLoader``: what a trainer iterates over.
+
+The dataset is an order that feeds the same ``BatchLoader`` as finished data; the loader knows, beyond that, what was
+delivered and what was only prefetched, and commits checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import multiprocessing.synchronize
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.live.acks import (
+    Ack,
+    Base,
+    ack_folder,
+    acknowledged,
+    next_generation,
+    read_acks,
+    require_consumer,
+    write_ack,
+)
+from megatron_sft_idx.live.catalog import Catalog, Limits
+from megatron_sft_idx.live.catalog_watch import Stopped, Waiter
+from megatron_sft_idx.live.live_order import AtEnd, RankState, Walk, resume
+from megatron_sft_idx.live.live_shards import CatalogShards, LiveShards, OpenShards
+from megatron_sft_idx.training import BatchAssembler, BatchLoader, Form, Tensors, Wanted, whole_rows
+
+__all__ = ["LiveDataset", "LiveLoader"]
+
+logger = logging.getLogger("megatron_sft_idx.live")
+# The last one, which comes of every process, is of no batch: where the rank stands at the end of the data.
+_Delivery: TypeAlias = tuple[Tensors | None, RankState]
+# What a worker process hands over: an error as a value, as torch would make a RuntimeError of one that is raised.
+_Outcome: TypeAlias = _Delivery | SFTIndexError
+_Event: TypeAlias = threading.Event | multiprocessing.synchronize.Event
+
+
+class LiveDataset(IterableDataset[Tensors]):
+    """The micro-batches of one data-parallel rank, read from a catalog that may still be growing.
+
+    Each is what ``BatchAssembler`` makes. In a DataLoader, take ``batch_size=None``; workers share each shard between
+    them, and the batches come in the same order for any number of them::
+
+        loader = DataLoader(LiveDataset(...), batch_size=None, num_workers=4, persistent_workers=True)
+
+    A trainer that saves checkpoints wants ``LiveLoader``, which knows what was delivered and what was only prefetched.
+    Ranks that differ in tensor, pipeline or context parallelism alone give the same ``rank`` and read the same.
+
+    Args:
+        catalog: the folder, or any other ``LiveShards``.
+        rank: data-parallel rank.
+        size: data-parallel ranks.
+        seq_length: positions of a row.
+        micro_batch_size: rows of a micro-batch.
+        micro_batches: that a rank takes in a step; all ranks end with a whole step.
+        shuffle: inside a window. False reads packs as they are stored.
+        window: shards of this rank that are shuffled together; all of them are open, four maps each.
+        seed: of every shuffle.
+        epochs: how often everything is read. Shards are complete, and freed, in the last one only.
+        at_end: what makes all ranks take as many steps: ``pad`` with rows whose loss is masked, or ``drop``.
+        sequence_multiple: each sequence is padded to a multiple of this inside its row.
+        pad_id: fills up rows; None for the tokenizer's.
+        form: of the batches; see ``BatchLayout``.
+        consumer: name of this training run among those that read the catalog.
+        ack_dir: where acknowledgements are written instead of in the catalog.
+
+    Raises:
+        FormatError: options that do not go together, or that a live catalog cannot serve.
+    """
+
+    def __init__(
+        self,
+        catalog: str | os.PathLike[str] | LiveShards,
+        *,
+        rank: int,
+        size: int,
+        seq_length: int,
+        micro_batch_size: int = 1,
+        micro_batches: int = 1,
+        shuffle: bool = True,
+        window: int = 1,
+        seed: int = 1234,
+        epochs: int = 1,
+        at_end: AtEnd = "pad",
+        sequence_multiple: int = 1,
+        pad_id: int | None = None,
+        form: Form = "wide",
+        consumer: str = "train",
+        ack_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__()
+        _refuse(catalog, shuffle)
+        self.shards: LiveShards = (
+            CatalogShards(os.fspath(catalog)) if isinstance(catalog, str | os.PathLike) else catalog
+        )
+        if not 0 <= rank < size or min(micro_batch_size, micro_batches, window, epochs) < 1 or seed < 0:
+            raise FormatError(
+                f"{self.shards.folder}: rank {rank} of {size}, micro-batch size {micro_batch_size}, micro-batches"
+                f" {micro_batches}, window {window}, epochs {epochs}, seed {seed}: ranks and seeds count from 0, the"
+                " others from 1"
+            )
+        if at_end not in ("pad", "drop"):
+            raise FormatError(f"{self.shards.folder}: at_end {at_end!r}, expected 'pad' or 'drop'")
+        self.epochs, self.at_end, self.seq_length = epochs, at_end, seq_length
+        self._shape: dict[str, Any] = {"sequence_multiple": sequence_multiple, "pad_id": pad_id, "form": form}
+        require_consumer(consumer)
+        self.acks, self.consumer = ack_folder(Catalog(self.shards.folder), ack_dir), consumer
+        base, step_rows = Base(seed=seed, window=window), micro_batch_size * micro_batches
+        self.state = RankState(base, shuffle, size, rank, batch_rows=micro_batch_size, step_rows=step_rows)
+        self._limits: tuple[Limits, int | None] | None = None
+        self._writes: bool | None = None
+
+    def waiter(self, stop: _Event | None = None) -> Waiter:
+        """This rank, where it waits: until ``stop`` is set, or in a worker process until its parent is gone."""
+        info, parent = get_worker_info(), os.getppid()
+        sleep = time.sleep if stop is None else stop.wait
+
+        def pause(seconds: float) -> bool:
+            return bool(sleep(seconds)) or (info is not None and os.getppid() != parent)
+
+        speaks = info is None or not info.id
+        return Waiter(f"rank {self.state.rank}", pause, logger.info if speaks else lambda line: None)
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Begin where a checkpoint ended.
+
+        Args:
+            state: this rank's own, of a job of the same size: what comes is what would have come, bit for bit. Or the
+                list of all ranks' states of one checkpoint, in any order, for a job of any size or other micro-batches:
+                what is left is dealt out anew, every pack exactly once.
+
+        Raises:
+            FormatError: no such state, or one of another job.
+        """
+        now = self.state
+        found = [RankState.from_json(one) for one in ([state] if isinstance(state, dict) else state)]
+        for one in found:
+            if (one.base.seed, one.shuffle) != (now.base.seed, now.shuffle):
+                raise FormatError(
+                    f"{self.shards.folder}: the state is of seed {one.base.seed}, shuffle {one.shuffle}; found seed"
+                    f" {now.base.seed}, shuffle {now.shuffle}: packs would come twice or never; resume with the same"
+                )
+            if one.base.epoch >= self.epochs:
+                raise FormatError(
+                    f"{self.shards.folder}: the state is in epoch {one.base.epoch + 1}, and there are to be"
+                    f" {self.epochs}; resume with as many epochs as before, or more"
+                )
+        if not isinstance(state, dict):
+            shape = {"window": now.base.window, "batch_rows": now.batch_rows, "step_rows": now.step_rows}
+            self.state = resume(found, now.size, now.rank, **shape)
+            return
+        if differs := found[0].differences(now):
+            what, there, here = differs[0]
+            raise FormatError(
+                f"{self.shards.folder}: the state is of {what} {there}, this rank has {here}; give the list of all"
+                " ranks' states, and what is left is dealt out anew"
+            )
+        self.state = found[0]
+
+    def prepare(self, waiter: Waiter, *, lagging: bool = False) -> None:
+        """Learn what the catalog promises, once; waits for it.
+
+        Args:
+            waiter: who waits.
+            lagging: acknowledgements stay some batches behind checkpoints; see ``LiveLoader``.
+
+        Raises:
+            FormatError: rows that cannot be made of such packs, or limits with which training must come to a stop.
+            SFTIndexError: nothing is promised in time.
+        """
+        if self._limits is not None:
+            return
+        promised, state = self.shards.limits(waiter), self.state
+        # To end one group a rank may need the first packs of its next, and shards are published in their order.
+        least = (2 * state.base.window - 1) * state.size + (state.size if lagging else 1)
+        most = promised[0].max_ahead_shards
+        if most is not None and most < least:
+            raise FormatError(
+                f"{self.shards.folder}: the producer is at most {most} shards ahead, and {state.size} ranks with a"
+                f" window of {state.base.window} need {least} to go on; start it with --max-ahead-shards {least} or"
+                " more, or train with a smaller window"
+            )
+        self._limits = promised
+        self.state = dataclasses.replace(state, generation=next_generation(self.newest_acks(), self.ack(state)))
+
+    def ack(self, state: RankState) -> Ack:
+        """What is acknowledged once a checkpoint that holds ``state`` is durable."""
+        return state.ack(self.consumer, self.epochs)
+
+    def newest_acks(self) -> list[Ack]:
+        """Those of this consumer's newest generation, by rank; none before the first checkpoint of any run."""
+        return read_acks(self.acks).get(self.consumer, [])
+
+    def may_acknowledge(self) -> bool:
+        """Whether acknowledgements can be written; SFTIndexError where the producer goes by them and they cannot."""
+        if self._writes is None:
+            home = os.path.join(self.acks, self.consumer)
+            with contextlib.suppress(OSError):
+                os.makedirs(home, exist_ok=True)
+            self._writes = os.access(home, os.W_OK)
+            remedy = f"{self.acks}: acknowledgements cannot be written here"
+            if not self._writes and self._limits is not None and self._limits[0].needs_acks:
+                raise SFTIndexError(
+                    f"{remedy}, and the producer waits for them or frees shards by them; give both a folder that this"
+                    " user may write to (--ack-dir)"
+                )
+            if not self._writes:
+                logger.info("rank %d: %s; nothing depends on them", self.state.rank, remedy)
+        return self._writes
+
+    def open(self, waiter: Waiter) -> tuple[BatchAssembler, Walk, Iterator[Wanted]]:
+        """What makes the micro-batches, who walks, and all of them, each with the rank's state behind it.
+
+        The packs of one are read before the next is asked for.
+        """
+        self.prepare(waiter)
+        assert self._limits is not None
+        source = OpenShards(self.shards, *self._limits, waiter)
+        walk = Walk(
+            self.shards,
+            self.state,
+            epochs=self.epochs,
+            at_end=self.at_end,
+            acknowledged=lambda state: acknowledged(self.newest_acks(), self.ack(state)),
+            waiter=waiter,
+        )
+        try:
+            assembler = BatchAssembler(source, self.seq_length, width=source.most_sequences + 2, **self._shape)
+        except ValueError as error:
+            raise FormatError(f"{self.shards.folder}: {error}") from None
+        return assembler, walk, _held(walk, source)
+
+    def deliveries(self, waiter: Waiter) -> Iterator[tuple[Any, RankState]]:
+        """This process's share of the micro-batches, each with the state of the rank after it.
+
+        Last comes None with the state at the end: behind shards without packs too, which no micro-batch follows.
+        """
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        assembler, walk, batches = self.open(waiter)
+        for number, batch in enumerate(batches):
+            if number % workers == worker:
+                yield whole_rows(assembler, batch.packs, batch.masked).whole(), batch.state
+        yield None, walk.state
+
+    def __iter__(self) -> Iterator[Tensors]:
+        return (tensors for tensors, _ in self.deliveries(self.waiter()) if tensors is not None)
+
+
+def _held(walk: Walk, source: OpenShards) -> Iterator[Wanted]:
+    """The micro-batches, with all shards open that each of them and the group that it ends in are of."""
+    for wanted in walk:
+        source.hold([*np.asarray(wanted.packs)[:, 0].tolist(), *wanted.state.shards])
+        yield wanted
+
+
+def _refuse(catalog: Any, shuffle: Any) -> None:
+    """FormatError for what a live catalog cannot serve."""
+    if isinstance(catalog, list | tuple):
+        raise FormatError(
+            f"{catalog}: a blend needs to know how much there is of each part, and of a live catalog nobody knows;"
+            " produce one catalog from all inputs, or train on finished folders"
+        )
+    if not isinstance(shuffle, bool):
+        raise FormatError(
+            f"shuffle {shuffle!r}: a live catalog is shuffled inside a window of shards; a global shuffle needs every"
+            " pack before the first step. Use a larger window, or train on the finished folder as on any other"
+        )
+
+
+class LiveLoader(Iterator[Tensors]):
+    """The micro-batches of a rank, prepared ahead; also a context manager that closes.
+
+    ::
+
+        with LiveLoader(LiveDataset("catalog", rank=rank, size=size, seq_length=4096)) as loader:
+            for batch in loader:
+                step(batch)
+                if time_to_save:
+                    state = loader.state_dict()
+                    save(model, state)      # until it is on disk
+                    loader.commit(state)    # its shards may be freed now
+
+    A batch is valid until ``keep`` more have been taken, as with ``BatchLoader``.
+
+    Args:
+        dataset: of this rank.
+        num_workers: processes that prepare batches; 0 for a thread of this one, which is enough unless chats are
+            tokenised as they are read. With processes, what is acknowledged stays as many micro-batches behind the
+            checkpoint, as the slowest of them may still look at what the others have delivered.
+        prefetch: batches that are kept ready, for each worker.
+        keep: batches that stay valid beside each other; of the thread's.
+        copy: the thread hands out fresh tensors.
+        pin_memory: tensors that a GPU copies from without waiting; None for where there is a GPU.
+        start: how worker processes are started, ``fork`` or ``spawn``; None for torch's default.
+    """
+
+    def __init__(
+        self,
+        dataset: LiveDataset,
+        *,
+        num_workers: int = 0,
+        prefetch: int = 2,
+        keep: int = 1,
+        copy: bool = False,
+        pin_memory: bool | None = None,
+        start: str | None = None,
+    ) -> None:
+        self.dataset, self.num_workers = dataset, num_workers
+        self._buffers: dict[str, Any] = {"prefetch": prefetch, "keep": keep, "copy": copy}
+        self._pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
+        self._start = start
+        self._stop: _Event = torch.multiprocessing.get_context(start).Event() if num_workers else threading.Event()
+        weakref.finalize(self, self._stop.set)
+        self._batches: Iterator[_Outcome] | None = None
+        self._state = dataset.state
+        # After each of the last deliveries, one of every process: which all of them have walked past the first.
+        self._passed = deque([self._state], maxlen=max(num_workers, 1))
+        self._closed = False
+
+    def __next__(self) -> Tensors:
+        if self._closed:
+            raise StopIteration
+        try:
+            if self._batches is None:
+                self._batches = self._begin()
+            delivery = next(self._batches)
+            if isinstance(delivery, SFTIndexError):
+                raise delivery
+            tensors, self._state = delivery
+            if tensors is None:
+                raise StopIteration
+        except (Stopped, StopIteration):
+            self.close()
+            raise StopIteration from None
+        except BaseException:
+            self.close()
+            raise
+        self._passed.append(self._state)
+        return tensors
+
+    def _begin(self) -> Iterator[_Outcome]:
+        dataset = self.dataset
+        self._prepare()
+        dataset.may_acknowledge()
+        state = self._state
+        self._passed.extend([state] * max(self.num_workers, 1))
+        logger.info(
+            "data-parallel rank %d of %d: catalog %s, window %d, %s, epoch %d of %d, %d workers, from row %d",
+            *(state.rank, state.size, dataset.shards.folder, state.base.window),
+            *("shuffled" if state.shuffle else "as stored", state.base.epoch + 1, dataset.epochs),
+            *(self.num_workers, state.rows),
+        )
+        if not self.num_workers:
+            return _of_thread(dataset, self._stop, pin_memory=self._pin_memory, **self._buffers)
+        made: DataLoader[_Outcome] = DataLoader(
+            _InWorkers(dataset, self._stop),
+            batch_size=None,
+            num_workers=self.num_workers,
+            prefetch_factor=self._buffers["prefetch"],
+            collate_fn=_as_it_is,
+            pin_memory=self._pin_memory,
+            multiprocessing_context=self._start,
+        )
+        return iter(made)
+
+    def _prepare(self) -> None:
+        self.dataset.prepare(self.dataset.waiter(self._stop), lagging=self.num_workers > 0)
+        if self._batches is None and not self._closed:
+            self._state = self.dataset.state
+
+    # ---- checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the rank stands after the batches that were taken; plain values for a checkpoint."""
+        return self._state.to_json()
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on from a checkpoint; before the first batch is taken. See ``LiveDataset.load_state_dict``."""
+        if self._batches is not None or self._closed:
+            raise SFTIndexError(
+                f"{self.dataset.shards.folder}: batches were taken already; load the state into a new loader"
+            )
+        self.dataset.load_state_dict(state)
+        self._state = self.dataset.state
+
+    def commit(self, state: dict[str, Any] | None = None) -> None:
+        """Say that a checkpoint that holds ``state`` is durable: what it includes need not be read again.
+
+        Where several processes share a data-parallel rank, one of them commits. Committing twice does no harm.
+
+        Args:
+            state: of ``state_dict``. None, before the first batch, for where this run begins: whatever an earlier one
+                of the same name acknowledged beyond that will be read again, and must not be removed. A run that
+                begins from nothing after nobody has nothing to say.
+
+        Raises:
+            OSError: the acknowledgement could not be written.
+        """
+        self._prepare()
+        found, dataset = self._state if state is None else RankState.from_json(state), self.dataset
+        begins = state is None and not found.rows and not found.generation
+        if (begins and not dataset.newest_acks()) or not dataset.may_acknowledge():
+            return
+        # No later than where any worker process still has to look at shards.
+        slowest = self._passed[0]
+        if self.num_workers and self._batches is not None and slowest.is_before(found):
+            found = slowest
+        write_ack(dataset.acks, dataset.ack(found))
+        dataset.shards.committed()
+        logger.info(
+            "rank %d: committed epoch %d, %d items, %s packs of shards that are complete",
+            *(found.rank, found.base.epoch + 1, found.items, f"{found.packs_of_items:,}"),
+        )
+
+    def close(self) -> None:
+        """End the thread or the workers, also while they wait for a shard; may be called twice and by any thread."""
+        self._closed = True
+        self._stop.set()
+        self._batches = None
+
+    def __enter__(self) -> LiveLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _of_thread(dataset: LiveDataset, stop: _Event, **options: Any) -> Iterator[_Delivery]:
+    """Deliveries of a thread of this process."""
+    assembler, walk, batches = dataset.open(dataset.waiter(stop))
+    # No looking ahead: a batch that is ready must not be held back until the next shard is published.
+    with iter(BatchLoader(assembler, batches, ahead=0, **options)) as taken:
+        for tensors in taken:
+            yield tensors, taken.state
+    yield None, walk.state
+
+
+class _InWorkers(IterableDataset[_Outcome]):
+    """A worker process's share of the deliveries."""
+
+    def __init__(self, dataset: LiveDataset, stop: _Event) -> None:
+        super().__init__()
+        self._dataset, self._stop = dataset, stop
+
+    def __iter__(self) -> Iterator[_Outcome]:
+        try:
+            yield from self._dataset.deliveries(self._dataset.waiter(self._stop))
+        except SFTIndexError as error:
+            yield error
+
+
+def _as_it_is(delivery: Any) -> Any:
+    """The ``collate_fn``: batches come whole."""
+    return delivery

@@ -1,0 +1,303 @@
+"""Live data for a training script that has Megatron's arguments: options, the loader, states in checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.formats.jsonl_chunks import chunk_numbers
+from megatron_sft_idx.live.acks import ack_folder
+from megatron_sft_idx.live.catalog import Catalog, Limits, default_max_sequences
+from megatron_sft_idx.live.catalog_watch import Waiter
+from megatron_sft_idx.live.chunks import ChunkRows, LiveChunks, declaring_end
+from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
+from megatron_sft_idx.live.live_order import RankState
+from megatron_sft_idx.live.live_shards import CatalogShards
+from megatron_sft_idx.storage import require_local
+from megatron_sft_idx.tokenize import EncodingOptions
+from megatron_sft_idx.training import Tensors
+
+__all__ = ["LiveData", "add_live_options", "check_live_options", "is_live", "open_live"]
+
+logger = logging.getLogger("megatron_sft_idx.live")
+
+LIVE = "live:"
+# Options that only chunks have: whoever gives one says what is in the folder, or will be.
+_OF_CHUNKS = ("tokenizer_model", "samples_per_chunk", "num_chunks", "end_after")
+
+
+def add_live_options(parser: argparse.ArgumentParser) -> None:
+    """Add what ``--data-path live:FOLDER`` may be told."""
+    live = parser.add_argument_group("live data (--data-path live:FOLDER)")
+    live.add_argument(
+        "--live-window",
+        type=int,
+        default=1,
+        metavar="N",
+        help="shards of a rank that are shuffled together; 0 takes packs as they are stored (default: %(default)s)",
+    )
+    live.add_argument(
+        "--live-end",
+        choices=("pad", "drop"),
+        default="pad",
+        help="how all ranks come to end with the same step: rows without loss, or dropped ones (default: %(default)s)",
+    )
+    live.add_argument(
+        "--max-wait",
+        type=float,
+        default=540.0,
+        metavar="SECONDS",
+        help="give up on a shard after so long; keep it below the timeout of collectives (default: %(default)s)",
+    )
+    live.add_argument(
+        "--consumer", default="train", metavar="NAME", help="this run's name among those that read the folder"
+    )
+    live.add_argument("--ack-dir", metavar="FOLDER", help="write acknowledgements here, not into the data's folder")
+    live.add_argument(
+        "--num-workers",
+        type=int,
+        metavar="N",
+        help="processes a rank that prepare batches (default: 2 for raw chats, else a thread)",
+    )
+    _add_chunk_options(parser.add_argument_group("live chunks (FOLDER/chunk_00000.jsonl and on)"))
+
+
+def _add_chunk_options(chunks: argparse._ArgumentGroup) -> None:
+    chunks.add_argument(
+        "--max-sequences-per-pack", type=int, metavar="N", help="of pre-packed lines (default: 64, or 1 in 32 tokens)"
+    )
+    chunks.add_argument(
+        "--samples-per-chunk", type=int, metavar="N", help="stop where a chunk, but for the last one, has others"
+    )
+    chunks.add_argument(
+        "--consumers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="runs that read the folder; chunks are marked as completed once all have committed (default: %(default)s)",
+    )
+    chunks.add_argument("--num-chunks", type=int, metavar="N", help="how many there will be, where that is known")
+    chunks.add_argument(
+        "--end-after",
+        type=float,
+        metavar="SECONDS",
+        help="where the producer writes no end: declare it when no chunk came or grew for so long",
+    )
+    chunks.add_argument(
+        "--settle",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="the newest chunk is whole when it has not changed for so long (default: %(default)s)",
+    )
+
+
+def is_live(args: argparse.Namespace) -> bool:
+    """Whether the arguments name live data."""
+    return any(path.startswith(LIVE) for path in args.data_path)
+
+
+def check_live_options(args: argparse.Namespace) -> None:
+    """FormatError where live data and other options do not go together."""
+    name = " ".join(args.data_path)
+    if len(args.data_path) > 1:
+        raise FormatError(
+            f"--data-path {name}: a blend needs to know how much there is of each part, and of live data nobody knows;"
+            " produce one catalog from all inputs, or train on finished folders"
+        )
+    require_local(args.data_path[0][len(LIVE) :], "live data")
+    if args.ack_dir is not None:
+        require_local(args.ack_dir, "a folder of acknowledgements")
+    if args.train_iters is None:
+        raise FormatError(f"--data-path {name}: nobody knows yet how much data will come; give --train-iters")
+    for option, off, why in (
+        ("split", "1,0,0", "what will come cannot be split into parts"),
+        ("eval_iters", 0, "live data is all for training; evaluate on a finished folder"),
+        ("repack", False, "packs are planned over all sequences, and most are still to come; let the producer pack"),
+        ("balance_attention", False, "a rank reads shards of its own, so packs are not dealt out among ranks"),
+        ("data_cache_path", None, "there is no index to build once"),
+    ):
+        if getattr(args, option) != off:
+            raise FormatError(f"--data-path {name}: leave --{option.replace('_', '-')} out: {why}")
+    for option, least in (("live_window", 0), ("max_wait", 0), ("settle", 0), ("end_after", 0)):
+        if (value := getattr(args, option)) is not None and not value >= least:
+            raise FormatError(f"--{option.replace('_', '-')} {value}, expected {least} or more")
+    if args.chat_template and not args.tokenizer_model:
+        raise FormatError("--chat-template is for raw chats: give --tokenizer-model too")
+
+
+def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None) -> LiveData:
+    """The live data of this process's data-parallel rank; a context manager.
+
+    Args:
+        args: Megatron's, and those of ``add_live_options``.
+        encoding: how the lines of chunks become sequences, where they are raw chats.
+
+    Raises:
+        FormatError: what is in the folder and the arguments do not go together.
+        SFTIndexError: nothing came into the folder in time.
+    """
+    folder = args.data_path[0][len(LIVE) :]
+    chunks = any(getattr(args, name) is not None for name in _OF_CHUNKS) or _holds_chunks(folder, args.max_wait)
+    shards = _live_chunks(args, folder, encoding) if chunks else CatalogShards(folder, max_wait=args.max_wait)
+    size = parallel_state.get_data_parallel_world_size()
+    step_rows = args.micro_batch_size * size
+    if args.global_batch_size % step_rows:
+        raise FormatError(
+            f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size"
+            f" {args.micro_batch_size} x {size} data-parallel ranks"
+        )
+    dataset = LiveDataset(
+        shards,
+        rank=parallel_state.get_data_parallel_rank(),
+        size=size,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        micro_batches=args.global_batch_size // step_rows,
+        shuffle=args.live_window > 0,
+        window=max(args.live_window, 1),
+        seed=args.seed,
+        at_end=args.live_end,
+        consumer=args.consumer,
+        ack_dir=args.ack_dir,
+    )
+    raw = isinstance(shards, LiveChunks) and shards.rows.encoding is not None
+    workers = args.num_workers if args.num_workers is not None else 2 * raw
+    if args.save is None and _leads() and not dataset.state.rank:
+        logger.warning(
+            "%s: no --save: a run without checkpoints acknowledges nothing, so no shard is removed behind it and a"
+            " producer with --max-ahead-shards or --max-ahead-gb comes to wait for it without end",
+            folder,
+        )
+    ending: AbstractContextManager[None] = nullcontext()
+    if isinstance(shards, LiveChunks) and args.end_after is not None and _leads() and not dataset.state.rank:
+        ending = declaring_end(folder, args.end_after, shards.end_folders)
+    return LiveData(LiveLoader(dataset, num_workers=workers), ending)
+
+
+class LiveData(Iterator[Tensors]):
+    """Micro-batches of this rank, and what all ranks do together about checkpoints; a context manager.
+
+    Args:
+        loader: of this rank.
+        ending: entered while this is; declares the end where the producer does not, on one process.
+    """
+
+    def __init__(self, loader: LiveLoader, ending: AbstractContextManager[None]) -> None:
+        self._loader, self._ending = loader, ending
+        self._saved = loader.state_dict()
+        self._begun = False
+
+    def __next__(self) -> Tensors:
+        if not self._begun:
+            self._begun = True
+            # What an earlier run acknowledged beyond this point will be read again; what it did not, is done.
+            if _leads():
+                self._loader.commit()
+        return next(self._loader)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Of the tokenizer; waits for a shard that says so. None where nobody does."""
+        shards = self._loader.dataset.shards
+        if isinstance(shards, LiveChunks):
+            return None if shards.rows.encoder is None else shards.rows.encoder.tokenizer.vocab_size
+        assert isinstance(shards, CatalogShards)  # open_live makes no others
+        shards.limits(self._loader.dataset.waiter())
+        if (header := shards.newest_header()) is not None:
+            return _vocab_size(header.metadata)
+        # All of them are freed: a run that was through is started again.
+        producer = Catalog(shards.folder).producer()
+        return None if producer is None else _vocab_size(producer.options)
+
+    def gather_states(self) -> list[dict[str, Any]]:
+        """Every rank's state, for the part of a checkpoint that all ranks share; called by all of them together."""
+        group = parallel_state.get_data_parallel_group()
+        states: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
+        self._saved = self._loader.state_dict()
+        torch.distributed.all_gather_object(states, self._saved, group=group)
+        return states
+
+    def commit(self) -> None:
+        """Acknowledge what was gathered last, once every process has put its part of the checkpoint on disk."""
+        torch.distributed.barrier()
+        if _leads():
+            self._loader.commit(self._saved)
+
+    def load_states(self, states: Any) -> None:
+        """Go on where a checkpoint ended, of a job with any number of ranks.
+
+        Raises:
+            FormatError: no such states, as in a checkpoint of a run on finished data.
+        """
+        if not isinstance(states, list):
+            raise FormatError(
+                "--load: the checkpoint does not say where its run was in live data; it was on other data"
+            )
+        now = self._loader.dataset.state
+        own = [state for state in states if not RankState.from_json(state).differences(now)]
+        self._loader.load_state_dict(own[0] if own else states)
+
+    def __enter__(self) -> LiveData:
+        self._ending.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.__exit__(None, None, None)
+        self._loader.close()
+
+
+def _vocab_size(description: dict[str, Any]) -> int | None:
+    """Of the tokenizer in what a shard's header or its producer says of itself."""
+    tokenizer = description.get("tokenizer")
+    size = tokenizer.get("vocab_size") if isinstance(tokenizer, dict) else None
+    return size if isinstance(size, int) else None
+
+
+def _leads() -> bool:
+    """Whether this process speaks for its data-parallel rank, whose other processes read the same."""
+    ranks = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_context_parallel_rank(),
+    )
+    return not any(ranks)
+
+
+def _live_chunks(args: argparse.Namespace, folder: str, encoding: EncodingOptions | None) -> LiveChunks:
+    most = 1 if encoding else args.max_sequences_per_pack or default_max_sequences(args.seq_length)
+    return LiveChunks(
+        folder,
+        ChunkRows(Limits(args.seq_length, most), encoding, vocab_size=args.vocab_size, on_bad_row=args.on_bad_row),
+        samples_per_chunk=args.samples_per_chunk,
+        num_chunks=args.num_chunks,
+        end_folders=(folder, args.ack_dir) if args.ack_dir else (folder,),
+        settle_seconds=args.settle,
+        max_wait=args.max_wait,
+        acks=ack_folder(Catalog(folder), args.ack_dir),
+        consumers=args.consumers,
+    )
+
+
+def _holds_chunks(folder: str, max_wait: float) -> bool:
+    """Whether a folder holds chunks, or is a catalog of shards; waits until it is one of them."""
+    catalog, waiter = Catalog(folder), Waiter(f"rank {parallel_state.get_data_parallel_rank()}")
+    for waited in waiter.looks(lambda: f"{folder}: neither a catalog nor chunks are there yet"):
+        if waited > max_wait:
+            break
+        if catalog.producer() is not None or catalog.numbers():
+            return False
+        if os.path.isdir(folder) and chunk_numbers(folder):
+            return True
+    raise SFTIndexError(
+        f"{folder}: {max_wait:g} s have passed (--max-wait) and there is neither a catalog's _producer.json nor"
+        " chunk_00000.jsonl; start the producer, or name its folder"
+    )

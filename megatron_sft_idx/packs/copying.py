@@ -1,0 +1,350 @@
+"""Packs copied from shard to shard: whole ranges of bytes, read in pieces and held to their checksums on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import CorruptShardError
+from megatron_sft_idx.layout import Header, ShardPaths, token_dtype_of
+from megatron_sft_idx.layout.files import DATA_SUFFIXES
+from megatron_sft_idx.layout.header import header_nbytes
+from megatron_sft_idx.layout.journal import PACK, BuildOptions, encode_block
+from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard.build import FORMAT_WRITER
+from megatron_sft_idx.shard.index import JournalPacks, write_idx, write_seq_idx
+from megatron_sft_idx.shard.publication import Publication
+from megatron_sft_idx.shard.reader import require_same
+from megatron_sft_idx.storage import Array, PreadArray, require_local
+from megatron_sft_idx.storage.hashing import HashedFile, StreamHash
+
+__all__ = ["CheckedArray", "CopyWriter", "SourceShard", "Tick", "TrainedCount", "copied_nbytes", "nbytes_of"]
+
+
+# Told of the bytes that were read, piece by piece.
+Tick = Callable[[int], None]
+
+# Read, hashed twice (for the source and for the copy) and written while it is in the processor's cache. Measured on
+# ext4 and tmpfs from the page cache, this is as fast as copy_file_range without any hashing, and a quarter faster than
+# copy_file_range beside reading for the checksums. Cloned extents, which would be faster still, need offsets that are
+# multiples of the file system's block, and packs end anywhere. And so what was hashed is what was written.
+_PIECE_NBYTES = 1 << 18
+# Of the offset arrays: their chunks are some MiB.
+_CHUNK_PACKS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedArray:
+    """One file of a source behind its header, if it has one.
+
+    Attributes:
+        path: of the file.
+        array: its items.
+        itemsize: of an item, in bytes.
+        checksum: xxh3_128 of all items, as the shard's header has it.
+        tick: called with the bytes of every piece.
+    """
+
+    path: str
+    array: Array
+    itemsize: int
+    checksum: bytes
+    tick: Tick
+
+    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[NDArray[Any]]:
+        """Items ``[start, stop)`` in pieces of some hundred KiB; all items are held to their checksum at the end.
+
+        Raises:
+            CorruptShardError: the checksum of all items is another (rule F3), or the file was cut short (F2).
+        """
+        stop = len(self.array) if stop is None else stop
+        whole = (start, stop) == (0, len(self.array))
+        stream = StreamHash()
+        step = _PIECE_NBYTES // self.itemsize
+        for first in range(start, stop, step):
+            piece = self.array[first : min(first + step, stop)]
+            if whole:
+                stream.update(piece)
+            yield piece
+            self.tick(piece.nbytes)
+        if whole and stream.checksum() != self.checksum:
+            raise CorruptShardError(
+                self.path,
+                0,
+                "F3",
+                f"checksum of all bytes is {stream.hex()}, the header says {self.checksum.hex()};"
+                " the file was changed or is of another shard: restore it. Nothing was written",
+            )
+
+    def verify(self) -> None:
+        """Read all of it. CorruptShardError as in ``pieces``."""
+        for _ in self.pieces():
+            pass
+
+
+def nbytes_of(header: Header) -> int:
+    """Bytes of a shard's five files without the header."""
+    return sum(digest.nbytes for digest in header.digests) + header.seq_idx_nbytes - header.nbytes
+
+
+def copied_nbytes(header: Header, num_tokens: int, num_sequences: int) -> int:
+    """Bytes of so many tokens, their masks, and the starts of so many sequences."""
+    return num_tokens * (header.token_dtype.itemsize + header.mask_dtype.itemsize) + num_sequences * 4
+
+
+class SourceShard:
+    """An open source. What it holds open stays the same shard, also when another one is published over it.
+
+    Args:
+        prefix: of the shard.
+        shard_id: it must have.
+        tick: called with the bytes of every piece that is read.
+
+    Raises:
+        ShardNotFoundError, FormatError: as ``Shard``, or it is not the shard it was.
+    """
+
+    def __init__(self, prefix: str, shard_id: bytes, tick: Tick) -> None:
+        # Maps would be as fast, but pages of a shard larger than memory would count as this process's.
+        require_local(prefix, "merging or splitting")
+        self.prefix = prefix
+        self._shard = shard = Shard(prefix, backend="pread")
+        require_same(prefix, shard.shard_id, shard_id)
+        shard.check_ends()
+        paths, self.header = ShardPaths.of(prefix), shard.header
+        checksums = {path: digest.checksum for path, digest in zip(paths.data, self.header.digests, strict=True)}
+        files, self._path = shard.files, paths.seq_idx
+
+        def content(path: str, array: Array, itemsize: int) -> CheckedArray:
+            return CheckedArray(path, array, itemsize, checksums[path], tick)
+
+        self.tokens = content(paths.tokens, files.tokens, self.header.token_dtype.itemsize)
+        self.loss = content(paths.loss, files.loss, self.header.mask_dtype.itemsize)
+        self.starts = content(paths.starts, files.starts, 4)
+        idx_nbytes = self.header.digests[DATA_SUFFIXES.index(".idx")].nbytes
+        self.idx = content(paths.idx, PreadArray(paths.idx, np.dtype("u1"), idx_nbytes, 0), 1)
+        behind = self.header.seq_idx_nbytes - self.header.nbytes
+        arrays = PreadArray(paths.seq_idx, np.dtype("u1"), behind, self.header.nbytes)
+        self.arrays = CheckedArray(paths.seq_idx, arrays, 1, self.header.arrays_checksum, tick)
+
+    def verify_indexes(self) -> None:
+        """Hold both indexes to their checksums. CorruptShardError as in ``CheckedArray.pieces``."""
+        self.idx.verify()
+        self.arrays.verify()
+
+    def verify(self) -> None:
+        """Read every byte behind the header. CorruptShardError where one breaks F2, F3, O1 or O2."""
+        self.verify_indexes()
+        for content in (self.tokens, self.loss, self.starts):
+            content.verify()
+        for _ in self.records(0, self.header.num_packs):
+            pass
+
+    def spans(self, first: int, stop: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Which tokens and which sequences the packs ``[first, stop)`` are."""
+        tokens, sequences = self._shard.files.token_offsets, self._shard.files.sequence_offsets
+        return (_at(tokens, first), _at(tokens, stop)), (_at(sequences, first), _at(sequences, stop))
+
+    def records(self, first: int, stop: int) -> Iterator[NDArray[np.int64]]:
+        """Tokens and sequences of each pack ``[first, stop)``: int64 [n, 2], some 64 thousand packs at a time.
+
+        Raises:
+            CorruptShardError: the offsets break O1 or O2.
+        """
+        for begin in range(first, stop, _CHUNK_PACKS):
+            end = min(begin + _CHUNK_PACKS, stop)
+            files = self._shard.files
+            tokens = np.diff(files.token_offsets[begin : end + 1])
+            sequences = np.diff(files.sequence_offsets[begin : end + 1])
+            self._check(begin, tokens, "O2", "tokens", self.header.longest_pack)
+            self._check(begin, sequences, "O1", "sequences", self.header.most_sequences)
+            yield np.stack([tokens, sequences], axis=1)
+
+    def _check(self, begin: int, counts: NDArray[np.int64], rule: str, what: str, most: int) -> None:
+        """Every pack from ``begin`` on has 1 to ``most`` tokens or sequences."""
+        bad = np.flatnonzero((counts < 1) | (counts > most))
+        if len(bad):
+            i = begin + int(bad[0])
+            base = self.header.nbytes if rule == "O1" else self.header.token_offsets_offset
+            raise CorruptShardError(
+                self._path,
+                base + 8 * i,
+                rule,
+                f"pack {i} has {counts[bad[0]]} {what} by the offsets, expected 1 to {most} by the header;"
+                f" {ShardPaths.of(self._path).index_remedy}",
+            )
+
+
+def _at(offsets: Array, i: int) -> int:
+    return int(offsets[i : i + 1][0])
+
+
+class TrainedCount:
+    """Counts trained positions, and packs without one.
+
+    Args:
+        lengths: tokens of the packs, int64 arrays one after another; asked for as the masks reach them.
+
+    Attributes:
+        num_trained_tokens: positions above zero so far.
+        num_masked_packs: packs that ended so far without any.
+    """
+
+    def __init__(self, lengths: Iterable[NDArray[np.int64]]) -> None:
+        self._lengths = iter(lengths)
+        self._ends = np.empty(0, np.int64)  # of packs that have not ended yet, as far as they are known
+        self._position = 0
+        self._trained = False  # whether the pack at the position has a trained token before it
+        self.num_trained_tokens = 0
+        self.num_masked_packs = 0
+
+    def add(self, mask: NDArray[Any]) -> None:
+        """Count the next masks; a piece may begin and end anywhere."""
+        self.num_trained_tokens += int(np.count_nonzero(mask))
+        while len(mask):
+            if not len(self._ends):
+                self._ends = self._position + np.cumsum(next(self._lengths))
+            known = int(self._ends[-1]) - self._position
+            self._count_packs(mask[:known])
+            mask = mask[known:]
+
+    def _count_packs(self, mask: NDArray[Any]) -> None:
+        """``mask`` reaches no further than the known ends."""
+        ended = int(np.searchsorted(self._ends, self._position + len(mask), side="right"))
+        starts = np.append(0, self._ends[:ended] - self._position)
+        trained = np.maximum.reduceat(mask, starts[starts < len(mask)]) > 0
+        trained[0] |= self._trained
+        self.num_masked_packs += ended - int(np.count_nonzero(trained[:ended]))
+        self._trained = bool(trained[ended:].any())
+        self._ends = self._ends[ended:]
+        self._position += len(mask)
+
+
+class CopyWriter:
+    """Writes a shard out of ranges of packs of other shards; publishes and journals as ``ShardWriter`` does.
+
+    Tokens, masks and starts are not looked at: a source that has its checksums holds what a writer checked. What the
+    new shard's structure is computed from, the lengths of packs, is checked all the same. A context manager: leaving it
+    without ``finalize`` publishes nothing and removes what was written.
+
+    Args:
+        prefix: the path the five files will share.
+        like: dtypes, capacity, multiple, pad id, metadata and flags of the new shard; its counts and checksums are
+            of no concern.
+        overwrite: replace what is at the prefix.
+        durable: False skips fsync.
+        nbytes: what will be written, for which room is looked for.
+        drops: what half done work at the prefix may be dropped all the same.
+
+    Raises:
+        FormatError: something is at the prefix, or the metadata are too large for a header.
+        OSError: the disk says no.
+    """
+
+    def __init__(
+        self, prefix: str, like: Header, *, overwrite: bool, durable: bool, nbytes: int = 0, drops: Collection[str] = ()
+    ) -> None:
+        self._paths = ShardPaths.of(prefix)
+        self._like = dataclasses.replace(like, metadata={**like.metadata, "format_writer": FORMAT_WRITER})
+        header_nbytes(self._like.metadata)
+        self._totals = np.zeros(2, np.int64)  # tokens, sequences
+        self._most = np.zeros(2, np.int64)  # in one pack
+        self._num_packs = 0
+        self._publication = Publication(
+            self._paths, _options(like).encode(), overwrite=overwrite, durable=durable, nbytes=nbytes, drops=drops
+        )
+        try:
+            self._tokens, self._loss, self._starts = map(
+                self._file, (self._paths.tokens, self._paths.loss, self._paths.starts)
+            )
+        except BaseException:
+            self._publication.abandon()
+            raise
+
+    def _file(self, path: str) -> HashedFile:
+        return HashedFile(self._publication.open(path))
+
+    def __enter__(self) -> CopyWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._publication.abandon()
+
+    def append(self, source: SourceShard, first: int, stop: int, trained: TrainedCount | None = None) -> None:
+        """Append the packs ``[first, stop)`` of a source.
+
+        The journal takes them after their data is written and, where they are all of the source, known to be right:
+        what is recovered from a killed merge is never what a corrupt source held.
+
+        Raises:
+            CorruptShardError: the source breaks F2, F3, O1 or O2.
+        """
+        token_span, sequence_span = source.spans(first, stop)
+        for piece in source.tokens.pieces(*token_span):
+            self._tokens.write(piece)
+        for piece in source.loss.pieces(*token_span):
+            self._loss.write(piece)
+            if trained is not None:
+                trained.add(piece)
+        for piece in source.starts.pieces(*sequence_span):
+            self._starts.write(piece)
+        for records in source.records(first, stop):
+            self._num_packs += len(records)
+            self._totals += records.sum(axis=0)
+            self._most = np.maximum(self._most, records.max(axis=0))
+            self._publication.journal.write(encode_block(PACK, records.astype(np.uint32)))
+
+    def finalize(self, num_trained_tokens: int, num_masked_packs: int, *, publish: bool = True) -> Header:
+        """Write the indexes and publish, or set the shard aside for ``publish_all``.
+
+        Args:
+            num_trained_tokens: of all that was appended.
+            num_masked_packs: likewise.
+            publish: whether to publish.
+
+        Returns:
+            The header.
+        """
+        paths, like = self._paths, self._like
+        packs = JournalPacks(self._publication.journal.path, self._num_packs)
+        code, dtype = token_dtype_of(like.token_dtype)
+        idx, seq_idx = self._file(paths.idx).file, self._file(paths.seq_idx).file
+        idx_digest = write_idx(idx, packs, code, dtype.itemsize, self._num_packs)
+        (num_tokens, num_sequences), (longest, most) = self._totals.tolist(), self._most.tolist()
+        header = dataclasses.replace(
+            like,
+            num_packs=self._num_packs,
+            num_sequences=num_sequences,
+            num_tokens=num_tokens,
+            num_trained_tokens=num_trained_tokens,
+            num_masked_packs=num_masked_packs,
+            longest_pack=longest,
+            most_sequences=most,
+            digests=(self._tokens.digest(), self._loss.digest(), idx_digest, self._starts.digest()),
+        )
+        header = write_seq_idx(seq_idx, packs, header)
+        if publish:
+            self._publication.publish()
+        else:
+            self._publication.set_aside()
+        return header
+
+
+def _options(like: Header) -> BuildOptions:
+    """What a ``ShardWriter`` of such a shard would have been begun with."""
+    return BuildOptions(
+        like.token_dtype,
+        like.mask_dtype,
+        like.capacity or None,  # an empty shard may have none
+        like.sequence_multiple,
+        like.pad_id,
+        dict(like.metadata),
+    )

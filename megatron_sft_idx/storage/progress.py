@@ -1,0 +1,74 @@
+"""Progress of long work: a bar on a terminal, plain lines elsewhere; both with rate and time left."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """Counts ``total`` units of one stage of the work.
+
+    Args:
+        what: the stage, as a verb: ``tokenising``.
+        total: units in all.
+        unit: their name; ``B`` is shown in powers of 1024.
+        log_interval: units of ``items`` between two plain lines where stderr is no terminal; 0 for silence.
+        items: what ``log_interval`` and the second number of a line count.
+    """
+
+    def __init__(self, what: str, total: int, *, unit: str, log_interval: int, items: str) -> None:
+        self._what, self._total, self._unit, self._items = what, total, unit, items
+        self._interval = log_interval
+        self._done = self._count = self._logged = 0
+        self._before = (0, 0)
+        self._begin = time.monotonic()
+        self._bar: Any = None
+        if log_interval and sys.stderr.isatty():
+            self._bar = tqdm(total=total, unit=unit, unit_scale=True, unit_divisor=1024, desc=what, smoothing=0.1)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        elif kind is None and self._interval and self._logged < self._count and self._logged:
+            self._log()
+
+    def found(self, units: int, items: int) -> None:
+        """An earlier run has done so much: part of the total, not of the rate."""
+        self._before = self._before[0] + units, self._before[1] + items
+        self.update(units, items)
+
+    def update(self, units: int, items: int) -> None:
+        """``units`` more of the total are done, which were ``items``."""
+        self._done += units
+        self._count += items
+        if self._bar is not None:
+            self._bar.update(units)
+            self._bar.set_postfix_str(f"{self._count:,} {self._items}")
+        elif self._interval and self._count >= self._logged + self._interval:
+            self._logged = self._count
+            self._log()
+
+    def _log(self) -> None:
+        seconds = max(time.monotonic() - self._begin, 1e-9)
+        done, count = self._done - self._before[0], self._count - self._before[1]
+        rate = done / seconds
+        left = tqdm.format_interval((self._total - self._done) / rate) if rate else "?"
+        share = 100 * self._done / self._total if self._total else 100.0
+        print(
+            f"{self._what}: {self._count:,} {self._items}, {share:.1f}%, {count / seconds:,.0f} {self._items}/s, "
+            f"{tqdm.format_sizeof(rate, self._unit, 1024)}/s, {left} left",
+            file=sys.stderr,
+            flush=True,
+        )

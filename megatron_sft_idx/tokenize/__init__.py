@@ -1,0 +1,43 @@
+"""Chats to shards: one engine, on this machine or on a Ray cluster.
+
+The input is cut into stretches (``cut``); a task makes a part of each, whole or not there (``parts``); packs are
+planned on the lengths (``plan``) and gathered from the parts (``gather``). Tasks run in a pool of processes (``local``)
+or on a cluster (``ray``). What a run is of, and what an interrupted one left, is in ``run_folder`` and ``begin``;
+``pipeline`` goes through it all. Only ``encoding`` knows how a chat becomes tokens, and nothing here knows how a shard
+lies on disk.
+"""
+
+from megatron_sft_idx.tokenize.begin import option_differences, packing_differences
+from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
+from megatron_sft_idx.tokenize.gather import pack_shard
+from megatron_sft_idx.tokenize.local import NOT_YET, Local, NotYet, available_cpus
+from megatron_sft_idx.tokenize.outcome import CorpusReport, PackReport, Summary, check_summary
+from megatron_sft_idx.tokenize.parts import encode_piece, remember_encoder
+from megatron_sft_idx.tokenize.pipeline import PreprocessOptions, Preview, corpus_prefix, preprocess, preview
+from megatron_sft_idx.tokenize.plan import PackOptions, output_prefixes
+
+__all__ = [
+    "NOT_YET",
+    "CorpusReport",
+    "EncodedPiece",
+    "EncodingOptions",
+    "Local",
+    "NotYet",
+    "PackOptions",
+    "PackReport",
+    "PreprocessOptions",
+    "Preview",
+    "RowEncoder",
+    "Summary",
+    "available_cpus",
+    "check_summary",
+    "corpus_prefix",
+    "encode_piece",
+    "option_differences",
+    "output_prefixes",
+    "pack_shard",
+    "packing_differences",
+    "preprocess",
+    "preview",
+    "remember_encoder",
+]

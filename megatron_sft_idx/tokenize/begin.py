@@ -1,0 +1,341 @@
+"""Where a run begins: with nothing, with the parts or the corpus that an earlier run of the same input made, or done.
+
+What is there is compared with what this run would make, and refused, by name, where it differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
+
+from megatron_sft_idx.chat.inputs.files import InputFile
+from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
+from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.shard import Remains, Shard, check_free, find_remains, read_header, recover
+from megatron_sft_idx.shard.prefix import is_set_aside, publish_all
+from megatron_sft_idx.tokenize.cut import Cutting, source_fingerprint
+from megatron_sft_idx.tokenize.encoding import RowEncoder
+from megatron_sft_idx.tokenize.gather import drop_build
+from megatron_sft_idx.tokenize.plan import PackOptions
+from megatron_sft_idx.tokenize.run_folder import RunFolder, RunState
+
+__all__ = ["Job", "Start", "begin", "find_done", "option_differences", "packing_differences", "require_not_output"]
+
+
+class Job(NamedTuple):
+    """What a run is of.
+
+    Attributes:
+        files: the input.
+        encoder: rows to sequences.
+        packing: sequences to packs.
+        cutting: of the input.
+        prefix: of the packed shard, or what the prefixes of several begin with.
+        outputs: prefixes of the packed shards.
+        corpus: prefix of the tokenised corpus.
+        folder: of the parts.
+        keep_corpus: whether the corpus is a result too.
+        overwrite: shards may be replaced.
+        resume: go on with an interrupted run.
+        log: takes lines for people.
+    """
+
+    files: Sequence[InputFile]
+    encoder: RowEncoder
+    packing: PackOptions
+    cutting: Cutting
+    prefix: str
+    outputs: Sequence[str]
+    corpus: str
+    folder: RunFolder
+    keep_corpus: bool
+    overwrite: bool
+    resume: bool
+    log: Callable[[str], None]
+
+    def state(self, *, overwrite: bool) -> RunState:
+        """What the folder says of it."""
+        return RunState(
+            [[file.path, file.num_bytes] for file in self.files],
+            self.encoder.describe(),
+            {"packing": asdict(self.packing)},
+            [self.cutting.piece_nbytes, self.cutting.pieces],
+            overwrite,
+            self.keep_corpus,
+        )
+
+
+class Start(NamedTuple):
+    """What there is to go on with.
+
+    Attributes:
+        state: of the run.
+        corpus: the finished corpus; None where it is to be made.
+        anew: parts whose input has changed are made anew.
+    """
+
+    state: RunState
+    corpus: Shard | None = None
+    anew: bool = False
+
+
+# ---- what differs ----
+
+
+def option_differences(found: Mapping[str, Any], encoder: RowEncoder) -> list[str]:
+    """What of the options that decide over tokens and masks is another in ``found``, a header's metadata."""
+    wanted = encoder.describe()
+    return list(_differences({key: found.get(key) for key in wanted}, wanted))
+
+
+def packing_differences(found: Mapping[str, Any], packing: PackOptions) -> list[str]:
+    """What of the packing options is another in ``found``: a packed shard's metadata, or what a run has noted."""
+    noted, wanted = found.get("packing"), asdict(packing)
+    packed = {key: noted.get(key) for key in wanted} if isinstance(noted, dict) else None
+    return list(_differences(packed, wanted, "packing"))
+
+
+def _corpus_differences(header: Header, job: Job, *, corpus: bool) -> list[str]:
+    """As ``option_differences``, and where these are the same, the content of the input, which is read for it."""
+    if differs := option_differences(header.metadata, job.encoder):
+        return differs
+    if corpus and "packing" in header.metadata:
+        return ["it is packed"]
+    found, wanted = header.metadata.get("sources", {}).get("fingerprint"), source_fingerprint(job.files)
+    return [] if found == wanted else [f"the content of the input was {found}, is {wanted}"]
+
+
+def _shards_differences(headers: Sequence[Header], job: Job) -> list[str]:
+    """As ``_corpus_differences``, and how they were packed, of the shards of one run; the input is read once."""
+    for header in headers:
+        if differs := packing_differences(header.metadata, job.packing):
+            return differs
+    for header in headers[1:]:
+        found, wanted = (each.metadata.get("sources") for each in (header, headers[0]))
+        if differs := option_differences(header.metadata, job.encoder) or list(_differences(found, wanted, "sources")):
+            return differs
+    return _corpus_differences(headers[0], job, corpus=False)
+
+
+def _differences(found: Any, wanted: Any, name: str = "") -> Iterator[str]:
+    """``name was this, is that`` of every value in nested objects."""
+    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
+        for key in sorted({*found, *wanted}):
+            inner = key if name in ("", "options") else f"{name} {key}"
+            yield from _differences(found.get(key), wanted.get(key), inner.replace("_", " "))
+    elif found != wanted:
+        yield f"{name} was {found!r}, is {wanted!r}"
+
+
+# ---- what is there ----
+
+
+def require_not_output(files: Sequence[InputFile], prefixes: Sequence[str]) -> None:
+    """FormatError where a file of the input is one of a shard at these prefixes."""
+    outputs = {os.path.realpath(path) for prefix in prefixes for path in ShardPaths.of(prefix).all}
+    for file in files:
+        if os.path.realpath(file.path) in outputs:
+            raise FormatError(
+                f"{file.path}: is an input, and would be replaced by the output; choose another --output-prefix"
+            )
+
+
+def find_done(job: Job) -> list[Header]:
+    """The headers of all packed shards where a run is resumed that was done; renames that are left are done now.
+
+    Raises:
+        FormatError: the shards that are there are others, and not to be replaced.
+    """
+    if not job.resume:
+        return []
+    paths = [ShardPaths.of(prefix) for prefix in job.outputs]
+    waiting = [each for each in paths if is_set_aside(each)]
+    if waiting and all(each in waiting or not each.missing() for each in paths):
+        # Shards of a run appear together.
+        publish_all(waiting)
+        job.log(f"resuming: {job.prefix} was complete but for renames, which are done now")
+    for prefix in job.outputs:
+        if not is_set_aside(ShardPaths.of(prefix)) and (left := _remains(prefix)) is not None and left.done:
+            recover(prefix, overwrite=True)  # it had leave to replace what it replaces
+            job.log(f"resuming: {prefix} was complete but for renames, which are done now")
+    if any(each.missing() for each in paths) or (job.folder.exists and job.folder.read().overwrite):
+        return []
+    headers = [read_header(prefix) for prefix in job.outputs]
+    if differs := _shards_differences(headers, job):
+        raise _other_shard(job.outputs[0], differs)
+    return headers
+
+
+def begin(job: Job) -> Start:
+    """Find out what there is to go on with, once the folder of parts is held, and note there what the run is of.
+
+    Raises:
+        FormatError: something is in the way and may not be replaced, or an interrupted run was of another input or
+            other options.
+    """
+    there = _state_there(job)
+    return _resume(job, there) if job.resume else _begin(job, there)
+
+
+def _state_there(job: Job) -> RunState | None:
+    if not job.folder.exists:
+        return None
+    try:
+        return job.folder.read()
+    except FormatError:
+        if job.overwrite:
+            return None
+        raise
+
+
+def _begin(job: Job, there: RunState | None) -> Start:
+    """A run that does not go on with an interrupted one; all parts of the same input serve it, and so does a corpus."""
+    for prefix in job.outputs:
+        check_free(ShardPaths.of(prefix), overwrite=job.overwrite)
+    if not job.overwrite:
+        for prefix in (*job.outputs, *([job.corpus] if job.keep_corpus else [])):
+            if os.path.lexists(journal := ShardPaths.of(prefix).journal):
+                raise _interrupted(journal)
+    usable = False
+    if there is not None:
+        if not there.tokenized and not job.overwrite:
+            raise _interrupted(job.folder.path)
+        differs = _state_differences(there, job, packing=False)
+        usable = there.tokenized and not differs
+        if not usable and not job.overwrite:
+            raise FormatError(
+                f"{job.folder.path}: a tokenised corpus is here, made from something else: {'; '.join(differs)}; pass"
+                " --overwrite to replace it"
+            )
+    corpus = _find_corpus(job, overwrite=job.overwrite)
+    if not usable or corpus is not None:
+        job.folder.clear()
+    state = replace(job.state(overwrite=job.overwrite), tokenized=usable)
+    job.folder.write(state)
+    return Start(state, corpus, anew=job.overwrite)
+
+
+def _interrupted(path: str) -> FormatError:
+    return FormatError(
+        f"{path}: left by a run that was interrupted, or is at work still; pass --resume to go on with it, or"
+        " --overwrite to start anew"
+    )
+
+
+def _resume(job: Job, there: RunState | None) -> Start:
+    if there is not None and (differs := _state_differences(there, job, packing=not there.tokenized)):
+        raise _had_other(job.folder.state_path, differs)
+    half_made = _half_made(job)
+    replaces = there is not None and there.overwrite
+    if not replaces:
+        _require_same_shards(job)
+    if there is not None and there.keep_corpus:
+        drop_build(ShardPaths.of(job.corpus))
+    corpus = _find_corpus(job, overwrite=replaces)
+    if corpus is not None:
+        job.log(f"resuming: the tokenised corpus at {job.corpus} is complete")
+    elif there is None:
+        _require_nothing_left(job, half_made)
+        job.log(f"{job.prefix}: nothing to resume, starting from the beginning")
+    if there is None:
+        job.folder.clear()
+    state = replace(job.state(overwrite=replaces), tokenized=there is not None and there.tokenized)
+    if state != there:
+        job.folder.write(state)
+    return Start(state, corpus)
+
+
+def _half_made(job: Job) -> list[str]:
+    """Prefixes of packed shards that were being written. FormatError where they were to be packed otherwise."""
+    half_made = []
+    for prefix in job.outputs:
+        if (left := _remains(prefix)) is not None and not left.done:
+            half_made.append(prefix)
+            if differs := packing_differences(left.build_options.metadata, job.packing):
+                raise _had_other(ShardPaths.of(prefix).journal, differs)
+    return half_made
+
+
+def _require_same_shards(job: Job) -> None:
+    """FormatError unless shards that are there may be of this run, as far as is known before its input is read."""
+    for prefix in job.outputs:
+        paths = ShardPaths.of(prefix)
+        if paths.missing():
+            check_free(paths, overwrite=False)
+            continue
+        found = read_header(prefix).metadata
+        if differs := packing_differences(found, job.packing) or option_differences(found, job.encoder):
+            raise _other_shard(prefix, differs)
+
+
+def _require_nothing_left(job: Job, half_made: Sequence[str]) -> None:
+    """FormatError where builds were interrupted that nothing here is of."""
+    left = [job.corpus] if _remains(job.corpus) is not None else half_made
+    if left:
+        raise FormatError(
+            f"{ShardPaths.of(left[0]).journal}: left by an interrupted build that is not of this command: there are no"
+            f" parts at {job.folder.path}; recover it: megatron-sft-idx rebuild {left[0]}, or pass --overwrite to start"
+            " anew"
+        )
+
+
+def _state_differences(there: RunState, job: Job, *, packing: bool) -> list[str]:
+    """What of an interrupted run was another; ``packing`` too, where that is not to be decided anew."""
+    wanted = job.state(overwrite=False)
+    differs = option_differences(there.metadata, job.encoder)
+    if packing:
+        differs = differs or packing_differences(there.packing, job.packing)
+    if not differs and (other := there.other_inputs(wanted)):
+        differs = [other]
+    if not differs and there.cutting != wanted.cutting:
+        differs = [f"the input was cut in {there.cutting}, is in {wanted.cutting}"]
+    return differs
+
+
+def _had_other(path: str, differs: Sequence[str]) -> FormatError:
+    return FormatError(
+        f"{path}: the interrupted run had other input or options: {'; '.join(differs)}; pass the same ones to go on, or"
+        " --overwrite to start anew (a finished corpus of the same input is used again)"
+    )
+
+
+def _other_shard(prefix: str, differs: Sequence[str]) -> FormatError:
+    return FormatError(
+        f"{prefix}: a finished shard is here, made from something else: {'; '.join(differs)}; pass --overwrite to"
+        " replace it (a tokenised corpus of the same input is used again)"
+    )
+
+
+def _remains(prefix: str) -> Remains | None:
+    """What an interrupted build left here, where its journal has a head; FormatError where a living writer has it."""
+    try:
+        return find_remains(prefix)
+    except CorruptShardError as error:
+        if error.rule == "J1":
+            return None
+        raise
+
+
+def _find_corpus(job: Job, *, overwrite: bool) -> Shard | None:
+    """The corpus that an earlier run was told to keep, if it is what this run would make.
+
+    Raises:
+        FormatError: something else is in the place of the one that this run is to keep, and may not be replaced.
+    """
+    paths, differs = ShardPaths.of(job.corpus), ["it cannot be read"]
+    if not paths.missing():
+        with contextlib.suppress(SFTIndexError, OSError):
+            shard = Shard(job.corpus)
+            if not (differs := _corpus_differences(shard.header, job, corpus=True)):
+                return shard
+    if job.keep_corpus:
+        if not paths.missing() and not overwrite:
+            raise FormatError(
+                f"{job.corpus}: a tokenised corpus is here, made from something else: {'; '.join(differs)}; pass"
+                " --overwrite to replace it"
+            )
+        check_free(paths, overwrite=overwrite)
+    return None

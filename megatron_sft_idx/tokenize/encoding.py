@@ -1,0 +1,279 @@
+"""Pieces of input to token ids and masks: what one worker does, and all that it needs to know."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.chat.inputs.pieces import Piece
+from megatron_sft_idx.chat.rows import RowOptions, to_sequence_source
+from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
+from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenizer
+from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.layout import token_dtype_for_vocabulary
+
+__all__ = ["EncodedPiece", "EncodingOptions", "RowEncoder"]
+
+_BATCH_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingOptions:
+    """How rows become sequences; picklable, the same in every worker.
+
+    Attributes:
+        tokenizer: folder or vocabulary file of the tokenizer.
+        chat_template: template text that replaces the tokenizer's own.
+        template_name: what errors call it, such as its file.
+        template_kwargs: extra variables for the template.
+        masks: what is trained on.
+        rows: how input rows are read.
+        append_eod: end every sequence with the tokenizer's end-of-sequence id, trained exactly when the token before
+            it is.
+        span_by_span: tokenise each trained span by itself, so that no token straddles its edge.
+        straddling: whether a token that begins before its span and ends in it is trained on.
+        on_bad_row: ``error`` stops at the first row that cannot be used, ``skip`` counts and lists it.
+        tokenizer_proof: of the tokenizer as loaded before, so that no worker proves again what one process did.
+    """
+
+    tokenizer: str
+    chat_template: str | None = None
+    template_name: str = "chat template"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    masks: MaskOptions = field(default_factory=MaskOptions)
+    rows: RowOptions = field(default_factory=RowOptions)
+    append_eod: bool = False
+    span_by_span: bool = False
+    straddling: Literal["include", "exclude"] = "include"
+    on_bad_row: Literal["error", "skip"] = "error"
+    tokenizer_proof: str = ""
+
+
+@dataclass(slots=True)
+class EncodedPiece:
+    """The sequences of one piece of input, end to end.
+
+    Attributes:
+        input_ids: uint16 or int32 [tokens].
+        loss_mask: token-aligned, uint8 [tokens], or float32 where a weight is neither 0 nor 1.
+        lengths: of the sequences, int64 [sequences].
+        rows: rows seen, bad ones included.
+        num_bytes: of the input file, for progress.
+        bad_rows: rows that could not be used, in order; with ``on_bad_row="error"`` the first one.
+        notes: counts by name.
+        straddling: a token that brings characters of a header into what is trained on; "" where none does.
+    """
+
+    input_ids: NDArray[Any]
+    loss_mask: NDArray[Any]
+    lengths: NDArray[np.int64]
+    rows: int
+    num_bytes: int
+    bad_rows: list[SequenceError]
+    notes: Counter[str]
+    straddling: str = ""
+
+
+class _Drawn(NamedTuple):
+    """A rendered row, one text or one a turn, and the template that rendered it."""
+
+    rendered: list[Rendered]
+    template: ChatTemplate
+
+
+_Prepared = _Drawn | TokenizedRow
+
+
+class RowEncoder:
+    """Turns pieces of input into token ids with their masks.
+
+    Attributes:
+        options: as given, and for other processes what it took this one seconds to find out.
+
+    Raises:
+        FormatError: the tokenizer or the template cannot be used.
+    """
+
+    def __init__(self, options: EncodingOptions) -> None:
+        self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer, proof=options.tokenizer_proof)
+        if options.chat_template is None and (generated := self.tokenizer.generated_template) is not None:
+            options = replace(options, chat_template=generated, template_name=options.tokenizer)
+        self.options = options = replace(options, tokenizer_proof=self.tokenizer.proof)
+        self.token_dtype = token_dtype_for_vocabulary(self.tokenizer.vocab_size)
+        if options.append_eod and self.tokenizer.eos_id is None:
+            raise FormatError(f"{options.tokenizer}: --append-eod, but the tokenizer names no eos_token; leave it out")
+        named = self.tokenizer.chat_templates
+        if options.chat_template is not None:
+            named = {"default": options.chat_template}
+        self.template = self._template(named.get("default", self.tokenizer.chat_template))
+        # Some tokenizers bring a template of its own for rows with tools; transformers takes it the same way.
+        self.tools_template = self._template(named["tool_use"]) if "tool_use" in named else self.template
+
+    def _template(self, source: str | None) -> ChatTemplate | None:
+        if source is None:
+            return None
+        options = self.options
+        return ChatTemplate(
+            source,
+            special_tokens=self.tokenizer.special_tokens,
+            control_tokens=self.tokenizer.control_tokens,
+            options=options.masks,
+            template_kwargs=dict(options.template_kwargs),
+            name=options.tokenizer if options.chat_template is None else options.template_name,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """All that decides which tokens and masks a row becomes, for the shard's header."""
+        masks, rows = self.options.masks, self.options.rows
+        return {
+            "tokenizer": {"fingerprint": self.tokenizer.fingerprint, "vocab_size": self.tokenizer.vocab_size},
+            "chat_template": {
+                "fingerprint": self.template.fingerprint if self.template else None,
+                "tools_fingerprint": self.tools_template.fingerprint if self.tools_template else None,
+            },
+            "options": {
+                "allow_control_tokens": masks.allow_control_tokens,
+                "append_eod": self.options.append_eod,
+                "mask_alignment": rows.mask_alignment,
+                "messages_key": rows.messages_key,
+                "on_bad_row": self.options.on_bad_row,
+                "row_kind": rows.kind,
+                "partial_markers": masks.partial_markers,
+                "span_by_span": self.options.span_by_span,
+                "straddling": self.options.straddling,
+                "template_date": masks.template_date,
+                "template_kwargs": dict(self.options.template_kwargs),
+                "train_on": masks.train_on,
+                "train_on_thinking": masks.train_on_thinking,
+                "train_on_tool_calls": masks.train_on_tool_calls,
+                "turns": masks.turns,
+            },
+        }
+
+    def encode(self, piece: Piece) -> EncodedPiece:
+        """Encode the rows of one piece, in order."""
+        sequences: list[Encoded] = []
+        bad_rows: list[SequenceError] = []
+        batch: list[tuple[int, _Prepared]] = []
+        rows = 0
+        for position, data in piece.rows():
+            rows += 1
+            try:
+                if isinstance(data, SequenceError):
+                    raise data
+                batch.append((position, self._prepare(data)))
+            except ValueError as error:
+                bad_rows.append(_at(error, piece.path, position))
+                if self.options.on_bad_row == "error":
+                    break
+            if len(batch) >= _BATCH_ROWS:
+                self._encode_batch(piece, batch, sequences, bad_rows)
+                batch = []
+        self._encode_batch(piece, batch, sequences, bad_rows)
+        bad_rows.sort(key=lambda error: error.position or 0)
+        return self._join(sequences, rows, piece.num_bytes, bad_rows)
+
+    def _prepare(self, data: Any) -> _Prepared:
+        source = to_sequence_source(data, self.options.rows)
+        if isinstance(source, TokenizedRow):
+            return source
+        template = self.tools_template if source.tools else self.template
+        if template is None:
+            raise FormatError(
+                f"{self.options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"
+            )
+        return _Drawn(template.render_turns(source), template)
+
+    def _encode_batch(
+        self,
+        piece: Piece,
+        batch: Sequence[tuple[int, _Prepared]],
+        sequences: list[Encoded],
+        bad_rows: list[SequenceError],
+    ) -> None:
+        """Tokenise all rows of a template in one call; then take them in the order of the rows."""
+        encoded: dict[ChatTemplate, Iterator[Encoded | SequenceError]] = {}
+        for template in {row.template for _, row in batch if isinstance(row, _Drawn)}:
+            rows = [row.rendered for _, row in batch if isinstance(row, _Drawn) and row.template is template]
+            rendered = [one for some in rows for one in some]
+            encoded[template] = iter(self._tokenise(rendered, template))
+        for position, row in batch:
+            # All turns of a row are taken from what was tokenised, and only then looked at: a bad one spoils the row.
+            outcomes: list[Encoded | SequenceError] = []
+            if isinstance(row, _Drawn):
+                outcomes = [next(encoded[row.template]) for _ in row.rendered]
+            try:
+                made = [self.tokenizer.from_token_row(row)] if isinstance(row, TokenizedRow) else _all_encoded(outcomes)
+            except ValueError as error:
+                bad_rows.append(_at(error, piece.path, position))
+                continue
+            for sequence in made:
+                if self.options.append_eod and self.tokenizer.eos_id is not None:
+                    sequences.append(append_eod(sequence, self.tokenizer.eos_id))
+                else:
+                    sequences.append(sequence)
+
+    def _tokenise(self, rendered: Sequence[Rendered], template: ChatTemplate) -> list[Encoded | SequenceError]:
+        """All rows in one call; one by one where a row cannot be tokenised, so that the others are."""
+
+        def encode(rows: Sequence[Rendered]) -> list[Encoded]:
+            return self.tokenizer.encode(
+                rows,
+                span_by_span=self.options.span_by_span,
+                straddling=self.options.straddling == "include",
+                # Markers are taken as they stand, as transformers takes them; traced spans end with a character.
+                whole_characters=not template.has_generation_markers,
+            )
+
+        try:
+            return [*encode(rendered)]
+        except SequenceError:
+            outcomes: list[Encoded | SequenceError] = []
+            for row in rendered:
+                try:
+                    outcomes += encode([row])
+                except SequenceError as error:
+                    outcomes.append(error)
+            return outcomes
+
+    def _join(
+        self, sequences: Sequence[Encoded], rows: int, num_bytes: int, bad_rows: list[SequenceError]
+    ) -> EncodedPiece:
+        notes: Counter[str] = Counter()
+        for sequence in sequences:
+            if sequence.notes:
+                notes.update(sequence.notes)
+        ids = np.concatenate([np.empty(0, np.int32), *(s.input_ids for s in sequences)]).astype(self.token_dtype)
+        mask = np.concatenate([np.empty(0, np.float32), *(s.loss_mask for s in sequences)])
+        if ((mask == 0) | (mask == 1)).all():
+            mask = mask.astype(np.uint8)
+        lengths = np.array([len(s.input_ids) for s in sequences], np.int64)
+        straddling = next((sequence.straddling for sequence in sequences if sequence.straddling), "")
+        return EncodedPiece(ids, mask, lengths, rows, num_bytes, bad_rows, notes, straddling)
+
+
+def _all_encoded(outcomes: Sequence[Encoded | SequenceError]) -> list[Encoded]:
+    """The sequences of one row, none of them empty."""
+    made = []
+    for outcome in outcomes:
+        if isinstance(outcome, SequenceError):
+            raise outcome
+        if not len(outcome.input_ids):
+            raise ValueError("the row has no tokens; a sequence holds at least one")
+        made.append(outcome)
+    return made
+
+
+def _at(error: ValueError, path: str, position: int) -> SequenceError:
+    """The error with the file and line it belongs to; a template that can never work stays what it is."""
+    if isinstance(error, FormatError):
+        raise error
+    if isinstance(error, SequenceError):
+        return SequenceError(path, position, error.reason)
+    return SequenceError(path, position, str(error))

@@ -1,0 +1,407 @@
+"""A part: the sequences of some pieces of input in one file, with what they were made from.
+
+::
+
+    magic, version     8 bytes
+    size of the JSON   uint64
+    checksum of it     xxh3_128, 16 bytes
+    JSON               what it was made from, counts, and the checksum of all that follows
+    lengths            uint32 [sequences], from the next multiple of 64 bytes on
+    ids                uint16 or int32 [tokens], likewise
+    masks              token-aligned, uint8 or float32 [tokens], likewise
+
+Each attempt at a part writes under a name of its own, so that two tasks that make the same part, as when a node was
+only thought dead, do not meet; the one that reports first is taken. A part counts if it is whole, its checksum holds,
+and it names these options and the fingerprints of these pieces of input, which are read again to compare. So nothing
+waits for the disk: what a power failure cuts short is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+import xxhash
+from numpy.typing import NDArray
+
+from megatron_sft_idx.chat.inputs.pieces import JsonPiece, Piece
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
+from megatron_sft_idx.storage.hashing import StreamHash
+from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
+from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
+from megatron_sft_idx.tokenize.outcome import MAX_LISTED
+
+__all__ = [
+    "PART_MAGIC",
+    "MadePart",
+    "Part",
+    "PartInfo",
+    "TokenizingJob",
+    "digest_of",
+    "encode_piece",
+    "make_parts",
+    "parts_of",
+    "remember_encoder",
+    "write_part",
+]
+
+PART_MAGIC = b"SFTPART\x01"
+_HEAD = struct.Struct("<8sQ16s")
+_ALIGNMENT = 64
+_MAX_JSON_NBYTES = 1 << 28
+_MASK_DTYPES = ("uint8", "float32")
+_SUFFIX = ".part"
+_TOKEN_DTYPES = ("uint16", "int32")
+
+
+@dataclass(slots=True)
+class PartInfo:
+    """What a part is made from and what is in it, but for its sequences.
+
+    Attributes:
+        options: digest of all that decides over tokens and masks.
+        pieces: fingerprints of the pieces.
+        num_bytes: of the input file, for progress.
+        lines: rows, blank lines included: how far the numbers of the rows that follow are away.
+        rows: rows read, bad ones included.
+        skipped: rows that could not be used.
+        bad_rows: their positions and reasons, in order.
+        notes: counts by name.
+        straddling: a token that brings characters of a header into what is trained on; "" where none does.
+        token_dtype: name of the ids' dtype.
+        mask_dtype: name of the masks' dtype.
+        sequences: how many there are.
+        tokens: in all of them.
+        checksum: of what follows the JSON: xxh3_128 in hex.
+    """
+
+    options: str
+    pieces: list[str]
+    num_bytes: int = 0
+    lines: int = 0
+    rows: int = 0
+    skipped: int = 0
+    bad_rows: list[tuple[int, str]] = field(default_factory=list)
+    notes: dict[str, int] = field(default_factory=dict)
+    straddling: str = ""
+    token_dtype: str = "int32"
+    mask_dtype: str = "uint8"
+    sequences: int = 0
+    tokens: int = 0
+    checksum: str = ""
+
+    def add(self, piece: Piece, done: EncodedPiece) -> None:
+        """Count what became of a piece."""
+        self.num_bytes += piece.num_bytes
+        self.lines += len(piece.ends) if isinstance(piece, JsonPiece) else done.rows
+        self.rows += done.rows
+        self.skipped += len(done.bad_rows)
+        listed = done.bad_rows[: MAX_LISTED - len(self.bad_rows)]
+        self.bad_rows += [(error.position or 0, error.reason) for error in listed]
+        self.straddling = self.straddling or done.straddling
+        if done.loss_mask.dtype == np.float32:
+            self.mask_dtype = "float32"
+        first = np.cumsum(done.lengths) - done.lengths
+        # As the writer of a shard counts them: masks on tokens that nothing predicts.
+        dropped = int(np.count_nonzero(done.loss_mask[first]))
+        counts = Counter(self.notes) + done.notes + Counter(first_token_masks_dropped=dropped)
+        self.notes = dict(counts)
+
+    def _is_valid(self) -> bool:
+        counts = (self.num_bytes, self.lines, self.rows, self.skipped, self.sequences, self.tokens)
+        return (
+            all(type(count) is int and 0 <= count < 2**48 for count in counts)
+            and all(type(text) is str for text in (self.options, self.checksum, self.straddling))
+            and isinstance(self.pieces, list)
+            and all(type(piece) is str for piece in self.pieces)
+            and isinstance(self.notes, dict)
+            and all(type(count) is int for count in self.notes.values())
+            and isinstance(self.bad_rows, list)
+            and all(isinstance(row, list) and list(map(type, row)) == [int, str] for row in self.bad_rows)
+            and self.token_dtype in _TOKEN_DTYPES
+            and self.mask_dtype in _MASK_DTYPES
+        )
+
+    @classmethod
+    def decode(cls, raw: bytes) -> PartInfo | None:
+        """From JSON; None where that is not what ``write_part`` writes."""
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            info = cls(**json.loads(raw))
+            if info._is_valid():
+                info.bad_rows = [(position, reason) for position, reason in info.bad_rows]
+                return info
+        return None
+
+
+class Part:
+    """A part, opened for reading.
+
+    Attributes:
+        info: what is in it.
+        lengths: tokens of each sequence, uint32 [sequences].
+        starts: where each begins among the tokens, int64 [sequences].
+        ids: uint16 or int32 [tokens].
+        mask: token-aligned, uint8 or float32 [tokens].
+
+    Raises:
+        FormatError: it is not what ``write_part`` wrote.
+        FileNotFoundError: there is none.
+    """
+
+    def __init__(self, path: str, *, verify: bool = False) -> None:
+        self.path = path
+        size = os.stat(path).st_size
+        whole = open_array(path, np.dtype("u1"), size, nbytes=size)[:]
+        head = whole[: _HEAD.size].tobytes().ljust(_HEAD.size, b"\0")
+        magic, nbytes, checksum = _HEAD.unpack(head)
+        if magic != PART_MAGIC or nbytes > min(size - _HEAD.size, _MAX_JSON_NBYTES):
+            raise self._broken("it does not begin as one")
+        raw = whole[_HEAD.size : _HEAD.size + nbytes].tobytes()
+        info = PartInfo.decode(raw) if xxhash.xxh3_128_digest(raw) == checksum else None
+        if info is None:
+            raise self._broken("its description is damaged")
+        self.info = info
+        offsets = _offsets(info, int(nbytes))
+        if size != offsets[-1]:
+            raise self._broken(f"it has {size} bytes, expected {offsets[-1]}")
+        if verify and xxhash.xxh3_128_hexdigest(whole[offsets[0] :].data) != info.checksum:
+            raise self._broken("its bytes have another checksum")
+        lengths, ids, mask = (
+            whole[offset : offset + count * dtype.itemsize].view(dtype)
+            for offset, (count, dtype) in zip(offsets, _shapes(info), strict=False)
+        )
+        self.lengths, self.ids, self.mask = lengths, ids, mask
+        ends = np.cumsum(lengths, dtype=np.int64)
+        self.starts = ends - lengths
+        if int(lengths.sum(dtype=np.int64)) != info.tokens or (len(lengths) and not lengths.all()):
+            raise self._broken("its lengths do not add up to its tokens")
+
+    def _broken(self, why: str) -> FormatError:
+        return FormatError(f"{self.path}: not a part of a tokenised corpus: {why}; pass --resume, which makes it anew")
+
+
+def _shapes(info: PartInfo) -> tuple[tuple[int, np.dtype[Any]], ...]:
+    return (
+        (info.sequences, np.dtype("<u4")),
+        (info.tokens, np.dtype(info.token_dtype)),
+        (info.tokens, np.dtype(info.mask_dtype)),
+    )
+
+
+def _offsets(info: PartInfo, json_nbytes: int) -> list[int]:
+    """Where the three arrays begin, and where the last one ends."""
+    offsets, end = [], _HEAD.size + json_nbytes
+    for count, dtype in _shapes(info):
+        begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+        offsets.append(begin)
+        end = begin + count * dtype.itemsize
+    return [*offsets, end]
+
+
+def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> PartInfo:
+    """Write a part, all at once.
+
+    Args:
+        path: where it goes; the folder is there, and nothing of this name.
+        info: what it is made from and the counts of its rows; the rest is filled in.
+        encoded: its pieces.
+
+    Returns:
+        The whole description.
+
+    Raises:
+        OSError: the disk says no.
+    """
+    arrays = [
+        [piece.lengths.astype("<u4") for piece in encoded],
+        [piece.input_ids for piece in encoded],
+        [piece.loss_mask.astype(info.mask_dtype, copy=False) for piece in encoded],
+    ]
+    info.sequences = sum(len(piece.lengths) for piece in encoded)
+    info.tokens = sum(len(piece.input_ids) for piece in encoded)
+    # A checksum has one length, so what comes behind the JSON does not depend on it.
+    info.checksum = "0" * 32
+    offsets = _offsets(info, len(_encode(info)))
+    body: list[bytes | memoryview] = []
+    end = offsets[0]
+    for offset, chunks in zip(offsets, arrays, strict=False):
+        body += [bytes(offset - end), *(as_bytes(chunk) for chunk in chunks)]
+        end = offset + sum(chunk.nbytes for chunk in chunks)
+    stream = StreamHash()
+    for data in body:
+        stream.update(data)
+    info.checksum = stream.hex()
+    raw = _encode(info)
+    head = _HEAD.pack(PART_MAGIC, len(raw), xxhash.xxh3_128_digest(raw)) + raw
+    temporary = f"{path}.tmp"
+    file = OutputFile(temporary, durable=False)
+    try:
+        for data in (head.ljust(offsets[0], b"\0"), *body):
+            file.write(data)
+        os.rename(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    finally:
+        file.close()
+    return info
+
+
+def _encode(info: PartInfo) -> bytes:
+    return json.dumps(asdict(info)).encode()
+
+
+# ---- tasks ----
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizingJob:
+    """What all tasks that tokenise have in common.
+
+    Attributes:
+        folder: of the parts.
+        encoding: rows to sequences; paths in it are absolute.
+        digest: of all that decides over tokens and masks, as the driver knows it.
+        cutting: of the input.
+        anew: make parts anew whose input has changed; else that is told.
+    """
+
+    folder: str
+    encoding: EncodingOptions
+    digest: str
+    cutting: Cutting
+    anew: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MadePart:
+    """What the driver hears of a part.
+
+    Attributes:
+        path: of the part; empty where there is none.
+        info: what it is made from, and counts.
+        lengths: tokens of each sequence, uint32 [sequences].
+        reused: it was there already.
+        changed: where there is none, since an earlier run read something else: the fingerprints then and now.
+    """
+
+    path: str
+    info: PartInfo
+    lengths: NDArray[np.uint32]
+    reused: bool = False
+    changed: tuple[str, str] | None = None
+
+
+def digest_of(encoder: RowEncoder) -> str:
+    """Fingerprint of all that decides which tokens and masks a row becomes."""
+    described = {**encoder.describe(), "token_dtype": encoder.token_dtype.name}
+    return xxhash.xxh3_128_hexdigest(orjson.dumps(described, option=orjson.OPT_SORT_KEYS))
+
+
+class _Held(NamedTuple):
+    """The encoder of this process, what it was made from, and its digest."""
+
+    options: EncodingOptions
+    encoder: RowEncoder
+    digest: str
+
+
+_held: _Held | None = None
+
+
+def remember_encoder(options: EncodingOptions | None, encoder: RowEncoder | None = None) -> None:
+    """Let tasks that run in this process use an encoder that is there already; None forgets it."""
+    global _held  # noqa: PLW0603
+    _held = None if options is None or encoder is None else _Held(options, encoder, digest_of(encoder))
+
+
+def _encoder_of(options: EncodingOptions) -> _Held:
+    """Made once a process; that of an earlier run is dropped."""
+    if _held is None or _held.options != options:
+        remember_encoder(None)
+        remember_encoder(options, RowEncoder(options))
+    assert _held is not None
+    return _held
+
+
+def encode_piece(options: EncodingOptions, piece: Piece) -> EncodedPiece:
+    """Encode the rows of one piece, in order."""
+    return _encoder_of(options).encoder.encode(piece)
+
+
+def parts_of(folder: str) -> dict[tuple[int, int], tuple[str, ...]]:
+    """Names of the parts in a folder, by the number of their file and their own in it; all attempts at one."""
+    found: dict[tuple[int, int], tuple[str, ...]] = {}
+    for entry in sorted(os.listdir(folder)):
+        file, _, part = entry.partition(".")[0].partition("-")
+        if entry.endswith(_SUFFIX) and file.isdecimal() and part.isdecimal():
+            key = int(file), int(part)
+            found[key] = (*found.get(key, ()), entry)
+    return found
+
+
+def make_parts(job: TokenizingJob, stretch: Stretch) -> list[MadePart]:
+    """Tokenise a stretch, or find what was made of it before: one part, or as many as a whole file makes."""
+    pieces = read_pieces(stretch, job.cutting)
+    made: list[MadePart] = []
+    is_whole_file = stretch.nbytes is None and not stretch.dealt
+    # A task that is tried again, after hours over one file, goes on with what it has.
+    there = parts_of(job.folder) if is_whole_file else {(stretch.number, stretch.part): stretch.found}
+    while group := list(islice(pieces, job.cutting.pieces)):
+        if made and not is_whole_file:
+            raise FormatError(f"{stretch.name}: was changed while it was read: run again")
+        key = stretch.number, stretch.part + len(made)
+        made.append(_make_part(job, key, group, there.get(key, ())))
+        if not made[-1].path:
+            break
+    return made
+
+
+def _make_part(job: TokenizingJob, key: tuple[int, int], pieces: list[Piece], there: Sequence[str]) -> MadePart:
+    info = PartInfo(job.digest, [piece.fingerprint() for piece in pieces])
+    others = []
+    for part in _whole_parts(job, there):
+        if part.info.pieces == info.pieces:
+            return MadePart(part.path, part.info, np.array(part.lengths), reused=True)
+        others.append(part.info.pieces)
+    if others and not job.anew:
+        then, now = (xxhash.xxh3_128_hexdigest("".join(each).encode()) for each in (others[0], info.pieces))
+        return MadePart("", info, np.empty(0, np.uint32), changed=(then, now))
+    _, encoder, digest = _encoder_of(job.encoding)
+    if digest != job.digest:
+        raise FormatError(
+            f"{job.encoding.tokenizer}: the tokenizer on node {platform.node()} is not the driver's; put it where"
+            " every node of the cluster sees it, at the same path"
+        )
+    info.token_dtype = encoder.token_dtype.name
+    encoded: list[EncodedPiece] = []
+    for piece in pieces:
+        encoded.append(encoder.encode(piece))
+        info.add(piece, encoded[-1])
+        if info.bad_rows and job.encoding.on_bad_row == "error":
+            return MadePart("", info, np.empty(0, np.uint32))
+    path = os.path.join(job.folder, f"{key[0]:06d}-{key[1]:06d}.{secrets.token_hex(4)}{_SUFFIX}")
+    write_part(path, info, encoded)
+    return MadePart(path, info, np.concatenate([done.lengths for done in encoded]).astype(np.uint32))
+
+
+def _whole_parts(job: TokenizingJob, names: Sequence[str]) -> Iterator[Part]:
+    """Those that are whole, and by these options."""
+    for name in names:
+        with contextlib.suppress(FileNotFoundError, FormatError):
+            part = Part(os.path.join(job.folder, name), verify=True)
+            if part.info.options == job.digest:
+                yield part

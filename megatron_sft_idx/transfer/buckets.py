@@ -1,0 +1,335 @@
+"""Shards into object stores: data first, ``.seq.idx`` last, which makes a shard there too.
+
+Objects are replaced one by one, so two uploads of different shards to one prefix would mix their files. Each first
+makes an object, ``X.upload``, which one of them can; whoever finds another shard's leaves. Uploads of the same shard do
+not disturb each other. One that was killed leaves its claim behind: the next one of the same shard takes it over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import xxhash
+
+from megatron_sft_idx.errors import FormatError, StorageError
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
+from megatron_sft_idx.layout.header import MAGIC
+from megatron_sft_idx.shard import remove_shard
+from megatron_sft_idx.storage.hashing import StreamHash
+from megatron_sft_idx.storage.remote import RemotePath, open_store
+from megatron_sft_idx.storage.remote.files import Stored, open_writer
+from megatron_sft_idx.transfer.source import Copied, Source
+
+__all__ = ["STAGING", "StagedOutput", "upload"]
+
+# In the folder where the command runs: scratch folders end with the job, and with them what --resume goes on from.
+STAGING = "megatron-sft-idx-staging"
+_CLAIM_VERSION = 1
+_MAX_CLAIM_NBYTES = 4096
+_ATTEMPTS = 5
+
+
+def upload(
+    source: Source, prefix: str, *, overwrite: bool = False, on_progress: Callable[[int], None] = lambda nbytes: None
+) -> Copied:
+    """Copy a shard to a remote prefix. What is there already with the right checksum is not sent again.
+
+    A failed or killed upload leaves nothing that looks like a shard, and goes on with the next attempt. A failed one
+    gives up the parts it has sent of an unfinished file; those of a killed one are removed by the next.
+
+    Args:
+        source: the shard.
+        prefix: ``s3://bucket/path`` or ``msc://profile/path``.
+        overwrite: replace what is there. Not while another upload to the prefix is at work.
+        on_progress: told how many more bytes of the shard are there.
+
+    Raises:
+        CorruptShardError: a file of the source does not have its checksum.
+        FormatError: something else is at the prefix, or another shard is being uploaded to it.
+        StorageError: the store cannot be reached, or does not let these credentials.
+    """
+    job = _Upload(source, prefix, on_progress)
+    nbytes = sum(digest.nbytes for digest in source.digests.values())
+    if job.is_published(overwrite=overwrite):
+        on_progress(nbytes)
+        return Copied(job.prefix, 0, nbytes)
+    with job.claimed(overwrite=overwrite):
+        # Another upload may have ended between the first look and the claim.
+        if job.is_published(overwrite=overwrite):
+            on_progress(nbytes)
+        else:
+            job.send(overwrite=overwrite)
+    return Copied(job.prefix, job.sent, nbytes - job.sent, job.clear())
+
+
+def _remote_prefix(prefix: str) -> str:
+    """The prefix of a shard that is to lie in an object store. FormatError where it has no name."""
+    found = ShardPaths.of(prefix).prefix
+    if not RemotePath.of(found).key.rpartition("/")[2]:
+        raise FormatError(f"{prefix}: a bucket or a folder, where a shard needs a name: {found.rstrip('/')}/NAME")
+    return found
+
+
+class _Target:
+    """A remote prefix that is to be written.
+
+    Attributes:
+        prefix: as people write it.
+        key: in its bucket.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = _remote_prefix(prefix)
+        self.store, self.key = open_store(self.prefix)
+        self.writer = open_writer(self.prefix)[0]
+
+    def stored(self, suffix: str) -> Stored | None:
+        return self.writer.stored(self.key + suffix)
+
+    def require_ours(self) -> None:
+        """FormatError where an object that is of no shard has a name of the shard's: such are never replaced.
+
+        An object is known by the checksum that our writer records with it, or by a ``.seq.idx`` beside it that has our
+        magic: a shard may have been uploaded by other means.
+        """
+        index = self.stored(".seq.idx")
+        if index and index.nbytes >= len(MAGIC) and self._read(".seq.idx", len(MAGIC)) == MAGIC:
+            return
+        for suffix in SUFFIXES:
+            found = index if suffix == ".seq.idx" else self.stored(suffix)
+            if found and found.checksum is None:
+                raise FormatError(
+                    f"{self.prefix}{suffix}: an object of {found.nbytes} bytes that is of no SFT shard is here, and is"
+                    " never replaced; choose another prefix, or remove it yourself"
+                )
+
+    def claim(self, shard_id: str, *, overwrite: bool = False) -> None:
+        """Make ``X.upload``, or find that it is held by an upload of the same shard.
+
+        Raises:
+            FormatError: another shard holds it, and ``overwrite`` is False; or something that is no claim is there.
+        """
+        data, key = json.dumps({"version": _CLAIM_VERSION, "shard_id": shard_id}).encode(), self.key + ".upload"
+        for _ in range(_ATTEMPTS):
+            self.writer.create(key, data, xxhash.xxh3_128_hexdigest(data))
+            # Read even where it was made just now: some stores let two make one object, and the later one stays.
+            held = self.claimant()
+            if held == shard_id:
+                return
+            if held == "":
+                raise FormatError(
+                    f"{self.prefix}.upload: an object that is no claim of an upload is here, and is never replaced;"
+                    " choose another prefix, or remove it yourself"
+                )
+            if held is not None and not overwrite:
+                break
+            if held is not None:
+                self.writer.delete(key)
+        raise FormatError(
+            f"{self.prefix}.upload: another shard is being uploaded to this prefix, or such an upload was killed; wait"
+            " for it, or pass overwrite (--overwrite) if none is at work any more"
+        )
+
+    def claimant(self) -> str | None:
+        """The shard that holds the claim, None for nobody; what cannot be read is somebody else's: ``""``."""
+        found = self.store.head(self.key + ".upload")
+        if found is None:
+            return None
+        with contextlib.suppress(ValueError):
+            held = json.loads(self._read(".upload", found.nbytes)) if found.nbytes <= _MAX_CLAIM_NBYTES else None
+            if isinstance(held, dict) and held.get("version") == _CLAIM_VERSION:
+                shard_id = held.get("shard_id")
+                return shard_id if isinstance(shard_id, str) else ""
+        return ""
+
+    def give_up(self, shard_id: str) -> None:
+        """Remove the claim, if it is still this shard's."""
+        if self.claimant() == shard_id:
+            self.writer.delete(self.key + ".upload")
+
+    def clear(self) -> int:
+        """Remove the parts that killed uploads of a shard's files have left; returns of how many.
+
+        The shard is there without it, and not everybody who may write may also list what is unfinished.
+        """
+        try:
+            return sum(self.writer.abort_uploads(self.key + suffix) for suffix in SUFFIXES)
+        except StorageError:
+            return 0
+
+    def _read(self, suffix: str, nbytes: int) -> bytes:
+        return bytes(self.store.read(self.key + suffix, 0, nbytes))
+
+
+class _Upload(_Target):
+    def __init__(self, source: Source, prefix: str, on_progress: Callable[[int], None]) -> None:
+        super().__init__(prefix)
+        self._source, self._on_progress = source, on_progress
+        self._shard_id = source.header.shard_id.hex()
+        self._expected = {s: Stored(digest.nbytes, digest.checksum.hex()) for s, digest in source.digests.items()}
+        self.sent = 0
+
+    @contextlib.contextmanager
+    def claimed(self, *, overwrite: bool) -> Iterator[None]:
+        """Hold the claim; where that fails on the way out, the failure that led there counts."""
+        self.claim(self._shard_id, overwrite=overwrite)
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(StorageError):
+                self.give_up(self._shard_id)
+            raise
+        self.give_up(self._shard_id)
+
+    def is_published(self, *, overwrite: bool) -> bool:
+        """Whether this very shard is there, whole.
+
+        Raises:
+            FormatError: another one is, and ``overwrite`` is False.
+        """
+        found = self.stored(".seq.idx")
+        if found is not None and found == self._expected[".seq.idx"]:
+            return all(map(self._is_there, DATA_SUFFIXES))
+        if found is not None and not overwrite:
+            raise FormatError(
+                f"{self.prefix}.seq.idx: another shard is here; choose another prefix, or pass overwrite (--overwrite)"
+            )
+        return False
+
+    def send(self, *, overwrite: bool) -> None:
+        """Send what is not there, and publish."""
+        self.require_ours()
+        present = {suffix: self.stored(suffix) for suffix in SUFFIXES}
+        kept = {suffix for suffix, found in present.items() if found == self._expected[suffix]}
+        foreign = [suffix for suffix, found in present.items() if found and suffix not in kept]
+        # Beside a .seq.idx of this shard they are this shard's, damaged.
+        if foreign and not overwrite and ".seq.idx" not in kept:
+            names = ", ".join(self.prefix + suffix for suffix in foreign)
+            raise FormatError(
+                f"{self.prefix}: {names} exist already and are not of this shard; choose another prefix,"
+                " or pass overwrite (--overwrite)"
+            )
+        if present[".seq.idx"]:
+            self.writer.delete(self.key + ".seq.idx")
+        for suffix in SUFFIXES[:-1]:
+            if suffix in kept:
+                self._on_progress(self._expected[suffix].nbytes)
+            else:
+                self._put(suffix)
+        self._publish()
+
+    def _put(self, suffix: str) -> None:
+        self.claim(self._shard_id)
+        digest = self._source.digests[suffix]
+        try:
+            self.writer.put(self.key + suffix, self._checked(suffix), digest.nbytes, digest.checksum.hex())
+        except StorageError:
+            # The answer may have been lost, or another upload of this shard have been faster.
+            if not self._is_there(suffix):
+                raise
+        self.sent += digest.nbytes
+
+    def _checked(self, suffix: str) -> Iterator[bytes | memoryview]:
+        """The chunks of a file; CorruptShardError (rule F3) after the last one unless they are what they must be."""
+        stream = StreamHash()
+        for chunk in self._source.chunks(suffix):
+            stream.update(chunk)
+            yield chunk
+            self._on_progress(len(chunk))
+        if stream.digest() != self._source.digests[suffix]:
+            raise self._source.corrupt(suffix)
+
+    def _publish(self) -> None:
+        self.claim(self._shard_id)
+        if changed := [suffix for suffix in DATA_SUFFIXES if not self._is_there(suffix)]:
+            raise FormatError(
+                f"{self.prefix}{changed[0]}: is not what was uploaded a moment ago; another upload writes here:"
+                " run the command again when it is done"
+            )
+        digest = self._source.digests[".seq.idx"]
+        created = self.writer.create(self.key + ".seq.idx", self._source.seq_idx, digest.checksum.hex())
+        if created:
+            self.sent += digest.nbytes
+        else:  # this one's first attempt, whose answer was lost, or another upload of the same shard
+            self.is_published(overwrite=False)
+        self._on_progress(digest.nbytes)
+
+    def _is_there(self, suffix: str) -> bool:
+        return self.stored(suffix) == self._expected[suffix]
+
+
+class StagedOutput:
+    """Where a shard that is to lie at a remote prefix is built, and its way there.
+
+    Args:
+        prefix: the remote prefix.
+        staging: the local folder; the same command finds in it what it was interrupted with.
+        overwrite: replace what is at the remote prefix.
+
+    Attributes:
+        local: the prefix to build at.
+
+    Raises:
+        FormatError: the prefix is no path of a shard in an object store.
+    """
+
+    def __init__(self, prefix: str, staging: str = STAGING, *, overwrite: bool = False) -> None:
+        self.prefix = _remote_prefix(prefix)
+        self._overwrite, self._folder = overwrite, Path(staging)
+        # Prefixes of one name in two buckets do not meet.
+        place = xxhash.xxh3_64_hexdigest(self.prefix.encode())
+        self.local = str(self._folder / f"{os.path.basename(self.prefix)}-{place}")
+
+    def prepare(self, suffixes: Sequence[str] = ("",), *, resume: bool = False) -> None:
+        """Find out before the work whether it can end well: write an object beside the shard, and remove it.
+
+        Args:
+            suffixes: of the shards that will be built.
+            resume: an earlier run may have been interrupted at any point, during its upload too.
+
+        Raises:
+            FormatError: a shard is in the way, remote or local.
+            StorageError: the store cannot be reached, or does not let these credentials write.
+        """
+        keep = not self._overwrite and not resume
+        targets = [_Target(self.prefix + suffix) for suffix in suffixes]
+        for target in targets:
+            if keep and target.stored(".seq.idx"):
+                raise FormatError(
+                    f"{target.prefix}: a shard is here; choose another prefix, or pass overwrite (--overwrite)"
+                )
+            target.require_ours()
+        probe = f"{targets[0].key}.{secrets.token_hex(8)}.probe"  # a name that nobody has
+        targets[0].writer.put(probe, [b""], 0, xxhash.xxh3_128_hexdigest(b""))
+        targets[0].writer.delete(probe)
+        for suffix in suffixes:
+            local = self.local + suffix
+            if keep and os.path.exists(ShardPaths.of(local).seq_idx):
+                raise FormatError(
+                    f"{local}: built by an earlier run, and not uploaded; send it: megatron-sft-idx copy {local}"
+                    f" {self.prefix + suffix}, or pass overwrite (--overwrite) to build it anew"
+                )
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def publish(self, suffix: str = "", on_progress: Callable[[int], None] = lambda nbytes: None) -> Copied:
+        """Upload what was built, and remove it here.
+
+        Args:
+            suffix: of both prefixes, for a shard that was built beside this one.
+            on_progress: told how many more bytes have arrived.
+
+        Raises:
+            SFTIndexError: as ``upload``; what was built stays here.
+        """
+        local = self.local + suffix
+        copied = upload(Source(local), self.prefix + suffix, overwrite=self._overwrite, on_progress=on_progress)
+        remove_shard(ShardPaths.of(local))
+        with contextlib.suppress(OSError):  # others are being built here
+            self._folder.rmdir()
+        return copied

@@ -1,0 +1,170 @@
+"""Chat templates that try to hold or to take too much, and a run of all of them that measures each.
+
+``python endless_templates.py`` renders them one after the other, with at most 1 GiB of address space beyond what the
+process begins with, and prints one JSON object a line: name, seconds, peak in MiB beyond the beginning, the error's
+type and words.
+"""
+
+# ruff: noqa: E501 - templates, one a line
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+
+from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
+from megatron_sft_idx.chat.types import Conversation
+
+
+def repeated(first: str, then: str, times: int = 99999) -> str:
+    """A template that sets ``n.x`` to something again and again."""
+    return f"{{% set n = namespace(x={first}) %}}{{% for i in range({times}) %}}{{% set n.x = {then} %}}{{% endfor %}}{{{{ n.x }}}}"
+
+
+def loops(depth: int, body: str = "") -> str:
+    """Loops within loops, each of 99,999 iterations."""
+    return "{% for i in range(99999) %}" * depth + body + "{% endfor %}" * depth
+
+
+BIG = "{% set big = 'abcdefgh' * 2000000 %}"
+
+ENDLESS = {
+    "~ doubles": repeated("'a'", "n.x ~ n.x"),
+    "+ doubles": repeated("'a'", "n.x + n.x"),
+    "+ doubles, wide characters": repeated("'\N{GRINNING FACE}'", "n.x + n.x"),
+    "+ trebles, in one expression": repeated("'a'", "n.x + 'b' + n.x + 'c' + n.x + n.x"),
+    "+ of a list": repeated("[1]", "n.x + n.x"),
+    "+ of a tuple": repeated("(1,)", "n.x + n.x"),
+    "list in list in list": repeated("[1]", "[n.x, n.x]"),
+    "list in list, as JSON": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ n.x | tojson }}",
+    "list in list, compared": "{% set n = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}",
+    "tuple in tuple, as a key": "{% set n = namespace(x=(1,)) %}{% for i in range(60) %}{% set n.x = (n.x, n.x) %}{% endfor %}{{ {n.x: 1} }}",
+    "deep tuple, as a key": "{% set n = namespace(x=(1,)) %}{% for i in range(99999) %}{% set n.x = (n.x,) %}{% endfor %}{{ {n.x: 1} }}",
+    "tuple in tuple, as a subscript": "{% set n = namespace(x=(1,)) %}{% for i in range(60) %}{% set n.x = (n.x, n.x) %}{% endfor %}{{ {}[n.x] }}",
+    "arguments of a macro": "{% macro f(k) %}{% if k %}{{ f(k - 1, varargs, varargs) }}{% else %}{{ varargs }}{% endif %}{% endmacro %}{{ f(60, 1, 2) }}",
+    "n * n": repeated("3", "n.x * n.x", 40),
+    "n + n": repeated("1", "n.x + n.x"),
+    "n - -n": repeated("1", "n.x - (0 - n.x)"),
+    "**": "{{ 9 ** 9 ** 9 }}",
+    "** and *": "{{ (4000 ** 4000) * (4000 ** 4000) * (4000 ** 4000) }}",
+    "text * number": "{{ 'a' * 10 ** 10 }}",
+    "list * number": "{{ [0] * 10 ** 10 }}",
+    "text * number, often": repeated("''", "n.x + 'a' * 9999999"),
+    "% with a width": "{{ '%1000000000d' % 1 }}",
+    "% with a precision": "{{ '%.1000000000f' % 1 }}",
+    "% with a star": "{{ '%*d' % (10 ** 9, 1) }}",
+    "% by name": BIG + "{{ ('%(a)s' * 1000) % {'a': big} }}",
+    "format filter": "{{ '%1000000000d' | format(1) }}",
+    "format": "{{ '{:1000000000}'.format(1) }}",
+    "format, nested": "{{ '{:{}}'.format(1, 10 ** 9) }}",
+    "format of text, often": BIG + "{{ ('{0}' * 1000).format(big) }}",
+    "format_map": "{{ '{a:>1000000000}'.format_map({'a': 1}) }}",
+    "center": "{{ 'a'.center(10 ** 10) }}",
+    "center, constant": "{{ 'a'.center(10000000000) }}",
+    "center filter": "{{ 'a' | center(10 ** 10) }}",
+    "center filter, constant": "{{ 'a' | center(1000000000) }}",
+    "center, by map": "{{ ['a'] | map('center', 10 ** 10) | join }}",
+    "center, looked up": "{% set f = 'a'['center'] %}{{ f(10 ** 10) }}",
+    "ljust": "{{ 'a'.ljust(10 ** 10) }}",
+    "rjust": "{{ 'a'.rjust(10 ** 10) }}",
+    "zfill": "{{ 'a'.zfill(10 ** 10) }}",
+    "expandtabs": "{{ '\t'.expandtabs(10 ** 9) }}",
+    "replace": BIG + "{{ big.replace('a', big) }}",
+    "replace nothing": BIG + "{{ big.replace('', 'b' * 9999) }}",
+    "replace filter": BIG + "{{ big | replace('', 'b' * 9999) }}",
+    "join": BIG + "{{ big.join([1, 2] | map('string')) }}{{ big.join('a' * 9999) }}",
+    "join filter": BIG + "{{ range(99999) | join(big) }}",
+    "join of large parts": BIG + "{{ ([big] * 9999) | join }}",
+    "split": BIG + "{{ big.split('a') | length }}{{ ('a ' * 8000000).split() | length }}{{ ('a ' * 8000000).split() | length }}",
+    "splitlines": "{{ ('a\n' * 8000000).splitlines() | length }}",
+    "translate": "{{ 'a'.translate({97: 'b' * 9999999}) }}",
+    "encode": BIG + "{{ (big.encode() * 1000) | length }}",
+    "to_bytes": "{{ (5).to_bytes(10 ** 10) }}",
+    "slice filter": "{{ [1] | slice(10 ** 9) | list }}",
+    "slice filter, in a loop": "{% for a in [1] | slice(10 ** 9) %}{% endfor %}",
+    "batch filter": "{{ [1] | batch(10 ** 9, 'a') | list }}",
+    "indent filter": "{{ ('a\n' * 9999) | indent(10 ** 6) }}",
+    "indent filter, text": BIG + "{{ ('a\n' * 9999) | indent(big) }}",
+    "wordwrap filter": BIG + "{{ big | wordwrap(1) }}",
+    "wordwrap filter, wrapstring": BIG + "{{ ('a ' * 9999) | wordwrap(1, wrapstring=big) }}",
+    "tojson with an indent": "{{ [1] | tojson(indent=10 ** 9) }}",
+    "tojson, often": BIG + loops(2, "{% set x = big | tojson %}"),
+    "urlize": BIG + "{{ ('a.com ' * 99999) | urlize(rel=big) }}",
+    "xmlattr": BIG + "{{ {'a': big, 'b': big, 'c': big, 'd': big} | xmlattr }}",
+    "escape": "{{ ('<' * 9999999) | escape | replace('l', '<' * 999) }}",
+    "pprint": "{{ range(99999) | list | pprint }}",
+    "striptags": "{{ ('<!-- -->' * 1000000) | striptags }}",
+    "title": BIG + "{{ big | title }}{{ big | title }}",
+    "sum of lists": "{% set l = range(9999) | list %}{{ ([l] * 9999) | sum(start=[]) | length }}",
+    "sort": "{% set l = range(99999) | list %}{% for i in range(9999) %}{% set x = l | sort %}{% endfor %}",
+    "unique": BIG + loops(2, "{% set x = [big, big] | unique | list %}"),
+    "list of a range, often": "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = n.x + [range(99999) | list] %}{% endfor %}",
+    "round": "{{ 5 | round(-10 ** 9) }}{{ 5 | round(10 ** 9, 'ceil') }}",
+    "int": "{{ ('1' * 9999999) | int(base=2) }}",
+    "dict of a range": "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = n.x + [dict.fromkeys(range(99999))] %}{% endfor %}",
+    "slices of text": BIG + "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = n.x + [big[i:]] %}{% endfor %}",
+    "slices of messages": loops(2, "{% set x = messages[1:] %}"),
+    "search": BIG + loops(2, "{% if 'no' in big %}{% endif %}"),
+    "comparison": BIG + "{% set other = big[1:] ~ 'h' %}" + loops(2, "{% if other == big ~ '' %}{% endif %}"),
+    "strip": BIG + loops(2, "{% set x = big.strip() %}"),
+    "two loops": loops(2),
+    "six loops": loops(6),
+    "six loops that write": loops(6, "a"),
+    "two loops that write much": loops(2, "{{ messages[0].content * 999 }}"),
+    "loop that captures": "{% set x %}" + loops(2, "{{ messages[0].content * 999 }}") + "{% endset %}",
+    "loop of generators": loops(2, "{% for m in messages | map(attribute='role') | list %}{{ m }}{% endfor %}"),
+    "loop with a condition": "{% for i in range(99999) %}{% for j in range(99999) if j > i %}{% endfor %}{% endfor %}",
+    "loop length of a generator": loops(1, "{% for j in range(99999) | map('string') %}{{ loop.length }}{% break %}{% endfor %}"),
+    "long range": "{% for a in range(10 ** 9) %}{% endfor %}",
+    "recursive loop": "{% for a in [1, 2] recursive %}{% if loop.depth < 99 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
+    "recursive macro": "{% macro f(k) %}{% if k %}{{ f(k - 1) }}{{ f(k - 1) }}{% endif %}{% endmacro %}{{ f(99) }}",
+    "recursive block": "{% set n = namespace(x=0) %}{% block b scoped %}{% set n.x = n.x + 1 %}{% if n.x < 99 %}{{ self.b() }}{{ self.b() }}{% endif %}{% set n.x = n.x - 1 %}{% endblock %}",
+    "macro that writes much": BIG + "{% macro f() %}{{ big }}{{ big }}{{ big }}{{ big }}{% endmacro %}{{ f() ~ f() ~ f() ~ f() }}",
+    "caller": "{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}" + "{% call f() %}" * 40 + "a" + "{% endcall %}" * 40,
+    "filter block": BIG + "{% filter replace('a', big) %}{{ big }}{% endfilter %}",
+    "strftime": "{{ strftime_now('%1000000000Y') }}",
+    "strftime, long": "{{ strftime_now('%c' * 9999999) }}",
+    "raise_exception": BIG + "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}{% endfor %}{{ raise_exception(n.x) }}",
+    "autoescape": "{% autoescape true %}" + repeated("'<'", "n.x ~ n.x") + "{% endautoescape %}",
+    "Markup": repeated("'<' | escape", "n.x + n.x"),
+    "Markup, joined": BIG + "{{ ('<' | escape).join([big] * 9999) }}",
+    "Markup, %": BIG + "{{ (('%s' * 99) | escape) % ((big,) * 99) }}",
+    "cycler": "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = cycler(n.x, n.x).items %}{% endfor %}{{ n.x }}",
+    "groupby": "{% set l = range(99999) | list %}{% for i in range(9999) %}{% set x = l | map('string') | groupby('0') %}{% endfor %}",
+    "namespace in itself": "{% set n = namespace() %}{% set n.x = n %}{{ n }}",
+}  # fmt: skip
+
+PAIR = Conversation([{"role": "user", "content": "question"}, {"role": "assistant", "content": "words"}], [1.0, 1.0])
+
+
+def _status(field: str) -> int:
+    """A number of kibibytes from /proc."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
+
+
+def main() -> None:
+    """Render each; print what came of it."""
+    limit = (_status("VmSize") << 10) + (1 << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    options = MaskOptions(template_date="2025-01-31")
+    for name, source in ENDLESS.items():
+        if len(sys.argv) > 1 and name not in sys.argv[1:]:
+            continue
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+        before, start = _status("VmRSS"), time.perf_counter()
+        try:
+            says = ChatTemplate(source, options=options, name="t.jinja").render(PAIR).text[:80]
+            kind = "rendered"
+        except Exception as error:
+            kind, says = type(error).__name__, str(error)
+        seconds = round(time.perf_counter() - start, 2)
+        peak = (_status("VmHWM") - before) >> 10
+        print(json.dumps({"name": name, "seconds": seconds, "mib": peak, "kind": kind, "says": says[:300]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Parts on disk: what comes back is what went in, and damage is found; and the folder they lie in."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chats import preprocess
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.tokenize import run_folder
+from megatron_sft_idx.tokenize.encoding import EncodedPiece
+from megatron_sft_idx.tokenize.gather import PartsReader, PartsTable
+from megatron_sft_idx.tokenize.parts import Part, PartInfo, write_part
+from megatron_sft_idx.tokenize.plan import Selection
+from megatron_sft_idx.tokenize.run_folder import RunFolder
+
+
+def piece(lengths, seed: int, weighted: bool = False) -> EncodedPiece:
+    rng = np.random.default_rng(seed)
+    count = sum(lengths)
+    mask = rng.integers(0, 2, count).astype(np.float32 if weighted else np.uint8)
+    ids = rng.integers(0, 60_000, count).astype(np.uint16)
+    return EncodedPiece(ids, mask / 2 if weighted else mask, np.array(lengths, np.int64), 0, 0, [], Counter())
+
+
+def written(path: Path, pieces, mask_dtype: str = "uint8") -> str:
+    info = PartInfo("options", ["a", "b"], bad_rows=[(3, "über \ud800")], token_dtype="uint16", mask_dtype=mask_dtype)
+    write_part(str(path), info, pieces)
+    return str(path)
+
+
+def test_what_comes_back_is_what_went_in(tmp_path):
+    pieces = [piece([3, 1], 1), piece([], 2), piece([5], 3, weighted=True)]
+    part = Part(written(tmp_path / "p", pieces, "float32"), verify=True)
+    assert (part.info.options, part.info.pieces) == ("options", ["a", "b"])
+    assert part.info.bad_rows == [(3, "über \ud800")]
+    assert (part.lengths.tolist(), part.starts.tolist()) == ([3, 1, 5], [0, 3, 4])
+    assert part.ids.tolist() == [token for one in pieces for token in one.input_ids.tolist()]
+    assert part.mask.tolist() == [value for one in pieces for value in one.loss_mask.tolist()]
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_a_part_may_be_empty(tmp_path):
+    part = Part(written(tmp_path / "p", [piece([], 1)]), verify=True)
+    assert (part.info.sequences, part.info.tokens, len(part.ids)) == (0, 0, 0)
+
+
+@settings(deadline=None)  # it waits for the disk
+@given(st.data())
+def test_damage_is_found(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("damage") / "p"
+    whole = Path(written(path, [piece([3, 1], 1), piece([40], 2)])).read_bytes()
+    at = data.draw(st.integers(0, len(whole) - 1))
+    flipped = bytearray(whole)
+    flipped[at] ^= data.draw(st.integers(1, 255))
+    for damaged in (bytes(flipped), whole[:at], whole + b"\0"):
+        path.write_bytes(damaged)
+        try:
+            part = Part(str(path), verify=True)
+        except FormatError as error:
+            assert str(path) in str(error)  # noqa: PT017
+        else:
+            # Zeros between the head and the lengths belong to nobody.
+            assert part.ids.tolist() == [*piece([3, 1], 1).input_ids, *piece([40], 2).input_ids]
+
+
+def test_a_plan_reads_from_all_parts_in_its_own_order(tmp_path):
+    groups = [[piece([4, 2, 6], 1)], [piece([], 2)], [piece([1, 9], 3, weighted=True)]]
+    paths = [
+        written(tmp_path / str(number), group, "float32" if number == 2 else "uint8")
+        for number, group in enumerate(groups)
+    ]
+    sequences, begins, lengths = np.array([4, 0, 2, 3, 2]), np.array([2, 0, 3, 0, 0]), np.array([7, 4, 3, 1, 3])
+    reader = PartsReader(PartsTable(paths, np.array([0, 3, 3, 5]), "float32"))
+    ids, mask = reader.read(Selection(sequences, begins, lengths))
+    parts = [Part(path) for path in paths]
+    at = [(part, start) for part in parts for start in part.starts.tolist()]
+    spans = [
+        (part, start + begin, start + begin + length)
+        for (part, start), begin, length in zip([at[s] for s in sequences], begins, lengths, strict=True)
+    ]
+    assert ids.tolist() == [token for part, start, stop in spans for token in part.ids[start:stop].tolist()]
+    assert mask.tolist() == [value for part, start, stop in spans for value in part.mask[start:stop].tolist()]
+    with pytest.raises(FormatError, match="changed since its lengths were read"):
+        reader.read(Selection(np.array([3]), None, np.array([2])))
+    reader = PartsReader(PartsTable(paths, np.array([0, 2, 2, 4]), "float32"))
+    with pytest.raises(FormatError, match="changed since its lengths were read"):
+        reader.read(Selection(np.array([0]), None, np.array([2])))
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b'{"version": 1}', b'{"version": 2, "inputs": []}', b"[" * 100_000, b"\xff"]
+)
+def test_a_run_that_is_not_ours_is_refused(tmp_path, content):
+    folder = RunFolder.of(str(tmp_path / "x"))
+    with folder.locked():
+        (tmp_path / "x.parts" / "run.json").write_bytes(content)
+        with pytest.raises(FormatError, match="not a run of this command"):
+            folder.read()
+
+
+def test_one_driver_a_folder(tmp_path):
+    folder = RunFolder.of(str(tmp_path / "x"))
+    with folder.locked(), pytest.raises(FormatError, match="another writer is at work"), folder.locked():
+        pass
+    with folder.locked():
+        pass
+
+
+def test_a_driver_that_ends_takes_no_folder_from_the_next_one(tmp_path, monkeypatch):
+    folder, lock, ended = RunFolder.of(str(tmp_path / "x")), run_folder.lock_journal, []
+
+    def late(*arguments, **named):
+        if not ended:  # between the two steps of this driver, another one is done
+            ended.append(shutil.rmtree(folder.path))
+        return lock(*arguments, **named)
+
+    monkeypatch.setattr(run_folder, "lock_journal", late)
+    with folder.locked(), pytest.raises(FormatError, match="another writer is at work"), folder.locked():
+        pass
+    assert ended
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "chats.part", "folder/notes.txt"])
+def test_a_folder_of_somebody_else_is_refused_and_stays(tmp_path, name):
+    there = tmp_path / "x.parts" / name
+    there.parent.mkdir(parents=True)
+    there.write_text("mine")
+    for engine in ("local", "ray"):
+        refused = preprocess(tmp_path / "x", "--engine", engine, "--workers", 1, "--overwrite")
+        assert (refused.code, "which is not of a run" in refused.err) == (1, True), refused
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [there]
+
+
+def test_what_somebody_puts_beside_the_parts_stays(tmp_path):
+    folder = RunFolder.of(str(tmp_path / "x"))
+    with folder.locked():
+        (tmp_path / "x.parts" / "000000-000000.part").touch()
+        (tmp_path / "x.parts" / "notes.txt").touch()
+    assert [path.name for path in (tmp_path / "x.parts").iterdir()] == ["notes.txt"]
+
+
+def test_a_remote_prefix_is_refused_before_anything_is_asked_of_it(tmp_path):
+    refused = preprocess(tmp_path / "x", "--engine", "ray", "--workers", 1, "--output-prefix", "s3://bucket/x")
+    assert (refused.code, "a file system that all nodes share" in refused.err) == (2, True), refused
+
+
+def test_without_ray_the_error_names_what_brings_it_and_nothing_is_left(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    refused = preprocess(tmp_path / "x", "--engine", "ray", "--workers", 1)
+    assert (refused.code, "pip install 'megatron-sft-idx[ray]'" in refused.err) == (1, True)
+    assert not list(tmp_path.iterdir())
