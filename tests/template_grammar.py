@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -90,7 +90,15 @@ def designs() -> st.SearchStrategy[Design]:
         else st.sampled_from(choices)
         for name, choices in CHOICES.items()
     }
-    return st.one_of(st.builds(Design, **mostly), st.builds(Design, **odd))
+    return st.one_of(st.builds(Design, **mostly), st.builds(Design, **odd)).map(_sensible)
+
+
+def _sensible(design: Design) -> Design:
+    """Without what no template has: ends that stand before headers, and then a prompt or words before such an end."""
+    if design.end != "between":
+        return design
+    odd = design.prompt in ("in loop", "always", "close first")
+    return replace(design, behind="nothing", prompt="header" if odd else design.prompt)
 
 
 def name_of(design: Design, role: str) -> str:
@@ -367,7 +375,8 @@ class Writing:
             "in loop": "",
             "none": "",
         }[self.design.prompt]
-        if self.design.prompt == "always":
+        # Ends that stand before headers and a header behind all are read alike; no known template has both.
+        if self.design.prompt == "always" and self.design.end not in ("between", "with next", "late"):
             return prompt
         return "{%- if " + asked + " -%}" + prompt + "{%- endif -%}" if prompt else ""
 

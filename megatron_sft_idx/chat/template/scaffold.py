@@ -22,6 +22,7 @@ __all__ = ["Beginnings", "Edges", "Written", "pieces_pattern", "tested_strings"]
 _FAR = 256  # characters that are compared in pieces before two renderings part
 _LOOKING = ("startswith", "endswith", "split", "rsplit", "partition", "find", "rfind", "count", "replace")
 _ANSWERER = re.compile(r"assistant|model|bot|gpt", re.IGNORECASE)
+_TAGS = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]")
 _SPEAKER = re.compile(r"user|human|observation|tool|system|developer", re.IGNORECASE)
 _NEAR = 32  # characters before a place by which it is found again in another rendering
 
@@ -193,13 +194,23 @@ class Edges:
             end = end if piece[0].isspace() else piece.end()
         return end
 
+    def always_prompts(self, turn: int, said: int) -> bool:
+        """Whether a header seems to stand behind all messages, asked for or not; only tracing tells it from ends."""
+        asked, answered = self._views.closed(turn), self._views.closed(turn + 1)
+        if asked is None or answered is None or any(self._prompts(turn)) or not answered.startswith(self._text[:said]):
+            return False
+        length = _parting(asked[::-1], answered[: said - 1 : -1])
+        words = _TAGS.sub(" ", answered[len(answered) - length :])
+        return any(map(str.isalnum, words))
+
     def _openings(self, turn: int, head: str) -> list[str]:
         """What assistants' turns begin with: a header's first tag, or its first word with all that sticks to it."""
         found = [self._opening(prompt) for prompt in self._prompts(turn) if prompt][:1]
         opening = self._opening(head)
         closed = (self._views.closed(turn + 1) or "").rstrip()
         more = head.lstrip().removeprefix(opening)
-        if opening and more.strip() and closed.endswith(opening) and not _ANSWERER.search(opening):
+        ends = opening == self._eos or (closed.endswith(opening) and not _ANSWERER.search(opening))
+        if opening and more.strip() and ends:
             opening = self._opening(more)  # a question's end stands before the header, as this turn's does behind it
         if opening:
             found.append(opening)

@@ -529,6 +529,11 @@ class SpanFinder:
         start = min(first, self._edges.start(message, low, first, own if first in words else None))
         said = max(said, start)
         written = Written(last.stop, *self._neighbours(message, low, start, last.stop)) if traced else None
+        if written is None and self._edges.always_prompts(message, said):
+            raise unusable(
+                f"the chat template {rules.name} writes a header behind all messages and cannot be traced, so nothing"
+                f" tells where assistant message {message + 1} ends; put {{% generation %}} markers around what it says"
+            )
         stop = max(said, self._edges.stop(message, low, said, high, written))
         closed = text[:stop].removesuffix(rules.bos).rstrip() if rules.bos else text[:stop]
         if len(closed) < stop and rules.eos and closed.endswith(rules.eos, said):
