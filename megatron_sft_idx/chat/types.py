@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Conversation", "Encoded", "Rendered", "Span", "TokenizedRow"]
+from megatron_sft_idx.errors import FormatError
+
+__all__ = ["Conversation", "Encoded", "MaskOptions", "Rendered", "Span", "TokenizedRow"]
+
+_TURNS = ("error", "whole", "split")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +83,39 @@ class Encoded:
     loss_mask: NDArray[np.float32]
     notes: dict[str, int] = field(default_factory=dict)
     straddling: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskOptions:
+    """What counts as learnt.
+
+    Attributes:
+        train_on: ``"assistant"``, every assistant message; ``"last-turn"``, the assistant messages after the
+            last user message (tool results between them do not end a turn); ``"all"``, every character.
+        train_on_thinking: False leaves out reasoning, with the tags around it.
+        train_on_tool_calls: False leaves out tool calls, from the end of the words before them to the start
+            of the words after them, or else to the end of the turn.
+        turns: what becomes of a row whose reasoning the template leaves out of earlier turns: ``"error"``;
+            ``"whole"``, one sequence without it; ``"split"``, a sequence a turn, each as the model would see it.
+        partial_markers: ``"keep"`` takes generation markers as they stand where they leave out what the assistant
+            says, ``"error"`` refuses the row.
+        allow_control_tokens: True lets text of the data that spells a control token become that token.
+        template_date: the day, ``YYYY-MM-DD``, that templates which ask for the date are told.
+    """
+
+    train_on: str = "assistant"
+    train_on_thinking: bool = True
+    train_on_tool_calls: bool = True
+    turns: str = "error"
+    partial_markers: str = "error"
+    allow_control_tokens: bool = False
+    template_date: str | None = None
+
+    def __post_init__(self) -> None:
+        for flag, value, known in (
+            ("--train-on", self.train_on, ("assistant", "last-turn", "all")),
+            ("--turns", self.turns, _TURNS),
+            ("--partial-markers", self.partial_markers, ("error", "keep")),
+        ):
+            if value not in known:
+                raise FormatError(f"{flag}: {value!r} is none of {', '.join(known)}")

@@ -30,9 +30,9 @@ from megatron_sft_idx.chat.template.forms import (
 )
 from megatron_sft_idx.chat.template.marking import ControlTokens, Place, locate
 from megatron_sft_idx.chat.template.scaffold import Beginnings, Edges, pieces_pattern, tested_strings
-from megatron_sft_idx.chat.template.spans import MaskOptions, Ranges, Rules, SpanFinder, selected, unusable
+from megatron_sft_idx.chat.template.spans import Ranges, Rules, SpanFinder, selected, unusable
 from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable
-from megatron_sft_idx.chat.types import Conversation, Rendered, Span
+from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 __all__ = ["ChatTemplate", "MaskOptions"]

@@ -25,9 +25,10 @@ from megatron_sft_idx.chat.template.forms import Piece, pieces_of, squeezed, wor
 from megatron_sft_idx.chat.template.marking import Place
 from megatron_sft_idx.chat.template.scaffold import Edges, Written
 from megatron_sft_idx.chat.template.trace import Segment, Traced, without_glances
-from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.chat.types import MaskOptions
+from megatron_sft_idx.errors import SequenceError
 
-__all__ = ["MaskOptions", "Ranges", "Rules", "SpanFinder", "selected", "unusable"]
+__all__ = ["Ranges", "Rules", "SpanFinder", "selected", "unusable"]
 
 Ranges = list[tuple[int, int]]
 
@@ -40,48 +41,11 @@ _EMPTY_THINKING = re.compile(
 _WORD = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_"
 _MOST_KNOWN = 1 << 14
 _TELLING = 8  # characters of words that a template hardly writes by itself
-_TURNS = ("error", "whole", "split")
 _LEAVES = ("leaves out", "use a template that keeps them, or give the message weight 0")
 _OUTSIDE = (
     "writes outside its generation markers",
     "mend the markers, or take them as they stand: --partial-markers keep",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class MaskOptions:
-    """What counts as learnt.
-
-    Attributes:
-        train_on: ``"assistant"``, every assistant message; ``"last-turn"``, the assistant messages after the
-            last user message (tool results between them do not end a turn); ``"all"``, every character.
-        train_on_thinking: False leaves out reasoning, with the tags around it.
-        train_on_tool_calls: False leaves out tool calls, from the end of the words before them to the start
-            of the words after them, or else to the end of the turn.
-        turns: what becomes of a row whose reasoning the template leaves out of earlier turns: ``"error"``;
-            ``"whole"``, one sequence without it; ``"split"``, a sequence a turn, each as the model would see it.
-        partial_markers: ``"keep"`` takes generation markers as they stand where they leave out what the assistant
-            says, ``"error"`` refuses the row.
-        allow_control_tokens: True lets text of the data that spells a control token become that token.
-        template_date: the day, ``YYYY-MM-DD``, that templates which ask for the date are told.
-    """
-
-    train_on: str = "assistant"
-    train_on_thinking: bool = True
-    train_on_tool_calls: bool = True
-    turns: str = "error"
-    partial_markers: str = "error"
-    allow_control_tokens: bool = False
-    template_date: str | None = None
-
-    def __post_init__(self) -> None:
-        for flag, value, known in (
-            ("--train-on", self.train_on, ("assistant", "last-turn", "all")),
-            ("--turns", self.turns, _TURNS),
-            ("--partial-markers", self.partial_markers, ("error", "keep")),
-        ):
-            if value not in known:
-                raise FormatError(f"{flag}: {value!r} is none of {', '.join(known)}")
 
 
 def unusable(reason: str) -> SequenceError:
