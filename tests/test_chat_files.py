@@ -122,7 +122,7 @@ def test_pieces_are_small_and_add_up(tmp_path, container):
 
 @given(st.binary(max_size=200), st.integers(1, 50), st.lists(st.integers(1, 9)))
 def test_cuts_do_not_depend_on_how_the_bytes_arrive(data, piece_nbytes, sizes):
-    from megatron_sft_idx.chat.inputs.cutting import cut_lines
+    from megatron_sft_idx.chat.inputs.pieces import cut_lines
 
     def runs(blocks):
         cut = cut_lines(iter(blocks), path="x", piece_nbytes=piece_nbytes, max_row_nbytes=1000)

@@ -24,8 +24,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sft_idx.chat.tokenizer import fast_engine, load_tokenizer
-from megatron_sft_idx.chat.tokenizer.engines import Ids, TokenizersEngine, build_tokenizer
-from megatron_sft_idx.chat.tokenizer.fast_engine import FastEngine, known_class, load_fast_engine, settled
+from megatron_sft_idx.chat.tokenizer.engines import (
+    FastEngine,
+    Ids,
+    TokenizersEngine,
+    build_tokenizer,
+    known_class,
+    load_fast_engine,
+    settled,
+)
 from megatron_sft_idx.chat.types import Rendered
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 

@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
 from megatron_sft_idx.chat.inputs.pieces import iter_pieces, stream_pieces
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.produce.feed import Feed, Position
+from megatron_sft_idx.produce.feed import Feed, FixedFiles, InputLog, Position, TakenFile
 from megatron_sft_idx.produce.growing import GrowingFolder
-from megatron_sft_idx.produce.input_log import InputLog, TakenFile
-from megatron_sft_idx.produce.inputs import FixedFiles
 from megatron_sft_idx.tokenize import NOT_YET
 
 

@@ -23,8 +23,7 @@ from megatron_sft_idx.live import (
     ack_folder,
     write_ack,
 )
-from megatron_sft_idx.produce.keeper import StateKeeper
-from megatron_sft_idx.produce.room import Room
+from megatron_sft_idx.produce.keeper import Room, StateKeeper
 from megatron_sft_idx.shard import Shard
 
 PACKS = ("--seq-length", 40, "--tokens-per-shard", 400, "--packing", "sequential")

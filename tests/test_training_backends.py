@@ -12,7 +12,7 @@ import pytest
 from blends import build, config_of, digest_of, write_packs
 from shard_folders import write
 
-from megatron_sft_idx.cli.reading import add_read_options, read_options
+from megatron_sft_idx.cli.options import add_read_options, read_options
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import CACHE_NBYTES, ReadOptions

@@ -40,8 +40,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
+from megatron_sft_idx.cli.options import add_read_options, read_options
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options, encoding_options
-from megatron_sft_idx.cli.reading import add_read_options, read_options
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live.live_training import LiveData, add_live_options, check_live_options, is_live, open_live
 from megatron_sft_idx.training.attention import ATTENTION, Batch, layer_spec, model_inputs

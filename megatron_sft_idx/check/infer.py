@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import TOKEN_DTYPES
-from megatron_sft_idx.layout.mmididx import IDX_HEADER, IDX_HEADER_NBYTES, idx_places, pack_idx_header
-from megatron_sft_idx.layout.values import MAX_CAPACITY
-from megatron_sft_idx.shard.index import CHUNK_PACKS
+from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, idx_places, pack_idx_header
+from megatron_sft_idx.layout.header import MAX_CAPACITY
+from megatron_sft_idx.shard.build import CHUNK_PACKS
 from megatron_sft_idx.storage import Array, OutputFile, PreadArray, as_bytes, open_array, open_regular
 
 __all__ = ["Advance", "Lengths", "Repeated", "Starts", "Watch", "end_lengths", "idx_lengths", "offset_lengths"]

@@ -18,9 +18,12 @@ import xxhash
 from megatron_sft_idx import _native
 from megatron_sft_idx.check.pack_walk import CheckedFile, Stream
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, MASK_DTYPES, TOKEN_DTYPES, ShardPaths, align
+from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, idx_nbytes, idx_places, pack_idx_header
 from megatron_sft_idx.layout.header import (
     CHECKSUM_NBYTES,
     MAGIC,
+    MAX_CAPACITY,
+    MAX_COUNT,
     Broken,
     broken_outline,
     broken_rules,
@@ -28,8 +31,6 @@ from megatron_sft_idx.layout.header import (
     decode_metadata,
     field_values,
 )
-from megatron_sft_idx.layout.mmididx import IDX_HEADER, IDX_HEADER_NBYTES, idx_nbytes, idx_places, pack_idx_header
-from megatron_sft_idx.layout.values import MAX_CAPACITY, MAX_COUNT
 
 __all__ = [
     "Claims",

@@ -33,9 +33,8 @@ from megatron_sft_idx.check.rules import (
 )
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.layout.files import IDX_HEADER_NBYTES, SUFFIXES, idx_places
 from megatron_sft_idx.layout.header import FIELDS
-from megatron_sft_idx.layout.mmididx import IDX_HEADER_NBYTES, idx_places
 from megatron_sft_idx.shard.opening import where_to_look
 
 __all__ = ["OnProgress", "Report", "verify_shard"]

@@ -6,26 +6,32 @@ import argparse
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megatron_sft_idx.cli.output import add_staging
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.packing import METHODS
+from megatron_sft_idx.storage import CACHE_NBYTES, Advice, BackendName, ReadOptions
+from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.publish import resolve
 from megatron_sft_idx.tokenize import PackOptions
 
 __all__ = [
     "HelpFormatter",
+    "ShownProgress",
     "Verbs",
     "add_log_interval",
     "add_output_options",
     "add_packing_options",
+    "add_read_options",
     "natural",
     "nbytes",
     "packing_options",
     "positive",
+    "read_options",
     "writable",
 ]
+
 
 _UNITS = {"": 1} | {
     f"{letter}{binary}B": base ** (power + 1)
@@ -176,3 +182,77 @@ def add_log_interval(parser: argparse._ActionsContainer, unit: str, default: int
         metavar="N",
         help=f"without a terminal, a line of progress every N {unit}; 0 for none (default: %(default)s)",
     )
+
+
+def add_read_options(group: argparse._ActionsContainer) -> None:
+    """Add them; ``read_options`` takes them up."""
+    group.add_argument(
+        "--read-backend",
+        choices=get_args(BackendName),
+        help="mmap (os is the same): memory maps, the default; process: blocks read ahead of use into memory of this"
+        " process, where mapping is slow or refused; pread and reopen: a system call for each read",
+    )
+    group.add_argument(
+        "--no-mmap-bin-files",
+        dest="mmap_bin_files",
+        action="store_false",
+        help="Megatron's way to say --read-backend process",
+    )
+    group.add_argument(
+        "--read-cache",
+        type=nbytes,
+        default=CACHE_NBYTES,
+        metavar="SIZE",
+        help="of --read-backend process: memory for blocks, in every process that reads, such as 64MiB;"
+        f" default: {CACHE_NBYTES >> 20}MiB",
+    )
+    group.add_argument(
+        "--read-advice",
+        choices=get_args(Advice),
+        default="normal",
+        help="what the kernel is told of the order of reads; random switches its read-ahead off",
+    )
+    group.add_argument("--read-huge-pages", action="store_true", help="ask the kernel for huge pages")
+
+
+def read_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> ReadOptions:
+    """The parsed options; a mistake ends the program with its usage."""
+    backend: BackendName = arguments.read_backend or ("mmap" if arguments.mmap_bin_files else "process")
+    try:
+        if backend in ("mmap", "os") and not arguments.mmap_bin_files:
+            raise FormatError(f"--no-mmap-bin-files and --read-backend {backend}: leave one of them out")
+        return ReadOptions.of(
+            "--read-backend",
+            backend,
+            cache_bytes=arguments.read_cache,
+            advice=arguments.read_advice,
+            huge_pages=arguments.read_huge_pages,
+        )
+    except FormatError as error:
+        parser.error(str(error))
+
+
+_MIB = 1 << 20
+
+
+class ShownProgress:
+    """Progress as a person sees it, from sums of bytes; the total is known when the work begins."""
+
+    def __init__(self, what: str, log_interval: int) -> None:
+        self._what, self._interval = what, log_interval
+        self._progress: Progress | None = None
+        self._done = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        """``done`` of ``total`` bytes are there."""
+        if self._progress is None:
+            self._progress = Progress(self._what, total, unit="B", log_interval=self._interval, items="MiB")
+        self._progress.update(done - self._done, done // _MIB - self._done // _MIB)
+        self._done = done
+
+    def __enter__(self) -> ShownProgress:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._progress is not None:
+            self._progress.__exit__(*error)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron_sft_idx.cli.shown_progress import ShownProgress
+from megatron_sft_idx.cli.options import ShownProgress
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.registry import places
 from megatron_sft_idx.layout import ShardPaths

@@ -33,7 +33,6 @@ import xxhash
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
-from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.checks import (
     MaskAlignment,
     alignment_note,
@@ -42,15 +41,20 @@ from megatron_sft_idx.formats.checks import (
     require_same_length,
 )
 from megatron_sft_idx.formats.runs import (
+    RUN_TOKENS,
     BinaryMasks,
     Counts,
     IndexedRun,
+    PackedReader,
+    PackedSpec,
+    PackedWriter,
+    PackRun,
     file_identity,
     note_unplaced,
     stated_alignment,
     stated_of,
 )
-from megatron_sft_idx.layout.values import MAX_CAPACITY
+from megatron_sft_idx.layout.header import MAX_CAPACITY
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_array, open_regular, read_most
 from megatron_sft_idx.storage.hashing import HashedFile

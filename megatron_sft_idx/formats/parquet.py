@@ -30,7 +30,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
-from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.checks import (
     MaskAlignment,
     alignment_note,
@@ -39,15 +38,20 @@ from megatron_sft_idx.formats.checks import (
     require_same_length,
 )
 from megatron_sft_idx.formats.runs import (
+    RUN_TOKENS,
     BinaryMasks,
     Counts,
     IndexedRun,
+    PackedReader,
+    PackedSpec,
+    PackedWriter,
+    PackRun,
     note_unplaced,
     stated_alignment,
     stated_int,
     stated_of,
 )
-from megatron_sft_idx.layout.values import MAX_CAPACITY, MAX_COUNT
+from megatron_sft_idx.layout.header import MAX_CAPACITY, MAX_COUNT
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import naming, open_regular
 from megatron_sft_idx.storage.publish import Kind, new_file

@@ -5,11 +5,14 @@
 """
 
 from megatron_sft_idx.layout.files import ShardPaths
-from megatron_sft_idx.layout.header import FIELDS, HEADER_FIXED_NBYTES, FileDigest, Header
-from megatron_sft_idx.layout.values import (
+from megatron_sft_idx.layout.header import (
+    FIELDS,
     FORMAT_VERSION,
+    HEADER_FIXED_NBYTES,
     MASK_DTYPES,
     TOKEN_DTYPES,
+    FileDigest,
+    Header,
     align,
     mask_dtype_of,
     token_dtype_for_vocabulary,

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import os
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_sft_idx.errors import FormatError
 
-__all__ = ["DATA_SUFFIXES", "SUFFIXES", "ShardPaths"]
+__all__ = [
+    "DATA_SUFFIXES",
+    "IDX_HEADER",
+    "IDX_HEADER_NBYTES",
+    "SUFFIXES",
+    "ShardPaths",
+    "idx_nbytes",
+    "idx_places",
+    "pack_idx_header",
+]
+
 
 # In the order of the digests in the header; the shard id is a hash over these four.
 DATA_SUFFIXES = (".bin", ".loss.bin", ".idx", ".seq.bin")
@@ -114,3 +125,24 @@ class ShardPaths:
     def present(self) -> list[str]:
         """Which of the five files are there."""
         return [path for path in self.all if os.path.lexists(path)]
+
+
+IDX_HEADER = struct.Struct("<9sQBQQ")
+IDX_HEADER_NBYTES = IDX_HEADER.size
+_MAGIC = b"MMIDIDX\x00\x00"
+
+
+def pack_idx_header(dtype_code: int, num_packs: int) -> bytes:
+    """The 34 bytes before the arrays."""
+    return IDX_HEADER.pack(_MAGIC, 1, dtype_code, num_packs, num_packs + 1)
+
+
+def idx_nbytes(num_packs: int) -> int:
+    """Size of the whole ``.idx`` in bytes."""
+    return IDX_HEADER_NBYTES + num_packs * (4 + 8) + (num_packs + 1) * 8
+
+
+def idx_places(num_packs: int) -> tuple[int, int, int]:
+    """Where lengths, positions and documents begin in ``.idx``, in bytes."""
+    positions = IDX_HEADER_NBYTES + 4 * num_packs
+    return IDX_HEADER_NBYTES, positions, positions + 8 * num_packs

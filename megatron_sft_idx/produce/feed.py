@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import json
+import os
+import queue
+import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeAlias
 
 import xxhash
 
-from megatron_sft_idx.chat.inputs.pieces import Piece
+from megatron_sft_idx.chat.inputs.files import InputFile, total_bytes
+from megatron_sft_idx.chat.inputs.pieces import Piece, iter_pieces, stream_pieces
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import Record
-from megatron_sft_idx.produce.inputs import Input, PiecesOfAFile
+from megatron_sft_idx.storage import OutputFile, read_most, sync_folder
+from megatron_sft_idx.storage.publish import describe
 from megatron_sft_idx.tokenize import NOT_YET, NotYet
 
-__all__ = ["Feed", "Position"]
+__all__ = [
+    "INPUTS",
+    "Feed",
+    "FixedFiles",
+    "Input",
+    "InputLog",
+    "PiecesOfAFile",
+    "Position",
+    "StandardInput",
+    "TakenFile",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +124,191 @@ class Feed:
 def _chained(fingerprint: str, piece: Piece) -> str:
     """The fingerprint of what came before and this piece; unlike a hash's inner state it can be stored."""
     return xxhash.xxh3_128_hexdigest((fingerprint + piece.fingerprint()).encode())
+
+
+PiecesOfAFile: TypeAlias = Iterator[Piece | NotYet]
+
+_STDIN = "standard input"
+# Pieces read ahead from a pipe.
+_AHEAD = 2
+# Until a pipe is said to have nothing now: long enough that a fast one is never said to.
+_PATIENCE_SECONDS = 0.05
+
+
+class Input(Protocol):
+    """Files, one after the other; NOT_YET in their place, or among their pieces, where one has to wait."""
+
+    def num_bytes(self, first: int) -> int | None:
+        """Of the files from the ``first`` on, for progress; None where nobody knows."""
+
+    def files(self, first: int) -> Iterator[PiecesOfAFile | NotYet]:
+        """The pieces of every file from the ``first`` on, counted from 0."""
+
+
+class FixedFiles:
+    """Files that are all there.
+
+    Args:
+        files: in their order.
+        piece_nbytes: see ``iter_pieces``.
+        log: of an earlier run over the same files, or empty.
+
+    Raises:
+        FormatError: the earlier run had other files.
+    """
+
+    def __init__(self, files: Sequence[InputFile], piece_nbytes: int, log: InputLog) -> None:
+        self._files, self._piece_nbytes = files, piece_nbytes
+        now = [TakenFile(file.path, file.num_bytes) for file in files]
+        for number, (found, wanted) in enumerate(zip_longest(log.files, now), 1):
+            # How many there are is among the options: a shorter log is one that was being written.
+            if found is not None and (wanted is None or found.num_bytes != wanted.num_bytes):
+                raise FormatError(
+                    f"{log.path}: this catalog is made from other input: file {number} was {found.name} of"
+                    f" {found.num_bytes:,} bytes, is {_shown(wanted)}; name the same files, or another catalog"
+                )
+        self._log, self._now = log, now
+
+    def num_bytes(self, first: int) -> int | None:
+        """See ``Input``."""
+        return total_bytes(self._files[first:])
+
+    def files(self, first: int) -> Iterator[PiecesOfAFile | NotYet]:
+        """See ``Input``."""
+        if missing := self._now[len(self._log.files) :]:
+            self._log.add(*missing)
+        for file in self._files[first:]:
+            yield iter_pieces([file], piece_nbytes=self._piece_nbytes)
+
+
+def _shown(file: TakenFile | None) -> str:
+    return f"{file.name} of {file.num_bytes:,} bytes" if file else "none"
+
+
+class StandardInput:
+    """JSON lines from a pipe, read by a thread, so that nobody who asks for a piece waits long for the pipe."""
+
+    def __init__(self, piece_nbytes: int) -> None:
+        self._piece_nbytes = piece_nbytes
+
+    def num_bytes(self, first: int) -> int | None:
+        """See ``Input``: nobody knows."""
+        return None
+
+    def files(self, first: int) -> Iterator[PiecesOfAFile | NotYet]:
+        """The one stream there is."""
+        if first == 0:
+            stream = open(0, "rb", closefd=False)  # noqa: SIM115 - the thread that reads it may outlive us
+            yield _in_background(stream_pieces(stream, name=_STDIN, piece_nbytes=self._piece_nbytes))
+
+
+def _in_background(pieces: Iterator[Piece]) -> PiecesOfAFile:
+    """What another thread takes from ``pieces``; NOT_YET while it has nothing."""
+    taken: queue.Queue[Piece | BaseException | None] = queue.Queue(_AHEAD)
+
+    def take() -> None:
+        try:
+            for piece in pieces:
+                taken.put(piece)
+            taken.put(None)
+        except BaseException as error:  # whoever takes from the queue raises it
+            taken.put(error)
+
+    # A daemon: nobody waits for a pipe that stays open when the work is over.
+    threading.Thread(target=take, name="standard input", daemon=True).start()
+    while True:
+        try:
+            piece = taken.get(timeout=_PATIENCE_SECONDS)
+        except queue.Empty:
+            yield NOT_YET
+            continue
+        if piece is None:
+            return
+        if isinstance(piece, BaseException):
+            raise piece
+        yield piece
+
+
+INPUTS = "_inputs.jsonl"
+_MAX_NBYTES = 1 << 30
+_LINE = b'{"name":'
+
+
+class TakenFile(NamedTuple):
+    """A file of the input.
+
+    Attributes:
+        name: in the folder that is watched, or the path as it was found.
+        num_bytes: its size when it was taken.
+    """
+
+    name: str
+    num_bytes: int
+
+
+class InputLog:
+    """The list of files, on disk as soon as ``add`` returns.
+
+    Args:
+        path: of the log; made with the first file.
+
+    Raises:
+        FormatError: what is there was not written by this class.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._file: OutputFile | None = None
+        if os.path.lexists(path) and describe(path) != "a file":
+            raise FormatError(f"{path}: {describe(path)} is here, expected a file or nothing; move it away")
+        self._found = os.path.lexists(path)  # one that appears later is not this one
+        content = self._read()
+        # A line without its end was being written when the producer was killed: its file was not read yet.
+        self._nbytes = content.rfind(b"\n") + 1
+        torn = content[self._nbytes :]
+        if not (_LINE.startswith(torn) or torn.startswith(_LINE)):
+            raise FormatError(f"{path}: a file that no producer wrote is here; move it away, or name another folder")
+        lines = content[: self._nbytes].splitlines()
+        self.files = [self._parse(line, number) for number, line in enumerate(lines, 1)]
+
+    def add(self, *files: TakenFile) -> None:
+        """Note files that come after those noted."""
+        if self._file is None:
+            self._file = OutputFile(self.path, keep=self._found)
+            self._file.cut(self._nbytes)
+            sync_folder(Path(self.path).parent)
+        self._file.write(b"".join(json.dumps(file._asdict()).encode() + b"\n" for file in files))
+        self._file.sync()
+        self.files += files
+
+    def clear(self) -> None:
+        """Forget all files: nothing was made of them."""
+        assert self._file is None
+        self.files, self._nbytes = [], 0
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _read(self) -> bytes:
+        try:
+            content = read_most(self.path, _MAX_NBYTES + 1)
+        except FileNotFoundError:
+            return b""
+        if len(content) > _MAX_NBYTES:
+            raise FormatError(f"{self.path}: more than {_MAX_NBYTES} bytes, which it never has; make another catalog")
+        return content
+
+    def _parse(self, line: bytes, number: int) -> TakenFile:
+        try:
+            entry = json.loads(line)
+            name, num_bytes = entry["name"], entry["num_bytes"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            name = num_bytes = None
+        if not isinstance(name, str) or type(num_bytes) is not int:
+            raise FormatError(
+                f"{self.path}: line {number} is {line[:60]!r}, expected a name and a number of bytes; the file is"
+                " damaged: make another catalog"
+            )
+        return TakenFile(name, num_bytes)

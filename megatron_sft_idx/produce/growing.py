@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from megatron_sft_idx.chat.inputs.files import expand_inputs
 from megatron_sft_idx.chat.inputs.pieces import iter_pieces
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.produce.input_log import InputLog, TakenFile
-from megatron_sft_idx.produce.inputs import PiecesOfAFile
+from megatron_sft_idx.produce.feed import InputLog, PiecesOfAFile, TakenFile
 from megatron_sft_idx.shard.shard_set import natural_key
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.tokenize import NOT_YET, NotYet

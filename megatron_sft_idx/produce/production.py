@@ -21,15 +21,10 @@ from megatron_sft_idx.chat.inputs.pieces import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.live import END, PRODUCER, Catalog, ProducerState
-from megatron_sft_idx.produce.feed import Feed
+from megatron_sft_idx.produce.feed import INPUTS, Feed, FixedFiles, Input, InputLog, StandardInput
 from megatron_sft_idx.produce.growing import GrowingFolder
-from megatron_sft_idx.produce.input_log import INPUTS, InputLog
-from megatron_sft_idx.produce.inputs import FixedFiles, Input, StandardInput
-from megatron_sft_idx.produce.keeper import StateKeeper, ended
-from megatron_sft_idx.produce.options import ProduceOptions
-from megatron_sft_idx.produce.pace import Pace
-from megatron_sft_idx.produce.room import Room
-from megatron_sft_idx.produce.start import CURSOR, Cursor, find_start
+from megatron_sft_idx.produce.keeper import Pace, Room, StateKeeper, ended
+from megatron_sft_idx.produce.start import CURSOR, Cursor, ProduceOptions, find_start
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, remove_shard
 from megatron_sft_idx.shard.prefix import drop_remains, name_held, temporaries_of
 from megatron_sft_idx.storage.publish import describe, resolve

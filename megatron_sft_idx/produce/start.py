@@ -3,19 +3,133 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.live import Catalog, Limits, ProducerState, Record
 from megatron_sft_idx.produce.feed import Position
-from megatron_sft_idx.produce.options import ProduceOptions
 from megatron_sft_idx.shard import read_header, remove_remains
-from megatron_sft_idx.tokenize import RowEncoder, option_differences, packing_differences
+from megatron_sft_idx.storage import require_local
+from megatron_sft_idx.storage.publish import describe
+from megatron_sft_idx.tokenize import EncodingOptions, PackOptions, RowEncoder, option_differences, packing_differences
 
-__all__ = ["CURSOR", "Cursor", "find_start"]
+__all__ = ["CURSOR", "AheadLimits", "Cursor", "ProduceOptions", "find_start"]
+
+
+# Of text that becomes one token, about: a shard is then some eight pieces.
+_BYTES_OF_A_TOKEN = 4
+_PIECES_OF_A_SHARD = 8
+_LEAST_PIECE_NBYTES, _MOST_PIECE_NBYTES = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class AheadLimits:
+    """How far the producer may run ahead of training, and what becomes of shards that training is done with.
+
+    Attributes:
+        max_shards: most published shards that some consumer has not completed; None for no limit.
+        max_nbytes: most bytes of these; None for no limit.
+        consumers: training runs that are to read the catalog.
+        keep_recent: remove completed shards but for so many, the newest; None removes nothing.
+        ack_dir: where consumers acknowledge, when that is not in the catalog.
+    """
+
+    max_shards: int | None = None
+    max_nbytes: int | None = None
+    consumers: int = 1
+    keep_recent: int | None = None
+    ack_dir: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProduceOptions:
+    """One producer. The first two groups decide over the bytes of the shards, the third does not.
+
+    Attributes:
+        inputs: files, globs and ``save_to_disk`` folders, or ``-`` alone for JSON lines on standard input.
+        watch: a folder whose files are the input, as they appear; ``inputs`` is empty then.
+        catalog: the folder of shards.
+
+        encoding: rows to sequences.
+        packing: sequences to packs; ``max_sequences_per_pack`` is set, since consumers rely on it.
+        tokens_per_shard: a shard ends with the first piece of input at which it holds as many.
+
+        workers: tokenising processes; 0 tokenises in this one.
+        ahead: how far this may run ahead of training.
+        end_after: seconds without new input in ``watch`` that end it; None waits for its ``_END``.
+        settle: seconds for which the size of a file in ``watch`` must stay the same until it counts as whole.
+    """
+
+    inputs: Sequence[str]
+    watch: str | None
+    catalog: str
+    encoding: EncodingOptions
+    packing: PackOptions
+    tokens_per_shard: int
+    workers: int = 0
+    ahead: AheadLimits = AheadLimits()
+    end_after: float | None = None
+    settle: float = 5.0
+
+    def __post_init__(self) -> None:
+        for path, what in (
+            (self.catalog, "a live catalog"),
+            (self.watch, "a folder that is watched"),
+            (self.ahead.ack_dir, "a folder of acknowledgements"),
+        ):
+            if path is not None:
+                require_local(path, what)
+        if (acks := self.ahead.ack_dir) and os.path.lexists(acks) and not os.path.isdir(acks):
+            raise FormatError(f"{acks}: {describe(acks)} is here, expected a folder; name another one")
+        if self.packing.max_sequences_per_pack is None:
+            raise FormatError("max_sequences_per_pack must be set: the width of every batch of a live catalog")
+        if self.tokens_per_shard < self.packing.capacity:
+            raise FormatError(
+                f"--tokens-per-shard {self.tokens_per_shard} is below --seq-length {self.packing.capacity}: a shard"
+                " would be less than a pack; raise it, a thousand packs are a good shard"
+            )
+
+    @property
+    def from_stdin(self) -> bool:
+        """Whether the input comes in a pipe."""
+        return self.watch is None and list(self.inputs) == ["-"]
+
+    @property
+    def piece_nbytes(self) -> int:
+        """Bytes of input that are tokenised at a time, and between which a shard may end."""
+        nbytes = self.tokens_per_shard * _BYTES_OF_A_TOKEN // _PIECES_OF_A_SHARD
+        return min(max(nbytes, _LEAST_PIECE_NBYTES), _MOST_PIECE_NBYTES)
+
+    def sharding(self) -> dict[str, Any]:
+        """What decides where shards end."""
+        return {"tokens_per_shard": self.tokens_per_shard, "piece_nbytes": self.piece_nbytes}
+
+    def describe(self, encoder: RowEncoder, num_files: int) -> dict[str, Any]:
+        """All that decides over the bytes of the shards, but for the content of the input."""
+        source = "a growing folder" if self.watch is not None else "a pipe" if self.from_stdin else f"{num_files} files"
+        return encoder.describe() | {
+            "packing": asdict(self.packing),
+            "sharding": self.sharding(),
+            "input": {"input": source},
+        }
+
+    def limits(self, encoder: RowEncoder) -> Limits:
+        """What consumers may rely on."""
+        assert self.packing.max_sequences_per_pack is not None
+        return Limits(
+            capacity=self.packing.capacity,
+            max_sequences_per_pack=self.packing.max_sequences_per_pack,
+            sequence_multiple=self.packing.sequence_multiple,
+            token_dtype="uint16" if encoder.token_dtype.name == "uint16" else "int32",
+            consumers=self.ahead.consumers,
+            max_ahead_shards=self.ahead.max_shards,
+            max_ahead_nbytes=self.ahead.max_nbytes,
+            keep_recent=self.ahead.keep_recent,
+        )
+
 
 # The key of the header's JSON block that holds a shard's cursor: publishing a shard and moving on is one step.
 CURSOR = "cursor"

@@ -13,9 +13,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import Header, ShardPaths, mask_dtype_of, token_dtype_of
-from megatron_sft_idx.layout.header import header_nbytes
+from megatron_sft_idx.layout.header import MAX_CAPACITY, header_nbytes
 from megatron_sft_idx.layout.journal import BuildOptions
-from megatron_sft_idx.layout.values import MAX_CAPACITY
 from megatron_sft_idx.shard.build import STAGE_TOKENS, Build
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.reader import Shard

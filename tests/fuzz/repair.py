@@ -11,10 +11,8 @@ import numpy as np
 import xxhash
 
 from megatron_sft_idx.formats.memmap import encode_header
-from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.layout.header import FIELDS, MAGIC, MAX_HEADER_NBYTES
-from megatron_sft_idx.layout.mmididx import IDX_HEADER, idx_nbytes
-from megatron_sft_idx.layout.values import MASK_DTYPES, TOKEN_DTYPES, align
+from megatron_sft_idx.layout.files import IDX_HEADER, SUFFIXES, idx_nbytes
+from megatron_sft_idx.layout.header import FIELDS, MAGIC, MASK_DTYPES, MAX_HEADER_NBYTES, TOKEN_DTYPES, align
 
 _OFFSETS = {field.name: field.offset for field in FIELDS}
 _FORMATS = {field.name: "<" + field.format for field in FIELDS}
