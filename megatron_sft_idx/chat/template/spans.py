@@ -552,7 +552,7 @@ class SpanFinder:
             first -= 1
         if not first:  # no question before it: one behind it may be answered
             later = range(message + 1, len(roles))
-            first = next((i for i in later if roles[i] == "assistant" != roles[i - 1]), 0)
+            first = next((i for i in later if roles[i - 1 : i + 1] == ["user", "assistant"]), 0)
         head = self._text[low:start] if first == message and first else ""
         if first not in (0, message) and (written := self._written.get(first)):
             words = [at for piece in pieces_of(self._messages[first]) if (at := self._find(piece.text, written)) >= 0]
