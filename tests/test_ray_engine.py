@@ -149,8 +149,8 @@ def test_a_run_goes_on_with_parts_that_are_there_and_never_mixes_two(nodes, case
     rows = write_rows(tmp_path / "rows.jsonl", some_rows(300))
     options = ("--input", rows, *options[2:])
     prefix = tmp_path / "ray" / "x"
-    # The first run ends before packing, and leaves its parts.
-    failed = run_on(nodes, prefix, *options, "--seq-length", 128)
+    # The first run, of the other engine, ends before packing, and leaves its parts.
+    failed = preprocess(prefix, *options, "--seq-length", 128)
     assert (failed.code, f"kept at {prefix}.parts" in failed.err) == (1, True), failed
     other = run_on(nodes, prefix, *options, "--train-on", "all", "--resume")
     assert (other.code, "train on was 'assistant', is 'all'" in other.err) == (1, True), other

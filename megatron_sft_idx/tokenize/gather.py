@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,7 +54,7 @@ __all__ = [
 
 _LOCK_SECONDS = 60.0
 # Parts that stay mapped while packs are gathered from them.
-_MAX_OPEN = 64
+_MAX_OPEN = 256
 # About as many tokens are read of a part when it is opened.
 _TOKENS_A_PART = 8192
 _Advance = Callable[[int, int], None]
@@ -195,22 +197,26 @@ def write_packs(
     writer: ShardWriter,
     progress: _Advance = lambda units, items: None,
 ) -> None:
-    """Write the packs, some at a time."""
-    lengths = run.selection.lengths.astype(np.int64)
+    """Write the packs, some at a time; another thread reads the next ones meanwhile."""
     # As many packs as surely hold no more than the window, and one at least.
     at_once = max(1, reader.window_tokens // max(run.longest, 1))
-    for first in range(0, len(run.offsets) - 1, at_once):
-        bounds = run.offsets[first : first + at_once + 1]
-        begin, end = int(bounds[0]), int(bounds[-1])
-        each = lengths[begin:end]
-        ends = np.cumsum(each)
-        counts = np.diff(bounds)
-        pack_ends = ends[np.cumsum(counts) - 1]
-        pack_lengths = np.diff(pack_ends, prepend=0)
-        starts = ends - each - np.repeat(pack_ends - pack_lengths, counts)
-        ids, mask = reader.read(run.selection.window(begin, end))
-        writer.add_packs(ids, mask, starts, pack_lengths, counts, mask_alignment=reader.mask_alignment)
-        progress(end - begin, end - begin)
+    windows = [run.offsets[first : first + at_once + 1] for first in range(0, len(run.offsets) - 1, at_once)]
+
+    def read(bounds: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
+        return reader.read(run.selection.window(int(bounds[0]), int(bounds[-1])))
+
+    with ThreadPoolExecutor(1, "gather") as thread:
+        following = deque(thread.submit(read, bounds) for bounds in windows[:1])
+        for number, bounds in enumerate(windows):
+            following.extend(thread.submit(read, after) for after in windows[number + 1 : number + 2])
+            ids, mask = following.popleft().result()
+            each = run.selection.lengths[bounds[0] : bounds[-1]].astype(np.int64)
+            ends, counts = np.cumsum(each), np.diff(bounds)
+            pack_ends = ends[np.cumsum(counts) - 1]
+            pack_lengths = np.diff(pack_ends, prepend=0)
+            starts = ends - each - np.repeat(pack_ends - pack_lengths, counts)
+            writer.add_packs(ids, mask, starts, pack_lengths, counts, mask_alignment=reader.mask_alignment)
+            progress(len(each), len(each))
 
 
 def write_shard(

@@ -171,6 +171,8 @@ class Local:
     ) -> Generator[Any, None, None]:
         """``task(shared, item)`` for every item, in order; only a few items more than there are workers are held.
 
+        One call is taken to its end before the next one begins.
+
         Args:
             task: a function of a module; may be called more than once for an item.
             shared: its first argument; picklable, the same object for all items of a process.

@@ -16,8 +16,21 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 __all__ = [
-    "ABSENT", "ASKED", "NULL_FORMS", "REASONING_FIELDS", "SAID", "Piece",
-    "Style", "in_text_parts", "lacks_content", "learn_style", "pieces_of", "prepared", "prints_parts", "squeezed",
+    "ABSENT",
+    "ASKED",
+    "NULL_FORMS",
+    "REASONING_FIELDS",
+    "SAID",
+    "Piece",
+    "Style",
+    "content_of",
+    "in_text_parts",
+    "lacks_content",
+    "learn_style",
+    "pieces_of",
+    "prepared",
+    "prints_parts",
+    "squeezed",
     "words_called_with",
 ]  # fmt: skip
 
@@ -115,6 +128,13 @@ def _collect_words(value: object, found: list[str]) -> None:
     elif isinstance(value, (list, tuple)):
         for item in value:
             _collect_words(item, found)
+
+
+def content_of(message: Mapping[str, Any]) -> str:
+    """A message's content, stripped, be it a string or one text part; "" for anything else."""
+    content = message.get("content")
+    content = content[0].get("text") if type(content) is list and len(content) == 1 else content
+    return content.strip() if type(content) is str else ""
 
 
 def squeezed(text: str) -> str:

@@ -171,6 +171,9 @@ class Edges:
         if written is None:  # nothing else says where the turn's own text ends
             if tail is None and last and not any(opening in text[said:high] for opening in openings):
                 return high
+            ends = [at + len(end) for end in self._ends if (at := text.find(end, said, shared)) >= 0]
+            if ends and any(map(str.isalnum, _TAGS.sub("", text[min(ends) : shared]))):
+                return min(ends)  # what a template says behind all messages
             if whole or text.endswith(self._ends, said, shared):
                 return shared
             behind = shared + len(text[shared:high]) - len(text[shared:high].lstrip())

@@ -16,12 +16,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, takewhile
 from typing import Any, NamedTuple
 
 from markupsafe import escape
 
-from megatron_sft_idx.chat.template.forms import Piece, pieces_of, squeezed, words_called_with
+from megatron_sft_idx.chat.template.forms import Piece, content_of, pieces_of, squeezed, words_called_with
 from megatron_sft_idx.chat.template.marking import Place
 from megatron_sft_idx.chat.template.scaffold import Edges, Written
 from megatron_sft_idx.chat.template.trace import Segment, Traced, without_glances
@@ -249,9 +249,10 @@ class SpanFinder:
             while at < len(segments) and segments[at].stop <= start:
                 at += 1
             if at < len(segments) and segments[at].start <= start:
-                writer = segments[at].message
-                if message is None or self._messages[writer].get("role") == "assistant" or self._speaks(start, stop):
-                    message = writer
+                message = segments[at].message
+                if not self._speaks(start, stop):
+                    before = range(message, -1, -1)
+                    message = next((i for i in before if self._messages[i].get("role") == "assistant"), message)
             else:
                 message = self._unwritten(-1 if message is None else message, start, stop)
             if message is None:
@@ -460,14 +461,10 @@ class SpanFinder:
 
     def _may_hold_others(self, message: int, segments: list[Segment]) -> bool:
         """Whether a neighbour's words stand in what a message wrote; its calls may merely repeat them."""
-        last = message + 1
-        while last < len(self._messages) and self._messages[last].get("role") != "assistant":
-            last += 1
-        for index in (*range(max(message - 1, 0), message), *range(message + 1, last)):
-            words = _content_of(self._messages[index])
-            if len(words) >= _TELLING and any(self._text.find(words, one.start, one.stop) >= 0 for one in segments):
-                return True
-        return False
+        others = list(self._messages[max(message - 1, 0) : message])
+        others += takewhile(lambda one: one.get("role") != "assistant", self._messages[message + 1 :])
+        words = map(content_of, others)
+        return any(len(one) >= _TELLING and self._find(one, segments) >= 0 for one in words)
 
     def _learnt(
         self, message: int, segments: list[Segment], found: list[tuple[int, Piece]], traced: bool
@@ -523,7 +520,7 @@ class SpanFinder:
             first -= 1
         if not first:  # no question before it: one behind it may be answered
             later = range(message + 1, len(roles))
-            first = next((i for i in later if roles[i] == "assistant" != roles[i - 1]), 0)
+            first = next((i for i in later if roles[i - 1 : i + 1] == ["user", "assistant"]), 0)
         head = self._text[low:start] if first == message and first else ""
         if first not in (0, message) and (written := self._written.get(first)):
             words = [at for piece in pieces_of(self._messages[first]) if (at := self._find(piece.text, written)) >= 0]
@@ -559,7 +556,7 @@ class SpanFinder:
         for words in sorted([*own, *words_called_with(self._messages[message])], key=len, reverse=True):
             text = text.replace(words, "\n", 1)
         for index, other in enumerate(self._messages):
-            words = _content_of(other) if index != message else ""
+            words = content_of(other) if index != message else ""
             if len(words) >= _TELLING and words in text:
                 raise unusable(self._mixed(message, f"words of message {index + 1} in", self._text.find(words)))
 
@@ -645,12 +642,6 @@ class SpanFinder:
     def _past_thinking(self, start: int, stop: int) -> int:
         closing = _EMPTY_THINKING.match(self._text, start, stop)
         return closing.end() if closing else start
-
-
-def _content_of(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    content = content[0].get("text") if type(content) is list and len(content) == 1 else content
-    return content.strip() if type(content) is str else ""
 
 
 def _tag_before(text: str, at: int) -> str:
