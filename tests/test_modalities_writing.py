@@ -15,9 +15,9 @@ import pytest
 from megatron_sft_idx import open_dataset
 from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.base import PackedSpec, PackRun
 from megatron_sft_idx.formats.modalities import Reader, Writer
 from megatron_sft_idx.formats.restricted_pickle import write_pairs
-from megatron_sft_idx.formats.runs import PackedSpec, PackRun
 from megatron_sft_idx.shard import Shard, ShardWriter
 from tests.packs import demo_samples, write_samples
 from tests.pbins import documents_of, flat, merged, pbin_of

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_sft_idx.cli.options import HelpFormatter, ShownProgress, Verbs, add_log_interval
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval
+from megatron_sft_idx.cli.output import ShownProgress
 from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.transfer import check_destinations, copy_shard, destinations, shard_nbytes
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from megatron_sft_idx.cli.options import HelpFormatter, ShownProgress, Verbs, add_log_interval, nbytes, positive
-from megatron_sft_idx.cli.output import Output, add_staging, local_path
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, nbytes, positive
+from megatron_sft_idx.cli.output import Output, ShownProgress, add_staging, local_path
 from megatron_sft_idx.formats.registry import places
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES

@@ -12,13 +12,11 @@ from megatron_sft_idx.cli.output import add_staging
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.packing import METHODS
 from megatron_sft_idx.storage import CACHE_NBYTES, Advice, BackendName, ReadOptions
-from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.publish import resolve
 from megatron_sft_idx.tokenize import PackOptions
 
 __all__ = [
     "HelpFormatter",
-    "ShownProgress",
     "Verbs",
     "add_log_interval",
     "add_output_options",
@@ -233,26 +231,3 @@ def read_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser)
 
 
 _MIB = 1 << 20
-
-
-class ShownProgress:
-    """Progress as a person sees it, from sums of bytes; the total is known when the work begins."""
-
-    def __init__(self, what: str, log_interval: int) -> None:
-        self._what, self._interval = what, log_interval
-        self._progress: Progress | None = None
-        self._done = 0
-
-    def __call__(self, done: int, total: int) -> None:
-        """``done`` of ``total`` bytes are there."""
-        if self._progress is None:
-            self._progress = Progress(self._what, total, unit="B", log_interval=self._interval, items="MiB")
-        self._progress.update(done - self._done, done // _MIB - self._done // _MIB)
-        self._done = done
-
-    def __enter__(self) -> ShownProgress:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._progress is not None:
-            self._progress.__exit__(*error)

@@ -7,18 +7,18 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from megatron_sft_idx.cli.options import ShownProgress
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.registry import places
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.lock import check_lock
+from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.publish import Place, require_apart, require_space
 from megatron_sft_idx.tokenize import output_prefixes
 from megatron_sft_idx.transfer import STAGING, StagedOutput, shard_nbytes
 
-__all__ = ["Output", "add_staging", "local_path"]
+__all__ = ["Output", "ShownProgress", "add_staging", "local_path"]
 
 _ROLE = "the output"
 
@@ -122,3 +122,29 @@ class Output:
                 progress(done, total)
 
             staged.publish(suffix, advance)
+
+
+_MIB = 1 << 20
+
+
+class ShownProgress:
+    """Progress as a person sees it, from sums of bytes; the total is known when the work begins."""
+
+    def __init__(self, what: str, log_interval: int) -> None:
+        self._what, self._interval = what, log_interval
+        self._progress: Progress | None = None
+        self._done = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        """``done`` of ``total`` bytes are there."""
+        if self._progress is None:
+            self._progress = Progress(self._what, total, unit="B", log_interval=self._interval, items="MiB")
+        self._progress.update(done - self._done, done // _MIB - self._done // _MIB)
+        self._done = done
+
+    def __enter__(self) -> ShownProgress:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._progress is not None:
+            self._progress.__exit__(*error)

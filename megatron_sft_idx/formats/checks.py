@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.runs import PackRun
+from megatron_sft_idx.formats.base import PackRun
 from megatron_sft_idx.layout.header import MAX_CAPACITY
 from megatron_sft_idx.shard.writer import integer_array, mask_array, token_array
 

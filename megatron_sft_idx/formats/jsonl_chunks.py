@@ -29,19 +29,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.checks import MaskAlignment, checked_alignment, checked_run
-from megatron_sft_idx.formats.runs import (
-    RUN_TOKENS,
-    BinaryMasks,
-    Counts,
-    IndexedRun,
-    PackedReader,
-    PackedSpec,
-    PackedWriter,
-    PackRun,
-    file_identity,
-    note_unplaced,
-)
+from megatron_sft_idx.formats.runs import BinaryMasks, Counts, IndexedRun, file_identity, note_unplaced
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import OutputFile, open_regular
 from megatron_sft_idx.storage.publish import Kind, new_folder, require_space

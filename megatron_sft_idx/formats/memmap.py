@@ -33,6 +33,7 @@ import xxhash
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
+from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.checks import (
     MaskAlignment,
     alignment_note,
@@ -41,14 +42,9 @@ from megatron_sft_idx.formats.checks import (
     require_same_length,
 )
 from megatron_sft_idx.formats.runs import (
-    RUN_TOKENS,
     BinaryMasks,
     Counts,
     IndexedRun,
-    PackedReader,
-    PackedSpec,
-    PackedWriter,
-    PackRun,
     file_identity,
     note_unplaced,
     stated_alignment,

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.checks import (
     MaskAlignment,
     alignment_note,
@@ -30,15 +31,7 @@ from megatron_sft_idx.formats.checks import (
     unplaced_note,
 )
 from megatron_sft_idx.formats.restricted_pickle import KeptArray, npy_header, unpickle_rows
-from megatron_sft_idx.formats.runs import (
-    RUN_TOKENS,
-    PackedReader,
-    PackedSpec,
-    PackedWriter,
-    PackRun,
-    file_identity,
-    run_bounds,
-)
+from megatron_sft_idx.formats.runs import file_identity, run_bounds
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_regular
 from megatron_sft_idx.storage.publish import Kind, new_file, require_space

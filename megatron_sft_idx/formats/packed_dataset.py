@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackRun
 from megatron_sft_idx.formats.checks import MaskAlignment
 from megatron_sft_idx.formats.registry import Source, find, open_reader
-from megatron_sft_idx.formats.runs import PackedReader, PackedSpec, PackRun
 from megatron_sft_idx.formats.sft_idx import FORMAT, spec_of
 from megatron_sft_idx.formats.sft_idx import Reader as ShardReader
 from megatron_sft_idx.shard.reader import Pack, Shard

@@ -40,9 +40,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.checks import MaskAlignment, checked_alignment
 from megatron_sft_idx.formats.restricted_pickle import LIST_HEADS, read_pairs, write_pairs
-from megatron_sft_idx.formats.runs import PackedReader, PackedSpec, PackedWriter, PackRun, file_identity, run_bounds
+from megatron_sft_idx.formats.runs import file_identity, run_bounds
 from megatron_sft_idx.layout.header import MAX_CAPACITY
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import as_bytes, open_array, open_regular

@@ -10,8 +10,8 @@ from inspect import signature
 from typing import Any, TypeAlias
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.formats.checks import MaskAlignment
-from megatron_sft_idx.formats.runs import PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard.prefix import check_free, places_of

@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError, StorageError
+from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun
 from megatron_sft_idx.formats.checks import MaskAlignment, checked_alignment, checked_run
-from megatron_sft_idx.formats.runs import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun, windows
+from megatron_sft_idx.formats.runs import windows
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackRun
 from megatron_sft_idx.formats.checks import MaskAlignment, alignment_note, checked_alignment, checked_run
-from megatron_sft_idx.formats.runs import PackedReader, PackedSpec, PackRun, file_identity, note_unplaced, run_bounds
+from megatron_sft_idx.formats.runs import file_identity, note_unplaced, run_bounds
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, idx_nbytes, pack_idx_header
 from megatron_sft_idx.shard.reader import Pack

@@ -1,4 +1,4 @@
-"""The five files of a shard, and the names they have while they are being written."""
+"""The five files of a shard, the names they have while they are written, and the bytes of Megatron's index."""
 
 from __future__ import annotations
 

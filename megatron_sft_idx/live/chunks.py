@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs.pieces import JsonPiece
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
+from megatron_sft_idx.formats.base import PackRun
 from megatron_sft_idx.formats.checks import checked_run
 from megatron_sft_idx.formats.jsonl_chunks import (
     COMPLETED,
@@ -38,7 +39,6 @@ from megatron_sft_idx.formats.jsonl_chunks import (
     recognise,
     run_of,
 )
-from megatron_sft_idx.formats.runs import PackRun
 from megatron_sft_idx.live.acks import completed, read_acks
 from megatron_sft_idx.live.catalog import END, Catalog, Limits
 from megatron_sft_idx.live.catalog_watch import Waiter

@@ -1,4 +1,4 @@
-"""The producer's state on disk: rewritten when it changes, and every two seconds to say that the producer lives."""
+"""What a producer keeps in order: its state on disk, the room that consumers leave it, and the pace of its notices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a producer begins: an empty catalog, or one that it was making before, whatever ended it."""
+"""What a producer is told, and where it begins: an empty catalog, or one that it was making, however it ended."""
 
 from __future__ import annotations
 

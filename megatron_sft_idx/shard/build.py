@@ -1,4 +1,4 @@
-"""One build: three data files that grow, the counts and hashes of what is in them, and their way to five files."""
+"""One build: three data files that grow, the counts and hashes of what is in them, and the two indexes written last."""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from megatron_sft_idx.chat.inputs.files import InputFile, find_object, open_object, total_bytes
-from megatron_sft_idx.chat.inputs.pieces import MAX_ROW_NBYTES, UTF8_BOM, JsonPiece, Piece, cut_lines, iter_pieces
+from megatron_sft_idx.chat.inputs.files import InputFile, total_bytes
+from megatron_sft_idx.chat.inputs.opening import UTF8_BOM, find_object, open_object
+from megatron_sft_idx.chat.inputs.pieces import MAX_ROW_NBYTES, JsonPiece, Piece, cut_lines, iter_pieces
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.hashing import StreamHash

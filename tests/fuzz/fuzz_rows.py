@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from fuzz.contract import refused
 
-from megatron_sft_idx.chat.inputs.pieces import parse_json
+from megatron_sft_idx.chat.inputs.json_value import parse_json
 from megatron_sft_idx.chat.rows import RowError, RowOptions, to_sequence_source
 from megatron_sft_idx.chat.types import Conversation
 

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_sft_idx.chat.inputs.files import open_object
-from megatron_sft_idx.chat.inputs.pieces import parse_json
+from megatron_sft_idx.chat.inputs.json_value import parse_json
+from megatron_sft_idx.chat.inputs.opening import open_object
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.storage import is_remote
 

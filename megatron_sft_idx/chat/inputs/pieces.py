@@ -6,40 +6,32 @@ workers changes nothing.
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
-from typing import Any, BinaryIO, Literal
+from typing import Any
 
 import numpy as np
-import orjson
 import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx._native import scan_json_array
 from megatron_sft_idx.chat.inputs.columnar import arrow_batches, parquet_batches, rows_of_stream
-from megatron_sft_idx.chat.inputs.files import InputFile, open_stream
-from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
+from megatron_sft_idx.chat.inputs.files import InputFile
+from megatron_sft_idx.chat.inputs.json_value import parse_json
+from megatron_sft_idx.chat.inputs.opening import read_blocks, stream_blocks
+from megatron_sft_idx.errors import FormatError, SequenceError
 
 __all__ = [
     "MAX_ROW_NBYTES",
-    "UTF8_BOM",
     "ColumnarPiece",
-    "Compression",
     "JsonPiece",
     "Piece",
     "Run",
-    "compression_of",
     "cut_array",
     "cut_lines",
     "iter_pieces",
-    "parse_json",
-    "read_blocks",
-    "stream_blocks",
     "stream_pieces",
 ]
 
@@ -307,150 +299,3 @@ def _too_long(path: str, num_before: int, limit: int) -> FormatError:
         f"{path}: row {num_before + 1} is longer than {limit} bytes; expected one JSON object a line, "
         "or one array of objects"
     )
-
-
-Compression = Literal["", "gzip", "zstd"]
-
-_BLOCK_NBYTES = 1 << 20
-# Compressed bytes fed at once; what one feed expands to is held in memory, so it is kept small.
-_ZSTD_FEED_NBYTES = 1 << 15
-UTF8_BOM = b"\xef\xbb\xbf"
-
-
-def compression_of(head: bytes) -> Compression:
-    """How a file that starts with these bytes is compressed; names lie, magic numbers do not."""
-    if head.startswith(b"\x1f\x8b"):
-        return "gzip"
-    # A zstd file may start with a skippable frame, as pzstd writes them.
-    if head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F):
-        return "zstd"
-    return ""
-
-
-def read_blocks(
-    path: str, compression: Compression, etag: str | None = None, *, peek: bool = False
-) -> Iterator[tuple[bytes, int]]:
-    """Yields non-empty blocks and the bytes read so far of the file as it is on disk.
-
-    A UTF-8 byte order mark at the start is taken off. Gzip members and zstd frames one after another are read
-    as one stream.
-
-    Args:
-        path: the file, local or remote.
-        compression: how it is compressed.
-        etag: for a remote one, which object it must be.
-        peek: only the beginning is wanted, so that no more of a remote one is fetched.
-
-    Raises:
-        FormatError: the file cannot be read, or its compressed data is broken or ends early.
-    """
-    yield from _without_mark(_raw_blocks(path, compression, etag, peek))
-
-
-def stream_blocks(stream: BufferedReader, name: str) -> Iterator[tuple[bytes, int]]:
-    """As ``read_blocks``, of what comes in a pipe, as it comes.
-
-    Raises:
-        FormatError: it is compressed, or cannot be read.
-    """
-    yield from _without_mark(_arriving(stream, name))
-
-
-def _arriving(stream: BufferedReader, name: str) -> Iterator[tuple[bytes, int]]:
-    position = 0
-    try:
-        while block := stream.read1(_BLOCK_NBYTES):
-            if not position and (compression := compression_of(block)):
-                raise FormatError(f"{name}: {compression} data; unpack it on the way: {compression} -dc FILE | ...")
-            position += len(block)
-            yield block, position
-    except OSError as error:
-        raise FormatError(f"{name}: cannot be read: {error.strerror or error}") from None
-
-
-def _without_mark(blocks: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
-    head, position = b"", 0
-    for block, at in blocks:
-        position = at
-        head += block
-        if len(head) >= len(UTF8_BOM):
-            break
-    if head := head.removeprefix(UTF8_BOM):
-        yield head, position
-    yield from blocks
-
-
-def _raw_blocks(path: str, compression: Compression, etag: str | None, peek: bool) -> Iterator[tuple[bytes, int]]:
-    try:
-        with open_stream(path, etag, peek=peek) as file:
-            if compression == "zstd":
-                yield from _zstd_blocks(path, file)
-                return
-            source = gzip.GzipFile(fileobj=file) if compression == "gzip" else file
-            while block := source.read(_BLOCK_NBYTES):
-                yield block, file.tell()
-    except SFTIndexError:
-        raise  # of an object store, whose errors are OSErrors too
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise FormatError(f"{path}: broken gzip data: {error}; make or download the file again") from None
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error.strerror or error}") from None
-
-
-def _zstd_blocks(path: str, file: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    try:
-        import zstandard
-    except ImportError:
-        raise SFTIndexError(f"{path}: reading .zst needs zstandard: pip install 'megatron-sft-idx[zstd]'") from None
-    # stream_reader() takes a file that ends inside a frame for a complete one; a decompressobj says.
-    frame = None
-    try:
-        while data := file.read(_ZSTD_FEED_NBYTES):
-            while data:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                if block := frame.decompress(data):
-                    yield block, file.tell()
-                data = frame.unused_data if frame.eof else b""
-                frame = None if frame.eof else frame
-    except zstandard.ZstdError as error:
-        raise FormatError(f"{path}: broken zstd data: {error}; make or download the file again") from None
-    if frame is not None:
-        raise FormatError(f"{path}: broken zstd data: ends inside a frame; make or download the file again")
-
-
-_DIGITS_TO_ZERO = bytes.maketrans(b"123456789", b"000000000")
-# The shortest integers outside 64 bits have 19 digits (below -2**63).
-_LONG_NUMBER = b"0" * 19
-
-
-def parse_json(raw: bytes) -> Any:
-    """Parses one document; of repeated keys the last counts, as JSON libraries do.
-
-    Integers are kept whatever their size (orjson alone would round those past 64 bits to floats). Floats
-    become doubles: ``1.10`` is later written as ``1.1``.
-
-    Raises:
-        ValueError: with the reason, for anything RFC 8259 does not allow (NaN, lone surrogates, invalid
-            UTF-8), numbers past a double's range and nesting deeper than the parser goes.
-    """
-    try:
-        value = orjson.loads(raw)
-        if _LONG_NUMBER in raw.translate(_DIGITS_TO_ZERO):
-            value = json.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise ValueError(_reason(raw, error)) from None
-    except (RecursionError, ValueError) as error:
-        # Only from json: nesting that orjson still takes, integers of thousands of digits.
-        raise ValueError(f"cannot be parsed: {error}") from None
-    return value
-
-
-def _reason(raw: bytes, error: json.JSONDecodeError) -> str:
-    try:
-        raw.decode()
-    except UnicodeDecodeError as bad:
-        return f"not valid UTF-8: {bad.reason} (byte {bad.start + 1} of the row); convert the file to UTF-8"
-    reason = f"not valid JSON: {error.msg} (character {error.pos + 1} of the row)"
-    if any(word in raw for word in (b"NaN", b"Infinity")):
-        reason += "; NaN and Infinity are not JSON, write null"
-    return reason

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_sft_idx.chat.inputs.pieces import parse_json
+from megatron_sft_idx.chat.inputs.json_value import parse_json
 
 __all__ = [
     "MEDIA_COLUMNS",
