@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import tokenizer_zoo as zoo
 
-from megatron_sft_idx.chat.tokenizer import engines, load_tokenizer
+from megatron_sft_idx.chat.tokenizer import engines as engine_module
+from megatron_sft_idx.chat.tokenizer import load_tokenizer
 from megatron_sft_idx.chat.types import Rendered
 from megatron_sft_idx.errors import FormatError
 
@@ -279,7 +280,7 @@ def test_gigatoken_can_be_asked_for_and_missed(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(FormatError, match="not known to be identical"):
         load_tokenizer(unknown, backend="gigatoken")
     assert load_tokenizer(unknown).backend == "tokenizers"
-    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    monkeypatch.setattr(engine_module, "find_spec", lambda name: None)
     assert load_tokenizer(folder).backend == "tokenizers"
     with pytest.raises(FormatError, match="pip install gigatoken"):
         load_tokenizer(folder, backend="gigatoken")

@@ -23,7 +23,8 @@ from chats import ROOT, TOKENIZER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_sft_idx.chat.tokenizer import engines, load_tokenizer
+from megatron_sft_idx.chat.tokenizer import engines as engine_module
+from megatron_sft_idx.chat.tokenizer import load_tokenizer
 from megatron_sft_idx.chat.tokenizer.engines import (
     FastEngine,
     Ids,
@@ -127,7 +128,7 @@ def test_what_all_tables_know_is_no_matter_of_this_pythons(monkeypatch: pytest.M
     def unasked(character: str) -> str:
         raise AssertionError(f"{character!r}: asked this Python's tables")
 
-    monkeypatch.setattr(engines.unicodedata, "category", unasked)
+    monkeypatch.setattr(engine_module.unicodedata, "category", unasked)
     fast, exact = engines(zoo.spec_of("qwen2"))
     assert differing(fast, exact, ["plain", "naïve 😀", in_context("\U00011de0")]) == []
 
@@ -251,7 +252,7 @@ def test_a_wrong_answer_on_the_sample_sends_everything_to_tokenizers(monkeypatch
 
 
 def test_a_library_that_cannot_load_it_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "known_class", lambda spec: "gpt2")
+    monkeypatch.setattr(engine_module, "known_class", lambda spec: "gpt2")
     spec = zoo.spec_of("split-unknown")
     engine, reason = load_fast_engine(spec, build_tokenizer(spec), parallel=False)
     assert engine is None
@@ -265,7 +266,7 @@ def test_the_encoder_is_renewed_before_it_remembers_too_much(monkeypatch: pytest
     texts = [zoo.random_text(rng, 20) for _ in range(10)]
     assert differing(fast, exact, texts) == []
     assert fast._encoder is before
-    monkeypatch.setattr(engines, "RENEWAL_NBYTES", 100)
+    monkeypatch.setattr(engine_module, "RENEWAL_NBYTES", 100)
     assert differing(fast, exact, texts) == []
     assert fast._encoder is not before
 
@@ -295,8 +296,8 @@ def test_what_the_sample_took_is_given_back() -> None:
 def test_the_sample_is_paid_for_once_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers are handed what the first process proved, and prove it again for another tokenizer or other libraries."""
     samples: list[str] = []
-    agrees = fast_engine._agrees
-    monkeypatch.setattr(engines, "_agrees", lambda *args: samples.append("one more") or agrees(*args))
+    agrees = engine_module._agrees
+    monkeypatch.setattr(engine_module, "_agrees", lambda *args: samples.append("one more") or agrees(*args))
     encoder = RowEncoder(EncodingOptions(str(zoo.write_folder(tmp_path / "a", "gpt2"))))
     assert (len(samples), encoder.tokenizer.backend) == (1, "gigatoken")
     handed = pickle.loads(pickle.dumps(encoder.options))
@@ -306,7 +307,7 @@ def test_the_sample_is_paid_for_once_a_run(tmp_path: Path, monkeypatch: pytest.M
     zoo.write_folder(tmp_path / "a", "llama3")
     assert RowEncoder(handed).tokenizer.backend == "gigatoken"
     assert len(samples) == 2
-    monkeypatch.setattr(engines, "version", lambda name: "0.0.1")
+    monkeypatch.setattr(engine_module, "version", lambda name: "0.0.1")
     assert load_tokenizer(tmp_path / "a", proof=RowEncoder(handed).tokenizer.proof.replace("0.0.1", "0.0.2"))
     assert len(samples) == 4
 
