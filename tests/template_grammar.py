@@ -94,7 +94,12 @@ def designs() -> st.SearchStrategy[Design]:
 
 
 def _sensible(design: Design) -> Design:
-    """Without what no template has: ends that stand before headers, and then a prompt or words before such an end."""
+    """Without what no template has: ends that stand before headers, and then a prompt or words before such an end.
+
+    Nor are generation markers around statements that write nothing, as those of a template that collects its text.
+    """
+    if design.loop == "collected":
+        design = replace(design, markers="none")
     if design.end != "between":
         return design
     odd = design.prompt in ("in loop", "always", "close first")

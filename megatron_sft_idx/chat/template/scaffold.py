@@ -197,14 +197,18 @@ class Edges:
             end = end if piece[0].isspace() else piece.end()
         return end
 
-    def always_prompts(self, turn: int, said: int) -> bool:
-        """Whether a header seems to stand behind all messages, asked for or not; only tracing tells it from ends."""
+    def always_prompts(self, turn: int, start: int, said: int) -> bool:
+        """Whether a header seems to stand behind all messages, asked for or not; only tracing tells it from ends.
+
+        It has words, or is the tag that stands right before the turn's ``start``.
+        """
         asked, answered = self._views.closed(turn), self._views.closed(turn + 1)
         if asked is None or answered is None or any(self._prompts(turn)) or not answered.startswith(self._text[:said]):
             return False
         length = _parting(asked[::-1], answered[: said - 1 : -1])
-        words = _TAGS.sub(" ", answered[len(answered) - length :])
-        return any(map(str.isalnum, words))
+        behind, before = answered[len(answered) - length :], self._text[max(0, start - _NEAR) : start].rstrip()
+        header = next((tag[0] for tag in _TAGS.finditer(before) if tag.end() == len(before)), None)
+        return any(map(str.isalnum, _TAGS.sub(" ", behind))) or (header is not None and header in behind)
 
     def _openings(self, turn: int, head: str) -> list[str]:
         """What assistants' turns begin with: a header's first tag, or its first word with all that sticks to it."""

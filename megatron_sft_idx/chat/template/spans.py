@@ -490,7 +490,7 @@ class SpanFinder:
         start = min(first, self._edges.start(message, low, first, own if first in words else None))
         said = max(said, start)
         written = Written(last.stop, *self._neighbours(message, low, start, last.stop)) if traced else None
-        if written is None and self._edges.always_prompts(message, said):
+        if written is None and self._edges.always_prompts(message, start, said):
             raise unusable(
                 f"the chat template {rules.name} writes a header behind all messages and cannot be traced, so nothing"
                 f" tells where assistant message {message + 1} ends; put {{% generation %}} markers around what it says"
