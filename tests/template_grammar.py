@@ -100,6 +100,8 @@ def _sensible(design: Design) -> Design:
     """
     if design.loop == "collected":
         design = replace(design, markers="none")
+    if design.prompt == "always":  # what tells such a header from an end of turn is its name
+        design = replace(design, names="from role")
     if design.end != "between":
         return design
     odd = design.prompt in ("in loop", "always", "close first")

@@ -84,6 +84,12 @@ class Beginnings:
         """The first messages and a plain answer."""
         return self._of(count, SAID)
 
+    def plain(self) -> tuple[str | None, str | None]:
+        """A plain question, and one with a plain answer."""
+        question = {"role": "user", "content": ASKED}
+        answer = {"role": "assistant", "content": SAID}
+        return self._of(0, ASKED), self._render([question, answer], False)
+
     def prompt(self, count: int, more: str = "") -> tuple[str, str] | None:
         """The first messages with the generation prompt and without it."""
         fed, closed = self._of(count, more, True), self._of(count, more)
@@ -168,6 +174,7 @@ class Edges:
             # What every turn begins with is no turn's end, even where a rendering goes on with it by itself.
             ends = [at for opening in openings if (at := text.find(opening, said, said + length)) >= 0]
             shared = said + len(text[said : min(ends, default=said + length)].rstrip())
+            shared -= max((_overlap(text[said:shared], opening) for opening in openings), default=0)
         if written is None:  # nothing else says where the turn's own text ends
             if tail is None and last and not any(opening in text[said:high] for opening in openings):
                 return high
@@ -189,26 +196,38 @@ class Edges:
         return self._end_behind(turn, high, written.stop, openings, written.answered) or high
 
     def _ending(self, start: int, stop: int) -> int:
-        """Where an end of turn that was written after the turn is over: no word belongs to it."""
-        end = start
-        for piece in self._piece.finditer(self._text, start, stop):
+        """Where an end of turn that was written after the turn is over: no word belongs to it, nor a tag before one."""
+        ends = [start]
+        for piece in self._piece.finditer(self._text, start, stop + 1):
             if piece[0].replace("_", "").isalnum():
-                break
-            end = end if piece[0].isspace() else piece.end()
-        return end
+                return ends[-2] if ends[-1] == piece.start() and len(ends) > 1 else ends[-1]
+            if not piece[0].isspace() and piece.end() <= stop:
+                ends.append(piece.end())
+        return ends[-1]
 
     def always_prompts(self, turn: int, start: int, said: int) -> bool:
         """Whether a header seems to stand behind all messages, asked for or not; only tracing tells it from ends.
 
-        It has words, or is the tag that stands right before the turn's ``start``.
+        It has words, or is the tag that stands right before the turn's ``start``. A plain question with a plain answer
+        may show it as well as this turn.
         """
         asked, answered = self._views.closed(turn), self._views.closed(turn + 1)
-        if asked is None or answered is None or any(self._prompts(turn)) or not answered.startswith(self._text[:said]):
-            return False
+        known = asked is not None and answered is not None and answered.startswith(self._text[:said])
+        if known and self._headed(turn, asked or "", answered or "", start, said):
+            return True
+        asked, answered = self._views.plain()
+        at = -1 if asked is None or answered is None else answered.rfind(SAID)
+        return at >= 0 and self._headed(turn, asked or "", answered or "", at, at + len(SAID))
+
+    def _headed(self, turn: int, asked: str, answered: str, start: int, said: int) -> bool:
+        """Whether what a question and an answer end with alike, behind all words, may be a header."""
         length = _parting(asked[::-1], answered[: said - 1 : -1])
-        behind, before = answered[len(answered) - length :], self._text[max(0, start - _NEAR) : start].rstrip()
+        behind, before = answered[len(answered) - length :], answered[max(0, start - _NEAR) : start].rstrip()
         header = next((tag[0] for tag in _TAGS.finditer(before) if tag.end() == len(before)), None)
-        return any(map(str.isalnum, _TAGS.sub(" ", behind))) or (header is not None and header in behind)
+        words = any(map(str.isalnum, _TAGS.sub(" ", behind)))
+        if any(self._prompts(turn)):  # then it is no header, but words behind an end can be told from the end
+            return words and not any(end in behind for end in self._ends)
+        return words or (header is not None and header in behind)
 
     def _openings(self, turn: int, head: str) -> list[str]:
         """What assistants' turns begin with: a header's first tag, or its first word with all that sticks to it."""
@@ -333,6 +352,11 @@ class Edges:
                 break
             length = a.end()
         return length
+
+
+def _overlap(text: str, opening: str) -> int:
+    """How much of an opening, but not all of it, a text ends with: such as ``[`` of ``[user]``."""
+    return next((length for length in range(len(opening) - 1, 0, -1) if text.endswith(opening[:length])), 0)
 
 
 def _is_tag(piece: str) -> bool:
