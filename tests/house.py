@@ -152,6 +152,16 @@ def size_complaints(source: str, name: str) -> list[str]:
     return complaints
 
 
+def front_door_complaints(named: Iterable[tuple[str, bool, str]]) -> list[str]:
+    """Packages whose ``__init__`` does not say, in two to six lines, what lives there and what may not."""
+    complaints = []
+    for module, is_package, source in named:
+        said = (ast.get_docstring(ast.parse(source)) or "").splitlines() if is_package else []
+        if is_package and not 2 <= sum(bool(line.strip()) for line in said) <= 6:
+            complaints.append(f"{module}: its docstring has {len(said)} lines; say in two to six lines what lives here")
+    return complaints
+
+
 def is_verb(module: str, source: str) -> bool:
     """Whether a module is a verb of the command line, whose name is that of what it calls."""
     return module.startswith(f"{PACKAGE}.cli.") and "\ndef add_parser(" in source

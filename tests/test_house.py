@@ -13,6 +13,7 @@ from house import (
     PACKAGE,
     SHARED_NAMES,
     TOP_LEVEL,
+    front_door_complaints,
     import_complaints,
     is_light,
     modules,
@@ -115,6 +116,14 @@ def test_long_files_and_functions_are_seen() -> None:
     assert size_complaints(body, "a.py") == ["a.py:5: long has 71 lines, at most 70"]
     assert size_complaints("x = 1\n" * 701, "a.py") == ["a.py: 701 lines, at most 700"]
     assert size_complaints("x = 1\n" * 400, "a.py") == []
+
+
+def test_every_folder_says_what_it_is_for() -> None:
+    complaints = front_door_complaints(modules(ROOT))
+    assert not complaints, "\n".join(complaints)
+    short, plain, long = '"""A room."""', '"""A room.\n\nFor guests.\n"""', '"""A room.\n\n' + "More.\n" * 6 + '"""'
+    assert front_door_complaints([("a.b", True, plain), ("a.b.c", False, short)]) == []
+    assert [len(front_door_complaints([("a.b", True, source)])) for source in ("", short, long)] == [1, 1, 1]
 
 
 def test_file_names_are_unique() -> None:
