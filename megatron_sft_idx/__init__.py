@@ -1,4 +1,9 @@
-"""Packed SFT data for Megatron: five memory-mapped files a shard, exact loss masks."""
+"""Packed SFT data for Megatron: five memory-mapped files a shard, exact loss masks.
+
+This file offers the public names, each imported when it is first used, so that nobody pays for torch or Megatron who
+only reads or packs. Modules of the package import from each other and never from here. What each folder is for, its
+own first lines say; docs/development.md shows how they fit together.
+"""
 
 import os
 import sys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +41,16 @@ HEAVY = (
 
 TOP_LEVEL = {
     *("setup.py", "megatron_sft_idx", "csrc", "tests", "tools", "docs", "README.md"),
-    *("pyproject.toml", "Makefile", "MANIFEST.in", "constraints.txt", "CHANGELOG.md", "LICENSE"),
+    *("pyproject.toml", "Makefile", "MANIFEST.in", "constraints.txt", "CHANGELOG.md", "LICENSE", "CONTRIBUTING.md"),
+}
+# A file's name tells its place, so that a name in a traceback is one. These stand in more places than one; no more may.
+SHARED_NAMES = {
+    "copying": {"packs", "transfer"},
+    "files": {"chat.inputs", "layout", "storage.remote"},
+    "local": {"storage", "tokenize"},
+    "opening": {"chat.inputs", "shard"},
+    "options": {"cli", "storage"},
+    "plan": {"packing", "tokenize"},
 }
 # Written so that this file does not hold what it looks for.
 PRIVATE = re.compile(r"(?<![\w.\-/])/(?:wor[k]|tm[p]|hom[e]|roo[t])/[\w.]")
@@ -141,6 +150,47 @@ def size_complaints(source: str, name: str) -> list[str]:
             if length > MAX_FUNCTION_LINES:
                 complaints.append(f"{name}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}")
     return complaints
+
+
+def front_door_complaints(named: Iterable[tuple[str, bool, str]]) -> list[str]:
+    """Packages whose ``__init__`` does not say, in two to six lines, what lives there and what may not."""
+    complaints = []
+    for module, is_package, source in named:
+        said = (ast.get_docstring(ast.parse(source)) or "").splitlines() if is_package else []
+        if is_package and not 2 <= sum(bool(line.strip()) for line in said) <= 6:
+            complaints.append(f"{module}: its docstring has {len(said)} lines; say in two to six lines what lives here")
+    return complaints
+
+
+def is_verb(module: str, source: str) -> bool:
+    """Whether a module is a verb of the command line, whose name is that of what it calls."""
+    return module.startswith(f"{PACKAGE}.cli.") and "\ndef add_parser(" in source
+
+
+def name_complaints(named: Iterable[tuple[str, bool, str]], shared: Mapping[str, set[str]]) -> list[str]:
+    """File names of the package, from ``modules``, that tell of more than one place.
+
+    Args:
+        named: dotted name, whether it is a package, and source of each module.
+        shared: the names that may, and the folders that they may stand in.
+    """
+    folders: dict[str, set[str]] = {}
+    for module, is_package, source in named:
+        folder, _, name = module.rpartition(".")
+        if not is_package and not is_verb(module, source):
+            folders.setdefault(name, set()).add(folder.partition(".")[2])
+    several = {name: found for name, found in folders.items() if len(found) > 1}
+    new = [
+        f"{name}.py stands in {', '.join(sorted(found))}; file names are unique: rename one"
+        for name, found in sorted(several.items())
+        if not found <= shared.get(name, set())
+    ]
+    gone = [
+        f"{name}.py stands in {', '.join(sorted(there)) or 'no folder'} only; set SHARED_NAMES right"
+        for name, allowed in sorted(shared.items())
+        if not allowed <= (there := folders.get(name, set()))
+    ]
+    return new + gone
 
 
 def private_path_complaints(text: str, name: str) -> list[str]:

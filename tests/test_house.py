@@ -11,10 +11,13 @@ from house import (
     HEAVY,
     MAX_MODULE_LINES,
     PACKAGE,
+    SHARED_NAMES,
     TOP_LEVEL,
+    front_door_complaints,
     import_complaints,
     is_light,
     modules,
+    name_complaints,
     private_path_complaints,
     size_complaints,
 )
@@ -113,6 +116,34 @@ def test_long_files_and_functions_are_seen() -> None:
     assert size_complaints(body, "a.py") == ["a.py:5: long has 71 lines, at most 70"]
     assert size_complaints("x = 1\n" * 701, "a.py") == ["a.py: 701 lines, at most 700"]
     assert size_complaints("x = 1\n" * 400, "a.py") == []
+
+
+def test_every_folder_says_what_it_is_for() -> None:
+    complaints = front_door_complaints(modules(ROOT))
+    assert not complaints, "\n".join(complaints)
+    short, plain, long = '"""A room."""', '"""A room.\n\nFor guests.\n"""', '"""A room.\n\n' + "More.\n" * 6 + '"""'
+    assert front_door_complaints([("a.b", True, plain), ("a.b.c", False, short)]) == []
+    assert [len(front_door_complaints([("a.b", True, source)])) for source in ("", short, long)] == [1, 1, 1]
+
+
+def test_file_names_are_unique() -> None:
+    complaints = name_complaints(modules(ROOT), SHARED_NAMES)
+    assert not complaints, "\n".join(complaints)
+
+
+def test_a_second_file_of_a_name_is_seen() -> None:
+    verb, reader = "import x\n\n\ndef add_parser():\n    pass\n", "def read():\n    pass\n"
+    one, other = (f"{PACKAGE}.shard.reader", False, reader), (f"{PACKAGE}.formats.reader", False, reader)
+    assert name_complaints([one, (f"{PACKAGE}.cli.reader", False, verb), (f"{PACKAGE}.a.reader", True, "")], {}) == []
+    assert name_complaints([one, other], {"reader": {"shard", "formats"}}) == []
+    for complaints in (
+        name_complaints([one, other], {}),
+        name_complaints([one, other, (f"{PACKAGE}.a.reader", False, "")], {"reader": {"shard", "formats"}}),
+        name_complaints([one, (f"{PACKAGE}.cli.reader", False, reader)], {}),
+        name_complaints([one], {"reader": {"shard", "formats"}}),
+    ):
+        assert len(complaints) == 1
+        assert complaints[0].startswith("reader.py stands in ")
 
 
 def test_the_top_level_holds_what_it_should() -> None:

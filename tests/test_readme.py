@@ -6,8 +6,11 @@ import contextlib
 import io
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from doc_blocks import (
@@ -31,7 +34,7 @@ from megatron_sft_idx.cli.main import build_parser
 
 BLOCKS = {page: blocks_of(page) for page in PAGES}
 ALL = [block for blocks in BLOCKS.values() for block in blocks]
-TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in [*PAGES, "CHANGELOG.md"]}
+TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in [*PAGES, "CHANGELOG.md", "CONTRIBUTING.md"]}
 
 
 def program(folder: Path) -> Callable[[Block], Said]:
@@ -156,6 +159,50 @@ def test_extras_exist() -> None:
     ]
     assert len(named) > 10
     assert set(named) <= there
+
+
+def named_in(module: str, names: Sequence[str]) -> bool:
+    """Whether ``names`` lead somewhere from a module on, through modules, what they hold, and what classes hold."""
+    found: Any = import_module(module)
+    for name in names:
+        if (path := getattr(found, "__path__", None)) and find_spec(f"{found.__name__}.{name}", path):
+            found = import_module(f"{found.__name__}.{name}")
+        elif hasattr(found, name):
+            found = getattr(found, name)
+        else:
+            return False
+    return True
+
+
+def names_of_code(text: str) -> list[str]:
+    """What stands in backquotes and reads as a module of the package, or something in one."""
+    quoted = re.findall(r"`([A-Za-z_][\w.]*)`", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.DOTALL | re.MULTILINE))
+    return [name.removeprefix("megatron_sft_idx.") for name in quoted if "." in name and not name.endswith(".py")]
+
+
+def test_the_code_has_the_names() -> None:
+    named = [name for name in names_of_code(TEXTS["docs/development.md"]) if name != "PREFIX.parts"]
+    assert len(named) > 60
+    assert {name.split(".")[0] for name in named} >= {"chat", "tokenize", "shard", "training", "live", "formats", "cli"}
+    missing = [name for name in named if not named_in("megatron_sft_idx", name.split("."))]
+    assert not missing, f"docs/development.md names what is not there: {missing}"
+
+
+def test_a_name_that_is_gone_is_seen() -> None:
+    text = "`shard.writer` `megatron_sft_idx.shard.writer.ShardWriter.gone` `rows` `a.py`\n```\n`a.b`\n```\n"
+    assert names_of_code(text) == ["shard.writer", "shard.writer.ShardWriter.gone"]
+    for name in ("shard.writer", "shard.writer.ShardWriter.add_packs", "_native.PackStage"):
+        assert named_in("megatron_sft_idx", name.split("."))
+    for name in ("shard.scribe", "shard.writer.Scribe", "shard.writer.ShardWriter.gone", "room.writer"):
+        assert not named_in("megatron_sft_idx", name.split("."))
+
+
+def test_paths_of_the_developers_pages_exist() -> None:
+    for page in ("docs/development.md", "CONTRIBUTING.md"):
+        named = re.findall(r"`((?:[\w.]+/)+[\w.]*)`", TEXTS[page])
+        assert named, page
+        missing = [name for name in named if not (ROOT / name).exists()]
+        assert not missing, f"{page}: {missing}"
 
 
 def test_make_has_the_targets() -> None:

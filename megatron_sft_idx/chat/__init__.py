@@ -1,1 +1,5 @@
-"""Chats to token ids with masks: files, rows, templates and tokenizers."""
+"""Chats to token ids with loss masks: ``inputs``, ``rows``, ``template`` and ``tokenizer``, one after the other.
+
+``types`` holds what passes from one step to the next. Nothing here knows of packs or of shards, and nothing
+writes a file. Tokenizers and templates are read without any library that could go online.
+"""

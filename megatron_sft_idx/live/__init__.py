@@ -1,14 +1,7 @@
 """Data that is still being made: a live catalog, a folder of numbered shards that training reads as they appear.
 
-::
-
-    shard-000000.*        shards, six digits at least, each published atomically
-    _producer.json        ProducerState: alive, what is published, limits, how far the input is read
-    _END.json             how many shards there are; written once, last
-    _acks/NAME/           Ack: how far each rank of consumer NAME has trained, as of its last checkpoint
-
 Chunks of JSON lines, from anybody's producer, are read in the same way. Whoever reads here must expect that everything
-may be gone, torn or hostile a moment later. What producer and consumers share is offered here and knows no torch; what
+may be gone, torn or hostile a moment later. What producers and consumers share is offered here and knows no torch; what
 trains is imported from its module: ``live_loader``, and ``live_training`` for scripts with Megatron's arguments.
 """
 

@@ -1,5 +1,12 @@
 """The folder of a catalog: names of shards, which are there, and small JSON documents that are replaced as wholes.
 
+::
+
+    shard-000000.*        shards, six digits at least, each published atomically
+    _producer.json        ProducerState: alive, what is published, limits, how far the input is read
+    _END.json             how many shards there are; written once, last
+    _acks/NAME/           Ack: how far each rank of consumer NAME has trained, as of its last checkpoint
+
 What is read was written by another program, perhaps of another version, perhaps not at all with good intentions:
 size, syntax, version and the type of every field are checked, and anything wrong is a FormatError.
 """

@@ -1,4 +1,8 @@
-"""What ``produce`` does: an input that may still grow to a catalog of shards that training reads meanwhile."""
+"""Input that may still grow to a catalog of shards, which training reads meanwhile.
+
+How chats become packs is what ``tokenize`` does, how the catalog looks is told in ``live``; here is what keeps one
+producer going: its place in the input, the room it has, what it says of itself. Nothing here trains.
+"""
 
 from megatron_sft_idx.produce.production import ProduceSummary, own_files, produce
 from megatron_sft_idx.produce.start import AheadLimits, ProduceOptions

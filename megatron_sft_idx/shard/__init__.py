@@ -1,4 +1,8 @@
-"""One shard, read and written: numpy and the native kernels only, no torch, no megatron."""
+"""One shard, or many as one: opened, read, written, published whole, and recovered when a writer was killed.
+
+Numpy and the native kernels only, no torch and no Megatron. Every file of ours at a prefix appears, is replaced and is
+removed by the code here, so that what a killed process leaves can always be told from what belongs to somebody else.
+"""
 
 from megatron_sft_idx.shard.prefix import check_free, remove_shard
 from megatron_sft_idx.shard.reader import Pack, Shard, read_header

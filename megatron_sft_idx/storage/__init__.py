@@ -1,4 +1,8 @@
-"""Where bytes lie: on local disks (``local``) or in object stores (``remote``); and how they are read."""
+"""Where bytes lie, on local disks or in object stores (``remote``), how they are read, hashed, locked and put in place.
+
+Bytes have no meaning here: nothing knows a token from a mask. What a user finds appears whole, through ``publish``, or
+through ``shard.publication`` where five files belong together.
+"""
 
 from megatron_sft_idx.storage.advice import (
     Runs,

@@ -1,10 +1,9 @@
-"""Chats to shards: one engine, on this machine or on a Ray cluster.
+"""Chats to shards: one engine, on this machine or on a Ray cluster; ``pipeline`` goes through it all.
 
 The input is cut into stretches (``cut``); a task makes a part of each, whole or not there (``parts``); packs are
-planned on the lengths (``plan``) and gathered from the parts (``gather``). Tasks run in a pool of processes (``local``)
-or on a cluster (``ray``). What a run is of, and what an interrupted one left, is in ``run_folder`` and ``begin``;
-``pipeline`` goes through it all. Only ``encoding`` knows how a chat becomes tokens, and nothing here knows how a shard
-lies on disk.
+planned on the lengths (``plan``) and gathered from the parts (``gather``). Tasks run in ``local`` or on ``ray``; what
+an interrupted run left is in ``run_folder`` and ``begin``. Only ``encoding`` knows how a chat becomes tokens, and
+nothing here knows how a shard lies on disk.
 """
 
 from megatron_sft_idx.tokenize.begin import (

@@ -1,10 +1,14 @@
-"""Training on packs: sources of packs, batches, loaders, and Megatron's dataset face."""
+"""Packs to batches: an order, sources of packs, the assembler and its loader, and what Megatron is handed of these.
+
+Nothing here writes a shard. What imports Megatron is imported from its own module and not offered here: that takes
+seconds, and worker processes do without it. So what batches are made by (``rows``, ``sources``, ``fetch``, ``batch``,
+``loader``) may import torch and not Megatron.
+"""
 
 from megatron_sft_idx.training.batch import BatchAssembler, Form, Tensors
 from megatron_sft_idx.training.loader import BatchIterator, BatchLoader, Wanted, whole_rows
 from megatron_sft_idx.training.sources import PackSource, Segments, interleaved
 
-# Megatron's face is not here: it takes seconds to import, and worker processes do without it.
 __all__ = [
     "BatchAssembler",
     "BatchIterator",

@@ -1,4 +1,7 @@
-"""Whole shards from place to place: local folders and object stores, held to their checksums on the way."""
+"""Whole shards from place to place: local folders and object stores, held to their checksums on the way.
+
+What arrives has the bytes that were sent, or does not become a shard. Nothing here looks inside one or mends it.
+"""
 
 from megatron_sft_idx.transfer.buckets import STAGING, StagedOutput, upload
 from megatron_sft_idx.transfer.copying import check_destinations, copy_shard, destinations, download

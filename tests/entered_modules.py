@@ -1,0 +1,110 @@
+"""Which modules of the package one piece of work enters: counted by ``sys.setprofile``, in a process of its own.
+
+``python tests/entered_modules.py WORK FOLDER`` prints the modules in which a Python function is called, one a line: as
+many as somebody meets who follows the work with a debugger. Modules are imported before, so that what runs as they are
+imported does not count. What is found out once and then kept does, such as how a template writes its turns. WORK is a
+key of ``WORKS``; FOLDER holds what ``prepare`` made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from house import PACKAGE, is_light, modules
+from packs import demo_samples, write_samples
+
+ROOT = Path(__file__).parents[1]
+CHATS, TOKENIZER = ROOT / "tools/demo/chats.jsonl", ROOT / "tools/demo/tokenizer"
+
+
+def prepare(folder: Path) -> None:
+    """One chat as a JSON line, and a shard of a few packs."""
+    with open(CHATS, encoding="utf-8") as chats:
+        (folder / "chat.jsonl").write_text(chats.readline(), encoding="utf-8")
+    write_samples(folder / "x", demo_samples(), capacity=32)
+
+
+def entered_by(work: Callable[[], object]) -> list[str]:
+    """The modules of the package in which ``work``, or a thread that it starts, calls a function; sorted."""
+    entered: set[str] = set()
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            entered.add(frame.f_globals.get("__name__", ""))
+
+    threading.setprofile(look)
+    sys.setprofile(look)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    return sorted(name for name in entered if name.split(".")[0] == PACKAGE)
+
+
+# ---- the works: each gets ready, and returns what is counted ----
+
+
+def row(folder: Path) -> Callable[[], object]:
+    """A chat from its line of JSON to a published shard, without worker processes."""
+    from megatron_sft_idx.tokenize import EncodingOptions, PackOptions, PreprocessOptions, preprocess
+
+    inputs, encoding = [str(folder / "chat.jsonl")], EncodingOptions(str(TOKENIZER))
+    options = PreprocessOptions(inputs, str(folder / "made"), encoding, PackOptions(capacity=1024), workers=0)
+    return lambda: preprocess(options)
+
+
+def item(folder: Path) -> Callable[[], object]:
+    """A pack through Megatron's face of a shard, which is opened for it."""
+    from megatron_sft_idx.dataset import SFTIndexedDataset
+
+    return lambda: SFTIndexedDataset(str(folder / "x"))[3]
+
+
+def batch(folder: Path) -> Callable[[], object]:
+    """A batch of shuffled packs as a trainer gets it; the shard is opened for it, and it is made in a thread."""
+    from megatron_sft_idx.shard.shard_set import ShardSet
+    from megatron_sft_idx.training.loader import BatchLoader
+    from megatron_sft_idx.training.rows import EpochOrder, PackedRows
+    from megatron_sft_idx.training.sources import StoredPacks
+
+    def first() -> object:
+        source = StoredPacks(ShardSet([str(folder / "x")]))
+        order = EpochOrder(source.num_packs, 1234, "train", source.fingerprint)
+        rows = PackedRows(source, order, source.num_packs, seq_length=32)
+        with iter(BatchLoader(rows.assembler, rows.micro_batches([[0, 1], [2, 3]]))) as batches:
+            return next(batches)
+
+    return first
+
+
+def conversion(folder: Path) -> Callable[[], object]:
+    """A shard to another format, read again and compared, as ``convert`` does unasked."""
+    from megatron_sft_idx.formats.convert import convert
+
+    return lambda: convert(str(folder / "x"), str(folder / "padded"), "memmap")
+
+
+WORKS = {"row": row, "item": item, "batch": batch, "conversion": conversion}
+
+
+def main(name: str, folder: str) -> None:
+    """Print the modules that the work of this name enters."""
+    work = WORKS[name](Path(folder))
+    with_megatron = "torch" in sys.modules
+    for module, _, _ in modules(ROOT):
+        if not module.endswith("__main__") and (with_megatron or is_light(module)):
+            with contextlib.suppress(ModuleNotFoundError):  # of an extra that is not installed
+                import_module(module)
+    print(*entered_by(work), sep="\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
