@@ -253,8 +253,8 @@ def renderings(design: Design, chat: Chat) -> Iterator[str]:
 def outcome(template: ChatTemplate, design: Design, chat: Chat) -> str:
     """What became of a chat.
 
-    ``"handled"``; ``"refused"``; ``"lost"`` where no form of the row keeps all that the assistant says; ``"edge"`` where
-    every word is right, but a turn's end is not trained, or a tag of a header is: two edges are told apart by tags alone.
+    ``"handled"``; ``"refused"``; ``"lost"`` where no form of the row keeps all that the assistant says; ``"edge"``
+    where every word is right, but a turn's end is not trained, or a tag of a header is: only tags tell these apart.
 
     Raises:
         AssertionError: a word is trained on that should not be, or the other way round.
