@@ -23,7 +23,7 @@ from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
 from megatron_sft_idx.shard.opening import where_to_look
 from megatron_sft_idx.shard.prefix import held, lock_journal, read_journal
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
-from megatron_sft_idx.storage import open_regular, require_local
+from megatron_sft_idx.storage import read_most, require_local
 
 __all__ = ["FileState", "Rebuilt", "rebuild"]
 
@@ -147,10 +147,8 @@ def _read_header(paths: ShardPaths) -> tuple[bytes | None, Header | None, SFTInd
         if not os.path.isfile(path):
             raise FormatError(f"{path}: not a file; remove what is there, or choose the right prefix")
     try:
-        with open_regular(paths.seq_idx) as file:
-            raw = file.read(_USUAL_HEADER_NBYTES)
-            said = int.from_bytes(raw[12:16], "little")
-            raw += file.read(max(0, min(said, MAX_HEADER_NBYTES) - len(raw)))
+        said = int.from_bytes(read_most(paths.seq_idx, 16)[12:], "little")
+        raw = read_most(paths.seq_idx, min(max(said, _USUAL_HEADER_NBYTES), MAX_HEADER_NBYTES))
     except FileNotFoundError:
         return None, None, None
     try:
