@@ -153,9 +153,9 @@ def test_what_cannot_be_shown_is_an_error_where_showing_is_the_purpose(world: Wo
 @pytest.mark.parametrize("text", WRITING)
 def test_no_stream_at_all(world: World, calm: dict[str, Left], text: str) -> None:
     """As under a daemon: the numbers of the three closed descriptors are given to no file of the run."""
-    found = run(world, text, stdin="closed", stdout="closed", stderr="closed")
-    assert found.code == 0
-    assert without_seconds(found.made) == without_seconds(as_without(world, calm, text).made)
+    wanted, found = as_without(world, calm, text), run(world, text, stdin="closed", stdout="closed", stderr="closed")
+    assert found.code == wanted.code
+    assert without_seconds(found.made) == without_seconds(wanted.made)
 
 
 def test_a_closed_stdin_is_no_empty_input(world: World) -> None:
