@@ -100,7 +100,9 @@ def test_another_shard_is_replaced_only_when_told(
 
 def test_a_stock_dataset_at_the_prefix_is_not_touched(s3: Any, bucket: str, shard: str) -> None:
     s3.put_object(Bucket=bucket, Key="x.bin", Body=b"somebody's")
-    with pytest.raises(FormatError, match=r"x\.bin exist already and are not of this shard"):
+    with pytest.raises(
+        FormatError, match=r"x\.bin: an object of 10 bytes that is of no SFT shard is here, and is never replaced"
+    ):
         copy_shard(shard, f"s3://{bucket}/x")
     assert keys(s3, bucket) == {"x.bin"}
     assert s3.get_object(Bucket=bucket, Key="x.bin")["Body"].read() == b"somebody's"
