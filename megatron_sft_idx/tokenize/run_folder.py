@@ -15,6 +15,7 @@ from typing import Any
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard.prefix import lock_journal
+from megatron_sft_idx.storage.local import read_most
 from megatron_sft_idx.storage.publish import Kind, describe, head_of, write_file
 from megatron_sft_idx.tokenize.parts import PART_MAGIC
 
@@ -174,8 +175,7 @@ class RunFolder:
 
     def read(self) -> RunState:
         """What the run is of that left this folder. FormatError where that is no such run."""
-        with open(self.state_path, "rb") as file:
-            state = RunState.decode(file.read(_MAX_NBYTES))
+        state = RunState.decode(read_most(self.state_path, _MAX_NBYTES))
         if state is None:
             raise FormatError(
                 f"{self.state_path}: not a run of this command, or of another version of it; remove the folder"

@@ -191,7 +191,7 @@ def test_a_full_disk_fails_the_download_and_more_room_lets_it_go_on(
     with disks.mounted("size=8m") as disk:
         with disks.filled(disk, 300_000):
             code, said = run("copy", f"s3://{bucket}/x", str(disk / "x"))
-            assert (code, "No space left on device" in said) == (1, True), said
+            assert (code, f"{disk}/x: No space left on device" in said) == (1, True), said
             assert {path.name for path in disk.iterdir()} == {"ballast"}  # found before the work
         copy_shard(f"s3://{bucket}/x", str(disk / "x"))
         assert five_files(disk / "x") == five_files(small)
