@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 
 import numpy as np
 import pytest
@@ -112,3 +113,16 @@ def test_an_object_that_was_replaced_is_an_error(tmp_path, monkeypatch):
     for act in (lambda: list(cut_input([file], Cutting(16, 2))), lambda: list(read_pieces(stretch, Cutting(16, 2)))):
         with pytest.raises(FormatError, match="was replaced since the run began"):
             act()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="no file here that cannot be read")
+@pytest.mark.parametrize(
+    "step", [cut_input, lambda files, cutting: read_pieces(Stretch(*files, "x", 0, 0, 0, 9), cutting)]
+)
+def test_a_disk_that_gives_nothing_back_is_told_of_with_the_file(tmp_path, step):
+    """Reading /proc/self/mem is an error like that of a bad disk; what lies before the ends of pieces is read too."""
+    path = str(tmp_path / "rows.jsonl")
+    os.symlink("/proc/self/mem", path)
+    with pytest.raises(OSError, match="Input/output error") as error:
+        list(step([InputFile(path, "lines", "", 1 << 20)], Cutting(16, 2)))
+    assert error.value.filename == path

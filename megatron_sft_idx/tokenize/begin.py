@@ -31,7 +31,6 @@ __all__ = [
     "find_done",
     "option_differences",
     "packing_differences",
-    "require_not_output",
 ]
 
 
@@ -180,16 +179,6 @@ def _differences(found: Any, wanted: Any, name: str = "") -> Iterator[str]:
 
 
 # ---- what is there ----
-
-
-def require_not_output(files: Sequence[InputFile], prefixes: Sequence[str]) -> None:
-    """FormatError where a file of the input is one of a shard at these prefixes."""
-    outputs = {os.path.realpath(path) for prefix in prefixes for path in ShardPaths.of(prefix).all}
-    for file in files:
-        if os.path.realpath(file.path) in outputs:
-            raise FormatError(
-                f"{file.path}: is an input, and would be replaced by the output; choose another --output-prefix"
-            )
 
 
 def find_done(job: Job) -> list[Header]:

@@ -18,7 +18,7 @@ from megatron_sft_idx.chat.inputs.files import InputFile, total_bytes
 from megatron_sft_idx.chat.inputs.opening import UTF8_BOM, find_object, open_object
 from megatron_sft_idx.chat.inputs.pieces import MAX_ROW_NBYTES, JsonPiece, Piece, cut_lines, iter_pieces
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage import is_remote, naming, open_regular
 from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.remote import open_store
 
@@ -156,21 +156,20 @@ class _Ends:
 
     def __init__(self, file: InputFile, piece_nbytes: int) -> None:
         self._file, self._piece_nbytes = file, piece_nbytes
-        self._fd = -1
         self._held: list[tuple[int, bytes]] = []
-        if is_remote(file.path):
+        self._local = None if is_remote(file.path) else open_regular(file.path)
+        if self._local is None:
             self._store, self._key = open_store(file.path)
             find_object(file.path, file.etag)
-        else:
-            self._fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
+        if self._local is not None:
+            self._local.close()
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        if self._fd >= 0:
-            return os.pread(self._fd, nbytes, offset)
+        if self._local is not None:
+            with naming(self._file.path):
+                return os.pread(self._local.fileno(), nbytes, offset)
         nbytes = min(nbytes, self._file.num_bytes - offset)
         for _ in range(2):
             for begin, held in self._held:
@@ -218,7 +217,7 @@ def _blocks(stretch: Stretch) -> Iterator[tuple[bytes, int]]:
     file, done = stretch.file, 0
     remote = is_remote(file.path)
     try:
-        with open_object(file.path, file.etag) if remote else open(file.path, "rb", buffering=0) as source:
+        with open_object(file.path, file.etag) if remote else open_regular(file.path) as source:
             source.seek(stretch.offset)
             while done < stretch.nbytes:
                 block = source.read(min(_FETCH_NBYTES if remote else _READ_NBYTES, stretch.nbytes - done))

@@ -25,12 +25,14 @@ from megatron_sft_idx.shard.prefix import (
     is_set_aside,
     lock_journal,
     parts_held,
+    places_of,
     publish_all,
     read_journal,
 )
 from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.progress import Progress
+from megatron_sft_idx.storage.publish import require_apart
 from megatron_sft_idx.tokenize.outcome import PackReport
 from megatron_sft_idx.tokenize.parts import Part
 from megatron_sft_idx.tokenize.plan import Output, PackedRun, PackOptions, Selection, output_prefixes, plan_packs
@@ -406,9 +408,9 @@ def _require_apart(source: Shard, prefix: str, shards: int) -> None:
     """FormatError where the output would replace its source, or lie beside shards that it could be taken for."""
     for path in (source.prefix, prefix):
         require_local(path, "packing")
-    where = os.path.realpath(ShardPaths.of(source.prefix).seq_idx)
-    if where in (os.path.realpath(ShardPaths.of(path).seq_idx) for path in output_prefixes(prefix, shards)):
-        raise FormatError(f"{prefix}: this is the shard to be packed, which would be replaced; choose another prefix")
+    prefixes = output_prefixes(prefix, shards)
+    written = [place for path in prefixes for place in places_of(path, "the output", written=True)]
+    require_apart(written, places_of(source.prefix, "the shard to be packed"))
     if shards > 1:
         refuse_other_splits(prefix, shards)
 

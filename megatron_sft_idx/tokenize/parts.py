@@ -39,6 +39,7 @@ from megatron_sft_idx.chat.inputs.pieces import JsonPiece, Piece
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
 from megatron_sft_idx.storage.hashing import StreamHash
+from megatron_sft_idx.storage.publish import put
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.outcome import MAX_LISTED
@@ -222,6 +223,7 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Pa
         The whole description.
 
     Raises:
+        FormatError: something of this name has appeared meanwhile; it stays.
         OSError: the disk says no.
     """
     arrays = [
@@ -250,7 +252,7 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Pa
     try:
         for data in (head.ljust(offsets[0], b"\0"), *body):
             file.write(data)
-        os.rename(temporary, path)
+        put(temporary, path, None)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)

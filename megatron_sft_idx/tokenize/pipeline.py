@@ -33,9 +33,11 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free
+from megatron_sft_idx.shard.prefix import places_of
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.progress import Progress
+from megatron_sft_idx.storage.publish import Place, require_apart
 from megatron_sft_idx.tokenize.begin import (
     Job,
     PreprocessOptions,
@@ -43,7 +45,6 @@ from megatron_sft_idx.tokenize.begin import (
     begin,
     corpus_prefix,
     find_done,
-    require_not_output,
 )
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
@@ -136,7 +137,10 @@ class _Run:
         with timed(self.seconds, "preparing"):
             files = expand_inputs(self.options.inputs)
             outputs = output_prefixes(self.options.prefix, self.options.output_shards)
-            require_not_output(files, [*outputs, self.corpus])
+            written = [
+                place for path in (*outputs, self.corpus) for place in places_of(path, "the output", written=True)
+            ]
+            require_apart(written, [Place(file.path, "the input") for file in files])
             if self.options.engine == "local":
                 # Workers import meanwhile what they need.
                 workers = self.options.workers
