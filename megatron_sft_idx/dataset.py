@@ -15,7 +15,7 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.shard.opening import missing_files
-from megatron_sft_idx.storage import CACHE_NBYTES, Advice, BackendName, ReadOptions, is_remote
+from megatron_sft_idx.storage import Advice, BackendName, ReadOptions, is_remote
 
 __all__ = ["MMapIndexedDataset", "SFTIndexedDataset"]
 
@@ -82,10 +82,8 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         sequences_per_dataset: accepted and without effect, as ``fast_cache_load``.
         dtype_code: accepted and without effect, as ``fast_cache_load``.
         copy: hand out writable copies instead of read-only views.
-        backend: of ``Shard``, such as ``"process"``; None goes by ``mmap``.
-        cache_bytes: of ``Shard``, as are ``advice`` and ``huge_pages``. Its ``schedule``, ``willneed`` and
-            ``dontneed`` are there as ``ds.shard``.
-        advice: of ``Shard``.
+        backend: of ``Shard``, such as ``"pread"``; None goes by ``mmap``.
+        advice: of ``Shard``. Its ``schedule``, ``willneed`` and ``dontneed`` are there as ``ds.shard``.
         huge_pages: of ``Shard``.
 
     Raises:
@@ -106,7 +104,6 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         *,
         copy: bool = False,
         backend: BackendName | ReadOptions | None = None,
-        cache_bytes: int = CACHE_NBYTES,
         advice: Advice = "normal",
         huge_pages: bool = False,
     ) -> None:
@@ -121,7 +118,6 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
             dtype_code,
             copy=copy,
             backend=backend,
-            cache_bytes=cache_bytes,
             advice=advice,
             huge_pages=huge_pages,
         )
@@ -138,7 +134,6 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         *,
         copy: bool = False,
         backend: BackendName | ReadOptions | None = None,
-        cache_bytes: int = CACHE_NBYTES,
         advice: Advice = "normal",
         huge_pages: bool = False,
     ) -> None:
@@ -151,7 +146,6 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         backend = ReadOptions.of(
             path_prefix,
             backend or ("mmap" if mmap else "pread"),
-            cache_bytes=cache_bytes,
             advice=advice,
             huge_pages=huge_pages,
         )

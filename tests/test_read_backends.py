@@ -22,8 +22,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.storage import BlockCache, ReadOptions, advise_order, drop_pages, open_array
+from megatron_sft_idx.storage import advise_order, drop_pages, open_array
 from megatron_sft_idx.storage.advice import mappings
 
 PAGE = mmap.PAGESIZE
@@ -32,9 +31,6 @@ WAYS: list[dict[str, Any]] = [
     {"backend": "os", "advice": "random"},
     {"backend": "pread", "advice": "sequential"},
     {"backend": "reopen"},
-    {"backend": "process"},
-    {"backend": "process", "cache_bytes": PAGE, "advice": "random"},
-    {"backend": "process", "cache_bytes": 3 * PAGE},
 ]
 PATIENCE_SECONDS = 60.0
 
@@ -56,16 +52,12 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None)
-@given(st.data(), samples(least=1), st.sampled_from([1, 7, 64]))
-def test_every_backend_reads_the_same_in_any_order(
-    tmp_path: Path, data: st.DataObject, packs: list[Sample], block: int
-) -> None:
+@given(st.data(), samples(least=1))
+def test_every_backend_reads_the_same_in_any_order(tmp_path: Path, data: st.DataObject, packs: list[Sample]) -> None:
     write_samples(tmp_path / "x", packs, overwrite=True)
     numbers = st.lists(st.integers(-len(packs), len(packs) - 1), max_size=12)
     announced, read = data.draw(numbers), data.draw(numbers)
     shards = [Shard(tmp_path / "x", **way) for way in WAYS]
-    # Blocks so small that every pack is of many, and of one that it shares.
-    shards += [Shard(tmp_path / "x", backend=how, cache=BlockCache(3 * block, block_nbytes=block)) for how in CACHED]
     for shard in shards:
         shard.schedule(announced)
         for i in read:
@@ -76,9 +68,6 @@ def test_every_backend_reads_the_same_in_any_order(
             assert_is(shard[i], packs[i])
             assert shard.get(i, 1).tolist() == packs[i].tokens[1:]
         assert_holds(shard, packs)
-
-
-CACHED: list[Any] = ["process", "reopen"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -98,24 +87,6 @@ def test_sets_and_datasets_of_several_shards_read_the_same(
             assert_is(dataset[i], expected[i])
     with pytest.raises(IndexError, match="pack 9, there are 9"):
         open_dataset(tmp_path, **way).schedule([9])
-
-
-def test_one_cache_serves_all_shards_of_a_set_however_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packs = demo_samples(9)
-    for i, pack in enumerate(packs):
-        write_samples(tmp_path / str(i), [pack], capacity=64)
-    for most, expected in ((100, "process"), (0, "reopen")):
-        monkeypatch.setattr("megatron_sft_idx.shard.shard_set.MAPPED_SHARDS", most)
-        shards = ShardSet.open(tmp_path, backend=ReadOptions("process", cache_bytes=2 * PAGE))
-        shards.schedule(range(9))
-        for i, pack in enumerate(packs):
-            assert_is(shards[i], pack)
-        assert shards.shard(0).backend == expected
-        assert shards.cache is not None
-        assert shards.cache.memory.nbytes == 2 * PAGE
-        again = pickle.loads(pickle.dumps(shards))
-        assert_is(again[3], packs[3])
-        assert again.cache.nbytes == 2 * PAGE
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -139,8 +110,8 @@ def test_threads_share_a_shard(large: str, way: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.parametrize("way", [WAYS[4], WAYS[6]])
-def test_another_process_reads_through_a_cache_of_its_own(large: str, method: str, way: dict[str, Any]) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_another_process_reads_the_same(large: str, method: str, way: dict[str, Any]) -> None:
     shard = Shard(large, **way)
     shard.schedule(range(64))
     first = int(shard[5]["input_ids"].sum())
@@ -160,13 +131,9 @@ def _sum_of(shard: Shard, index: int) -> int:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"backend": "direct"}, "x: backend 'direct', choose one of mmap, os, pread, reopen, process"),
+        ({"backend": "direct"}, "x: backend 'direct', choose one of mmap, os, pread, reopen"),
         ({"advice": "willneed"}, "x: advice 'willneed', choose one of normal, sequential, random"),
-        ({"backend": "process", "cache_bytes": 100}, "x: cache_bytes 100, a cache holds at least one page"),
-        ({"backend": "process", "cache_bytes": -5}, "x: cache_bytes -5, a cache holds at least one page"),
-        ({"backend": "process", "cache_bytes": "64MiB"}, "x: cache_bytes '64MiB', .* give a whole number of bytes"),
-        ({"backend": "process", "cache_bytes": 1e8}, "x: cache_bytes 100000000.0, .* give a whole number of bytes"),
-        ({"backend": "process", "cache_bytes": 1 << 70}, "x: cache_bytes 1180591620717411303424, "),
+        ({"backend": "process"}, "x: backend 'process' was removed, .*: choose pread"),
     ],
 )
 def test_an_option_that_is_none_lists_those_there_are(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -174,13 +141,6 @@ def test_an_option_that_is_none_lists_those_there_are(tmp_path: Path, options: d
     for opening in (Shard, open_dataset):
         with pytest.raises(FormatError, match=message):
             opening(tmp_path / "x", **options)
-
-
-def test_a_cache_larger_than_there_are_addresses_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    write_samples(tmp_path / "x", demo_samples())
-    shard = Shard(tmp_path / "x", backend="process", cache_bytes=1 << 60)
-    with pytest.raises(OSError, match=f"a cache of {1 << 60} bytes; give it less"):
-        shard[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -203,12 +163,12 @@ def test_packs_that_are_not_there_cannot_be_announced(tmp_path: Path, way: dict[
 @pytest.mark.parametrize("announced", [False, True])
 def test_a_file_cut_short_is_an_error_with_its_path(tmp_path: Path, announced: bool) -> None:
     write_samples(tmp_path / "x", demo_samples())
-    shard = Shard(tmp_path / "x", backend="process")
+    shard = Shard(tmp_path / "x", backend="pread")
     os.truncate(tmp_path / "x.loss.bin", 3)
     if announced:
         shard.schedule(range(7))
     with pytest.raises(CorruptShardError, match=r"x\.loss\.bin: byte 3: .*cut short"):
-        shard[6]
+        list(shard)
 
 
 # ---- what the machine holds ----
@@ -311,24 +271,20 @@ def test_resident_bytes_are_counted_as_they_come(tmp_path: Path) -> None:
     assert _native.resident_nbytes(array[3 * PAGE : 4 * PAGE]) == PAGE
 
 
-def _touch_and_report(prefix: str, way: dict[str, Any], barrier: Any, answers: Any) -> None:
-    shard = Shard(prefix, **way)
+def _touch_and_report(prefix: str, barrier: Any, answers: Any) -> None:
+    shard = Shard(prefix)
     for pack in shard:
         pack["input_ids"].sum()
     barrier.wait(PATIENCE_SECONDS)  # both have all of it
-    cache = shard._cache
-    found = mappings([cache.memory] if cache else [shard.files.tokens])
+    found = mappings([shard.files.tokens])
     answers.put({name: sum(each.nbytes[name] for each in found) for name in ("Rss", "Pss", "Private_Dirty")})
     barrier.wait(PATIENCE_SECONDS)
 
 
-@pytest.mark.parametrize(("way", "shared"), [(WAYS[0], True), (WAYS[4], False)])
-def test_processes_share_the_pages_of_maps_and_nothing_of_a_cache(
-    large: str, way: dict[str, Any], shared: bool
-) -> None:
+def test_processes_share_the_pages_of_maps(large: str) -> None:
     context = multiprocessing.get_context("fork")
     barrier, answers = context.Barrier(2), context.SimpleQueue()
-    children = [context.Process(target=_touch_and_report, args=(large, way, barrier, answers)) for _ in range(2)]
+    children = [context.Process(target=_touch_and_report, args=(large, barrier, answers)) for _ in range(2)]
     for child in children:
         child.start()
     found = [answers.get() for _ in children]
@@ -337,11 +293,8 @@ def test_processes_share_the_pages_of_maps_and_nothing_of_a_cache(
         assert child.exitcode == 0
     for memory in found:
         assert memory["Rss"] >= 2 << 20
-        if shared:  # the kernel counts half of each page that two have mapped
-            assert memory["Pss"] <= 0.6 * memory["Rss"]
-            assert memory["Private_Dirty"] == 0
-        else:
-            assert memory["Pss"] == memory["Rss"] == memory["Private_Dirty"]
+        assert memory["Pss"] <= 0.6 * memory["Rss"]  # the kernel counts half of each page that two have mapped
+        assert memory["Private_Dirty"] == 0
 
 
 # ---- huge pages ----
@@ -356,16 +309,3 @@ def test_huge_pages_that_are_not_given_are_said(tmp_path: Path, large: str, capl
     assert small.huge_pages() == by_pread.huge_pages() == 0
     assert "small.bin: no huge pages: the file is smaller than one" in caplog.text
     assert "x.bin: no huge pages: it is not mapped" in caplog.text
-
-
-def test_a_cache_of_huge_pages_has_them_where_the_kernel_gives_any(large: str) -> None:
-    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    if not setting.exists() or "[never]" in setting.read_text(encoding="utf-8"):
-        pytest.skip("transparent huge pages are switched off on this machine")
-    shard = Shard(large, backend="process", cache_bytes=8 << 20, huge_pages=True)
-    for pack in shard:
-        pack["input_ids"].sum()
-    assert shard.huge_pages() in range(0, (8 << 20) + 1, 2 << 20)
-    plain = Shard(large, backend="process", cache_bytes=8 << 20)
-    assert [pack["input_ids"].sum() for pack in plain] == [pack["input_ids"].sum() for pack in shard]
-    assert plain.huge_pages() == 0

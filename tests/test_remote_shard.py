@@ -48,7 +48,7 @@ def other_samples() -> list[Sample]:
     return [Sample([token + 500 for token in pack.tokens], pack.mask, pack.starts) for pack in demo_samples()]
 
 
-@pytest.mark.parametrize("backend", ["mmap", "pread", "process"])
+@pytest.mark.parametrize("backend", ["mmap", "pread", "reopen"])
 def test_a_remote_shard_holds_what_the_local_one_does(folder: Path, url: str, backend: Any) -> None:
     header = write_samples(folder / "x", demo_samples())
     shard = Shard(f"{url}/x", backend=backend)

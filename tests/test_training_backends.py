@@ -15,9 +15,9 @@ from shard_folders import write
 from megatron_sft_idx.cli.options import add_read_options, read_options
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.storage import CACHE_NBYTES, ReadOptions
+from megatron_sft_idx.storage import ReadOptions
 from megatron_sft_idx.training.batch import BatchAssembler
-from megatron_sft_idx.training.loader import BatchIterator, BatchLoader
+from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.provider import config_from_args
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks
 
@@ -25,8 +25,6 @@ OPTIONS = [
     ReadOptions("mmap", advice="random"),
     ReadOptions("pread"),
     ReadOptions("reopen"),
-    ReadOptions("process"),
-    ReadOptions("process", cache_bytes=4096, advice="random"),
 ]
 
 
@@ -54,49 +52,19 @@ def test_batches_are_the_same_whatever_the_backend(
     assert loaded(pickle.loads(pickle.dumps(source)), order) == loaded(expected, order)
 
 
-def test_blocks_of_announced_batches_are_read_once(tmp_path: Path) -> None:
-    write(tmp_path)
-    shards = ShardSet.open(tmp_path, backend=ReadOptions("process"))
-    source = StoredPacks(shards)
-    loaded(source, [[i] for i in range(source.num_packs)] * 3)
-    assert shards.cache is not None
-    assert shards.cache.reads == 2 * sum(header.num_packs > 0 for header in shards.headers)
-
-
-def test_a_loop_that_is_left_leaves_no_announcements(tmp_path: Path) -> None:
-    write(tmp_path)
-    shards = ShardSet.open(tmp_path, backend=ReadOptions("process", cache_bytes=8192))
-    source = StoredPacks(shards)
-    loader = BatchLoader(BatchAssembler(source, 64), [list(range(source.num_packs))] * 50, ahead=40)
-    with BatchIterator(loader) as it:
-        next(it)
-    assert shards.cache is not None
-    assert shards.cache._memory.plan.end == 0
-
-
-def test_an_assembler_pickles_without_the_caches_that_it_told(tmp_path: Path) -> None:
-    write(tmp_path)
-    assembler = BatchAssembler(StoredPacks(ShardSet.open(tmp_path, backend=ReadOptions("process"))), 64)
-    assembler.will_need(assembler.plan([0, 1]))
-    again = pickle.loads(pickle.dumps(assembler))
-    again.forget_needs()
-    for name, tensor in assembler.assemble([1, 0]).items():
-        assert again.assemble([1, 0])[name].tolist() == tensor.tolist()
-
-
-def test_megatrons_flag_against_maps_reads_blocks(tmp_path: Path) -> None:
+def test_megatrons_flag_against_maps_reads_by_pread(tmp_path: Path) -> None:
     prefix = write_packs(tmp_path / "x", 40)
     config = config_of(prefix, split="80,20,0", mmap_bin_files=False)
-    assert config.read == ReadOptions("process")
+    assert config.read == ReadOptions("pread")
     for found, expected in zip(
         build(config, (60, 8, 0))[:2], build(config_of(prefix, split="80,20,0"), (60, 8, 0))[:2], strict=True
     ):
-        assert found.source.shards.shard(0).backend == "process"
+        assert found.source.shards.shard(0).backend == "pread"
         assert [digest_of(found[i]) for i in range(len(found))] == [digest_of(expected[i]) for i in range(len(found))]
     kept = config_of(prefix, mmap_bin_files=False, read=ReadOptions("reopen"))
     assert kept.read.backend == "reopen"
     maps: Any = "os"
-    assert config_of(prefix, mmap_bin_files=False, read=maps).read.backend == "process"
+    assert config_of(prefix, mmap_bin_files=False, read=maps).read.backend == "pread"
     with pytest.raises(FormatError, match="read: backend 'direct', choose one of"):
         config_of(prefix, read=ReadOptions("direct"))  # type: ignore[arg-type]
 
@@ -106,7 +74,7 @@ def test_megatrons_arguments_reach_the_configuration(tmp_path: Path) -> None:
     args = argparse.Namespace(
         seed=1, seq_length=32, data_path=[prefix], split="1,0,0", data_cache_path=None, mmap_bin_files=False
     )
-    assert config_from_args(args).read.backend == "process"
+    assert config_from_args(args).read.backend == "pread"
     args.mmap_bin_files = True
     assert config_from_args(args).read.backend == "mmap"
 
@@ -122,22 +90,19 @@ def parsed(*arguments: str) -> ReadOptions:
 
 def test_options_are_parsed() -> None:
     assert parsed() == ReadOptions()
-    assert parsed("--no-mmap-bin-files") == ReadOptions("process")
+    assert parsed("--no-mmap-bin-files") == ReadOptions("pread")
     assert parsed("--no-mmap-bin-files", "--read-backend", "reopen") == ReadOptions("reopen")
     assert parsed("--read-backend", "os").backend == "mmap"
-    full = parsed(
-        *("--read-backend", "process", "--read-cache", "64MiB", "--read-advice", "random", "--read-huge-pages")
-    )
-    assert full == ReadOptions("process", cache_bytes=64 << 20, advice="random", huge_pages=True)
-    assert parsed().cache_bytes == CACHE_NBYTES
+    full = parsed("--read-backend", "reopen", "--read-advice", "random", "--read-huge-pages")
+    assert full == ReadOptions("reopen", advice="random", huge_pages=True)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--read-backend", "direct"], "invalid choice: 'direct'"),
+        (["--read-backend", "direct"], "--read-backend: backend 'direct', choose one of mmap, os, pread, reopen"),
+        (["--read-backend", "process"], "--read-backend: backend 'process' was removed"),
         (["--read-advice", "willneed"], "invalid choice: 'willneed'"),
-        (["--read-cache", "12"], "cache_bytes 12, a cache holds at least one page"),
         (["--no-mmap-bin-files", "--read-backend", "os"], "leave one of them out"),
     ],
 )

@@ -12,7 +12,6 @@ from megatron_sft_idx.cli.output import local_path
 from megatron_sft_idx.inspect.bench_read import Plan, bench_read
 from megatron_sft_idx.inspect.place import memory_limit
 from megatron_sft_idx.inspect.recommend import reading_dict, reading_lines, recommend
-from megatron_sft_idx.storage import CACHE_NBYTES
 from megatron_sft_idx.storage.progress import Progress
 
 __all__ = ["add_parser"]
@@ -62,14 +61,6 @@ def add_parser(verbs: Verbs) -> None:
         help="in which packs are read; training shuffles (default: %(default)s)",
     )
     parser.add_argument("--memory-limit", type=positive, metavar="MIB", help="memory for reading, page cache included")
-    parser.add_argument(
-        "--cache-mib",
-        type=positive,
-        default=CACHE_NBYTES // _MIB,
-        metavar="N",
-        help="cache of backend process for the whole shard; a sample of it is read through as large a share"
-        " (default: %(default)s)",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     add_log_interval(parser, "runs", default=10)
     parser.set_defaults(run=_run, prints_result=True)
@@ -88,7 +79,6 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             packs=arguments.packs,
             seconds=arguments.seconds,
             limit=limit,
-            cache_nbytes=arguments.cache_mib * _MIB,
         )
         interval = arguments.log_interval
         with Progress("reading", 2 * plan.runs, unit=" epochs", log_interval=interval, items="runs") as progress:

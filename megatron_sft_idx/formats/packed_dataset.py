@@ -194,7 +194,7 @@ class JoinedShards:
         prefixes: of the shards.
         backend: of ``ShardSet``.
         copy: hand out writable copies instead of read-only views.
-        reading: ``cache_bytes``, ``advice`` and ``huge_pages`` of ``Shard``.
+        reading: ``advice`` and ``huge_pages`` of ``Shard``.
 
     Raises:
         ShardNotFoundError: a shard is not there.
@@ -257,7 +257,6 @@ class Options(TypedDict, total=False):
     advice: Advice
     allow_gaps: bool
     backend: BackendName | ReadOptions
-    cache_bytes: int
     cache_nbytes: int
     capacity: int | None
     copy: bool
@@ -284,8 +283,7 @@ def open_dataset(
         mask_alignment: of the loss masks in the files, where a format does not say: ``"label"``, ``"token"`` or
             ``"rolled-right"``. What ``ds[i]`` hands out is label-aligned in any case.
         max_open: how many files or folders are held open at once; shards take care of themselves (``ShardSet``).
-        options: of the format's reader; for shards ``backend``, ``cache_bytes``, ``advice`` and ``huge_pages`` of
-            ``Shard``.
+        options: of the format's reader; for shards ``backend``, ``advice`` and ``huge_pages`` of ``Shard``.
 
     Raises:
         FormatError: nothing known is there, a path could be two things, paths are of different formats, or what is

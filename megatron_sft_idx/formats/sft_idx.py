@@ -15,7 +15,7 @@ from megatron_sft_idx.formats.runs import windows
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same
-from megatron_sft_idx.storage import CACHE_NBYTES, Advice, BackendName, ReadOptions
+from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
 from megatron_sft_idx.storage.publish import require_space
 
 __all__ = ["FORMAT", "Reader", "Writer", "recognise", "spec_of"]
@@ -61,8 +61,7 @@ class Reader(PackedReader):
         backend: of ``Shard``.
         copy: hand out writable copies instead of read-only views.
         index_cache: local folder for the index files of a remote shard; None for the usual one.
-        cache_bytes: of ``Shard``, as are the next two.
-        advice: what the kernel is told of the order of reads.
+        advice: of ``Shard``, as is the next.
         huge_pages: ask for huge pages.
 
     Raises:
@@ -79,7 +78,6 @@ class Reader(PackedReader):
         backend: BackendName | ReadOptions = "mmap",
         copy: bool = False,
         index_cache: str | None = None,
-        cache_bytes: int = CACHE_NBYTES,
         advice: Advice = "normal",
         huge_pages: bool = False,
     ) -> None:
@@ -92,9 +90,7 @@ class Reader(PackedReader):
             )
         self.header = read_header(self._paths)
         self.notes = []
-        self._options = ReadOptions.of(
-            self.path, backend, cache_bytes=cache_bytes, advice=advice, huge_pages=huge_pages
-        )
+        self._options = ReadOptions.of(self.path, backend, advice=advice, huge_pages=huge_pages)
         self._copy = copy
         self._index_cache = index_cache
 

@@ -12,7 +12,6 @@ from megatron_sft_idx.inspect.place import MemoryLimit, ShardPlace, cached_nbyte
 from megatron_sft_idx.inspect.read_worker import SETTINGS, Epoch, Job, Order, Run, Sample, Setting, Workers
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.storage import CACHE_NBYTES
 
 __all__ = [
     "Measured",
@@ -23,7 +22,6 @@ __all__ = [
     "bench_read",
     "largest_sample",
     "sample_of",
-    "scaled_cache",
 ]
 
 Which = Literal["first", "second"]
@@ -31,8 +29,6 @@ Which = Literal["first", "second"]
 _OVER_LIMIT = 3
 # Fewer packs say little.
 _LEAST_PACKS = 256
-# Less is no cache to read ahead into.
-_LEAST_CACHE = 8 << 20
 # A slow setting may take longer than its share of the time, but not by more than this.
 _PATIENCE = 2
 
@@ -46,7 +42,6 @@ class Plan:
         packs: of an epoch; None for as many as fit into the time.
         seconds: all of it is to take, about; with ``packs`` it takes what it takes.
         limit: of the memory to read with; None for the machine's.
-        cache_nbytes: of the cache of backend ``process``.
         settings: what is compared, from the simplest on.
         rounds: how often each is measured; under a memory limit, once.
     """
@@ -55,7 +50,6 @@ class Plan:
     packs: int | None = None
     seconds: float = 15.0
     limit: MemoryLimit | None = None
-    cache_nbytes: int = CACHE_NBYTES
     settings: Sequence[Setting] = SETTINGS
     rounds: int = 3
 
@@ -227,16 +221,6 @@ def largest_sample(subject: Subject, plan: Plan, trial: Callable[[Sample], Epoch
     return sample_of(subject, plan, count)
 
 
-def scaled_cache(plan: Plan, share: float) -> int:
-    """Bytes of a cache that is to a sample, a share of the shard, what the plan's is to the shard.
-
-    At full size it might keep all of the sample, and a second epoch be faster than that of the shard can be. Under a
-    memory limit it leaves the greater part to the rest of the process.
-    """
-    most = plan.cache_nbytes if plan.limit is None else min(plan.cache_nbytes, plan.limit.nbytes // 4)
-    return max(int(most * share), min(_LEAST_CACHE, most))
-
-
 def bench_read(
     prefix: str, plan: Plan | None = None, *, tell: Callable[[int], None] = lambda runs: None
 ) -> ReadingReport:
@@ -265,9 +249,8 @@ def bench_read(
             drop_cache(subject.files)
             kept = cached_nbytes(subject.files)
             left = None if kept is None or left is None else max(kept, left)
-            cache = scaled_cache(plan, len(sample) / subject.num_packs)
             try:
-                one.runs.append(workers.run(Job(subject.paths.prefix, sample, one.setting, seconds, cache, group)))
+                one.runs.append(workers.run(Job(subject.paths.prefix, sample, one.setting, seconds, group)))
             except OSError as refused:
                 one.refused = str(refused)
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.storage import CACHE_NBYTES, Advice, Backend, ReadOptions
+from megatron_sft_idx.storage import Advice, Backend, ReadOptions
 
 __all__ = [
     "SETTINGS",
@@ -104,9 +104,6 @@ SETTINGS = (
     Setting(schedule=True),
     Setting(advice="random", schedule=True),
     Setting("pread", "random", schedule=True),
-    Setting("process"),
-    Setting("process", schedule=True),
-    Setting("process", "random", schedule=True),
     Setting(huge_pages=True),
 )
 
@@ -152,7 +149,6 @@ class Job:
         sample: the packs.
         setting: how they are read.
         most_seconds: of one epoch.
-        cache_nbytes: of a cache that the backend may have.
         group: folder of the control group the process is to be in; None to stay where it is.
     """
 
@@ -160,7 +156,6 @@ class Job:
     sample: Sample
     setting: Setting
     most_seconds: float
-    cache_nbytes: int = CACHE_NBYTES
     group: str | None = None
 
 
@@ -236,7 +231,7 @@ class ShardReader:
 
     def __init__(self, job: Job) -> None:
         setting = job.setting
-        options = ReadOptions(setting.backend, job.cache_nbytes, setting.advice, setting.huge_pages)
+        options = ReadOptions(setting.backend, setting.advice, setting.huge_pages)
         self._shard = Shard(job.prefix, backend=options)
         if len(self._shard) < job.sample.stop:
             raise FormatError(
@@ -249,10 +244,7 @@ class ShardReader:
         self._coming, self._read = np.empty(0, np.int64), 0
 
     def schedule(self, packs: NDArray[np.int64]) -> None:
-        """The cache of a process takes a whole epoch; the kernel is told of a few packs at a time."""
-        if self._shard.backend == "process":
-            self._shard.schedule(packs)
-            return
+        """The kernel is told of a few packs at a time."""
         self._coming, self._read = packs, 0
         self._shard.schedule(packs[:AHEAD])
 

@@ -16,8 +16,6 @@ from megatron_sft_idx.layout.header import peek_nbytes
 from megatron_sft_idx.shard import remote
 from megatron_sft_idx.storage import (
     Array,
-    BlockCache,
-    CachedArray,
     PreadArray,
     ReadOptions,
     ReopenedArray,
@@ -28,7 +26,6 @@ from megatron_sft_idx.storage import (
     check_size,
     drop_file,
     drop_pages,
-    huge_nbytes_of,
     is_remote,
     open_array,
     open_regular,
@@ -39,7 +36,6 @@ __all__ = [
     "announce_packs",
     "checked_packs",
     "drop_packs",
-    "huge_nbytes",
     "missing_files",
     "open_files",
     "read_header",
@@ -91,13 +87,12 @@ def _pair(offsets: Array) -> _Pair:
     return read
 
 
-def open_files(paths: ShardPaths, options: ReadOptions, cache: BlockCache | None, index_cache: str | None) -> Files:
+def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None) -> Files:
     """The files of a shard, wherever it lies.
 
     Args:
         paths: of the files.
         options: how they are read.
-        cache: for tokens and masks; None without one.
         index_cache: of a remote shard, see ``IndexCache``.
 
     Raises:
@@ -106,14 +101,14 @@ def open_files(paths: ShardPaths, options: ReadOptions, cache: BlockCache | None
     if is_remote(paths.prefix):
         return Files.of(*remote.open_remote(paths, remote.IndexCache(index_cache), options.backend))
     try:
-        return _open_local(paths, options, cache)
+        return _open_local(paths, options)
     except ShardNotFoundError:
         raise
     except FileNotFoundError:  # gone since it was looked for, as when another shard is being published
         raise _not_found(paths) from None
 
 
-def _open_local(paths: ShardPaths, options: ReadOptions, cache: BlockCache | None) -> Files:
+def _open_local(paths: ShardPaths, options: ReadOptions) -> Files:
     raw = _read_raw_header(paths)
     header = Header.decode(raw, paths.seq_idx)
     if missing := paths.missing():
@@ -128,8 +123,6 @@ def _open_local(paths: ShardPaths, options: ReadOptions, cache: BlockCache | Non
     def data(path: str, dtype: np.dtype[Any]) -> Array:
         array = _open_array(paths, header, options, path, dtype, header.num_tokens, nbytes[path])
         advise_order(array, options.advice)
-        if cache is not None and not isinstance(array, np.ndarray):
-            return cache.array(array, path, header.shard_id)
         if options.huge_pages:
             ask_huge_pages(path, array)
         return array
@@ -141,7 +134,7 @@ def _open_local(paths: ShardPaths, options: ReadOptions, cache: BlockCache | Non
         header,
         data(paths.tokens, header.token_dtype),
         data(paths.loss, header.mask_dtype),
-        starts[:] if options.backend in ("reopen", "process") else starts,
+        starts[:] if options.backend == "reopen" else starts,
         *_open_offsets(paths, header, options),
     )
     # Whoever replaces a shard removes its .seq.idx first (rule W3). Where it is still the same one, every file
@@ -166,7 +159,7 @@ def _open_array(
         return ReopenedArray(
             path, dtype, count, nbytes, lambda: require_same(prefix, read_header(prefix).shard_id, own)
         )
-    return open_array(path, dtype, count, nbytes=nbytes, backend="mmap" if options.backend == "mmap" else "pread")
+    return open_array(path, dtype, count, nbytes=nbytes, backend=options.backend)
 
 
 def _open_offsets(paths: ShardPaths, header: Header, options: ReadOptions) -> tuple[Array, Array]:
@@ -234,9 +227,7 @@ def will_need_packs(files: Files, start: int, stop: int, prefix: str) -> None:
         raise IndexError(f"{prefix}: packs {start} to {stop}, there are {files.num_packs}")
     first, last = _token_span(files, start, stop)
     if first < last:
-        # Not into a cache of this process.
-        sources = [array.source if isinstance(array, CachedArray) else array for array in (files.tokens, files.loss)]
-        announce(Runs(sources, np.arange(2), np.full(2, first), np.full(2, last - first)))
+        announce(Runs([files.tokens, files.loss], np.arange(2), np.full(2, first), np.full(2, last - first)))
 
 
 def drop_packs(files: Files, paths: ShardPaths, start: int, stop: int | None) -> None:
@@ -257,11 +248,6 @@ def _token_span(files: Files, start: int, stop: int) -> tuple[int, int]:
     bounds = (int(files.token_offsets[pack : pack + 1][0]) for pack in (start, stop))
     first, last = (min(max(bound, 0), files.num_tokens) for bound in bounds)
     return first, last
-
-
-def huge_nbytes(files: Files, cache: BlockCache | None) -> int:
-    """Bytes of tokens and masks, or of the cache they are read through, that are mapped by huge pages."""
-    return huge_nbytes_of([cache.memory] if cache is not None else [files.tokens, files.loss])
 
 
 def read_header(prefix: str | os.PathLike[str] | ShardPaths) -> Header:

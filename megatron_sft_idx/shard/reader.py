@@ -20,13 +20,12 @@ from megatron_sft_idx.shard.opening import (
     Files,
     announce_packs,
     drop_packs,
-    huge_nbytes,
     open_files,
     read_header,
     require_same,
     will_need_packs,
 )
-from megatron_sft_idx.storage import CACHE_NBYTES, Advice, Backend, BackendName, BlockCache, ReadOptions
+from megatron_sft_idx.storage import Advice, Backend, BackendName, ReadOptions, huge_nbytes_of
 
 __all__ = ["Pack", "Shard", "read_header", "require_same"]
 
@@ -57,16 +56,13 @@ class Shard:
     Args:
         prefix: the path the five files share; or their paths, where they are not published yet.
         backend: ``mmap``, also called ``os``; ``pread`` where mapping is slow or refused (slices are then copies);
-            ``process`` there too, where the order of reading is known (``schedule``): blocks of the files are read
-            into memory of this process before they are used; ``reopen`` to hold neither maps nor descriptors, where
-            shards are thousands: files are opened for each slice. With the last two the index arrays are read into
-            memory, which takes as long as there are packs. Or ``ReadOptions``, which say the next three as well.
-        cache_bytes: of ``process``: memory for blocks; see ``ReadOptions`` for what each default is good for.
+            ``reopen`` to hold neither maps nor descriptors, where shards are thousands: files are opened for each
+            slice, and the index arrays are read into memory, which takes as long as there are packs. Or
+            ``ReadOptions``, which say the next two as well, and what each default is good for.
         advice: what the kernel is told of the order of reads: ``normal``, ``sequential`` or ``random``.
         huge_pages: ask for huge pages; ``huge_pages()`` says what came of it.
         copy: hand out writable copies instead of read-only views.
         index_cache: local folder for the index files of a remote shard; None for the usual one, see ``IndexCache``.
-        cache: blocks of several shards in one budget, rather than ``cache_bytes`` for this one.
 
     Raises:
         ShardNotFoundError: some of the five files are missing.
@@ -79,25 +75,19 @@ class Shard:
         prefix: str | os.PathLike[str] | ShardPaths,
         *,
         backend: BackendName | ReadOptions = "mmap",
-        cache_bytes: int = CACHE_NBYTES,
         advice: Advice = "normal",
         huge_pages: bool = False,
         copy: bool = False,
         index_cache: str | None = None,
-        cache: BlockCache | None = None,
     ) -> None:
         self._paths = ShardPaths.of(prefix)
-        chosen = {"cache_bytes": cache_bytes, "advice": advice, "huge_pages": huge_pages}
-        options = ReadOptions.of(self._paths.prefix, backend, **chosen)
-        self._take(options, copy, index_cache, cache)
+        options = ReadOptions.of(self._paths.prefix, backend, advice=advice, huge_pages=huge_pages)
+        self._take(options, copy, index_cache)
         self._files: Files | None = self._open_files()
         self._shard_id = self._files.header.shard_id
 
-    def _take(self, options: ReadOptions, copy: bool, index_cache: str | None, cache: BlockCache | None) -> None:
+    def _take(self, options: ReadOptions, copy: bool, index_cache: str | None) -> None:
         self._options, self._copy, self._index_cache = options, copy, index_cache
-        self._cache = cache
-        if cache is None and options.backend == "process":
-            self._cache = BlockCache(options.cache_bytes, huge_pages=options.huge_pages)
 
     def __getstate__(self) -> tuple[str, tuple[Any, ...], bool, bytes, str | None]:
         return self._paths.prefix, tuple(self._options), self._copy, self._shard_id, self._index_cache
@@ -105,11 +95,11 @@ class Shard:
     def __setstate__(self, state: tuple[str, tuple[Any, ...], bool, bytes, str | None]) -> None:
         prefix, options, copy, self._shard_id, index_cache = state
         self._paths = ShardPaths(prefix)
-        self._take(ReadOptions(*options), copy, index_cache, None)
+        self._take(ReadOptions(*options), copy, index_cache)
         self._files = None
 
     def _open_files(self) -> Files:
-        return open_files(self._paths, self._options, self._cache, self._index_cache)
+        return open_files(self._paths, self._options, self._index_cache)
 
     @property
     def files(self) -> Files:
@@ -296,11 +286,10 @@ class Shard:
             raise self.broken_pack(str(error)) from None
 
     def schedule(self, indices: Iterable[int | np.integer[Any]] | NDArray[np.int64]) -> None:
-        """Say which packs come next, in order; returns at once, and replaces what was said before.
+        """Say which packs come next; returns at once.
 
-        ``process`` reads them in the background, as far ahead as its memory goes, and keeps what is used again soon:
-        an epoch may be announced whole. With the other backends the kernel is asked for all of them now, so announce
-        what will be read within moments. Packs that are read in another order are the same, only slower.
+        The kernel is asked for all of them now, so announce what will be read within moments. Packs that are read in
+        another order are the same, only slower.
 
         Raises:
             IndexError: no such pack.
@@ -320,8 +309,8 @@ class Shard:
         drop_packs(self.files, self._paths, start, stop)
 
     def huge_pages(self) -> int:
-        """Bytes of this shard, or of its cache, that are mapped by huge pages right now, as the kernel counts them."""
-        return huge_nbytes(self.files, self._cache)
+        """Bytes of this shard that are mapped by huge pages right now, as the kernel counts them."""
+        return huge_nbytes_of([self.files.tokens, self.files.loss])
 
     def _normalise(self, files: Files, index: int) -> int:
         i = index + files.num_packs if index < 0 else index

@@ -24,7 +24,7 @@ from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard.fingerprints import tokenizer_of
 from megatron_sft_idx.shard.opening import checked_packs, runs_of
 from megatron_sft_idx.shard.reader import Pack, Shard, read_header, require_same
-from megatron_sft_idx.storage import BackendName, BlockCache, ReadOptions, announce, is_remote
+from megatron_sft_idx.storage import BackendName, ReadOptions, announce, is_remote
 from megatron_sft_idx.storage.remote.store import exists, folders_matching, in_folder, matching, threads
 
 __all__ = ["OPENED_AT_ONCE", "HeldArrays", "ShardSet", "Source", "find_prefixes", "natural_key", "running_sums"]
@@ -157,8 +157,7 @@ class ShardSet:
     Args:
         prefixes: of the shards, in order.
         backend: of ``Shard``. ``mmap`` and ``pread`` are for shards that are few; ``reopen`` is for sets that shall
-            hold no more than index arrays, whatever their size; with ``process`` one cache serves all shards, and those
-            of a set that is large are opened for each block. Or ``ReadOptions``, which say more.
+            hold no more than index arrays, whatever their size. Or ``ReadOptions``, which say more.
         same_capacity: refuse packs of different capacities. Not for corpora that are packed later, where the capacity
             is that of the longest sequence.
         index_cache: local folder for the index files of remote shards; None for the usual one.
@@ -314,19 +313,11 @@ class ShardSet:
         return self._options.backend != "reopen" and len(self.prefixes) <= MAPPED_SHARDS
 
     @cached_property
-    def cache(self) -> BlockCache | None:
-        """What the shards are read through, one budget for all; None unless the backend is ``process``."""
-        options = self._options
-        if options.backend != "process":
-            return None
-        return BlockCache(options.cache_bytes, huge_pages=options.huge_pages)
-
-    @cached_property
     def held(self) -> HeldArrays | None:
         """The shards in memory, where that is how they are read; ``need`` reads them."""
         headers = self.headers
         alike = len({(header.token_dtype, header.mask_dtype) for header in headers}) == 1
-        if self._mapped or self.remote or self._options.backend in ("reopen", "process") or not alike:
+        if self._mapped or self.remote or self._options.backend == "reopen" or not alike:
             return None
         if (
             sum(sum(digest.nbytes for digest in header.digests[:2]) + header.index_nbytes for header in headers)
@@ -359,7 +350,7 @@ class ShardSet:
         for number in numbers:
             if held.is_read[number]:
                 continue
-            shard = self._open(number, ReadOptions("reopen"), None)
+            shard = self._open(number, ReadOptions("reopen"))
             shard.sequence_bounds()  # the rules
             packs = slice(self._before[number], self._before[number + 1] + 1)
             sequences, tokens = slice(*self.sequences_before[number:][:2]), slice(*held.tokens_before[number:][:2])
@@ -385,9 +376,9 @@ class ShardSet:
             return len(self.prefixes)
         return max(INDEX_NBYTES // max(self._index_nbytes), 1)
 
-    def _open(self, number: int, options: ReadOptions, cache: BlockCache | None) -> Shard:
+    def _open(self, number: int, options: ReadOptions) -> Shard:
         """FormatError where another one was published over it."""
-        shard = Shard(self.prefixes[number], backend=options, index_cache=self._index_cache, cache=cache)
+        shard = Shard(self.prefixes[number], backend=options, index_cache=self._index_cache)
         require_same(shard.prefix, shard.shard_id, self.headers[number].shard_id)
         return shard
 
@@ -398,12 +389,12 @@ class ShardSet:
         if shard is None:
             options = self._options if self._mapped else self._options._replace(backend="reopen")
             try:
-                shard = self._open(number, options, self.cache)
+                shard = self._open(number, options)
             except OSError as refused:
                 # The system refuses the process one more map: other sets of it have as many as there may be.
                 if options.backend != "mmap" or refused.errno != errno.ENOMEM:
                     raise
-                shard = self._open(number, options._replace(backend="reopen"), self.cache)
+                shard = self._open(number, options._replace(backend="reopen"))
         elif self._most_held == len(self.prefixes):
             return shard
         else:

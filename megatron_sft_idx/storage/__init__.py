@@ -14,7 +14,6 @@ from megatron_sft_idx.storage.advice import (
     drop_pages,
     huge_nbytes_of,
 )
-from megatron_sft_idx.storage.block_cache import BlockCache, CachedArray
 from megatron_sft_idx.storage.local import (
     Array,
     OutputFile,
@@ -29,17 +28,14 @@ from megatron_sft_idx.storage.local import (
     read_runs,
     sync_folder,
 )
-from megatron_sft_idx.storage.options import CACHE_NBYTES, Advice, Backend, BackendName, ReadOptions
+from megatron_sft_idx.storage.options import Advice, Backend, BackendName, ReadOptions
 from megatron_sft_idx.storage.remote.store import is_remote, require_local
 
 __all__ = [
-    "CACHE_NBYTES",
     "Advice",
     "Array",
     "Backend",
     "BackendName",
-    "BlockCache",
-    "CachedArray",
     "OutputFile",
     "PreadArray",
     "ReadOptions",

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.storage.block_cache import CachedArray
 from megatron_sft_idx.storage.local import Array, PreadArray, ReopenedArray
 from megatron_sft_idx.storage.mounts import mount_of
 from megatron_sft_idx.storage.options import Advice
@@ -76,19 +75,13 @@ def advise_order(array: Array, advice: Advice) -> None:
         mapped.madvise(_MADVISE[advice])
 
 
-def announce(runs: Runs, *, more: bool = False) -> None:
-    """Have runs read in the background, in this order where a cache reads them; returns at once.
-
-    Args:
-        runs: of maps, files or cached arrays; nothing happens to any other.
-        more: a cache goes on with them after what it was told before, rather than instead.
-    """
+def announce(runs: Runs) -> None:
+    """Have the kernel read runs of maps and files in the background; nothing happens to any other array."""
     for slot, array in enumerate(runs.arrays):
         if isinstance(array, np.ndarray | PreadArray):
             mine = runs.slots == slot
             _will_need(array, runs.starts[mine], runs.counts[mine])
     _announce_reopened(runs)
-    _announce_cached(runs, more)
 
 
 def _will_need(array: NDArray[Any] | PreadArray, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
@@ -110,20 +103,6 @@ def _announce_reopened(runs: Runs) -> None:
     _native.advise_ranges(files, runs.starts[at] * sizes, runs.counts[at] * sizes)
 
 
-def _announce_cached(runs: Runs, more: bool) -> None:
-    # What lies outside its array is an error of whoever reads it.
-    room = np.array([len(array) for array in runs.arrays], np.int64)[runs.slots]
-    sound = (runs.starts >= 0) & (runs.counts > 0) & (runs.counts <= room - runs.starts)
-    caches = {id(array.cache): array.cache for array in runs.arrays if isinstance(array, CachedArray)}
-    sizes = np.array([array.dtype.itemsize for array in runs.arrays], np.int64)[runs.slots]
-    for cache in caches.values():
-        own = [array.file if isinstance(array, CachedArray) and array.cache is cache else -1 for array in runs.arrays]
-        files = np.array(own, np.int64)[runs.slots]
-        mine = (files >= 0) & sound
-        begins = (runs.starts * sizes)[mine]
-        cache.schedule(files[mine], begins, begins + (runs.counts * sizes)[mine], more=more)
-
-
 def drop_pages(path: str, array: Array, start: int, stop: int) -> None:
     """Let go of items ``[start, stop)`` of an array that begins with its file, here and in the page cache.
 
@@ -131,8 +110,6 @@ def drop_pages(path: str, array: Array, start: int, stop: int) -> None:
     """
     size = array.dtype.itemsize
     begin, end = start * size, stop * size
-    if isinstance(array, CachedArray):
-        array.cache.forget(array.file, begin, end)
     if (mapped := map_of(array)) is not None:
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         last = end if stop == len(array) else end // mmap.PAGESIZE * mmap.PAGESIZE

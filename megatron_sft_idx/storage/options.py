@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
-import sys
-from numbers import Integral
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from megatron_sft_idx.errors import FormatError
 
-__all__ = ["CACHE_NBYTES", "Advice", "Backend", "BackendName", "ReadOptions"]
+__all__ = ["Advice", "Backend", "BackendName", "ReadOptions"]
 
-Backend = Literal["mmap", "pread", "reopen", "process"]
-BackendName = Literal["mmap", "os", "pread", "reopen", "process"]  # as users may say it: "os" is another name of "mmap"
+Backend = Literal["mmap", "pread", "reopen"]
+BackendName = Literal["mmap", "os", "pread", "reopen"]  # as users may say it: "os" is another name of "mmap"
 Advice = Literal["normal", "sequential", "random"]
-
-# What a process may hold of remote shards is as much; it is some thousand packs of 8192 tokens.
-CACHE_NBYTES = 256 << 20
 
 
 class ReadOptions(NamedTuple):
@@ -24,19 +18,15 @@ class ReadOptions(NamedTuple):
 
     Attributes:
         backend: ``mmap`` for views of memory maps: nothing is copied, and processes share the pages. ``pread`` where
-            mapping is slow or refused. ``process`` there too, where the order of reading is known: blocks are read in
-            the background before they are used. ``reopen`` to hold neither maps nor descriptors. ``mmap`` is the
-            default, being several times faster on warm pages.
-        cache_bytes: of ``process``: memory for blocks, those under way included.
+            mapping is slow or refused. ``reopen`` to hold neither maps nor descriptors. ``mmap`` is the default, being
+            several times faster on warm pages.
         advice: what the kernel is told of the order of reads. ``random`` switches its read-ahead off, which makes cold
             reads slower unless what comes is announced (``schedule``), so ``normal`` is the default.
-        huge_pages: ask for huge pages, for maps and for the blocks of ``process``. Where a file system has them the
-            kernel reads 2 MiB at a fault: cold packs in random order took twice as long, warm ones no less time. So it
-            is off by default.
+        huge_pages: ask for huge pages for maps. Where a file system has them the kernel reads 2 MiB at a fault: cold
+            packs in random order took twice as long, warm ones no less time. So it is off by default.
     """
 
     backend: Backend = "mmap"
-    cache_bytes: int = CACHE_NBYTES
     advice: Advice = "normal"
     huge_pages: bool = False
 
@@ -55,15 +45,14 @@ class ReadOptions(NamedTuple):
         made = backend if isinstance(backend, ReadOptions) else cls(cast(Backend, backend), **options)
         if cast(str, made.backend) == "os":
             made = made._replace(backend="mmap")
+        if cast(str, made.backend) == "process":
+            raise FormatError(
+                f"{where}: backend 'process' was removed, as reading by pread what is announced is faster: choose pread"
+            )
         for what, value, choices in (
             ("backend", made.backend, get_args(BackendName)),
             ("advice", made.advice, get_args(Advice)),
         ):
             if value not in choices:
                 raise FormatError(f"{where}: {what} {value!r}, choose one of {', '.join(choices)}")
-        if not isinstance(made.cache_bytes, Integral) or not mmap.PAGESIZE <= made.cache_bytes <= sys.maxsize:
-            raise FormatError(
-                f"{where}: cache_bytes {made.cache_bytes!r}, a cache holds at least one page of {mmap.PAGESIZE} bytes:"
-                " give a whole number of bytes"
-            )
         return made

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.storage import BlockCache, CachedArray, advise_order
+from megatron_sft_idx.storage import advise_order
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Fetcher, Placed, advise, in_memory, place
 from megatron_sft_idx.training.sources import PackSource, Pair, Segments
@@ -205,11 +204,10 @@ class BatchAssembler:
         self._advised: dict[int, int] = {}
         self._layouts: dict[int, BatchLayout] = {}
         self._fetcher = Fetcher(fetch_nbytes)
-        self._told: set[BlockCache] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is so in this process only."""
-        return {**self.__dict__, "_advised": {}, "_told": set()}
+        return {**self.__dict__, "_advised": {}}
 
     def layout(self, rows: int) -> BatchLayout:
         """What a batch of so many packs consists of."""
@@ -292,14 +290,11 @@ class BatchAssembler:
         if _any_remote(pairs):
             self._fetcher.announce(segments, slots, pairs)
         else:
-            self._told.update(array.cache for array in chain(*pairs) if isinstance(array, CachedArray))
             advise(pairs, slots, segments)
 
     def forget_needs(self) -> None:
-        """Let go what was fetched or announced for batches that will not be filled."""
+        """Let go what was fetched for batches that will not be filled."""
         self._fetcher.forget()
-        for cache in self._told:
-            cache.withdraw()
 
     def _read(self, pairs: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) -> Placed:
         if _any_remote(pairs):

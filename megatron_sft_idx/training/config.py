@@ -55,8 +55,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
             refused.
         global_batch_size: for the log line that says how many steps an epoch has.
         plan_cache: folder for the plans of index-only packing; None takes ``path_to_cache``.
-        read: how local shards are read: by maps, or as ``process`` where ``mmap_bin_files`` is False, since batches are
-            announced ahead, so that their blocks are there when they are filled. Every process that reads has a cache.
+        read: how local shards are read: by maps, or by ``pread`` where ``mmap_bin_files`` is False.
     """
 
     reset_position_ids: bool | None = False
@@ -89,7 +88,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         self.read = ReadOptions.of("read", self.read)
         # Megatron wants it off for object storage, where nothing is mapped here either.
         if not self.mmap_bin_files and self.read.backend == "mmap" and not self._all_remote():
-            self.read = self.read._replace(backend="process")
+            self.read = self.read._replace(backend="pread")
         self._check_weights()
         # Not GPTDatasetConfig's, which insists on a tokenizer.
         BlendedMegatronDatasetConfig.__post_init__(self)

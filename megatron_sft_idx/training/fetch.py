@@ -80,7 +80,7 @@ def advise(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments)
     runs = Stretches.join(segments, slots)
     arrays = [tokens for tokens, _ in shards] + [loss for _, loss in shards]
     both = np.concatenate([runs.slots, runs.slots + len(shards)])
-    announce(Runs(arrays, both, np.tile(runs.starts, 2), np.tile(runs.counts, 2)), more=True)
+    announce(Runs(arrays, both, np.tile(runs.starts, 2), np.tile(runs.counts, 2)))
 
 
 def _mapped(shards: Sequence[Pair]) -> list[_Arrays]:

@@ -37,7 +37,7 @@ LENGTH, SEQUENCES = 4096, 8
 MEMORY = Path("/dev/shm")
 PEER_NAMES = {"memmap": "np.memmap", "stock": "stock-mmap"}
 # Of the ways that differ where packs are read in order.
-IN_ORDER = ("mmap", "mmap, sequential", "pread", "process, schedule", *PEERS)
+IN_ORDER = ("mmap", "mmap, sequential", "pread", *PEERS)
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,8 @@ def measure(cases: Sequence[Case], rounds: int) -> None:
 def one_run(case: Case, workers: Workers, one: Measured) -> None:
     drop_cache(case.files)
     case.kept = max(case.kept, cached_nbytes(case.files) or 0)
-    # A cache of a quarter of the limit, or of that share of the data.
-    cache = Path(case.prefix + ".bin").stat().st_size // 16
     try:
-        one.runs.append(workers.run(Job(case.prefix, case.sample, one.setting, case.seconds, cache, case.group)))
+        one.runs.append(workers.run(Job(case.prefix, case.sample, one.setting, case.seconds, case.group)))
     except OSError as refused:
         one.refused = str(refused)
 

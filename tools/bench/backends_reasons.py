@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from report import MIB, Bench
 
 from megatron_sft_idx.inspect.bench_read import Measured, Which
-from megatron_sft_idx.storage import CACHE_NBYTES
 
 __all__ = ["reasons"]
 
@@ -55,7 +54,6 @@ def reasons(bench: Bench, cold: Found, memory: Found, limited: Found | None) -> 
         + (f", over the limit `{fastest(limited, 'first')}`." if limited else "; the limit was not measured.")
     )
     rows = [backend(cold, limited), advice(cold, limited), schedule(cold, limited), huge(cold, memory, limited)]
-    rows.append(cache(cold, limited))
     bench.table(("option", "default", "in this run"), rows)
 
 
@@ -65,11 +63,10 @@ def joined(parts: Iterator[str]) -> str:
 
 def backend(cold: Found, limited: Found | None) -> tuple[str, str, str]:
     def parts() -> Iterator[str]:
-        pread, process = (beside(cold, "mmap", other, "second") for other in ("pread", "process"))
-        yield f"warm, `mmap` is {pread} and {process}"
+        yield f"warm, `mmap` is {beside(cold, 'mmap', 'pread', 'second')}"
         yield f"cold, it is {beside(cold, 'mmap', 'pread', 'first')}"
         if limited:
-            names = "mmap, random, schedule", "process, random, schedule"
+            names = "mmap, random, schedule", "pread, random, schedule"
             yield f"over the limit, `{names[0]}` is {beside(limited, *names, 'first')}"
 
     return "`backend`", '`"mmap"`', joined(parts())
@@ -116,15 +113,3 @@ def huge(cold: Found, memory: Found, limited: Found | None) -> tuple[str, str, s
         yield f"{given[0] / MIB:,.0f} MiB were mapped by them on the disk, {given[1] / MIB:,.0f} MiB in memory"
 
     return "`huge_pages`", "`False`", joined(parts())
-
-
-def cache(cold: Found, limited: Found | None) -> tuple[str, str, str]:
-    def parts() -> Iterator[str]:
-        yield "of `process` alone; here it has a sixteenth of the shard"
-        for found, where in ((cold, "cold"), (limited, "over the limit")):
-            if found is not None:
-                yield f"{where}, told what comes it is {beside(found, 'process, schedule', 'process', 'first')}"
-        own = cold["process, schedule"].median(lambda run: run.private_nbytes) / MIB
-        yield f"it took {own:,.0f} MiB"
-
-    return "`cache_bytes`", f"{CACHE_NBYTES // MIB} MiB", joined(parts())

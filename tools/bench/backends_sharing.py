@@ -10,12 +10,12 @@ from threading import Barrier
 from report import MIB, Bench
 
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.storage import BackendName, ReadOptions
+from megatron_sft_idx.storage import BackendName
 
 __all__ = ["sharing"]
 
 READERS = 4
-BACKENDS: tuple[BackendName, ...] = ("mmap", "pread", "process")
+BACKENDS: tuple[BackendName, ...] = ("mmap", "pread")
 
 
 def proportional() -> tuple[int, int]:
@@ -25,12 +25,12 @@ def proportional() -> tuple[int, int]:
     return int(found["Rss"][1]) * 1024, int(found["Pss"][1]) * 1024
 
 
-def reader(prefix: str, backend: BackendName, cache_nbytes: int, together: Barrier) -> tuple[int, int]:
+def reader(prefix: str, backend: BackendName, together: Barrier) -> tuple[int, int]:
     """Reads every pack, and says what that added, while all the others hold what they have read."""
     together.wait()
     before = proportional()
     together.wait()
-    shard = Shard(prefix, backend=ReadOptions.of(prefix, backend, cache_bytes=cache_nbytes))
+    shard = Shard(prefix, backend=backend)
     for pack in shard:
         pack["input_ids"].max()
         pack["loss_mask"].max()
@@ -40,10 +40,10 @@ def reader(prefix: str, backend: BackendName, cache_nbytes: int, together: Barri
     return after[0] - before[0], after[1] - before[1]
 
 
-def measured(manager: SyncManager, prefix: str, backend: BackendName, cache_nbytes: int) -> list[tuple[int, int]]:
+def measured(manager: SyncManager, prefix: str, backend: BackendName) -> list[tuple[int, int]]:
     together = manager.Barrier(READERS)
     with ProcessPoolExecutor(READERS, mp_context=get_context("spawn")) as pool:
-        works = [pool.submit(reader, prefix, backend, cache_nbytes, together) for _ in range(READERS)]
+        works = [pool.submit(reader, prefix, backend, together) for _ in range(READERS)]
         return [work.result() for work in works]
 
 
@@ -52,12 +52,11 @@ def sharing(bench: Bench, prefix: str) -> None:
     header = Shard(prefix, backend="pread").header
     nbytes = sum(digest.nbytes for digest in header.digests[:2])
     with get_context("spawn").Manager() as manager:
-        found = {backend: measured(manager, prefix, backend, nbytes // 4) for backend in BACKENDS}
+        found = {backend: measured(manager, prefix, backend) for backend in BACKENDS}
     bench.section("Shared between processes")
     bench.say(
         f"{READERS} processes have each read all {nbytes / MIB:,.0f} MiB of a shard: the memory that added. A page that"
-        " several map counts in each, and once in all (`Rss` and `Pss` of `/proc/self/smaps_rollup`). `process` has a"
-        f" cache of {nbytes / 4 / MIB:,.0f} MiB."
+        " several map counts in each, and once in all (`Rss` and `Pss` of `/proc/self/smaps_rollup`)."
     )
     rows = []
     for backend, sizes in found.items():

@@ -39,7 +39,6 @@ HELD_ELSEWHERE = {
     "under 1 MB for any shard": ("megatron_sft_idx/inspect/page.py", "MAX_NBYTES = 1_000_000"),
     "1% of 42 packs is none": ("tests/test_troubleshooting_training.py", 'split="99,1,0"'),
     "up to 1 GiB": ("megatron_sft_idx/shard/shard_set.py", "MEMORY_NBYTES = 1 << 30"),
-    "256 MiB by default": ("megatron_sft_idx/storage/options.py", "CACHE_NBYTES = 256 << 20"),
 }
 
 
