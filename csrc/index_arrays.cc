@@ -1,5 +1,7 @@
 #include "index_arrays.h"
 
+#include <algorithm>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -75,6 +77,50 @@ PackSegments pack_segments(const std::vector<PackIndex>& indexes, const std::int
     out.offsets.push_back(static_cast<std::int64_t>(out.starts.size()));
   }
   return out;
+}
+
+std::vector<std::int64_t> first_fits(const std::uint8_t* flags, std::int64_t size, const std::uint32_t* starts,
+                                     const std::int64_t* offsets, std::size_t packs, std::int64_t least) {
+  std::vector<std::int64_t> begins;
+  for (std::size_t k = 0; k < packs; ++k) {
+    const std::uint32_t *first = starts + offsets[k], *last = starts + offsets[k + 1];
+    if (!std::is_sorted(first, last)) throw std::invalid_argument("starts do not ascend");
+    const std::int64_t stop = size - last[-1];
+    for (;; ++least) {
+      const void* set = least < stop ? std::memchr(flags + least, 1, static_cast<std::size_t>(stop - least)) : nullptr;
+      if (!set) return begins;
+      const auto* place = static_cast<const std::uint8_t*>(set);
+      least = place - flags;
+      if (std::all_of(first, last, [place](std::uint32_t start) { return place[start] == 1; })) break;
+    }
+    begins.push_back(least);
+    least += last[-1] + 1;
+  }
+  return begins;
+}
+
+void absolute_offsets(const std::int64_t* sequence_offsets, const std::int64_t* token_offsets, std::size_t packs,
+                      const std::uint32_t* starts, std::size_t starts_count, std::int64_t* out) {
+  if (sequence_offsets[0] != 0 || token_offsets[0] != 0) throw std::invalid_argument("offsets begin with 0");
+  for (std::size_t pack = 0; pack < packs; ++pack) {
+    // Both begin with 0 and every pack before this one ascended, so the differences cannot overflow.
+    const std::int64_t begin = sequence_offsets[pack], end = sequence_offsets[pack + 1];
+    const auto refuse = [pack](const char* why) {
+      throw std::invalid_argument("shard 0, pack " + std::to_string(pack) + ": " + why);
+    };
+    if (end <= begin || end > static_cast<std::int64_t>(starts_count)) {
+      refuse("sequence offsets are not ascending within the shard (rule O1)");
+    }
+    if (token_offsets[pack + 1] <= token_offsets[pack]) refuse("token offsets are not ascending (rule O2)");
+    const std::int64_t length = token_offsets[pack + 1] - token_offsets[pack];
+    for (std::int64_t s = begin; s < end; ++s) {
+      if (starts[s] >= length || (s == begin ? starts[s] != 0 : starts[s] <= starts[s - 1])) {
+        refuse("sequence starts do not ascend from 0 within it (rules P2 to P4)");
+      }
+      out[s] = token_offsets[pack] + starts[s];
+    }
+  }
+  out[starts_count] = token_offsets[packs];
 }
 
 }  // namespace sft_idx

@@ -67,4 +67,29 @@ template void hash_runs(const std::int32_t*, std::size_t, const std::int64_t*, s
 template void hash_runs(const std::uint8_t*, std::size_t, const std::int64_t*, std::size_t, std::uint64_t*);
 template void hash_runs(const float*, std::size_t, const std::int64_t*, std::size_t, std::uint64_t*);
 
+void gather_sequences(const void* source, std::size_t source_count, std::size_t item_nbytes,
+                      const std::int64_t* starts, const std::int64_t* stops, std::size_t sequences,
+                      const std::int64_t* order, std::size_t order_count, void* out, std::size_t out_count) {
+  const auto* from = static_cast<const char*>(source);
+  auto* to = static_cast<char*>(out);
+  std::size_t room = out_count;
+  for (std::size_t i = 0; i < order_count; ++i) {
+    const std::int64_t sequence = order[i];
+    if (sequence < 0 || sequence >= static_cast<std::int64_t>(sequences)) {
+      throw std::invalid_argument("order[" + std::to_string(i) + "] is " + std::to_string(sequence) + ", there are " +
+                                  std::to_string(sequences) + " sequences");
+    }
+    const std::int64_t start = starts[sequence], stop = stops[sequence];
+    if (start < 0 || stop < start || stop > static_cast<std::int64_t>(source_count)) {
+      throw std::invalid_argument("sequence " + std::to_string(sequence) + " lies outside the source");
+    }
+    const auto count = static_cast<std::size_t>(stop - start);
+    if (count > room) throw std::invalid_argument("the sequences do not fit the output");
+    std::memcpy(to, from + static_cast<std::size_t>(start) * item_nbytes, count * item_nbytes);
+    to += count * item_nbytes;
+    room -= count;
+  }
+  if (room != 0) throw std::invalid_argument("the sequences do not fill the output");
+}
+
 }  // namespace sft_idx

@@ -1,4 +1,4 @@
-// What is told of runs of values: sequences, or packs, between bounds in an array.
+// Runs of values, sequences or packs, between bounds in an array: what is told of them, and copies in another order.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 
 namespace sft_idx {
 
-// Run i is values[bounds[i]] to values[bounds[i + 1] - 1]; bounds holds runs + 1 of them. All of these throw
+// Run i is values[bounds[i]] to values[bounds[i + 1] - 1]; bounds holds runs + 1 of them. The first two throw
 // std::invalid_argument where the bounds descend or leave the array of `size` values.
 
 // How many values of each run are above zero.
@@ -18,5 +18,12 @@ void count_positive(const Mask* values, std::size_t size, const std::int64_t* bo
 template <typename Value>
 void hash_runs(const Value* values, std::size_t size, const std::int64_t* bounds, std::size_t runs,
                std::uint64_t* out);
+
+// starts[s] and stops[s] are where sequence s begins and ends in source, in items; order names the sequences wanted.
+// Copies them end to end into out. Throws std::invalid_argument where an index or a range lies outside, or where the
+// total is not out_count.
+void gather_sequences(const void* source, std::size_t source_count, std::size_t item_nbytes,
+                      const std::int64_t* starts, const std::int64_t* stops, std::size_t sequences,
+                      const std::int64_t* order, std::size_t order_count, void* out, std::size_t out_count);
 
 }  // namespace sft_idx

@@ -17,6 +17,10 @@ def pack_segments(
     limits: tuple[int, int, int] = ...,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]: ...
 
+def first_fits(
+    flags: NDArray[np.bool_], starts: NDArray[np.uint32], offsets: NDArray[np.int64], least: int
+) -> NDArray[np.int64]: ...
+
 class PackStage:
     def __init__(
         self,

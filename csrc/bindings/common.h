@@ -52,5 +52,4 @@ void bind_packing(py::module_& m);
 void bind_training(py::module_& m);
 void bind_formats(py::module_& m);
 void bind_verify(py::module_& m);
-void bind_report(py::module_& m);
 void bind_storage(py::module_& m);

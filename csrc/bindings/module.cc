@@ -8,6 +8,5 @@ PYBIND11_MODULE(_native, m) {
   bind_training(m);
   bind_formats(m);
   bind_verify(m);
-  bind_report(m);
   bind_storage(m);
 }

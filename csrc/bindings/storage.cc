@@ -2,7 +2,7 @@
 #include <cerrno>
 
 #include "bindings/common.h"
-#include "page_residency.h"
+#include "page_advice.h"
 #include "stamped_file.h"
 
 namespace {

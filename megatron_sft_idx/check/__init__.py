@@ -1,11 +1,11 @@
 """Is a shard whole, and make it whole: every rule of FORMAT.md held against files, and files brought back.
 
 ``rules`` says what is broken, ``pack_walk`` reads files once and walks their packs; ``verify`` and ``rebuild`` are
-built on both. ``restore`` brings files back, and ``infer`` finds pack lengths that no good index tells. What lives
-here changes no file but through ``rebuild``, and that none which is good.
+built on both. ``restore`` brings files back by pack lengths, which ``lengths`` reads from what is left of indexes and
+``infer`` finds in the data. What lives here changes no file but through ``rebuild``, and that none which is good.
 """
 
-from megatron_sft_idx.check.infer import Advance, Watch
+from megatron_sft_idx.check.lengths import Advance, Watch
 from megatron_sft_idx.check.rebuild import FileState, Rebuilt, rebuild
 from megatron_sft_idx.check.restore import Known
 from megatron_sft_idx.check.rules import Finding

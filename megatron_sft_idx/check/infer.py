@@ -1,8 +1,6 @@
-"""Lengths of packs where no good index tells them: as a damaged one still has them, or from the data alone.
+"""Lengths of packs from the data alone, where no index tells them.
 
-Nothing in these files is trusted. Each source is checked from end to end when it is made, and streams afterwards.
-
-In the data, only the last sequence of each pack has a length that nobody wrote down. ``.seq.bin`` tells how many packs
+Only the last sequence of each pack has a length that nobody wrote down. ``.seq.bin`` tells how many packs
 there are and where the sequences start inside each. A pack may begin at token ``p`` only where a sequence may end
 before ``p`` and before every inner start of the pack; the packs follow one another, and each is longer than its last
 start. So pack k begins in a set of places of its own, and beginnings keep their distance: ``b[k + 1] > b[k] + last
@@ -17,235 +15,93 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from itertools import pairwise
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.errors import CorruptShardError, FormatError
-from megatron_sft_idx.layout import TOKEN_DTYPES
-from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, idx_places, pack_idx_header
+from megatron_sft_idx.check.lengths import Advance, Lengths, Repeated, Starts, Watch
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.header import MAX_CAPACITY
 from megatron_sft_idx.shard.build import CHUNK_PACKS
-from megatron_sft_idx.storage import Array, OutputFile, PreadArray, as_bytes, open_array, open_regular
+from megatron_sft_idx.storage import OutputFile, PreadArray, as_bytes, open_array
 
-__all__ = ["Advance", "Lengths", "Repeated", "Starts", "Watch", "end_lengths", "idx_lengths", "offset_lengths"]
-
-# Takes the units done since the last call.
-Advance: TypeAlias = Callable[[int], None]
-# Takes what is done, as a verb, and how many units there are.
-Watch: TypeAlias = Callable[[str, int], AbstractContextManager[Advance]]
+__all__ = ["infer_lengths"]
 
 _SPAN = 1 << 18  # tokens whose flags are held at once
 _CHUNK = 1 << 16
 
-_T = TypeVar("_T")
+# Starts of whole packs, uint32, and int64 offsets of each one's.
+_Packs: TypeAlias = tuple[NDArray[np.uint32], NDArray[np.int64]]
+# Flags of positions from one to another: set at p where a sequence may end right before token p, and at 0.
+_MayEnd: TypeAlias = Callable[[int, int], NDArray[np.bool_]]
 
 
-class Repeated(Generic[_T]):
-    """Chunks that speak of all packs in order, and may be iterated again and again.
-
-    Attributes:
-        origin: where they come from, for people.
-        num_packs: how many packs there are.
-    """
-
-    def __init__(self, origin: str, num_packs: int, chunks: Callable[[], Iterator[_T]]) -> None:
-        self.origin, self.num_packs, self._chunks = origin, num_packs, chunks
-
-    def __iter__(self) -> Iterator[_T]:
-        return self._chunks()
-
-
-# In tokens, int64.
-Lengths: TypeAlias = Repeated[NDArray[np.int64]]
-
-
-# ---- what is written down ----
-
-
-def idx_lengths(path: str, tokens_nbytes: int) -> tuple[Lengths, np.dtype[Any]]:
-    """The lengths in a ``.idx`` made by this package, or by Megatron itself for the same packs; and the token dtype.
-
-    Args:
-        path: the file.
-        tokens_nbytes: size of ``.bin`` in bytes, which the lengths must add up to.
-
-    Raises:
-        CorruptShardError: not an index of such a file (rules I1, P1, F2).
-        OSError: the file cannot be read.
-    """
-    nbytes = os.stat(path).st_size
-
-    def corrupt(offset: int, what: str, rule: str = "I1") -> CorruptShardError:
-        detail = f"{what}; this file of {nbytes} bytes is damaged, or not the index of the .bin beside it"
-        return CorruptShardError(path, offset, rule, detail)
-
-    with open_regular(path) as file:
-        raw = file.read(IDX_HEADER_NBYTES)
-    if len(raw) < IDX_HEADER_NBYTES:
-        raise corrupt(len(raw), f"file ends after {len(raw)} bytes, an index has {IDX_HEADER_NBYTES} or more")
-    _, _, code, num_packs, documents = IDX_HEADER.unpack(raw)
-    if code not in TOKEN_DTYPES:
-        raise corrupt(17, f"dtype code {code}, expected 4 (int32) or 8 (uint16)")
-    if raw[:17] != pack_idx_header(code, 0)[:17]:
-        raise corrupt(0, f"begins with {raw[:17]!r}, which is not Megatron's index of version 1")
-    # Python's numbers do not overflow, so a count near 2^63 is only one that does not fit the file.
-    if nbytes != (expected := IDX_HEADER_NBYTES + 12 * num_packs + 8 * documents):
-        raise corrupt(18, f"{num_packs} packs and {documents} documents take {expected} bytes")
-    _, base, _ = idx_places(num_packs)
-    stored, pointers = (
-        open_array(path, np.dtype(dtype), num_packs, nbytes=nbytes, offset=offset, backend="pread")
-        for dtype, offset in (("<i4", IDX_HEADER_NBYTES), ("<i8", base))
-    )
-
-    def chunks() -> Iterator[NDArray[np.int64]]:
-        for first in range(0, num_packs, CHUNK_PACKS):
-            yield stored[first : first + CHUNK_PACKS].astype(np.int64)
-
-    first = end = 0
-    for lengths in chunks():
-        if (lengths <= 0).any():
-            bad = int(np.argmax(lengths <= 0))
-            at, what = IDX_HEADER_NBYTES + 4 * (first + bad), f"pack {first + bad} has length {lengths[bad]}"
-            raise corrupt(at, f"{what}, expected 1 or more", "P1")
-        begins = _native.offsets_from_lengths(lengths, TOKEN_DTYPES[code].itemsize, end)
-        found = pointers[first : first + len(lengths)]
-        if (wrong := found != begins[:-1]).any():
-            bad = int(np.argmax(wrong))
-            what = f"pack {first + bad} begins at byte {found[bad]}, by the lengths before it at {begins[bad]}"
-            raise corrupt(base + 8 * (first + bad), what)
-        first, end = first + len(lengths), int(begins[-1])
-    if end != tokens_nbytes:
-        raise corrupt(IDX_HEADER_NBYTES, f"packs of {end} bytes in all, .bin has {tokens_nbytes}", "F2")
-    return Repeated(".idx", num_packs, chunks), TOKEN_DTYPES[code]
-
-
-def offset_lengths(path: str, offset: int, num_packs: int) -> Lengths:
-    """The lengths between offsets of a ``.seq.idx``, or of what is left of it: of packs, or sequences of each.
-
-    Args:
-        path: the file.
-        offset: where the offsets begin in it, in bytes.
-        num_packs: one offset less than the file holds there.
-
-    Raises:
-        CorruptShardError: the offsets do not begin with 0 or do not ascend (rule O2), or the file ends before them.
-    """
-    nbytes = os.stat(path).st_size
-    if offset + 8 * (num_packs + 1) > nbytes:
-        raise CorruptShardError(path, nbytes, "F2", "the file ends before its token offsets do")
-    offsets = open_array(path, np.dtype("<i8"), num_packs + 1, nbytes=nbytes, offset=offset, backend="pread")
-    if (first := int(offsets[:1][0])) != 0:
-        raise CorruptShardError(path, offset, "O2", f"token offsets begin with {first}, expected 0")
-
-    def chunks() -> Iterator[NDArray[np.int64]]:
-        for first in range(0, num_packs, CHUNK_PACKS):
-            lengths = np.diff(offsets[first : min(first + CHUNK_PACKS, num_packs) + 1])
-            if (wrong := (lengths <= 0) | (lengths > MAX_CAPACITY)).any():
-                bad = int(np.argmax(wrong))
-                detail = f"token offsets give pack {first + bad} a length of {lengths[bad]}"
-                raise CorruptShardError(path, offset + 8 * (first + bad), "O2", detail)
-            yield lengths
-
-    for _ in chunks():
-        pass
-    return Repeated(".seq.idx", num_packs, chunks)
-
-
-class Starts:
-    """``.seq.bin``: every pack's first sequence starts at 0 and no other one does, so its zeros are the packs.
-
-    Raises:
-        CorruptShardError: a size that is not of uint32, a first start that is not 0, or one that is not above the one
-            before it in its pack (rules F2, P2, P3).
-    """
-
-    def __init__(self, path: str) -> None:
-        nbytes = os.stat(path).st_size
-        if nbytes % 4:
-            raise CorruptShardError(path, nbytes, "F2", f"file has {nbytes} bytes, starts have 4 each; restore it")
-        self.path, self.num_sequences, self.num_packs = path, nbytes // 4, 0
-        self.array: Array = open_array(path, np.dtype("<u4"), self.num_sequences, nbytes=nbytes, backend="pread")
-        before = np.zeros(1, np.uint32)
-        for first in range(0, self.num_sequences, _CHUNK):
-            starts = np.concatenate([before, self.array[first : first + _CHUNK]])
-            if not first and starts[1]:
-                raise CorruptShardError(path, 0, "P2", f"the first start is {starts[1]}, expected 0; restore the file")
-            wrong = (starts[1:] != 0) & (starts[1:] <= starts[:-1])
-            if wrong.any():
-                at = int(np.argmax(wrong))
-                what = f"a start of {starts[at + 1]} after {starts[at]}, expected a larger one or 0; restore the file"
-                raise CorruptShardError(path, 4 * (first + at), "P3", what)
-            self.num_packs += int((starts[1:] == 0).sum())
-            before = starts[-1:]
-
-    def counts(self) -> Iterator[NDArray[np.int64]]:
-        """Sequences in each pack, in chunks of any size."""
-        for _, offsets in _forwards(self):
-            yield np.diff(offsets)
-
-
-# ---- what follows from the data ----
-
-
-def end_lengths(
-    prefix: str,
-    starts: Starts,
-    num_tokens: int,
-    may_end: Callable[[int, int], NDArray[np.bool_]],
-    eod_id: int | None,
-    watch: Watch,
+def infer_lengths(
+    paths: ShardPaths, starts: Starts, dtypes: tuple[np.dtype[Any], np.dtype[Any]], eod_id: int | None, watch: Watch
 ) -> Lengths:
     """Lengths of all packs from the data alone, where it leaves no choice.
 
+    A sequence may end only on a token whose mask is 0 (rule P6).
+
     Args:
-        prefix: of the shard, for errors.
+        paths: of the shard, whose tokens and masks are there.
         starts: of all packs.
-        num_tokens: in the shard.
-        may_end: flags of positions ``[start, stop)``, at most ``num_tokens``: set at ``p`` where a sequence may end
-            right before token ``p``, and at 0.
-        eod_id: what ``may_end`` took every sequence to end with, for errors; None where it only looked at masks.
+        dtypes: of tokens and masks.
+        eod_id: the id that every sequence ends with, and that may stand elsewhere too; None where it is not known.
         watch: is told how far the search is.
 
     Raises:
         FormatError: there is more than one way to split the tokens, or none.
     """
-    num_packs = starts.num_packs
-    evidence, remedy, origin = _words(eod_id)
+    prefix, num_packs, nbytes = paths.prefix, starts.num_packs, os.stat(paths.tokens).st_size
+    num_tokens = nbytes // dtypes[0].itemsize
+    tokens = open_array(paths.tokens, dtypes[0], num_tokens, nbytes=nbytes, backend="pread")
+    loss = open_array(paths.loss, dtypes[1], num_tokens, nbytes=os.stat(paths.loss).st_size, backend="pread")
     if num_tokens and not num_packs:
         raise FormatError(f"{prefix}: .bin has {num_tokens} tokens and .seq.bin no sequence (rule P2); restore it")
 
-    def no_split(pack: int, least: int) -> FormatError:
-        what = f"pack {pack} can begin nowhere from token {least} on"
-        if pack == num_packs:
-            what = f"the last pack cannot end at token {num_tokens}, where .bin does"
-        return FormatError(f"{prefix}: {what}; {evidence} {remedy}")
+    def may_end(start: int, stop: int) -> NDArray[np.bool_]:
+        before = slice(max(start - 1, 0), stop - 1)
+        flags: NDArray[np.bool_] = loss[before] == 0
+        if eod_id is not None:
+            flags &= tokens[before] == eod_id
+        return flags if start else np.concatenate([[True], flags])
+
+    def refused(what: str) -> FormatError:
+        known = "all that is known is that the mask is 0 where a sequence ends. Pass --eod-id where every sequence ends"
+        known += " with the same id, or restore .idx or .seq.idx from a copy"
+        if eod_id is not None:
+            known = (
+                f"every sequence was taken to end with id {eod_id} and mask 0. Restore .idx or .seq.idx from a copy,"
+            )
+            known += " or build the shard again"
+        return FormatError(f"{prefix}: {what}; {known}")
 
     pack = after = 0
     with tempfile.NamedTemporaryFile() as named, contextlib.closing(OutputFile(named.name, keep=True)) as spill:
         with watch("placing packs", num_tokens) as advance:
-            for found, reaches in _places(may_end, _forwards(starts), num_tokens):
+            for found, reaches in _places(may_end, starts.packs(), num_tokens):
                 if not pack and found[0]:
-                    raise no_split(0, 0)  # the first pack has no other place than the file's beginning
+                    break  # the first pack has no other place than the file's beginning
                 spill.write(as_bytes(found))
-                pack += len(found)
-                advance(int(found[-1] + reaches[-1]) + 1 - after)
-                after = int(found[-1] + reaches[-1]) + 1
-        if pack < num_packs or after > num_tokens or (after and not may_end(num_tokens, num_tokens + 1)[0]):
-            raise no_split(pack, after)
+                pack, before, after = pack + len(found), after, int(found[-1] + reaches[-1]) + 1
+                advance(after - before)
+        if pack < num_packs:
+            raise refused(f"pack {pack} can begin nowhere from token {after} on")
+        if after > num_tokens or (after and not may_end(num_tokens, num_tokens + 1)[0]):
+            raise refused(f"the last pack cannot end at token {num_tokens}, where .bin does")
         # The name goes with the block, the open file stays.
         begins = PreadArray(named.name, np.dtype(np.int64), num_packs, 0)
     with watch("placing packs from the end", num_tokens) as advance:
         unlike, other = _unlike(begins, starts, num_tokens, may_end, advance)
     if other:
         pack, earliest, latest = other
-        raise FormatError(
-            f"{prefix}: pack {pack - 1} may end at token {earliest}, at token {latest} and perhaps between them, and"
-            f" {unlike} of {num_packs - 1} ends between packs are not certain; {evidence} {remedy}"
+        raise refused(
+            f"pack {pack - 1} may end at token {earliest}, at token {latest} and perhaps between them, and {unlike} of"
+            f" {num_packs - 1} ends between packs are not certain"
         )
 
     def chunks() -> Iterator[NDArray[np.int64]]:
@@ -256,32 +112,11 @@ def end_lengths(
                 raise FormatError(f"{prefix}: a pack of {longest} tokens, at most {MAX_CAPACITY} fit (rule H6)")
             yield lengths
 
-    return Repeated(origin, num_packs, chunks)
-
-
-def _words(eod_id: int | None) -> tuple[str, str, str]:
-    """The evidence, what to do where it does not suffice, and what the lengths come from."""
-    if eod_id is None:
-        remedy = "Pass --eod-id where every sequence ends with the same id, or restore .idx or .seq.idx from a copy"
-        return "all that is known is that the mask is 0 where a sequence ends.", remedy, "masks"
-    evidence = f"every sequence was taken to end with id {eod_id} and mask 0."
-    remedy = "Restore .idx or .seq.idx from a copy, or build the shard again"
-    return evidence, remedy, f"masks and end-of-sequence id {eod_id}"
-
-
-class _Packs(NamedTuple):
-    """Whole packs: the uint32 starts of all, and int64 offsets of each one's."""
-
-    starts: NDArray[np.uint32]
-    offsets: NDArray[np.int64]
+    return Repeated("masks" if eod_id is None else f"masks and end-of-sequence id {eod_id}", num_packs, chunks)
 
 
 def _unlike(
-    begins: PreadArray,
-    starts: Starts,
-    num_tokens: int,
-    may_end: Callable[[int, int], NDArray[np.bool_]],
-    advance: Advance,
+    begins: PreadArray, starts: Starts, num_tokens: int, may_end: _MayEnd, advance: Advance
 ) -> tuple[int, tuple[int, int, int] | None]:
     """How many packs can also begin later than at their earliest places, and of the first one both places.
 
@@ -310,55 +145,27 @@ def _unlike(
 
 
 def _places(
-    load: Callable[[int, int], NDArray[np.bool_]], packs: Iterable[_Packs], num_tokens: int, least: int = 0
+    load: _MayEnd, packs: Iterable[_Packs], num_tokens: int, least: int = 0
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """Packs behind one another, each at the first place that is left: where each begins, and its last start.
 
-    Ends before a pack that has no place. ``load`` gives the flags of positions from one to another.
+    Ends before a pack that has no place.
     """
-    base, flags = 0, b""
+    base, flags = 0, np.empty(0, np.bool_)
     for starts, offsets in packs:
         reaches, done = starts[offsets[1:] - 1].astype(np.int64), 0
-        values, bounds = starts.tolist(), offsets.tolist()
         while done < len(reaches):
-            begins, least = _first_fits(flags, base, num_tokens, values, bounds[done:], least)
-            if begins:
-                yield np.array(begins, np.int64), reaches[done : done + len(begins)]
-                done += len(begins)
+            begins = base + _native.first_fits(flags, starts, offsets[done:], least - base)
+            if len(begins):
+                reached = reaches[done : done + len(begins)]
+                done, least = done + len(begins), int(begins[-1] + reached[-1]) + 1
+                yield begins, reached
             if done < len(reaches):
                 reach = int(reaches[done])
+                least = max(least, base + len(flags) - reach)
                 if least + reach >= num_tokens:
                     return
-                base, flags = least, load(least, min(least + max(_SPAN, reach + 1), num_tokens + 1)).tobytes()
-
-
-def _first_fits(
-    flags: bytes, base: int, num_tokens: int, starts: list[int], offsets: list[int], least: int
-) -> tuple[list[int], int]:
-    """As ``_places``, as far as the flags reach, which begin at ``base``; and where the next search goes on."""
-    begins: list[int] = []
-    for first, last in pairwise(offsets):
-        reach, inner = starts[last - 1], starts[first + 1 : last]
-        stop = min(len(flags), num_tokens - base) - reach
-        place = flags.find(1, least - base, max(stop, 0))
-        while place >= 0 and not all(flags[place + start] for start in inner):
-            place = flags.find(1, place + 1, stop)
-        if place < 0:
-            return begins, max(least, base + stop)
-        begins.append(base + place)
-        least = base + place + reach + 1
-    return begins, least
-
-
-def _forwards(starts: Starts) -> Iterator[_Packs]:
-    """All packs; the starts of each are known to ascend."""
-    held = np.empty(0, np.uint32)
-    for first in range(0, starts.num_sequences, _CHUNK):
-        held = np.concatenate([held, starts.array[first : first + _CHUNK]], dtype=np.uint32)
-        offsets = np.flatnonzero(held == 0)
-        yield _Packs(held, offsets)
-        held = held[offsets[-1] :]
-    yield _Packs(held, np.array([0, len(held)]) if len(held) else np.zeros(1, np.int64))
+                base, flags = least, load(least, min(least + max(_SPAN, reach + 1), num_tokens))
 
 
 def _backwards(starts: Starts) -> Iterator[_Packs]:
@@ -370,5 +177,5 @@ def _backwards(starts: Starts) -> Iterator[_Packs]:
         if len(edges):
             whole, offsets = held[edges[0] :], np.append(edges, len(held)) - edges[0]
             reaches = np.repeat(whole[offsets[1:] - 1], np.diff(offsets))
-            yield _Packs((reaches - whole)[::-1].copy(), (len(whole) - offsets)[::-1].copy())
+            yield (reaches - whole)[::-1].copy(), (len(whole) - offsets)[::-1].copy()
             held = held[: edges[0]]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_sft_idx.check.infer import Advance, Watch, idx_lengths
+from megatron_sft_idx.check.lengths import Advance, Watch, idx_lengths
 from megatron_sft_idx.check.pack_walk import steps
 from megatron_sft_idx.check.restore import Known, Replacement, derive, restore
 from megatron_sft_idx.check.verify import Report, verify_shard

@@ -22,15 +22,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.check.infer import (
-    Lengths,
-    Repeated,
-    Starts,
-    Watch,
-    end_lengths,
-    idx_lengths,
-    offset_lengths,
-)
+from megatron_sft_idx.check.infer import infer_lengths
+from megatron_sft_idx.check.lengths import Lengths, Repeated, Starts, Watch, idx_lengths, offset_lengths, started
 from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, Run, Stream, steps, walk_packs
 from megatron_sft_idx.check.rules import Claims, Findings, add_breaches, check_ids
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, UnsupportedVersionError
@@ -213,50 +206,6 @@ def _keep(path: str, made: list[str]) -> str:
     return kept
 
 
-# ---- packs from their parts ----
-
-
-def _started(lengths: Lengths, starts: Starts) -> Repeated[PackChunk]:
-    """Packs by lengths from one file and starts of another. CorruptShardError where they differ in number."""
-    if lengths.num_packs != starts.num_packs:
-        raise CorruptShardError(
-            starts.path,
-            0,
-            "P2",
-            f"{starts.num_packs} packs begin here (starts of 0), {lengths.num_packs} by {lengths.origin};"
-            " one of the two is damaged or of another shard: restore it",
-        )
-
-    def chunks() -> Iterator[PackChunk]:
-        counts, held = starts.counts(), np.empty(0, np.int64)
-        for some in lengths:
-            while len(held) < len(some):
-                held = np.concatenate([held, next(counts)])
-            yield PackChunk(some, held[: len(some)])
-            held = held[len(some) :]
-
-    return Repeated(lengths.origin, lengths.num_packs, chunks)
-
-
-def _ended(
-    paths: ShardPaths, starts: Starts, dtypes: tuple[np.dtype[Any], np.dtype[Any]], eod_id: int | None, watch: Watch
-) -> Lengths:
-    """Lengths from the data alone: see ``end_lengths``."""
-    nbytes = os.stat(paths.tokens).st_size
-    num_tokens = nbytes // dtypes[0].itemsize
-    tokens = open_array(paths.tokens, dtypes[0], num_tokens, nbytes=nbytes, backend="pread")
-    loss = open_array(paths.loss, dtypes[1], num_tokens, nbytes=os.stat(paths.loss).st_size, backend="pread")
-
-    def may_end(start: int, stop: int) -> NDArray[np.bool_]:
-        before = slice(max(start - 1, 0), stop - 1)
-        flags: NDArray[np.bool_] = loss[before] == 0
-        if eod_id is not None:
-            flags &= tokens[before] == eod_id
-        return flags if start else np.concatenate([[True], flags])
-
-    return end_lengths(paths.prefix, starts, num_tokens, may_end, eod_id, watch)
-
-
 # ---- under a good header ----
 
 
@@ -329,10 +278,10 @@ def _restore_arrays(
     ]
     if not {paths.tokens, paths.loss} & faults.keys():
         dtypes = header.token_dtype, header.mask_dtype
-        sources.append(lambda: _ended(paths, starts, dtypes, known.eod_id, watch))
+        sources.append(lambda: infer_lengths(paths, starts, dtypes, known.eod_id, watch))
     for source in sources if os.path.exists(paths.idx) else sources[1:]:
         try:
-            packs = _started(source(), starts)
+            packs = started(source(), starts)
             if write_seq_idx(new.create(paths.seq_idx), packs, header) == header:
                 return packs
         except SFTIndexError:  # not the lengths that this header was written with
@@ -402,10 +351,10 @@ def derive(
     lengths = _proven_lengths(paths.seq_idx, stored, sizes, starts.num_packs) or idx
     if lengths is None:
         try:
-            lengths = _ended(paths, starts, dtypes, known.eod_id, watch)
+            lengths = infer_lengths(paths, starts, dtypes, known.eod_id, watch)
         except FormatError as nothing:
             raise FormatError(f"{nothing}" if fault is None else f"{fault}. Without it: {nothing}") from None
-    packs, done = _started(lengths, starts), {}
+    packs, done = started(lengths, starts), {}
     walk = _measured(paths, dtypes, packs, starts.num_sequences, known, watch)
     digest = write_idx(new.create(paths.idx), packs, token_dtype_of(dtypes[0])[0], dtypes[0].itemsize, walk.num_packs)
     if digest == digests.get(paths.idx):
