@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packs import Sample, assert_holds, five_files, sample_of, write_samples
 
-from megatron_sft_idx.check import Known, rebuild
-from megatron_sft_idx.check import infer, lengths
+from megatron_sft_idx.check import Known, infer, lengths, rebuild
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard, ShardWriter
 
