@@ -70,16 +70,6 @@ def infer_lengths(
             flags &= tokens[before] == eod_id
         return flags if start else np.concatenate([[True], flags])
 
-    def refused(what: str) -> FormatError:
-        known = "all that is known is that the mask is 0 where a sequence ends. Pass --eod-id where every sequence ends"
-        known += " with the same id, or restore .idx or .seq.idx from a copy"
-        if eod_id is not None:
-            known = (
-                f"every sequence was taken to end with id {eod_id} and mask 0. Restore .idx or .seq.idx from a copy,"
-            )
-            known += " or build the shard again"
-        return FormatError(f"{prefix}: {what}; {known}")
-
     pack = after = 0
     with tempfile.NamedTemporaryFile() as named, contextlib.closing(OutputFile(named.name, keep=True)) as spill:
         with watch("placing packs", num_tokens) as advance:
@@ -90,18 +80,20 @@ def infer_lengths(
                 pack, before, after = pack + len(found), after, int(found[-1] + reaches[-1]) + 1
                 advance(after - before)
         if pack < num_packs:
-            raise refused(f"pack {pack} can begin nowhere from token {after} on")
+            raise _refused(prefix, eod_id, f"pack {pack} can begin nowhere from token {after} on")
         if after > num_tokens or (after and not may_end(num_tokens, num_tokens + 1)[0]):
-            raise refused(f"the last pack cannot end at token {num_tokens}, where .bin does")
+            raise _refused(prefix, eod_id, f"the last pack cannot end at token {num_tokens}, where .bin does")
         # The name goes with the block, the open file stays.
         begins = PreadArray(named.name, np.dtype(np.int64), num_packs, 0)
     with watch("placing packs from the end", num_tokens) as advance:
         unlike, other = _unlike(begins, starts, num_tokens, may_end, advance)
     if other:
         pack, earliest, latest = other
-        raise refused(
+        raise _refused(
+            prefix,
+            eod_id,
             f"pack {pack - 1} may end at token {earliest}, at token {latest} and perhaps between them, and {unlike} of"
-            f" {num_packs - 1} ends between packs are not certain"
+            f" {num_packs - 1} ends between packs are not certain",
         )
 
     def chunks() -> Iterator[NDArray[np.int64]]:
@@ -113,6 +105,19 @@ def infer_lengths(
             yield lengths
 
     return Repeated("masks" if eod_id is None else f"masks and end-of-sequence id {eod_id}", num_packs, chunks)
+
+
+def _refused(prefix: str, eod_id: int | None, what: str) -> FormatError:
+    known = (
+        "all that is known is that the mask is 0 where a sequence ends. Pass --eod-id where every sequence ends with"
+        " the same id, or restore .idx or .seq.idx from a copy"
+    )
+    if eod_id is not None:
+        known = (
+            f"every sequence was taken to end with id {eod_id} and mask 0. Restore .idx or .seq.idx from a copy, or"
+            " build the shard again"
+        )
+    return FormatError(f"{prefix}: {what}; {known}")
 
 
 def _unlike(
