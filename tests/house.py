@@ -46,11 +46,9 @@ TOP_LEVEL = {
 # A file's name tells its place, so that a name in a traceback is one. These stand in more places than one; no more may.
 SHARED_NAMES = {
     "copying": {"packs", "transfer"},
-    "files": {"chat.inputs", "layout", "storage.remote"},
+    "files": {"layout", "storage.remote"},
     "local": {"storage", "tokenize"},
-    "opening": {"chat.inputs", "shard"},
     "options": {"cli", "storage"},
-    "plan": {"packing", "tokenize"},
 }
 # Written so that this file does not hold what it looks for.
 PRIVATE = re.compile(r"(?<![\w.\-/])/(?:wor[k]|tm[p]|hom[e]|roo[t])/[\w.]")

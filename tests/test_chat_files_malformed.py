@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from megatron_sft_idx.chat.inputs.files import expand_inputs
-from megatron_sft_idx.chat.inputs.pieces import iter_pieces
+from megatron_sft_idx.chat.inputs import expand_inputs
+from megatron_sft_idx.chat.pieces import iter_pieces
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 
 LINES = b"".join(b'{"n": %d}\n' % i for i in range(1000))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_sft_idx.chat.rows import RowError, RowOptions, to_sequence_source
+from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
 from megatron_sft_idx.chat.types import Conversation, TokenizedRow
 
 USER = {"role": "user", "content": "Q"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_sft_idx.chat.rows import RowError, RowOptions, to_sequence_source
+from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
 
 USER = {"role": "user", "content": "Q"}
 BOT = {"role": "assistant", "content": "A"}

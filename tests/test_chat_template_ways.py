@@ -11,7 +11,7 @@ import pytest
 from template_styles import CHATML, SPECIAL, TOOLS, call, learnt, make, said, talk, trained, user
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_sft_idx.chat.rows import to_sequence_source
+from megatron_sft_idx.chat.chat_rows import to_sequence_source
 from megatron_sft_idx.chat.template import ChatTemplate
 from megatron_sft_idx.chat.types import Conversation
 from megatron_sft_idx.errors import SequenceError

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
-from megatron_sft_idx.chat.inputs.pieces import iter_pieces, stream_pieces
+from megatron_sft_idx.chat.inputs import InputFile, expand_inputs
+from megatron_sft_idx.chat.pieces import iter_pieces, stream_pieces
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.produce.feed import Feed, FixedFiles, InputLog, Position, TakenFile
 from megatron_sft_idx.produce.growing import GrowingFolder

@@ -15,9 +15,9 @@ from chats import CHATS, files_of, preprocess
 from object_folders import serve_folder
 from test_chat_files import CONTAINERS, write_rows
 
-from megatron_sft_idx.chat.inputs import opening
-from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
-from megatron_sft_idx.chat.inputs.pieces import iter_pieces
+from megatron_sft_idx.chat import inputs
+from megatron_sft_idx.chat.inputs import InputFile, expand_inputs
+from megatron_sft_idx.chat.pieces import iter_pieces
 from megatron_sft_idx.errors import FormatError
 
 # Text that hardly shrinks, so that compressed files take many ranges too.
@@ -30,7 +30,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
     """A folder, and how it is called remotely; ranges are so small that files take many."""
     (tmp_path / "store").mkdir()
     # As fixed when the function was made.
-    monkeypatch.setitem(opening.read_ahead.__kwdefaults__, "range_nbytes", 701)
+    monkeypatch.setitem(inputs.read_ahead.__kwdefaults__, "range_nbytes", 701)
     return tmp_path / "store", serve_folder(tmp_path / "store", tmp_path / "msc.json", monkeypatch)
 
 

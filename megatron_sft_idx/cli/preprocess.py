@@ -9,8 +9,8 @@ import os
 import sys
 from typing import Any
 
-from megatron_sft_idx.chat.inputs.json_value import parse_json
-from megatron_sft_idx.chat.rows import RowOptions
+from megatron_sft_idx.chat.chat_rows import RowOptions
+from megatron_sft_idx.chat.inputs import parse_json
 from megatron_sft_idx.chat.template import MaskOptions
 from megatron_sft_idx.cli.options import (
     HelpFormatter,

@@ -22,9 +22,8 @@ from typing import NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.inputs.files import expand_inputs
-from megatron_sft_idx.chat.inputs.json_value import parse_json
-from megatron_sft_idx.chat.inputs.pieces import MAX_ROW_NBYTES, cut_lines
+from megatron_sft_idx.chat.inputs import expand_inputs, parse_json
+from megatron_sft_idx.chat.pieces import MAX_ROW_NBYTES, cut_lines
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.restricted_pickle import LIST_HEADS, read_pairs, write_pairs
 from megatron_sft_idx.storage import Array, Backend, open_array, open_regular

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.inputs.pieces import JsonPiece
+from megatron_sft_idx.chat.pieces import JsonPiece
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.formats.base import PackRun
 from megatron_sft_idx.formats.checks import checked_run

@@ -4,9 +4,15 @@ Numbers in, numbers out: neither tokens nor files are known here. Whatever is dr
 seed that is handed in.
 """
 
-from megatron_sft_idx.packing.pack import METHODS, pack_sequences
-from megatron_sft_idx.packing.plan import PackPlan, attention_cost, group_by_cost, reorder
-from megatron_sft_idx.packing.window import WindowPacker
+from megatron_sft_idx.packing.pack import (
+    METHODS,
+    PackPlan,
+    WindowPacker,
+    attention_cost,
+    group_by_cost,
+    pack_sequences,
+    reorder,
+)
 
 __all__ = [
     "METHODS",

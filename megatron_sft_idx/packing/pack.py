@@ -5,14 +5,16 @@
     lengths -> histogram -> patterns (several planners, the one with fewest packs) -> hand-out -> PackPlan
 
 Planners see distinct sizes with counts and return patterns, so their cost does not follow the number of
-sequences. ``first-fit-shuffle`` and ``sequential`` are about an order and go sequence by sequence.
+sequences. ``first-fit-shuffle`` and ``sequential`` are about an order and go sequence by sequence. Below that: orders
+of packs, which planning leaves open and training may care about, and packing in windows, for streams.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -21,11 +23,18 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import SequenceError
 from megatron_sft_idx.packing.linear_program import plan_by_linear_program
-from megatron_sft_idx.packing.plan import PackPlan, reorder
 
-__all__ = ["LARGEST_CAPACITY", "METHODS", "as_integer", "as_lengths", "misfit", "pack_sequences"]
+__all__ = [
+    "METHODS",
+    "PackPlan",
+    "WindowPacker",
+    "attention_cost",
+    "group_by_cost",
+    "pack_sequences",
+    "reorder",
+]
 
-
+_LARGEST_CAPACITY: Final = 2**31 - 1  # boundaries are int32
 METHODS: Final = (
     "auto",
     "best-fit",
@@ -47,6 +56,37 @@ _PLANNERS: Final = {
 _SHUFFLE_UP_TO: Final = 100_000
 # High effort goes on where the plan is further than this share, and than one pack, from the bound.
 _GAP: Final = 1e-4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackPlan:
+    """Packs as CSR arrays: pack ``p`` holds ``sequences[offsets[p]:offsets[p + 1]]``.
+
+    Attributes:
+        offsets: int64 [packs + 1], from 0 to the number of sequences.
+        sequences: int64, indices into the lengths; each occurs once.
+        capacity: token positions a pack may hold.
+        fill: tokens over ``packs * capacity``; tokens as given, not rounded up to the sequence multiple. 0
+            where there are no packs.
+        lower_bound: packs that no plan can do without; a plan that has no more is optimal.
+        longest: tokens of the fullest pack, not rounded up.
+        most_sequences: sequences of the pack that has most of them.
+        method: what made the plan: one of ``METHODS`` other than ``auto``, or ``linear-program``.
+    """
+
+    offsets: NDArray[np.int64]
+    sequences: NDArray[np.int64]
+    capacity: int
+    fill: float
+    lower_bound: int
+    longest: int
+    most_sequences: int
+    method: str
+
+    @property
+    def num_packs(self) -> int:
+        """Length of ``offsets`` less one."""
+        return len(self.offsets) - 1
 
 
 def pack_sequences(
@@ -88,13 +128,13 @@ def pack_sequences(
         raise ValueError(f"effort is {effort!r}, choose one of {', '.join(EFFORTS)}")
     if effort == "high" and method != "auto":
         raise ValueError(f"effort='high' goes with method='auto', not {method!r}")
-    capacity = as_integer("capacity", capacity, 1, LARGEST_CAPACITY)
-    multiple = as_integer("sequence_multiple", sequence_multiple, 1, capacity)
-    most = LARGEST_CAPACITY
+    capacity = _as_integer("capacity", capacity, 1, _LARGEST_CAPACITY)
+    multiple = _as_integer("sequence_multiple", sequence_multiple, 1, capacity)
+    most = _LARGEST_CAPACITY
     if max_sequences_per_pack is not None:
-        most = min(most, as_integer("max_sequences_per_pack", max_sequences_per_pack, 1, 2**63 - 1))
-    seed = as_integer("seed", seed, 0, 2**64 - 1)
-    job = _Job.start(as_lengths(lengths), capacity, multiple, most, seed)
+        most = min(most, _as_integer("max_sequences_per_pack", max_sequences_per_pack, 1, 2**63 - 1))
+    seed = _as_integer("seed", seed, 0, 2**64 - 1)
+    job = _Job.start(_as_lengths(lengths), capacity, multiple, most, seed)
     if len(job.lengths) == 0:
         empty = np.zeros(0, np.int64)
         return PackPlan(np.zeros(1, np.int64), empty, capacity, 0.0, 0, 0, 0, method)
@@ -143,7 +183,7 @@ class _Job:
         try:
             sizes, counts, tokens = _native.packing_histogram(lengths, capacity, multiple)
         except ValueError:
-            raise misfit(lengths, capacity, multiple) from None
+            raise _misfit(lengths, capacity, multiple) from None
         bound = _native.packing_lower_bound(sizes, counts, capacity // multiple, most)
         return cls(lengths, capacity, multiple, most, seed, sizes, counts, tokens, bound)
 
@@ -214,10 +254,10 @@ class _Job:
         return PackPlan(offsets, sequences, self.capacity, fill, self.bound, longest, most, method)
 
 
-LARGEST_CAPACITY: Final = 2**31 - 1  # boundaries are int32
+# ---- options and lengths, checked ----
 
 
-def as_integer(name: str, value: Any, low: int, high: int) -> int:
+def _as_integer(name: str, value: Any, low: int, high: int) -> int:
     """The value of an option, checked: numpy integers pass, floats and booleans do not."""
     if isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} is {value!r}, an integer is needed")
@@ -230,7 +270,7 @@ def as_integer(name: str, value: Any, low: int, high: int) -> int:
     return number
 
 
-def as_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
+def _as_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     """Any integer array or list as one contiguous int64 array."""
     array = np.asarray(lengths)
     if array.ndim != 1:
@@ -244,7 +284,7 @@ def as_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
-def misfit(lengths: NDArray[np.int64], capacity: int, multiple: int, start: int = 0) -> SequenceError:
+def _misfit(lengths: NDArray[np.int64], capacity: int, multiple: int, start: int = 0) -> SequenceError:
     """The error for lengths that no pack holds: which is the first, how many there are, and the longest.
 
     Args:
@@ -269,3 +309,163 @@ def misfit(lengths: NDArray[np.int64], capacity: int, multiple: int, start: int 
         "or raise the capacity"
     )
     return SequenceError("lengths", start + first, reason)
+
+
+# ---- orders of packs ----
+
+
+def attention_cost(lengths: NDArray[np.int64], plan: PackPlan) -> NDArray[np.int64]:
+    """The sum of squared lengths of each pack, int64 [packs].
+
+    Attention never crosses a sequence, so its work follows the squares of the lengths, not the pack's length.
+    """
+    if plan.num_packs == 0:
+        return np.zeros(0, np.int64)
+    squares = np.square(np.asarray(lengths).astype(np.int64, copy=False)[plan.sequences])
+    return np.add.reduceat(squares, plan.offsets[:-1])
+
+
+def group_by_cost(costs: NDArray[np.int64], group_size: int, seed: int = 0) -> NDArray[np.int64]:
+    """An order of packs in which each run of ``group_size`` packs has similar costs.
+
+    With data parallelism a step waits for its slowest rank: give each of the ranks one pack of a run. Packs
+    are sorted by cost and cut into runs; the runs are shuffled, and so are the packs inside each. The packs
+    left over when the runs are full come last.
+
+    Args:
+        costs: [packs], such as ``attention_cost``.
+        group_size: packs that are worked on at the same time.
+        seed: of the shuffles, and of the order of packs of equal cost.
+
+    Returns:
+        int64 [packs], a permutation.
+    """
+    if group_size < 1:
+        raise ValueError(f"group_size is {group_size}, it must be at least 1")
+    # Equal costs in random order, so that runs are not made of neighbours in the plan.
+    random = _native.packing_permutation(len(costs), seed)
+    by_cost = random[np.argsort(np.asarray(costs)[random], kind="stable")]
+    # Those left over are taken from the middle of the costs, where leaving them out widens no run.
+    spare = len(costs) % group_size
+    begin = (len(costs) - spare) // group_size // 2 * group_size
+    left_over = by_cost[begin : begin + spare]
+    runs = np.delete(by_cost, slice(begin, begin + spare)).reshape(-1, group_size)
+    inside = random[: runs.size].reshape(runs.shape).argsort(axis=1)
+    runs = np.take_along_axis(runs, inside, axis=1)[_native.packing_permutation(len(runs), seed)]
+    return np.concatenate([runs.ravel(), left_over])
+
+
+def reorder(plan: PackPlan, order: NDArray[np.int64]) -> PackPlan:
+    """The same packs in another order: pack ``p`` of the result is pack ``order[p]`` of the plan."""
+    counts = np.diff(plan.offsets)[order]
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    # Each position's source: its place inside its pack, after where that pack began.
+    source = np.arange(len(plan.sequences)) + np.repeat(plan.offsets[:-1][order] - offsets[:-1], counts)
+    return replace(plan, offsets=offsets, sequences=plan.sequences[source])
+
+
+# ---- streams ----
+
+
+_FULL: Final = 0.98
+_WAIT: Final = 3  # windows
+
+
+class WindowPacker:
+    """Packs lengths that arrive in order, ``window`` of them at a time.
+
+    Packs at least ``full`` are given out after each window; the sequences of the others wait and are packed
+    anew with the next one, for at most three windows, so that memory stays bounded and no sequence waits for
+    ever. Against packing everything at once this costs a few hundredths of a percent of fill. The packs
+    depend on the lengths and the options, not on how the lengths are cut into calls of ``add``.
+
+    Args:
+        capacity: as for ``pack_sequences``, and so are the options not named here.
+        window: sequences packed at a time; more fill better and wait longer.
+        full: the share of the capacity from which on a pack is given out at once.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        window: int = 10_000,
+        full: float = _FULL,
+        method: str = "auto",
+        max_sequences_per_pack: int | None = None,
+        sequence_multiple: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self._window = _as_integer("window", window, 1, 2**31 - 1)
+        self._seed = _as_integer("seed", seed, 0, 2**64 - 1)
+        if not 0 <= full <= 1:
+            raise ValueError(f"full is {full}, it must be 0 to 1")
+        self._full = full
+        self._in_order = method == "sequential"
+        self._capacity, self._multiple, self._most = capacity, sequence_multiple, max_sequences_per_pack
+        self._pack = partial(
+            pack_sequences,
+            capacity=capacity,
+            method=method,
+            max_sequences_per_pack=max_sequences_per_pack,
+            sequence_multiple=sequence_multiple,
+        )
+        self._pack([])  # refuses bad options now, not at the first full window
+        self._windows = 0  # packed so far
+        self._seen = 0  # sequences added so far
+        self._positions = np.zeros(0, np.int64)  # of the sequences at hand, in the stream
+        self._lengths = np.zeros(0, np.int64)
+        self._fresh = 0  # of those, the ones that no window has seen
+
+    def add(self, lengths: ArrayLike) -> list[NDArray[np.int64]]:
+        """Takes the next lengths; returns the packs that are ready, as int64 positions in the stream.
+
+        Raises:
+            SequenceError: a length does not fit; none of these lengths is taken then.
+        """
+        array = _as_lengths(lengths)
+        usable = self._capacity // self._multiple * self._multiple
+        if len(array) > 0 and not (array.min() >= 1 and array.max() <= usable):
+            raise _misfit(array, self._capacity, self._multiple, start=self._seen)
+        packs: list[NDArray[np.int64]] = []
+        while len(array) > 0:
+            taken = array[: self._window - self._fresh]
+            array = array[len(taken) :]
+            positions = np.arange(self._seen, self._seen + len(taken), dtype=np.int64)
+            self._positions = np.concatenate([self._positions, positions])
+            self._lengths = np.concatenate([self._lengths, taken])
+            self._seen += len(taken)
+            self._fresh += len(taken)
+            if self._fresh == self._window:
+                packs += self._flush(last=False)
+        return packs
+
+    def finish(self) -> list[NDArray[np.int64]]:
+        """Returns all packs that are left."""
+        return self._flush(last=True)
+
+    def _flush(self, *, last: bool) -> list[NDArray[np.int64]]:
+        if len(self._lengths) == 0:
+            return []
+        plan = self._pack(self._lengths, seed=(self._seed + self._windows) % 2**64)
+        self._windows += 1
+        self._fresh = 0
+        ready = np.ones(plan.num_packs, bool) if last else self._ready(plan)
+        positions = self._positions[plan.sequences]
+        given = [positions[plan.offsets[p] : plan.offsets[p + 1]] for p in np.flatnonzero(ready)]
+        # Those that wait stay in the order of the stream, which is all that sequential asks for.
+        waiting = np.sort(plan.sequences[np.repeat(~ready, np.diff(plan.offsets))])
+        self._positions, self._lengths = self._positions[waiting], self._lengths[waiting]
+        return given
+
+    def _ready(self, plan: PackPlan) -> NDArray[np.bool_]:
+        """Which packs are given out: full ones, and those with a sequence that has waited long enough."""
+        if self._in_order:
+            return np.arange(plan.num_packs) < plan.num_packs - 1
+        starts = plan.offsets[:-1]
+        rounded = -(-self._lengths // self._multiple) * self._multiple
+        ready = np.add.reduceat(rounded[plan.sequences], starts) >= self._full * self._capacity
+        if self._most is not None:
+            ready |= np.diff(plan.offsets) == self._most
+        oldest = np.minimum.reduceat(self._positions[plan.sequences], starts)
+        return ready | (oldest < self._seen - (_WAIT - 1) * self._window)

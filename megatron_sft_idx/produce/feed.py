@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import xxhash
 
-from megatron_sft_idx.chat.inputs.files import InputFile, total_bytes
-from megatron_sft_idx.chat.inputs.pieces import Piece, iter_pieces, stream_pieces
+from megatron_sft_idx.chat.inputs import InputFile, total_bytes
+from megatron_sft_idx.chat.pieces import Piece, iter_pieces, stream_pieces
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import Record
 from megatron_sft_idx.storage import OutputFile, read_most, sync_folder

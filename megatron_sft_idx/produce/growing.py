@@ -8,8 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from megatron_sft_idx.chat.inputs.files import expand_inputs
-from megatron_sft_idx.chat.inputs.pieces import iter_pieces
+from megatron_sft_idx.chat.inputs import expand_inputs
+from megatron_sft_idx.chat.pieces import iter_pieces
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.produce.feed import InputLog, PiecesOfAFile, TakenFile
 from megatron_sft_idx.shard.shard_set import natural_key

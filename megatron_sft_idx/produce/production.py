@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs
-from megatron_sft_idx.chat.inputs.pieces import Piece
+from megatron_sft_idx.chat.inputs import InputFile, expand_inputs
+from megatron_sft_idx.chat.pieces import Piece
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.live import END, PRODUCER, Catalog, ProducerState

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from megatron_sft_idx.chat.inputs.files import InputFile
+from megatron_sft_idx.chat.inputs import InputFile
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.shard import Remains, Shard, check_free, find_remains, read_header, recover

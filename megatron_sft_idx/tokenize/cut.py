@@ -14,9 +14,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from megatron_sft_idx.chat.inputs.files import InputFile, total_bytes
-from megatron_sft_idx.chat.inputs.opening import UTF8_BOM, find_object, open_object
-from megatron_sft_idx.chat.inputs.pieces import MAX_ROW_NBYTES, JsonPiece, Piece, cut_lines, iter_pieces
+from megatron_sft_idx.chat.inputs import UTF8_BOM, InputFile, find_object, open_object, total_bytes
+from megatron_sft_idx.chat.pieces import MAX_ROW_NBYTES, JsonPiece, Piece, cut_lines, iter_pieces
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import is_remote, naming, open_regular
 from megatron_sft_idx.storage.hashing import StreamHash

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.inputs.pieces import Piece
-from megatron_sft_idx.chat.rows import RowOptions, to_sequence_source
+from megatron_sft_idx.chat.chat_rows import RowOptions, to_sequence_source
+from megatron_sft_idx.chat.pieces import Piece
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
 from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenizer
 from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow

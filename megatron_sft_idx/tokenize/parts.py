@@ -35,7 +35,7 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.inputs.pieces import JsonPiece, Piece
+from megatron_sft_idx.chat.pieces import JsonPiece, Piece
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
 from megatron_sft_idx.storage.hashing import StreamHash

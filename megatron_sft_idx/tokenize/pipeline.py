@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.inputs.files import InputFile, expand_inputs, total_bytes
-from megatron_sft_idx.chat.inputs.pieces import iter_pieces
+from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, total_bytes
+from megatron_sft_idx.chat.pieces import iter_pieces
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.split import refuse_other_splits

@@ -19,9 +19,9 @@ from faults import Faults
 from packs import five_files
 from swift_server import SwiftServer
 
-from megatron_sft_idx.chat.inputs import opening
-from megatron_sft_idx.chat.inputs.files import expand_inputs
-from megatron_sft_idx.chat.inputs.pieces import iter_pieces
+from megatron_sft_idx.chat import inputs
+from megatron_sft_idx.chat.inputs import expand_inputs
+from megatron_sft_idx.chat.pieces import iter_pieces
 from megatron_sft_idx.errors import FormatError
 
 pytestmark = pytest.mark.cloud
@@ -83,7 +83,7 @@ def test_parts_of_an_input_by_pattern_and_the_corpus_beside_the_shard(s3: Any, b
 def test_an_input_replaced_while_it_is_read_is_an_error(
     s3: Any, bucket: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(opening.read_ahead.__kwdefaults__, "range_nbytes", 5000)
+    monkeypatch.setitem(inputs.read_ahead.__kwdefaults__, "range_nbytes", 5000)
     text = CHATS.read_bytes() * 4
     for begun in (False, True):
         s3.put_object(Bucket=bucket, Key="raw.jsonl", Body=text)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from fuzz.contract import refused
 
-from megatron_sft_idx.chat.inputs.json_value import parse_json
-from megatron_sft_idx.chat.rows import RowError, RowOptions, to_sequence_source
+from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
+from megatron_sft_idx.chat.inputs import parse_json
 from megatron_sft_idx.chat.types import Conversation
 
 _KINDS = ("auto", "messages", "alpaca", "prompt-completion", "tokenized")

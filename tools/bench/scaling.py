@@ -27,7 +27,7 @@ from measure import memory, reset_peak
 from report import Bench, Parser, Size
 from tokenising import TEMPLATE, make_chats, train_tokenizer
 
-from megatron_sft_idx.chat.inputs.files import expand_inputs
+from megatron_sft_idx.chat.inputs import expand_inputs
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.tokenize import EncodingOptions, PackOptions, RowEncoder
 from megatron_sft_idx.tokenize.cut import Cutting, cut_input, read_pieces

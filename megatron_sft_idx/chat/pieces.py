@@ -1,27 +1,30 @@
 """Input files to pieces, the units of work that worker processes turn into rows.
 
 Which pieces there are depends on the content of the files and on ``piece_nbytes`` alone, so the number of
-workers changes nothing.
+workers changes nothing. Parquet and Arrow files (Hugging Face ``save_to_disk`` folders hold the latter) are cut into
+batches of about a piece's size, each a small Arrow stream, so that memory does not depend on how large row groups are.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx._native import scan_json_array
-from megatron_sft_idx.chat.inputs.columnar import arrow_batches, parquet_batches, rows_of_stream
-from megatron_sft_idx.chat.inputs.files import InputFile
-from megatron_sft_idx.chat.inputs.json_value import parse_json
-from megatron_sft_idx.chat.inputs.opening import read_blocks, stream_blocks
-from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.chat.inputs import InputFile, open_object, parse_json, read_blocks, stream_blocks
+from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
+from megatron_sft_idx.storage import is_remote
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 __all__ = [
     "MAX_ROW_NBYTES",
@@ -101,11 +104,18 @@ class ColumnarPiece(Piece):
 
     def rows(self) -> Iterator[tuple[int, Any | SequenceError]]:
         """Yields (position, row); keys that are null are left out."""
-        for position, row in enumerate(rows_of_stream(self.payload), self.first):
-            if isinstance(row, ValueError):
-                yield position, SequenceError(self.path, position, f"cannot be read: {row}")
-            else:
-                yield position, row
+        import pyarrow as pa
+
+        position = self.first
+        with pa.ipc.open_stream(self.payload) as reader:
+            for batch in reader:
+                for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
+                    for row in _to_python(batch.slice(start, _ROWS_AT_ONCE)):
+                        if isinstance(row, ValueError):
+                            yield position, SequenceError(self.path, position, f"cannot be read: {row}")
+                        else:
+                            yield position, row
+                        position += 1
 
 
 def iter_pieces(
@@ -124,10 +134,12 @@ def iter_pieces(
     if piece_nbytes < 1 or max_row_nbytes < 1:
         raise ValueError(f"piece and row sizes must be positive, got {piece_nbytes} and {max_row_nbytes}")
     for file in files:
-        if file.kind in ("lines", "array"):
-            yield from _json_pieces(file, piece_nbytes, max_row_nbytes)
-        else:
+        if file.kind in ("parquet", "arrow"):
             yield from _columnar_pieces(file, piece_nbytes)
+            continue
+        cut = cut_array if file.kind == "array" else cut_lines
+        runs = cut(read_blocks(file), path=file.path, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes)
+        yield from _pieces_of_runs(runs, file.path, is_array=file.kind == "array")
 
 
 def stream_pieces(
@@ -145,28 +157,14 @@ def stream_pieces(
     yield from _pieces_of_runs(runs, name, is_array=False)
 
 
-def _json_pieces(file: InputFile, piece_nbytes: int, max_row_nbytes: int) -> Iterator[Piece]:
-    is_array = file.kind == "array"
-    cut = cut_array if is_array else cut_lines
-    blocks = read_blocks(file.path, file.compression, file.etag)
-    runs = cut(blocks, path=file.path, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes)
-    yield from _pieces_of_runs(runs, file.path, is_array=is_array)
-
-
 def _pieces_of_runs(runs: Iterable[Run], path: str, *, is_array: bool) -> Iterator[Piece]:
     first, consumed = 1, 0
     for run in runs:
-        num_bytes, consumed = run.position - consumed, run.position
-        yield JsonPiece(path, first, num_bytes, run.payload, run.ends, is_array)
-        first += len(run.ends)
+        yield JsonPiece(path, first, run.position - consumed, run.payload, run.ends, is_array)
+        first, consumed = first + len(run.ends), run.position
 
 
-def _columnar_pieces(file: InputFile, piece_nbytes: int) -> Iterator[Piece]:
-    batches = parquet_batches if file.kind == "parquet" else arrow_batches
-    first, consumed = 1, 0
-    for payload, num_rows, position in batches(file.path, piece_nbytes, file.etag):
-        yield ColumnarPiece(file.path, first, position - consumed, payload)
-        first, consumed = first + num_rows, position
+# ---- JSON ----
 
 
 _JSON_SPACE = b" \t\r\n"
@@ -299,3 +297,132 @@ def _too_long(path: str, num_before: int, limit: int) -> FormatError:
         f"{path}: row {num_before + 1} is longer than {limit} bytes; expected one JSON object a line, "
         "or one array of objects"
     )
+
+
+# ---- Parquet and Arrow ----
+
+# Rows that pyarrow decodes at once, and that become Python objects at once (several times their size).
+_ROWS_READ = 1024
+_ROWS_AT_ONCE = 256
+_READ_NBYTES = 1 << 20
+# The same for objects, where a request takes 10 to 100 ms whatever its size.
+_FETCH_NBYTES = 4 << 20
+
+# With the bytes of the file consumed up to its end.
+_Batches = Iterator[tuple["pa.RecordBatch", int]]
+
+
+def _columnar_pieces(file: InputFile, piece_nbytes: int) -> Iterator[Piece]:
+    """About ``piece_nbytes`` of rows at a time, whatever the row groups are; batches are split and gathered greedily.
+
+    Raises:
+        FormatError: not a readable file of its kind.
+    """
+    first, consumed, nbytes, position = 1, 0, 0, 0
+    held: list[pa.RecordBatch] = []
+    with _pyarrow_errors(file):
+        for whole, at in (_parquet_batches if file.kind == "parquet" else _arrow_batches)(file, piece_nbytes):
+            at_once = min(_ROWS_AT_ONCE, _rows_that_fit(whole.num_rows, whole.nbytes, piece_nbytes))
+            for start in range(0, whole.num_rows, at_once):
+                batch = whole.slice(start, at_once)
+                if held and nbytes + batch.nbytes > piece_nbytes:
+                    yield ColumnarPiece(file.path, first, position - consumed, _to_stream(held))
+                    first, consumed = first + sum(part.num_rows for part in held), position
+                    held, nbytes = [], 0
+                held.append(batch)
+                nbytes += batch.nbytes
+                position = at
+        if held:
+            yield ColumnarPiece(file.path, first, position - consumed, _to_stream(held))
+
+
+def _parquet_batches(file: InputFile, piece_nbytes: int) -> _Batches:
+    import pyarrow.parquet as pq
+
+    # A buffer makes pyarrow read column chunks bit by bit instead of whole.
+    remote, consumed = is_remote(file.path), 0
+    source, read_nbytes = (open_object(file.path, file.etag), _FETCH_NBYTES) if remote else (file.path, _READ_NBYTES)
+    with pq.ParquetFile(source, buffer_size=read_nbytes, pre_buffer=False) as table:
+        for number in range(table.metadata.num_row_groups):
+            group = table.metadata.row_group(number)
+            group_nbytes = sum(group.column(i).total_compressed_size for i in range(group.num_columns))
+            at_once = min(_ROWS_READ, _rows_that_fit(group.num_rows, group.total_byte_size, piece_nbytes))
+            done = 0
+            for batch in table.iter_batches(at_once, row_groups=[number], use_threads=False):
+                done += batch.num_rows
+                yield batch, consumed + group_nbytes * done // group.num_rows
+            consumed += group_nbytes
+
+
+def _arrow_batches(file: InputFile, piece_nbytes: int) -> _Batches:
+    """Of Arrow IPC streams (what ``save_to_disk`` writes) and Arrow IPC files."""
+    import pyarrow as pa
+
+    remote = is_remote(file.path)
+    # Not a memory map: its pages would count as memory of this process, the whole file in the end.
+    with pa.PythonFile(open_object(file.path, file.etag), "r") if remote else pa.OSFile(file.path) as source:
+        magic = source.read(6)
+        source.seek(0)
+        if magic == b"ARROW1":
+            with pa.ipc.open_file(source) as batches:
+                count = batches.num_record_batches
+                yield from ((batches.get_batch(i), source.size() * (i + 1) // count) for i in range(count))
+        else:
+            with pa.ipc.open_stream(source) as stream:
+                yield from ((batch, source.tell()) for batch in stream)
+
+
+def _rows_that_fit(num_rows: int, nbytes: int, piece_nbytes: int) -> int:
+    return max(1, min(num_rows, num_rows * piece_nbytes // max(1, nbytes)))
+
+
+def _to_stream(batches: list[pa.RecordBatch]) -> bytes:
+    import pyarrow as pa
+
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    payload: bytes = sink.getvalue().to_pybytes()
+    return payload
+
+
+def _to_python(batch: pa.RecordBatch) -> list[dict[str, Any] | ValueError]:
+    """The rows; an error stands in for one that Python has no form for.
+
+    Arrow cannot tell an absent key from a null one: a struct column has the keys of all rows. Keys that are null are
+    therefore left out, at every depth.
+    """
+    import pyarrow as pa
+
+    try:
+        return [_without_nulls(row) for row in batch.to_pylist()]
+    except (ValueError, OverflowError, pa.ArrowException) as error:  # not UTF-8, times out of Python's range
+        if batch.num_rows == 1:
+            return [ValueError(str(error))]
+    return [row for i in range(batch.num_rows) for row in _to_python(batch.slice(i, 1))]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value
+
+
+@contextmanager
+def _pyarrow_errors(file: InputFile) -> Iterator[None]:
+    try:
+        import pyarrow as pa
+    except ImportError:
+        raise SFTIndexError(
+            f"{file.path}: reading {file.kind.title()} files needs pyarrow: pip install 'megatron-sft-idx[parquet]'"
+        ) from None
+    try:
+        yield
+    except SFTIndexError:
+        raise  # of an object store, whose errors are OSErrors too
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise FormatError(f"{file.path}: not a readable {file.kind.title()} file: {reason}") from None

@@ -1,0 +1,650 @@
+"""One raw row to a conversation, or to ids with a mask.
+
+What a row is shows in its columns; null columns count as absent and unknown ones are ignored. Where columns
+of several kinds stand side by side, the first of these counts:
+
+1. ``tokenized``: ``input_ids`` beside ``loss_mask``, ``labels``, ``assistant_masks`` or ``completion_mask``.
+2. ``messages``: ``messages``, ``conversations`` or ``conversation``, a list of turns, each with ``role`` and
+   ``content`` (OpenAI) or ``from`` and ``value`` (ShareGPT), whatever the column is called.
+3. ``prompt-completion``: ``prompt`` and ``completion``, two strings or (as TRL has it) two lists of
+   messages, of which only the completion's are trained on.
+4. ``alpaca``: the first of ``instruction``, ``prompt``, ``query``, ``question``; joined by a newline (as
+   LLaMA-Factory does) to the first of ``input``, ``context`` if that says something; answered by the first of
+   ``output``, ``response``, ``completion``, ``answer``. Earlier turns may stand in ``history`` as pairs.
+
+Beside any but the first: ``tools`` (or the old ``functions``), ``system`` or ``system_prompt``, and
+``chat_template_kwargs``. Rows that say which of two answers is better, or whether one is good (a boolean ``label``),
+are refused whatever else they hold: trained as if they did not say so, they would teach what they warn of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.chat.inputs import parse_json
+from megatron_sft_idx.chat.types import Conversation, TokenizedRow
+
+__all__ = ["MaskAlignment", "RowError", "RowKind", "RowOptions", "to_sequence_source"]
+
+RowKind = Literal["auto", "messages", "alpaca", "prompt-completion", "tokenized"]
+MaskAlignment = Literal["token", "label"]
+# Messages, and the loss weight of each.
+_Turns = tuple[list[dict[str, Any]], list[float]]
+
+_TURNS = ("messages", "conversations", "conversation")
+_PROMPTS = ("instruction", "prompt", "query", "question")
+_INPUTS = ("input", "context")
+_ANSWERS = ("output", "response", "completion", "answer")
+_SYSTEMS = ("system", "system_prompt")
+_TOOLS = ("tools", "functions")
+# What says which tokens are trained on; the first of these that is there counts.
+_MASKS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
+_MEDIA = ("images", "image", "image_url", "audios", "audio", "input_audio", "videos", "video")
+_PAIRS = ("chosen", "rejected", "chosen_response", "rejected_response", "rejected_messages")
+_VERDICTS = ("label", "kto_tag")
+# Beside what makes a chat.
+_REFUSED = frozenset({*_MEDIA, *_PAIRS, *_VERDICTS})
+_MORE = frozenset({*_SYSTEMS, *_TOOLS, "chat_template_kwargs"})
+# Set by whoever renders; a row that sets them would change what a conversation is.
+_RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
+
+
+class RowError(ValueError):
+    """Why a row cannot be used; whoever knows the file and line makes a ``SequenceError`` of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowOptions:
+    """How rows are read.
+
+    Attributes:
+        kind: reads every row as this kind instead of looking at its columns.
+        messages_key: the column that holds the turns of every row; None looks at the row's columns.
+        mask_alignment: of the masks and labels of tokenised rows: at the token that is trained on, or
+            (label) at the position that predicts it.
+        require_assistant: whether a conversation in which the assistant says nothing is refused.
+    """
+
+    kind: RowKind = "auto"
+    messages_key: str | None = None
+    mask_alignment: MaskAlignment = "token"
+    require_assistant: bool = True
+
+
+_DEFAULT = RowOptions()
+
+
+def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversation | TokenizedRow:
+    """Reads one row; ``data`` is not changed, but the result may share parts of it.
+
+    Raises:
+        RowError: with the reason alone, for every row that cannot be used.
+    """
+    columns = _object(data, "the row").keys()
+    if not columns.isdisjoint(_REFUSED):
+        _refuse_columns(data, options)
+    kind = _kind_by_columns(data, options) if options.kind == "auto" else options.kind
+    if kind == "tokenized":
+        return _read_tokenized(data, options.mask_alignment)
+    if kind == "messages":
+        keys = [options.messages_key] if options.messages_key else _TURNS
+        if (column := _first(data, keys)) is None:
+            raise RowError(f"the row has no {' or '.join(keys)}")
+        messages, weights = _read_list(data[column], column)
+    else:
+        messages, weights = _read_prompt_completion(data) if kind == "prompt-completion" else _read_alpaca(data)
+    alone = columns.isdisjoint(_MORE)
+    if not alone:
+        _put_system_first(data, messages, weights)
+    if options.require_assistant and not any(map(_says_something, reversed(messages))):
+        raise RowError("the assistant says nothing in this row, so there is nothing to learn")
+    return Conversation(messages, weights, None if alone else _tools_of(data), {} if alone else _kwargs_of(data))
+
+
+def _refuse_columns(data: dict[str, Any], options: RowOptions) -> None:
+    for column in _MEDIA:
+        if _is_filled(data.get(column)):
+            raise RowError(f"the row has {column}; only text can be trained on here")
+    pair = [column for column in _PAIRS if _is_filled(data.get(column)) and not isinstance(data[column], (bool, int))]
+    if pair and options.messages_key not in pair:
+        raise RowError(
+            f"a preference row ({', '.join(pair)}), but supervised fine-tuning takes one answer; keep the chosen one"
+            " alone, as messages, or name the column that holds it as messages with --messages-key"
+        )
+    for column in _VERDICTS:
+        verdict = data.get(column)
+        # A number beside other columns may be a class; beside a completion it is a verdict on it.
+        if isinstance(verdict, bool) or (verdict in (0, 1) and "completion" in data and isinstance(verdict, int)):
+            raise RowError(
+                f"{column} is {str(verdict).lower()}: a row of KTO, which says whether its answer is good, but"
+                " supervised fine-tuning trains on every answer; keep the good ones, without that column"
+            )
+
+
+def _kind_by_columns(data: dict[str, Any], options: RowOptions) -> RowKind:
+    has = {column for column, value in data.items() if value is not None}
+    if "input_ids" in has and has.intersection(_MASKS):
+        return "tokenized"
+    if options.messages_key or not has.isdisjoint(_TURNS):
+        return "messages"
+    if "prompt" in has and "completion" in has:
+        return "prompt-completion"
+    if not (has.isdisjoint(_PROMPTS) or has.isdisjoint(_ANSWERS)):
+        return "alpaca"
+    if "input_ids" in has:
+        return "tokenized"  # which says that its mask is missing
+    columns = ", ".join(sorted(map(str, has))[:12]) or "none"
+    raise RowError(
+        "no columns that make a chat: expected messages or conversations, a prompt with an answer, "
+        f"or input_ids with a mask; found {columns}"
+    )
+
+
+def _read_list(turns: Any, column: str) -> _Turns:
+    turns = _list(_parsed(turns, column), column, "a list of messages")
+    if not turns:
+        raise RowError(f"{column} is empty")
+    first = turns[0]
+    is_sharegpt = isinstance(first, dict) and "from" in first and "role" not in first
+    messages, weights = [], []
+    for i, turn in enumerate(turns):
+        message, weight = _read_plain(turn, is_sharegpt=is_sharegpt), 1.0
+        if message is None:
+            what = f"{column}[{i}]"
+            message, weight = _read_message(_message_of_turn(turn, what) if is_sharegpt else turn, what)
+        messages.append(message)
+        weights.append(weight)
+    return messages, weights
+
+
+def _read_plain(turn: Any, *, is_sharegpt: bool) -> dict[str, Any] | None:
+    """A turn that is a speaker and a text, as most are; None where it is anything else."""
+    if type(turn) is not dict or len(turn) != 2:
+        return None
+    role, content = (turn.get("from"), turn.get("value")) if is_sharegpt else (turn.get("role"), turn.get("content"))
+    if type(role) is not str or type(content) is not str:
+        return None
+    role = (_SPEAKERS if is_sharegpt else _ROLES).get(role)
+    return None if role is None or role == "function_call" else {"role": role, "content": content}
+
+
+def _read_prompt_completion(data: dict[str, Any]) -> _Turns:
+    prompt, completion = data.get("prompt"), data.get("completion")
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not prompt:
+            raise RowError("prompt is empty")
+        return _exchange([(prompt, completion)])
+    if not (isinstance(prompt, list) and isinstance(completion, list)):
+        raise RowError(
+            f"prompt is {_kind_of(prompt)} and completion is {_kind_of(completion)}, "
+            "expected two strings or two lists of messages"
+        )
+    before, _ = _read_list(prompt, "prompt")
+    after, weights = _read_list(completion, "completion")
+    if not any(map(_says_something, after)):
+        raise RowError("the assistant says nothing in the completion, so there is nothing to learn")
+    return before + after, [0.0] * len(before) + weights
+
+
+def _read_alpaca(data: dict[str, Any]) -> _Turns:
+    texts = []
+    for columns, what in ((_PROMPTS, "prompt"), (_ANSWERS, "answer"), (_INPUTS, "")):
+        column = _first(data, columns)
+        if column is None and what:
+            raise RowError(f"the row has no {what}: none of {', '.join(columns)}")
+        texts.append("" if column is None else _string(data[column], column))
+    prompt, answer, more = texts
+    asked = f"{prompt}\n{more}" if prompt and more else prompt or more
+    if not asked:
+        raise RowError("the prompt is empty")
+    pairs = []
+    history = data.get("history") or []
+    if not isinstance(history, (list, tuple)):
+        raise RowError(f"history is {_kind_of(history)}, expected a list of [prompt, answer] pairs")
+    for i, pair in enumerate(history):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(s, str) for s in pair):
+            raise RowError(f"history[{i}] is not a pair of strings, expected [prompt, answer]")
+        pairs.append((pair[0], pair[1]))
+    return _exchange([*pairs, (asked, answer)])
+
+
+def _exchange(pairs: list[tuple[str, str]]) -> _Turns:
+    messages = []
+    for asked, answer in pairs:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    if not pairs[-1][1]:
+        raise RowError("the answer is empty, so there is nothing to learn")
+    return messages, [1.0] * len(messages)
+
+
+def _says_something(message: dict[str, Any]) -> bool:
+    if message["role"] != "assistant":
+        return False
+    return bool(message.get("content") or message.get("tool_calls") or message.get("reasoning_content"))
+
+
+def _put_system_first(data: dict[str, Any], messages: list[dict[str, Any]], weights: list[float]) -> None:
+    column = next((name for name in _SYSTEMS if _is_filled(data.get(name))), None)
+    if column is None:
+        return
+    system = _string(data[column], column)
+    if messages[0]["role"] not in ("system", "developer"):
+        messages.insert(0, {"role": "system", "content": system})
+        weights.insert(0, 1.0)
+    elif messages[0]["content"] != system:
+        raise RowError(f"{column} and the first message are two system prompts that differ; keep one")
+
+
+def _tools_of(data: dict[str, Any]) -> list[dict[str, Any]] | None:
+    column = next((name for name in _TOOLS if _is_filled(data.get(name))), None)
+    if column is None:
+        return None
+    tools = data[column]
+    if isinstance(tools, str) and not tools.strip():
+        return None
+    if (tools := _parsed(tools, column)) is None:
+        return None
+    read = []
+    for i, given in enumerate(_list(tools, column, "a list of tool schemas")):
+        what = f"{column}[{i}]"
+        tool = _object(_parsed(given, what), what)
+        read.append({"type": "function", "function": tool} if column == "functions" else tool)
+    return read or None
+
+
+def _kwargs_of(data: dict[str, Any]) -> dict[str, Any]:
+    name = "chat_template_kwargs"
+    kwargs = data.get(name)
+    if not _is_filled(kwargs) or not _is_filled(kwargs := _parsed(kwargs, name)):
+        return {}
+    kwargs = _object(kwargs, name)
+    if reserved := [key for key in _RESERVED_KWARGS if key in kwargs]:
+        raise RowError(f"{name} sets {reserved[0]}, which is not a row's to set")
+    return dict(kwargs)
+
+
+# ---- ShareGPT's turns ----
+
+
+_SPEAKERS = {
+    "system": "system",
+    "developer": "developer",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "function_call",
+    "tool_call": "function_call",
+    "observation": "tool",
+    "tool": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+}
+
+
+def _message_of_turn(turn: Any, what: str) -> dict[str, Any]:
+    """Translates one turn; keys other than ``from`` and ``value`` are kept.
+
+    The value of a ``function_call`` is JSON: a function with its arguments, or a list of them. It becomes an
+    assistant message of tool calls, and what follows stays a message of its own.
+    """
+    turn = _object(turn, what, "an object with from and value")
+    speaker = turn.get("from")
+    role = _SPEAKERS.get(speaker) if isinstance(speaker, str) else None
+    if role is None:
+        raise RowError(f"{what} is from {_name_of(speaker)}; known are {', '.join(_SPEAKERS)}")
+    if turn.get("value") is None:
+        raise RowError(f"{what} ({speaker}) has no value")
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if role != "function_call":
+        return {**rest, "role": role, "content": _text_of(turn["value"], f"{what}.value")}
+    what = f"{what} ({speaker})"
+    calls = _parsed(turn["value"], what)
+    if not (calls := calls if isinstance(calls, list) else [calls]):
+        raise RowError(f"{what} holds no call")
+    return {**rest, "role": "assistant", "content": None, "tool_calls": [_make_tool_call(call, what) for call in calls]}
+
+
+# ---- OpenAI's messages, and the one form that chat templates are handed ----
+
+
+# Each with the role it stands for.
+_ROLES = {role: role for role in ("system", "developer", "user", "assistant", "tool")} | {"function": "tool"}
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_TEXT_KEYS = ("text", "value", "content")
+_REASONING_PARTS = ("reasoning", "thinking", "think")
+_CALL_PARTS = ("tool_call", "function_call")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_WEIGHTS = ("weight", "loss_weight", "loss_scale")
+_FLAGS = ("train", "loss", "trainable")
+# These say which part of a message is trained on; a row that has one must not train as if it had none.
+_UNREAD = ("train_detail", "loss_mask", "masked")
+# Read here and not handed on; the rest of a message is kept for the template.
+_CONSUMED = frozenset({"role", "content", "tool_calls", "function_call", *_WEIGHTS, *_FLAGS, *_UNREAD})
+
+
+def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
+    """Checks one message and returns it normalised, with its loss weight.
+
+    Text parts become one string, parts that hold reasoning or a tool call the fields of that name; arguments of
+    tool calls become objects (as templates expect them) and an old ``function_call`` one of the tool calls; the
+    role ``function`` becomes ``tool``; reasoning is found under ``reasoning_content`` whatever the row calls it,
+    and under its own name too. Null keys are left out, as transformers leaves them out.
+
+    Args:
+        message: the message as the row has it; not changed.
+        what: how error messages call it, such as ``messages[3]``.
+    """
+    message = _object(message, what, "an object with role and content")
+    given = message.get("role")
+    role = _ROLES.get(given) if isinstance(given, str) else None
+    if role is None:
+        raise RowError(f"{what} has the role {_name_of(given)}; known are {', '.join(_ROLES)}")
+    for key in _MEDIA:
+        if _is_filled(message.get(key)):
+            raise RowError(f"{what} has {key}; only text can be trained on here")
+    for key in _UNREAD:
+        if message.get(key) is not None:
+            raise RowError(f"{what} has {key}, which is not read here; say weight or train for the whole message")
+    if role == "assistant" and isinstance(message.get("content"), list):
+        message = _with_fields(message, what)
+    calls = _tool_calls_of(message, what)
+    if calls and role != "assistant":
+        raise RowError(f"{what} has tool calls and the role {given!r}; only the assistant makes them")
+    reasoning = _reasoning_of(message, what) if role == "assistant" else {}
+    out: dict[str, Any] = {"role": role}
+    if message.get("content") is not None:
+        out["content"] = _text_of(message["content"], f"{what}.content")
+    elif not calls and not reasoning.get("reasoning_content"):
+        lacks = "neither content nor reasoning nor tool calls" if given == "assistant" else "no content"
+        raise RowError(f"{what} ({given}) has {lacks}")
+    out |= {key: value for key, value in message.items() if key not in _CONSUMED and value is not None} | reasoning
+    if calls:
+        out["tool_calls"] = calls
+    if "name" in out:
+        _string(out["name"], f"{what}.name")
+    return out, _weight_of(message, what)
+
+
+def _text_of(content: Any, what: str) -> str:
+    """A string, or the texts of a list of parts end to end; other kinds of parts are refused by name.
+
+    Templates differ in what they make of a list: many render nothing, and the words are lost.
+    """
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(_list(content, what, "a string or a list of text parts")):
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        kind = _object(part, f"{what}[{i}]", "a text part").get("type")
+        if kind not in _TEXT_PARTS:
+            raise RowError(f"{what}[{i}] is of type {_name_of(kind)}; only text can be trained on here")
+        key = _first(part, _TEXT_KEYS) or "text"
+        texts.append(_string(part.get(key), f"{what}[{i}].{key}"))
+    return "".join(texts)
+
+
+def _with_fields(message: dict[str, Any], what: str) -> dict[str, Any]:
+    """An assistant message whose reasoning and tool calls stand in fields, where templates look, and not in parts."""
+    parts = message["content"]
+    kinds = [part.get("type") if isinstance(part, dict) else "text" for part in parts]
+    order = [0 if kind in _REASONING_PARTS else 2 if kind in _CALL_PARTS else 1 for kind in kinds]
+    if all(rank == 1 for rank in order):
+        return message
+    if order != sorted(order):
+        raise RowError(
+            f"{what}.content has parts in the order {', '.join(map(str, kinds))}; chat templates write reasoning, then"
+            " text, then tool calls: make it several messages"
+        )
+    found: dict[str, list[Any]] = {"reasoning_content": [], "content": [], "tool_calls": []}
+    for i, (part, rank) in enumerate(zip(parts, order, strict=True)):
+        if rank == 1:
+            found["content"].append(part)
+            continue
+        where = f"{what}.content[{i}]"
+        key = _first(part, (part["type"], *_TEXT_KEYS))
+        if rank == 0:
+            found["reasoning_content"].append(_text_of(None if key is None else part[key], where))
+        elif key is None:
+            found["tool_calls"].append({key: item for key, item in part.items() if key != "type"})
+        else:
+            calls = _parsed(part[key], where)
+            found["tool_calls"] += calls if isinstance(calls, list) else [calls]
+    fields = {"reasoning_content": "\n".join(found["reasoning_content"]), "tool_calls": found["tool_calls"]}
+    for key, value in fields.items():
+        if value and _is_filled(message.get(key)):
+            raise RowError(f"{what} has {key} beside parts of that kind; keep one")
+    return message | {key: value for key, value in fields.items() if value} | {"content": found["content"] or None}
+
+
+def _make_tool_call(call: Any, what: str) -> dict[str, Any]:
+    """One tool call as ``{"type": "function", "function": {"name", "arguments"}, ...}``.
+
+    Accepts that, or the function alone. Arguments given as a JSON string are parsed; none are an empty
+    object.
+    """
+    call = _object(call, what, "an object with name and arguments")
+    if (kind := call.get("type")) not in (None, "function"):
+        raise RowError(f"{what} is of type {_name_of(kind)}, expected 'function'")
+    if call.get("function") is None:
+        outer = {key: call[key] for key in ("id",) if call.get(key) is not None}
+        function = {key: value for key, value in call.items() if key not in ("id", "type", "function")}
+    else:
+        outer = {key: value for key, value in call.items() if value is not None}
+        function = _object(call["function"], f"{what}.function")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise RowError(f"{what} has no function name; expected name and arguments")
+    # Llama's own calls say parameters; templates know arguments only.
+    key = "parameters" if function.get("arguments") is None and "parameters" in function else "arguments"
+    where, arguments = f"{what} ({name}).{key}", function.get(key)
+    if isinstance(arguments, str):
+        arguments = _parsed(arguments, where) if arguments.strip() else None
+    made = {} if arguments is None else _object(arguments, where, "an object, or a JSON string of one")
+    rest = {other: value for other, value in function.items() if other != key}
+    return outer | {"type": "function", "function": rest | {"arguments": made}}
+
+
+def _tool_calls_of(message: dict[str, Any], what: str) -> list[dict[str, Any]]:
+    calls, old = message.get("tool_calls"), message.get("function_call")
+    if _is_filled(calls) and _is_filled(old):
+        raise RowError(f"{what} has both tool_calls and function_call; keep one")
+    if _is_filled(old):
+        return [_make_tool_call(old, f"{what}.function_call")]
+    if not _is_filled(calls):
+        return []
+    what = f"{what}.tool_calls"
+    calls = _list(_parsed(calls, what), what)
+    return [_make_tool_call(call, f"{what}[{i}]") for i, call in enumerate(calls)]
+
+
+def _reasoning_of(message: dict[str, Any], what: str) -> dict[str, str]:
+    found = {key: _text_of(message[key], f"{what}.{key}") for key in _REASONING_KEYS if message.get(key) is not None}
+    if len(set(filter(None, found.values()))) > 1:
+        raise RowError(f"{what} has {' and '.join(found)} that differ; keep one")
+    return found | {"reasoning_content": max(found.values(), key=len)} if found else {}
+
+
+def _weight_of(message: dict[str, Any], what: str) -> float:
+    """A finite number >= 0; booleans count as 0 and 1, and a flag that says no as 0."""
+    given: dict[str, float] = {}
+    for key in (*_WEIGHTS, *_FLAGS):
+        if (value := message.get(key)) is None:
+            continue
+        number = isinstance(value, (int, float))
+        if key in _WEIGHTS and (not number or not 0 <= value <= _MOST_WEIGHT):
+            raise RowError(f"{what}.{key} is {_name_of(value)}, expected a finite number >= 0")
+        if key in _FLAGS and (not number or value not in (0, 1)):
+            raise RowError(f"{what}.{key} is {_name_of(value)}, expected true or false")
+        given[key] = float(value)
+    weights = {key: given[key] for key in _WEIGHTS if key in given}
+    if len(set(weights.values())) > 1:
+        raise RowError(f"{what} has {' and '.join(weights)} that differ; keep one")
+    flagged = all(given.get(key, 1.0) for key in _FLAGS)
+    return next(iter(weights.values()), 1.0) if flagged else 0.0
+
+
+# ---- rows that come tokenised ----
+
+
+_NOT_TRAINED = -100
+_MOST_ID = (1 << 31) - 1
+
+
+def _read_tokenized(row: dict[str, Any], alignment: MaskAlignment) -> TokenizedRow:
+    """Checks ids and mask against each other; a mask or labels one position early are shifted back.
+
+    Labels follow transformers: the token's own id where it is trained on, -100 elsewhere, at the token's own
+    position (``token``) or at the one before it (``label``).
+    """
+    ids = _integers(row.get("input_ids"), "input_ids")
+    if not ids.size:
+        raise RowError("input_ids is empty")
+    if ids.min() < 0 or ids.max() > _MOST_ID:
+        raise RowError(f"input_ids holds {_name_of(int(ids[(ids < 0) | (ids > _MOST_ID)][0]))}, no token's id")
+    if _is_filled(row.get("attention_mask")) and not _numbers(row["attention_mask"], "attention_mask").all():
+        raise RowError("attention_mask has zeros: the row is padded; hand in rows without padding")
+    if (column := _first(row, _MASKS)) is None:
+        raise RowError(f"input_ids without any of {', '.join(_MASKS)}: nothing says what is trained on")
+    read = _mask_of_labels if column == "labels" else _mask_of_numbers
+    return TokenizedRow(ids, read(row[column], ids, column, alignment))
+
+
+def _mask_of_numbers(values: Any, ids: NDArray[np.int64], column: str, alignment: MaskAlignment) -> NDArray[np.float32]:
+    mask = _numbers(values, column)
+    _require_length(mask, ids, column)
+    with np.errstate(over="ignore"):
+        mask = mask.astype(np.float32)
+    wrong = ~np.isfinite(mask) | (mask < 0)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise RowError(f"{column}[{at}] is {mask[at]}, expected a finite number >= 0")
+    if alignment == "token":
+        return mask
+    if mask[-1]:
+        raise RowError(f"{column} is set at the last position, where no next token is predicted; token-aligned?")
+    return np.concatenate([np.zeros(1, np.float32), mask[:-1]])
+
+
+def _mask_of_labels(values: Any, ids: NDArray[np.int64], column: str, alignment: MaskAlignment) -> NDArray[np.float32]:
+    given = _integers(values, column)
+    _require_length(given, ids, column)
+    labels = given
+    if alignment == "label":
+        if given[-1] != _NOT_TRAINED:
+            raise RowError(f"labels end with {given[-1]}, expected -100: no token follows; token-aligned?")
+        labels = np.concatenate([np.full(1, _NOT_TRAINED, np.int64), given[:-1]])
+    trained: NDArray[np.bool_] = labels != _NOT_TRAINED
+    wrong = trained & (labels != ids)
+    if not wrong.any():
+        return trained.astype(np.float32)
+    at = int(np.argmax(wrong))
+    reason = f"labels: {labels[at]} stands for the token {ids[at]} at {at}; expected that id or -100"
+    shifted = given[:-1] != _NOT_TRAINED
+    if alignment == "token" and (given[:-1] == ids[1:])[shifted].all():
+        reason += "; they look shifted by one: hand them in as label-aligned"
+    raise RowError(reason)
+
+
+def _numbers(values: Any, column: str) -> NDArray[Any]:
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError):
+        raise RowError(f"{column} is not a flat list of numbers") from None
+    if array.ndim != 1:
+        what = _kind_of(values) if array.ndim == 0 else f"{array.ndim}-dimensional"
+        raise RowError(f"{column} is {what}, expected a flat list of numbers")
+    if array.size and array.dtype.kind not in "biuf":
+        raise RowError(f"{column} is not a flat list of numbers")
+    return array
+
+
+def _integers(values: Any, column: str) -> NDArray[np.int64]:
+    array = _numbers(values, column)
+    if array.size and array.dtype.kind not in "iu":
+        raise RowError(f"{column} is not a flat list of integers")
+    if array.size and array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
+        raise RowError(f"{column} holds {array.max()}, no token's id")
+    return array.astype(np.int64)
+
+
+def _require_length(values: NDArray[Any], ids: NDArray[np.int64], column: str) -> None:
+    if len(values) != len(ids):
+        raise RowError(f"{column} has {len(values)} entries for {len(ids)} input_ids")
+
+
+# ---- single values ----
+
+
+_MOST_WEIGHT = float(np.finfo(np.float32).max)  # masks are stored as float32
+_JSON_NAMES = {
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    tuple: "a list",
+    dict: "an object",
+    type(None): "null",
+}
+
+
+def _kind_of(value: Any) -> str:
+    """The value's type in JSON's words, for messages."""
+    return _JSON_NAMES.get(type(value), type(value).__name__)
+
+
+def _name_of(value: Any) -> str:
+    """A short quotation of a value for messages, however long it is."""
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _is_filled(value: Any) -> bool:
+    """Whether a column says something: not null, and not an empty string, list or object."""
+    return value is not None and not (isinstance(value, (str, Sequence, Mapping)) and len(value) == 0)
+
+
+def _first(data: Mapping[str, Any], names: Iterable[str]) -> str | None:
+    """The first of these columns that is not null."""
+    return next((name for name in names if data.get(name) is not None), None)
+
+
+def _string(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise RowError(f"{what} is {_kind_of(value)}, expected a string")
+    return value
+
+
+def _list(value: Any, what: str, expected: str = "a list") -> list[Any]:
+    if not isinstance(value, list):
+        raise RowError(f"{what} is {_kind_of(value)}, expected {expected}")
+    return value
+
+
+def _object(value: Any, what: str, expected: str = "an object") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RowError(f"{what} is {_kind_of(value)}, expected {expected}")
+    return value
+
+
+def _parsed(value: Any, what: str) -> Any:
+    """A value, or what it stands for where the row holds it as JSON in a string."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value.encode())
+    except ValueError as error:
+        reason = str(error)
+        clause = reason if reason.startswith("not ") else f"not usable: {reason}"
+        raise RowError(f"{what} is a string that is {clause}") from None
