@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import strategies as st
 from packs import Sample, assert_is, sample_of, samples
 
-from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackRun
+from megatron_sft_idx.formats.base import PackedReader, PackedSpec
+from megatron_sft_idx.packs.run import PackRun
 
 
 def run_of(packs: Sequence[Sample], token_dtype: Any = np.int32, mask_dtype: Any = np.uint8) -> PackRun:

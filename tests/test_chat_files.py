@@ -145,6 +145,47 @@ def test_the_same_pieces_compressed_or_not(tmp_path):
     assert prints[0] == prints[1] == prints[2]
 
 
+def test_the_fingerprint_of_arrow_rows_is_of_their_values(tmp_path):
+    """Dictionaries, offset widths, chunks, empty columns and the writer are encodings: the rows are the same."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    rows = [
+        {"messages": [{"role": "user", "content": "häuser"}, {"role": "assistant", "content": ""}], "n": 1, "w": 0.5},
+        {"messages": [], "n": None, "w": None, "tag": "a"},
+        {"messages": [{"role": "user", "content": None}], "n": -3, "w": 2.0, "tag": "a"},
+    ]
+    plain = pa.Table.from_pylist(rows + rows, pa.schema([*pa.Table.from_pylist(rows).schema, ("tag", pa.string())]))
+    text = pa.large_string()
+    messages = pa.large_list(pa.struct([("role", text), ("content", pa.string()), ("name", pa.string())]))
+    other = pa.Table.from_pylist(
+        rows + rows, pa.schema([("messages", messages), ("n", pa.int32()), ("w", pa.float64()), ("tag", text)])
+    )
+    coded = other.set_column(3, "tag", other["tag"].dictionary_encode()).append_column("none", pa.nulls(6, text))
+    encodings = [plain, other, coded, pa.concat_tables([coded.slice(0, 1), coded.slice(1)])]
+
+    def prints(table, name="x.arrow", write=None):
+        with pa.OSFile(str(tmp_path / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+        if write:
+            write(table, tmp_path / name)
+        (piece,) = iter_pieces(expand_inputs([str(tmp_path / name)]))
+        return piece.fingerprint(), [row for _, row in piece.rows()]
+
+    found = [prints(table) for table in encodings] + [prints(plain, "x.parquet", pq.write_table)]
+    assert found == [found[0]] * 5
+    for changed in (
+        plain.set_column(1, "n", pa.array([1, None, -3, 1, None, 3])),
+        plain.set_column(1, "n", pa.array([1.0, None, -3.0] * 2)),
+        plain.set_column(1, "n", pa.array([None, 1, -3, 1, None, -3])),
+        plain.set_column(2, "w", pa.array([0.5, None, 2.5] * 2)),
+        plain.rename_columns(["messages", "m", *plain.column_names[2:]]),
+        plain.set_column(plain.column_names.index("tag"), "tag", pa.array([None, "aa", ""] * 2)),
+        plain.slice(1),
+    ):
+        assert prints(changed)[0] != found[0][0]
+
+
 def test_json_lines_as_people_write_them(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf\n{"a": 1}\r\n\r\n  \t\n {"a": "\\u0000\\ud83d\\ude00"} \n{"a": 1, "a": 2}')

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from format_trips import run_of, spec_of
 from hypothesis import given
 from hypothesis import strategies as st
 from packs import Sample, samples
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.checks import (
+from megatron_sft_idx.formats.base import (
+    ALIGNMENT_NOTES,
     MASK_ALIGNMENTS,
-    alignment_note,
     checked_alignment,
     checked_run,
     label_aligned,
     require_same_length,
     unplaced_note,
 )
+from megatron_sft_idx.formats.registry import WRITABLE, create
+from megatron_sft_idx.packs.run import Column, PackRun
 from megatron_sft_idx.storage.publish import Kind, new_file, new_folder
 
 
@@ -86,9 +91,9 @@ def test_a_mask_that_was_not_rolled_is_not_rolled_back() -> None:
 
 
 def test_what_was_done_to_masks_is_said() -> None:
-    assert alignment_note("label") is None
-    assert "shifted left" in str(alignment_note("token"))
-    assert "rolled back" in str(alignment_note("rolled-right"))
+    assert ALIGNMENT_NOTES.get("label") is None
+    assert "shifted left" in ALIGNMENT_NOTES["token"]
+    assert "rolled back" in ALIGNMENT_NOTES["rolled-right"]
     assert unplaced_note(3, "label").startswith("3 loss mask values at the end")
     assert unplaced_note(3, "token").startswith("3 loss mask values on the first")
     assert checked_alignment("x", "token") == "token"
@@ -196,3 +201,52 @@ def test_the_mode_is_that_of_any_new_file(tmp_path: Path) -> None:
     new_folder(tmp_path / "f", kind, overwrite=False).publish()
     assert os.stat(tmp_path / "x").st_mode == os.stat(tmp_path / "plain").st_mode
     assert os.stat(tmp_path / "f").st_mode == os.stat(tmp_path / "plain folder").st_mode
+
+
+# ---- columns ----
+
+
+def with_columns(packs: list[Sample]) -> PackRun:
+    """These packs, with columns whose values tell their place."""
+    run = run_of(packs)
+    columns = {
+        "place": Column("token", np.arange(len(run.tokens))),
+        "source": Column("sequence", np.arange(2 * len(run.seq_starts)).reshape(-1, 2)),
+        "number": Column("pack", np.arange(len(run))),
+    }
+    return dataclasses.replace(run, columns=columns)
+
+
+@given(samples(), st.data())
+def test_columns_go_with_the_packs_that_are_cut_out_and_joined(packs: list[Sample], data: st.DataObject) -> None:
+    run = with_columns(packs)
+    cut = data.draw(st.integers(0, len(packs)))
+    parts = [run.part(0, cut), run.part(cut, len(packs))]
+    assert [len(part.columns["source"].values) for part in parts] == [len(part.seq_starts) for part in parts]
+    whole = PackRun.joined(parts)
+    for name, (per, values) in run.columns.items():
+        assert whole.columns[name].per == per
+        assert whole.columns[name].values.tolist() == values.tolist()
+    if packs:
+        with pytest.raises(ValueError, match="different columns"):
+            PackRun.joined([run, run_of(packs)])
+
+
+@pytest.mark.parametrize(("per", "expected"), [("token", 6), ("sequence", 4), ("pack", 3)])
+def test_a_column_has_a_row_for_each(per: Any, expected: int) -> None:
+    with pytest.raises(ValueError, match=f"column x: 5 rows, expected {expected}: one a {per}"):
+        dataclasses.replace(run_of(PACKS), columns={"x": Column(per, np.zeros(5))})
+
+
+@pytest.mark.parametrize("name", [name for name in WRITABLE if name != "parquet" or find_spec("pyarrow")])
+def test_a_column_that_cannot_be_written_is_refused_or_named_as_lost(tmp_path: Path, name: str) -> None:
+    if name != "pbin":  # which is not written at all without leave to lose
+        with (
+            pytest.raises(FormatError, match=f"columns number, place, source: {name} has no place for them"),
+            create(str(tmp_path / "x"), name, spec_of(PACKS)) as writer,
+        ):
+            writer.write(with_columns(PACKS))
+        assert os.listdir(tmp_path) == []
+    with create(str(tmp_path / "x"), name, spec_of(PACKS), allow_loss=True) as writer:
+        writer.write(with_columns(PACKS))
+    assert writer.lost["columns"] == "columns number, place, source: the format has no place for them"

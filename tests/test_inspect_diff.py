@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from packs import Sample, sample_of, samples, write_samples
 from test_report_counts import random_packs
 
-from megatron_sft_idx.formats import runs
 from megatron_sft_idx.inspect import diff
 from megatron_sft_idx.inspect.diff import compare_shards, set_differences
+from megatron_sft_idx.packs import run as runs
 from megatron_sft_idx.shard import Shard
 
 

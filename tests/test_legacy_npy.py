@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from packs import Sample, demo_samples, samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.npy import LegacyPacks, read_legacy, recognise, write_legacy
+from megatron_sft_idx.formats.npy import read_legacy, recognise, write_legacy
+from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.shard import Shard
 
 ROOT = Path(__file__).parent.parent
@@ -31,12 +32,12 @@ def save(path: Path, rows: Any) -> Path:
     return path
 
 
-def assert_same(packs: LegacyPacks, expected: list[Sample]) -> None:
+def assert_same(packs: PackRun, expected: list[Sample]) -> None:
     assert packs.tokens.tolist() == [token for sample in expected for token in sample.tokens]
-    assert packs.loss.tolist() == [value for sample in expected for value in sample.label_mask]
+    assert packs.loss_mask.tolist() == [value for sample in expected for value in sample.label_mask]
     assert np.diff(packs.token_offsets).tolist() == [len(sample.tokens) for sample in expected]
     assert np.diff(packs.sequence_offsets).tolist() == [len(sample.starts) for sample in expected]
-    assert packs.starts.tolist() == [start for sample in expected for start in sample.starts]
+    assert packs.seq_starts.tolist() == [start for sample in expected for start in sample.starts]
 
 
 @pytest.mark.parametrize("weights", [False, True])
@@ -90,7 +91,7 @@ def test_every_form_in_which_packs_were_pickled(tmp_path: Path, form: str, proto
 
 def test_a_mask_at_the_end_of_a_sequence_counts_for_nothing(tmp_path: Path) -> None:
     row = {"input_ids": [1, 2, 3], "loss_mask": [1, 1, 1], "seq_start_id": [0, 2]}
-    assert read_legacy(save(tmp_path / "x.npy", [row])).loss.tolist() == [1, 0, 0]
+    assert read_legacy(save(tmp_path / "x.npy", [row])).loss_mask.tolist() == [1, 0, 0]
 
 
 def test_no_packs_are_packs(tmp_path: Path) -> None:

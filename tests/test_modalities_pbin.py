@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import RUN_TOKENS
 from megatron_sft_idx.formats.modalities import Reader, recognise
 from megatron_sft_idx.formats.pbin import framings
+from megatron_sft_idx.packs.run import RUN_TOKENS
 from tests.pbins import documents_of, flat, header_of, merged, pbin_of
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 255, 0]]

@@ -15,9 +15,10 @@ import pytest
 from megatron_sft_idx import open_dataset
 from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import PackedSpec, PackRun
+from megatron_sft_idx.formats.base import PackedSpec
 from megatron_sft_idx.formats.modalities import Reader, Writer
 from megatron_sft_idx.formats.restricted_pickle import write_pairs
+from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.shard import Shard, ShardWriter
 from tests.packs import demo_samples, write_samples
 from tests.pbins import documents_of, flat, merged, pbin_of
@@ -37,8 +38,10 @@ def run_of(packs: Sequence[Sequence[Sequence[int]]], dtype: Any = np.uint16) -> 
     )
 
 
-def spec_of(dtype: Any = np.uint16) -> PackedSpec:
-    return PackedSpec(0, 0, 0, 0, np.dtype(dtype), np.dtype(np.uint8), 64)
+def spec_of(packs: Sequence[Sequence[Sequence[int]]], dtype: Any = np.uint16) -> PackedSpec:
+    run = run_of(packs, dtype)
+    counts = len(run), len(run.seq_starts), len(run.tokens), int(run.pack_lengths.max(initial=0))
+    return PackedSpec(*counts, np.dtype(dtype), np.dtype(np.uint8), 64)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,7 @@ def test_written_files_are_those_of_the_plain_construction(
 ) -> None:
     packs = [[[1, 2, 3], [4]], [[5, 6]], [[7], [8], [250, 9]]]
     path = tmp_path / "out.pbin"
-    with Writer(path, spec_of(dtype), allow_loss=True, token_nbytes=token_nbytes) as writer:
+    with Writer(path, spec_of(packs, dtype), allow_loss=True, token_nbytes=token_nbytes) as writer:
         writer.write(run_of(packs[:2], dtype))
         writer.write(run_of([], dtype))
         writer.write(run_of(packs[2:], dtype))
@@ -71,7 +74,7 @@ def test_indexes_are_those_of_pickle(count: int, scale: int) -> None:
 
 def test_an_empty_file(tmp_path: Path) -> None:
     path = tmp_path / "empty.pbin"
-    with Writer(path, spec_of(), allow_loss=True):
+    with Writer(path, spec_of([]), allow_loss=True):
         pass
     assert path.read_bytes() == pbin_of([], protocol=4)
     assert documents_of(str(path)) == []
@@ -79,15 +82,15 @@ def test_an_empty_file(tmp_path: Path) -> None:
 
 def test_loss_is_refused_unless_allowed(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"neither loss masks nor packs.*--allow-loss"):
-        Writer(tmp_path / "out.pbin", spec_of())
+        Writer(tmp_path / "out.pbin", spec_of([]))
     with pytest.raises(FormatError, match="tokens of 3 bytes"):
-        Writer(tmp_path / "out.pbin", spec_of(), allow_loss=True, token_nbytes=3)
+        Writer(tmp_path / "out.pbin", spec_of([]), allow_loss=True, token_nbytes=3)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_ids_that_do_not_fit_are_named_and_nothing_is_left(tmp_path: Path) -> None:
     def write() -> None:
-        with Writer(tmp_path / "out.pbin", spec_of(np.int32), allow_loss=True, token_nbytes=2) as writer:
+        with Writer(tmp_path / "out.pbin", spec_of([], np.int32), allow_loss=True, token_nbytes=2) as writer:
             writer.write(run_of([[[1]]], np.int32))
             writer.write(run_of([[[1], [2]], [[3, 65536]]], np.int32))
 
@@ -101,15 +104,15 @@ def test_an_existing_file_is_replaced_only_when_asked(tmp_path: Path) -> None:
     path.write_bytes(b"mine")
     for overwrite in (False, True):
         with pytest.raises(FormatError, match=r"out\.pbin: holds a file of 4 bytes that begins with b'mine'; expe"):
-            Writer(path, spec_of(), overwrite=overwrite, allow_loss=True)
+            Writer(path, spec_of([]), overwrite=overwrite, allow_loss=True)
     assert path.read_bytes() == b"mine"
     path.unlink()
-    with Writer(path, spec_of(), allow_loss=True) as writer:
+    with Writer(path, spec_of([[[2]]]), allow_loss=True) as writer:
         writer.write(run_of([[[2]]]))
     with pytest.raises(FormatError, match="exists already"):
-        Writer(path, spec_of(), allow_loss=True)
+        Writer(path, spec_of([]), allow_loss=True)
     assert documents_of(str(path)) == [[2]]
-    with Writer(path, spec_of(), overwrite=True, allow_loss=True) as writer:
+    with Writer(path, spec_of([[[1]]]), overwrite=True, allow_loss=True) as writer:
         writer.write(run_of([[[1]]]))
     assert documents_of(str(path)) == [[1]]
 
@@ -123,8 +126,9 @@ def test_writing_does_not_hold_the_index_as_objects(tmp_path: Path) -> None:
         np.array([sequences]),
         np.array([sequences]),
     )
+    spec = PackedSpec(1, sequences, sequences, sequences, np.dtype(np.uint16), np.dtype(np.uint8), sequences)
     tracemalloc.start()
-    with Writer(tmp_path / "out.pbin", spec_of(), allow_loss=True) as writer:
+    with Writer(tmp_path / "out.pbin", spec, allow_loss=True) as writer:
         writer.write(run)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -18,8 +18,7 @@ from packs import Sample, assert_holds, assert_is, demo_samples, write_samples
 from megatron_sft_idx import PackedDataset, open_dataset
 from megatron_sft_idx.errors import FormatError, SequenceError, ShardNotFoundError
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
-from megatron_sft_idx.formats.packed_dataset import JoinedReader
-from megatron_sft_idx.formats.registry import WRITABLE, find, recognise
+from megatron_sft_idx.formats.registry import WRITABLE, JoinedReader, find, recognise
 from megatron_sft_idx.shard import Shard
 
 PACKS = demo_samples(23)

@@ -14,9 +14,9 @@ from packs import Sample, sample_of, write_samples
 from reseal import set_fields
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.formats import runs
 from megatron_sft_idx.inspect.summary import survey_shard
 from megatron_sft_idx.inspect.tally import HashSample, Profile, Tally, Top
+from megatron_sft_idx.packs import run as runs
 from megatron_sft_idx.shard import Shard
 
 pieces = st.lists(st.lists(st.integers(0, 300), max_size=30), max_size=6)

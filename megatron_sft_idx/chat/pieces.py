@@ -22,6 +22,7 @@ from megatron_sft_idx._native import scan_json_array
 from megatron_sft_idx.chat.inputs import InputFile, open_object, parse_json, read_blocks, stream_blocks
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage.hashing import StreamHash
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -64,7 +65,7 @@ class Piece(ABC):
         """Yields (position, parsed row); the error in place of a row that cannot be parsed."""
 
     def fingerprint(self) -> str:
-        """Says whether two pieces hold the same bytes, wherever they come from: xxh3_128 in hex."""
+        """Says whether two pieces hold the same rows, wherever they come from: xxh3_128 in hex."""
         return xxhash.xxh3_128_hexdigest(self.payload)
 
 
@@ -116,6 +117,10 @@ class ColumnarPiece(Piece):
                         else:
                             yield position, row
                         position += 1
+
+    def fingerprint(self) -> str:
+        """Of the values: the bytes of the stream are those of one release of pyarrow."""
+        return _fingerprint_of_stream(self.payload)
 
 
 def iter_pieces(
@@ -385,6 +390,61 @@ def _to_stream(batches: list[pa.RecordBatch]) -> bytes:
             writer.write_batch(batch)
     payload: bytes = sink.getvalue().to_pybytes()
     return payload
+
+
+def _fingerprint_of_stream(payload: bytes) -> str:
+    """xxh3_128 in hex of the rows of one such Arrow stream, however they are encoded.
+
+    Values are hashed, not the stream, whose bytes are of one release of pyarrow. Dictionaries, 32-bit or 64-bit
+    offsets, the width of numbers, chunks and columns of nothing but nulls make no difference: the rows are the same.
+    """
+    import pyarrow as pa
+
+    with pa.ipc.open_stream(payload) as reader:
+        table = reader.read_all()
+    stream = StreamHash()
+    stream.update(table.num_rows.to_bytes(8, "little"))
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if column.null_count < len(column):
+            stream.update(f"column {name}".encode())
+            _hash_values(stream, pa.concat_arrays(_plain(chunk) for chunk in column.chunks))
+    return stream.hex()
+
+
+def _plain(array: pa.Array) -> pa.Array:
+    """An array without a dictionary and an extension type around it."""
+    import pyarrow as pa
+
+    while pa.types.is_dictionary(array.type) or isinstance(array, pa.ExtensionArray):
+        array = array.storage if isinstance(array, pa.ExtensionArray) else array.dictionary_decode()
+    return array
+
+
+def _hash_values(stream: StreamHash, array: pa.Array) -> None:
+    """Which values are null, how long those of variable length are, and what is in them, in a form of its own."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    array, kind = _plain(array), pa.types
+    stream.update(np.packbits(array.is_valid().to_numpy(zero_copy_only=False)))
+    array = array.drop_null()
+    if kind.is_struct(array.type):
+        for field, values in zip(array.type, array.flatten(), strict=True):
+            if values.null_count < len(values):
+                stream.update(f"field {field.name}".encode())
+                _hash_values(stream, values)
+    elif kind.is_list(array.type) or kind.is_large_list(array.type) or kind.is_fixed_size_list(array.type):
+        stream.update(pc.list_value_length(array).cast(pa.int64()).to_numpy())
+        _hash_values(stream, array.flatten())
+    elif any(is_text(array.type) for is_text in (kind.is_string, kind.is_large_string, kind.is_string_view)):
+        whole = array.cast(pa.large_string())
+        ends = np.frombuffer(whole.buffers()[1], "<i8")[whole.offset :][: len(whole) + 1]
+        stream.update(ends - ends[:1])
+        stream.update(whole.buffers()[2][int(ends[0]) : int(ends[-1])] if len(ends) else b"")
+    elif kind.is_integer(array.type) and array.type != pa.uint64():
+        stream.update(array.cast(pa.int64()).to_numpy())
+    else:  # rare in chats: floats, booleans, times, bytes, maps; as Python says them
+        stream.update("\n".join(map(repr, array.to_pylist())).encode())
 
 
 def _to_python(batch: pa.RecordBatch) -> list[dict[str, Any] | ValueError]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, positive
 from megatron_sft_idx.cli.output import local_path
-from megatron_sft_idx.formats.checks import MASK_ALIGNMENTS
+from megatron_sft_idx.formats.base import MASK_ALIGNMENTS
 from megatron_sft_idx.formats.convert import ConvertOptions, ConvertReport, convert
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE
 from megatron_sft_idx.storage.progress import Progress

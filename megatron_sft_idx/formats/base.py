@@ -1,54 +1,66 @@
-"""What all formats of packed SFT data have in common: packs in, packs out.
+"""What all formats of packed data share: what is known of it, its reader, its writer, and the rules that packs keep.
 
 A format is a module that knows how to recognise a path, read it (``PackedReader``) and, for most, write it
 (``PackedWriter``). Readers hand out packs by number and all packs in order, in runs that bound memory; writers take
 runs. Everything between the two, from masks to progress, is the same for every pair of formats.
+
+Loss masks of other people's files are brought to the one alignment of this package. *Label*: value j says whether
+predicting token j + 1 of the same sequence counts; 0 at every sequence's end. *Token*: value j says whether token j
+itself is trained on. *Rolled right*: a token mask that its writer moved one place to the right over the whole pack,
+with 0 in front, meaning to align it with labels. That is the wrong way round, and across sequences; files of such
+writers are read by undoing it. What the roll pushed out at the end of a pack, whether its last token is trained on, is
+not in the file any more: it counts as untrained.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType, TracebackType
-from typing import Any, ClassVar
+from types import TracebackType
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from megatron_sft_idx import _native
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.layout.header import MAX_CAPACITY
+from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.shard.reader import Pack
+from megatron_sft_idx.shard.writer import integer_array, mask_array, token_array
 from megatron_sft_idx.storage.publish import New
 
-__all__ = ["RUN_TOKENS", "PackRun", "PackedReader", "PackedSpec", "PackedWriter"]
+__all__ = [
+    "ALIGNMENT_NOTES",
+    "MASK_ALIGNMENTS",
+    "Counts",
+    "MaskAlignment",
+    "PackedReader",
+    "PackedSpec",
+    "PackedWriter",
+    "all_trained",
+    "checked_alignment",
+    "checked_run",
+    "file_identity",
+    "joined_ranges",
+    "label_aligned",
+    "require_same_length",
+    "stated_int",
+    "stated_of",
+    "unplaced_note",
+]
 
-# Tokens in a run, about: large enough that what is done once a run does not count, small enough to stay in cache.
-RUN_TOKENS = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class PackRun:
-    """Some packs end to end, in the form ``ShardWriter.add_packs`` takes.
-
-    Attributes:
-        tokens: ids [sum of pack lengths], integers.
-        loss_mask: uint8 (0 or 1) or float32 (weights) [sum of pack lengths], label-aligned.
-        seq_starts: where each sequence begins in its pack, int64 [sum of sequence counts].
-        pack_lengths: tokens in each pack, int64 [packs].
-        pack_sequences: sequences in each pack, int64 [packs].
-        unplaced: set mask values of the file that had no place in a label-aligned mask and were left out.
-    """
-
-    tokens: NDArray[Any]
-    loss_mask: NDArray[Any]
-    seq_starts: NDArray[np.int64]
-    pack_lengths: NDArray[np.int64]
-    pack_sequences: NDArray[np.int64]
-    unplaced: int = 0
-
-    def sequence_lengths(self) -> NDArray[np.int64]:
-        """Tokens in each sequence, of all packs end to end: int64 [sum of sequence counts]."""
-        pack_begins = np.cumsum(self.pack_lengths) - self.pack_lengths
-        return np.diff(self.seq_starts + np.repeat(pack_begins, self.pack_sequences), append=len(self.tokens))
+MaskAlignment = Literal["label", "token", "rolled-right"]
+MASK_ALIGNMENTS: tuple[MaskAlignment, ...] = get_args(MaskAlignment)
+# What was done to all masks of a file, as a sentence for ``PackedReader.notes``.
+ALIGNMENT_NOTES = {
+    "token": "loss masks taken as token-aligned: shifted left by one inside every sequence",
+    "rolled-right": "loss masks taken as rolled right by one over each pack: rolled back, then shifted left inside"
+    " every sequence; the value of each pack's last token was lost when it was written and counts as 0",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,25 +106,53 @@ class PackedSpec:
 class PackedReader(ABC):
     """One file, folder or shard of packed data, open for reading. Not pickled: each process opens its own.
 
+    Args:
+        path: what is opened.
+        mask_alignment: of its loss masks, where the format does not say.
+
     Attributes:
         format: the format's name, as ``--to`` takes it.
+        label_only: for formats that leave no choice of a mask alignment: why, with a place for the one that was asked.
         path: what was opened.
+        identity: differs where the content does, as far as can be told without reading it all: an id, or sizes and
+            times of change.
         notes: what the file does not say and was understood, or was set right on the way, as sentences for people.
+
+    Raises:
+        FormatError: no such alignment, or none that the format can have.
     """
 
     format: ClassVar[str]
-    path: str
-    notes: list[str]
+    label_only: ClassVar[str] = ""
+    identity: str
+
+    def __init__(self, path: str | os.PathLike[str], mask_alignment: MaskAlignment) -> None:
+        self.path = os.fspath(path)
+        self.alignment = checked_alignment(self.path, mask_alignment)
+        self.notes: list[str] = []
+        if self.label_only and self.alignment != "label":
+            raise FormatError(f"{self.path}: {self.label_only.format(mask_alignment)}")
+
+    def _settle_alignment(self, stated: object = None) -> None:
+        """Take the alignment that a file says itself, where it does, and note what is done to the masks.
+
+        Raises:
+            FormatError: the caller says otherwise than the file: its masks would be shifted twice.
+        """
+        if stated in MASK_ALIGNMENTS:
+            if self.alignment not in ("label", stated):
+                raise FormatError(
+                    f"{self.path}: it says that its loss masks are {stated}-aligned, mask alignment"
+                    f" {self.alignment!r} would shift them once more; leave the option out"
+                )
+            self.alignment = stated
+        if self.alignment in ALIGNMENT_NOTES:
+            self.notes.append(ALIGNMENT_NOTES[self.alignment])
 
     @property
     @abstractmethod
     def spec(self) -> PackedSpec:
         """Counts and dtypes; may cost one pass over the lengths the first time."""
-
-    @property
-    @abstractmethod
-    def identity(self) -> str:
-        """Differs where the content does, as far as can be told without reading it all: an id, or sizes and times."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -120,33 +160,111 @@ class PackedReader(ABC):
 
     @abstractmethod
     def read(self, index: int) -> Pack:
-        """Pack ``index``, which is within 0 and ``len(self) - 1``; arrays are read-only where they are views."""
+        """Pack ``index``, which is within 0 and ``len(self) - 1``; arrays are read-only where they are views.
+
+        Raises:
+            SequenceError: the pack breaks a rule.
+            FormatError: the file cannot be read, or is not as it was.
+        """
+
+    def runs(self) -> Iterator[PackRun]:
+        """All packs in order, some ``RUN_TOKENS`` tokens at a time and at least one pack. Raises as ``read``."""
+        unplaced = 0
+        for run in self._runs():
+            unplaced += run.unplaced
+            yield run
+        # After the whole pass, and once however many there are.
+        if unplaced and (note := unplaced_note(unplaced, self.alignment)) not in self.notes:
+            self.notes.append(note)
 
     @abstractmethod
-    def runs(self) -> Iterator[PackRun]:
-        """All packs in order, some ``RUN_TOKENS`` tokens at a time and at least one pack."""
+    def _runs(self) -> Iterator[PackRun]:
+        """The runs of ``runs``."""
 
 
 class PackedWriter(ABC):
     """Packed data being written; a context manager: a clean exit finalizes, an exception leaves nothing behind.
 
+    Args:
+        path: what is written.
+        spec: what is going to be written; held against what came in the end.
+        allow_loss: let go what the format has no place for, and say so in ``lost``.
+
     Attributes:
         format: the format's name, as ``--to`` takes it.
-        lost: what of these packs the format has no place for, and was let go as ``allow_loss`` was given: a sentence
-            for each of ``"masks"`` and ``"packs"`` (which sequences share one) that it is true of.
+        binary: whether the format's masks are 0 and 1 and nothing else.
+        lost: what of these packs was let go: a sentence for each of ``"masks"``, ``"packs"`` (which sequences share
+            one) and ``"columns"`` that it is true of.
     """
 
     format: ClassVar[str]
+    binary: ClassVar[bool] = False
     _output: New
-    lost: Mapping[str, str] = MappingProxyType({})
 
-    @abstractmethod
+    def __init__(self, path: str | os.PathLike[str], spec: PackedSpec, *, allow_loss: bool) -> None:
+        self._path, self._spec, self._allow_loss = os.fspath(path), spec, allow_loss
+        self._counts, self._changed_weights, self._complete = Counts(), 0, False
+        self.lost: dict[str, str] = {}
+
     def write(self, run: PackRun) -> None:
-        """Append packs."""
+        """Append packs.
+
+        Raises:
+            FormatError: columns, or loss weights other than 0 and 1, that the format has no place for, and loss is
+                not allowed.
+            SequenceError: a pack does not fit what was announced.
+        """
+        if run.columns:
+            names = ", ".join(sorted(run.columns))
+            if not self._allow_loss:
+                raise FormatError(
+                    f"{self._path}: columns {names}: {self.format} has no place for them; pass allow_loss"
+                    " (--allow-loss) to leave them out"
+                )
+            self.lost["columns"] = f"columns {names}: the format has no place for them"
+            run = dataclasses.replace(run, columns={})
+        if self.binary and run.loss_mask.dtype != np.uint8:
+            run = dataclasses.replace(run, loss_mask=self._binary(run))
+        self._append(run)
+        self._counts.add(run)
+
+    def _binary(self, run: PackRun) -> NDArray[np.uint8]:
+        """The weights of a run as 0 and 1."""
+        mask: NDArray[Any] = run.loss_mask
+        weights = (mask != 0) & (mask != 1)
+        if weights.any():
+            if not self._allow_loss:
+                at = int(np.argmax(weights))
+                raise FormatError(
+                    f"{self._path}: pack {self._pack_at(run, at)} has a loss weight of {mask[at]}, this format holds 0"
+                    " and 1; pass allow_loss (--allow-loss) to make every weight above 0 a 1"
+                )
+            self._changed_weights += int(np.count_nonzero(weights))
+            self.lost["masks"] = f"{self._changed_weights} loss weights other than 0 and 1 became 1"
+        return (mask > 0).astype(np.uint8)
+
+    def _pack_at(self, run: PackRun, token: int) -> int:
+        """Number, among all packs, of the one that holds a token of the run being written."""
+        return self._counts.packs + int(np.searchsorted(run.token_offsets[1:], token, side="right"))
+
+    def complete(self) -> None:
+        """Write what is missing behind the last pack, so that ``reread`` finds it whole; may be called twice.
+
+        Raises:
+            FormatError: other packs were written than announced.
+        """
+        if not self._complete:
+            self._counts.require(self._path, self._spec)
+            self._finish()
+            self._complete = True
 
     @abstractmethod
-    def complete(self) -> None:
-        """Write what is missing behind the last pack, so that ``reread`` finds it whole; may be called twice."""
+    def _append(self, run: PackRun) -> None:
+        """Write packs, in the dtypes that the format has."""
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Write the end."""
 
     @abstractmethod
     def reread(self) -> PackedReader:
@@ -184,3 +302,211 @@ class PackedWriter(ABC):
             self.finalize()
         else:
             self.abandon()
+
+
+@dataclass
+class Counts:
+    """What runs hold in all."""
+
+    packs: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    longest: int = 0
+
+    def add(self, run: PackRun) -> None:
+        """Count a run in."""
+        self.packs += len(run)
+        self.sequences += len(run.seq_starts)
+        self.tokens += len(run.tokens)
+        self.longest = max(self.longest, int(run.pack_lengths.max(initial=0)))
+
+    def require(self, path: str, spec: PackedSpec) -> None:
+        """FormatError unless all that was announced was written, and nothing else.
+
+        Files that begin with their counts would else say what is not true.
+        """
+        found = (self.packs, self.sequences, self.tokens)
+        expected = (spec.num_packs, spec.num_sequences, spec.num_tokens)
+        if found != expected:
+            raise FormatError(
+                f"{path}: {found[0]} packs, {found[1]} sequences and {found[2]} tokens were written, expected"
+                f" {expected[0]}, {expected[1]} and {expected[2]}; the source changed while it was read: start again"
+            )
+
+
+def label_aligned(
+    mask: NDArray[Any],
+    seq_starts: NDArray[np.int64],
+    pack_lengths: NDArray[np.int64],
+    pack_sequences: NDArray[np.int64],
+    alignment: MaskAlignment = "label",
+) -> tuple[NDArray[Any], int]:
+    """The label-aligned mask of packs end to end, and how many set values had no place in it.
+
+    Those are: of a label mask, values at the end of a sequence, where there is nothing to predict; of a token mask,
+    values on the first token of a sequence, which nothing predicts.
+
+    Args:
+        mask: [sum of pack lengths], of any dtype; it is not changed, and given back itself where nothing changes.
+        seq_starts: where each sequence begins in its pack [sum of sequence counts]; the packs are known to be good.
+        pack_lengths: tokens in each pack [packs].
+        pack_sequences: sequences in each pack [packs].
+        alignment: which of the three ``mask`` is.
+    """
+    if not len(mask):
+        return mask, 0
+    pack_ends = np.cumsum(pack_lengths)
+    starts = seq_starts + np.repeat(pack_ends - pack_lengths, pack_sequences)
+    ends = np.append(starts[1:], len(mask)) - 1
+    if alignment == "label":
+        unplaced = int(np.count_nonzero(mask[ends]))
+        if unplaced:
+            mask = mask.copy()
+            mask[ends] = 0
+        return mask, unplaced
+    tokens = mask
+    if alignment == "rolled-right":
+        tokens = np.zeros_like(mask)
+        tokens[:-1] = mask[1:]
+        tokens[pack_ends - 1] = 0
+    labels = np.zeros_like(tokens)
+    labels[:-1] = tokens[1:]
+    labels[ends] = 0
+    return labels, int(np.count_nonzero(tokens[starts]))
+
+
+def unplaced_note(count: int, alignment: MaskAlignment) -> str:
+    """What ``label_aligned`` left out in all, as a sentence for ``PackedReader.notes``."""
+    if alignment == "label":
+        return f"{count} loss mask values at the end of a sequence, where there is nothing to predict, set to 0"
+    return f"{count} loss mask values on the first token of a sequence, which nothing predicts, left out"
+
+
+def checked_alignment(path: str, alignment: str) -> MaskAlignment:
+    """``alignment`` where there is such a one, FormatError else."""
+    for known in MASK_ALIGNMENTS:
+        if alignment == known:
+            return known
+    raise FormatError(f"{path}: mask alignment {alignment!r}, choose one of {', '.join(MASK_ALIGNMENTS)}")
+
+
+def all_trained(lengths: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Label-aligned mask of sequences of these lengths: 1 at every token that has a next one."""
+    mask = np.ones(int(lengths.sum()), np.uint8)
+    mask[np.cumsum(lengths) - 1] = 0
+    return mask
+
+
+def joined_ranges(values: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[Any]:
+    """Some ranges of an array end to end; a view where they lie so."""
+    if not len(starts):
+        return values[:0]
+    if (starts[1:] == stops[:-1]).all():
+        return values[starts[0] : stops[-1]]
+    return np.concatenate([values[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)])
+
+
+def checked_run(
+    path: str,
+    first_pack: int,
+    tokens: ArrayLike,
+    loss_mask: ArrayLike,
+    seq_starts: ArrayLike,
+    pack_lengths: ArrayLike,
+    pack_sequences: ArrayLike,
+    *,
+    mask_alignment: MaskAlignment = "label",
+    token_dtype: Any = None,
+    mask_dtype: Any = None,
+) -> PackRun:
+    """A run of packs that keeps every rule, its mask label-aligned.
+
+    Nothing is cast before it is known to fit, no sum overflows, and whatever the arrays hold, nothing outside them is
+    touched.
+
+    Args:
+        path: of the file, for errors.
+        first_pack: number of the first of these packs in the file, for errors.
+        tokens: ids [sum of lengths], integers of any kind.
+        loss_mask: [sum of lengths], booleans, integers or floats.
+        seq_starts: where each sequence begins in its pack [sum of sequence counts], integers.
+        pack_lengths: tokens in each pack [packs].
+        pack_sequences: sequences in each pack [packs].
+        mask_alignment: of ``loss_mask``.
+        token_dtype: what the ids come back as, uint16 or int32; None keeps uint16 and makes all else int32.
+        mask_dtype: what the mask comes back as, uint8 or float32; None makes floats float32 and all else uint8.
+
+    Raises:
+        SequenceError: a rule is broken, with the number of the pack.
+        FormatError: the arrays do not go together, so that it cannot be said which pack is wrong.
+    """
+    try:
+        ids, mask = token_array(tokens), mask_array(loss_mask)
+        starts, lengths, sequences = map(integer_array, (seq_starts, pack_lengths, pack_sequences))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise FormatError(f"{path}: packs from {first_pack} on: a column {error}") from None
+    ids_as = np.dtype(token_dtype or (np.uint16 if ids.dtype == np.uint16 else np.int32))
+    mask_as = np.dtype(mask_dtype or (np.float32 if mask.dtype.kind == "f" else np.uint8))
+    if len(lengths) != len(sequences):
+        raise FormatError(f"{path}: {len(lengths)} pack lengths and {len(sequences)} sequence counts")
+    columns = (ids, mask, starts, lengths, sequences)
+    try:
+        broken = _native.first_breach(*columns, mask_alignment != "label", MAX_CAPACITY, ids_as, mask_as)
+    except ValueError:
+        sums = (int(lengths.sum()), int(lengths.sum()), int(sequences.sum()))
+        raise FormatError(
+            f"{path}: packs {first_pack} to {first_pack + len(lengths) - 1} should have {sums[0]} ids, {sums[1]} loss"
+            f" mask values and {sums[2]} sequence starts; found {len(ids)}, {len(mask)} and {len(starts)}"
+        ) from None
+    if broken is not None and broken[0][0] != "P6":
+        (_, pack, *_), words = broken
+        raise SequenceError(path, first_pack + pack, words)
+    ids, mask, unplaced = ids.astype(ids_as, copy=False), mask.astype(mask_as, copy=False), 0
+    if mask_alignment == "rolled-right":
+        firsts = np.cumsum(lengths) - lengths
+        if (wrong := mask[firsts] != 0).any():
+            raise SequenceError(
+                path,
+                first_pack + int(np.argmax(wrong)),
+                "its loss mask begins with a value above 0, which a mask that was rolled right never does;"
+                " say mask alignment label or token",
+            )
+    if broken is not None or mask_alignment != "label":
+        mask, unplaced = label_aligned(mask, starts, lengths, sequences, mask_alignment)
+    return PackRun(ids, mask, starts, lengths, sequences, unplaced)
+
+
+def require_same_length(path: str, pack: int, **columns: int) -> None:
+    """SequenceError unless the columns of a pack, handed in by their names, are equally long."""
+    if len(set(columns.values())) > 1:
+        found = ", ".join(f"{count} in {name}" for name, count in columns.items())
+        raise SequenceError(path, pack, f"{found}; they have one entry a token each")
+
+
+def file_identity(*paths: str) -> str:
+    """Size and time of change of files, which differ where a file was written anew."""
+    stats = (os.stat(path) for path in paths)
+    return " ".join(f"{stat.st_size}-{stat.st_mtime_ns}" for stat in stats)
+
+
+def stated_int(stated: Mapping[str, Any], key: str, least: int = 1, most: int = MAX_CAPACITY) -> int | None:
+    """A whole number within bounds that a file says of itself; None where it says none."""
+    value = stated.get(key)
+    return value if type(value) is int and least <= value <= most else None
+
+
+def stated_of(stated: Mapping[str, Any], longest: int, capacity: int) -> dict[str, Any]:
+    """What a file may say of its packs beside their counts, as keywords of ``PackedSpec``.
+
+    Args:
+        stated: what it says.
+        longest: its longest pack, which the capacity is never below.
+        capacity: where it says none.
+    """
+    metadata = stated.get("metadata")
+    return {
+        "capacity": max(stated_int(stated, "capacity") or capacity, longest),
+        "sequence_multiple": stated_int(stated, "sequence_multiple") or 1,
+        "pad_id": stated_int(stated, "pad_id", 0),
+        "metadata": metadata if isinstance(metadata, dict) else {},
+    }

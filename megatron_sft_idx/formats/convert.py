@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.checks import MaskAlignment
-from megatron_sft_idx.formats.packed_dataset import JoinedReader
-from megatron_sft_idx.formats.registry import Source, check_destination, create, find, places
+from megatron_sft_idx.formats.base import MaskAlignment, PackedSpec, PackedWriter
+from megatron_sft_idx.formats.registry import JoinedReader, Source, check_destination, create, find, places
+from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.publish import require_apart
 

@@ -20,6 +20,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -29,9 +30,16 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.checks import MaskAlignment, checked_alignment, checked_run
-from megatron_sft_idx.formats.runs import BinaryMasks, Counts, IndexedRun, file_identity, note_unplaced
+from megatron_sft_idx.formats.base import (
+    Counts,
+    MaskAlignment,
+    PackedReader,
+    PackedSpec,
+    PackedWriter,
+    checked_run,
+    file_identity,
+)
+from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import OutputFile, open_regular
 from megatron_sft_idx.storage.publish import Kind, new_folder, require_space
@@ -403,18 +411,14 @@ class Reader(PackedReader):
         FormatError: no chunks, a gap between them, or a chunk that ends in the middle of a line.
     """
 
-    format = "jsonl-chunks"
+    format = FORMAT
+    label_only = "labels name the tokens to train on, shifted once here in any case; leave mask alignment {!r} out"
 
     def __init__(
         self, path: str | os.PathLike[str], *, mask_alignment: MaskAlignment = "label", allow_gaps: bool = False
     ) -> None:
-        self.path = os.fspath(path)
-        if checked_alignment(self.path, mask_alignment) != "label":
-            raise FormatError(
-                f"{self.path}: labels name the tokens that are trained on and are shifted once here in any case;"
-                f" leave mask alignment {mask_alignment!r} out"
-            )
-        self.notes: list[str] = []
+        super().__init__(path, mask_alignment)
+        self.alignment = "token"
         self._paths = [self.path]
         if os.path.isdir(self.path):
             self._paths, self.notes = chunk_paths(self.path, allow_gaps=allow_gaps)
@@ -427,70 +431,52 @@ class Reader(PackedReader):
         self._first_packs = np.cumsum([0, *(len(starts) for starts, _ in bounds)]).tolist()
         identity = file_identity(*self._paths)
         names = [os.path.basename(chunk) for chunk in self._paths]
-        self._identity = xxhash.xxh3_128_hexdigest(f"{names} {identity}".encode())
-        self._spec: PackedSpec | None = None
+        self.identity = xxhash.xxh3_128_hexdigest(f"{names} {identity}".encode())
 
-    @property
+    @cached_property
     def spec(self) -> PackedSpec:
         """Counts; costs one pass over everything. Capacity is the longest pack: the format does not say it."""
-        if self._spec is None:
-            counts = Counts()
-            for run in self.runs():
-                counts.add(run)
-            self._spec = PackedSpec(
-                num_packs=counts.packs,
-                num_sequences=counts.sequences,
-                num_tokens=counts.tokens,
-                longest_pack=counts.longest,
-                token_dtype=np.dtype(np.int32),
-                mask_dtype=np.dtype(np.uint8),
-                capacity=max(counts.longest, 1),
-            )
-        return self._spec
-
-    @property
-    def identity(self) -> str:
-        """Of the names, sizes and times of all chunks."""
-        return self._identity
+        counts = Counts()
+        for run in self.runs():
+            counts.add(run)
+        return PackedSpec(
+            num_packs=counts.packs,
+            num_sequences=counts.sequences,
+            num_tokens=counts.tokens,
+            longest_pack=counts.longest,
+            token_dtype=np.dtype(np.int32),
+            mask_dtype=np.dtype(np.uint8),
+            capacity=max(counts.longest, 1),
+        )
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def read(self, index: int) -> Pack:
-        """Pack ``index``, parsed and checked.
+        """Pack ``index``, parsed and checked."""
+        return self._run(index, index + 1).pack(0)
 
-        Raises:
-            SequenceError: a field of the pack is wrong.
-            FormatError: the chunk is shorter than when it was opened.
-        """
-        chunk = bisect_right(self._first_packs, index) - 1
-        with open_regular(self._paths[chunk]) as file:
-            line = self._line(file.fileno(), chunk, index)
-        return IndexedRun(run_of(self.path, index, [line])).pack(0)
+    def _run(self, first: int, last: int) -> PackRun:
+        return run_of(self.path, first, list(self._lines(first, last)))
 
-    def runs(self) -> Iterator[PackRun]:
-        """All packs, chunk by chunk.
-
-        Raises:
-            SequenceError: a field of a pack is wrong, with the pack's number.
-            FormatError: a chunk is shorter than when it was opened.
-        """
+    def _runs(self) -> Iterator[PackRun]:
         held: list[Line] = []
-        first = tokens = unplaced = 0
-        for chunk, path in enumerate(self._paths):
-            with open_regular(path) as file:
-                for index in range(self._first_packs[chunk], self._first_packs[chunk + 1]):
-                    held.append(self._line(file.fileno(), chunk, index))
-                    tokens += len(held[-1].tokens)
-                    if tokens >= RUN_TOKENS:
-                        run = run_of(self.path, first, held)
-                        held, first, tokens, unplaced = [], index + 1, 0, unplaced + run.unplaced
-                        yield run
-        if held:
-            run = run_of(self.path, first, held)
-            unplaced += run.unplaced
-            yield run
-        note_unplaced(self.notes, unplaced, "token")
+        tokens = 0
+        for index, line in enumerate(self._lines(0, len(self))):
+            held.append(line)
+            tokens += len(line.tokens)
+            if tokens >= RUN_TOKENS or index == len(self) - 1:
+                yield run_of(self.path, index + 1 - len(held), held)
+                held, tokens = [], 0
+
+    def _lines(self, first: int, last: int) -> Iterator[Line]:
+        """The lines ``first`` up to ``last``; each chunk is opened once."""
+        while first < last:
+            chunk = bisect_right(self._first_packs, first) - 1
+            with open_regular(self._paths[chunk]) as file:
+                for index in range(first, min(last, self._first_packs[chunk + 1])):
+                    yield self._line(file.fileno(), chunk, index)
+            first = self._first_packs[chunk + 1]
 
     def _line(self, fd: int, chunk: int, index: int) -> Line:
         start, stop = int(self._starts[index]), int(self._stops[index])
@@ -516,7 +502,8 @@ class Writer(PackedWriter):
         FormatError: something is at ``path``, or there are no packs in a chunk.
     """
 
-    format = "jsonl-chunks"
+    format = FORMAT
+    binary = True
 
     def __init__(
         self,
@@ -527,15 +514,14 @@ class Writer(PackedWriter):
         allow_loss: bool = False,
         samples_per_chunk: int = 100,
     ) -> None:
-        self._path, self._spec, self._samples_per_chunk = os.fspath(path), spec, samples_per_chunk
+        super().__init__(path, spec, allow_loss=allow_loss)
+        self._samples_per_chunk = samples_per_chunk
         if samples_per_chunk < 1:
             raise FormatError(f"{self._path}: samples_per_chunk {samples_per_chunk}, expected at least 1 pack")
-        self._counts, self._masks = Counts(), BinaryMasks(self._path, allow_loss=allow_loss)
-        self.lost = self._masks.lost
         self._num_chunks = self._num_lines = 0
         # A digit and a comma for every id, label and position.
         require_space(self._path, 6 * spec.num_tokens, -(-spec.num_packs // samples_per_chunk))
-        self._output, self._complete = new_folder(path, KIND, overwrite=overwrite), False
+        self._output = new_folder(path, KIND, overwrite=overwrite)
         self._chunk = self._next_chunk()
 
     def _next_chunk(self) -> OutputFile:
@@ -543,18 +529,11 @@ class Writer(PackedWriter):
         self._num_chunks, self._num_lines = self._num_chunks + 1, 0
         return self._output.open(name)
 
-    def write(self, run: PackRun) -> None:
-        """Append packs.
-
-        Raises:
-            FormatError: loss weights that are neither 0 nor 1, without ``allow_loss``.
-        """
-        mask = self._masks.of(run, self._counts.packs)
-        self._counts.add(run)
+    def _append(self, run: PackRun) -> None:
         tokens = run.tokens.astype(np.int64)
         # A label mask is 0 at every sequence's end, so that one shift right is right in all sequences at once.
-        trained = np.zeros(len(mask), np.bool_)
-        trained[1:] = mask[:-1]
+        trained = np.zeros(len(tokens), np.bool_)
+        trained[1:] = run.loss_mask[:-1]
         labels = np.where(trained, tokens, UNTRAINED)
         lengths = run.sequence_lengths()
         positions = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -580,16 +559,8 @@ class Writer(PackedWriter):
         self._chunk.write(orjson.dumps(pack, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE))
         self._num_lines += 1
 
-    def complete(self) -> None:
-        """Close the last chunk.
-
-        Raises:
-            FormatError: other packs were written than the spec announced.
-        """
-        if not self._complete:
-            self._counts.require(self._path, self._spec)
-            self._chunk.close()
-            self._complete = True
+    def _finish(self) -> None:
+        self._chunk.close()
 
     def reread(self) -> Reader:
         """A reader of all of it."""

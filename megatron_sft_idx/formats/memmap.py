@@ -19,12 +19,14 @@ numbers that are mapped or read in order; nothing in them is ever unpickled.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import io
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,24 +35,20 @@ import xxhash
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
-from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.checks import (
+from megatron_sft_idx.formats.base import (
     MaskAlignment,
-    alignment_note,
+    PackedReader,
+    PackedSpec,
+    PackedWriter,
     checked_alignment,
     checked_run,
-    require_same_length,
-)
-from megatron_sft_idx.formats.runs import (
-    BinaryMasks,
-    Counts,
-    IndexedRun,
     file_identity,
-    note_unplaced,
-    stated_alignment,
+    require_same_length,
     stated_of,
 )
+from megatron_sft_idx.formats.restricted_pickle import npy_header
 from megatron_sft_idx.layout.header import MAX_CAPACITY
+from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_array, open_regular, read_most
 from megatron_sft_idx.storage.hashing import HashedFile
@@ -67,9 +65,6 @@ ARRAYS = ("input_ids", "loss_mask", "packed_len", "seq_offsets", "seq_starts")
 _MOST_MANIFEST_NBYTES = 64 << 20
 # Of the short arrays: entries looked at together.
 _SCAN = 1 << 20
-
-
-_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def recognise(path: str) -> str | None:
@@ -133,15 +128,10 @@ def _read_header(path: str) -> _NpyHeader:
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            shape, fortran, dtype = _HEADERS[np.lib.format.read_magic(file)](file)
+            shape, fortran, dtype = npy_header(file, path)
             header = _NpyHeader(shape, dtype, file.tell())
     except (FileNotFoundError, NotADirectoryError):
         raise FormatError(f"{path}: not there; a memmap folder has five .npy files and a manifest") from None
-    except (OSError, FormatError):
-        raise
-    except Exception as error:
-        # numpy evaluates the header as a literal and lets its parser's errors through.
-        raise FormatError(f"{path}: not a .npy file of version 1 or 2: {type(error).__name__}: {error}") from None
     if dtype.kind not in "biuf" or dtype.names is not None:
         raise FormatError(f"{path}: an array of {dtype}, expected numbers; objects are never unpickled")
     if any(type(side) is not int or side < 0 for side in shape):
@@ -182,14 +172,12 @@ class Reader(PackedReader):
         FormatError: no such folder, or its manifest and arrays do not go together.
     """
 
-    format = "memmap"
+    format = FORMAT
 
     def __init__(self, path: str | os.PathLike[str], *, mask_alignment: MaskAlignment = "label") -> None:
-        self.path = os.fspath(path)
-        self.notes: list[str] = []
-        asked = checked_alignment(self.path, mask_alignment)
-        manifest = self._manifest = read_manifest(self.path)
-        self._alignment = stated_alignment(self.path, manifest.get("mask_alignment"), asked)
+        super().__init__(path, mask_alignment)
+        self._manifest = read_manifest(self.path)
+        self._settle_alignment(self._manifest.get("mask_alignment"))
         headers = {name: _read_header(os.path.join(self.path, f"{name}.npy")) for name in ARRAYS}
         self._num_packs, self._pack_size = self._check_shapes(headers)
         arrays = {name: _open_npy(os.path.join(self.path, f"{name}.npy"), header) for name, header in headers.items()}
@@ -200,9 +188,10 @@ class Reader(PackedReader):
         token = np.uint16 if self._ids.dtype.newbyteorder("=") == np.uint16 else np.int32
         mask = np.float32 if self._mask.dtype.kind == "f" else np.uint8
         self._dtypes: tuple[np.dtype[Any], np.dtype[Any]] = (np.dtype(token), np.dtype(mask))
-        self._spec: PackedSpec | None = None
-        if note := alignment_note(self._alignment):
-            self.notes.append(note)
+        # Checksums of all arrays are in the manifest where this package wrote it; else sizes and times tell.
+        self.identity = str(self._manifest["fingerprint"])
+        if not isinstance(self._manifest.get("checksums"), dict):
+            self.identity += " " + file_identity(*(os.path.join(self.path, f"{name}.npy") for name in ARRAYS))
 
     def _check_shapes(self, headers: dict[str, _NpyHeader]) -> tuple[int, int]:
         """Number of packs and width of a row; FormatError unless the five arrays and the manifest agree on them."""
@@ -237,26 +226,24 @@ class Reader(PackedReader):
         if (first, last) != (0, len(self._starts)):
             raise self._wrong(f"seq_offsets go from {first} to {last}, expected 0 to {len(self._starts)} (seq_starts)")
 
-    @property
+    @cached_property
     def spec(self) -> PackedSpec:
         """Counts; costs one pass over the lengths, 4 bytes a pack."""
-        if self._spec is None:
-            tokens = longest = 0
-            for first in range(0, self._num_packs, _SCAN):
-                lengths = self._lengths_of(first, min(first + _SCAN, self._num_packs))
-                tokens += int(lengths.sum())
-                longest = max(longest, int(lengths.max()))
-            stated = self._manifest.get(STATED)
-            self._spec = PackedSpec(
-                num_packs=self._num_packs,
-                num_sequences=len(self._starts),
-                num_tokens=tokens,
-                longest_pack=longest,
-                token_dtype=self._dtypes[0],
-                mask_dtype=self._dtypes[1],
-                **stated_of(stated if isinstance(stated, dict) else {}, longest, self._pack_size),
-            )
-        return self._spec
+        tokens = longest = 0
+        for first in range(0, self._num_packs, _SCAN):
+            lengths = self._lengths_of(first, min(first + _SCAN, self._num_packs))
+            tokens += int(lengths.sum())
+            longest = max(longest, int(lengths.max()))
+        stated = self._manifest.get(STATED)
+        return PackedSpec(
+            num_packs=self._num_packs,
+            num_sequences=len(self._starts),
+            num_tokens=tokens,
+            longest_pack=longest,
+            token_dtype=self._dtypes[0],
+            mask_dtype=self._dtypes[1],
+            **stated_of(stated if isinstance(stated, dict) else {}, longest, self._pack_size),
+        )
 
     def _lengths_of(self, first: int, last: int) -> NDArray[np.int64]:
         """Lengths of some packs; SequenceError unless each fits its row and has one token at least."""
@@ -267,37 +254,16 @@ class Reader(PackedReader):
             raise SequenceError(self.path, first + pack, reason)
         return lengths
 
-    @property
-    def identity(self) -> str:
-        """Of the manifest, which has checksums of all arrays where this package wrote it; else sizes and times too."""
-        fingerprint = str(self._manifest["fingerprint"])
-        if isinstance(self._manifest.get("checksums"), dict):
-            return fingerprint
-        return f"{fingerprint} {file_identity(*(os.path.join(self.path, f'{name}.npy') for name in ARRAYS))}"
-
     def __len__(self) -> int:
         return self._num_packs
 
+    def _runs(self) -> Iterator[PackRun]:
+        rows = max(1, RUN_TOKENS // self._pack_size)
+        return (self._run(i, min(i + rows, self._num_packs)) for i in range(0, self._num_packs, rows))
+
     def read(self, index: int) -> Pack:
-        """Pack ``index``, checked; its ids are a view of the row where their type is uint16 or int32.
-
-        Raises:
-            SequenceError: the pack breaks a rule.
-        """
-        return IndexedRun(self._run(index, index + 1)).pack(0)
-
-    def runs(self) -> Iterator[PackRun]:
-        """All packs, so many rows at a time that they hold ``RUN_TOKENS`` tokens at most.
-
-        Raises:
-            SequenceError: a pack breaks a rule, with its number.
-        """
-        rows, unplaced = max(1, RUN_TOKENS // self._pack_size), 0
-        for first in range(0, self._num_packs, rows):
-            run = self._run(first, min(first + rows, self._num_packs))
-            unplaced += run.unplaced
-            yield run
-        note_unplaced(self.notes, unplaced, self._alignment)
+        """Pack ``index``, checked; its ids are a view of the row where their type is uint16 or int32."""
+        return self._run(index, index + 1).pack(0)
 
     def _run(self, first: int, last: int) -> PackRun:
         lengths = self._lengths_of(first, last)
@@ -316,7 +282,7 @@ class Reader(PackedReader):
             self._starts[offsets[0] : offsets[-1]],
             lengths,
             np.diff(offsets),
-            mask_alignment=self._alignment,
+            mask_alignment=self.alignment,
             token_dtype=token_dtype,
             mask_dtype=mask_dtype,
         )
@@ -440,7 +406,7 @@ class MemmapShardWriter:
         self._row = np.zeros(self._pack_size, self._dtype)
         self._mask_row = np.zeros(self._pack_size, np.uint8)
         self._output = new_folder(self._path, KIND, overwrite=overwrite)
-        self.path, self.temporary = self._output.path, self._output.temporary
+        self.path, self.temporary, self.output = self._output.path, self._output.temporary, self._output
         self._files: dict[str, _ArrayFile] = {}
         self._manifest: dict[str, Any] | None = None
         self._closed = False
@@ -494,28 +460,20 @@ class MemmapShardWriter:
         require_same_length(self._path, bin_id, input_ids=len(ids), loss_mask=len(mask))
         # The mask is held to 0 and 1 as it comes, not moved: label is the alignment that changes nothing but ends.
         run = checked_run(self._path, bin_id, ids, mask, starts, [len(ids)], [len(starts)], mask_dtype=np.uint8)
-        self.write_run(run, mask.astype(np.uint8))
+        self.write_run(dataclasses.replace(run, loss_mask=mask.astype(np.uint8)))
 
-    def write_run(self, run: PackRun, mask: NDArray[np.uint8] | None = None) -> None:
-        """Write packs that are known to keep the rules, in order.
-
-        Args:
-            run: the packs.
-            mask: what to store instead of the run's own mask, 0 or 1.
+    def write_run(self, run: PackRun) -> None:
+        """Write packs that are known to keep the rules, their masks 0 or 1, in order.
 
         Raises:
             SequenceError: a pack does not fit ``pack_size`` or ``dtype``.
             FormatError: more packs or sequences than announced.
         """
         self._require_room(run)
-        mask = run.loss_mask if mask is None else mask
-        token_end = 0
-        for length in run.pack_lengths.tolist():
-            tokens = slice(token_end, token_end + length)
-            token_end += length
+        for start, length in zip(run.token_offsets.tolist(), run.pack_lengths.tolist(), strict=False):
             for row, values, name in (
-                (self._row, run.tokens[tokens], "input_ids"),
-                (self._mask_row, mask[tokens], "loss_mask"),
+                (self._row, run.tokens[start : start + length], "input_ids"),
+                (self._mask_row, run.loss_mask[start : start + length], "loss_mask"),
             ):
                 row[:length] = values
                 row[length:] = 0
@@ -524,7 +482,7 @@ class MemmapShardWriter:
         self._files["packed_len"].write(run.pack_lengths.astype(_INDEX).tobytes())
         self._files["seq_offsets"].write(sequence_ends.astype(_INDEX).tobytes())
         self._files["seq_starts"].write(run.seq_starts.astype(_INDEX).tobytes())
-        self._written += len(run.pack_lengths)
+        self._written += len(run)
         self._num_starts += len(run.seq_starts)
 
     def _require_open(self) -> None:
@@ -533,7 +491,7 @@ class MemmapShardWriter:
 
     def _require_room(self, run: PackRun) -> None:
         self._require_open()
-        first, packs, starts = self._written, len(run.pack_lengths), len(run.seq_starts)
+        first, packs, starts = self._written, len(run), len(run.seq_starts)
         if first + packs > self._num_bins or self._num_starts + starts > self._total:
             raise FormatError(
                 f"{self._path}: packs {first} to {first + packs - 1} with {starts} sequences, expected at most"
@@ -547,7 +505,7 @@ class MemmapShardWriter:
         largest = min(np.iinfo(self._dtype).max, MAX_CAPACITY)
         if len(run.tokens) and run.tokens.max() > largest:
             at = int(np.argmax(run.tokens > largest))
-            pack = int(np.searchsorted(np.cumsum(run.pack_lengths), at, side="right"))
+            pack = int(np.searchsorted(run.token_offsets[1:], at, side="right"))
             raise SequenceError(self._path, first + pack, f"id {run.tokens[at]} in {self._dtype}, at most {largest}")
 
     def complete(self) -> dict[str, Any]:
@@ -629,7 +587,8 @@ class Writer(PackedWriter):
         OSError: no space for the whole of it, among others.
     """
 
-    format = "memmap"
+    format = FORMAT
+    binary = True
 
     def __init__(
         self,
@@ -640,9 +599,7 @@ class Writer(PackedWriter):
         allow_loss: bool = False,
         pack_size: int | None = None,
     ) -> None:
-        self._path, self._spec = os.fspath(path), spec
-        self._counts, self._masks = Counts(), BinaryMasks(self._path, allow_loss=allow_loss)
-        self.lost = self._masks.lost
+        super().__init__(path, spec, allow_loss=allow_loss)
         self._writer = MemmapShardWriter(
             path,
             spec.num_packs,
@@ -653,31 +610,14 @@ class Writer(PackedWriter):
             overwrite=overwrite,
             extra={STATED: spec.stated()},
         )
+        self._output = self._writer.output
 
-    def write(self, run: PackRun) -> None:
-        """Append packs.
+    def _append(self, run: PackRun) -> None:
+        self._writer.write_run(run)
 
-        Raises:
-            FormatError: loss weights that are neither 0 nor 1, without ``allow_loss``.
-            SequenceError: a pack is longer than a row.
-        """
-        mask = self._masks.of(run, self._counts.packs)
-        self._writer.write_run(run, mask)
-        self._counts.add(run)
-
-    def complete(self) -> None:
-        """Write the manifest. FormatError where packs are missing."""
-        self._counts.require(self._path, self._spec)
+    def _finish(self) -> None:
         self._writer.complete()
 
     def reread(self) -> Reader:
         """A reader of all of it."""
-        return Reader(self._writer.temporary)
-
-    def publish(self) -> None:
-        """Put the folder in its place."""
-        self._writer.finalize()
-
-    def abandon(self) -> None:
-        """Remove what was written; nothing where it is finalized or abandoned already."""
-        self._writer.abandon()
+        return Reader(self._output.temporary)

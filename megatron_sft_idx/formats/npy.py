@@ -11,8 +11,7 @@ import os
 import pickle
 import pickletools
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from io import BytesIO
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -21,17 +20,18 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.checks import (
+from megatron_sft_idx.formats.base import (
     MaskAlignment,
-    alignment_note,
-    checked_alignment,
+    PackedReader,
+    PackedSpec,
+    PackedWriter,
     checked_run,
+    file_identity,
     require_same_length,
     unplaced_note,
 )
 from megatron_sft_idx.formats.restricted_pickle import KeptArray, npy_header, unpickle_rows
-from megatron_sft_idx.formats.runs import file_identity, run_bounds
+from megatron_sft_idx.packs.run import PackRun, run_bounds
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_regular
 from megatron_sft_idx.storage.publish import Kind, new_file, require_space
@@ -40,7 +40,6 @@ __all__ = [
     "FORMAT",
     "KEYS",
     "KIND",
-    "LegacyPacks",
     "LegacyPickleWriter",
     "Reader",
     "Writer",
@@ -102,7 +101,7 @@ def _holds_packs(path: str) -> bool:
     """Whether a file is an array of objects, none or the first of them a pack; reads no further, unpickles nothing."""
     try:
         with open_regular(path) as file:
-            shape, dtype = npy_header(file, path)
+            shape, _, dtype = npy_header(file, path)
             return dtype.hasobject and (shape == (0,) or (len(shape) == 1 and {*KEYS} <= _first_keys(file)))
     except Exception:  # whatever a stranger's pickle does to its reader
         return False
@@ -148,7 +147,7 @@ class LegacyPickleWriter:
 
     def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         self._output = new_file(path, KIND, overwrite=overwrite)
-        self.path, self.temporary = self._output.path, self._output.temporary
+        self.path, self.temporary, self.output = self._output.path, self._output.temporary, self._output
         self._file = self._output.open()
         self._complete = self._done = False
         self.num_packs = 0
@@ -220,32 +219,11 @@ FORMAT = "npy"
 _PLAIN = {int, float, bool}
 
 
-@dataclass(frozen=True)
-class LegacyPacks:
-    """Packs end to end.
-
-    Attributes:
-        tokens: int32 [tokens].
-        loss: uint8, or float32 where there are weights, [tokens]; label-aligned and 0 at the end of every sequence.
-        token_offsets: int64 [packs + 1], where each pack begins.
-        sequence_offsets: int64 [packs + 1], CSR of the sequences by pack.
-        starts: uint32 [sequences], where each sequence begins in its pack.
-        unplaced: set mask values that had no place in a label-aligned mask.
-    """
-
-    tokens: NDArray[np.int32]
-    loss: NDArray[Any]
-    token_offsets: NDArray[np.int64]
-    sequence_offsets: NDArray[np.int64]
-    starts: NDArray[np.uint32]
-    unplaced: int = 0
-
-
 def recognise(path: str) -> str | None:
     """Evidence that a file is a ``.npy`` of objects; what its pickle holds is seen when it is opened."""
     try:
         with open_regular(path) as file:
-            shape, dtype = npy_header(BytesIO(file.read(1 << 16)), path)
+            shape, _, dtype = npy_header(BytesIO(file.read(1 << 16)), path)
     except (OSError, FormatError):
         return None
     if shape == (0,):
@@ -253,8 +231,8 @@ def recognise(path: str) -> str | None:
     return "a .npy file of Python objects" if dtype.hasobject else None
 
 
-def read_legacy(path: str | os.PathLike[str], *, mask_alignment: MaskAlignment = "label") -> LegacyPacks:
-    """Read a legacy ``.npy``.
+def read_legacy(path: str | os.PathLike[str], *, mask_alignment: MaskAlignment = "label") -> PackRun:
+    """All packs of a legacy ``.npy``: int32 ids, and a mask that is float32 where there are weights, else uint8.
 
     Raises:
         FormatError: not a ``.npy`` of objects, or its pickle names anything but plain data.
@@ -263,19 +241,11 @@ def read_legacy(path: str | os.PathLike[str], *, mask_alignment: MaskAlignment =
     name = os.fspath(path)
     with open_regular(path) as file:
         rows = unpickle_rows(file, name)
-    packs: list[PackRun] = []
+    packs = [checked_run(name, 0, [], [], [], [], [], token_dtype=np.int32, mask_dtype=np.uint8)]
     rows.reverse()
     while rows:  # each row is let go as soon as it is taken over: as Python numbers it is many times larger
-        packs.append(_pack_of(rows.pop(), name, len(packs), mask_alignment))
-    weights = any(pack.loss_mask.dtype == np.float32 for pack in packs)
-    return LegacyPacks(
-        tokens=_joined([pack.tokens for pack in packs], np.int32),
-        loss=_joined([pack.loss_mask for pack in packs], np.float32 if weights else np.uint8),
-        token_offsets=_offsets([len(pack.tokens) for pack in packs]),
-        sequence_offsets=_offsets([len(pack.seq_starts) for pack in packs]),
-        starts=_joined([pack.seq_starts.astype(np.uint32) for pack in packs], np.uint32),
-        unplaced=sum(pack.unplaced for pack in packs),
-    )
+        packs.append(_pack_of(rows.pop(), name, len(packs) - 1, mask_alignment))
+    return PackRun.joined(packs)
 
 
 def write_legacy(path: str | os.PathLike[str], packs: Iterable[Mapping[str, Any]]) -> None:
@@ -333,14 +303,6 @@ def _number(value: Any) -> Any:
     return array.item()
 
 
-def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
-    return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype)
-
-
-def _offsets(counts: Sequence[int]) -> NDArray[np.int64]:
-    return np.cumsum([0, *counts], dtype=np.int64)
-
-
 class Reader(PackedReader):
     """Packs of a legacy ``.npy``, all in memory.
 
@@ -357,18 +319,17 @@ class Reader(PackedReader):
     format = FORMAT
 
     def __init__(self, path: str, *, mask_alignment: MaskAlignment = "label", capacity: int | None = None) -> None:
-        self.path = os.fspath(path)
-        alignment = checked_alignment(self.path, mask_alignment)
-        self._identity = file_identity(self.path)
-        self.packs = read_legacy(self.path, mask_alignment=alignment)
-        self.notes = [note for note in [alignment_note(alignment)] if note]
+        super().__init__(path, mask_alignment)
+        self.identity = file_identity(self.path)
+        self.packs = read_legacy(self.path, mask_alignment=self.alignment)
+        self._settle_alignment()
         if self.packs.unplaced:
-            self.notes.append(unplaced_note(self.packs.unplaced, alignment))
+            self.notes.append(unplaced_note(self.packs.unplaced, self.alignment))
         self._capacity = self._honest(capacity)
 
     def _honest(self, said: int | None) -> int:
         """The capacity that holds for every pack, and a note that says where it comes from."""
-        lengths, sequences = np.diff(self.packs.token_offsets), np.diff(self.packs.sequence_offsets)
+        lengths, sequences = self.packs.pack_lengths, self.packs.pack_sequences
         longest = int(lengths.max(initial=0))
         if said is None:
             self.notes.append(f"the file does not say its capacity: taken to be its longest pack, {longest} tokens")
@@ -392,47 +353,23 @@ class Reader(PackedReader):
         packs = self.packs
         return PackedSpec(
             num_packs=len(self),
-            num_sequences=len(packs.starts),
+            num_sequences=len(packs.seq_starts),
             num_tokens=len(packs.tokens),
-            longest_pack=int(np.diff(packs.token_offsets).max(initial=0)),
+            longest_pack=int(packs.pack_lengths.max(initial=0)),
             token_dtype=packs.tokens.dtype,
-            mask_dtype=packs.loss.dtype,
+            mask_dtype=packs.loss_mask.dtype,
             capacity=self._capacity,
         )
 
-    @property
-    def identity(self) -> str:
-        """Size and time of the file."""
-        return self._identity
-
     def __len__(self) -> int:
-        return len(self.packs.token_offsets) - 1
+        return len(self.packs)
 
     def read(self, index: int) -> Pack:
         """Pack ``index``: views of what is in memory."""
-        packs = self.packs
-        start, stop = packs.token_offsets[index : index + 2].tolist()
-        first, last = packs.sequence_offsets[index : index + 2].tolist()
-        boundaries = np.empty(last - first + 1, np.int32)
-        boundaries[:-1] = packs.starts[first:last]
-        boundaries[-1] = stop - start
-        tokens, loss = packs.tokens[start:stop], packs.loss[start:stop]
-        tokens.flags.writeable = loss.flags.writeable = False
-        return {"input_ids": tokens, "loss_mask": loss, "seq_boundaries": boundaries}
+        return self.packs.pack(index)
 
-    def runs(self) -> Iterator[PackRun]:
-        """All packs in order."""
-        packs = self.packs
-        for first, last in run_bounds(packs.token_offsets, RUN_TOKENS):
-            tokens = slice(packs.token_offsets[first], packs.token_offsets[last])
-            starts = packs.starts[packs.sequence_offsets[first] : packs.sequence_offsets[last]]
-            yield PackRun(
-                packs.tokens[tokens],
-                packs.loss[tokens],
-                starts.astype(np.int64),
-                np.diff(packs.token_offsets[first : last + 1]),
-                np.diff(packs.sequence_offsets[first : last + 1]),
-            )
+    def _runs(self) -> Iterator[PackRun]:
+        return (self.packs.part(first, last) for first, last in run_bounds(self.packs.token_offsets))
 
 
 class Writer(PackedWriter):
@@ -448,32 +385,19 @@ class Writer(PackedWriter):
     format = FORMAT
 
     def __init__(self, path: str, spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False) -> None:
-        del allow_loss
+        super().__init__(path, spec, allow_loss=allow_loss)
         require_space(path, 4 * spec.num_tokens)  # an opcode and a byte for each id and each mask
         self._writer = LegacyPickleWriter(path, overwrite=overwrite)
+        self._output = self._writer.output
 
-    def write(self, run: PackRun) -> None:
-        """Append packs."""
-        ends, firsts = np.cumsum(run.pack_lengths).tolist(), np.cumsum(run.pack_sequences).tolist()
-        begin = first = 0
-        for end, last in zip(ends, firsts, strict=True):
-            self._writer.write_bin(
-                self._writer.num_packs, run.tokens[begin:end], run.loss_mask[begin:end], run.seq_starts[first:last]
-            )
-            begin, first = end, last
+    def _append(self, run: PackRun) -> None:
+        for i in range(len(run)):
+            one = run.part(i, i + 1)
+            self._writer.write_bin(self._writer.num_packs, one.tokens, one.loss_mask, one.seq_starts)
 
-    def complete(self) -> None:
-        """Write the end."""
+    def _finish(self) -> None:
         self._writer.complete()
 
     def reread(self) -> Reader:
         """A reader of all of it."""
-        return Reader(self._writer.temporary)
-
-    def publish(self) -> None:
-        """Put the file in its place."""
-        self._writer.finalize()
-
-    def abandon(self) -> None:
-        """Remove what was written."""
-        self._writer.abandon()
+        return Reader(self._output.temporary)

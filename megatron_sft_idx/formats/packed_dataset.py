@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import operator
 import os
-import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypedDict, overload
@@ -17,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackRun
-from megatron_sft_idx.formats.checks import MaskAlignment
-from megatron_sft_idx.formats.registry import Source, find, open_reader
+from megatron_sft_idx.formats.base import MaskAlignment, PackedSpec
+from megatron_sft_idx.formats.registry import MAX_OPEN, JoinedReader, Source, find, joined_spec
 from megatron_sft_idx.formats.sft_idx import FORMAT, spec_of
 from megatron_sft_idx.formats.sft_idx import Reader as ShardReader
 from megatron_sft_idx.shard.reader import Pack, Shard
@@ -32,159 +28,7 @@ if TYPE_CHECKING:
     from megatron_sft_idx.formats.parquet import Opener
     from megatron_sft_idx.formats.stock import MaskRule
 
-__all__ = ["MAX_OPEN", "JoinedReader", "JoinedShards", "PackedDataset", "joined_spec", "open_dataset"]
-
-
-# An open reader may hold five maps, and some cluster file systems refuse a process more than about 590 of them.
-MAX_OPEN = 64
-
-
-class _Held:
-    """What one process holds open. A forked process must not use it: file positions and locks would be shared."""
-
-    def __init__(self) -> None:
-        self.process = os.getpid()
-        self.lock = threading.Lock()
-        self.readers: dict[int, PackedReader] = {}
-        self.said: dict[str, None] = {}  # notes of readers closed by now, each once and in order
-
-
-class JoinedReader:
-    """Readers of one format side by side, opened when needed, the one unused for longest closed first.
-
-    Each process opens its own; threads may share one, and then read one after the other. It pickles as paths, options
-    and identities, and finds the same content when it is unpickled, or says that it is not the same.
-
-    Args:
-        name: the format.
-        paths: of one or more.
-        mask_alignment: of the loss masks in them.
-        max_open: how many are held open at once.
-        options: of the format's reader.
-
-    Raises:
-        FormatError: they do not go together, or one is not what its format says.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        paths: Sequence[str],
-        *,
-        mask_alignment: MaskAlignment = "label",
-        max_open: int = MAX_OPEN,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        if max_open < 1:
-            raise FormatError(f"max_open {max_open}: at least one file has to be open to be read")
-        self.name, self.paths, self.mask_alignment, self.max_open = name, tuple(paths), mask_alignment, max_open
-        self.options = dict(options or {})
-        self._held = _Held()
-        self._identities: tuple[str, ...] = ()
-        readers = (self.reader(number) for number in range(len(self.paths)))
-        found = [(reader.identity, len(reader)) for reader in readers]
-        self._identities = tuple(identity for identity, _ in found)
-        self.lengths = tuple(length for _, length in found)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # What was learned of the content (``spec``) is found again where it is asked for.
-        return {key: value for key, value in self.__dict__.items() if key not in ("_held", "spec")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._held = _Held()
-
-    def reader(self, number: int) -> PackedReader:
-        """Reader ``number``, open; it belongs to this process. FormatError where its file is another one by now."""
-        held = self._here()
-        with held.lock:
-            return self._opened(held, number)
-
-    def read(self, number: int, index: int) -> Pack:
-        """Pack ``index`` of file ``number``."""
-        held = self._here()
-        with held.lock:
-            return self._opened(held, number).read(index)
-
-    def _here(self) -> _Held:
-        if self._held.process != os.getpid():
-            self._held = _Held()
-        return self._held
-
-    def _opened(self, held: _Held, number: int) -> PackedReader:
-        reader = held.readers.pop(number, None)
-        if reader is None:
-            reader = open_reader(self.paths[number], self.name, mask_alignment=self.mask_alignment, **self.options)
-            if self._identities and (reader.identity, len(reader)) != (self._identities[number], self.lengths[number]):
-                raise FormatError(
-                    f"{reader.path}: the content is another one than when this dataset was opened"
-                    f" ({reader.identity}, then {self._identities[number]}); it was written anew: start again"
-                )
-            while len(held.readers) >= self.max_open:
-                oldest = held.readers.pop(next(iter(held.readers)))
-                held.said.update(dict.fromkeys(oldest.notes))
-        held.readers[number] = reader  # last: in the order of their use
-        return reader
-
-    @cached_property
-    def spec(self) -> PackedSpec:
-        """What is known of all of them together.
-
-        Raises:
-            FormatError: they come from different tokenizers.
-        """
-        return joined_spec(self.paths[0], [self.reader(number).spec for number in range(len(self.paths))])
-
-    @property
-    def notes(self) -> list[str]:
-        """What was understood of the files opened so far; each sentence once."""
-        held = self._here()
-        with held.lock:
-            return list(
-                {**held.said, **dict.fromkeys(note for reader in held.readers.values() for note in reader.notes)}
-            )
-
-    def runs(self) -> Iterator[PackRun]:
-        """All packs of all files in order, each file closed before the next is opened."""
-        for number in range(len(self.paths)):
-            yield from self.reader(number).runs()
-
-
-def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
-    """What is known of files together, the first of which is at ``path``. FormatError: of different tokenizers."""
-    first = specs[0]
-    pads = {spec.pad_id for spec in specs} - {None}
-    tokenizers = {_tokenizer_of(spec) for spec in specs} - {None}
-    for what, values in (("pad ids", pads), ("tokenizers", tokenizers)):
-        if len(values) > 1:
-            listed = ", ".join(sorted(map(str, values)))
-            raise FormatError(f"{path} and others: different {what} ({listed}); keep them apart")
-    return dataclasses.replace(
-        first,
-        num_packs=sum(spec.num_packs for spec in specs),
-        num_sequences=sum(spec.num_sequences for spec in specs),
-        num_tokens=sum(spec.num_tokens for spec in specs),
-        longest_pack=max(spec.longest_pack for spec in specs),
-        token_dtype=np.result_type(*{spec.token_dtype for spec in specs}),
-        mask_dtype=np.result_type(*{spec.mask_dtype for spec in specs}),
-        capacity=max(spec.capacity for spec in specs),
-        sequence_multiple=math.gcd(*(spec.sequence_multiple for spec in specs)),
-        pad_id=next(iter(pads), None),
-        metadata={key: value for key, value in first.metadata.items() if _said_by_all(key, value, specs)},
-    )
-
-
-def _tokenizer_of(spec: PackedSpec) -> str | None:
-    tokenizer = spec.metadata.get("tokenizer")
-    fingerprint = tokenizer.get("fingerprint") if isinstance(tokenizer, Mapping) else None
-    return fingerprint if isinstance(fingerprint, str) else None
-
-
-def _said_by_all(key: str, value: Any, specs: Sequence[PackedSpec]) -> bool:
-    return all(spec.metadata.get(key, _NOTHING) == value for spec in specs)
-
-
-_NOTHING = object()
+__all__ = ["JoinedShards", "PackedDataset", "open_dataset"]
 
 
 class JoinedShards:

@@ -17,11 +17,13 @@ which, so that its older ones need ``mask_alignment="rolled-right"``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,24 +32,19 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
-from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.checks import (
+from megatron_sft_idx.formats.base import (
+    Counts,
     MaskAlignment,
-    alignment_note,
-    checked_alignment,
+    PackedReader,
+    PackedSpec,
+    PackedWriter,
     checked_run,
     require_same_length,
-)
-from megatron_sft_idx.formats.runs import (
-    BinaryMasks,
-    Counts,
-    IndexedRun,
-    note_unplaced,
-    stated_alignment,
     stated_int,
     stated_of,
 )
 from megatron_sft_idx.layout.header import MAX_CAPACITY, MAX_COUNT
+from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun, fitting
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import naming, open_regular
 from megatron_sft_idx.storage.publish import Kind, new_file
@@ -173,48 +170,6 @@ class _Lists(NamedTuple):
     lengths: NDArray[np.int64]
 
 
-class PackColumns(NamedTuple):
-    """Some rows of the three columns."""
-
-    input_ids: _Lists
-    loss_mask: _Lists
-    seq_start_id: _Lists
-
-    @classmethod
-    def of(cls, rows: pa.Table | pa.RecordBatch, path: str, first_pack: int) -> PackColumns:
-        """The columns of rows that were read.
-
-        Raises:
-            SequenceError: a list, or a value in one, is null.
-        """
-        return cls(*(_lists(rows.column(name), path, name, first_pack) for name in COLUMNS))
-
-    def run(self, path: str, first_pack: int, alignment: MaskAlignment, dtypes: tuple[Any, Any]) -> PackRun:
-        """The rows as packs that keep every rule; ids and mask of these dtypes.
-
-        Raises:
-            SequenceError: a row that breaks a rule, with its number.
-        """
-        ids, mask, starts = self
-        if (wrong := ids.lengths != mask.lengths).any():
-            row = int(np.argmax(wrong))
-            lengths = {"input_ids": int(ids.lengths[row]), "loss_mask": int(mask.lengths[row])}
-            require_same_length(path, first_pack + row, **lengths)
-        token_dtype, mask_dtype = dtypes
-        return checked_run(
-            path,
-            first_pack,
-            ids.values,
-            mask.values,
-            starts.values,
-            ids.lengths,
-            starts.lengths,
-            mask_alignment=alignment,
-            token_dtype=token_dtype,
-            mask_dtype=mask_dtype,
-        )
-
-
 def _lists(column: pa.ChunkedArray | pa.Array, path: str, name: str, first_pack: int) -> _Lists:
     """One column. Arrow cuts what has more than 2^31 values into chunks, and files come with chunks of their own."""
     import pyarrow as pa
@@ -262,7 +217,7 @@ class Reader(PackedReader):
         SFTIndexError: pyarrow is not installed.
     """
 
-    format = "parquet"
+    format = FORMAT
 
     def __init__(
         self,
@@ -272,12 +227,10 @@ class Reader(PackedReader):
         opener: Opener | None = None,
         cache_nbytes: int = 256 << 20,
     ) -> None:
-        self.path = os.fspath(path)
-        self.notes: list[str] = []
-        self._cache: OrderedDict[int, IndexedRun] = OrderedDict()
+        super().__init__(path, mask_alignment)
+        self._cache: OrderedDict[int, PackRun] = OrderedDict()
         self._cache_nbytes, self._cached_nbytes = cache_nbytes, 0
         self._lock = threading.Lock()
-        asked = checked_alignment(self.path, mask_alignment)
         with pyarrow_errors(self.path):
             self._open(opener)
             self._stated = decode(self._file.schema_arrow.metadata, self.path)
@@ -285,14 +238,11 @@ class Reader(PackedReader):
             self._first_packs = self._row_group_offsets()
             self._num_values = {name: self._values_by_group(name) for name in COLUMNS}
             mask_type = str(self._file.schema_arrow.field("loss_mask").type.value_type)
-        self._alignment = stated_alignment(self.path, self._stated.get("mask_alignment"), asked)
+        self._settle_alignment(self._stated.get("mask_alignment"))
         token_dtype = np.uint16 if self._stated.get("token_dtype") == "uint16" else np.int32
         # Arrow's names for floats are halffloat, float and double.
         mask_dtype = np.float32 if mask_type in ("halffloat", "float", "double") else np.uint8
         self._dtypes: tuple[np.dtype[Any], np.dtype[Any]] = (np.dtype(token_dtype), np.dtype(mask_dtype))
-        self._spec: PackedSpec | None = None
-        if note := alignment_note(self._alignment):
-            self.notes.append(note)
 
     def _open(self, opener: Opener | None) -> None:
         import pyarrow as pa
@@ -304,14 +254,14 @@ class Reader(PackedReader):
         source = pa.OSFile(self.path) if opener is None else opener(self.path)
         self._source = source if isinstance(source, pa.NativeFile) else pa.PythonFile(source, mode="r")
         self._file = pq.ParquetFile(self._source, pre_buffer=False)
-        self._identity = self._footer_hash()
+        self.identity = self._footer_hash()
         # Column chunks bit by bit instead of whole, for passes over files whose row groups are large.
         self._streamed = pq.ParquetFile(
             self._source, metadata=self._file.metadata, buffer_size=_READ_NBYTES, pre_buffer=False
         )
 
     def _footer_hash(self) -> str:
-        """Of the footer, which has the place, size, counts and value range of every column of every row group."""
+        """Size, and checksum of the footer, which has place, size, counts and value range of every column chunk."""
         size = self._source.size()
         self._source.seek(size - 8)
         nbytes = int.from_bytes(self._source.read(4), "little")
@@ -343,14 +293,9 @@ class Reader(PackedReader):
                 raise FormatError(f"{self.path}: row group {group} claims {count} values in {name}; it is damaged")
         return counts
 
-    @property
+    @cached_property
     def spec(self) -> PackedSpec:
         """Counts from the footer; the longest pack from the metadata where it fits them, else from one pass."""
-        if self._spec is None:
-            self._spec = self._make_spec()
-        return self._spec
-
-    def _make_spec(self) -> PackedSpec:
         stated, tokens, sequences = (
             self._stated,
             sum(self._num_values["input_ids"]),
@@ -381,11 +326,6 @@ class Reader(PackedReader):
             raise FormatError(f"{self.path}: a pack of {longest} tokens, at most {MAX_CAPACITY} (rule P1)")
         return longest
 
-    @property
-    def identity(self) -> str:
-        """Size, and checksum of the footer: the same for copies of a file."""
-        return self._identity
-
     def __len__(self) -> int:
         return self._first_packs[-1]
 
@@ -405,7 +345,32 @@ class Reader(PackedReader):
             self._cache.move_to_end(group)
         return run.pack(index - self._first_packs[group])
 
-    def _decode(self, group: int) -> IndexedRun:
+    def _of(self, rows: pa.Table | pa.RecordBatch, first_pack: int) -> PackRun:
+        """Rows that were read as packs that keep every rule.
+
+        Raises:
+            SequenceError: a row that breaks one, or that has a null, with its number.
+        """
+        ids, mask, starts = (_lists(rows.column(name), self.path, name, first_pack) for name in COLUMNS)
+        if (wrong := ids.lengths != mask.lengths).any():
+            row = int(np.argmax(wrong))
+            lengths = {"input_ids": int(ids.lengths[row]), "loss_mask": int(mask.lengths[row])}
+            require_same_length(self.path, first_pack + row, **lengths)
+        token_dtype, mask_dtype = self._dtypes
+        return checked_run(
+            self.path,
+            first_pack,
+            ids.values,
+            mask.values,
+            starts.values,
+            ids.lengths,
+            starts.lengths,
+            mask_alignment=self.alignment,
+            token_dtype=token_dtype,
+            mask_dtype=mask_dtype,
+        )
+
+    def _decode(self, group: int) -> PackRun:
         first = self._first_packs[group]
         for name in COLUMNS:
             if (count := self._num_values[name][group]) > _MOST_GROUP_VALUES:
@@ -416,12 +381,10 @@ class Reader(PackedReader):
         with pyarrow_errors(self.path):
             # Without threads: a forked process has none of the pool's.
             rows = self._file.read_row_group(group, columns=list(COLUMNS), use_threads=False)
-            run = PackColumns.of(rows, self.path, first).run(self.path, first, self._alignment, self._dtypes)
+            run = self._of(rows, first)
         expected = (self._first_packs[group + 1] - first, *(self._num_values[name][group] for name in _COUNTED))
-        self._require_counts(
-            f"row group {group}", (len(run.pack_lengths), len(run.tokens), len(run.seq_starts)), expected
-        )
-        return IndexedRun(run)
+        self._require_counts(f"row group {group}", (len(run), len(run.tokens), len(run.seq_starts)), expected)
+        return run
 
     def _require_counts(self, what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
         if found != expected:
@@ -430,7 +393,7 @@ class Reader(PackedReader):
                 f" {expected[0]}, {expected[1]} and {expected[2]} by the footer; it is damaged: copy or write it again"
             )
 
-    def _keep(self, group: int, run: IndexedRun) -> None:
+    def _keep(self, group: int, run: PackRun) -> None:
         self._cache[group] = run
         self._cached_nbytes += run.nbytes
         while self._cached_nbytes > self._cache_nbytes and len(self._cache) > 1:
@@ -460,28 +423,21 @@ class Reader(PackedReader):
         if groups:
             yield groups, max(1, packs * RUN_TOKENS // max(tokens, RUN_TOKENS))
 
-    def runs(self) -> Iterator[PackRun]:
-        """All packs; memory is bounded by the mean length of the packs in a row group, not by its size.
-
-        Raises:
-            SequenceError: a pack breaks a rule, with its number.
-            FormatError: the file cannot be decoded, or ends early.
-        """
-        counts, unplaced = Counts(), 0
+    def _runs(self) -> Iterator[PackRun]:
+        """Memory is bounded by the mean length of the packs in a row group, not by its size."""
+        counts = Counts()
         for batch in self._batches(list(COLUMNS)):
             first = counts.packs
-            run = PackColumns.of(batch, self.path, first).run(self.path, first, self._alignment, self._dtypes)
+            run = self._of(batch, first)
             capacity = self.spec.capacity
             if (over := run.pack_lengths > capacity).any():
                 pack = int(np.argmax(over))
                 reason = f"{run.pack_lengths[pack]} tokens, the file states a capacity of {capacity} (rule P1)"
                 raise SequenceError(self.path, first + pack, reason)
             counts.add(run)
-            unplaced += run.unplaced
             yield run
         expected = (len(self), *(sum(self._num_values[name]) for name in _COUNTED))
         self._require_counts("the file", (counts.packs, counts.tokens, counts.sequences), expected)
-        note_unplaced(self.notes, unplaced, self._alignment)
 
 
 KIND = Kind("a Parquet file of packs", lambda path: recognise(path) is not None)
@@ -536,7 +492,8 @@ class Writer(PackedWriter):
         SFTIndexError: pyarrow is not installed.
     """
 
-    format = "parquet"
+    format = FORMAT
+    binary = True
 
     def __init__(
         self,
@@ -548,23 +505,21 @@ class Writer(PackedWriter):
         row_group_size: int = 1000,
         compression: str = "zstd",
     ) -> None:
-        name = os.fspath(path)
+        super().__init__(path, spec, allow_loss=allow_loss)
         if row_group_size < 1:
-            raise FormatError(f"{name}: row group size {row_group_size}, expected at least 1 pack")
-        self._spec, self._row_group_size = spec, row_group_size
-        self._counts, self._masks = Counts(), BinaryMasks(name, allow_loss=allow_loss)
-        self.lost = self._masks.lost
+            raise FormatError(f"{self._path}: row group size {row_group_size}, expected at least 1 pack")
+        self._row_group_size = row_group_size
         self._held: list[PackRun] = []
         self._held_packs = self._held_tokens = 0
-        with pyarrow_errors(name):
+        with pyarrow_errors(self._path):
             import pyarrow as pa
             import pyarrow.parquet as pq
 
             if compression != "none" and not (compression in _CODECS and pa.Codec.is_available(compression)):
-                raise FormatError(f"{name}: compression {compression!r}, choose none, {', '.join(_CODECS)}")
+                raise FormatError(f"{self._path}: compression {compression!r}, choose none, {', '.join(_CODECS)}")
         self._types = [pa.list_(pa.int32()), pa.list_(pa.uint8()), pa.list_(pa.int32())]
         self._schema = pa.schema(list(zip(COLUMNS, self._types, strict=True)), metadata={KEY: _metadata(spec)})
-        self._output, self._complete = new_file(path, KIND, overwrite=overwrite), False
+        self._output = new_file(path, KIND, overwrite=overwrite)
         try:
             with naming(self._output.temporary):
                 self._writer: Any = pq.ParquetWriter(self._output.temporary, self._schema, compression=compression)
@@ -572,34 +527,26 @@ class Writer(PackedWriter):
             self._output.abandon()
             raise
 
-    def write(self, run: PackRun) -> None:
-        """Append packs.
-
-        Raises:
-            FormatError: loss weights that are neither 0 nor 1, without ``allow_loss``.
-        """
-        mask = self._masks.of(run, self._counts.packs)
-        self._counts.add(run)
-        rest = IndexedRun(PackRun(run.tokens, mask, run.seq_starts, run.pack_lengths, run.pack_sequences))
+    def _append(self, run: PackRun) -> None:
         first = 0
-        while first < len(rest):
+        while first < len(run):
             # Row groups are cut by packs and tokens alone: runs of any size give the same file.
-            last = rest.fitting(first, self._row_group_size - self._held_packs, _MOST_GROUP_TOKENS - self._held_tokens)
+            room = min(fitting(run.token_offsets[first:], _MOST_GROUP_TOKENS - self._held_tokens), len(run) - first)
+            last = first + max(0, min(room, self._row_group_size - self._held_packs))
             if last == first and not self._held:
                 last = first + 1  # one pack that is longer than a group may be
-            self._hold(rest.part(first, last))
-            if last < len(rest) or self._held_packs == self._row_group_size:
+            self._hold(run.part(first, last))
+            if last < len(run) or self._held_packs == self._row_group_size:
                 self._write_group()
             first = last
 
     def _hold(self, part: PackRun) -> None:
-        if not len(part.pack_lengths):
-            return
-        # Copies: a view would keep a whole run, and whoever handed it in may fill its arrays anew.
-        copies = (np.array(part.tokens, np.int32), part.loss_mask.copy(), part.seq_starts.copy())
-        self._held.append(PackRun(*copies, part.pack_lengths.copy(), part.pack_sequences.copy()))
-        self._held_packs += len(part.pack_lengths)
-        self._held_tokens += len(part.tokens)
+        if len(part):
+            # Copies: a view would keep a whole run, and whoever handed it in may fill its arrays anew.
+            part = PackRun.joined([part])
+            self._held.append(dataclasses.replace(part, tokens=part.tokens.astype(np.int32, copy=False)))
+            self._held_packs += len(part)
+            self._held_tokens += len(part.tokens)
 
     def _write_group(self) -> None:
         import pyarrow as pa
@@ -607,35 +554,20 @@ class Writer(PackedWriter):
         held, self._held, self._held_packs, self._held_tokens = self._held, [], 0, 0
         if not held:
             return
-        lengths = np.concatenate([part.pack_lengths for part in held])
-        columns = (
-            (np.concatenate([part.tokens for part in held]), lengths),
-            (np.concatenate([part.loss_mask for part in held]), lengths),
-            (
-                np.concatenate([part.seq_starts for part in held]).astype(np.int32),
-                np.concatenate([part.pack_sequences for part in held]),
-            ),
-        )
+        run = PackRun.joined(held)
         held.clear()  # the encoder needs several times as much: not both at once
+        starts = run.seq_starts.astype(np.int32)
+        columns = ((run.tokens, run.pack_lengths), (run.loss_mask, run.pack_lengths), (starts, run.pack_sequences))
         arrays = [_list_array(*column, kind) for column, kind in zip(columns, self._types, strict=True)]
         table = pa.Table.from_arrays(arrays, schema=self._schema)
         with naming(self._output.temporary):
-            self._writer.write_table(table, row_group_size=len(lengths))
+            self._writer.write_table(table, row_group_size=len(run))
         pa.default_memory_pool().release_unused()
 
-    def complete(self) -> None:
-        """Write the last row group and the footer.
-
-        Raises:
-            FormatError: other packs were written than the spec announced.
-        """
-        if self._complete:
-            return
-        self._counts.require(self._output.path, self._spec)
+    def _finish(self) -> None:
         self._write_group()
         with naming(self._output.temporary):
             self._writer.close()
-        self._complete = True
 
     def reread(self) -> Reader:
         """A reader of all of it."""

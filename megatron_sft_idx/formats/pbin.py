@@ -40,11 +40,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.checks import MaskAlignment, checked_alignment
+from megatron_sft_idx.formats.base import (
+    MaskAlignment,
+    PackedReader,
+    PackedSpec,
+    PackedWriter,
+    all_trained,
+    file_identity,
+    joined_ranges,
+)
 from megatron_sft_idx.formats.restricted_pickle import LIST_HEADS, read_pairs, write_pairs
-from megatron_sft_idx.formats.runs import file_identity, run_bounds
 from megatron_sft_idx.layout.header import MAX_CAPACITY
+from megatron_sft_idx.packs.run import PackRun, run_bounds
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import as_bytes, open_array, open_regular
 from megatron_sft_idx.storage.publish import Kind, new_file, require_space
@@ -435,6 +442,7 @@ class Reader(PackedReader):
     """
 
     format = FORMAT
+    label_only = "a .pbin has no masks that could be {}-aligned; leave it out"
 
     def __init__(
         self,
@@ -444,9 +452,7 @@ class Reader(PackedReader):
         mask_rule: MaskRule | None = None,
         repair_merge: bool = False,
     ) -> None:
-        self.path = os.fspath(path)
-        if checked_alignment(self.path, mask_alignment) != "label":
-            raise FormatError(f"{self.path}: a .pbin has no masks that could be {mask_alignment}-aligned; leave it out")
+        super().__init__(path, mask_alignment)
         if mask_rule != "all":
             raise FormatError(
                 f"{self.path}: a .pbin has no loss masks{'' if mask_rule is None else f', and no rule {mask_rule!r}'};"
@@ -465,9 +471,9 @@ class Reader(PackedReader):
         self._starts = placement.starts[placement.lengths > 0]
         self._lengths = placement.lengths[placement.lengths > 0]
         self._tokens = placement.framing.open_tokens(self.path)
-        self._identity = file_identity(self.path) + " repaired" * (placement.num_moved > 0)
+        self.identity = file_identity(self.path) + " repaired" * (placement.num_moved > 0)
         self._generation = placement.generation.number
-        self.notes = list(_notes(placement))
+        self.notes += _notes(placement)
 
     @property
     def spec(self) -> PackedSpec:
@@ -484,47 +490,22 @@ class Reader(PackedReader):
             metadata={"pbin": {"generation": self._generation, "mask_rule": "all"}},
         )
 
-    @property
-    def identity(self) -> str:
-        """Size and time of change, and whether the index was set right."""
-        return self._identity
-
     def __len__(self) -> int:
         return len(self._lengths)
 
+    def _runs(self) -> Iterator[PackRun]:
+        offsets = np.append(0, np.cumsum(self._lengths))
+        return (self._run(first, last) for first, last in run_bounds(offsets))
+
     def read(self, index: int) -> Pack:
         """Document ``index`` of those that hold a token."""
-        tokens = self._documents(index, index + 1)
-        tokens.flags.writeable = False
-        return {
-            "input_ids": tokens,
-            "loss_mask": _all_trained(self._lengths[index : index + 1]),
-            "seq_boundaries": np.array([0, len(tokens)], np.int32),
-        }
+        return self._run(index, index + 1).pack(0)
 
-    def runs(self) -> Iterator[PackRun]:
-        """All documents in order."""
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
-        for first, last in run_bounds(offsets):
-            lengths = self._lengths[first:last]
-            ones = np.ones(last - first, np.int64)
-            yield PackRun(self._documents(first, last), _all_trained(lengths), ones - 1, lengths, ones)
-
-    def _documents(self, first: int, stop: int) -> NDArray[Any]:
-        """Tokens of some documents end to end; a view where they lie so."""
-        starts, stops = self._starts[first:stop], self._starts[first:stop] + self._lengths[first:stop]
-        if (starts[1:] == stops[:-1]).all():
-            tokens = self._tokens[starts[0] : stops[-1]]
-        else:
-            tokens = np.concatenate([self._tokens[a:b] for a, b in zip(starts, stops, strict=True)])
-        return native_tokens(self.path, first, tokens)
-
-
-def _all_trained(lengths: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Label-aligned: 1 at every token that has a next one."""
-    mask = np.ones(int(lengths.sum()), np.uint8)
-    mask[np.cumsum(lengths) - 1] = 0
-    return mask
+    def _run(self, first: int, last: int) -> PackRun:
+        lengths, starts = self._lengths[first:last], self._starts[first:last]
+        tokens = native_tokens(self.path, first, joined_ranges(self._tokens, starts, starts + lengths))
+        ones = np.ones(last - first, np.int64)
+        return PackRun(tokens, all_trained(lengths), ones - 1, lengths, ones)
 
 
 def _notes(placement: Placement) -> Iterator[str]:
@@ -571,62 +552,48 @@ class Writer(PackedWriter):
         allow_loss: bool = False,
         token_nbytes: int | None = None,
     ) -> None:
-        name = os.fspath(path)
+        super().__init__(path, spec, allow_loss=allow_loss)
         if not allow_loss:
             raise FormatError(
-                f"{name}: a .pbin keeps neither loss masks nor packs, every sequence becomes a document trained as a"
-                " whole; pass allow_loss=True (--allow-loss) if that is what you want"
+                f"{self._path}: a .pbin keeps neither loss masks nor packs, every sequence becomes a document trained"
+                " as a whole; pass allow_loss=True (--allow-loss) if that is what you want"
             )
         token_nbytes = token_nbytes or np.dtype(spec.token_dtype).itemsize
         if token_nbytes not in (1, 2, 4):
-            raise FormatError(f"{name}: tokens of {token_nbytes} bytes, Modalities reads 1, 2 or 4")
-        self._path = name
+            raise FormatError(f"{self._path}: tokens of {token_nbytes} bytes, Modalities reads 1, 2 or 4")
         self._dtype = np.dtype(f"<u{token_nbytes}")
-        self._lost = {"masks": "loss masks: the format has none, every token would be trained on"}
-        self.lost = self._lost
-        self._num_packs = 0
+        self.lost["masks"] = "loss masks: the format has none, every token would be trained on"
         self._lengths: list[NDArray[np.int64]] = []
-        require_space(name, token_nbytes * spec.num_tokens + 8 * spec.num_sequences)
+        require_space(self._path, token_nbytes * spec.num_tokens + 8 * spec.num_sequences)
         self._output = new_file(path, KIND, overwrite=overwrite)
-        self._file, self._complete = self._output.open(), False
+        self._file = self._output.open()
         try:
             self._file.write(encode_header(0, token_nbytes))
         except BaseException:
             self.abandon()
             raise
 
-    def write(self, run: PackRun) -> None:
-        """Append packs.
-
-        Raises:
-            SequenceError: an id that does not fit the token size.
-        """
+    def _append(self, run: PackRun) -> None:
         largest = np.iinfo(self._dtype).max
         tokens = np.asarray(run.tokens)
         if len(tokens) and (tokens.min() < 0 or tokens.max() > largest):
             at = int(np.argmax((tokens < 0) | (tokens > largest)))
-            pack = int(np.searchsorted(np.cumsum(run.pack_lengths), at, side="right"))
             raise SequenceError(
                 self._path,
-                self._num_packs + pack,
+                self._pack_at(run, at),
                 f"has id {tokens[at]}, expected 0 to {largest} in {self._dtype.itemsize} bytes; pass token_nbytes=4",
             )
         self._file.write(as_bytes(np.ascontiguousarray(tokens, self._dtype)))
         self._lengths.append(run.sequence_lengths())
-        self._num_packs += len(run.pack_lengths)
         if (run.pack_sequences > 1).any():
-            self._lost["packs"] = "which sequences share a pack: every sequence is a document of its own"
+            self.lost["packs"] = "which sequences share a pack: every sequence is a document of its own"
 
-    def complete(self) -> None:
-        """Write the index and the data's length."""
-        if self._complete:
-            return
+    def _finish(self) -> None:
         data_nbytes = self._file.nbytes - len(encode_header(0, 1))
         write_pairs(self._file.write, sum(map(len, self._lengths)), self._pairs())
         # Last, as the real writer: a file without its length is one that was not finished.
         self._file.write_at(encode_header(data_nbytes, self._dtype.itemsize), 0)
         self._file.close()
-        self._complete = True
 
     def reread(self) -> Reader:
         """A reader of all of it; what its masks are made of by a rule is not what was written."""

@@ -17,19 +17,18 @@ from megatron_sft_idx.errors import FormatError
 __all__ = ["LIST_HEADS", "KeptArray", "npy_header", "read_pairs", "unpickle_rows", "write_pairs"]
 
 
-def npy_header(file: BinaryIO, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype that a ``.npy`` file says it holds; reads up to the end of its header.
+def npy_header(file: BinaryIO, name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether it is stored by columns, and dtype that a ``.npy`` says; reads up to the end of its header.
 
     Raises:
         FormatError: not such a file.
     """
     headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     try:
-        shape, _, dtype = headers[np.lib.format.read_magic(file)](file)
+        return headers[np.lib.format.read_magic(file)](file)
     except Exception as error:
-        # numpy lets its tokenizer's and parser's errors through.
-        raise FormatError(f"{name}: not a .npy file of version 1 or 2: {error}") from None
-    return shape, dtype
+        # numpy evaluates the header as a literal and lets its tokenizer's and parser's errors through.
+        raise FormatError(f"{name}: not a .npy file of version 1 or 2: {type(error).__name__}: {error}") from None
 
 
 def unpickle_rows(file: BinaryIO, name: str) -> list[Any]:
@@ -38,7 +37,7 @@ def unpickle_rows(file: BinaryIO, name: str) -> list[Any]:
     Raises:
         FormatError: not such a file, or its pickle names anything but plain data.
     """
-    shape, dtype = npy_header(file, name)
+    shape, _, dtype = npy_header(file, name)
     if not dtype.hasobject:
         if shape == (0,):
             return []  # numpy.save of an empty list: an array of float64

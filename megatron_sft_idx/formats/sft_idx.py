@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
 
-from megatron_sft_idx.errors import FormatError, SFTIndexError, StorageError
-from megatron_sft_idx.formats.base import RUN_TOKENS, PackedReader, PackedSpec, PackedWriter, PackRun
-from megatron_sft_idx.formats.checks import MaskAlignment, checked_alignment, checked_run
-from megatron_sft_idx.formats.runs import windows
+from megatron_sft_idx.errors import SFTIndexError, StorageError
+from megatron_sft_idx.formats.base import MaskAlignment, PackedReader, PackedSpec, PackedWriter, checked_run
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun, windows
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
@@ -69,6 +67,10 @@ class Reader(PackedReader):
     """
 
     format = FORMAT
+    label_only = (
+        "mask alignment {}, but a shard's loss masks are label-aligned (rule P6); leave the option out: they would be"
+        " shifted twice"
+    )
 
     def __init__(
         self,
@@ -82,14 +84,9 @@ class Reader(PackedReader):
         huge_pages: bool = False,
     ) -> None:
         self._paths = ShardPaths.of(path)
-        self.path = self._paths.prefix
-        if checked_alignment(self.path, mask_alignment) != "label":
-            raise FormatError(
-                f"{self.path}: mask alignment {mask_alignment}, but a shard's loss masks are label-aligned (rule P6);"
-                " leave the option out: they would be shifted twice"
-            )
+        super().__init__(self._paths.prefix, mask_alignment)
         self.header = read_header(self._paths)
-        self.notes = []
+        self.identity = self.header.shard_id.hex()
         self._options = ReadOptions.of(self.path, backend, advice=advice, huge_pages=huge_pages)
         self._copy = copy
         self._index_cache = index_cache
@@ -106,11 +103,6 @@ class Reader(PackedReader):
         """What the header says."""
         return spec_of(self.header)
 
-    @property
-    def identity(self) -> str:
-        """The shard id."""
-        return self.header.shard_id.hex()
-
     def __len__(self) -> int:
         return self.header.num_packs
 
@@ -118,8 +110,7 @@ class Reader(PackedReader):
         """Pack ``index``: views of the maps."""
         return self.shard[index]
 
-    def runs(self) -> Iterator[PackRun]:
-        """All packs in order, held to every rule."""
+    def _runs(self) -> Iterator[PackRun]:
         for window in windows(self.shard, RUN_TOKENS):
             yield checked_run(
                 self.path,
@@ -146,10 +137,10 @@ class Writer(PackedWriter):
     format = FORMAT
 
     def __init__(self, path: str, spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False) -> None:
-        del allow_loss
-        require_space(os.fspath(path), spec.num_tokens * (spec.token_dtype.itemsize + spec.mask_dtype.itemsize))
+        super().__init__(path, spec, allow_loss=allow_loss)
+        require_space(self._path, spec.num_tokens * (spec.token_dtype.itemsize + spec.mask_dtype.itemsize))
         self._writer = ShardWriter(
-            os.fspath(path),
+            self._path,
             token_dtype=spec.token_dtype,
             mask_dtype=spec.mask_dtype,
             capacity=spec.capacity or None,  # no pack, no capacity
@@ -159,12 +150,10 @@ class Writer(PackedWriter):
             metadata=spec.metadata,
         )
 
-    def write(self, run: PackRun) -> None:
-        """Append packs."""
+    def _append(self, run: PackRun) -> None:
         self._writer.add_packs(run.tokens, run.loss_mask, run.seq_starts, run.pack_lengths, run.pack_sequences)
 
-    def complete(self) -> None:
-        """Write the indexes."""
+    def _finish(self) -> None:
         self._writer.complete()
 
     def reread(self) -> Reader:

@@ -16,11 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import PackedReader, PackedSpec, PackRun
-from megatron_sft_idx.formats.checks import MaskAlignment, alignment_note, checked_alignment, checked_run
-from megatron_sft_idx.formats.runs import file_identity, note_unplaced, run_bounds
+from megatron_sft_idx.formats.base import (
+    MaskAlignment,
+    PackedReader,
+    PackedSpec,
+    all_trained,
+    checked_run,
+    file_identity,
+    joined_ranges,
+)
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, idx_nbytes, pack_idx_header
+from megatron_sft_idx.packs.run import PackRun, run_bounds
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_array, open_regular
 
@@ -85,14 +92,8 @@ class _Items:
 
     def values(self, first: int, last: int) -> NDArray[Any]:
         """The items ``first`` up to ``last``, end to end."""
-        if first == last:
-            return np.empty(0, self.dtype)
-        offsets, nbytes = self.offsets[first:last], self.lengths[first:last] * self.dtype.itemsize
-        begin, end = int(offsets[0]), int(offsets[-1] + nbytes[-1])
-        if end - begin == nbytes.sum():
-            return self.raw[begin:end].view(self.dtype)
-        pieces = [self.raw[a : a + n] for a, n in zip(offsets.tolist(), nbytes.tolist(), strict=True)]
-        return np.concatenate(pieces).view(self.dtype)
+        starts = self.offsets[first:last]
+        return joined_ranges(self.raw, starts, starts + self.lengths[first:last] * self.dtype.itemsize).view(self.dtype)
 
 
 def _read_idx(path: str) -> tuple[np.dtype[Any], NDArray[np.int64], NDArray[np.int64]]:
@@ -146,8 +147,7 @@ class Reader(PackedReader):
         mask_path: str | os.PathLike[str] | None = None,
     ) -> None:
         paths = ShardPaths.of(path)
-        self.path = paths.prefix
-        self._alignment = checked_alignment(self.path, mask_alignment)
+        super().__init__(paths.prefix, mask_alignment)
         if (mask_rule is None) == (mask_path is None) or mask_rule not in (None, "all"):
             raise FormatError(
                 f"{self.path}: a stock dataset has no loss masks; say what is trained on, by mask_rule 'all'"
@@ -161,7 +161,7 @@ class Reader(PackedReader):
             raise SequenceError(self.path, item, "has no tokens, a sequence has at least one (rule P3); leave it out")
         files = [paths.idx, paths.tokens]
         self._masks: _Items | None = None
-        self.notes = ["one sequence a pack: the format knows items only; pack them with the pack verb"]
+        self.notes.append("one sequence a pack: the format knows items only; pack them with the pack verb")
         if mask_path is None:
             self.notes.append("every token is trained on, as the mask rule says")
         else:
@@ -169,8 +169,8 @@ class Reader(PackedReader):
             self._masks = _Items.open(beside)
             files += [beside.idx, beside.tokens]
             self._check_masks(self._masks)
-            self.notes += [note for note in [alignment_note(self._alignment)] if note]
-        self._identity = file_identity(*files)
+            self._settle_alignment()
+        self.identity = file_identity(*files)
         self._offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._items.lengths)])
         self._spec = self._make_spec()
 
@@ -203,46 +203,27 @@ class Reader(PackedReader):
         """Counts by the index."""
         return self._spec
 
-    @property
-    def identity(self) -> str:
-        """Sizes and times of the files."""
-        return self._identity
-
     def __len__(self) -> int:
         return len(self._items.lengths)
 
+    def _runs(self) -> Iterator[PackRun]:
+        return (self._run(first, last) for first, last in run_bounds(self._offsets))
+
     def read(self, index: int) -> Pack:
         """Item ``index`` as a pack of one sequence."""
-        run = self._run(index, index + 1)
-        boundaries = np.array([0, len(run.tokens)], np.int32)
-        return {"input_ids": run.tokens, "loss_mask": run.loss_mask, "seq_boundaries": boundaries}
-
-    def runs(self) -> Iterator[PackRun]:
-        """All items in order, one a pack."""
-        unplaced = 0
-        for first, last in run_bounds(self._offsets):
-            run = self._run(first, last)
-            unplaced += run.unplaced
-            yield run
-        note_unplaced(self.notes, unplaced, self._alignment)
+        return self._run(index, index + 1).pack(0)
 
     def _run(self, first: int, last: int) -> PackRun:
-        tokens, lengths = self._items.values(first, last), self._items.lengths[first:last]
-        if self._masks is not None:
-            mask, alignment = self._masks.values(first, last), self._alignment
-        else:
-            mask, alignment = np.ones(len(tokens), np.uint8), "label"
-            mask[np.cumsum(lengths) - 1] = 0
-        nothing, ones = np.zeros(last - first, np.int64), np.ones(last - first, np.int64)
+        lengths = self._items.lengths[first:last]
         return checked_run(
             self.path,
             first,
-            tokens,
-            mask,
-            nothing,
+            self._items.values(first, last),
+            all_trained(lengths) if self._masks is None else self._masks.values(first, last),
+            np.zeros(last - first, np.int64),
             lengths,
-            ones,
-            mask_alignment=alignment,
+            np.ones(last - first, np.int64),
+            mask_alignment="label" if self._masks is None else self.alignment,
             token_dtype=self._spec.token_dtype,
             mask_dtype=self._spec.mask_dtype,
         )

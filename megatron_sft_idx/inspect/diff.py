@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.formats.runs import Window, read_window, windows
 from megatron_sft_idx.inspect.summary import locate_sequence
 from megatron_sft_idx.inspect.tally import HashSample
 from megatron_sft_idx.inspect.text import Tell, counted, shortened
 from megatron_sft_idx.layout import Header
+from megatron_sft_idx.packs.run import Window, read_window, windows
 from megatron_sft_idx.shard import Shard
 
 __all__ = ["Comparison", "Difference", "compare_shards", "diff_lines", "set_differences"]

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.formats.runs import Window, windows
 from megatron_sft_idx.inspect.tally import HashSample, Profile, Tally, Top
 from megatron_sft_idx.inspect.text import Tell, counted, shortened
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.files import DATA_SUFFIXES
+from megatron_sft_idx.packs.run import Window, windows
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.fingerprints import source_of, template_of, tokenizer_of
 

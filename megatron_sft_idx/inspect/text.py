@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.formats.runs import windows
+from megatron_sft_idx.packs.run import windows
 from megatron_sft_idx.shard import Shard
 
 __all__ = [

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.pieces import JsonPiece
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
-from megatron_sft_idx.formats.base import PackRun
-from megatron_sft_idx.formats.checks import checked_run
+from megatron_sft_idx.formats.base import checked_run
 from megatron_sft_idx.formats.jsonl_chunks import (
     COMPLETED,
     ChunkFile,
@@ -43,6 +42,7 @@ from megatron_sft_idx.live.acks import completed, read_acks
 from megatron_sft_idx.live.catalog import END, Catalog, Limits
 from megatron_sft_idx.live.catalog_watch import Waiter
 from megatron_sft_idx.live.live_shards import Index, LiveShards, OpenPacks
+from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage import OutputFile, require_local
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 
@@ -294,15 +294,7 @@ class ChunkRows:
             FormatError: the chunk changed since it was opened.
         """
         runs = [self._pack(chunk, index) for index in indices]
-        if len(runs) == 1:
-            return runs[0]
-        return PackRun(
-            np.concatenate([run.tokens for run in runs]),
-            np.concatenate([run.loss_mask for run in runs]),
-            np.concatenate([run.seq_starts for run in runs]),
-            np.concatenate([run.pack_lengths for run in runs]),
-            np.concatenate([run.pack_sequences for run in runs]),
-        )
+        return runs[0] if len(runs) == 1 else PackRun.joined(runs)
 
     def _pack(self, chunk: ChunkFile, index: int) -> PackRun:
         try:

@@ -490,23 +490,24 @@ class LegacySource:
 
     def __init__(self, path: str | os.PathLike[str], *, capacity: int | None = None, pad_id: int | None = None) -> None:
         self._packs = packs = read_legacy(path)
-        self.num_packs = len(packs.token_offsets) - 1
-        self.capacity = int(np.diff(packs.token_offsets).max(initial=0)) if capacity is None else capacity
+        self._starts = packs.seq_starts.astype(np.uint32)
+        self.num_packs = len(packs)
+        self.capacity = int(packs.pack_lengths.max(initial=0)) if capacity is None else capacity
         self.sequence_multiple = 1
-        self.most_sequences = int(np.diff(packs.sequence_offsets).max(initial=0))
+        self.most_sequences = int(packs.pack_sequences.max(initial=0))
         self.pad_id = pad_id
         content = StreamHash()
-        for array in (packs.tokens, packs.loss, packs.token_offsets, packs.sequence_offsets, packs.starts):
+        for array in (packs.tokens, packs.loss_mask, packs.token_offsets, packs.sequence_offsets, self._starts):
             content.update(array)
         self.fingerprint = content.hex()
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; see ``PackSource``."""
         held = self._packs
-        index = held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens)
+        index = held.sequence_offsets, held.token_offsets, self._starts, len(held.tokens)
         numbers = np.ascontiguousarray(packs, np.int64)
         return Segments(*_native.pack_segments([index], np.zeros(len(numbers), np.int64), numbers))
 
     def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Tokens and label-aligned loss mask, whole."""
-        return self._packs.tokens, self._packs.loss
+        return self._packs.tokens, self._packs.loss_mask

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from megatron_sft_idx.errors import SFTIndexError
-from megatron_sft_idx.formats.base import PackedReader, PackRun
+from megatron_sft_idx.formats.base import PackedReader
+from megatron_sft_idx.packs.run import PackRun
 
 Packs = list[tuple[list[int], list[Any], list[int]]]
 
