@@ -48,7 +48,6 @@ SHARED_NAMES = {
     "copying": {"packs", "transfer"},
     "files": {"layout", "storage.remote"},
     "local": {"storage", "tokenize"},
-    "options": {"cli", "storage"},
 }
 # Written so that this file does not hold what it looks for.
 PRIVATE = re.compile(r"(?<![\w.\-/])/(?:wor[k]|tm[p]|hom[e]|roo[t])/[\w.]")

@@ -16,6 +16,7 @@ from megatron_sft_idx.layout.header import peek_nbytes
 from megatron_sft_idx.shard import remote
 from megatron_sft_idx.storage import (
     Array,
+    FirstReads,
     PreadArray,
     ReadOptions,
     ReopenedArray,
@@ -60,6 +61,7 @@ class Files(NamedTuple):
     token_offsets: Array
     sequence_pair: _Pair
     token_pair: _Pair
+    first_reads: FirstReads | None = None  # where the kernel decides what is read ahead
 
     @classmethod
     def of(
@@ -137,6 +139,8 @@ def _open_local(paths: ShardPaths, options: ReadOptions) -> Files:
         starts[:] if options.backend == "reopen" else starts,
         *_open_offsets(paths, header, options),
     )
+    if options.advice == "normal" and isinstance(files.tokens, np.ndarray) and isinstance(files.loss, np.ndarray):
+        files = files._replace(first_reads=FirstReads(files.tokens, files.loss))
     # Whoever replaces a shard removes its .seq.idx first (rule W3). Where it is still the same one, every file
     # opened in between belongs to it; sizes alone would not tell, a shuffled shard has the same.
     if _read_raw_header(paths) != raw:

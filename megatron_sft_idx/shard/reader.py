@@ -26,6 +26,7 @@ from megatron_sft_idx.shard.opening import (
     will_need_packs,
 )
 from megatron_sft_idx.storage import Advice, Backend, BackendName, ReadOptions, huge_nbytes_of
+from megatron_sft_idx.storage.advice import APART, STRETCH_SHIFT
 
 __all__ = ["Pack", "Shard", "read_header", "require_same"]
 
@@ -178,6 +179,9 @@ class Shard:
         first, last = files.sequence_pair(i)
         if not (0 <= start < stop <= files.num_tokens and 0 <= first < last <= files.num_sequences):
             raise self._corrupt(files, i)
+        unseen = files.first_reads
+        if unseen is not None and unseen.told[start >> STRETCH_SHIFT] < APART:
+            unseen.tell(start, stop)
         boundaries = np.empty(last - first + 1, np.int32)
         boundaries[:-1] = files.starts[first:last]
         boundaries[-1] = stop - start

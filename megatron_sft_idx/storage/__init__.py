@@ -5,6 +5,7 @@ through ``shard.publication`` where five files belong together.
 """
 
 from megatron_sft_idx.storage.advice import (
+    FirstReads,
     Runs,
     advise_order,
     announce,
@@ -15,9 +16,13 @@ from megatron_sft_idx.storage.advice import (
     huge_nbytes_of,
 )
 from megatron_sft_idx.storage.local import (
+    Advice,
     Array,
+    Backend,
+    BackendName,
     OutputFile,
     PreadArray,
+    ReadOptions,
     ReopenedArray,
     as_bytes,
     check_size,
@@ -28,7 +33,6 @@ from megatron_sft_idx.storage.local import (
     read_runs,
     sync_folder,
 )
-from megatron_sft_idx.storage.options import Advice, Backend, BackendName, ReadOptions
 from megatron_sft_idx.storage.remote.store import is_remote, require_local
 
 __all__ = [
@@ -36,6 +40,7 @@ __all__ = [
     "Array",
     "Backend",
     "BackendName",
+    "FirstReads",
     "OutputFile",
     "PreadArray",
     "ReadOptions",

@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.storage.local import Array, PreadArray, ReopenedArray
+from megatron_sft_idx.storage.local import Advice, Array, PreadArray, ReopenedArray
 from megatron_sft_idx.storage.mounts import mount_of
-from megatron_sft_idx.storage.options import Advice
 
 __all__ = [
+    "APART",
+    "STRETCH_SHIFT",
+    "FirstReads",
     "Mapping",
     "Runs",
     "advise_order",
@@ -101,6 +103,50 @@ def _announce_reopened(runs: Runs) -> None:
     files = tuple([array.file for array in arrays if isinstance(array, ReopenedArray)])
     sizes = np.array([array.dtype.itemsize for array in arrays], np.int64)
     _native.advise_ranges(files, runs.starts[at] * sizes, runs.counts[at] * sizes)
+
+
+# Items of a stretch, as a power of two: some MiB, as much as is read around a fault where disks are set up for that.
+STRETCH_SHIFT = 20
+# Ranges of a stretch that come by themselves; then all of it does, which takes as long as some twenty of them do, most
+# of that while the reader goes on.
+APART = 8
+
+
+class FirstReads:
+    """What the kernel is told of ranges of two maps, read for the first time, that nobody has announced.
+
+    A fault on a map brings in what lies around it, megabytes on disks that are set up for large reads, and a range that
+    is read alone waits for them, once in each map. So the first ranges of a stretch are asked for as they are, in both
+    maps at once. Where more of them are read all of the stretch is asked for: in an epoch over what memory keeps, large
+    reads are faster. Ranges that follow each other are left to the kernel, which reads ahead of them.
+
+    Args:
+        arrays: maps that are read together, the same items of each.
+
+    Attributes:
+        told: bytes, one a stretch of ``1 << STRETCH_SHIFT`` items: how many of its ranges were read, up to ``APART``.
+    """
+
+    def __init__(self, *arrays: NDArray[Any]) -> None:
+        self._arrays = arrays
+        # Counted up from zeros, whose pages take no memory before they are written to.
+        self.told = np.zeros((len(arrays[0]) >> STRETCH_SHIFT) + 1, np.uint8).data
+        self._end = -1
+
+    def tell(self, start: int, stop: int) -> None:
+        """Items ``[start, stop)`` are about to be read. Threads may do so at once: then one is counted for two."""
+        stretch = start >> STRETCH_SHIFT
+        told = self.told[stretch] = min(self.told[stretch] + 1, APART)
+        follows, self._end = start == self._end, stop
+        if not follows:
+            self._ask(start, stop)
+            if told == APART:
+                first = stretch << STRETCH_SHIFT
+                self._ask(first, min(first + (1 << STRETCH_SHIFT), len(self._arrays[0])))
+
+    def _ask(self, start: int, stop: int) -> None:
+        for array in self._arrays:
+            _native.will_need(array, np.array([start]), np.array([stop]))
 
 
 def drop_pages(path: str, array: Array, start: int, stop: int) -> None:
