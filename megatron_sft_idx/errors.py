@@ -8,7 +8,7 @@
     │   ├── UnsupportedVersionError              a version this package does not read
     │   └── CorruptShardError                    path, byte offset and rule
     ├── SequenceError (ValueError)               a row, sequence or pack that cannot be used
-    └── StorageError (OSError)                   an object store that does not give or take what it should
+    └── StorageError                             an object store that does not give or take what it should
 
 A class exists only where a caller would act differently. Every message starts with the path (or says which
 argument), then what was found and expected, the rule of FORMAT.md where there is one, and a remedy.
@@ -112,8 +112,10 @@ class SequenceError(SFTIndexError, ValueError):
         return f"{where}: {self.reason}"
 
 
-class StorageError(SFTIndexError, OSError):
+class StorageError(SFTIndexError):
     """An object store did not give or take bytes; the data themselves may be sound.
+
+    It is no ``OSError``: those are of this machine, and have a number and a file.
 
     Attributes:
         path: the object.

@@ -481,8 +481,6 @@ def _pyarrow_errors(file: InputFile) -> Iterator[None]:
         ) from None
     try:
         yield
-    except SFTIndexError:
-        raise  # of an object store, whose errors are OSErrors too
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise FormatError(f"{file.path}: not a readable {file.kind.title()} file: {reason}") from None

@@ -25,7 +25,7 @@ __all__ = ["STDOUT", "StandardOutput", "message_of", "standard_streams"]
 
 def message_of(error: Exception) -> str:
     """An error in one line; of the disk's errors, the path first and no number."""
-    ours = isinstance(error, SFTIndexError)  # one of them is an OSError too, with arguments of its own
+    ours = isinstance(error, SFTIndexError)  # that no shard is there is an OSError too, with arguments of its own
     if isinstance(error, OSError) and not ours and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)

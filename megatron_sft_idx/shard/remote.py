@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
+from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.header import FileDigest, peek_nbytes
 from megatron_sft_idx.storage import Backend, check_size, open_array
@@ -79,8 +79,6 @@ class IndexCache:
         except _NoPlaceError as error:
             if not _is_good(local, checksum, nbytes):  # else another process's, which was faster
                 raise self._useless(str(error)) from None
-        except SFTIndexError:  # of the store, which may be an OSError too
-            raise
         except OSError as error:
             raise self._useless(str(error.strerror)) from None
         return str(local)

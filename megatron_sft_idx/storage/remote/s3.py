@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage.remote.files import CHECKSUM, Stored
 from megatron_sft_idx.storage.remote.store import CONNECTIONS
 from megatron_sft_idx.storage.remote.transport import (
@@ -366,8 +366,6 @@ class S3Writer:
                 max_concurrency=_PARTS_AT_ONCE,
                 **options,
             )
-        except SFTIndexError:
-            raise  # of what the data are read from
         except (self._obstore.exceptions.BaseError, OSError) as error:
             if isinstance(error, OSError) and error.errno:
                 raise  # of the disk that they are read from
