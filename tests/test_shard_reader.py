@@ -282,7 +282,7 @@ def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path, present: Any, wor
 
 
 def test_another_backend_is_refused(prefix: str) -> None:
-    with pytest.raises(FormatError, match="backend 's3', choose one of mmap, os, pread, reopen, process"):
+    with pytest.raises(FormatError, match="backend 's3', choose one of mmap, os, pread, reopen"):
         Shard(prefix, backend="s3")  # type: ignore[arg-type]
 
 
