@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.tokenize import run_folder
+from megatron_sft_idx.tokenize import begin
+from megatron_sft_idx.tokenize.begin import RunFolder
 from megatron_sft_idx.tokenize.encoding import EncodedPiece
-from megatron_sft_idx.tokenize.gather import PartsReader, PartsTable
+from megatron_sft_idx.tokenize.gather import PackedRun, PartsReader, PartsTable
 from megatron_sft_idx.tokenize.parts import Part, PartInfo, write_part
-from megatron_sft_idx.tokenize.plan import Selection
-from megatron_sft_idx.tokenize.run_folder import RunFolder
 
 
 def piece(lengths, seed: int, weighted: bool = False) -> EncodedPiece:
@@ -79,7 +78,7 @@ def test_a_plan_reads_from_all_parts_in_its_own_order(tmp_path):
     ]
     sequences, begins, lengths = np.array([4, 0, 2, 3, 2]), np.array([2, 0, 3, 0, 0]), np.array([7, 4, 3, 1, 3])
     reader = PartsReader(PartsTable(paths, np.array([0, 3, 3, 5]), "float32"))
-    ids, mask = reader.read(Selection(sequences, begins, lengths))
+    ids, mask = reader.read(PackedRun(np.array([0, 5]), sequences, begins, lengths, 18))
     parts = [Part(path) for path in paths]
     at = [(part, start) for part in parts for start in part.starts.tolist()]
     spans = [
@@ -89,10 +88,10 @@ def test_a_plan_reads_from_all_parts_in_its_own_order(tmp_path):
     assert ids.tolist() == [token for part, start, stop in spans for token in part.ids[start:stop].tolist()]
     assert mask.tolist() == [value for part, start, stop in spans for value in part.mask[start:stop].tolist()]
     with pytest.raises(FormatError, match="changed since its lengths were read"):
-        reader.read(Selection(np.array([3]), None, np.array([2])))
+        reader.read(PackedRun(np.array([0, 1]), np.array([3]), None, np.array([2]), 2))
     reader = PartsReader(PartsTable(paths, np.array([0, 2, 2, 4]), "float32"))
     with pytest.raises(FormatError, match="changed since its lengths were read"):
-        reader.read(Selection(np.array([0]), None, np.array([2])))
+        reader.read(PackedRun(np.array([0, 1]), np.array([0]), None, np.array([2]), 2))
 
 
 @pytest.mark.parametrize(
@@ -115,14 +114,14 @@ def test_one_driver_a_folder(tmp_path):
 
 
 def test_a_driver_that_ends_takes_no_folder_from_the_next_one(tmp_path, monkeypatch):
-    folder, lock, ended = RunFolder.of(str(tmp_path / "x")), run_folder.lock_journal, []
+    folder, lock, ended = RunFolder.of(str(tmp_path / "x")), begin.lock_journal, []
 
     def late(*arguments, **named):
         if not ended:  # between the two steps of this driver, another one is done
             ended.append(shutil.rmtree(folder.path))
         return lock(*arguments, **named)
 
-    monkeypatch.setattr(run_folder, "lock_journal", late)
+    monkeypatch.setattr(begin, "lock_journal", late)
     with folder.locked(), pytest.raises(FormatError, match="another writer is at work"), folder.locked():
         pass
     assert ended

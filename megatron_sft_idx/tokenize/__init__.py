@@ -1,8 +1,8 @@
 """Chats to shards: one engine, on this machine or on a Ray cluster; ``pipeline`` goes through it all.
 
 The input is cut into stretches (``cut``); a task makes a part of each, whole or not there (``parts``); packs are
-planned on the lengths (``plan``) and gathered from the parts (``gather``). Tasks run in ``local`` or on ``ray``; what
-an interrupted run left is in ``run_folder`` and ``begin``. Only ``encoding`` knows how a chat becomes tokens, and
+planned on the lengths and gathered from the parts (``gather``). Tasks run in ``local`` or on ``ray``; what an
+interrupted run left is found by ``begin``. Only ``encoding`` knows how a chat becomes tokens, and
 nothing here knows how a shard lies on disk.
 """
 
@@ -13,12 +13,10 @@ from megatron_sft_idx.tokenize.begin import (
     packing_differences,
 )
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
-from megatron_sft_idx.tokenize.gather import pack_shard
+from megatron_sft_idx.tokenize.gather import PackOptions, PackReport, output_prefixes, pack_shard
 from megatron_sft_idx.tokenize.local import NOT_YET, Local, NotYet, available_cpus
-from megatron_sft_idx.tokenize.outcome import CorpusReport, PackReport, Summary, check_summary
 from megatron_sft_idx.tokenize.parts import encode_piece, remember_encoder
-from megatron_sft_idx.tokenize.pipeline import Preview, preprocess, preview
-from megatron_sft_idx.tokenize.plan import PackOptions, output_prefixes
+from megatron_sft_idx.tokenize.pipeline import CorpusReport, Preview, Summary, check_summary, preprocess, preview
 
 __all__ = [
     "NOT_YET",

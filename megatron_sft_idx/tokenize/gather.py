@@ -1,4 +1,8 @@
-"""From a plan to shards: sequences are read where they lie, and written in the order of their packs."""
+"""From lengths to shards: what becomes of overlong sequences, the plan of all packs, and the shards it is cut into.
+
+A run makes one shard at the prefix, or several that share it, each consecutive packs of one plan. Sequences are read
+where they lie, in parts or in a shard, and written in the order of their packs.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,20 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.packs.split import refuse_other_splits
-from megatron_sft_idx.shard import Shard, ShardWriter, check_free
+from megatron_sft_idx.packing import PackPlan, pack_sequences
+from megatron_sft_idx.packs.split import part_prefix, refuse_other_splits
+from megatron_sft_idx.shard import Shard, ShardWriter, check_free, read_header
 from megatron_sft_idx.shard.fingerprints import source_of
 from megatron_sft_idx.shard.prefix import (
     drop_remains,
@@ -29,27 +34,29 @@ from megatron_sft_idx.shard.prefix import (
     publish_all,
     read_journal,
 )
+from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.progress import Progress
-from megatron_sft_idx.storage.publish import require_apart
-from megatron_sft_idx.tokenize.outcome import PackReport
+from megatron_sft_idx.storage.publish import Place, require_apart
 from megatron_sft_idx.tokenize.parts import Part
-from megatron_sft_idx.tokenize.plan import Output, PackedRun, PackOptions, Selection, output_prefixes, plan_packs
 
 __all__ = [
     "CorpusReader",
-    "GatherTask",
-    "Parted",
+    "Output",
+    "PackOptions",
+    "PackReport",
+    "PackedRun",
+    "Packing",
     "PartsReader",
     "PartsTable",
-    "SequenceReader",
-    "count_trained",
     "drop_build",
     "gather_shard",
+    "output_prefixes",
     "pack_shard",
-    "parted_by_part",
+    "plan_packs",
     "publish_shards",
+    "require_outputs_apart",
     "write_packs",
     "write_shard",
 ]
@@ -62,43 +69,359 @@ _TOKENS_A_PART = 8192
 _Advance = Callable[[int, int], None]
 
 
-class SequenceReader(Protocol):
-    """Tokenised sequences, wherever they lie.
+@dataclass(frozen=True, slots=True)
+class PackOptions:
+    """How sequences become packs.
 
     Attributes:
-        mask_alignment: of the masks it gives.
-        window_tokens: about how many it is best asked for at once.
+        capacity: most token positions a pack may hold.
+        method: of ``pack_sequences``, or ``none`` for one sequence a pack in the order of the input.
+        effort: of ``pack_sequences``.
+        overlong: what becomes of sequences longer than the capacity.
+        sequence_multiple: count each sequence as its length rounded up to this.
+        max_sequences_per_pack: at most so many; None for no limit.
+        seed: of every shuffle.
     """
 
-    mask_alignment: MaskAlignment
-    window_tokens: int
+    capacity: int
+    method: str = "auto"
+    effort: Literal["normal", "high"] = "normal"
+    overlong: Literal["error", "drop", "truncate", "split"] = "error"
+    sequence_multiple: int = 1
+    max_sequences_per_pack: int | None = None
+    seed: int = 0
 
-    def read(self, selection: Selection) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Ids and masks of the selection, end to end."""
-        ...
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that fits a pack, rounded up as it is; 0 where none does."""
+        return self.capacity // self.sequence_multiple * self.sequence_multiple
+
+
+@dataclass(slots=True)
+class PackReport:
+    """What packing did.
+
+    Attributes:
+        sequences: sequences in the packs.
+        packs: packs written.
+        tokens: tokens in them.
+        trained_tokens: positions trained on.
+        masked_packs: packs with no trained position.
+        fill: tokens over packs times capacity.
+        lower_bound: no packing has fewer packs.
+        longest: tokens in the longest pack.
+        most_sequences: sequences in the pack that has most.
+        method: the method whose plan was taken.
+        overlong: sequences longer than the capacity.
+        dropped_tokens: tokens of dropped sequences, or behind the cut of truncated ones.
+        untrained_by_cut: positions that were trained on and whose label now lies behind a cut.
+    """
+
+    sequences: int
+    packs: int
+    tokens: int
+    trained_tokens: int
+    masked_packs: int
+    fill: float
+    lower_bound: int
+    longest: int
+    most_sequences: int
+    method: str
+    overlong: int
+    dropped_tokens: int
+    untrained_by_cut: int
+
+    @classmethod
+    def of(cls, headers: Sequence[Header]) -> PackReport:
+        """What the headers of a run's shards say of how they were packed."""
+        capacity, packing = headers[0].capacity, headers[0].metadata["packing"]
+        packs, tokens = (sum(getattr(header, name) for header in headers) for name in ("num_packs", "num_tokens"))
+        return cls(
+            sequences=sum(header.num_sequences for header in headers),
+            packs=packs,
+            tokens=tokens,
+            trained_tokens=sum(header.num_trained_tokens for header in headers),
+            masked_packs=sum(header.num_masked_packs for header in headers),
+            fill=tokens / (packs * capacity),
+            lower_bound=packing["lower_bound"],
+            longest=max(header.longest_pack for header in headers),
+            most_sequences=max(header.most_sequences for header in headers),
+            method=packing["chosen"],
+            overlong=packing["overlong_sequences"],
+            dropped_tokens=packing["dropped_tokens"],
+            untrained_by_cut=packing["untrained_by_cut"],
+        )
+
+
+# ---- plan ----
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cuts:
+    """What is packed: whole sequences, or runs of tokens cut from them.
+
+    Attributes:
+        lengths: tokens of each, int64 [cuts].
+        sequences: number of the sequence each is cut from, int64 [cuts]; None where cut ``i`` is all of sequence ``i``.
+        begins: where in that sequence each begins, int64 [cuts]; None where all begin at 0.
+        overlong: sequences that were longer than a pack.
+        dropped_tokens: tokens of dropped sequences, or behind the cut of truncated ones.
+        parted: sequences that go on behind a cut, int64; one entry a cut.
+        parted_at: the position in the sequence behind that cut, int64: whether its token is trained on decides
+            whether the cut loses a label.
+    """
+
+    lengths: NDArray[np.int64]
+    sequences: NDArray[np.int64] | None
+    begins: NDArray[np.int64] | None
+    overlong: int
+    dropped_tokens: int
+    parted: NDArray[np.int64]
+    parted_at: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRun:
+    """Consecutive packs, of a shard or of a window of it, and the cuts in them.
+
+    Attributes:
+        offsets: pack ``p`` holds the cuts ``[offsets[p], offsets[p + 1])``, int64 [packs + 1].
+        sequences: number of the sequence each is cut from, int64 [cuts].
+        begins: where in that sequence it begins, in tokens, int64 [cuts]; None where all begin at 0.
+        lengths: tokens of each, uint32 or int64 [cuts].
+        longest: tokens of the longest pack, or more.
+    """
+
+    offsets: NDArray[np.int64]
+    sequences: NDArray[np.int64]
+    begins: NDArray[np.int64] | None
+    lengths: NDArray[np.integer[Any]]
+    longest: int
+
+    def window(self, first: int, last: int) -> PackedRun:
+        """Its packs from ``first`` to before ``last``."""
+        offsets = self.offsets[first : last + 1]
+        cuts = slice(int(offsets[0]), int(offsets[-1]))
+        begins = None if self.begins is None else self.begins[cuts]
+        return PackedRun(offsets - offsets[0], self.sequences[cuts], begins, self.lengths[cuts], self.longest)
+
+
+def output_prefixes(prefix: str, shards: int) -> list[str]:
+    """Where the shards of a run go: the prefix itself, or ``PREFIX-00000-of-00008`` and so on."""
+    return [prefix] if shards == 1 else [part_prefix(prefix, number, shards) for number in range(shards)]
+
+
+def require_outputs_apart(prefixes: Sequence[str], reads: Iterable[Place]) -> None:
+    """FormatError where shards at these prefixes would replace what is read for them."""
+    require_apart([place for path in prefixes for place in places_of(path, "the output", written=True)], reads)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One shard of a run: what a writer of it is told; picklable.
+
+    Attributes:
+        prefix: of the shard.
+        token_dtype: name of its ids' dtype.
+        mask_dtype: name of its masks' dtype.
+        pad_id: the tokenizer's.
+        options: how its packs came about.
+        metadata: of its header.
+        overwrite: whether it may replace another one.
+    """
+
+    prefix: str
+    token_dtype: str
+    mask_dtype: str
+    pad_id: int | None
+    options: PackOptions
+    metadata: dict[str, Any]
+    overwrite: bool
+
+    def found(self) -> Header | None:
+        """The header of this very shard, where it is set aside, or published and not to be replaced."""
+        paths = ShardPaths.of(self.prefix)
+        if is_set_aside(paths):
+            header = complete_header(paths)
+        elif self.overwrite or paths.missing():
+            return None
+        else:
+            header = read_header(self.prefix)
+        same = {**header.metadata, "format_writer": None} == {**self.metadata, "format_writer": None}
+        return header if same else None
+
+    def writer(self) -> ShardWriter:
+        """Begin to write it."""
+        return ShardWriter(
+            self.prefix,
+            token_dtype=np.dtype(self.token_dtype),
+            mask_dtype=np.dtype(self.mask_dtype),
+            capacity=self.options.capacity,
+            sequence_multiple=self.options.sequence_multiple,
+            pad_id=self.pad_id,
+            overwrite=self.overwrite,
+            metadata=self.metadata,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packing:
+    """A plan for all sequences, and what its shards' headers say of it.
+
+    Attributes:
+        options: what was asked for.
+        cuts: what is packed.
+        plan: into which packs.
+        shards: into how many shards, of as many packs each, give or take one.
+    """
+
+    options: PackOptions
+    cuts: Cuts
+    plan: PackPlan
+    shards: int
+
+    def _packs(self, number: int) -> tuple[int, int]:
+        return self.plan.num_packs * number // self.shards, self.plan.num_packs * (number + 1) // self.shards
+
+    def run(self, number: int) -> PackedRun:
+        """The packs of one shard: twelve bytes a sequence, which may be sent to another machine."""
+        first, last = self._packs(number)
+        bounds = self.plan.offsets[first : last + 1]
+        order = self.plan.sequences[bounds[0] : bounds[-1]]
+        cuts = self.cuts
+        return PackedRun(
+            bounds - bounds[0],
+            order if cuts.sequences is None else cuts.sequences[order],
+            None if cuts.begins is None else cuts.begins[order],
+            cuts.lengths[order].astype(np.uint32),
+            self.plan.longest,
+        )
+
+    def outputs(
+        self, prefix: str, metadata: Mapping[str, Any], source: str, untrained_by_cut: int, **common: Any
+    ) -> list[Output]:
+        """All shards.
+
+        Args:
+            prefix: what their prefixes begin with.
+            metadata: what their headers say beside the packing.
+            source: identity of the sequences: the id of the shard they were packed from, or the fingerprint of the
+                input they were tokenised from, which does not depend on how that was shared out.
+            untrained_by_cut: trained tokens right behind a cut.
+            common: the other fields of ``Output``.
+        """
+        made = []
+        for number, path in enumerate(output_prefixes(prefix, self.shards)):
+            packing: dict[str, Any] = asdict(self.options) | {
+                "source": source,
+                "overlong_sequences": self.cuts.overlong,
+                "dropped_tokens": self.cuts.dropped_tokens,
+                "untrained_by_cut": untrained_by_cut,
+                "lower_bound": self.plan.lower_bound,
+                "chosen": self.plan.method,
+            }
+            if self.shards > 1:
+                first, last = self._packs(number)
+                part = {"part": number, "parts": self.shards, "first_pack": first, "num_packs": last - first}
+                packing["part"] = part
+            made.append(Output(path, options=self.options, metadata={**metadata, "packing": packing}, **common))
+        return made
+
+
+def plan_packs(lengths: NDArray[np.int64], options: PackOptions, *, shards: int, source: str) -> Packing:
+    """Plan all packs, global over the lengths of all sequences.
+
+    Args:
+        lengths: tokens of each sequence, int64 [sequences].
+        options: how they are packed.
+        shards: into how many shards.
+        source: what errors call the sequences.
+
+    Raises:
+        SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
+        FormatError: no sequence fits or is left to pack, or there are fewer packs than shards.
+    """
+    longest = options.longest_sequence
+    if not longest:
+        raise FormatError(
+            f"--seq-length {options.capacity} is below --sequence-multiple {options.sequence_multiple}: no sequence"
+            " fits; raise it"
+        )
+    long = lengths > longest
+    count = int(long.sum())
+    if count and options.overlong == "error":
+        raise SequenceError(
+            source,
+            None,
+            f"{count} of {len(lengths)} sequences are longer than {longest} tokens, the longest has {lengths.max()};"
+            " choose --overlong drop, truncate or split, or a larger --seq-length",
+        )
+    cuts = _cut(lengths, long, longest, options.overlong)
+    if not len(cuts.lengths):
+        raise FormatError(f"{source}: no sequence is left to pack ({count} were longer than the capacity)")
+    one_a_pack = options.method == "none"
+    plan = pack_sequences(
+        cuts.lengths,
+        options.capacity,
+        method="sequential" if one_a_pack else options.method,
+        effort=options.effort,
+        max_sequences_per_pack=1 if one_a_pack else options.max_sequences_per_pack,
+        sequence_multiple=options.sequence_multiple,
+        seed=options.seed,
+    )
+    if plan.num_packs < shards:
+        raise FormatError(
+            f"{source}: {plan.num_packs} packs cannot fill --output-shards {shards}: stock Megatron opens no empty"
+            f" shard; ask for {plan.num_packs} or fewer"
+        )
+    return Packing(options, cuts, plan, shards)
+
+
+def _cut(lengths: NDArray[np.int64], long: NDArray[np.bool_], longest: int, overlong: str) -> Cuts:
+    """Apply the policy for overlong sequences."""
+    nothing, count = np.empty(0, np.int64), int(long.sum())
+    if not count:
+        return Cuts(lengths, None, None, 0, 0, nothing, nothing)
+    if overlong == "drop":
+        kept = np.flatnonzero(~long)
+        return Cuts(lengths[kept], kept, None, count, int(lengths[long].sum()), nothing, nothing)
+    if overlong == "truncate":
+        parted = np.flatnonzero(long)
+        dropped = int((lengths[parted] - longest).sum())
+        at = np.full(len(parted), longest, np.int64)
+        return Cuts(np.minimum(lengths, longest), None, None, count, dropped, parted, at)
+    parts = -(-lengths // longest)
+    sequences = np.repeat(np.arange(len(lengths)), parts)
+    begins = (np.arange(len(sequences)) - np.repeat(np.cumsum(parts) - parts, parts)) * longest
+    inner = begins > 0
+    each = np.minimum(lengths[sequences] - begins, longest)
+    return Cuts(each, sequences, begins, count, 0, sequences[inner], begins[inner])
+
+
+# ---- sequences, where they lie ----
 
 
 class CorpusReader:
-    """The sequences of a shard, whatever its packs are."""
+    """The sequences of a shard, whatever its packs are.
+
+    Attributes:
+        lengths: tokens of each sequence, int64 [sequences].
+    """
 
     mask_alignment: MaskAlignment = "label"
-    window_tokens = 1 << 20
+    window_tokens = 1 << 20  # are read at a time
 
     def __init__(self, source: Shard) -> None:
         self._tokens, self._loss = source.files.tokens[:], source.files.loss[:]
         self._bounds = source.sequence_bounds()
+        self.lengths = np.diff(self._bounds)
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sequence."""
-        return np.diff(self._bounds)
-
-    def read(self, selection: Selection) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Ids and masks of the selection, end to end."""
-        starts = self._bounds[selection.sequences]
-        if selection.begins is not None:
-            starts = starts + selection.begins
-        lengths = selection.lengths.astype(np.int64)
+    def read(self, run: PackedRun) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Ids and label-aligned masks of these packs, end to end."""
+        starts = self._bounds[run.sequences]
+        if run.begins is not None:
+            starts = starts + run.begins
+        lengths = run.lengths.astype(np.int64)
         in_order = np.arange(len(starts))
         ids, mask = (np.empty(int(lengths.sum()), array.dtype) for array in (self._tokens, self._loss))
         for array, out in ((self._tokens, ids), (self._loss, mask)):
@@ -136,6 +459,9 @@ class PartsReader:
 
     Args:
         table: of the parts.
+
+    Attributes:
+        window_tokens: about how many are read at a time.
     """
 
     mask_alignment: MaskAlignment = "token"
@@ -146,20 +472,16 @@ class PartsReader:
         self._paths, self._bounds, self._mask_dtype = table.paths, table.bounds, np.dtype(table.mask_dtype)
         self._held: dict[int, Part] = {}
 
-    def read(self, selection: Selection) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Ids and masks of the selection, end to end."""
-        order = np.argsort(selection.sequences, kind="stable")
-        sequences, lengths = selection.sequences[order], selection.lengths[order].astype(np.int64)
-        begins = np.zeros(len(order), np.int64) if selection.begins is None else selection.begins[order]
+    def read(self, run: PackedRun) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Ids and token-aligned masks of these packs, end to end."""
+        order = np.argsort(run.sequences, kind="stable")
+        sequences, lengths = run.sequences[order], run.lengths[order].astype(np.int64)
+        begins = np.zeros(len(order), np.int64) if run.begins is None else run.begins[order]
         ends = np.cumsum(lengths)
         ids: NDArray[Any] | None = None
         mask = np.empty(ends[-1], self._mask_dtype)
-        cuts = np.searchsorted(sequences, self._bounds)
-        for number in np.flatnonzero(np.diff(cuts)).tolist():
-            first, last = cuts[number : number + 2].tolist()
-            part = self._open(number)
+        for part, first, last, local in self._by_part(sequences):
             where = slice(ends[first] - lengths[first], ends[last - 1])
-            local = sequences[first:last] - self._bounds[number]
             if (begins[first:last] + lengths[first:last] > part.lengths[local]).any():
                 raise self._changed(part)
             starts = part.starts[local] + begins[first:last]
@@ -179,6 +501,22 @@ class PartsReader:
             _native.gather_sequences(source, ends - lengths, ends, place, out)
         return given
 
+    def count_trained(self, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
+        """How many of the tokens at these positions of these sequences are trained on."""
+        order = np.argsort(sequences, kind="stable")
+        sequences, positions = sequences[order], positions[order]
+        return sum(
+            int(np.count_nonzero(part.mask[part.starts[local] + positions[first:last]]))
+            for part, first, last, local in self._by_part(sequences)
+        )
+
+    def _by_part(self, sequences: NDArray[np.int64]) -> Iterator[tuple[Part, int, int, NDArray[np.int64]]]:
+        """Parts, the range of these ascending numbers that each holds, and what they are called in it."""
+        cuts = np.searchsorted(sequences, self._bounds)
+        for number in np.flatnonzero(np.diff(cuts)).tolist():
+            first, last = cuts[number : number + 2].tolist()
+            yield self._open(number), first, last, sequences[first:last] - self._bounds[number]
+
     def _open(self, number: int) -> Part:
         if (held := self._held.get(number)) is not None:
             return held
@@ -193,8 +531,11 @@ class PartsReader:
         return FormatError(f"{part.path}: changed since its lengths were read; pass --resume, which makes it anew")
 
 
+# ---- packs, written ----
+
+
 def write_packs(
-    reader: SequenceReader,
+    reader: CorpusReader | PartsReader,
     run: PackedRun,
     writer: ShardWriter,
     progress: _Advance = lambda units, items: None,
@@ -202,19 +543,18 @@ def write_packs(
     """Write the packs, some at a time; another thread reads the next ones meanwhile."""
     # As many packs as surely hold no more than the window, and one at least.
     at_once = max(1, reader.window_tokens // max(run.longest, 1))
-    windows = [run.offsets[first : first + at_once + 1] for first in range(0, len(run.offsets) - 1, at_once)]
-
-    def read(bounds: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
-        return reader.read(run.selection.window(int(bounds[0]), int(bounds[-1])))
-
+    firsts = deque(range(0, len(run.offsets) - 1, at_once))
     with ThreadPoolExecutor(1, "gather") as thread:
-        following = deque(thread.submit(read, bounds) for bounds in windows[:1])
-        for number, bounds in enumerate(windows):
-            following.extend(thread.submit(read, after) for after in windows[number + 1 : number + 2])
-            ids, mask = following.popleft().result()
-            each = run.selection.lengths[bounds[0] : bounds[-1]].astype(np.int64)
-            ends, counts = np.cumsum(each), np.diff(bounds)
-            pack_ends = ends[np.cumsum(counts) - 1]
+        reading: deque[Any] = deque()
+        while firsts or reading:
+            while firsts and len(reading) < 2:
+                window = run.window(first := firsts.popleft(), first + at_once)
+                reading.append((window, thread.submit(reader.read, window)))
+            window, future = reading.popleft()
+            ids, mask = future.result()
+            each, counts = window.lengths.astype(np.int64), np.diff(window.offsets)
+            ends = np.cumsum(each)
+            pack_ends = ends[window.offsets[1:] - 1]
             pack_lengths = np.diff(pack_ends, prepend=0)
             starts = ends - each - np.repeat(pack_ends - pack_lengths, counts)
             writer.add_packs(ids, mask, starts, pack_lengths, counts, mask_alignment=reader.mask_alignment)
@@ -222,36 +562,26 @@ def write_packs(
 
 
 def write_shard(
-    reader: SequenceReader,
+    reader: CorpusReader | PartsReader,
     output: Output,
     run: PackedRun,
-    *,
-    overwrite: bool,
     progress: _Advance = lambda units, items: None,
 ) -> Header:
     """Write one output shard, and set it aside until all of them are whole."""
-    with output.writer(overwrite=overwrite) as writer:
+    with output.writer() as writer:
         write_packs(reader, run, writer, progress)
         return writer.set_aside()
 
 
-@dataclass(frozen=True, slots=True)
-class GatherTask:
-    """One output shard, the packs that go into it, and whether it may replace another one."""
-
-    output: Output
-    run: PackedRun
-    overwrite: bool
-
-
-def gather_shard(table: PartsTable, task: GatherTask) -> Header:
+def gather_shard(table: PartsTable, task: tuple[Output, PackedRun]) -> Header:
     """``write_shard`` from parts, on any machine; what an attempt that died left is dropped, what it made is found."""
-    paths = ShardPaths.of(task.output.prefix)
+    output, run = task
+    paths = ShardPaths.of(output.prefix)
     _wait_for_lock(paths)
-    if (header := task.output.found(published=False)) is not None:
+    if (header := output.found()) is not None:
         return header
     drop_build(paths)
-    return write_shard(PartsReader(table), task.output, task.run, overwrite=task.overwrite)
+    return write_shard(PartsReader(table), output, run)
 
 
 def drop_build(paths: ShardPaths) -> None:
@@ -276,52 +606,15 @@ def _wait_for_lock(paths: ShardPaths) -> None:
             return
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Parted:
-    """Sequences of one part that go on behind a cut.
-
-    Attributes:
-        path: of the part.
-        sequences: their numbers in it, int64 [cuts].
-        positions: behind the cuts, in tokens, int64 [cuts].
-    """
-
-    path: str
-    sequences: NDArray[np.int64]
-    positions: NDArray[np.int64]
-
-
-def parted_by_part(table: PartsTable, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> Iterator[Parted]:
-    """Cuts of sequences, part by part; arguments as in ``Cuts.parted`` and ``Cuts.parted_at``."""
-    order = np.argsort(sequences, kind="stable")
-    sequences, positions = sequences[order], positions[order]
-    cuts = np.searchsorted(sequences, table.bounds)
-    for part in np.flatnonzero(np.diff(cuts)).tolist():
-        inside = slice(cuts[part], cuts[part + 1])
-        yield Parted(table.paths[part], sequences[inside] - table.bounds[part], positions[inside])
-
-
-def count_trained(_: None, cut: Parted) -> int:
-    """How many of the tokens behind the cuts are trained on."""
-    part = Part(cut.path)
-    return int(np.count_nonzero(part.mask[part.starts[cut.sequences] + cut.positions]))
-
-
 def publish_shards(
-    prefix: str,
-    outputs: Sequence[Output],
-    write: Callable[[Sequence[int]], Iterable[Header]],
-    *,
-    overwrite: bool,
-    keep: bool,
-) -> list[Header]:
+    prefix: str, outputs: Sequence[Output], write: Callable[[Sequence[int]], Iterable[Header]], *, keep: bool
+) -> PackReport:
     """Write all output shards of a run and publish them together: what they replace stays until all are whole.
 
     Args:
         prefix: what the prefixes of several begin with.
         outputs: all shards.
         write: makes those of these numbers, in their order, and sets them aside (``write_shard``).
-        overwrite: whether shards may be replaced.
         keep: go on with an interrupted run: leave shards that are there and are the very ones that would be made, and
             drop what is half made.
 
@@ -331,10 +624,10 @@ def publish_shards(
     with parts_held(prefix) if len(outputs) > 1 else contextlib.nullcontext():
         headers: dict[int, Header] = {}
         for number, output in enumerate(outputs):
-            if keep and (found := output.found(published=not overwrite)) is not None:
+            if keep and (found := output.found()) is not None:
                 headers[number] = found
             else:
-                check_free(ShardPaths.of(output.prefix), overwrite=overwrite)
+                check_free(ShardPaths.of(output.prefix), overwrite=output.overwrite)
         missing = [number for number in range(len(outputs)) if number not in headers]
         for number in missing if keep else ():
             drop_build(ShardPaths.of(outputs[number].prefix))
@@ -348,7 +641,7 @@ def publish_shards(
                         drop_remains(paths)
             raise
         publish_all([paths for output in outputs if is_set_aside(paths := ShardPaths.of(output.prefix))])
-    return [headers[number] for number in range(len(outputs))]
+    return PackReport.of([headers[number] for number in range(len(outputs))])
 
 
 def pack_shard(
@@ -378,44 +671,30 @@ def pack_shard(
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
         FormatError: an option that cannot be, nothing left to pack, or ``prefix`` is that of the source.
     """
-    _require_apart(source, prefix, shards)
+    for path in (source.prefix, prefix):
+        require_local(path, "packing")
+    require_outputs_apart(output_prefixes(prefix, shards), places_of(source.prefix, "the shard to be packed"))
+    if shards > 1:
+        refuse_other_splits(prefix, shards)
     reader, header = CorpusReader(source), source.header
     packing = plan_packs(reader.lengths, options, shards=shards, source=source.prefix)
-    outputs = list(
-        packing.outputs(
-            prefix,
-            header.metadata,
-            _identity(header),
-            reader.count_trained(packing.cuts.parted, packing.cuts.parted_at),
-            token_dtype=header.token_dtype.name,
-            mask_dtype=header.mask_dtype.name,
-            pad_id=header.pad_id,
-        )
+    # Packed shards call the sequences by their input where they were tokenised from it, else by their id.
+    identity = (None if "packing" in header.metadata else source_of(header)) or header.shard_id.hex()
+    outputs = packing.outputs(
+        prefix,
+        header.metadata,
+        identity,
+        reader.count_trained(packing.cuts.parted, packing.cuts.parted_at),
+        token_dtype=header.token_dtype.name,
+        mask_dtype=header.mask_dtype.name,
+        pad_id=header.pad_id,
+        overwrite=overwrite,
     )
     total = len(packing.cuts.lengths)
     with Progress("packing", total, unit="seq", log_interval=log_interval, items="sequences") as progress:
-
-        def write(numbers: Sequence[int]) -> Iterator[Header]:
-            for number in numbers:
-                yield write_shard(
-                    reader, outputs[number], packing.run(number), overwrite=overwrite, progress=progress.update
-                )
-
-        return PackReport.of(publish_shards(prefix, outputs, write, overwrite=overwrite, keep=keep))
-
-
-def _require_apart(source: Shard, prefix: str, shards: int) -> None:
-    """FormatError where the output would replace its source, or lie beside shards that it could be taken for."""
-    for path in (source.prefix, prefix):
-        require_local(path, "packing")
-    prefixes = output_prefixes(prefix, shards)
-    written = [place for path in prefixes for place in places_of(path, "the output", written=True)]
-    require_apart(written, places_of(source.prefix, "the shard to be packed"))
-    if shards > 1:
-        refuse_other_splits(prefix, shards)
-
-
-def _identity(source: Header) -> str:
-    """What packed shards call the sequences: by their input where they were tokenised from it, else by their id."""
-    tokenised = "packing" not in source.metadata
-    return (source_of(source) if tokenised else None) or source.shard_id.hex()
+        return publish_shards(
+            prefix,
+            outputs,
+            lambda numbers: (write_shard(reader, outputs[n], packing.run(n), progress.update) for n in numbers),
+            keep=keep,
+        )

@@ -42,9 +42,9 @@ from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.publish import put
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
-from megatron_sft_idx.tokenize.outcome import MAX_LISTED
 
 __all__ = [
+    "MAX_LISTED",
     "PART_MAGIC",
     "MadePart",
     "Part",
@@ -58,6 +58,8 @@ __all__ = [
     "write_part",
 ]
 
+# Bad rows that are kept as messages.
+MAX_LISTED = 10_000
 PART_MAGIC = b"SFTPART\x01"
 _HEAD = struct.Struct("<8sQ16s")
 _ALIGNMENT = 64

@@ -14,13 +14,13 @@ A task makes a part, whole or not there, so it may be done twice, and what an in
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
+import json
 import os
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -33,37 +33,38 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free
-from megatron_sft_idx.shard.prefix import places_of
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.progress import Progress
-from megatron_sft_idx.storage.publish import Place, require_apart
-from megatron_sft_idx.tokenize.begin import (
-    Job,
-    PreprocessOptions,
-    Start,
-    begin,
-    corpus_prefix,
-    find_done,
+from megatron_sft_idx.storage.publish import (
+    Kind,
+    Place,
+    check_place,
+    head_of,
+    resolve,
+    write_file,
 )
+from megatron_sft_idx.tokenize.begin import Job, PreprocessOptions, begin, corpus_prefix, find_done
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input
-from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
+from megatron_sft_idx.tokenize.encoding import RowEncoder
 from megatron_sft_idx.tokenize.gather import (
-    GatherTask,
+    PackedRun,
+    PackReport,
     PartsReader,
     PartsTable,
-    count_trained,
     drop_build,
     gather_shard,
+    output_prefixes,
     pack_shard,
-    parted_by_part,
+    plan_packs,
     publish_shards,
+    require_outputs_apart,
     write_packs,
     write_shard,
 )
 from megatron_sft_idx.tokenize.local import Local, available_cpus
-from megatron_sft_idx.tokenize.outcome import CorpusReport, PackReport, Summary, timed
 from megatron_sft_idx.tokenize.parts import (
+    MAX_LISTED,
     MadePart,
     TokenizingJob,
     digest_of,
@@ -71,14 +72,13 @@ from megatron_sft_idx.tokenize.parts import (
     parts_of,
     remember_encoder,
 )
-from megatron_sft_idx.tokenize.plan import PackedRun, Selection, output_prefixes, plan_packs
 from megatron_sft_idx.tokenize.ray import Cluster, ray_cluster
-from megatron_sft_idx.tokenize.run_folder import RunFolder
 
-__all__ = ["Preview", "preprocess", "preview"]
+__all__ = ["CorpusReport", "Preview", "Summary", "check_summary", "preprocess", "preview"]
 
-_Engine = Local | Cluster
 _SAMPLE_NBYTES = 1 << 18
+# Bad rows that are shown as they come.
+_MAX_SHOWN = 20
 # Nothing fits any more: all that this run has made is given back.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -106,58 +106,50 @@ def preprocess(options: PreprocessOptions, log: Callable[[str], None] = lambda l
         remember_encoder(None)
 
 
-@dataclass(slots=True)
-class _Tokenized:
-    """What is known once all parts are there: four bytes a sequence, and some hundred a part."""
-
-    paths: list[str] = field(default_factory=list)
-    lengths: list[NDArray[np.uint32]] = field(default_factory=list)
-    report: CorpusReport = field(default_factory=CorpusReport)
-    notes: Counter[str] = field(default_factory=Counter)
-    fingerprint: str = ""
-    mask_dtype: str = "uint8"
-    reused: int = 0
-
-    def table(self) -> PartsTable:
-        bounds = np.cumsum([0, *map(len, self.lengths)], dtype=np.int64)
-        return PartsTable(self.paths, bounds, self.mask_dtype)
-
-
 class _Run:
     def __init__(self, options: PreprocessOptions, log: Callable[[str], None], stack: contextlib.ExitStack) -> None:
+        begin_at = time.monotonic()
+        files = expand_inputs(options.inputs)
+        prefixes = [*output_prefixes(options.prefix, options.output_shards), corpus_prefix(options.prefix)]
+        require_outputs_apart(prefixes, [Place(file.path, "the input") for file in files])
         self.options, self.log, self.stack = options, log, stack
         self.pool: Local | None = None
-        self.folder = RunFolder.of(options.prefix)
-        self.corpus = corpus_prefix(options.prefix)
-        self.seconds: dict[str, float] = {}
-        self.tokenized = _Tokenized()
+        if options.engine == "local":
+            # Workers import meanwhile what they need.
+            workers = available_cpus() if options.workers is None else options.workers
+            self.pool = stack.enter_context(Local(workers))
+        self.encoder = RowEncoder(options.encoding)
+        self.job = Job(options, files, self.encoder, Cutting.of(files), log)
+        self.folder = self.job.folder
+        self.done = find_done(self.job)
+        self.seconds = {"preparing": time.monotonic() - begin_at}
+        # What is known once all parts are there: four bytes a sequence, and some hundred a part.
+        self.report = CorpusReport()
+        self.paths: list[str] = []
+        self.lengths: list[NDArray[np.uint32]] = []
+        self.mask_dtype = "uint8"
+        self.fingerprint = ""
+        self.reused = 0
         self.keep_parts = False  # whatever ends the run
 
     def run(self) -> Summary:
-        with timed(self.seconds, "preparing"):
-            files = expand_inputs(self.options.inputs)
-            outputs = output_prefixes(self.options.prefix, self.options.output_shards)
-            written = [
-                place for path in (*outputs, self.corpus) for place in places_of(path, "the output", written=True)
-            ]
-            require_apart(written, [Place(file.path, "the input") for file in files])
-            if self.options.engine == "local":
-                # Workers import meanwhile what they need.
-                workers = self.options.workers
-                self.pool = self.stack.enter_context(Local(available_cpus() if workers is None else workers))
-            encoder = RowEncoder(self.options.encoding)
-            job = Job(self.options, files, encoder, Cutting.of(files), self.log)
-            if done := find_done(job):
-                return self._found(done)
+        if self.done:
+            return self._found(self.done)
         with self.folder.locked():
-            start = begin(job)
+            self.state, corpus, anew = begin(self.job)
             try:
-                report, packing = self._make(job, start)
+                if corpus is None:
+                    packing = self._make(anew=anew)
+                else:
+                    self.seconds["tokenising"] = 0.0
+                    self.report = CorpusReport.of(corpus.header)
+                    with self._timed("packing"):
+                        packing = self._pack_corpus(corpus)
             except BaseException as error:
                 self._end_badly(error)
                 raise
             self.folder.clear()
-        return self._summary(report, packing)
+        return self._summary(packing)
 
     def _found(self, headers: Sequence[Header]) -> Summary:
         self.log(f"{self.options.prefix}: done already, with the same input and options")
@@ -166,17 +158,24 @@ class _Run:
             if os.listdir(self.folder.path):
                 with self.folder.locked():
                     self.folder.clear()
-        return self._summary(CorpusReport.of(headers[0]), PackReport.of(headers), found=True)
+        self.report = CorpusReport.of(headers[0])
+        return self._summary(PackReport.of(headers), found=True)
 
-    def _summary(self, report: CorpusReport, packing: PackReport, *, found: bool = False) -> Summary:
+    def _summary(self, packing: PackReport, *, found: bool = False) -> Summary:
         options = self.options
-        return Summary(options.prefix, options.packing.capacity, report, packing, self.seconds, found=found)
+        return Summary(options.prefix, options.packing.capacity, self.report, packing, self.seconds, found=found)
+
+    @contextlib.contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        begin_at = time.monotonic()
+        yield
+        self.seconds[stage] = time.monotonic() - begin_at
 
     def _end_badly(self, error: BaseException) -> None:
         """Keep what can be gone on with, and say where it is; give the rest of the space back."""
         where, interrupted = self.folder.path, not isinstance(error, Exception)
         if "tokenising" in self.seconds:
-            kept = self.corpus if not self.folder.has_parts() else where
+            kept = where if self.folder.has_parts() else self.job.corpus
             self.log(f"the tokenised corpus is kept at {kept}; the next run with the same input goes on from it")
             if interrupted:
                 self.log("pass --resume to go on, or --overwrite to start anew")
@@ -186,43 +185,44 @@ class _Run:
         if not self.folder.has_parts() or not (self.keep_parts or not (of_input or full)):
             self.folder.clear()
             return
-        rows = f"{self.tokenized.report.rows:,} rows are kept at {where}"
+        rows = f"{self.report.rows:,} rows are kept at {where}"
         if interrupted:
             self.log(f"interrupted; {rows}: pass --resume to go on, or --overwrite to start anew")
         elif not self.keep_parts:
             self.log(f"{rows}; pass --resume to go on with them")
 
-    def _make(self, job: Job, start: Start) -> tuple[CorpusReport, PackReport]:
-        if start.corpus is not None:
-            self.seconds["tokenising"] = 0.0
-            with timed(self.seconds, "packing"):
-                return CorpusReport.of(start.corpus.header), self._pack_corpus(start.corpus, start)
+    def _make(self, *, anew: bool) -> PackReport:
         options = self.options
-        engine: _Engine = self.pool or self.stack.enter_context(
+        engine: Local | Cluster = self.pool or self.stack.enter_context(
             ray_cluster(options.ray_address, options.workers, self.log)
         )
-        with timed(self.seconds, "tokenising"):
-            self._tokenize(engine, job, start)
-            self.folder.write(dataclasses.replace(start.state, tokenized=True))
-        table, report = self.tokenized.table(), self.tokenized.report
-        lengths = np.concatenate(self.tokenized.lengths).astype(np.int64)
-        self.tokenized.lengths.clear()  # gigabytes of a large corpus
-        with timed(self.seconds, "packing"):
-            if not job.options.keep_corpus:
-                return report, self._gather(engine, job, start, table, lengths)
-            self._join(job, start, table, lengths)
+        with self._timed("tokenising"):
+            self._tokenize(engine, anew=anew)
+            self.folder.write(replace(self.state, tokenized=True))
+        table = PartsTable(self.paths, np.cumsum([0, *map(len, self.lengths)], dtype=np.int64), self.mask_dtype)
+        lengths = np.concatenate(self.lengths).astype(np.int64)
+        self.lengths.clear()  # gigabytes of a large corpus
+        sources = {"fingerprint": self.fingerprint, "rows": self.report.rows, "skipped": self.report.skipped}
+        metadata = {**self.encoder.describe(), "sources": sources, "notes": self.report.notes}
+        with self._timed("packing"):
+            if not options.keep_corpus:
+                return self._gather(engine, table, lengths, metadata)
+            self._join(table, lengths, metadata)
             self.folder.remove_parts()
-            return report, self._pack_corpus(Shard(self.corpus), start)
+            return self._pack_corpus(Shard(self.job.corpus))
+
+    def _progress(self, what: str, total: int, *, unit: str = "seq", items: str = "sequences") -> Progress:
+        return Progress(what, total, unit=unit, log_interval=self.options.log_interval, items=items)
 
     # ---- tokenise ----
 
-    def _tokenize(self, engine: _Engine, job: Job, start: Start) -> None:
-        result, log_interval = self.tokenized, self.options.log_interval
+    def _tokenize(self, engine: Local | Cluster, *, anew: bool) -> None:
+        job, report = self.job, self.report
+        # Tasks on other machines find the tokenizer by its whole path.
+        encoding = replace(self.encoder.options, tokenizer=os.path.abspath(self.encoder.options.tokenizer))
+        shared = TokenizingJob(self.folder.path, encoding, digest_of(self.encoder), job.cutting, anew)
+        remember_encoder(encoding, self.encoder)
         there = parts_of(self.folder.path)
-        shared = TokenizingJob(
-            self.folder.path, _everywhere(job.encoder), digest_of(job.encoder), job.cutting, start.anew
-        )
-        remember_encoder(shared.encoding, job.encoder)
         pieces = StreamHash()
         lines: Counter[int] = Counter()
         cut: deque[Stretch] = deque()
@@ -230,18 +230,18 @@ class _Run:
         def stretches() -> Iterator[Stretch]:
             readers = engine.workers if isinstance(engine, Cluster) else 0
             for stretch in cut_input(job.files, job.cutting, readers=readers):
-                cut.append(dataclasses.replace(stretch, dealt=()))
-                yield dataclasses.replace(stretch, found=there.get((stretch.number, stretch.part), ()))
+                cut.append(replace(stretch, dealt=()))
+                yield replace(stretch, found=there.get((stretch.number, stretch.part), ()))
 
-        with Progress(
-            "tokenising", total_bytes(job.files), unit="B", log_interval=log_interval, items="rows"
-        ) as progress:
+        with self._progress("tokenising", total_bytes(job.files), unit="B", items="rows") as progress:
 
             def done(parts: list[MadePart]) -> None:
                 for part in parts:
                     (progress.found if part.reused else progress.update)(part.info.num_bytes, part.info.rows)
 
-            with closing(engine.map_in_order(make_parts, shared, stretches(), name_of=str, done=done)) as tasks:
+            with contextlib.closing(
+                engine.map_in_order(make_parts, shared, stretches(), name_of=str, done=done)
+            ) as tasks:
                 for parts in tasks:
                     stretch = cut.popleft()
                     for part in parts:
@@ -249,19 +249,19 @@ class _Run:
                         self._take(part, stretch.name, before)
                         pieces.update("".join(part.info.pieces).encode())
                         lines[stretch.number] += part.info.lines
-        result.fingerprint, report = pieces.hex(), result.report
-        if not any(map(len, result.lengths)):
+        self.fingerprint = pieces.hex()
+        if not any(map(len, self.lengths)):
             raise FormatError(
                 f"{job.files[0].path}: no usable row in the input ({report.rows} rows, {report.skipped} skipped)"
             )
-        report.notes = {name: count for name, count in sorted(result.notes.items()) if count}
-        report.reused = result.reused == len(result.paths)
-        if result.reused:
-            self.log(f"resuming: {result.reused:,} of {len(result.paths):,} parts were there already")
+        report.notes = {name: count for name, count in sorted(report.notes.items()) if count}
+        report.reused = self.reused == len(self.paths)
+        if self.reused:
+            self.log(f"resuming: {self.reused:,} of {len(self.paths):,} parts were there already")
 
     def _take(self, part: MadePart, name: str, before: int) -> None:
         """Take in one part, in the order of the input; ``before`` rows of its file are in others."""
-        info, result = part.info, self.tokenized
+        info, report = part.info, self.report
         if part.changed is not None:
             self.keep_parts = True
             raise FormatError(
@@ -269,103 +269,240 @@ class _Run:
                 f" content of the input was {part.changed[0]}, is {part.changed[1]}; restore it to go on, or pass"
                 " --overwrite to start anew"
             )
-        if self.options.resume and not part.reused and result.reused == len(result.paths):
-            self.log(f"resuming after {result.report.rows:,} rows")
+        if self.options.resume and not part.reused and self.reused == len(self.paths):
+            self.log(f"resuming after {report.rows:,} rows")
         bad_rows = (SequenceError(name, before + position, reason) for position, reason in info.bad_rows)
-        result.report.add(info.rows, bad_rows, info.straddling, self.options.encoding.on_bad_row, self.log)
-        result.report.skipped += info.skipped - len(info.bad_rows)
-        result.notes.update(info.notes)
+        report.add(info.rows, bad_rows, info.straddling, self.options.encoding.on_bad_row, self.log)
+        report.skipped += info.skipped - len(info.bad_rows)
+        for note, count in info.notes.items():
+            report.notes[note] += count
         if info.mask_dtype == "float32":
-            result.mask_dtype = "float32"
-        result.paths.append(part.path)
-        result.lengths.append(part.lengths)
-        result.reused += part.reused
-
-    def _metadata(self, job: Job) -> dict[str, Any]:
-        """Of the headers of all shards that come of the parts."""
-        report = self.tokenized.report
-        sources = {"fingerprint": self.tokenized.fingerprint, "rows": report.rows, "skipped": report.skipped}
-        return {**job.encoder.describe(), "sources": sources, "notes": report.notes}
+            self.mask_dtype = "float32"
+        self.paths.append(part.path)
+        self.lengths.append(part.lengths)
+        self.reused += part.reused
 
     # ---- gather ----
 
     def _gather(
-        self, engine: _Engine, job: Job, start: Start, table: PartsTable, lengths: NDArray[np.int64]
+        self, engine: Local | Cluster, table: PartsTable, lengths: NDArray[np.int64], metadata: dict[str, Any]
     ) -> PackReport:
-        options = self.options
+        options, reader = self.options, PartsReader(table)
         packing = plan_packs(lengths, options.packing, shards=options.output_shards, source=options.prefix)
-        behind_cuts = parted_by_part(table, packing.cuts.parted, packing.cuts.parted_at)
-        counts = engine.map_in_order(count_trained, None, behind_cuts, name_of=lambda cut: cut.path)
-        outputs = list(
-            packing.outputs(
-                os.path.abspath(options.prefix) if isinstance(engine, Cluster) else options.prefix,
-                self._metadata(job),
-                self.tokenized.fingerprint,
-                sum(counts),
-                token_dtype=job.encoder.token_dtype.name,
-                mask_dtype=table.mask_dtype,
-                pad_id=job.encoder.tokenizer.pad_id,
-            )
+        outputs = packing.outputs(
+            os.path.abspath(options.prefix) if isinstance(engine, Cluster) else options.prefix,
+            metadata,
+            self.fingerprint,
+            reader.count_trained(packing.cuts.parted, packing.cuts.parted_at),
+            token_dtype=self.encoder.token_dtype.name,
+            mask_dtype=table.mask_dtype,
+            pad_id=self.encoder.tokenizer.pad_id,
+            overwrite=self.state.overwrite,
         )
-        replaces, total, interval = start.state.overwrite, len(packing.cuts.lengths), options.log_interval
-        with Progress("packing", total, unit="seq", log_interval=interval, items="sequences") as progress:
+        with self._progress("packing", len(packing.cuts.lengths)) as progress:
 
             def write(numbers: Sequence[int]) -> Iterator[Header]:
+                tasks = ((outputs[number], packing.run(number)) for number in numbers)
                 # One alone is written here, where its progress can be seen; a cluster's disks are for its nodes.
                 if isinstance(engine, Local) and (len(numbers) == 1 or not engine.workers):
-                    reader = PartsReader(table)
-                    for number in numbers:
-                        run = packing.run(number)
-                        yield write_shard(reader, outputs[number], run, overwrite=replaces, progress=progress.update)
+                    yield from (write_shard(reader, *task, progress.update) for task in tasks)
                     return
-                tasks = (GatherTask(outputs[number], packing.run(number), replaces) for number in numbers)
                 yield from engine.map_in_order(
                     gather_shard,
                     table,
                     tasks,
-                    name_of=lambda task: task.output.prefix,
+                    name_of=lambda task: task[0].prefix,
                     done=lambda header: progress.update(header.num_sequences, header.num_sequences),
                 )
 
-            headers = publish_shards(options.prefix, outputs, write, overwrite=replaces, keep=options.resume)
-        return PackReport.of(headers)
+            return publish_shards(options.prefix, outputs, write, keep=options.resume)
 
-    def _join(self, job: Job, start: Start, table: PartsTable, lengths: NDArray[np.int64]) -> None:
+    def _join(self, table: PartsTable, lengths: NDArray[np.int64], metadata: dict[str, Any]) -> None:
         """Join the parts, in the order of the input, into an unpacked shard."""
         if self.options.resume:
-            drop_build(ShardPaths.of(self.corpus))
-        everything = Selection(np.arange(len(lengths)), None, lengths.astype(np.uint32))
-        run = PackedRun(np.arange(len(lengths) + 1), everything, int(lengths.max()))
-        interval = self.options.log_interval
+            drop_build(ShardPaths.of(self.job.corpus))
+        numbers = np.arange(len(lengths) + 1)
+        run = PackedRun(numbers, numbers[:-1], None, lengths.astype(np.uint32), int(lengths.max()))
         with (
-            Progress("joining", len(lengths), unit="seq", log_interval=interval, items="sequences") as progress,
+            self._progress("joining", len(lengths)) as progress,
             ShardWriter(
-                self.corpus,
-                token_dtype=job.encoder.token_dtype,
+                self.job.corpus,
+                token_dtype=self.encoder.token_dtype,
                 mask_dtype=np.dtype(table.mask_dtype),
-                pad_id=job.encoder.tokenizer.pad_id,
-                overwrite=start.state.overwrite,
-                metadata=self._metadata(job),
+                pad_id=self.encoder.tokenizer.pad_id,
+                overwrite=self.state.overwrite,
+                metadata=metadata,
             ) as writer,
         ):
             write_packs(PartsReader(table), run, writer, progress.update)
 
-    def _pack_corpus(self, corpus: Shard, start: Start) -> PackReport:
+    def _pack_corpus(self, corpus: Shard) -> PackReport:
         options = self.options
         return pack_shard(
             corpus,
             options.prefix,
             options.packing,
             shards=options.output_shards,
-            overwrite=start.state.overwrite,
+            overwrite=self.state.overwrite,
             keep=options.resume,
             log_interval=options.log_interval,
         )
 
 
-def _everywhere(encoder: RowEncoder) -> EncodingOptions:
-    """Its options, as tasks on other machines are told them."""
-    return dataclasses.replace(encoder.options, tokenizer=os.path.abspath(encoder.options.tokenizer))
+# ---- what became of the input, for people and for programs ----
+
+
+_NOTES = {
+    "content_empty": "messages without a content rendered with an empty one: the chat template fails without",
+    "content_left_out": "messages without a content rendered without one, as transformers does",
+    "content_none": "messages without a content rendered with null for it: the chat template fails without",
+    "control_tokens_read_by_template": "control tokens in the data that the chat template itself reads, left to it",
+    "first_token_masks_dropped": "masks on a sequence's first token dropped: nothing predicts it",
+    "literals": "control tokens in the data kept as text",
+    "no_end_of_turn": "answers without an end-of-turn token: the chat template writes none",
+    "reasoning_dropped": "messages whose reasoning the chat template leaves out",
+    "straddling": "trained tokens that begin before their span (--span-by-span avoids them)",
+    "straddling_header": "of these bring characters of a header in (--straddling exclude does not train them)",
+    "straddling_left_out": "tokens that begin before their span, not trained",
+    "tool_arguments_converted": "tool calls whose arguments became text or an object, as the chat template expects",
+    "words_placed_by_search": "answers whose words were found by search in what the chat template made of them",
+}
+# The first key of the file, by which it is recognized.
+_MARK = {"written_by": "megatron-sft-idx"}
+_BEGIN = json.dumps(_MARK, indent=2).removesuffix("\n}").encode()
+_KIND = Kind("a summary", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
+
+
+def check_summary(path: str, *, overwrite: bool) -> None:
+    """FormatError where a summary could not be written here: asked before hours of work, of which it is to tell."""
+    check_place(resolve(path), _KIND, overwrite=overwrite)
+
+
+@dataclass(slots=True)
+class CorpusReport:
+    """What became of the input.
+
+    Attributes:
+        rows: rows read, bad ones included.
+        skipped: rows that could not be used.
+        bad_rows: the first ten thousand of them, as messages.
+        notes: counts by name: tokens that straddle a span's edge, control tokens kept as text, and so on.
+        reused: the corpus was there already, made from the same input and options.
+        straddling: a token that brought characters of a header into what is trained on, once one was met.
+    """
+
+    rows: int = 0
+    skipped: int = 0
+    bad_rows: list[str] = field(default_factory=list)
+    notes: dict[str, int] = field(default_factory=Counter)
+    reused: bool = False
+    straddling: str = ""
+
+    @classmethod
+    def of(cls, header: Header) -> CorpusReport:
+        """What the header of a finished corpus, or of a shard packed from it, remembers."""
+        sources = header.metadata["sources"]
+        return cls(sources["rows"], sources["skipped"], [], header.metadata["notes"], reused=True)
+
+    def add(
+        self,
+        rows: int,
+        bad_rows: Iterable[SequenceError],
+        straddling: str,
+        on_bad_row: str,
+        log: Callable[[str], None],
+    ) -> None:
+        """Count some rows, and say which are skipped.
+
+        Raises:
+            SequenceError: there is a bad row, and bad rows are not skipped.
+        """
+        self.rows += rows
+        if straddling and not self.straddling:
+            self.straddling = straddling
+            log(
+                f"warning: tokens such as {straddling!r} begin in what the chat template writes before an answer and"
+                " are trained on, as transformers trains on them; --straddling exclude leaves them out"
+            )
+        for error in bad_rows:
+            if on_bad_row == "error":
+                raise SequenceError(
+                    error.source, error.position, f"{error.reason}; --on-bad-row skip goes on without it"
+                )
+            self.skipped += 1
+            if len(self.bad_rows) < MAX_LISTED:
+                self.bad_rows.append(str(error))
+            if self.skipped <= _MAX_SHOWN:
+                log(f"skipped {error}")
+            elif self.skipped == _MAX_SHOWN + 1:
+                log("skipped more rows, which are not shown")
+
+
+@dataclass(slots=True)
+class Summary:
+    """Counts of one run, and seconds by stage.
+
+    Attributes:
+        prefix: of the packed shard.
+        capacity: of its packs.
+        corpus: what became of the input; None where only packing ran.
+        packing: what became of the sequences.
+        seconds: by stage.
+        found: the shard was there already; nothing was written.
+    """
+
+    prefix: str
+    capacity: int
+    corpus: CorpusReport | None
+    packing: PackReport
+    seconds: dict[str, float] = field(default_factory=dict)
+    found: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts as plain values."""
+        return asdict(self)
+
+    def write(self, path: str, *, overwrite: bool = False) -> None:
+        """Write ``to_dict`` as JSON, with a first key that says what it is.
+
+        Raises:
+            FormatError: something is there that is no summary, or may not be replaced.
+        """
+        text = json.dumps({**_MARK, **self.to_dict()}, indent=2, ensure_ascii=False) + "\n"
+        # Paths may hold bytes that are no UTF-8, which JSON has an escape for.
+        write_file(path, text.encode(errors="backslashreplace"), _KIND, overwrite=overwrite)
+
+    def lines(self) -> list[str]:
+        """The summary as a person reads it."""
+        packing, lines = self.packing, []
+        if (corpus := self.corpus) is not None:
+            reused = " (corpus reused: same input and options)" if corpus.reused else ""
+            lines.append(f"rows            {corpus.rows:,}{reused}")
+            if corpus.skipped:
+                lines.append(f"  skipped       {corpus.skipped:,}")
+        lines += [
+            f"sequences       {packing.sequences:,}",
+            f"packs           {packing.packs:,} (no packing has fewer than {packing.lower_bound:,}; {packing.method})",
+            f"tokens          {packing.tokens:,}",
+            f"trained tokens  {packing.trained_tokens:,} ({_percent(packing.trained_tokens, packing.tokens)})",
+            f"fill            {100 * packing.fill:.3f}% of {self.capacity:,} positions a pack",
+            f"a pack has      up to {packing.longest:,} tokens, {packing.most_sequences:,} sequences",
+        ]
+        if packing.overlong:
+            lines.append(
+                f"overlong        {packing.overlong:,} sequences: {packing.dropped_tokens:,} tokens dropped,"
+                f" {packing.untrained_by_cut:,} labels lost to cuts"
+            )
+        if packing.masked_packs:
+            lines.append(f"warning         {packing.masked_packs:,} packs have no token to train on")
+        for name, count in (corpus.notes if corpus else {}).items():
+            lines.append(f"note            {count:,} {_NOTES.get(name, name.replace('_', ' '))}")
+        lines.append("seconds         " + ", ".join(f"{stage} {taken:.1f}" for stage, taken in self.seconds.items()))
+        return lines
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "0%"
 
 
 # ---- a look at what a run would do ----

@@ -31,9 +31,8 @@ from megatron_sft_idx.chat.inputs import expand_inputs
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.tokenize import EncodingOptions, PackOptions, RowEncoder
 from megatron_sft_idx.tokenize.cut import Cutting, cut_input, read_pieces
-from megatron_sft_idx.tokenize.gather import PartsReader, PartsTable, write_packs
+from megatron_sft_idx.tokenize.gather import Packing, PartsReader, PartsTable, plan_packs, write_packs
 from megatron_sft_idx.tokenize.parts import PartInfo, write_part
-from megatron_sft_idx.tokenize.plan import Packing, plan_packs
 
 CAPACITY = 4096
 SHARDS = 4
@@ -115,9 +114,10 @@ def packing_stages(folder: Path, paths: list[str], lengths: list[Any]) -> list[S
             token_dtype=encoder.token_dtype.name,
             mask_dtype="uint8",
             pad_id=None,
+            overwrite=False,
         )
     ):
-        with output.writer(overwrite=False) as writer:
+        with output.writer() as writer:
             run = packing.run(number)
             seconds += timed(write_packs, PartsReader(PartsTable(paths, bounds, "uint8")), run, writer)[1]
             seconds += timed(writer.finalize)[1]
@@ -132,7 +132,7 @@ def packing_stages(folder: Path, paths: list[str], lengths: list[Any]) -> list[S
 
 def lean(packing: Packing, number: int) -> Any:
     run = packing.run(number)
-    return run.offsets, run.selection.sequences, run.selection.lengths.astype(np.uint32)
+    return run.offsets, run.sequences, run.lengths
 
 
 # ---- the driver, by the number of sequences ----
