@@ -24,14 +24,14 @@ from megatron_sft_idx.training.provider import train_valid_test_datasets_provide
 
 
 class FollowsTheirs:
-    """What Megatron-Bridge's packed data set does around the two methods that README replaces."""
+    """What Megatron-Bridge's packed data set does around the two methods that our class replaces."""
 
     def __init__(self, file_path: str, mapping: list[int] | None) -> None:
         self.file_path, self.samples_mapping = file_path, mapping
         self._load_dataset()
 
     def _load_dataset(self) -> None:
-        raise AssertionError("README replaces this")
+        raise AssertionError("our class replaces this")
 
 
 def check_bridge(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

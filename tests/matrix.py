@@ -21,7 +21,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 MADE_FROM = ("pyproject.toml", "setup.py", "constraints.txt")
-TESTS = ("megatron_faces", "bridge_collate", "training_*", "live_*", "streaming_*", "chunk_folder", "pretrain_script")
+TESTS = ("megatron_faces", "bridge_*", "training_*", "live_*", "streaming_*", "chunk_folder", "pretrain_script")
+# Installed without what it asks for, CUDA kernels and 30 packages, of which its data modules need one.
+BRIDGE = {"3.12": ("megatron-bridge", ("datasets",))}
 # One that can make environments and compile: pyenv has shims that run nothing, systems a Python without headers.
 PROBE = """
 import ensurepip, os, sys, sysconfig, venv
@@ -63,8 +65,11 @@ def pip(python: Path | str, *arguments: object) -> None:
     subprocess.run(command, env={**os.environ, "PIP_CONSTRAINT": constraints}, cwd=ROOT, check=True)
 
 
-def environment(name: str, found: Path, *packages: str) -> Path:
-    """The Python of an environment with this package, editable, and others; made once, and when they change."""
+def environment(name: str, found: Path, *packages: str, alone: str | None = None) -> Path:
+    """The Python of an environment with this package, editable, and others; made once, and when they change.
+
+    ``alone`` is installed without what it asks for.
+    """
     folder = ROOT / name
     python, stamp = folder / "bin" / "python", folder / "made-from"
     wanted = hashlib.sha256(b"".join((ROOT / path).read_bytes() for path in MADE_FROM)).hexdigest()
@@ -73,6 +78,8 @@ def environment(name: str, found: Path, *packages: str) -> Path:
         subprocess.run([found, "-m", "venv", folder], check=True)
         pip(python, "install", "setuptools", "pybind11")
         pip(python, "install", "--no-build-isolation", *packages)
+        if alone is not None:
+            pip(python, "install", "--no-deps", alone)
         stamp.write_text(wanted)
     subprocess.run([python, "setup.py", "--quiet", "build_ext", "--inplace"], cwd=ROOT, check=True)
     return python
@@ -98,7 +105,9 @@ def against_megatron(pythons: dict[str, Path]) -> Iterator[str]:
     for version, found in pythons.items():
         own = version == "{}.{}".format(*sys.version_info)
         name = f".venv-megatron-{version}"
-        python = Path(sys.executable) if own else environment(name, found, "--editable", ".[test]")
+        bridge, beside = BRIDGE.get(version, (None, ()))
+        packages = ("--editable", ".[test]", *beside)
+        python = Path(sys.executable) if own else environment(name, found, *packages, alone=bridge)
         pair = subprocess.run([python, "-c", query], capture_output=True, text=True, check=True).stdout.strip()
         yield run_tests(f"Python {version}, megatron-core {pair}", python, files)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -21,6 +22,7 @@ from megatron_sft_idx import LegacyPickleWriter, open_dataset
 from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats import registry
+from megatron_sft_idx.formats.bridge import Padding
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.formats.registry import WRITABLE, open_reader
 from megatron_sft_idx.shard import Shard
@@ -393,3 +395,90 @@ def test_the_script_in_tools_is_the_verb(tmp_path: Path) -> None:
     run = subprocess.run([*command, "--to", "npy"], capture_output=True, text=True, check=False, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     assert_holds(open_dataset(tmp_path / "y.npy"), demo_samples(3))
+
+
+# ---- padding for Megatron-Bridge ----
+
+
+def padded(pack: Sample, multiple: int, eos_id: int) -> Sample:
+    """Sequences of n tokens filled up to 1 more than a multiple."""
+    tokens, mask, starts = [], [], []
+    for a, b in pairwise(pack.bounds):
+        more = -(b - a - 1) % multiple
+        starts.append(len(tokens))
+        tokens += [*pack.tokens[a:b], *[eos_id] * more]
+        mask += [*pack.mask[a:b], *[0] * more]
+    return Sample(tokens, mask, starts)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(packs=samples(least=1), multiple=st.integers(1, 9), capacity=st.integers(0, 50))
+def test_sequences_are_stored_padded(tmp_path: Path, packs: list[Sample], multiple: int, capacity: int) -> None:
+    capacity = max(capacity, *(len(pack.tokens) for pack in packs))
+    write_samples(tmp_path / "x", packs, capacity=capacity, overwrite=True, metadata={"tokenizer": {"vocab_size": 9}})
+    expected = [padded(pack, multiple, 7) for pack in packs]
+    positions = [[b - a - 1 for a, b in pairwise(pack.bounds)] for pack in expected]
+    target = tmp_path / "x.parquet"
+    options = ConvertOptions(padding=Padding(multiple, 7), overwrite=True)
+    if max(map(sum, positions)) > capacity:
+        with pytest.raises(SequenceError, match=f"--sequence-multiple {multiple}"):
+            convert(str(tmp_path / "x"), str(target), "parquet", options)
+        return
+    report = convert(str(tmp_path / "x"), str(target), "parquet", options)
+    assert report.verified
+    stored = open_dataset(target)
+    assert stored.capacity == max(capacity, *(len(pack.tokens) for pack in expected))
+    assert_holds(stored, expected)
+    (said,) = json.loads(Path(f"{target}.json").read_text())
+    assert said == {
+        "dataset_max_seqlen": max(map(max, positions)),
+        "max_samples_per_bin": max(map(len, positions)),
+        "min_packed_seqlen": min(map(sum, positions)),
+        "packing_factor": round(sum(map(len, positions)) / len(packs), 2),
+        "packing_efficiency": round(sum(map(sum, positions)) / len(packs) / capacity * 100, 2),
+        "pack_size": capacity,
+    }
+    if multiple == 1:
+        convert(str(target), str(tmp_path / "z"), "sft-idx", ConvertOptions(overwrite=True))
+        return
+    with pytest.raises(FormatError, match=f"multiples of {multiple} .* convert what it was made from"):
+        convert(str(target), str(tmp_path / "z"), "sft-idx", ConvertOptions(overwrite=True))
+
+
+def test_padding_needs_an_id_and_packs(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples(), token_dtype=np.uint16)
+    write_samples(tmp_path / "none", [])
+    target = str(tmp_path / "y.parquet")
+    for source, padding, message in (
+        ("x", Padding(4), "--eos-id"),
+        ("x", Padding(4, 1 << 16), "found 65536, expected one that uint16 holds"),
+        ("x", Padding(4, -1), "found -1"),
+        ("none", Padding(4, 1), "no packs"),
+    ):
+        with pytest.raises(FormatError, match=message):
+            convert(str(tmp_path / source), target, "parquet", ConvertOptions(padding=padding))
+    with pytest.raises(FormatError, match="parquet alone"):
+        convert(str(tmp_path / "x"), target, "memmap", ConvertOptions(padding=Padding(4, 1)))
+    assert not list(tmp_path.glob("*y.parquet*"))
+    for wrong in (["--to", "npy", "--pad-seq-to-mult", "4"], ["--to", "parquet", "--eos-id", "4"]):
+        with pytest.raises(SystemExit):
+            main(["convert", str(tmp_path / "x"), target, *wrong])
+
+
+def test_a_summary_replaces_none_but_a_summary(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples(), capacity=64)
+    target, summary = tmp_path / "y.parquet", tmp_path / "y.parquet.json"
+    summary.write_text('[{"name": "of somebody"}]')
+    options = ConvertOptions(padding=Padding(2, 1), overwrite=True)
+    with pytest.raises(FormatError, match="summary of packs"):
+        convert(str(tmp_path / "x"), str(target), "parquet", options)
+    assert summary.read_text() == '[{"name": "of somebody"}]'
+    assert not target.exists()
+    summary.unlink()
+    convert(str(tmp_path / "x"), str(target), "parquet", options)
+    first = summary.read_bytes()
+    with pytest.raises(FormatError, match="--overwrite"):
+        convert(str(tmp_path / "x"), str(target), "parquet", ConvertOptions(padding=Padding(1)))
+    convert(str(tmp_path / "x"), str(target), "parquet", ConvertOptions(padding=Padding(1), overwrite=True))
+    assert summary.read_bytes() != first
+    assert_holds(open_dataset(target), demo_samples())

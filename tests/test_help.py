@@ -79,6 +79,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run("preprocess", *made, "--keep-corpus", "--output-prefix", "data/train")
         for prefix in ("data/train-again", "data/math", "data/code", "data/part-9", "data/part-10", "data/parts/a"):
             run("copy", "data/train", prefix)
+        run(
+            "pack", "data/train.unpacked", "--seq-length", 1024, "--sequence-multiple", 8, "--output-prefix", "data/cp4"
+        )
         for prefix in ("corpus-1", "corpus-2"):
             run("copy", "data/train.unpacked", prefix)
         run("convert", "data/train", "old/train.npy", "--to", "npy")

@@ -9,7 +9,8 @@ from typing import Any
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, positive
 from megatron_sft_idx.cli.output import local_path
 from megatron_sft_idx.formats.base import MASK_ALIGNMENTS
-from megatron_sft_idx.formats.convert import ConvertOptions, ConvertReport, convert
+from megatron_sft_idx.formats.bridge import Padding
+from megatron_sft_idx.formats.convert import ConvertOptions, ConvertReport, convert, summary_path
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE
 from megatron_sft_idx.storage.progress import Progress
 
@@ -26,6 +27,9 @@ examples:
   many Parquet files to one shard, and back to one Parquet file:
     megatron-sft-idx convert 'data/part-*.parquet' data/train --to sft-idx
     megatron-sft-idx convert data/train data/train.parquet --to parquet --row-group-size 1000
+
+  packs of sequence multiple 8 for Megatron-Bridge, which wants padding stored; the tokenizer's end of sequence is 2:
+    megatron-sft-idx convert data/cp4 data/cp4.parquet --to parquet --pad-seq-to-mult 8 --eos-id 2
 
   a stock Megatron dataset, trained on every token or by a second dataset that holds the masks:
     megatron-sft-idx convert data/text_document data/all --to sft-idx --mask-rule all
@@ -94,6 +98,14 @@ def add_parser(verbs: Verbs) -> None:
         help="most token positions a pack may hold (default: what SRC says, or its longest pack)",
     )
     parser.add_argument("--row-group-size", type=positive, metavar="N", help="parquet: packs in a row group")
+    parser.add_argument(
+        "--pad-seq-to-mult",
+        type=positive,
+        metavar="N",
+        help="parquet: fill sequences up with --eos-id as Megatron-Bridge's pad_seq_to_mult=N expects it, and write"
+        " DST.json for its packed_metadata_path; 1 writes that file alone",
+    )
+    parser.add_argument("--eos-id", type=int, metavar="ID", help="the tokenizer's end of sequence, to pad with")
     parser.add_argument("--samples-per-chunk", type=positive, metavar="N", help="jsonl-chunks: packs in a file")
     parser.add_argument("--allow-loss", action="store_true", help="let go what the format has no place for")
     parser.add_argument("--overwrite", action="store_true", help="replace DST, where it is of the format of --to")
@@ -103,6 +115,11 @@ def add_parser(verbs: Verbs) -> None:
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if arguments.pad_seq_to_mult is not None and arguments.to != "parquet":
+        parser.error("--pad-seq-to-mult is for --to parquet")
+    if arguments.eos_id is not None and arguments.pad_seq_to_mult is None:
+        parser.error("--eos-id is for --pad-seq-to-mult")
+    padding = arguments.pad_seq_to_mult and Padding(arguments.pad_seq_to_mult, arguments.eos_id)
     options = ConvertOptions(
         source_format=arguments.source_format,
         mask_alignment=arguments.mask_alignment,
@@ -110,6 +127,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         overwrite=arguments.overwrite,
         allow_loss=arguments.allow_loss,
         verify=not arguments.no_verify,
+        padding=padding,
         reader=_given(arguments, _READER),
         writer=_given(arguments, _WRITER),
     )
@@ -125,6 +143,8 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
 
         report = convert(arguments.source, arguments.destination, arguments.to, options, begun=begun)
     print("\n".join(_lines(report, arguments.destination, arguments.to)))
+    if padding is not None:
+        print(f"wrote {summary_path(arguments.destination)} for pad_cu_seqlens: packed_metadata_path")
 
 
 def _given(arguments: argparse.Namespace, names: dict[str, tuple[str, ...]]) -> dict[str, Any]:

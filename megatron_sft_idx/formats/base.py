@@ -36,6 +36,7 @@ from megatron_sft_idx.storage.publish import New
 __all__ = [
     "ALIGNMENT_NOTES",
     "MASK_ALIGNMENTS",
+    "PADDED",
     "Counts",
     "MaskAlignment",
     "PackedReader",
@@ -61,6 +62,8 @@ ALIGNMENT_NOTES = {
     "rolled-right": "loss masks taken as rolled right by one over each pack: rolled back, then shifted left inside"
     " every sequence; the value of each pack's last token was lost when it was written and counts as 0",
 }
+# The key, in what a file says of itself, of padding that is stored in its packs.
+PADDED = "bridge_padding"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import MaskAlignment, PackedSpec, PackedWriter
+from megatron_sft_idx.formats.base import PADDED, MaskAlignment, PackedSpec, PackedWriter
 from megatron_sft_idx.formats.registry import JoinedReader, Source, check_destination, create, find, places
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage.hashing import StreamHash
-from megatron_sft_idx.storage.publish import require_apart
+from megatron_sft_idx.storage.publish import Place, new_file, require_apart
 
-__all__ = ["COLUMNS", "Content", "ConvertOptions", "ConvertReport", "Progress", "convert"]
+if TYPE_CHECKING:
+    from megatron_sft_idx.formats.bridge import Padding
+
+__all__ = ["COLUMNS", "Content", "ConvertOptions", "ConvertReport", "Progress", "convert", "summary_path"]
 
 
 # What is compared, and what people call it.
@@ -79,6 +83,8 @@ class ConvertOptions:
         overwrite: replace what is at the destination.
         allow_loss: let go what the destination's format has no place for; without it that is an error.
         verify: read the result again and compare it with what was read from the source.
+        padding: for ``parquet``: store sequences as Megatron-Bridge wants them under context parallelism, and write the
+            summary of them that it reads beside the file (``summary_path``).
         reader: options of the source's format.
         writer: options of the destination's format.
     """
@@ -89,6 +95,7 @@ class ConvertOptions:
     overwrite: bool = False
     allow_loss: bool = False
     verify: bool = True
+    padding: Padding | None = None
     reader: Mapping[str, Any] = field(default_factory=dict)
     writer: Mapping[str, Any] = field(default_factory=dict)
 
@@ -100,7 +107,7 @@ class ConvertReport:
     Attributes:
         source_format: name of the source's format.
         paths: what was read, in order.
-        content: of the source: counts and hashes.
+        content: of the source, with the padding that was asked for: counts and hashes.
         spec: as handed to the writer.
         notes: what was understood of the source, or set right, as sentences.
         lost: what the destination's format has no place for, as sentences.
@@ -148,17 +155,25 @@ def convert(
     sources = [place for path in paths for place in places(path, name, "the source")]
     if reading.get("mask_path") is not None:
         sources += places(os.fspath(reading["mask_path"]), "megatron", "--mask-path")
-    require_apart(places(destination, to, "the destination", written=True), sources)
+    written = places(destination, to, "the destination", written=True)
+    if options.padding is not None:
+        if to != "parquet":
+            raise FormatError(f"{destination}: padding is stored in parquet alone, for Megatron-Bridge; leave it out")
+        written.append(Place(summary_path(destination), "the summary of packs"))
+    require_apart(written, sources)
     check_destination(destination, to, overwrite=options.overwrite)
     if name == "npy" and options.capacity is not None:
         reading["capacity"] = options.capacity  # its packers exceed what they were given, which its reader knows
     parts = JoinedReader(name, paths, mask_alignment=options.mask_alignment, max_open=1, options=reading)
-    spec = _spec_for_output(parts, options)
-    content = Content()
-    with create(
-        destination, to, spec, overwrite=options.overwrite, allow_loss=options.allow_loss, **options.writer
-    ) as writer:
-        for run in _counted(parts.runs(), begun and begun("converting", spec.num_tokens)):
+    padding, content = options.padding, Content()
+    with (
+        _padded_spec(parts, destination, options, begun) as spec,
+        create(
+            destination, to, spec, overwrite=options.overwrite, allow_loss=options.allow_loss, **options.writer
+        ) as writer,
+    ):
+        runs = parts.runs() if padding is None else map(padding.pad, parts.runs())
+        for run in _counted(runs, begun and begun("converting", spec.num_tokens)):
             _write(writer, run, spec)
             content.add(run)
         writer.complete()
@@ -167,9 +182,40 @@ def convert(
     return ConvertReport(name, parts.paths, content, spec, parts.notes, [*writer.lost.values()], options.verify)
 
 
+def summary_path(destination: str) -> str:
+    """Where the summary of a padded file goes, for Bridge's ``packed_metadata_path``."""
+    return f"{destination}.json"
+
+
+@contextlib.contextmanager
+def _padded_spec(
+    parts: JoinedReader, destination: str, options: ConvertOptions, begun: Callable[[str, int], Progress] | None
+) -> Iterator[PackedSpec]:
+    """What the writer is told; with padding, the summary of its packs is published once this is left."""
+    spec = _spec_for_output(parts, options)
+    if options.padding is None:
+        yield spec
+        return
+    from megatron_sft_idx.formats.bridge import METADATA_KIND, PaddedPacks
+
+    packs = PaddedPacks(parts.paths[0], options.padding, spec)
+    with new_file(summary_path(destination), METADATA_KIND, overwrite=options.overwrite) as summary:
+        packs.measure(_counted(parts.runs(), begun and begun("measuring", spec.num_tokens)))
+        summary.open().write(packs.metadata())
+        yield packs.padded_spec()
+        summary.publish()
+
+
 def _spec_for_output(parts: JoinedReader, options: ConvertOptions) -> PackedSpec:
     """What the writer is told, once it is known that masks are not shifted twice and that packs fit."""
     spec = parts.spec
+    for number, path in enumerate(parts.paths):
+        if (padding := parts.reader(number).spec.metadata.get(PADDED)) is not None:
+            multiple = padding.get("multiple") if isinstance(padding, dict) else padding
+            raise FormatError(
+                f"{path}: its sequences are filled up to multiples of {multiple} for Megatron-Bridge, and where their"
+                " own tokens end is not said; convert what it was made from"
+            )
     said = spec.metadata.get("mask_alignment")
     if said == "label" and options.mask_alignment != "label":
         raise FormatError(

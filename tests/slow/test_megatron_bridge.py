@@ -1,4 +1,4 @@
-"""The README's class on Megatron-Bridge's own packed data set and collate, which are taken out of its wheel."""
+"""The class of docs/formats.md on an older Megatron-Bridge's packed data set and collate, taken out of its wheel."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("bridge")
-def test_the_readme_s_class_feeds_their_collate(tmp_path: Path) -> None:
+def test_the_class_of_the_docs_feeds_their_collate(tmp_path: Path) -> None:
     packs = demo_samples()
     write_samples(tmp_path / "x", packs)
-    (block,) = (block for block in blocks_of("README.md") if block.kind == "python bridge")
+    (block,) = (block for block in blocks_of("docs/formats.md") if block.kind == "python bridge")
     names: dict[str, Any] = {}
     exec(block.text, names)
     make = partial(names["PackedShard"], str(tmp_path / "x"), SimpleNamespace(eos_id=60_000), **THEIR_OPTIONS)

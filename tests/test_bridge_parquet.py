@@ -1,0 +1,262 @@
+"""Megatron-Bridge's packed data set on what ``convert`` writes, and its own preparation of the same chats beside it.
+
+``make test-megatron`` installs it for the one Python it is made for, without what it asks for: its package imports
+models that need Transformer Engine, which is compiled against CUDA. Three packages are made bare for that; the modules
+for packed data in them are its own, whole.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from functools import cached_property
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chats import CHATS, TOKENIZER, command, preprocess, write_rows
+from doc_blocks import blocks_of
+
+from megatron_sft_idx import SFTIndexedDataset
+from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard.shard_set import ShardSet
+from megatron_sft_idx.training.batch import BatchAssembler
+from megatron_sft_idx.training.sources import StoredPacks
+
+pytestmark = pytest.mark.skipif(
+    find_spec("megatron") is None or find_spec("megatron.bridge") is None,
+    reason="megatron-bridge is not installed: make test-megatron has it, for Python 3.12",
+)
+
+BARE = ("megatron.bridge", "megatron.bridge.data", "megatron.bridge.data.builders")
+CAPACITY, MULTIPLE = 512, 8
+
+
+class Bridge:
+    """Its modules, and its tokenizer made of the bundled one."""
+
+    def __init__(self) -> None:
+        self.builder = import_module("megatron.bridge.data.builders.gpt_sft")
+        self.offline = import_module("megatron.bridge.data.packing.offline")
+        self.algorithms = import_module("megatron.bridge.data.packing.algorithms")
+        self.specs = import_module("megatron.bridge.data.packing.config").PackedSequenceSpecs
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        config = import_module("megatron.bridge.training.tokenizers.config").TokenizerConfig
+        build = import_module("megatron.bridge.training.tokenizers.tokenizer").build_tokenizer
+        return build(config(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(TOKENIZER)))
+
+    def dataset(self, path: Path, metadata: Path | None = None, padded: bool = True, **options: Any) -> Any:
+        """The training data set as its recipes build it from a path, without a line of code of one's own."""
+        specs = self.specs(
+            packed_sequence_size=CAPACITY,
+            packed_train_data_path=str(path),
+            packed_metadata_path=metadata,
+            pad_cu_seqlens=metadata is not None,
+            pad_seq_to_mult=options.pop("multiple", 1),
+        )
+        config = self.builder.GPTSFTDatasetConfig(
+            dataset_root=path.parent,
+            seq_length=CAPACITY,
+            enable_offline_packing=True,
+            offline_packing_specs=specs,
+            do_validation=False,
+            do_test=False,
+            dataset_kwargs={"pad_to_max_length": padded},
+            **options,
+        )
+        return self.builder.GPTSFTDatasetBuilder(config, self.tokenizer).build()[0]
+
+    def prepare(self, rows: Path, path: Path, multiple: int, algorithm: str = "first_fit_shuffle") -> Any:
+        """Its own preparation of chats; returns the entry of the metadata that it writes."""
+        metadata = path.with_suffix(".theirs.json")
+        self.offline.prepare_gpt_sft_packed_data(
+            input_path=rows,
+            output_path=path,
+            output_metadata_path=metadata,
+            packed_sequence_size=CAPACITY,
+            tokenizer=self.tokenizer,
+            max_seq_length=CAPACITY,
+            packing_algorithm=algorithm,
+            dataset_kwargs={"chat": True, "use_hf_tokenizer_chat_template": True},
+            pad_seq_to_mult=multiple,
+            dataset_builder=self.builder.build_gpt_sft_split,
+        )
+        return json.loads(metadata.read_text())
+
+
+@pytest.fixture(scope="module")
+def bridge() -> Iterator[Bridge]:
+    before = set(sys.modules)
+    (folder,) = find_spec("megatron.bridge").submodule_search_locations  # type: ignore[union-attr]
+    for name in BARE:
+        package = ModuleType(name)
+        package.__path__ = [str(Path(folder, *name.split(".")[2:]))]
+        sys.modules[name] = package
+    yield Bridge()
+    for name in set(sys.modules) - before:
+        if name.startswith("megatron.bridge"):
+            del sys.modules[name]
+
+
+def chats() -> list[dict[str, Any]]:
+    """Of the bundled chats those that Bridge takes as they are: plain texts, no marks of what to train on."""
+    rows = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
+    return [
+        row
+        for row in rows
+        if all(
+            isinstance(message.get("content"), str)
+            and "<|" not in message["content"]
+            and not {"train", "weight"} & {*message}
+            for message in row.get("messages", [{}])
+        )
+    ]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the chats as ``rows.jsonl``, tokenised as ``all`` and packed as ``x``, to be padded to eights."""
+    folder = tmp_path_factory.mktemp("chats")
+    rows = chats()
+    assert len(rows) > 200
+    write_rows(folder / "rows.jsonl", rows)
+    source = ("--input", folder / "rows.jsonl")
+    assert preprocess(folder / "all", *source, "--packing", "none", capacity=CAPACITY).code == 0
+    assert preprocess(folder / "x", *source, "--sequence-multiple", MULTIPLE, capacity=CAPACITY).code == 0
+    return folder
+
+
+def cut(batch: dict[str, torch.Tensor], eos_id: int) -> dict[str, torch.Tensor]:
+    """A batch of ours as Bridge's collate has it: without the last position of each sequence, filled up anew."""
+    rows: dict[str, list[torch.Tensor]] = {key: [] for key in ("tokens", "labels", "loss_mask", "position_ids")}
+    fill = {"tokens": eos_id, "labels": eos_id, "loss_mask": 0, "position_ids": 0}
+    bounds = []
+    for row, cu_seqlens in enumerate(batch["cu_seqlens"].tolist()):
+        ends = [end for end in cu_seqlens[1:] if end <= int(batch["used"][row])]
+        ends = sorted({*ends})
+        kept = np.delete(np.arange(ends[-1]), np.array(ends) - 1)
+        for key, parts in rows.items():
+            values = batch[key][row, kept].long()
+            parts.append(torch.nn.functional.pad(values, (0, CAPACITY - len(kept)), value=fill[key]))
+        bounds.append([0, *(end - number for number, end in enumerate(ends, 1))])
+        bounds[-1] += [CAPACITY] * (bounds[-1][-1] != CAPACITY)
+    width = max(map(len, bounds))
+    cu = torch.IntTensor([row + [CAPACITY] * (width - len(row)) for row in bounds])
+    return {**{key: torch.stack(parts) for key, parts in rows.items()}, "cu_seqlens_q": cu}
+
+
+def test_batches_of_their_data_set_are_those_of_our_loader(bridge: Bridge, shards: Path) -> None:
+    assert command("convert", shards / "x", shards / "x.parquet", "--to", "parquet").code == 0
+    theirs, ours = bridge.dataset(shards / "x.parquet"), SFTIndexedDataset(str(shards / "x"))
+    assert type(theirs).__name__ == "GPTSFTPackedParquetDataset"
+    assert len(theirs) == len(ours) > 10
+    for i in range(len(ours)):
+        assert {key: values.tolist() for key, values in ours[i].items()} == theirs[i]
+    assert not any(theirs[-1]["loss_mask"])
+
+    assembler = BatchAssembler(StoredPacks(ShardSet([str(shards / "x")])), CAPACITY)
+    for first in range(0, len(ours) - 3, 4):
+        packs = range(first, first + 4)
+        batch = assembler.assemble(packs)
+        batch["used"] = torch.tensor([len(ours[i]["input_ids"]) for i in packs])
+        expected, found = cut(batch, bridge.tokenizer.eos_id), theirs.collate_fn([theirs[i] for i in packs])
+        for key, values in expected.items():
+            assert torch.equal(found[key], values), key
+        assert found["loss_mask"].any()
+
+
+def test_the_class_of_the_docs_reads_the_shard_itself(bridge: Bridge, shards: Path) -> None:
+    assert command("convert", shards / "x", shards / "same.parquet", "--to", "parquet").code == 0
+    (block,) = (block for block in blocks_of("docs/formats.md") if block.kind == "python bridge")
+    names: dict[str, Any] = {}
+    exec(block.text, names)
+    options = {"max_seq_length": CAPACITY, "prompt_template": "{input} {output}", "label_key": "output"}
+    ours = names["PackedShard"](str(shards / "x"), bridge.tokenizer, truncation_field="input", **options)
+    theirs = bridge.dataset(shards / "same.parquet", padded=False)
+    for numbers in ([0, 1, 2, 3], [4, -1]):
+        batches = [data.collate_fn([data[i] for i in numbers]) for data in (ours, theirs)]
+        for key, values in batches[1].items():
+            assert torch.equal(batches[0][key], values) if torch.is_tensor(values) else batches[0][key] == values, key
+
+
+def test_their_epochs_are_of_our_packs(bridge: Bridge, shards: Path) -> None:
+    assert command("convert", shards / "x", shards / "epochs.parquet", "--to", "parquet").code == 0
+    ours = SFTIndexedDataset(str(shards / "x"))
+    theirs = bridge.dataset(shards / "epochs.parquet", max_train_samples=2 * len(ours))
+    assert len(theirs) == 2 * len(ours)
+    for i, number in enumerate(theirs.samples_mapping.tolist()):
+        assert theirs[i]["input_ids"] == ours[number]["input_ids"].tolist()
+
+
+def padded(folder: Path, source: Path, name: str, bridge: Bridge, *options: object) -> Path:
+    arguments = ("--to", "parquet", "--pad-seq-to-mult", MULTIPLE, "--eos-id", bridge.tokenizer.eos_id, *options)
+    outcome = command("convert", source, folder / name, *arguments)
+    assert outcome.code == 0, outcome.err
+    return folder / name
+
+
+def stored(dataset: Any) -> list[tuple[list[int], list[int]]]:
+    """Ids and mask of every sequence, in order of its values."""
+    found = []
+    for i in range(len(dataset)):
+        pack = dataset[i]
+        for a, b in zip(pack["seq_boundaries"], pack["seq_boundaries"][1:], strict=False):
+            found.append((pack["input_ids"][a:b], pack["loss_mask"][a:b]))
+    return sorted(found)
+
+
+def test_what_they_packed_without_padding_gets_the_padding_of_theirs(
+    bridge: Bridge, shards: Path, tmp_path: Path
+) -> None:
+    for multiple in (1, MULTIPLE):
+        bridge.prepare(shards / "rows.jsonl", tmp_path / f"{multiple}.parquet", multiple)
+    ours = padded(tmp_path, tmp_path / "1.parquet", "ours.parquet", bridge, "--capacity", 2 * CAPACITY)
+    expected = stored(bridge.dataset(tmp_path / f"{MULTIPLE}.parquet"))
+    assert stored(bridge.dataset(ours)) == expected
+    assert len(expected) == len(chats())
+
+
+def test_padding_and_metadata_are_those_of_their_preparation(
+    bridge: Bridge, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bridge prepares the same chats, packed as ours are: the same sequences in the same places."""
+    ours = padded(tmp_path, shards / "x", "ours.parquet", bridge)
+    numbers: dict[tuple[int, ...], list[int]] = {}
+    for number, pack in enumerate(Shard(shards / "all")):
+        numbers.setdefault(tuple(pack["input_ids"].tolist()), []).append(number)
+    shard = Shard(shards / "x")
+    packs = [[numbers[tuple(ids.tolist())].pop() for ids, _ in shard.sequences(i)] for i in range(len(shard))]
+    order, rows = [number for pack in packs for number in pack], chats()
+    assert sorted(order) == list(range(len(rows)))
+    # Sequences of one length are dealt out from the last one on, in an order that is drawn: here that of the rows.
+    write_rows(tmp_path / "rows.jsonl", [rows[number] for number in reversed(order)])
+    monkeypatch.setattr(np.random, "permutation", np.arange)
+    lengths = [len(pack["input_ids"]) for pack in Shard(shards / "all")]
+    taken = [[-(-(lengths[number] - 1) // MULTIPLE) * MULTIPLE for number in pack] for pack in packs]
+    monkeypatch.setattr(bridge.algorithms, "as_ours", lambda lengths, size: taken, raising=False)
+    metadata = bridge.prepare(tmp_path / "rows.jsonl", tmp_path / "theirs.parquet", MULTIPLE, "as_ours")
+
+    summary = Path(f"{ours}.json")
+    assert json.loads(summary.read_text()) == metadata
+    for said in (None, summary):
+        one, other = (bridge.dataset(path, said, multiple=MULTIPLE) for path in (ours, tmp_path / "theirs.parquet"))
+        assert len(one) == len(other) == len(packs)
+        for first in range(0, len(packs), 4):
+            batches = [
+                data.collate_fn([data[i] for i in range(first, min(first + 4, len(packs)))]) for data in (one, other)
+            ]
+            assert batches[0].keys() == batches[1].keys() >= {"cu_seqlens_q", "cu_seqlens_q_padded", "loss_mask"}
+            for key, values in batches[1].items():
+                same = torch.equal(batches[0][key], values) if torch.is_tensor(values) else batches[0][key] == values
+                assert same, key
+            physical = batches[0]["cu_seqlens_q_padded"]
+            assert not (physical % MULTIPLE).any()
+            assert (batches[0]["cu_seqlens_q"] < physical).any()
