@@ -7,6 +7,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -155,3 +157,13 @@ def test_the_training_script_teaches_what_it_parses() -> None:
     assert len(examples) == 3
     for example in examples:
         script.parse_arguments(shlex.split(example.partition("pretrain_sft.py ")[2]))
+
+
+def test_a_verb_imports_no_other() -> None:
+    """All of them take longer than a small job; a worker process of the console command imports this module too."""
+    script = (
+        "import sys; from megatron_sft_idx.cli.main import build_parser; build_parser('split'); print(*sys.modules)"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert "megatron_sft_idx.cli.merge" in found
+    assert not {f"megatron_sft_idx.{name}" for name in ("cli.produce", "check", "inspect", "live")} & set(found)

@@ -11,29 +11,21 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 
 from megatron_sft_idx import __version__
-from megatron_sft_idx.cli import (
-    bench_read,
-    convert,
-    copy,
-    inspect,
-    merge,
-    pack,
-    preprocess,
-    produce,
-    raw_index,
-    rebuild,
-    verify,
-)
 from megatron_sft_idx.cli.options import HelpFormatter
 from megatron_sft_idx.cli.streams import STDOUT, StandardOutput, message_of, standard_streams
 from megatron_sft_idx.errors import SFTIndexError
-from megatron_sft_idx.inspect.text import PICTURES
 
 __all__ = ["main"]
 
-_VERBS = (preprocess, pack, produce, convert, inspect, verify, rebuild, merge, copy, bench_read, raw_index)
+# Modules, each with a verb or two; one is imported when it is asked for, since all of them take a tenth of a second.
+_VERBS = (
+    *("preprocess", "pack", "produce", "convert", "inspect", "verify"),
+    *("rebuild", "merge", "copy", "bench_read", "raw_index"),
+)
+_OTHERWISE_CALLED = {"bench-read": "bench_read", "create-raw-index": "raw_index", "split": "merge"}
 
 _EXAMPLE = """\
 example:
@@ -45,8 +37,8 @@ megatron-sft-idx <verb> --help explains each verb, with examples.
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all verbs."""
+def build_parser(verb: str = "") -> argparse.ArgumentParser:
+    """The parser of all verbs, or of one where it is the name of one."""
     parser = argparse.ArgumentParser(
         prog="megatron-sft-idx",
         description="Packed SFT data for Megatron: five memory-mapped files a shard, exact loss masks.",
@@ -55,8 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="<verb>", required=True)
-    for verb in _VERBS:
-        verb.add_parser(verbs)
+    named = _OTHERWISE_CALLED.get(verb, verb)
+    for module in (named,) if named in _VERBS else _VERBS:
+        import_module(f"megatron_sft_idx.cli.{module}").add_parser(verbs)
     parser.set_defaults(prints_result=False)
     return parser
 
@@ -82,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None, output: StandardOutput) -> int:
-    parser = build_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    parser = build_parser(*argv[:1])
     try:
         arguments = parser.parse_args(argv)
     except SystemExit as leaving:
@@ -113,6 +107,8 @@ def _cleaning_up_when_terminated() -> Iterator[None]:
 
 
 def _fail(message: str) -> int:
+    from megatron_sft_idx.inspect.text import PICTURES
+
     # Messages quote metadata, which anybody may have written, and a terminal obeys escape codes.
     print(f"megatron-sft-idx: error: {message.translate(PICTURES)}", file=sys.stderr)
     return 1

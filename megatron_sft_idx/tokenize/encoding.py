@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import orjson
+import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.chat_rows import RowOptions, to_sequence_source
@@ -95,6 +97,7 @@ class RowEncoder:
 
     Attributes:
         options: as given, and for other processes what it took this one seconds to find out.
+        digest: of all that decides which tokens and masks a row becomes.
 
     Raises:
         FormatError: the tokenizer or the template cannot be used.
@@ -114,6 +117,8 @@ class RowEncoder:
         self.template = self._template(named.get("default", self.tokenizer.chat_template))
         # Some tokenizers bring a template of its own for rows with tools; transformers takes it the same way.
         self.tools_template = self._template(named["tool_use"]) if "tool_use" in named else self.template
+        described = {**self.describe(), "token_dtype": self.token_dtype.name}
+        self.digest = xxhash.xxh3_128_hexdigest(orjson.dumps(described, option=orjson.OPT_SORT_KEYS))
 
     def _template(self, source: str | None) -> ChatTemplate | None:
         if source is None:

@@ -19,10 +19,11 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from enum import Enum
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, TypeVar
 
 from megatron_sft_idx.errors import SFTIndexError
 
@@ -30,7 +31,6 @@ __all__ = ["NOT_YET", "Local", "NotYet", "WorkersDiedError", "available_cpus"]
 
 Shared = TypeVar("Shared")
 Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 _MAX_ATTEMPTS = 3
 # Items at a worker, so that none waits for the parent; and items a worker that are held, results too.
@@ -59,14 +59,14 @@ def available_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-class _Job(Generic[Item, Result]):
+@dataclass(slots=True, eq=False)
+class _Job:
     """An item on its way, then its outcome."""
 
-    def __init__(self, item: Item) -> None:
-        self.item = item
-        self.deaths = 0
-        self.future: Future[Result] | None = None
-        self.done = False
+    item: Any
+    deaths: int = 0
+    future: Future[Any] | None = None
+    done: bool = False
 
 
 @contextlib.contextmanager
@@ -95,9 +95,9 @@ class _Worker:
         with _safe_path():
             self._executor.submit(int)  # imports take a while, and may do so now
         other_end.close()
-        self.jobs: deque[_Job[Any, Any]] = deque()
+        self.jobs: deque[_Job] = deque()
 
-    def submit(self, job: _Job[Any, Any], task: Callable[..., Any], shared: bytes) -> None:
+    def submit(self, job: _Job, task: Callable[..., Any], shared: bytes) -> None:
         try:
             job.future = self._executor.submit(_work, task, shared, job.item)
         except BrokenProcessPool as error:
@@ -138,35 +138,13 @@ class Local:
         for worker in self._pool:
             worker.join()
 
-    @overload
     def map_in_order(
         self,
-        task: Callable[[Shared, Item], Result],
-        shared: Shared,
-        items: Iterable[Item],
-        *,
-        name_of: Callable[[Item], str],
-        done: Callable[[Result], None] = ...,
-    ) -> Generator[Result, None, None]: ...
-
-    @overload
-    def map_in_order(
-        self,
-        task: Callable[[Shared, Item], Result],
+        task: Callable[[Shared, Item], Any],
         shared: Shared,
         items: Iterable[Item | NotYet],
         *,
         name_of: Callable[[Item], str],
-        done: Callable[[Result], None] = ...,
-    ) -> Generator[Result | NotYet, None, None]: ...
-
-    def map_in_order(
-        self,
-        task: Callable[[Any, Any], Any],
-        shared: Any,
-        items: Iterable[Any],
-        *,
-        name_of: Callable[[Any], str],
         done: Callable[[Any], None] = lambda result: None,
     ) -> Generator[Any, None, None]:
         """``task(shared, item)`` for every item, in order; only a few items more than there are workers are held.
@@ -195,33 +173,28 @@ class Local:
         yield from _Mapping(self._pool, task, pickle.dumps(shared), iter(items), name_of, done).run()
 
 
-class _Mapping(Generic[Item, Result]):
-    """One call of ``map_in_order``."""
+@dataclass(slots=True)
+class _Mapping:
+    """One call of ``map_in_order``: its jobs in the order of their items, the finished ones too, and lost ones."""
 
-    def __init__(
-        self,
-        pool: list[_Worker],
-        task: Callable[[Any, Item], Result],
-        shared: bytes,
-        items: Iterator[Item | NotYet],
-        name_of: Callable[[Item], str],
-        done: Callable[[Result], None],
-    ) -> None:
-        self._pool, self._task, self._shared, self._items = pool, task, shared, items
-        self._name_of, self._done = name_of, done
-        # Jobs in the order of their items, the finished ones too; and those whose worker died.
-        self._held: deque[_Job[Item, Result]] = deque()
-        self._again: deque[_Job[Item, Result]] = deque()
+    pool: list[_Worker]
+    task: Callable[[Any, Any], Any]
+    shared: bytes
+    items: Iterator[Any]
+    name_of: Callable[[Any], str]
+    done: Callable[[Any], None]
+    held: deque[_Job] = field(default_factory=deque)
+    again: deque[_Job] = field(default_factory=deque)
 
-    def run(self) -> Iterator[Result | NotYet]:
+    def run(self) -> Iterator[Any]:
         while True:
             more_later = self._hand_out()
-            if not self._held:
+            if not self.held:
                 if not more_later:
                     return
                 yield NOT_YET
-            elif self._held[0].done:
-                future = self._held.popleft().future
+            elif self.held[0].done:
+                future = self.held.popleft().future
                 assert future is not None
                 yield future.result()
             else:
@@ -234,44 +207,44 @@ class _Mapping(Generic[Item, Result]):
             Whether an item was asked for and is not there yet.
         """
         while True:
-            worker = min(self._pool, key=lambda worker: len(worker.jobs))
+            worker = min(self.pool, key=lambda worker: len(worker.jobs))
             if len(worker.jobs) >= _AT_ONCE:
                 return False
-            if self._again:
-                job = self._again.popleft()
-            elif len(self._held) < _HELD * len(self._pool) and (new := next(self._items, _NO_MORE)) is not _NO_MORE:
+            if self.again:
+                job = self.again.popleft()
+            elif len(self.held) < _HELD * len(self.pool) and (new := next(self.items, _NO_MORE)) is not _NO_MORE:
                 if isinstance(new, NotYet):
                     return True
-                job = _Job[Item, Result](new)
-                self._held.append(job)
+                job = _Job(new)
+                self.held.append(job)
             else:
                 return False
-            worker.submit(job, self._task, self._shared)
+            worker.submit(job, self.task, self.shared)
 
     def _receive(self, seconds: float | None) -> None:
         """Wait until a worker answers or dies, or so long; take what has come."""
-        wait([job.future for worker in self._pool for job in worker.jobs if job.future], seconds, FIRST_COMPLETED)
-        for number, worker in enumerate(self._pool):
+        wait([job.future for worker in self.pool for job in worker.jobs if job.future], seconds, FIRST_COMPLETED)
+        for number, worker in enumerate(self.pool):
             while worker.jobs and (future := worker.jobs[0].future) is not None and future.done():
                 job = worker.jobs.popleft()
                 error = future.exception()
                 if isinstance(error, BrokenProcessPool):
-                    self._pool[number] = self._replace(worker, job)
+                    self.pool[number] = self._replace(worker, job)
                     break
                 job.done, job.item = True, None  # which may be large
                 if error is None:
-                    self._done(future.result())
+                    self.done(future.result())
 
-    def _replace(self, worker: _Worker, job: _Job[Any, Any]) -> _Worker:
+    def _replace(self, worker: _Worker, job: _Job) -> _Worker:
         """A new process in the place of one that died over a job; that and those after it are to be done again."""
         worker.end()
         job.deaths += 1
         if job.deaths >= _MAX_ATTEMPTS:
             raise WorkersDiedError(
-                f"{self._name_of(job.item)}: worker processes died {job.deaths} times while working on this; they"
+                f"{self.name_of(job.item)}: worker processes died {job.deaths} times while working on this; they"
                 " crashed or were killed (out of memory?): try fewer --workers, look at these rows"
             )
-        self._again += [job, *worker.jobs]
+        self.again += [job, *worker.jobs]
         return _Worker()
 
 

@@ -25,13 +25,12 @@ import platform
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import orjson
 import xxhash
 from numpy.typing import NDArray
 
@@ -50,7 +49,6 @@ __all__ = [
     "Part",
     "PartInfo",
     "TokenizingJob",
-    "digest_of",
     "encode_piece",
     "make_parts",
     "parts_of",
@@ -309,41 +307,28 @@ class MadePart:
     changed: tuple[str, str] | None = None
 
 
-def digest_of(encoder: RowEncoder) -> str:
-    """Fingerprint of all that decides which tokens and masks a row becomes."""
-    described = {**encoder.describe(), "token_dtype": encoder.token_dtype.name}
-    return xxhash.xxh3_128_hexdigest(orjson.dumps(described, option=orjson.OPT_SORT_KEYS))
-
-
-class _Held(NamedTuple):
-    """The encoder of this process, what it was made from, and its digest."""
-
-    options: EncodingOptions
-    encoder: RowEncoder
-    digest: str
-
-
-_held: _Held | None = None
+# The encoder of this process, and what it was made from.
+_held: tuple[EncodingOptions, RowEncoder] | None = None
 
 
 def remember_encoder(options: EncodingOptions | None, encoder: RowEncoder | None = None) -> None:
     """Let tasks that run in this process use an encoder that is there already; None forgets it."""
     global _held  # noqa: PLW0603
-    _held = None if options is None or encoder is None else _Held(options, encoder, digest_of(encoder))
+    _held = None if options is None or encoder is None else (options, encoder)
 
 
-def _encoder_of(options: EncodingOptions) -> _Held:
+def _encoder_of(options: EncodingOptions) -> RowEncoder:
     """Made once a process; that of an earlier run is dropped."""
-    if _held is None or _held.options != options:
+    if _held is None or _held[0] != options:
         remember_encoder(None)
         remember_encoder(options, RowEncoder(options))
     assert _held is not None
-    return _held
+    return _held[1]
 
 
 def encode_piece(options: EncodingOptions, piece: Piece) -> EncodedPiece:
     """Encode the rows of one piece, in order."""
-    return _encoder_of(options).encoder.encode(piece)
+    return _encoder_of(options).encode(piece)
 
 
 def parts_of(folder: str) -> dict[tuple[int, int], tuple[str, ...]]:
@@ -376,16 +361,19 @@ def make_parts(job: TokenizingJob, stretch: Stretch) -> list[MadePart]:
 
 def _make_part(job: TokenizingJob, key: tuple[int, int], pieces: list[Piece], there: Sequence[str]) -> MadePart:
     info = PartInfo(job.digest, [piece.fingerprint() for piece in pieces])
-    others = []
-    for part in _whole_parts(job, there):
-        if part.info.pieces == info.pieces:
-            return MadePart(part.path, part.info, np.array(part.lengths), reused=True)
-        others.append(part.info.pieces)
+    others: list[list[str]] = []
+    for name in there:
+        with contextlib.suppress(FileNotFoundError, FormatError):
+            part = Part(os.path.join(job.folder, name), verify=True)
+            if part.info.options == job.digest and part.info.pieces == info.pieces:
+                return MadePart(part.path, part.info, np.array(part.lengths), reused=True)
+            if part.info.options == job.digest:
+                others.append(part.info.pieces)
     if others and not job.anew:
         then, now = (xxhash.xxh3_128_hexdigest("".join(each).encode()) for each in (others[0], info.pieces))
         return MadePart("", info, np.empty(0, np.uint32), changed=(then, now))
-    _, encoder, digest = _encoder_of(job.encoding)
-    if digest != job.digest:
+    encoder = _encoder_of(job.encoding)
+    if encoder.digest != job.digest:
         raise FormatError(
             f"{job.encoding.tokenizer}: the tokenizer on node {platform.node()} is not the driver's; put it where"
             " every node of the cluster sees it, at the same path"
@@ -400,12 +388,3 @@ def _make_part(job: TokenizingJob, key: tuple[int, int], pieces: list[Piece], th
     path = os.path.join(job.folder, f"{key[0]:06d}-{key[1]:06d}.{secrets.token_hex(4)}{_SUFFIX}")
     write_part(path, info, encoded)
     return MadePart(path, info, np.concatenate([done.lengths for done in encoded]).astype(np.uint32))
-
-
-def _whole_parts(job: TokenizingJob, names: Sequence[str]) -> Iterator[Part]:
-    """Those that are whole, and by these options."""
-    for name in names:
-        with contextlib.suppress(FileNotFoundError, FormatError):
-            part = Part(os.path.join(job.folder, name), verify=True)
-            if part.info.options == job.digest:
-                yield part

@@ -67,7 +67,6 @@ from megatron_sft_idx.tokenize.parts import (
     MAX_LISTED,
     MadePart,
     TokenizingJob,
-    digest_of,
     make_parts,
     parts_of,
     remember_encoder,
@@ -220,7 +219,7 @@ class _Run:
         job, report = self.job, self.report
         # Tasks on other machines find the tokenizer by its whole path.
         encoding = replace(self.encoder.options, tokenizer=os.path.abspath(self.encoder.options.tokenizer))
-        shared = TokenizingJob(self.folder.path, encoding, digest_of(self.encoder), job.cutting, anew)
+        shared = TokenizingJob(self.folder.path, encoding, self.encoder.digest, job.cutting, anew)
         remember_encoder(encoding, self.encoder)
         there = parts_of(self.folder.path)
         pieces = StreamHash()

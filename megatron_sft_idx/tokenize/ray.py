@@ -24,7 +24,6 @@ __all__ = ["Cluster", "ray_cluster"]
 
 Shared = TypeVar("Shared")
 Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 # A task is tried again when its process or node dies (spot machines do), and on errors of the file system, which
 # shared ones have now and then; never on an error of this package, which tasks give back.
@@ -37,19 +36,11 @@ _OBJECT_STORE_NBYTES = 512 << 20
 _own_token: list[str] = []
 
 
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise SFTIndexError("--engine ray: Ray is not installed: pip install 'megatron-sft-idx[ray]'") from None
-    return ray
-
-
-def _giving_back_errors(task: Callable[[Shared, Item], Result]) -> Callable[[Shared, Item], Result | SFTIndexError]:
+def _giving_back_errors(task: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """What cannot be used today cannot be used when tried again; errors of the file system are raised, and are."""
 
     @functools.wraps(task)
-    def done(shared: Shared, item: Item) -> Result | SFTIndexError:
+    def done(shared: Any, item: Any) -> Any:
         # One task is one thread of work; the libraries below would start one a processor.
         os.environ["RAYON_NUM_THREADS"] = "1"
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -75,25 +66,18 @@ class Cluster:
 
     def map_in_order(
         self,
-        task: Callable[[Shared, Item], Result],
+        task: Callable[[Shared, Item], Any],
         shared: Shared,
         items: Iterable[Item],
         *,
         name_of: Callable[[Item], str],
-        done: Callable[[Result], None] = lambda result: None,
-    ) -> Generator[Result, None, None]:
-        """``task(shared, item)`` for every item, in order.
+        done: Callable[[Any], None] = lambda result: None,
+    ) -> Generator[Any, None, None]:
+        """``task(shared, item)`` for every item, in order; arguments as of ``Local.map_in_order``.
 
         Few tasks more than there are processors are handed out at a time, and few more results are held, which makes
         the driver's memory independent of how many there are. Closing it stops the tasks that are at work; it is to be
         closed before the connection is.
-
-        Args:
-            task: a function of a module; may be called more than once for an item.
-            shared: its first argument, which is sent once.
-            items: its second one.
-            name_of: names an item in the error about it.
-            done: called with each result as soon as it is there, in no order.
 
         Raises:
             SFTIndexError: of a task, when its turn comes.
@@ -181,7 +165,10 @@ def ray_cluster(address: str | None, workers: int | None, log: Callable[[str], N
         }
     with _environment({} if address is not None else _token()):
         # Ray reads the environment when it is imported.
-        ray = _import_ray()
+        try:
+            import ray
+        except ImportError:
+            raise SFTIndexError("--engine ray: Ray is not installed: pip install 'megatron-sft-idx[ray]'") from None
         if ray.is_initialized():
             raise SFTIndexError(
                 "--engine ray: this process is connected to a Ray cluster already; call ray.shutdown() first"
