@@ -31,7 +31,7 @@ from megatron_sft_idx.storage.remote import (
     open_store,
 )
 from megatron_sft_idx.storage.remote.s3 import S3, FastS3
-from megatron_sft_idx.storage.remote.transport import Missing, Temporary
+from megatron_sft_idx.storage.remote.store import Missing, Temporary
 
 BODY = bytes(range(256)) * 40
 SECRET = "not-a-secret-but-must-not-be-seen"
@@ -238,8 +238,7 @@ PATIENT, IMPATIENT = (RetryPolicy(total_seconds=seconds, first_delay=0.01) for s
 def open_through(library: str) -> RemoteStore:
     """A store over boto3 or obstore, which gives up soon."""
     made = RemoteStore("s3", "bucket", IMPATIENT)
-    slow = S3("bucket")
-    made._transport = os.getpid(), slow if library == "boto3" else FastS3(slow)
+    made._transport = os.getpid(), S3("bucket") if library == "boto3" else FastS3("bucket")
     return made
 
 

@@ -95,13 +95,13 @@ def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None)
     Args:
         paths: of the files.
         options: how they are read.
-        index_cache: of a remote shard, see ``IndexCache``.
+        index_cache: of a remote shard, as of ``Shard``.
 
     Raises:
         ShardNotFoundError, FormatError, StorageError: as of ``Shard``.
     """
     if is_remote(paths.prefix):
-        return Files.of(*remote.open_remote(paths, remote.IndexCache(index_cache), options.backend))
+        return Files.of(*remote.open_remote(paths, index_cache, options.backend))
     try:
         return _open_local(paths, options)
     except ShardNotFoundError:

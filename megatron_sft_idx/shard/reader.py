@@ -63,7 +63,8 @@ class Shard:
         advice: what the kernel is told of the order of reads: ``normal``, ``sequential`` or ``random``.
         huge_pages: ask for huge pages; ``huge_pages()`` says what came of it.
         copy: hand out writable copies instead of read-only views.
-        index_cache: local folder for the index files of a remote shard; None for the usual one, see ``IndexCache``.
+        index_cache: local folder for copies of the index files of a remote shard; None for what ``SFT_IDX_CACHE``
+            names, else ``megatron-sft-idx`` in the user's cache folder.
 
     Raises:
         ShardNotFoundError: some of the five files are missing.

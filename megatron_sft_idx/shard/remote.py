@@ -11,11 +11,11 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,14 +24,15 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoun
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.header import FileDigest, peek_nbytes
 from megatron_sft_idx.storage import Backend, check_size, open_array
-from megatron_sft_idx.storage.hashing import has_digest
+from megatron_sft_idx.storage.hashing import HashedFile, has_digest
 from megatron_sft_idx.storage.publish import Kind, new_file
 from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, RemoteStore, open_store
 from megatron_sft_idx.storage.remote.files import read_ahead
 from megatron_sft_idx.storage.remote.store import threads
 
-__all__ = ["IndexCache", "RemoteFiles", "find_missing", "open_remote", "read_raw_header"]
+__all__ = ["find_missing", "open_remote", "read_raw_header"]
 
+# ---- copies of index files, by their checksums, in a folder that processes share ----
 
 _VARIABLE = "SFT_IDX_CACHE"
 _KIND = Kind("an index file of a shard", lambda path: False)
@@ -41,130 +42,94 @@ _KEPT_DAYS = 30
 # Copies that were found good: their paths and checksums, and what the system said of the files then.
 _found_good: set[tuple[Any, ...]] = set()
 
-_Fetch = Callable[[], Iterable["bytes | memoryview"]]
+
+def _cache_folder(named: str | None) -> Path:
+    """Where copies are kept: in ``named``, else in what ``SFT_IDX_CACHE`` names, else in the user's cache folder."""
+    users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named or os.environ.get(_VARIABLE) or Path(users) / "megatron-sft-idx")
 
 
-class IndexCache:
-    """A folder of index files by checksum; processes may share one.
+def _local_copy(
+    folder: Path, digest: FileDigest, fetch: Callable[[], Iterable[bytes | memoryview]], source: str
+) -> str:
+    """The path of a local copy of some bytes, whole and checked.
 
     Args:
-        folder: where; None for what ``SFT_IDX_CACHE`` names, else ``megatron-sft-idx`` in the user's cache folder.
+        folder: where copies are kept.
+        digest: of the bytes.
+        fetch: gives them, piece by piece; called where there is no good copy.
+        source: where they are from, for messages.
+
+    Raises:
+        CorruptShardError: what was fetched has another checksum (rule F3).
+        FormatError: the folder cannot be written, or is full.
     """
-
-    def __init__(self, folder: str | None = None) -> None:
-        self.folder = Path(folder or os.environ.get(_VARIABLE) or _users() / "megatron-sft-idx")
-
-    def path(self, checksum: bytes, nbytes: int, fetch: _Fetch, *, source: str) -> str:
-        """The local copy of some bytes, whole and checked.
-
-        Args:
-            checksum: their xxh3_128.
-            nbytes: how many there are.
-            fetch: gives them, piece by piece; called where there is no good copy.
-            source: where they are from, for messages.
-
-        Raises:
-            CorruptShardError: what was fetched has another checksum (rule F3).
-            FormatError: the folder cannot be written, or is full.
-        """
-        # Something else under the name may be anybody's: it is passed over.
-        names = (f"{checksum.hex()}{f'.{number}' if number else ''}.index" for number in count())
-        for local in map(self.folder.joinpath, names):
-            if _is_good(local, checksum, nbytes):
-                return str(local)
-            if not os.path.lexists(local):
-                break
-        try:
-            self._keep(local, checksum, nbytes, fetch, source)
-        except _NoPlaceError as error:
-            if not _is_good(local, checksum, nbytes):  # else another process's, which was faster
-                raise self._useless(str(error)) from None
-        except OSError as error:
-            raise self._useless(str(error.strerror)) from None
-        return str(local)
-
-    def _useless(self, reason: str) -> FormatError:
-        return FormatError(
-            f"{self.folder}: index files of remote shards cannot be kept here ({reason}); name another folder with"
-            f" {_VARIABLE}, or --object-storage-cache-path in training"
-        )
-
-    def _keep(self, local: Path, checksum: bytes, nbytes: int, fetch: _Fetch, source: str) -> None:
-        with _placing():
-            new = new_file(local, _KIND, overwrite=False)
-        with new:
-            with contextlib.closing(new.open(durable=False)) as file:
-                for piece in fetch():
-                    file.write(piece)
-            if not _is_good(Path(new.temporary), checksum, nbytes):
+    # Something else under the name may be anybody's: it is passed over.
+    names = (f"{digest.checksum.hex()}{f'.{number}' if number else ''}.index" for number in count())
+    for local in map(folder.joinpath, names):
+        if _is_good(local, digest):
+            return str(local)
+        if not os.path.lexists(local):
+            break
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with new_file(local, _KIND, overwrite=False) as new:
+            file = HashedFile(new.open(durable=False))
+            for piece in fetch():
+                file.write(piece)
+            if file.digest() != digest:
                 raise CorruptShardError(
-                    source, 0, "F3", f"checksum is not {checksum.hex()}, which the header expects; restore the file"
+                    source, 0, "F3", f"checksum is not {digest.checksum.hex()}, which the header expects; restore it"
                 )
-            with _placing():
-                new.publish()
-        self._prune()
-
-    def _prune(self) -> None:
-        """Remove copies that were not opened for a month; what has such a name and other content is not ours."""
-        for path in self.folder.iterdir():
-            named = _COPY.fullmatch(path.name)
-            with contextlib.suppress(OSError, FormatError):  # another process may remove it too
-                stat = path.lstat()
-                old = S_ISREG(stat.st_mode) and time.time() - stat.st_mtime > _KEPT_DAYS * _DAY
-                if named and old and has_digest(str(path), FileDigest(stat.st_size, bytes.fromhex(named[1]))):
-                    path.unlink()
+            new.publish()
+        _prune(folder)
+    except OSError as error:
+        raise FormatError(
+            f"{folder}: index files of remote shards cannot be kept here ({error.strerror}); name another folder with"
+            f" {_VARIABLE}, or --object-storage-cache-path in training"
+        ) from None
+    except FormatError:
+        if not _is_good(local, digest):  # else another process's, which was faster
+            raise
+    return str(local)
 
 
-class _NoPlaceError(Exception):
-    """Nothing can be put at the place of a copy, or something has appeared there."""
+def _prune(folder: Path) -> None:
+    """Remove copies that were not opened for a month; what has such a name and other content is not ours."""
+    for path in folder.iterdir():
+        named = _COPY.fullmatch(path.name)
+        with contextlib.suppress(OSError, FormatError):  # another process may remove it too
+            stat = path.lstat()
+            old = S_ISREG(stat.st_mode) and time.time() - stat.st_mtime > _KEPT_DAYS * _DAY
+            if named and old and has_digest(str(path), FileDigest(stat.st_size, bytes.fromhex(named[1]))):
+                path.unlink()
 
 
-@contextlib.contextmanager
-def _placing() -> Iterator[None]:
+def _is_good(path: Path, digest: FileDigest) -> bool:
     try:
-        yield
-    except FormatError as error:
-        raise _NoPlaceError(error) from None
-
-
-def _is_good(path: Path, checksum: bytes, nbytes: int) -> bool:
-    try:
-        if (stamp := _stamp(path, checksum)) in _found_good:
+        if (stamp := _stamp(path, digest)) in _found_good:
             return True
-        if not has_digest(str(path), FileDigest(nbytes, checksum)):
+        if not has_digest(str(path), digest):
             return False
         if time.time() - path.stat().st_mtime > _DAY:
             with contextlib.suppress(OSError):  # a folder that is only read is not pruned either
                 os.utime(path)
-                stamp = _stamp(path, checksum)
+                stamp = _stamp(path, digest)
         _found_good.add(stamp)
     except (OSError, FormatError):
         return False
     return True
 
 
-def _stamp(path: Path, checksum: bytes) -> tuple[Any, ...]:
+def _stamp(path: Path, digest: FileDigest) -> tuple[Any, ...]:
     stat = path.stat()
-    return path, checksum, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+    return path, digest, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
-def _users() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-
+# ---- the shard ----
 
 # One request reads the whole header of nearly every shard: 256 bytes and a few KiB of JSON.
 _HEADER_NBYTES = 16 << 10
-
-
-class RemoteFiles(NamedTuple):
-    """The header and the five arrays of a shard."""
-
-    header: Header
-    tokens: RemoteArray
-    loss: RemoteArray
-    starts: NDArray[np.uint32]
-    sequence_offsets: NDArray[np.int64]
-    token_offsets: NDArray[np.int64]
 
 
 def read_raw_header(paths: ShardPaths) -> bytes:
@@ -203,13 +168,19 @@ def _head(path: str) -> ObjectInfo | None:
     return store.head(key)
 
 
-def open_remote(paths: ShardPaths, cache: IndexCache, backend: Backend) -> RemoteFiles:
-    """Open a shard: seven small requests, and the index files where the cache does not have them.
+def open_remote(
+    paths: ShardPaths, index_cache: str | None, backend: Backend
+) -> tuple[Header, RemoteArray, RemoteArray, NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]:
+    """Open a shard: seven small requests, and the index files where there are no copies of them.
 
     Args:
         paths: of the shard.
-        cache: for its index files.
+        index_cache: local folder for copies of its index files; None for what ``SFT_IDX_CACHE`` names, else
+            ``megatron-sft-idx`` in the user's cache folder.
         backend: how those are read; ``reopen`` holds neither maps nor descriptors.
+
+    Returns:
+        Header, tokens, masks, starts, sequence offsets, token offsets.
 
     Raises:
         ShardNotFoundError: some of the five files are missing.
@@ -231,40 +202,19 @@ def open_remote(paths: ShardPaths, cache: IndexCache, backend: Backend) -> Remot
     def array(path: str, dtype: np.dtype[Any]) -> RemoteArray:
         return RemoteArray(store, found[path].key, dtype, header.num_tokens, found[path].etag)
 
-    offsets, starts = _open_index(store, cache, backend, paths, header, seq_idx, found[paths.starts])
-    count, second = header.num_packs + 1, header.token_offsets_offset - header.nbytes
-    files = RemoteFiles(
-        header,
-        array(paths.tokens, header.token_dtype),
-        array(paths.loss, header.mask_dtype),
-        starts,
-        offsets[: 8 * count].view(np.dtype("<i8")),
-        offsets[second:].view(np.dtype("<i8")),
-    )
+    def index(digest: FileDigest, info: ObjectInfo, offset: int, source: str) -> NDArray[np.uint8]:
+        folder = _cache_folder(index_cache)
+        local = _local_copy(folder, digest, lambda: read_ahead(store, info, offset=offset), source)
+        # The copies of pread need no open file.
+        how: Backend = "mmap" if backend == "mmap" else "pread"
+        return open_array(local, np.dtype("u1"), digest.nbytes, nbytes=digest.nbytes, backend=how)[:]
+
+    arrays = FileDigest(header.seq_idx_nbytes - header.nbytes, header.arrays_checksum)
+    offsets = index(arrays, seq_idx, header.nbytes, paths.seq_idx)
+    starts = index(header.digests[3], found[paths.starts], 0, paths.starts).view(np.dtype("<u4"))
     again = store.head(seq_idx.key)
     if again is None or again.etag != seq_idx.etag:
         raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")
-    return files
-
-
-def _open_index(
-    store: RemoteStore,
-    cache: IndexCache,
-    backend: Backend,
-    paths: ShardPaths,
-    header: Header,
-    seq_idx: ObjectInfo,
-    starts: ObjectInfo,
-) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
-    """The offsets behind the header, as bytes, and the starts."""
-    backend = "mmap" if backend == "mmap" else "pread"  # the copies of pread need no open file
-    nbytes = header.seq_idx_nbytes - header.nbytes
-    local = cache.path(
-        header.arrays_checksum, nbytes, lambda: read_ahead(store, seq_idx, offset=header.nbytes), source=paths.seq_idx
-    )
-    offsets = open_array(local, np.dtype("u1"), nbytes, nbytes=nbytes, backend=backend)[:]
-    local = cache.path(
-        header.digests[3].checksum, starts.nbytes, lambda: read_ahead(store, starts), source=paths.starts
-    )
-    count = header.num_sequences
-    return offsets, open_array(local, np.dtype("<u4"), count, nbytes=starts.nbytes, backend=backend)[:]
+    tokens, loss = array(paths.tokens, header.token_dtype), array(paths.loss, header.mask_dtype)
+    first, second = offsets[: 8 * (header.num_packs + 1)], offsets[header.token_offsets_offset - header.nbytes :]
+    return header, tokens, loss, starts, first.view(np.dtype("<i8")), second.view(np.dtype("<i8"))

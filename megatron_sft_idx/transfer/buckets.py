@@ -23,7 +23,6 @@ from megatron_sft_idx.layout.header import MAGIC
 from megatron_sft_idx.shard import remove_shard
 from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.remote import RemotePath, open_store
-from megatron_sft_idx.storage.remote.files import Stored, open_writer
 from megatron_sft_idx.transfer.source import Copied, Source
 
 __all__ = ["STAGING", "StagedOutput", "upload"]
@@ -87,10 +86,11 @@ class _Target:
     def __init__(self, prefix: str) -> None:
         self.prefix = _remote_prefix(prefix)
         self.store, self.key = open_store(self.prefix)
-        self.writer = open_writer(self.prefix)[0]
 
-    def stored(self, suffix: str) -> Stored | None:
-        return self.writer.stored(self.key + suffix)
+    def stored(self, suffix: str) -> tuple[int, str | None] | None:
+        """Size of a file that is there, and the checksum that its writer recorded, in hex; None for nothing."""
+        found = self.store.head(self.key + suffix, writing=True)
+        return found and (found.nbytes, found.checksum)
 
     def require_ours(self) -> None:
         """FormatError where an object that is of no shard has a name of the shard's: such are never replaced.
@@ -99,13 +99,13 @@ class _Target:
         magic: a shard may have been uploaded by other means.
         """
         index = self.stored(".seq.idx")
-        if index and index.nbytes >= len(MAGIC) and self._read(".seq.idx", len(MAGIC)) == MAGIC:
+        if index and index[0] >= len(MAGIC) and self._read(".seq.idx", len(MAGIC)) == MAGIC:
             return
         for suffix in SUFFIXES:
             found = index if suffix == ".seq.idx" else self.stored(suffix)
-            if found and found.checksum is None:
+            if found and found[1] is None:
                 raise FormatError(
-                    f"{self.prefix}{suffix}: an object of {found.nbytes} bytes that is of no SFT shard is here, and is"
+                    f"{self.prefix}{suffix}: an object of {found[0]} bytes that is of no SFT shard is here, and is"
                     " never replaced; choose another prefix, or remove it yourself"
                 )
 
@@ -117,7 +117,7 @@ class _Target:
         """
         data, key = json.dumps({"version": _CLAIM_VERSION, "shard_id": shard_id}).encode(), self.key + ".upload"
         for _ in range(_ATTEMPTS):
-            self.writer.create(key, data, xxhash.xxh3_128_hexdigest(data))
+            self.store.create(key, data, xxhash.xxh3_128_hexdigest(data))
             # Read even where it was made just now: some stores let two make one object, and the later one stays.
             held = self.claimant()
             if held == shard_id:
@@ -130,7 +130,7 @@ class _Target:
             if held is not None and not overwrite:
                 break
             if held is not None:
-                self.writer.delete(key)
+                self.store.delete(key)
         raise FormatError(
             f"{self.prefix}.upload: another shard is being uploaded to this prefix, or such an upload was killed; wait"
             " for it, or pass overwrite (--overwrite) if none is at work any more"
@@ -151,7 +151,7 @@ class _Target:
     def give_up(self, shard_id: str) -> None:
         """Remove the claim, if it is still this shard's."""
         if self.claimant() == shard_id:
-            self.writer.delete(self.key + ".upload")
+            self.store.delete(self.key + ".upload")
 
     def clear(self) -> int:
         """Remove the parts that killed uploads of a shard's files have left; returns of how many.
@@ -159,7 +159,7 @@ class _Target:
         The shard is there without it, and not everybody who may write may also list what is unfinished.
         """
         try:
-            return sum(self.writer.abort_uploads(self.key + suffix) for suffix in SUFFIXES)
+            return sum(self.store.abort_uploads(self.key + suffix) for suffix in SUFFIXES)
         except StorageError:
             return 0
 
@@ -172,7 +172,7 @@ class _Upload(_Target):
         super().__init__(prefix)
         self._source, self._on_progress = source, on_progress
         self._shard_id = source.header.shard_id.hex()
-        self._expected = {s: Stored(digest.nbytes, digest.checksum.hex()) for s, digest in source.digests.items()}
+        self._expected = {s: (digest.nbytes, digest.checksum.hex()) for s, digest in source.digests.items()}
         self.sent = 0
 
     @contextlib.contextmanager
@@ -216,10 +216,10 @@ class _Upload(_Target):
                 " or pass overwrite (--overwrite)"
             )
         if present[".seq.idx"]:
-            self.writer.delete(self.key + ".seq.idx")
+            self.store.delete(self.key + ".seq.idx")
         for suffix in SUFFIXES[:-1]:
             if suffix in kept:
-                self._on_progress(self._expected[suffix].nbytes)
+                self._on_progress(self._expected[suffix][0])
             else:
                 self._put(suffix)
         self._publish()
@@ -228,7 +228,7 @@ class _Upload(_Target):
         self.claim(self._shard_id)
         digest = self._source.digests[suffix]
         try:
-            self.writer.put(self.key + suffix, self._checked(suffix), digest.nbytes, digest.checksum.hex())
+            self.store.put(self.key + suffix, self._checked(suffix), digest.nbytes, digest.checksum.hex())
         except StorageError:
             # The answer may have been lost, or another upload of this shard have been faster.
             if not self._is_there(suffix):
@@ -253,7 +253,7 @@ class _Upload(_Target):
                 " run the command again when it is done"
             )
         digest = self._source.digests[".seq.idx"]
-        created = self.writer.create(self.key + ".seq.idx", self._source.seq_idx, digest.checksum.hex())
+        created = self.store.create(self.key + ".seq.idx", self._source.seq_idx, digest.checksum.hex())
         if created:
             self.sent += digest.nbytes
         else:  # this one's first attempt, whose answer was lost, or another upload of the same shard
@@ -306,8 +306,8 @@ class StagedOutput:
                 )
             target.require_ours()
         probe = f"{targets[0].key}.{secrets.token_hex(8)}.probe"  # a name that nobody has
-        targets[0].writer.put(probe, [b""], 0, xxhash.xxh3_128_hexdigest(b""))
-        targets[0].writer.delete(probe)
+        targets[0].store.put(probe, [b""], 0, xxhash.xxh3_128_hexdigest(b""))
+        targets[0].store.delete(probe)
         for suffix in suffixes:
             local = self.local + suffix
             if keep and os.path.exists(ShardPaths.of(local).seq_idx):

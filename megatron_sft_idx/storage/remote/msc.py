@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage.remote.files import CHECKSUM, Stored
-from megatron_sft_idx.storage.remote.transport import Changed, Denied, Failure, Missing, ObjectInfo, Refused, Temporary
+from megatron_sft_idx.storage.remote.store import (
+    CHECKSUM,
+    Changed,
+    Chunks,
+    Denied,
+    Failure,
+    Missing,
+    ObjectInfo,
+    Refused,
+    Temporary,
+)
 
-__all__ = ["MultiStorage", "MultiStorageWriter", "translated"]
+__all__ = ["MultiStorage"]
 
 
 _T = TypeVar("_T")
@@ -68,11 +77,46 @@ class MultiStorage:
             if found.type == "file" and key.startswith(prefix):
                 yield _info(key, found)
 
+    def put(self, key: str, chunks: Chunks, nbytes: int, checksum: str, seconds: float) -> None:
+        """Write an object; the library knows when in parts, and how long to try."""
+        del nbytes, seconds
+        # It sends parts from files only, and all of the data has been checked before the first byte is sent.
+        with tempfile.NamedTemporaryFile(prefix="megatron-sft-idx-") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            translated(lambda: self._client.upload_file(key, file.name, attributes={CHECKSUM: checksum}))
+
+    def create(self, key: str, data: bytes, checksum: str) -> None:
+        """Write an object where there is none.
+
+        The library has no way to ask for that, so this looks first: of two that try in the same moment both may believe
+        that they succeeded.
+        """
+        try:
+            self.head(key)
+        except Missing:
+            translated(lambda: self._client.write(key, data, attributes={CHECKSUM: checksum}))
+        else:
+            raise Changed("there already")
+
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing where there is none."""
+        try:
+            translated(lambda: self._client.delete(key))
+        except Missing:
+            return
+
+    def abort_uploads(self, key: str) -> int:
+        """None: profiles do not tell of uploads that never ended. Stores have rules that remove their parts."""
+        del key
+        return 0
+
 
 def _info(key: str, found: Any) -> ObjectInfo:
     # Plain folders have no etags: size and time of change tell as much as they can.
     etag = found.etag or f"{found.content_length}-{found.last_modified.timestamp()}"
-    return ObjectInfo(key, int(found.content_length), etag.strip('"'))
+    return ObjectInfo(key, int(found.content_length), etag.strip('"'), (found.metadata or {}).get(CHECKSUM))
 
 
 def translated(request: Callable[[], _T]) -> _T:
@@ -105,49 +149,3 @@ def _failure_of(error: Exception) -> Failure:
     if known is not None:
         return known
     return Temporary(name) if isinstance(error, OSError) else Refused(name)
-
-
-class MultiStorageWriter(MultiStorage):
-    """One profile, written.
-
-    The library has no way to write only where nothing is, so ``create`` looks first: of two that try in the same
-    moment both may believe that they succeeded.
-    """
-
-    def put(self, key: str, chunks: Iterable[bytes | memoryview], nbytes: int, checksum: str, seconds: float) -> None:
-        """Write an object; the library knows when in parts, and how long to try."""
-        del nbytes, seconds
-        # It sends parts from files only, and all of the data has been checked before the first byte is sent.
-        with tempfile.NamedTemporaryFile(prefix="megatron-sft-idx-") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            translated(lambda: self._client.upload_file(key, file.name, attributes={CHECKSUM: checksum}))
-
-    def create(self, key: str, data: bytes, checksum: str) -> None:
-        """Write an object where there is none."""
-        try:
-            self.stored(key)
-        except Missing:
-            translated(lambda: self._client.write(key, data, attributes={CHECKSUM: checksum}))
-        else:
-            raise Changed("there already")
-
-    def delete(self, key: str) -> None:
-        """Remove an object; nothing where there is none."""
-        try:
-            translated(lambda: self._client.delete(key))
-        except Missing:
-            return
-
-    def stored(self, key: str) -> Stored:
-        """What is there."""
-        found = translated(lambda: self._client.info(key, strict=False))
-        if found.type != "file":
-            raise Missing(found.type)
-        return Stored(int(found.content_length), (found.metadata or {}).get(CHECKSUM))
-
-    def abort_uploads(self, key: str) -> int:
-        """None: profiles do not tell of uploads that never ended. Stores have rules that remove their parts."""
-        del key
-        return 0

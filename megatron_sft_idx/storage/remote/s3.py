@@ -10,43 +10,45 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.storage.remote.files import CHECKSUM, Stored
-from megatron_sft_idx.storage.remote.store import CONNECTIONS
-from megatron_sft_idx.storage.remote.transport import (
+from megatron_sft_idx.storage.remote.store import (
+    CHECKSUM,
+    CONNECTIONS,
     Beyond,
     Changed,
+    Chunks,
     Denied,
     Failure,
     Missing,
     ObjectInfo,
     Refused,
     Temporary,
-    Transport,
 )
 
-__all__ = [
-    "CONNECT_SECONDS",
-    "READ_SECONDS",
-    "S3",
-    "FastS3",
-    "S3Writer",
-    "connect",
-    "failure_of",
-    "failure_of_status",
-    "make_store",
-    "obstore_failure",
-    "translated",
-    "usable",
-]
+__all__ = ["S3", "FastS3", "connect", "failure_of"]
 
 
 _T = TypeVar("_T")
-CONNECT_SECONDS, READ_SECONDS = 5, 20
+_CONNECT_SECONDS, _READ_SECONDS = 5, 20
+_MIB = 1 << 20
+_PART_NBYTES = 8 * _MIB
+# Amazon takes 10,000 parts an object; other stores, where nobody has told them to, 1,000.
+_MAX_PARTS = 1000
+_PARTS_AT_ONCE = 6
+# How long one part may take: a minute, and what it takes at a quarter of a MiB a second.
+_SECONDS, _SECONDS_A_MIB = 60, 4
+_SMALL_SECONDS = 5.0
+# The process that obstore's threads run in. A fork has none of them, and would wait for them for ever.
+_runs_in: int | None = None
+
+# For the largest ranges that are read, at a quarter of a MiB a second.
+_TRANSFER_SECONDS = 32
+_STATUS = re.compile(r"\b(?:status|response error)\D{0,20}([45]\d\d)\b", re.IGNORECASE)
+_CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
 
 _BY_STATUS: dict[int, type[Failure]] = {
     401: Denied, 403: Denied, 404: Missing, 408: Temporary, 412: Changed, 416: Beyond, 429: Temporary
@@ -57,26 +59,30 @@ _PASSING = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable",
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"}
 
 
-def connect(bucket: str) -> Transport:
+def _usable() -> bool:
+    """Whether obstore runs here: not in a fork of a process that has used it."""
+    return _runs_in in (None, os.getpid())
+
+
+def connect(bucket: str) -> S3:
     """The fastest transport that is installed and runs in this process.
 
     Raises:
         FormatError: boto3 is not installed.
     """
+    if _usable():
+        with contextlib.suppress(ModuleNotFoundError):
+            return FastS3(bucket)
     try:
-        boto3 = S3(bucket)
+        return S3(bucket)
     except ModuleNotFoundError:
         raise FormatError(
             f"s3://{bucket}: reading from S3 needs boto3; pip install 'megatron-sft-idx[cloud]'"
         ) from None
-    try:
-        return FastS3(boto3) if usable() else boto3
-    except ModuleNotFoundError:
-        return boto3
 
 
 class S3:
-    """One bucket, through boto3.
+    """One bucket: read through boto3, written through obstore.
 
     Args:
         bucket: its name.
@@ -91,19 +97,20 @@ class S3:
         self.bucket = bucket
         self.session = boto3.session.Session()
         config = Config(
-            connect_timeout=CONNECT_SECONDS,
-            read_timeout=READ_SECONDS,
+            connect_timeout=_CONNECT_SECONDS,
+            read_timeout=_READ_SECONDS,
             max_pool_connections=CONNECTIONS,
             retries={"total_max_attempts": 1},  # the store retries
         )
-        self.client = translated(lambda: self.session.client("s3", config=config))
+        self.client = _translated(lambda: self.session.client("s3", config=config))
 
     def head(self, key: str) -> ObjectInfo:
         """What is at a key."""
-        found = translated(lambda: self.client.head_object(Bucket=self.bucket, Key=key))
-        return ObjectInfo(key, int(found["ContentLength"]), found["ETag"].strip('"'))
+        found = _translated(lambda: self.client.head_object(Bucket=self.bucket, Key=key))
+        checksum = found.get("Metadata", {}).get(CHECKSUM)
+        return ObjectInfo(key, int(found["ContentLength"]), found["ETag"].strip('"'), checksum)
 
-    def get(self, key: str, offset: int, nbytes: int, etag: str | None) -> bytes:
+    def get(self, key: str, offset: int, nbytes: int, etag: str | None) -> bytes | memoryview:
         """Bytes of an object."""
         wanted: dict[str, Any] = {"Range": f"bytes={offset}-{offset + nbytes - 1}"}
         if etag is not None:
@@ -119,7 +126,7 @@ class S3:
             raw: bytes = body.read()
             return raw
 
-        return translated(request)
+        return _translated(request)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key begins with a prefix."""
@@ -128,8 +135,133 @@ class S3:
             for found in page.get("Contents", ()):
                 yield ObjectInfo(found["Key"], int(found["Size"]), found["ETag"].strip('"'))
 
+    def put(self, key: str, chunks: Chunks, nbytes: int, checksum: str, seconds: float) -> None:
+        """Write an object; in parts where it is large."""
+        part_nbytes = max(_PART_NBYTES, -(-nbytes // _MAX_PARTS // _MIB) * _MIB)
+        if nbytes <= part_nbytes:
+            self._put(key, b"".join(chunks), checksum, part_nbytes, seconds, mode="overwrite")
+            return
+        try:
+            self._put(key, iter(chunks), checksum, part_nbytes, seconds, chunk_size=part_nbytes)
+        except BaseException:
+            # obstore gives parts up, but may have met the same trouble doing so; then the next upload clears them.
+            with contextlib.suppress(Failure):
+                self.abort_uploads(key)
+            raise
 
-def translated(request: Callable[[], _T]) -> _T:
+    def create(self, key: str, data: bytes, checksum: str) -> None:
+        """Write an object where there is none."""
+        self._put(key, data, checksum, len(data), _SMALL_SECONDS, mode="create")
+
+    def _put(self, key: str, data: Any, checksum: str, part_nbytes: int, seconds: float, **options: Any) -> None:
+        import obstore
+
+        if not _usable():
+            raise Refused("obstore, which sends, cannot be used in a fork of a process that has used it")
+        store = self._obstore(
+            timeout=f"{_SECONDS + _SECONDS_A_MIB * part_nbytes // _MIB}s",
+            retry_config={"max_retries": 20, "retry_timeout": timedelta(seconds=seconds)},
+            checksum_algorithm="SHA256",
+        )
+        try:
+            obstore.put(
+                store,
+                key,
+                data,
+                attributes={CHECKSUM: checksum},
+                use_multipart="chunk_size" in options,
+                max_concurrency=_PARTS_AT_ONCE,
+                **options,
+            )
+        except (obstore.exceptions.BaseError, OSError) as error:
+            if isinstance(error, OSError) and error.errno:
+                raise  # of the disk that they are read from
+            raise _obstore_failure(error) from None
+
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing where there is none."""
+        _translated(lambda: self.client.delete_object(Bucket=self.bucket, Key=key))
+
+    def abort_uploads(self, key: str) -> int:
+        """Remove the parts of uploads to a key that never ended."""
+        pages = self.client.get_paginator("list_multipart_uploads").paginate(Prefix=key, Bucket=self.bucket)
+        found = _translated(lambda: [upload for page in pages for upload in page.get("Uploads", ())])
+        left = [upload["UploadId"] for upload in found if upload["Key"] == key]
+        for upload in left:
+            abort = functools.partial(self.client.abort_multipart_upload, Key=key, UploadId=upload, Bucket=self.bucket)
+            with contextlib.suppress(Missing):  # ended meanwhile
+                _translated(abort)
+        return len(left)
+
+    def _obstore(self, *, timeout: str, retry_config: dict[str, Any], **options: Any) -> Any:
+        """The S3Store of obstore for the bucket, which goes where boto3 does, as the same user.
+
+        Args:
+            timeout: of one request, such as ``20s``.
+            retry_config: how obstore retries by itself.
+            **options: others that S3Store takes.
+        """
+        from obstore.auth.boto3 import Boto3CredentialProvider
+        from obstore.store import S3Store
+
+        global _runs_in  # noqa: PLW0603
+        _runs_in = os.getpid()
+        meta = self.client.meta
+        if self.session.get_credentials() is None:
+            options["skip_signature"] = True
+        else:
+            options["credential_provider"] = Boto3CredentialProvider(self.session)
+        return S3Store(
+            self.bucket,
+            endpoint=meta.endpoint_url,
+            region=meta.region_name or "us-east-1",
+            virtual_hosted_style_request=False,
+            client_options={
+                "allow_http": meta.endpoint_url.startswith("http://"),
+                "connect_timeout": f"{_CONNECT_SECONDS}s",
+                "timeout": timeout,
+            },
+            retry_config=retry_config,
+            **options,
+        )
+
+
+class FastS3(S3):
+    """One bucket: ranges come through obstore too.
+
+    Args:
+        bucket: its name.
+
+    Raises:
+        ModuleNotFoundError: boto3 or obstore is not installed.
+    """
+
+    def __init__(self, bucket: str) -> None:
+        super().__init__(bucket)
+        # The retries are the store's own. The timeout is of the whole answer: 8 MiB over a slow line take a while.
+        self._ranges = self._obstore(timeout=f"{_READ_SECONDS + _TRANSFER_SECONDS}s", retry_config={"max_retries": 0})
+
+    def get(self, key: str, offset: int, nbytes: int, etag: str | None) -> bytes | memoryview:
+        """Bytes of an object."""
+        import obstore
+
+        options: dict[str, Any] = {"range": (offset, offset + nbytes)}
+        if etag is not None:
+            options["if_match"] = f'"{etag}"'
+        try:
+            found = obstore.get(self._ranges, key, options=options)
+            begin, end = found.range
+            if (begin, end) != (offset, offset + nbytes):
+                raise Temporary(f"bytes {begin} to {end} for {offset} to {offset + nbytes}")
+            return memoryview(found.bytes())
+        except (obstore.exceptions.BaseError, OSError) as error:
+            raise _obstore_failure(error) from None
+
+
+# ---- what their errors mean ----
+
+
+def _translated(request: Callable[[], _T]) -> _T:
     """What a request gives; its exceptions as failures."""
     try:
         return request()
@@ -143,7 +275,7 @@ def translated(request: Callable[[], _T]) -> _T:
 
 def _translated_each(pages: Any) -> Iterator[Any]:
     iterator = iter(pages)
-    while (page := translated(lambda: next(iterator, None))) is not None:
+    while (page := _translated(lambda: next(iterator, None))) is not None:
         yield page
 
 
@@ -185,11 +317,11 @@ def _of_answer(answer: Any) -> Failure:
     status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     if code.isdigit():  # of a HEAD, whose answer has no body
         # There is nothing in it that could be wrong but who asks.
-        return Denied("HTTP 400") if status == 400 else failure_of_status(status, "")
-    return failure_of_status(status, code)
+        return Denied("HTTP 400") if status == 400 else _failure_of_status(status, "")
+    return _failure_of_status(status, code)
 
 
-def failure_of_status(status: int, code: str) -> Failure:
+def _failure_of_status(status: int, code: str) -> Failure:
     """What an answer of S3 means; ``code`` is the word in its body, empty where there is none."""
     kind = _BY_STATUS.get(status, Temporary if status >= 500 or code in _PASSING else Refused)
     if code in _EXPIRED:
@@ -197,96 +329,7 @@ def failure_of_status(status: int, code: str) -> Failure:
     return kind(f"HTTP {status} {code}".rstrip())
 
 
-# The process that obstore's threads run in. A fork has none of them, and would wait for them for ever.
-_runs_in: int | None = None
-
-# For the largest ranges that are read, at a quarter of a MiB a second.
-_TRANSFER_SECONDS = 32
-
-_STATUS = re.compile(r"\b(?:status|response error)\D{0,20}([45]\d\d)\b", re.IGNORECASE)
-_CODE = re.compile(r"<Code>([A-Za-z0-9]{1,60})</Code>")
-
-
-def usable() -> bool:
-    """Whether obstore runs here: not in a fork of a process that has used it."""
-    return _runs_in in (None, os.getpid())
-
-
-def make_store(boto3: S3, *, timeout: str, retry_config: dict[str, Any], **options: Any) -> Any:
-    """The S3Store of obstore for a bucket, which goes where boto3 does, as the same user.
-
-    Args:
-        boto3: the bucket through boto3, which knows endpoint, region and credentials.
-        timeout: of one request, such as ``20s``.
-        retry_config: how obstore retries by itself.
-        **options: others that S3Store takes.
-    """
-    from obstore.auth.boto3 import Boto3CredentialProvider
-    from obstore.store import S3Store
-
-    global _runs_in  # noqa: PLW0603
-    _runs_in = os.getpid()
-    meta = boto3.client.meta
-    endpoint = meta.endpoint_url
-    if boto3.session.get_credentials() is None:
-        options["skip_signature"] = True
-    else:
-        options["credential_provider"] = Boto3CredentialProvider(boto3.session)
-    return S3Store(
-        boto3.bucket,
-        endpoint=endpoint,
-        region=meta.region_name or "us-east-1",
-        virtual_hosted_style_request=False,
-        client_options={
-            "allow_http": endpoint.startswith("http://"),
-            "connect_timeout": f"{CONNECT_SECONDS}s",
-            "timeout": timeout,
-        },
-        retry_config=retry_config,
-        **options,
-    )
-
-
-class FastS3:
-    """One bucket: ranges through obstore, all else through boto3.
-
-    Args:
-        boto3: the bucket through boto3, which knows endpoint, region and credentials.
-    """
-
-    conditional = True
-
-    def __init__(self, boto3: S3) -> None:
-        import obstore
-
-        self._boto3, self._obstore = boto3, obstore
-        # The retries are the store's own. The timeout is of the whole answer: 8 MiB over a slow line take a while.
-        self._store = make_store(boto3, timeout=f"{READ_SECONDS + _TRANSFER_SECONDS}s", retry_config={"max_retries": 0})
-
-    def head(self, key: str) -> ObjectInfo:
-        """What is at a key."""
-        return self._boto3.head(key)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key begins with a prefix."""
-        return self._boto3.list(prefix)
-
-    def get(self, key: str, offset: int, nbytes: int, etag: str | None) -> memoryview:
-        """Bytes of an object."""
-        options: dict[str, Any] = {"range": (offset, offset + nbytes)}
-        if etag is not None:
-            options["if_match"] = f'"{etag}"'
-        try:
-            found = self._obstore.get(self._store, key, options=options)
-            begin, end = found.range
-            if (begin, end) != (offset, offset + nbytes):
-                raise Temporary(f"bytes {begin} to {end} for {offset} to {offset + nbytes}")
-            return memoryview(found.bytes())
-        except (self._obstore.exceptions.BaseError, OSError) as error:
-            raise obstore_failure(error) from None
-
-
-def obstore_failure(error: Exception) -> Failure:
+def _obstore_failure(error: Exception) -> Failure:
     """What obstore's exceptions mean, some by the status in the message, which is all that it tells of them."""
     from obstore import exceptions
 
@@ -299,95 +342,4 @@ def obstore_failure(error: Exception) -> Failure:
     found, code = _STATUS.search(str(error)), _CODE.search(str(error))
     if not found:
         return Temporary(type(error).__name__)
-    return failure_of_status(int(found[1]), code[1] if code else "")
-
-
-_MIB = 1 << 20
-PART_NBYTES = 8 * _MIB
-# Amazon takes 10,000 parts an object; other stores, where nobody has told them to, 1,000.
-_MAX_PARTS = 1000
-_PARTS_AT_ONCE = 6
-# How long one part may take: a minute, and what it takes at a quarter of a MiB a second.
-_SECONDS, _SECONDS_A_MIB = 60, 4
-_SMALL_SECONDS = 5.0
-
-
-class S3Writer:
-    """One bucket.
-
-    Args:
-        bucket: its name.
-
-    Raises:
-        ModuleNotFoundError: boto3 or obstore is not installed.
-    """
-
-    def __init__(self, bucket: str) -> None:
-        import obstore
-
-        self._obstore = obstore
-        self._boto3 = S3(bucket)
-        self._client = self._boto3.client
-
-    def put(self, key: str, chunks: Iterable[bytes | memoryview], nbytes: int, checksum: str, seconds: float) -> None:
-        """Write an object; in parts where it is large."""
-        part_nbytes = max(PART_NBYTES, -(-nbytes // _MAX_PARTS // _MIB) * _MIB)
-        if nbytes <= part_nbytes:
-            self._put(key, b"".join(chunks), checksum, part_nbytes, seconds, mode="overwrite")
-            return
-        try:
-            self._put(key, iter(chunks), checksum, part_nbytes, seconds, chunk_size=part_nbytes)
-        except BaseException:
-            # obstore gives parts up, but may have met the same trouble doing so; then the next upload clears them.
-            with contextlib.suppress(Failure):
-                self.abort_uploads(key)
-            raise
-
-    def create(self, key: str, data: bytes, checksum: str) -> None:
-        """Write an object where there is none."""
-        self._put(key, data, checksum, len(data), _SMALL_SECONDS, mode="create")
-
-    def _put(self, key: str, data: Any, checksum: str, part_nbytes: int, seconds: float, **options: Any) -> None:
-        if not usable():
-            raise Refused("obstore, which sends, cannot be used in a fork of a process that has used it")
-        store = make_store(
-            self._boto3,
-            timeout=f"{_SECONDS + _SECONDS_A_MIB * part_nbytes // _MIB}s",
-            retry_config={"max_retries": 20, "retry_timeout": timedelta(seconds=seconds)},
-            checksum_algorithm="SHA256",
-        )
-        try:
-            self._obstore.put(
-                store,
-                key,
-                data,
-                attributes={CHECKSUM: checksum},
-                use_multipart="chunk_size" in options,
-                max_concurrency=_PARTS_AT_ONCE,
-                **options,
-            )
-        except (self._obstore.exceptions.BaseError, OSError) as error:
-            if isinstance(error, OSError) and error.errno:
-                raise  # of the disk that they are read from
-            raise obstore_failure(error) from None
-
-    def delete(self, key: str) -> None:
-        """Remove an object; nothing where there is none."""
-        translated(lambda: self._client.delete_object(Bucket=self._boto3.bucket, Key=key))
-
-    def stored(self, key: str) -> Stored:
-        """What is there."""
-        found = translated(lambda: self._client.head_object(Bucket=self._boto3.bucket, Key=key))
-        return Stored(int(found["ContentLength"]), found.get("Metadata", {}).get(CHECKSUM))
-
-    def abort_uploads(self, key: str) -> int:
-        """Remove the parts of uploads to a key that never ended."""
-        where = {"Bucket": self._boto3.bucket}
-        pages = self._client.get_paginator("list_multipart_uploads").paginate(Prefix=key, **where)
-        found = translated(lambda: [upload for page in pages for upload in page.get("Uploads", ())])
-        left = [upload["UploadId"] for upload in found if upload["Key"] == key]
-        for upload in left:
-            abort = functools.partial(self._client.abort_multipart_upload, Key=key, UploadId=upload, **where)
-            with contextlib.suppress(Missing):  # ended meanwhile
-                translated(abort)
-        return len(left)
+    return _failure_of_status(int(found[1]), code[1] if code else "")

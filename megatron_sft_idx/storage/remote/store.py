@@ -1,7 +1,13 @@
-"""``ObjectStore``: objects by key, read whole or by ranges, with retries and errors that people understand."""
+"""``RemoteStore``: objects by key, read by ranges and written, with retries and errors that people understand.
+
+Below it is a ``Transport``: what one library can do with one bucket, a single attempt at a time. It translates between
+its library and some failures, which say what whoever called can do. They carry a status or the name of an exception,
+never a library's own message: those may quote request headers.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import glob
 import os
@@ -9,31 +15,30 @@ import random
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError, StorageError
-from megatron_sft_idx.storage.remote.transport import (
-    Beyond,
-    Changed,
-    Denied,
-    Failure,
-    Missing,
-    ObjectInfo,
-    Refused,
-    Temporary,
-    Transport,
-)
 
 __all__ = [
+    "CHECKSUM",
     "CONNECTIONS",
     "SCHEMES",
-    "ObjectStore",
+    "Beyond",
+    "Changed",
+    "Chunks",
+    "Denied",
+    "Failure",
+    "Missing",
+    "ObjectInfo",
+    "Refused",
     "RemotePath",
     "RemoteStore",
     "RetryPolicy",
+    "Temporary",
+    "Transport",
     "exists",
     "forget_stores",
     "in_folder",
@@ -119,6 +124,91 @@ class RemotePath:
     def __str__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.key}"
 
+
+# ---- what a library does ----
+
+Chunks = Iterable["bytes | memoryview"]
+
+# Under this name an object's metadata holds the xxh3_128 of its bytes, in hex.
+CHECKSUM = "xxh3-128"
+
+
+class ObjectInfo(NamedTuple):
+    """An object without its content.
+
+    Attributes:
+        key: inside its bucket.
+        nbytes: its size.
+        etag: differs where the content does; without quotes.
+        checksum: the hex xxh3_128 that its writer recorded; None in a listing, or where something else wrote it.
+    """
+
+    key: str
+    nbytes: int
+    etag: str
+    checksum: str | None = None
+
+
+class Failure(Exception):  # noqa: N818 - it never reaches a caller
+    """What came of a request instead of an answer; its text is a status or the name of an exception."""
+
+
+class Temporary(Failure):
+    """No answer, or half of one: the same request may do next time."""
+
+
+class Missing(Failure):
+    """There is no such object, or no such bucket."""
+
+
+class Denied(Failure):
+    """The credentials are not accepted, are not enough, or there are none."""
+
+
+class Changed(Failure):
+    """The object is another one than the etag names, or there is one where none should be."""
+
+
+class Beyond(Failure):
+    """The object ends before the range begins."""
+
+
+class Refused(Failure):
+    """Any other answer, which the same request would get again."""
+
+
+class Transport(Protocol):
+    """One library on one bucket; threads may share one, processes may not."""
+
+    conditional: bool
+    """Whether ``get`` holds the object to the etag. Where not, the store asks for the etag again after reading."""
+
+    def head(self, key: str) -> ObjectInfo:
+        """What is at a key."""
+        ...
+
+    def get(self, key: str, offset: int, nbytes: int, etag: str | None) -> bytes | memoryview:
+        """Bytes of an object, possibly fewer than wanted; ``nbytes`` is above zero."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects whose key begins with a prefix, in any order."""
+        ...
+
+    def put(self, key: str, chunks: Chunks, nbytes: int, checksum: str, seconds: float) -> None:
+        """As ``RemoteStore.put``; sends a part again by itself, for so many seconds."""
+
+    def create(self, key: str, data: bytes, checksum: str) -> None:
+        """Write an object where there is none; ``Changed`` where there is."""
+
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing where there is none."""
+
+    def abort_uploads(self, key: str) -> int:
+        """As ``RemoteStore.abort_uploads``."""
+
+
+# ---- trying again ----
 
 _T = TypeVar("_T")
 _SECONDS = "SFT_IDX_STORAGE_SECONDS"
@@ -212,38 +302,11 @@ if register := getattr(threading, "_register_atexit", None):
     register(_end)
 
 
-class ObjectStore(Protocol):
-    """Objects of one bucket. Threads may share one; it pickles as its address."""
-
-    def head(self, key: str) -> ObjectInfo | None:
-        """Size and etag of an object; None where there is none."""
-        ...
-
-    def read(self, key: str, offset: int, nbytes: int, *, etag: str | None = None) -> bytes | memoryview:
-        """Exactly these bytes of an object; with ``etag``, of the object that it names and no other."""
-        ...
-
-    def read_many(
-        self, key: str, ranges: Sequence[tuple[int, int]], *, etag: str | None = None
-    ) -> list[bytes | memoryview]:
-        """As ``read``, for many (offset, nbytes) at once."""
-        ...
-
-    def fetch(self, key: str, offset: int, nbytes: int, *, etag: str) -> bytes | memoryview:
-        """As ``read``, but of the object that ``etag`` names only if ``confirm`` says so afterwards."""
-        ...
-
-    def confirm(self, key: str, etag: str) -> None:
-        """FormatError unless all that was fetched so far is of the object that ``etag`` names."""
-        ...
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Objects whose key begins with ``prefix``, in any order."""
-        ...
+# ---- a bucket ----
 
 
 class RemoteStore:
-    """An ``ObjectStore`` over a transport, which is made in each process that uses it.
+    """Objects of one bucket. Threads may share one; it pickles as its address, and makes a transport in each process.
 
     Every method retries what may pass, under the policy's bound, and then raises
 
@@ -282,18 +345,18 @@ class RemoteStore:
         """Of an object, as people write it."""
         return str(RemotePath(self.scheme, self.bucket, key))
 
-    def head(self, key: str) -> ObjectInfo | None:
-        """Size and etag of an object; None where there is none."""
+    def head(self, key: str, *, writing: bool = False) -> ObjectInfo | None:
+        """What is at a key; None for nothing. With ``writing`` errors are worded for whoever writes there."""
         try:
             return self.policy.run(lambda: self.transport.head(key))
         except Missing:
             return None
         except Failure as failure:
-            raise self._error(key, failure) from None
+            raise self._error(key, failure, writing=writing) from None
 
     def read(self, key: str, offset: int, nbytes: int, *, etag: str | None = None) -> bytes | memoryview:
         """Exactly these bytes of an object; with ``etag``, of the object that it names and no other."""
-        found = self._read(key, offset, nbytes, etag)
+        found = self.fetch(key, offset, nbytes, etag=etag)
         if etag is not None:
             self.confirm(key, etag)
         return found
@@ -302,16 +365,13 @@ class RemoteStore:
         self, key: str, ranges: Sequence[tuple[int, int]], *, etag: str | None = None
     ) -> list[bytes | memoryview]:
         """As ``read``, for many (offset, nbytes) at once."""
-        found = list(threads().map(lambda wanted: self._read(key, wanted[0], wanted[1], etag), ranges))
+        found = list(threads().map(lambda wanted: self.fetch(key, *wanted, etag=etag), ranges))
         if etag is not None:
             self.confirm(key, etag)
         return found
 
-    def fetch(self, key: str, offset: int, nbytes: int, *, etag: str) -> bytes | memoryview:
+    def fetch(self, key: str, offset: int, nbytes: int, *, etag: str | None) -> bytes | memoryview:
         """As ``read``, but of the object that ``etag`` names only if ``confirm`` says so afterwards."""
-        return self._read(key, offset, nbytes, etag)
-
-    def _read(self, key: str, offset: int, nbytes: int, etag: str | None) -> bytes | memoryview:
         if not nbytes:
             return b""
 
@@ -350,27 +410,77 @@ class RemoteStore:
                 raise StorageError(where, "there is no such bucket; check its name", missing=True) from None
             raise
 
+    # Each of what follows raises StorageError only.
+
+    def put(self, key: str, chunks: Chunks, nbytes: int, checksum: str) -> None:
+        """Write an object of ``nbytes``, or replace it.
+
+        What ``chunks`` raises, at its end too, keeps the object from being written and comes out as it is.
+        """
+        with self._writing(key):
+            self.transport.put(key, chunks, nbytes, checksum, self.policy.total_seconds)
+
+    def create(self, key: str, data: bytes, checksum: str) -> bool:
+        """Write an object only if there is none; False where there is. Of two that try at once one succeeds."""
+        with self._writing(key):
+            try:
+                self.policy.run(lambda: self.transport.create(key, data, checksum))
+            except Changed:
+                return False
+        return True
+
+    def delete(self, key: str) -> None:
+        """Remove an object; nothing where there is none."""
+        with self._writing(key):
+            self.policy.run(lambda: self.transport.delete(key))
+
+    def abort_uploads(self, key: str) -> int:
+        """Remove the parts of uploads to ``key`` that never ended; returns how many uploads there were."""
+        with self._writing(key):
+            return self.policy.run(lambda: self.transport.abort_uploads(key))
+
+    @contextlib.contextmanager
+    def _writing(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except ModuleNotFoundError as error:
+            needs = f"writing needs {error.name}; pip install 'megatron-sft-idx[cloud]'"
+            raise StorageError(self.path(key), needs) from None
+        except Failure as failure:
+            raise self._error(key, failure, writing=True) from None
+
     def _run(self, key: str, attempt: Callable[[], _T]) -> _T:
         try:
             return self.policy.run(attempt)
         except Failure as failure:
             raise self._error(key, failure) from None
 
-    def _error(self, key: str, failure: Failure) -> SFTIndexError:
+    def _error(self, key: str, failure: Failure, *, writing: bool = False) -> SFTIndexError:
         path = self.path(key)
-        if isinstance(failure, Changed):
+        if isinstance(failure, Changed) and not writing:
             return FormatError(
                 f"{path}: the object was replaced since it was opened (of a shard, that is rule W3): start again"
             )
         if isinstance(failure, Beyond):
             return FormatError(f"{path}: the object ends before the bytes that are wanted (rule F2); restore it")
-        why = {
-            Missing: "no such object; check the path, and that nobody removed it",
-            Denied: f"access denied ({failure}); check the credentials, which come from where"
-            f" {'the AWS tools look' if self.scheme == 's3' else 'the profile says'}, and what they allow",
-            Temporary: f"no complete answer ({failure}); is the store up, and the endpoint right?",
-            Refused: f"the store refuses the request ({failure})",
-        }[type(failure)]
+        whose = f"come from where {'the AWS tools look' if self.scheme == 's3' else 'the profile says'}"
+        reading_and_writing: dict[type[Failure], tuple[str, str]] = {
+            Missing: (
+                "no such object; check the path, and that nobody removed it",
+                "there is no such bucket; make it first, or check its name",
+            ),
+            Denied: (
+                f"access denied ({failure}); check the credentials, which {whose}, and what they allow",
+                f"access denied ({failure}); check the credentials, and that they allow writing",
+            ),
+            Temporary: (
+                f"no complete answer ({failure}); is the store up, and the endpoint right?",
+                f"could not be written ({failure}); is the store up, and the endpoint right? The same command goes on"
+                " where this one stopped",
+            ),
+        }
+        refused = f"the store refuses the request ({failure})"
+        why = reading_and_writing.get(type(failure), (refused, refused))[writing]
         return StorageError(path, why, missing=isinstance(failure, Missing))
 
 
@@ -415,6 +525,9 @@ def open_store(path: str | os.PathLike[str]) -> tuple[RemoteStore, str]:
 def forget_stores() -> None:
     """Let the next ``open_store`` look for endpoint and credentials anew; what is open stays as it is."""
     _stores.clear()
+
+
+# ---- what is there ----
 
 
 def exists(path: str) -> bool:
