@@ -617,7 +617,10 @@ def _is_filled(value: Any) -> bool:
 
 def _first(data: Mapping[str, Any], names: Iterable[str]) -> str | None:
     """The first of these columns that is not null."""
-    return next((name for name in names if data.get(name) is not None), None)
+    for name in names:  # a generator would take twice as long, and most rows ask several times
+        if data.get(name) is not None:
+            return name
+    return None
 
 
 def _string(value: Any, what: str) -> str:

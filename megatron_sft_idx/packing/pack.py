@@ -134,7 +134,7 @@ def pack_sequences(
     if max_sequences_per_pack is not None:
         most = min(most, _as_integer("max_sequences_per_pack", max_sequences_per_pack, 1, 2**63 - 1))
     seed = _as_integer("seed", seed, 0, 2**64 - 1)
-    job = _Job.start(_as_lengths(lengths), capacity, multiple, most, seed)
+    job = _Job(_as_lengths(lengths), capacity, multiple, most, seed)
     if len(job.lengths) == 0:
         empty = np.zeros(0, np.int64)
         return PackPlan(np.zeros(1, np.int64), empty, capacity, 0.0, 0, 0, 0, method)
@@ -164,32 +164,17 @@ class _Patterns:
         return int(self.used.sum())
 
 
-@dataclass(frozen=True, slots=True)
 class _Job:
     """One call: the lengths, their size classes (in units of the multiple), and the bound."""
 
-    lengths: NDArray[np.int64]
-    capacity: int
-    multiple: int
-    most: int
-    seed: int
-    sizes: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    tokens: int
-    bound: int
-
-    @classmethod
-    def start(cls, lengths: NDArray[np.int64], capacity: int, multiple: int, most: int, seed: int) -> _Job:
+    def __init__(self, lengths: NDArray[np.int64], capacity: int, multiple: int, most: int, seed: int) -> None:
+        self.lengths, self.capacity, self.multiple, self.most, self.seed = lengths, capacity, multiple, most, seed
+        self.units = capacity // multiple
         try:
-            sizes, counts, tokens = _native.packing_histogram(lengths, capacity, multiple)
+            self.sizes, self.counts, self.tokens = _native.packing_histogram(lengths, capacity, multiple)
         except ValueError:
             raise _misfit(lengths, capacity, multiple) from None
-        bound = _native.packing_lower_bound(sizes, counts, capacity // multiple, most)
-        return cls(lengths, capacity, multiple, most, seed, sizes, counts, tokens, bound)
-
-    @property
-    def units(self) -> int:
-        return self.capacity // self.multiple
+        self.bound = _native.packing_lower_bound(self.sizes, self.counts, self.units, most)
 
     def plans(self, planners: Sequence[str]) -> Iterator[_Patterns]:
         for planner in planners:
@@ -224,7 +209,8 @@ class _Job:
             offsets = _native.packing_sequential(self.lengths, *limits)
         else:
             offsets, sequences = _native.packing_first_fit_shuffle(self.lengths, *limits, self.seed)
-        return self._plan(offsets, sequences, self._longest(offsets, sequences), np.diff(offsets), method)
+        longest = self._longest(offsets, sequences)
+        return self._plan(offsets, sequences, longest, int(np.diff(offsets).max()), method)
 
     def hand_out(self, plan: _Patterns) -> PackPlan:
         offsets, sequences = _native.packing_hand_out(
@@ -236,21 +222,15 @@ class _Job:
             longest = int(np.add.reduceat(tokens, plan.offsets[:-1]).max())
         else:
             longest = self._longest(offsets, sequences)
-        return self._plan(offsets, sequences, longest, sequence_counts, plan.method)
+        return self._plan(offsets, sequences, longest, int(sequence_counts.max()), plan.method)
 
     def _longest(self, offsets: NDArray[np.int64], sequences: NDArray[np.int64]) -> int:
         return int(np.add.reduceat(self.lengths[sequences], offsets[:-1]).max())
 
     def _plan(
-        self,
-        offsets: NDArray[np.int64],
-        sequences: NDArray[np.int64],
-        longest: int,
-        sequence_counts: NDArray[np.int64],
-        method: str,
+        self, offsets: NDArray[np.int64], sequences: NDArray[np.int64], longest: int, most: int, method: str
     ) -> PackPlan:
         fill = self.tokens / ((len(offsets) - 1) * self.capacity)
-        most = int(sequence_counts.max())
         return PackPlan(offsets, sequences, self.capacity, fill, self.bound, longest, most, method)
 
 

@@ -165,19 +165,15 @@ class RunState:
             content = json.loads(raw)
             if isinstance(content, dict) and content.pop("version", None) == _VERSION:
                 state = cls(**content)
-                if state._is_valid():
+                groups = [(state.metadata, dict), (state.packing, dict), (state.inputs, list), (state.cutting, list)]
+                flags = (state.overwrite, state.keep_corpus, state.tokenized)
+                if (
+                    all(isinstance(value, kind) for value, kind in groups)
+                    and all(isinstance(file, list) and list(map(type, file)) == [str, int] for file in state.inputs)
+                    and all(type(flag) is bool for flag in flags)
+                ):
                     return state
         return None
-
-    def _is_valid(self) -> bool:
-        return (
-            isinstance(self.metadata, dict)
-            and isinstance(self.packing, dict)
-            and isinstance(self.inputs, list)
-            and all(isinstance(file, list) and list(map(type, file)) == [str, int] for file in self.inputs)
-            and isinstance(self.cutting, list)
-            and all(type(value) is bool for value in (self.overwrite, self.keep_corpus, self.tokenized))
-        )
 
 
 def _is_ours(entry: os.DirEntry[str]) -> bool:
@@ -409,10 +405,7 @@ def _begin(job: Job, there: RunState | None) -> _Start:
         differs = _state_differences(there, job, packing=False)
         usable = there.tokenized and not differs
         if not usable and not job.options.overwrite:
-            raise FormatError(
-                f"{job.folder.path}: a tokenised corpus is here, made from something else: {'; '.join(differs)}; pass"
-                " --overwrite to replace it"
-            )
+            raise _is_other(job.folder.path, differs)
     corpus = _find_corpus(job, overwrite=job.options.overwrite)
     if not usable or corpus is not None:
         job.folder.clear()
@@ -507,11 +500,14 @@ def _had_other(path: str, differs: Sequence[str]) -> FormatError:
     )
 
 
-def _other_shard(prefix: str, differs: Sequence[str]) -> FormatError:
+def _is_other(path: str, differs: Sequence[str], what: str = "a tokenised corpus", also: str = "") -> FormatError:
     return FormatError(
-        f"{prefix}: a finished shard is here, made from something else: {'; '.join(differs)}; pass --overwrite to"
-        " replace it (a tokenised corpus of the same input is used again)"
+        f"{path}: {what} is here, made from something else: {'; '.join(differs)}; pass --overwrite to replace it{also}"
     )
+
+
+def _other_shard(prefix: str, differs: Sequence[str]) -> FormatError:
+    return _is_other(prefix, differs, "a finished shard", " (a tokenised corpus of the same input is used again)")
 
 
 def _remains(prefix: str) -> Remains | None:
@@ -538,9 +534,6 @@ def _find_corpus(job: Job, *, overwrite: bool) -> Shard | None:
                 return shard
     if job.options.keep_corpus:
         if not paths.missing() and not overwrite:
-            raise FormatError(
-                f"{job.corpus}: a tokenised corpus is here, made from something else: {'; '.join(differs)}; pass"
-                " --overwrite to replace it"
-            )
+            raise _is_other(job.corpus, differs)
         check_free(paths, overwrite=overwrite)
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -203,26 +203,24 @@ class RowEncoder:
         bad_rows: list[SequenceError],
     ) -> None:
         """Tokenise all rows of a template in one call; then take them in the order of the rows."""
-        encoded: dict[ChatTemplate, Iterator[Encoded | SequenceError]] = {}
-        for template in {row.template for _, row in batch if isinstance(row, _Drawn)}:
-            rows = [row.rendered for _, row in batch if isinstance(row, _Drawn) and row.template is template]
-            rendered = [one for some in rows for one in some]
-            encoded[template] = iter(self._tokenise(rendered, template))
-        for position, row in batch:
-            # All turns of a row are taken from what was tokenised, and only then looked at: a bad one spoils the row.
-            outcomes: list[Encoded | SequenceError] = []
+        texts: dict[ChatTemplate, list[Rendered]] = {}
+        for _, row in batch:
             if isinstance(row, _Drawn):
-                outcomes = [next(encoded[row.template]) for _ in row.rendered]
+                texts.setdefault(row.template, []).extend(row.rendered)
+        encoded = {template: iter(self._tokenise(rendered, template)) for template, rendered in texts.items()}
+        for position, row in batch:
             try:
-                made = [self.tokenizer.from_token_row(row)] if isinstance(row, TokenizedRow) else _all_encoded(outcomes)
+                if isinstance(row, TokenizedRow):
+                    made = [self.tokenizer.from_token_row(row)]
+                else:
+                    # All turns of a row are taken, and only then looked at: a bad one spoils the row.
+                    made = _all_encoded([next(encoded[row.template]) for _ in row.rendered])
             except ValueError as error:
                 bad_rows.append(_at(error, piece.path, position))
                 continue
-            for sequence in made:
-                if self.options.append_eod and self.tokenizer.eos_id is not None:
-                    sequences.append(append_eod(sequence, self.tokenizer.eos_id))
-                else:
-                    sequences.append(sequence)
+            if self.options.append_eod and self.tokenizer.eos_id is not None:
+                made = [append_eod(sequence, self.tokenizer.eos_id) for sequence in made]
+            sequences += made
 
     def _tokenise(self, rendered: Sequence[Rendered], template: ChatTemplate) -> list[Encoded | SequenceError]:
         """All rows in one call; one by one where a row cannot be tokenised, so that the others are."""

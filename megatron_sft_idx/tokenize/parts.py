@@ -120,27 +120,23 @@ class PartInfo:
         counts = Counter(self.notes) + done.notes + Counter(first_token_masks_dropped=dropped)
         self.notes = dict(counts)
 
-    def _is_valid(self) -> bool:
-        counts = (self.num_bytes, self.lines, self.rows, self.skipped, self.sequences, self.tokens)
-        return (
-            all(type(count) is int and 0 <= count < 2**48 for count in counts)
-            and all(type(text) is str for text in (self.options, self.checksum, self.straddling))
-            and isinstance(self.pieces, list)
-            and all(type(piece) is str for piece in self.pieces)
-            and isinstance(self.notes, dict)
-            and all(type(count) is int for count in self.notes.values())
-            and isinstance(self.bad_rows, list)
-            and all(isinstance(row, list) and list(map(type, row)) == [int, str] for row in self.bad_rows)
-            and self.token_dtype in _TOKEN_DTYPES
-            and self.mask_dtype in _MASK_DTYPES
-        )
-
     @classmethod
     def decode(cls, raw: bytes) -> PartInfo | None:
         """From JSON; None where that is not what ``write_part`` writes."""
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             info = cls(**json.loads(raw))
-            if info._is_valid():
+            counts = (info.num_bytes, info.lines, info.rows, info.skipped, info.sequences, info.tokens)
+            lists = (info.pieces, info.bad_rows)
+            if (
+                all(type(count) is int and 0 <= count < 2**48 for count in counts)
+                and all(isinstance(values, list) for values in lists)
+                and all(type(text) is str for text in (info.options, info.checksum, info.straddling, *info.pieces))
+                and isinstance(info.notes, dict)
+                and all(type(count) is int for count in info.notes.values())
+                and all(isinstance(row, list) and list(map(type, row)) == [int, str] for row in info.bad_rows)
+                and info.token_dtype in _TOKEN_DTYPES
+                and info.mask_dtype in _MASK_DTYPES
+            ):
                 info.bad_rows = [(position, reason) for position, reason in info.bad_rows]
                 return info
         return None
