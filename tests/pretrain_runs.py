@@ -37,13 +37,26 @@ class KilledError(Exception):
     """Ends a run where a kill would."""
 
 
-def run(script: Any, options: list[str], rows: list[str] | None = None, kill_at: int | None = None) -> Curve:
-    """Train as the options say; ``kill_at``: die at this micro-batch."""
+def run(
+    script: Any, options: list[str], rows: list[str] | None = None, kill_at: int | None = None, diary: str | None = None
+) -> Curve:
+    """Train as the options say.
+
+    Args:
+        script: tools/pretrain_sft.py.
+        options: for it.
+        rows: another source of the same packs.
+        kill_at: die at this micro-batch.
+        diary: a file to which the tokens of each micro-batch, up to the last trained one, are appended as they come,
+            a line of JSON each; the number of the rank is added to its name.
+    """
     args = script.parse_arguments(options)
     seen: Rows = []
 
     def observe(batch: dict[str, torch.Tensor]) -> None:
         count = len(batch["tokens"])
+        if diary is not None:
+            write_diary(f"{diary}.{torch.distributed.get_rank()}", batch)
         seen.extend({key: value[i].numpy().copy() for key, value in batch.items()} for i in range(count))
         if kill_at is not None and len(seen) > kill_at:
             raise KilledError
@@ -53,6 +66,13 @@ def run(script: Any, options: list[str], rows: list[str] | None = None, kill_at:
     except KilledError:
         losses = []
     return Curve(losses, seen)
+
+
+def write_diary(path: str, batch: dict[str, torch.Tensor]) -> None:
+    trained = [int(np.flatnonzero(mask)[-1]) + 2 if mask.any() else 0 for mask in batch["loss_mask"].numpy()]
+    lines = [row[:end].tolist() for row, end in zip(batch["tokens"], trained, strict=True)]
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(lines) + "\n")
 
 
 def from_rows(script: Any, args: Any, rows: list[str], observe: Any) -> list[float]:

@@ -147,7 +147,7 @@ def test_nothing_comes(script: ModuleType, tmp_path: Path, caplog: pytest.LogCap
 
 def test_a_vocabulary_is_asked_for_where_nobody_names_one(script: ModuleType, tmp_path: Path) -> None:
     folder = finished(tmp_path / "chunks", [pack(i) for i in range(5)])
-    with pytest.raises(SystemExit, match="--vocab-size"):
+    with pytest.raises(FormatError, match="--vocab-size"):
         run(script, options(folder))
 
 
@@ -176,3 +176,29 @@ def test_bad_rows_stop_the_run_or_are_left_out(workers: int, script: ModuleType,
 def test_chunks_are_found_by_their_names(script: ModuleType, tmp_path: Path) -> None:
     folder = finished(tmp_path / "chunks", [pack(i) for i in range(4)])
     assert len(run(script, options(folder, *PACKS, "--live-window", 0)).rows) == 4
+
+
+def test_the_same_command_goes_on_by_itself(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = finished(tmp_path / "chunks", [pack(i) for i in range(23)])
+    whole = run(script, options(folder, *PACKS, "--consumer", "whole"))
+    same = options(folder, *PACKS, "--save", tmp_path / "checkpoints", "--save-interval", 5)
+    assert not run(script, same, kill_at=14).losses
+    assert f"saved {tmp_path}/checkpoints/iter_0000005" in capsys.readouterr().out
+    assert_bitwise(run(script, same).rows, whole.rows[10:])
+    assert f"going on from {tmp_path}/checkpoints/iter_0000005: 5 steps are done" in capsys.readouterr().out
+    # What is through stays so.
+    assert not run(script, same).rows
+    assert "the data ended after step 12" in capsys.readouterr().out
+
+
+def test_a_fresh_run_behind_another_is_asked_for(script: ModuleType, tmp_path: Path) -> None:
+    folder = finished(tmp_path / "chunks", [pack(i) for i in range(4)])
+    run(script, options(folder, *PACKS, "--save", tmp_path / "one"))
+    other = options(folder, *PACKS, "--save", tmp_path / "two")
+    with pytest.raises(
+        FormatError, match=r"'train' has acknowledged shards here, and --save .*two holds no checkpoint"
+    ):
+        run(script, other)
+    assert len(run(script, [*other, "--fresh"]).rows) == 4

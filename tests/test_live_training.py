@@ -63,7 +63,7 @@ def pack(number: int) -> dict[str, Any]:
 
 def options(folder: Path, *more: object, steps: int = 1000) -> list[str]:
     data = ["--data-path", f"live:{folder / 'chunks'}", "--seq-length", LENGTH, "--global-batch-size", RANKS]
-    model = ["--hidden-size", 32, "--log-interval", 1000, "--log", folder / "log.jsonl", "--train-iters", steps]
+    model = ["--hidden-size", 32, "--log-interval", 1000, "--metrics", folder / "log.jsonl", "--train-iters", steps]
     return [str(option) for option in (*data, *model, *more)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,12 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from chats import preprocess
 from pretrain_runs import Curve, Rows, run
-from training_twin import lone_process
+from torch.distributed.run import get_args_parser as torchrun_parser
+from training_twin import batch_of, lone_process, random_sequences
 
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.npy import write_legacy
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.training.attention import model_inputs
+from megatron_sft_idx.training.cpu import seed_everything
 
 ROOT = Path(__file__).parent.parent
 LENGTH, STEPS, BATCH, STOP = 544, 12, 4, 5
@@ -157,11 +163,133 @@ def test_a_stopped_run_goes_on_with_the_same_batches(
     assert difference(resumed.losses, whole.losses[STOP:]) <= TOLERANCE
 
 
+def test_the_same_command_goes_on_by_itself(
+    script: ModuleType, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = options(data, "--save", tmp_path, "--save-interval", 2, steps=4)
+    assert not run(script, same, kill_at=3 * BATCH).losses
+    assert len(run(script, same).losses) == 2
+    said = capsys.readouterr().out
+    assert f"saved {tmp_path}/iter_0000002\n" in said
+    assert f"going on from {tmp_path}/iter_0000002: 2 steps are done\n" in said
+    assert not run(script, same).losses
+    assert "nothing to train: --train-iters 4" in capsys.readouterr().out
+    # What --save holds is later than what --load named at first.
+    assert script.parse_arguments([*same, "--load", str(tmp_path)]).load == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["--log", "x"], "--log is called --metrics now"),
+        (["--load", "nowhere"], "--load nowhere: no checkpoint is here"),
+        (["--save", "file"], "--save file: a file is here"),
+        (
+            ["--save", "begun", "--fresh"],
+            "--fresh: begun holds the checkpoints of 7 steps, which new ones would overwrite",
+        ),
+        (["--save", "odd"], "latest_checkpointed_iteration.txt: expected the number of the latest checkpoint"),
+        (["--save", "new", "--load", "odd"], "expected the number of the latest checkpoint"),
+    ],
+)
+def test_checkpoints_are_looked_for_at_the_start(
+    more: list[str],
+    why: str,
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    for folder, content in (("begun", "7"), ("odd", "release")):
+        Path(folder).mkdir()
+        Path(folder, "latest_checkpointed_iteration.txt").write_text(content)
+    with pytest.raises(SystemExit) as leaving:
+        script.parse_arguments(["--data-path", "x", "--seq-length", "64", *more])
+    assert leaving.value.code == 2
+    said = capsys.readouterr().err
+    assert why in said
+    assert said.count("\n") == 1
+
+
+def test_a_checkpoint_that_is_named_and_not_there(script: ModuleType, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(FormatError, match=r"iter_0000007: missing, and latest_checkpointed_iteration.txt names it"):
+        run(script, options(data, "--save", tmp_path))
+
+
+def test_no_option_is_one_of_torchruns(script: ModuleType) -> None:
+    """Its parser looks at the script's options too, and refuses what begins like two of its own."""
+    for option in script.build_parser()._option_string_actions:
+        if option not in ("-h", "--help", "--log"):
+            assert torchrun_parser().parse_args(["script.py", option, "1"]).training_script_args == [option, "1"]
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "line"),
+    [
+        (["--data-path", "nowhere"], 1, r"pretrain_sft.py: error: nowhere.*"),
+        (
+            ["--vocab-size", "128"],
+            1,
+            r"pretrain_sft.py: error: --vocab-size 128: the data's tokenizer has 2000 tokens.*",
+        ),
+        (["--load", "nowhere"], 2, r"pretrain_sft.py: error: --load nowhere: no checkpoint is here.*"),
+    ],
+)
+def test_errors_are_one_line(more: list[str], code: int, line: str, data: Path) -> None:
+    ranks = 2 if "--data-path" in more else 1
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks > 1 else []
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(ROOT / "tools/pretrain_sft.py"), *options(data, *more)],
+        env={**os.environ, **THREADS},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    errors = [said for said in done.stderr.splitlines() if said.startswith("pretrain_sft.py: error:")]
+    assert len(errors) == 1
+    assert re.fullmatch(line, errors[0])
+    assert "[rank" not in done.stderr
+    if ranks == 1:
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.3, 2.5])
+def test_weights_are_divided_by_as_megatron_does(weight: float, script: ModuleType, data: Path) -> None:
+    """By the sum of each micro-batch's weights, cut to a whole number, over all micro-batches."""
+    args = script.parse_arguments([*options(data, "--vocab-size", "256"), "--micro-batch-size", "2"])
+    seed_everything(args.seed)
+    model = script.build_model(args)
+    rng = np.random.default_rng(1)
+    batches = []
+    for _ in range(args.global_batch_size // 2):
+        rows = [random_sequences(rng, lengths, 256) for lengths in ([300, 200], [544])]
+        batches.append(batch_of([[(ids, mask * weight) for ids, mask in row] for row in rows], LENGTH, 5))
+    model.zero_grad_buffer()
+    loss = script.run_step(args, model, iter(batches))
+    found = {name: value.main_grad.clone() for name, value in model.module.named_parameters()}
+    total, tokens, trained = torch.zeros(()), 0, 0
+    for batch in batches:
+        inputs, loss_mask = model_inputs(batch, args.attention)
+        total = total + (model.module(**inputs).float() * loss_mask).sum()
+        tokens, trained = tokens + int(loss_mask.sum()), trained + int((loss_mask != 0).sum())
+    assert loss == pytest.approx(float(total / tokens), rel=1e-6)
+    parameters = dict(model.module.named_parameters())
+    for name, gradient in zip(parameters, torch.autograd.grad(total / tokens, list(parameters.values())), strict=True):
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-7)
+    # With weights other than 1 the number of trained tokens is another divisor.
+    assert (tokens == trained) == (weight == 1.0)
+
+
 @pytest.mark.slow
 def test_the_script_learns_the_demo_data(data: Path) -> None:
     log = data / "log.jsonl"
     started = subprocess.run(
-        [sys.executable, str(ROOT / "tools/pretrain_sft.py"), *options(data, "--log", log, "--lr", 3e-3, steps=50)],
+        [sys.executable, str(ROOT / "tools/pretrain_sft.py"), *options(data, "--metrics", log, "--lr", 3e-3, steps=50)],
         env={**os.environ, **THREADS},
         capture_output=True,
         text=True,

@@ -102,7 +102,7 @@ def test_what_training_says(
         "rows of 4096": lambda: warned(caplog, "data/chats", 4096),
         "1 of 2 ": lambda: warned(caplog, "data/few", 64),
         "global batch size 6": lambda: script("--global-batch-size", 6, "--micro-batch-size", 4),
-        "index out of range in self": lambda: script("--vocab-size", 128),
+        "--vocab-size 128": lambda: script("--vocab-size", 128),
         "remove it, and it is made anew": cut_plan,
         "the content is another one": replaced,
         "attention te": no_engine,

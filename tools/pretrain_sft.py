@@ -9,21 +9,26 @@ or while the data is still being made, from a catalog or a folder of JSONL chunk
 
     python tools/pretrain_sft.py --data-path live:data/catalog --seq-length 4096 --train-iters 20000
 
-Options are named as in Megatron-LM and mean the same. A checkpoint can be continued by another number of processes.
+Options are named as in Megatron-LM and mean the same. A checkpoint can be continued by another number of processes, and
+the same command goes on from what it saved. Ends with 0; with 1 and a line that says what went wrong; with 2 where an
+option is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 try:
     from megatron_sft_idx import PackedSFTDataset  # noqa: F401
@@ -32,6 +37,7 @@ except ImportError as error:  # torch or Megatron is missing
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -39,10 +45,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_sft_idx.cli.options import add_read_options, read_options
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options, encoding_options
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live.live_training import LiveData, add_live_options, check_live_options, is_live, open_live
 from megatron_sft_idx.training.attention import ATTENTION, Batch, layer_spec, model_inputs
 from megatron_sft_idx.training.cpu import connect, current_device, megatron_device, seed_everything
@@ -53,12 +60,31 @@ from megatron_sft_idx.training.sampler import PackedBatchSampler
 
 # Called with every batch that this process trains on, before it does.
 Observer = Callable[[Batch], None]
+_LATEST = "latest_checkpointed_iteration.txt"
+# What the collectives of gloo and NCCL say where another process has ended.
+_LEFT_ALONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "communicator was aborted")
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and once, however many processes were given the same options."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with 2."""
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{self.prog}: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+class Renamed(argparse.Action):
+    """An option that has another name now."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        """Refuse it by naming the other."""
+        parser.error(f"{self.option_strings[0]} is called {self.const} now: torchrun takes the old name for its own")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     data = parser.add_argument_group("data")
     data.add_argument(
         "--data-path",
@@ -98,13 +124,23 @@ def build_parser() -> argparse.ArgumentParser:
     training.add_argument("--clip-grad", type=float, default=1.0)
     training.add_argument("--weight-decay", type=float, default=0.01)
     training.add_argument("--seed", type=int, default=1234)
-    training.add_argument("--save", type=Path, help="folder for checkpoints")
+    training.add_argument(
+        "--save", type=Path, help="folder for checkpoints; where it holds some, the latest is continued"
+    )
     training.add_argument(
         "--save-interval", type=int, default=0, help="steps between checkpoints; always one at the end"
     )
-    training.add_argument("--load", type=Path, help="folder of checkpoints; its latest is continued")
+    training.add_argument(
+        "--load", type=Path, help="folder of checkpoints; its latest is continued, unless --save holds later ones"
+    )
+    training.add_argument(
+        "--fresh",
+        action="store_true",
+        help="begin anew, whatever an earlier run has acknowledged; --save is to be another folder then",
+    )
     training.add_argument("--log-interval", type=int, default=1)
-    training.add_argument("--log", type=Path, help="write each step's loss and gradient norm here as JSON lines")
+    training.add_argument("--metrics", type=Path, help="write each step's loss and gradient norm here as JSON lines")
+    training.add_argument("--log", action=Renamed, const="--metrics", help=argparse.SUPPRESS)
 
     add_live_options(parser)
     add_row_options(parser.add_argument_group("live chunks of raw chats"), required=False)
@@ -122,10 +158,45 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
             parser.error(str(error))
     if args.save and find_spec("psutil") is None:  # megatron.core would wait for ever as it writes a checkpoint
         parser.error("--save needs psutil: pip install 'megatron-sft-idx[megatron]'")
+    check_checkpoints(args, parser)
     args.read = read_options(args, parser)
     args.encoding = encoding_options(args, parser) if args.tokenizer_model else None
     args.train_iters = 50 if args.train_iters is None else args.train_iters
     return args
+
+
+def check_checkpoints(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse folders of checkpoints that will not do; what ``--save`` holds is what ``--load`` means from here on."""
+    try:
+        if args.load and latest_step(args.load) is None:
+            parser.error(f"--load {args.load}: no checkpoint is here, {_LATEST} is missing")
+        if args.save and args.save.exists() and not args.save.is_dir():
+            parser.error(f"--save {args.save}: a file is here, expected a folder or nothing")
+        begun = latest_step(args.save) if args.save else None
+    except FormatError as error:
+        parser.error(str(error))
+    if begun is None:
+        return
+    if args.fresh:
+        parser.error(
+            f"--fresh: {args.save} holds the checkpoints of {begun} steps, which new ones would overwrite; give --save"
+            " another folder, or move these away"
+        )
+    args.load = args.save
+
+
+def latest_step(folder: Path) -> int | None:
+    """Steps behind the latest checkpoint in a folder; None where there is none. FormatError: nobody can tell."""
+    path = folder / _LATEST
+    try:
+        content = path.read_text(encoding="utf-8")
+        return int(content)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError):
+        raise FormatError(
+            f"{path}: expected the number of the latest checkpoint; write it here, as in iter_NNNNNNN"
+        ) from None
 
 
 def build_model(args: argparse.Namespace) -> DistributedDataParallel:
@@ -173,9 +244,13 @@ def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel) ->
 
 
 def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The summed loss, the number of trained tokens, and both to report."""
+    """The summed loss, what it is divided by once all micro-batches and ranks are summed, and both to report.
+
+    As Megatron-LM counts: the weights of a micro-batch, summed and cut to a whole number; of a mask of 0 and 1 that is
+    the number of trained tokens.
+    """
     loss = (losses.float() * loss_mask).sum()
-    trained = (loss_mask != 0).sum().int()
+    trained = loss_mask.float().sum().int()
     return loss, trained, {"lm loss": torch.stack([loss.detach(), trained])}
 
 
@@ -236,7 +311,8 @@ def save_checkpoint(
     if first:
         fresh = folder / "latest.tmp"
         fresh.write_text(str(step), encoding="utf-8")
-        fresh.replace(folder / "latest_checkpointed_iteration.txt")
+        fresh.replace(folder / _LATEST)
+        print(f"saved {target}", flush=True)
     if live:
         live.commit()  # what the checkpoint includes will not be asked for again: its producer may remove it
 
@@ -245,13 +321,18 @@ def load_checkpoint(
     folder: Path, model: DistributedDataParallel, optimizer: MegatronOptimizer, live: LiveData | None
 ) -> int:
     """Take the latest checkpoint of a folder; the number of steps behind it."""
-    latest = int((folder / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
+    latest = latest_step(folder)
+    source = folder / f"iter_{latest:07d}"
+    if latest is None or not source.is_dir():
+        raise FormatError(f"{source}: missing, and {_LATEST} names it; put it back, or write the number of another one")
     wanted = {**checkpoint_state(model, optimizer, loading=True), "step": latest}
-    found = dist_checkpointing.load(wanted, str(folder / f"iter_{latest:07d}"))
+    found = dist_checkpointing.load(wanted, str(source))
     model.module.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"])
     if live:
         live.load_states(found.get("live"))
+    if torch.distributed.get_rank() == 0:
+        print(f"going on from {source}: {latest} steps are done", flush=True)
     return int(found["step"])
 
 
@@ -260,7 +341,7 @@ class Log:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.speaks = torch.distributed.get_rank() == 0
-        self.interval, self.path, self.begin = args.log_interval, args.log, time.perf_counter()
+        self.interval, self.path, self.begin = args.log_interval, args.metrics, time.perf_counter()
 
     def __call__(self, step: int, **values: float) -> None:
         """Say what a step came to."""
@@ -303,6 +384,13 @@ def train(
     log, losses, saved = Log(args), [], step
     model.train()
     for now in range(step + 1, args.train_iters + 1):
+        if live and args.save and live.is_blocked():
+            # The producer waits for what a checkpoint completes, and the next step may need what it has not made.
+            if saved < now - 1:
+                save_checkpoint(args.save, now - 1, model, optimizer, live)
+                saved = now - 1
+            if live.is_blocked():
+                live.deal_anew()
         # Live data ends for all processes at once, between two steps.
         if (first := next(batches, None)) is None:
             log.say(f"the data ended after step {now - 1}, before --train-iters {args.train_iters}")
@@ -321,18 +409,27 @@ def train(
     return losses
 
 
-def vocabulary_of(dataset: Any) -> int:
-    """A vocabulary for the tokenizer that made the data, rounded up to what suits a GPU."""
-    known: list[Any]
+def vocabulary_of(dataset: Any, wanted: int | None = None) -> int:
+    """Rows of the embedding: as wanted, else enough for the tokenizer that made the data, rounded up to suit a GPU.
+
+    FormatError: the data does not say how many tokens its tokenizer has, or there are more than are wanted.
+    """
+    known: list[int | None]
     if isinstance(dataset, LiveData):
         known = [dataset.vocab_size]
     else:
         members = getattr(dataset, "datasets", [dataset])
         headers = [header for member in members for header in member.source.shards.headers]
         known = [header.metadata.get("tokenizer", {}).get("vocab_size") for header in headers]
-    if None in known:
-        raise SystemExit("the data does not say how many tokens their tokenizer has: give --vocab-size")
-    return int(-(-max(known) // 128) * 128)
+    if wanted is None and None in known:
+        raise FormatError("the data does not say how many tokens their tokenizer has: give --vocab-size")
+    most = max((size for size in known if size is not None), default=0)
+    enough = -(-most // 128) * 128
+    if wanted is not None and wanted < most:
+        raise FormatError(
+            f"--vocab-size {wanted}: the data's tokenizer has {most} tokens; leave it out for {enough}, or raise it"
+        )
+    return wanted or enough
 
 
 def load_batches(args: argparse.Namespace, dataset: Any, consumed: int) -> Iterator[Batch]:
@@ -370,13 +467,15 @@ def pretrain(args: argparse.Namespace, observe: Observer | None = None) -> list[
 
 def fit(args: argparse.Namespace, training: Any, validation: Any, observe: Observer | None) -> list[float]:
     """Train a new model, or one from a checkpoint, and evaluate it."""
-    args.vocab_size = args.vocab_size or vocabulary_of(training)
+    args.vocab_size = vocabulary_of(training, args.vocab_size)
     seed_everything(args.seed)
     model = build_model(args)
     optimizer = build_optimizer(args, model)
     live = training if isinstance(training, LiveData) else None
     step = load_checkpoint(args.load, model, optimizer, live) if args.load else 0
     losses: list[float] = []
+    if step >= args.train_iters and torch.distributed.get_rank() == 0:
+        print(f"nothing to train: --train-iters {args.train_iters}", flush=True)
     if step < args.train_iters:
         batches = live or load_batches(args, training, step * args.global_batch_size)
         losses = train(args, model, optimizer, batches, step=step, observe=observe, live=live)
@@ -387,11 +486,35 @@ def fit(args: argparse.Namespace, training: Any, validation: Any, observe: Obser
     return losses
 
 
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What goes wrong with data, options and files is a line on standard error, and the process ends with 1.
+
+    Of several processes that meet the same one says so. A bug keeps its traceback.
+    """
+    try:
+        yield
+    except (SFTIndexError, CheckpointingException, OSError, ImportError) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+    except RuntimeError as error:
+        # torchrun ends what is left of a job; the process that failed has said why.
+        if not any(words in str(error) for words in _LEFT_ALONE):
+            raise
+        message = "another process has ended, which says why"
+    else:
+        return
+    with contextlib.suppress(Exception):  # the store may have gone with the first process
+        if _get_default_store().add(f"said {message}", 1) > 1:
+            raise SystemExit(1)
+    print(f"{Path(__file__).name}: error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
 def main() -> None:
     args = parse_arguments()
     logging.basicConfig(format="%(message)s")
     logging.getLogger("megatron_sft_idx").setLevel(logging.INFO)
-    with megatron_device():
+    with one_line_errors(), megatron_device():
         connect()
         parallel_state.initialize_model_parallel()
         pretrain(args)

@@ -33,6 +33,7 @@ __all__ = [
     "next_generation",
     "read_acks",
     "require_consumer",
+    "uncompleted",
     "write_ack",
 ]
 
@@ -224,6 +225,21 @@ def _completed_by(acks: Sequence[Ack]) -> Callable[[int], bool]:
         return item // size < items_done.get(item % size, 0)
 
     return is_done
+
+
+def uncompleted(acks: Sequence[Ack], below: int) -> list[int]:
+    """The shards before shard ``below`` that one consumer has not completed.
+
+    Args:
+        acks: of all its ranks, in one epoch and of one base; the last epoch.
+        below: where to stop; shards that are still to come count too.
+    """
+    base, size = acks[0].current_base(), acks[0].size
+    done = min(ack.items_done for ack in acks) * size
+    fresh = range(base.frontier + max(0, done - len(base.leftovers)), below)
+    begun = [shard for left in base.leftovers for shard in left.shards if shard < below]
+    is_done = _completed_by(acks)
+    return [shard for shard in (*begun, *fresh) if not is_done(shard)]
 
 
 def acknowledged(newest: Sequence[Ack], ours: Ack) -> dict[int, tuple[int, int]]:

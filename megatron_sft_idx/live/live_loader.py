@@ -31,11 +31,12 @@ from megatron_sft_idx.live.acks import (
     next_generation,
     read_acks,
     require_consumer,
+    uncompleted,
     write_ack,
 )
 from megatron_sft_idx.live.catalog import Catalog, Limits
 from megatron_sft_idx.live.catalog_watch import Stopped, Waiter
-from megatron_sft_idx.live.live_order import AtEnd, RankState, Walk, resume
+from megatron_sft_idx.live.live_order import AtEnd, RankState, Walk, least_ahead, resume
 from megatron_sft_idx.live.live_shards import CatalogShards, LiveShards, OpenShards
 from megatron_sft_idx.training import BatchAssembler, BatchLoader, Form, Tensors, Wanted, whole_rows
 
@@ -182,20 +183,37 @@ class LiveDataset(IterableDataset[Tensors]):
             FormatError: rows that cannot be made of such packs, or limits with which training must come to a stop.
             SFTIndexError: nothing is promised in time.
         """
-        if self._limits is not None:
+        if self._limits is None:
+            self.require_room(waiter, lagging=lagging)
+            self._limits, state = self.shards.limits(waiter), self.state
+            self.state = dataclasses.replace(state, generation=next_generation(self.newest_acks(), self.ack(state)))
+
+    def require_room(self, waiter: Waiter, *, lagging: bool = False) -> None:
+        """FormatError where the producer may not be as far ahead as training needs it; see ``prepare``."""
+        promised, state = self.shards.limits(waiter)[0], self.state
+        if promised.max_ahead_shards is None:
             return
-        promised, state = self.shards.limits(waiter), self.state
-        # To end one group a rank may need the first packs of its next, and shards are published in their order.
-        least = (2 * state.base.window - 1) * state.size + (state.size if lagging else 1)
-        most = promised[0].max_ahead_shards
-        if most is not None and most < least:
+        least = least_ahead(state, self.shards.least_packs(), lagging=lagging)
+        if promised.max_ahead_shards < least:
             raise FormatError(
-                f"{self.shards.folder}: the producer is at most {most} shards ahead, and {state.size} ranks with a"
-                f" window of {state.base.window} need {least} to go on; start it with --max-ahead-shards {least} or"
-                " more, or train with a smaller window"
+                f"{self.shards.folder}: the producer is at most {promised.max_ahead_shards} shards ahead, and"
+                f" {state.size} ranks with a window of {state.base.window} that take {state.step_rows} packs a step"
+                f" need {least} to go on; start it with --max-ahead-shards {least} or more, or train with a smaller"
+                " window, or smaller batches"
             )
-        self._limits = promised
-        self.state = dataclasses.replace(state, generation=next_generation(self.newest_acks(), self.ack(state)))
+
+    def may_wait_in_vain(self, state: RankState, committed: Sequence[RankState]) -> bool:
+        """Whether the rank may need, for its next step, a shard that the producer publishes after a commit only.
+
+        What a step needs is taken to be the most that it can be, not what is there already, so that runs with the same
+        data and the same commits say the same, at whatever pace shards come.
+
+        Args:
+            state: between two steps.
+            committed: the states of all ranks that were acknowledged last.
+        """
+        last = state.last_shard(state.step_rows, lambda shard: self.shards.count(shard) or 0, self.shards.least_packs())
+        return self.shards.may_not_come(last, uncompleted([self.ack(one) for one in committed], last))
 
     def ack(self, state: RankState) -> Ack:
         """What is acknowledged once a checkpoint that holds ``state`` is durable."""
@@ -355,7 +373,7 @@ class LiveLoader(Iterator[Tensors]):
 
     def _begin(self) -> Iterator[_Outcome]:
         dataset = self.dataset
-        self._prepare()
+        self.prepare()
         dataset.may_acknowledge()
         state = self._state
         self._passed.extend([state] * max(self.num_workers, 1))
@@ -378,7 +396,8 @@ class LiveLoader(Iterator[Tensors]):
         )
         return iter(made)
 
-    def _prepare(self) -> None:
+    def prepare(self) -> None:
+        """Learn what the catalog promises; see ``LiveDataset.prepare``."""
         self.dataset.prepare(self.dataset.waiter(self._stop), lagging=self.num_workers > 0)
         if self._batches is None and not self._closed:
             self._state = self.dataset.state
@@ -411,21 +430,23 @@ class LiveLoader(Iterator[Tensors]):
         Raises:
             OSError: the acknowledgement could not be written.
         """
-        self._prepare()
+        self.prepare()
         found, dataset = self._state if state is None else RankState.from_json(state), self.dataset
         begins = state is None and not found.rows and not found.generation
         if (begins and not dataset.newest_acks()) or not dataset.may_acknowledge():
             return
-        # No later than where any worker process still has to look at shards.
-        slowest = self._passed[0]
-        if self.num_workers and self._batches is not None and slowest.is_before(found):
-            found = slowest
+        found = self.committable(found)
         write_ack(dataset.acks, dataset.ack(found))
         dataset.shards.committed()
         logger.info(
             "rank %d: committed epoch %d, %d items, %s packs of shards that are complete",
             *(found.rank, found.base.epoch + 1, found.items, f"{found.packs_of_items:,}"),
         )
+
+    def committable(self, state: RankState) -> RankState:
+        """What ``commit`` says of a state: no later than where any worker process still has to look at shards."""
+        slowest = self._passed[0]
+        return slowest if self.num_workers and self._batches is not None and slowest.is_before(state) else state
 
     def close(self) -> None:
         """End the thread or the workers, also while they wait for a shard; may be called twice and by any thread."""

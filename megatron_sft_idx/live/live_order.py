@@ -30,7 +30,7 @@ from megatron_sft_idx.live.catalog_watch import Waiter
 from megatron_sft_idx.live.live_shards import LiveShards
 from megatron_sft_idx.training import Wanted
 
-__all__ = ["AtEnd", "Group", "RankState", "Walk", "next_group", "pack_order", "resume", "served_rows"]
+__all__ = ["AtEnd", "Group", "RankState", "Walk", "least_ahead", "next_group", "pack_order", "resume", "served_rows"]
 
 AtEnd = Literal["pad", "drop"]
 
@@ -82,6 +82,23 @@ def next_group(base: Base, size: int, rank: int, items: int, end: int | None) ->
         if len(taken) == base.window:
             break
     return Group(tuple(taken), 0, len(taken)) if taken else None
+
+
+def least_ahead(state: RankState, least: int, *, lagging: bool = False) -> int:
+    """How many shards a producer must be able to be ahead, so that ranks that save between steps never wait for ever.
+
+    A rank may have one pack left of its group as a step begins, and take the others of the step from further groups;
+    all shards before the last of these count that no rank has completed. To end one group a rank may need the first
+    packs of its next, and a loader of its own pace commits where it likes: that is asked for in any case.
+
+    Args:
+        state: of any rank.
+        least: packs in a shard, but for the last one.
+        lagging: acknowledgements stay some batches behind checkpoints; see ``LiveLoader``.
+    """
+    window, size = state.base.window, state.size
+    groups = 1 - (1 - state.step_rows) // (window * least)
+    return max(groups * window * size, (2 * window - 1) * size + (size if lagging else 1))
 
 
 def pack_order(base: Base, shards: Sequence[int], packs: int, shuffle: bool) -> NDArray[np.int64]:
@@ -153,6 +170,22 @@ class RankState(Record):
         if self.shards:
             begun = 1 if self._first_open().offset else len(self.shards)
         return self.rank + (self.items + begun) * self.size
+
+    def last_shard(self, rows: int, packs_in: Callable[[int], int], least: int) -> int:
+        """The last shard in which the next packs of the rank may lie.
+
+        Args:
+            rows: packs that it takes.
+            packs_in: how many a shard has; asked for those of the group that is begun.
+            least: packs in any other shard.
+        """
+        have = sum(map(packs_in, self.shards)) - self.offset
+        last, number, fresh = max(self.shards, default=0), self.next_item, 0
+        while have < rows or fresh % self.base.window:
+            left = self.base.item(number)
+            last, number = max(last, *left.shards), number + self.size
+            have, fresh = have + (1 if left.offset else least), 0 if left.offset else fresh + 1
+        return last
 
     def _first_open(self) -> Leftover:
         return self.base.item(self.rank + self.items * self.size)

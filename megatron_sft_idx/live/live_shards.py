@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -91,6 +91,14 @@ class LiveShards(ABC):
             SFTIndexError: it will not come, or not in time; the message says which and why.
             Stopped: the waiter is to stop.
         """
+
+    def least_packs(self) -> int:
+        """Packs that every shard has but the last one; 1 where nobody says more."""
+        return 1
+
+    def may_not_come(self, number: int, uncompleted: Sequence[int]) -> bool:
+        """Whether the producer may not publish a shard before some of ``uncompleted``, which precede it, are."""
+        return False
 
     @abstractmethod
     def numbers(self) -> list[int]:
@@ -205,6 +213,29 @@ class CatalogShards(LiveShards):
             else:
                 self._limits = self._limits_of_headers()
         return self._limits
+
+    def least_packs(self) -> int:
+        """By what the producer says of itself: a shard ends once it holds so many tokens, which so many packs hold."""
+        producer = self._catalog.producer()
+        if producer is None:
+            return 1
+        packing, sharding = (producer.options.get(name) for name in ("packing", "sharding"))
+        # Tokens are counted before they are truncated.
+        if not isinstance(packing, dict) or not isinstance(sharding, dict) or packing.get("overlong") == "truncate":
+            return 1
+        tokens = sharding.get("tokens_per_shard")
+        return max(1, -(-tokens // producer.limits.capacity)) if isinstance(tokens, int) else 1
+
+    def may_not_come(self, number: int, uncompleted: Sequence[int]) -> bool:
+        """By ``--max-ahead-shards`` and ``--max-ahead-gb``, where it is not there yet and the end is not known."""
+        if self._limits is None or self.end() is not None:
+            return False
+        shards, nbytes = self._limits[0].max_ahead_shards, self._limits[0].max_ahead_nbytes
+        if shards is not None and len(uncompleted) >= shards:
+            return True
+        if nbytes is None or self._catalog.is_published(number):
+            return False
+        return (len(uncompleted) + 1) * max(map(self._catalog.shard_nbytes, uncompleted), default=0) > nbytes
 
     def newest_header(self) -> Header | None:
         """The header of the newest shard that is there now; None where there is none."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from megatron.core import parallel_state
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.jsonl_chunks import chunk_numbers
-from megatron_sft_idx.live.acks import ack_folder
+from megatron_sft_idx.live.acks import Base, ack_folder, read_acks
 from megatron_sft_idx.live.catalog import Catalog, Limits, default_max_sequences
 from megatron_sft_idx.live.catalog_watch import Waiter
 from megatron_sft_idx.live.chunks import ChunkRows, LiveChunks, declaring_end
 from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
 from megatron_sft_idx.live.live_order import RankState
-from megatron_sft_idx.live.live_shards import CatalogShards
+from megatron_sft_idx.live.live_shards import CatalogShards, LiveShards
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.tokenize import EncodingOptions
 from megatron_sft_idx.training import Tensors
@@ -155,7 +156,8 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
             f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size"
             f" {args.micro_batch_size} x {size} data-parallel ranks"
         )
-    dataset = LiveDataset(
+    dataset = partial(
+        LiveDataset,
         shards,
         rank=parallel_state.get_data_parallel_rank(),
         size=size,
@@ -171,30 +173,46 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     )
     raw = isinstance(shards, LiveChunks) and shards.rows.encoding is not None
     workers = args.num_workers if args.num_workers is not None else 2 * raw
-    if args.save is None and _leads() and not dataset.state.rank:
+    leads = _leads() and not parallel_state.get_data_parallel_rank()
+    _require_first(args, shards)
+    if args.save is None and leads:
         logger.warning(
             "%s: no --save: a run without checkpoints acknowledges nothing, so no shard is removed behind it and a"
             " producer with --max-ahead-shards or --max-ahead-gb comes to wait for it without end",
             folder,
         )
     ending: AbstractContextManager[None] = nullcontext()
-    if isinstance(shards, LiveChunks) and args.end_after is not None and _leads() and not dataset.state.rank:
+    if isinstance(shards, LiveChunks) and args.end_after is not None and leads:
         ending = declaring_end(folder, args.end_after, shards.end_folders)
-    return LiveData(LiveLoader(dataset, num_workers=workers), ending)
+    return LiveData(lambda: LiveLoader(dataset(), num_workers=workers), ending)
+
+
+def _require_first(args: argparse.Namespace, shards: LiveShards) -> None:
+    """FormatError where a run that saves would begin anew behind another one that has acknowledged something."""
+    if args.save is None or args.load is not None or args.fresh:
+        return
+    acks = read_acks(ack_folder(Catalog(shards.folder), args.ack_dir)).get(args.consumer, [])
+    if any(ack.items_done or ack.base != Base(0, ack.base.seed, ack.base.window) for ack in acks):
+        raise FormatError(
+            f"{shards.folder}: consumer {args.consumer!r} has acknowledged shards here, and --save {args.save} holds no"
+            " checkpoint; name the folder that does, give --fresh to read everything again, or another --consumer"
+        )
 
 
 class LiveData(Iterator[Tensors]):
     """Micro-batches of this rank, and what all ranks do together about checkpoints; a context manager.
 
     Args:
-        loader: of this rank.
+        make: a loader of this rank, which has read nothing.
         ending: entered while this is; declares the end where the producer does not, on one process.
     """
 
-    def __init__(self, loader: LiveLoader, ending: AbstractContextManager[None]) -> None:
-        self._loader, self._ending = loader, ending
-        self._saved = loader.state_dict()
+    def __init__(self, make: Callable[[], LiveLoader], ending: AbstractContextManager[None]) -> None:
+        self._make, self._loader, self._ending = make, make(), ending
+        self._saved = self._loader.state_dict()
         self._begun = False
+        # Of all ranks, as acknowledged last; None before the first step.
+        self._committed: list[RankState] | None = None
 
     def __next__(self) -> Tensors:
         if not self._begun:
@@ -206,12 +224,15 @@ class LiveData(Iterator[Tensors]):
 
     @property
     def vocab_size(self) -> int | None:
-        """Of the tokenizer; waits for a shard that says so. None where nobody does."""
+        """Of the tokenizer; waits for a shard that says so. None where nobody does.
+
+        FormatError: training could not go on with how far the producer may be ahead.
+        """
         shards = self._loader.dataset.shards
         if isinstance(shards, LiveChunks):
             return None if shards.rows.encoder is None else shards.rows.encoder.tokenizer.vocab_size
         assert isinstance(shards, CatalogShards)  # open_live makes no others
-        shards.limits(self._loader.dataset.waiter())
+        self._loader.dataset.require_room(self._loader.dataset.waiter(), lagging=self._loader.num_workers > 0)
         if (header := shards.newest_header()) is not None:
             return _vocab_size(header.metadata)
         # All of them are freed: a run that was through is started again.
@@ -220,10 +241,12 @@ class LiveData(Iterator[Tensors]):
 
     def gather_states(self) -> list[dict[str, Any]]:
         """Every rank's state, for the part of a checkpoint that all ranks share; called by all of them together."""
-        group = parallel_state.get_data_parallel_group()
-        states: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
         self._saved = self._loader.state_dict()
-        torch.distributed.all_gather_object(states, self._saved, group=group)
+        return self._gather(self._saved)
+
+    def _gather(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        states: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
+        torch.distributed.all_gather_object(states, state, group=parallel_state.get_data_parallel_group())
         return states
 
     def commit(self) -> None:
@@ -231,6 +254,40 @@ class LiveData(Iterator[Tensors]):
         torch.distributed.barrier()
         if _leads():
             self._loader.commit(self._saved)
+        self._commit_known(self._loader.committable(RankState.from_json(self._saved)))
+
+    def _commit_known(self, state: RankState) -> None:
+        self._committed = [RankState.from_json(one) for one in self._gather(state.to_json())]
+
+    def is_blocked(self) -> bool:
+        """Whether the next step may need a shard that its producer may publish only once more is committed.
+
+        Called by all processes together, between two steps. See ``LiveDataset.may_wait_in_vain``.
+        """
+        loader = self._loader
+        loader.prepare()
+        state = RankState.from_json(loader.state_dict())
+        if self._committed is None:
+            self._commit_known(state)
+        blocked = loader.dataset.may_wait_in_vain(state, self._committed or [state])
+        flag = torch.tensor(int(blocked), device="cuda" if torch.cuda.is_available() else "cpu")
+        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+        return bool(flag)
+
+    def deal_anew(self) -> None:
+        """Deal what is left out anew among all ranks, which call this together right after a commit.
+
+        Ranks whose shards have more packs fall behind the others, and what they have not completed keeps the producer
+        waiting. Every pack still comes once, as where a checkpoint is continued on another number of ranks.
+        """
+        states = self.gather_states()
+        self._loader.close()
+        self._loader = self._make()
+        self._loader.load_state_dict(states)
+        self._loader.prepare()
+        self._begun = False
+        self._commit_known(RankState.from_json(self._loader.state_dict()))
+        logger.info("%s: what is left is dealt out anew", self._loader.dataset.shards.folder)
 
     def load_states(self, states: Any) -> None:
         """Go on where a checkpoint ended, of a job with any number of ranks.

@@ -1,0 +1,213 @@
+"""How far a producer must be able to be ahead: with so many shards no step waits for ever, with fewer one may."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from live_catalogs import MemoryShards, loader, make_catalog
+
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.live import Waiter
+from megatron_sft_idx.live.acks import uncompleted
+from megatron_sft_idx.live.live_loader import LiveDataset
+from megatron_sft_idx.live.live_order import RankState, Walk, least_ahead, resume
+from megatron_sft_idx.live.live_shards import CatalogShards
+
+
+class DeadlockError(Exception):
+    """A rank waits for a shard that the producer may not publish."""
+
+
+class Bounded(MemoryShards):
+    """A catalog whose producer publishes what is waited for, unless too many shards are not completed."""
+
+    def __init__(self, counts: Sequence[int], ahead: int, least: int) -> None:
+        super().__init__(counts)
+        self.ahead, self.least, self.published = ahead, least, 0
+        self.committed: list[RankState] = []
+
+    def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
+        while self.published <= min(number, len(self.counts) - 1):
+            if len(uncompleted([state.ack("test", 1) for state in self.committed], self.published)) >= self.ahead:
+                raise DeadlockError
+            self.published += 1
+        return number < len(self.counts)
+
+    def end(self) -> int | None:
+        return len(self.counts) if self.published == len(self.counts) else None
+
+    def numbers(self) -> list[int]:
+        return list(range(self.published))
+
+    def count(self, number: int) -> int | None:
+        return self.counts[number] if number < self.published else None
+
+    def least_packs(self) -> int:
+        return self.least
+
+    def may_not_come(self, number: int, uncompleted: Sequence[int]) -> bool:
+        return self.end() is None and len(uncompleted) >= self.ahead
+
+
+class Job:
+    """Ranks that step together, and commit and deal anew between steps as the training script does."""
+
+    def __init__(self, shards: Bounded, size: int, window: int, rows: int, at_end: Any) -> None:
+        self.shards, self.at_end = shards, at_end
+        shape: dict[str, Any] = {"seq_length": 16, "micro_batches": rows, "window": window, "at_end": at_end}
+        self.ranks = [LiveDataset(shards, rank=rank, size=size, **shape) for rank in range(size)]
+        self.commits = self.deals = 0
+        self._begin([rank.state for rank in self.ranks])
+
+    def _begin(self, states: list[RankState]) -> None:
+        self.states = self.shards.committed = states
+        waiter = Waiter("a test")
+        walk: dict[str, Any] = {"epochs": 1, "at_end": self.at_end, "acknowledged": lambda state: {}, "waiter": waiter}
+        self.walks = [iter(Walk(self.shards, state, **walk)) for state in states]
+
+    def _blocked(self) -> bool:
+        pairs = zip(self.ranks, self.states, strict=True)
+        return any(rank.may_wait_in_vain(state, self.shards.committed) for rank, state in pairs)
+
+    def steps(self) -> Iterator[list[tuple[int, int]]]:
+        """The packs that each step trains on."""
+        first = self.states[0]
+        shape = {"window": first.base.window, "batch_rows": 1, "step_rows": first.step_rows}
+        while True:
+            if self._blocked():
+                self.commits, self.shards.committed = self.commits + 1, list(self.states)
+                if self._blocked():
+                    self.deals += 1
+                    size = len(self.ranks)
+                    self._begin([resume(self.states, size, rank, **shape) for rank in range(size)])
+            taken = [next(walk, None) for _ in range(first.step_rows) for walk in self.walks]
+            if taken[0] is None:
+                assert not any(taken)
+                return
+            micro_batches = [wanted for wanted in taken if wanted is not None]
+            assert len(micro_batches) == len(taken), "all ranks take the same steps"
+            self.states = [wanted.state for wanted in micro_batches[-len(self.ranks) :]]
+            yield [
+                tuple(np.asarray(wanted.packs)[0].tolist())
+                for wanted in micro_batches
+                if wanted.masked is None or not wanted.masked.any()
+            ]
+
+
+def job(counts: Sequence[int], size: int, window: int, rows: int, less: int = 0, at_end: str = "pad") -> Job:
+    shards = Bounded(counts, 10**9, max(1, min(counts[:-1], default=1)))
+    done = Job(shards, size, window, rows, at_end)
+    shards.ahead = least_ahead(done.states[0], shards.least) - less
+    return done
+
+
+COUNTS = st.integers(1, 6).flatmap(
+    lambda least: st.tuples(st.lists(st.integers(least, least + 6), max_size=40), st.integers(1, least + 6)).map(
+        lambda parts: [*parts[0], parts[1]]
+    )
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(COUNTS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 9), st.sampled_from(["pad", "drop"]))
+def test_with_as_many_shards_no_step_waits_for_ever(
+    counts: list[int], size: int, window: int, rows: int, at_end: str
+) -> None:
+    at_work = job(counts, size, window, rows, at_end=at_end)
+    seen = Counter(pack for step in at_work.steps() for pack in step)
+    expected = Counter((shard, pack) for shard, packs in enumerate(counts) for pack in range(packs))
+    if at_end == "pad":
+        assert seen == expected
+    else:
+        assert seen <= expected
+
+
+def test_with_fewer_one_may_wait_for_ever() -> None:
+    """The control: two ranks, the second of which is through with its shard before the first."""
+    for less, ends in ((0, True), (1, False)):
+        at_work = job([9, 1, 1, 1, 1, 1, 9, 1], 2, 1, 2, less)
+        assert at_work.shards.ahead == 4 - less
+        if ends:
+            assert sum(map(len, at_work.steps())) == 24
+        else:
+            with pytest.raises(DeadlockError):
+                list(at_work.steps())
+
+
+def test_ranks_that_fall_behind_are_dealt_less() -> None:
+    """Rank 1 always gets the smaller shards; as they are dealt at first, no number of shards would do for long."""
+    at_work = job([8, 4] * 30, 2, 1, 2)
+    assert sum(map(len, at_work.steps())) == 360
+    assert at_work.deals > 1
+    even = job([8] * 60, 2, 1, 2)
+    assert sum(map(len, even.steps())) == 480
+    assert even.deals == 0
+    assert even.commits < 60
+
+
+@pytest.mark.parametrize(
+    ("ranks", "window", "rows", "least", "shards"),
+    [
+        (1, 1, 1, 1, 2),  # a row of one group and the first of the next
+        (1, 1, 4, 8, 2),  # --max-ahead-shards 1 is too few for anyone
+        (2, 1, 2, 8, 4),  # the README's data on two ranks
+        (3, 1, 2, 8, 6),
+        (2, 1, 9, 8, 4),
+        (2, 1, 10, 8, 6),  # a step of ten packs may take of three shards with eight
+        (2, 2, 10, 8, 8),
+        (4, 3, 1, 100, 21),
+    ],
+)
+def test_the_number_by_hand(ranks: int, window: int, rows: int, least: int, shards: int) -> None:
+    state = LiveDataset(MemoryShards([1]), rank=0, size=ranks, seq_length=16, window=window, micro_batches=rows).state
+    assert least_ahead(state, least) == shards
+
+
+@pytest.mark.parametrize(
+    ("options", "packs"),
+    [
+        ({"packing": {"overlong": "drop"}, "sharding": {"tokens_per_shard": 30}}, 3),
+        ({"packing": {"overlong": "truncate"}, "sharding": {"tokens_per_shard": 30}}, 1),
+        ({"packing": {"overlong": "drop"}, "sharding": {"tokens_per_shard": "30"}}, 1),
+        ({"packing": [], "sharding": None}, 1),
+        ({}, 1),
+    ],
+)
+def test_the_packs_of_a_shard_follow_from_what_its_producer_says(
+    options: dict[str, Any], packs: int, tmp_path: Path
+) -> None:
+    catalog = make_catalog(tmp_path / "c", [3, 3], max_ahead_shards=3)
+    said = catalog.producer()
+    assert said is not None
+    catalog.write_producer(replace(said, options=options))
+    assert CatalogShards(catalog.folder).least_packs() == packs
+    with loader(tmp_path / "c", 0, 1, micro_batches=4) as batches:
+        if packs == 3:
+            next(batches)
+        else:
+            with pytest.raises(FormatError, match=r"take 4 packs a step need 4 to go on; .* --max-ahead-shards 4"):
+                next(batches)
+
+
+def test_bytes_ahead_count_by_the_largest_shard(tmp_path: Path) -> None:
+    catalog = make_catalog(tmp_path / "c", [3, 3, 3], ended=False)
+    nbytes = max(catalog.shard_nbytes(shard) for shard in range(3))
+    for most, blocked in ((4 * nbytes, False), (3 * nbytes, True)):
+        make_catalog(tmp_path / "c2", [], ended=False, max_ahead_nbytes=most)
+        said = make_catalog(tmp_path / "c2", [], ended=False, max_ahead_nbytes=most).producer()
+        assert said is not None
+        catalog.write_producer(replace(said, published=3))
+        shards = CatalogShards(catalog.folder)
+        shards.limits(Waiter("a test"))
+        assert shards.may_not_come(3, [0, 1, 2]) == blocked
+        assert not shards.may_not_come(2, [0, 1])
+    catalog.write_end(3)
+    assert not shards.may_not_come(3, [0, 1, 2])
