@@ -1,4 +1,4 @@
-"""Packs as lines of JSON in numbered chunks, as Megatron-SWIFT's packing producer writes them.
+"""Packs as lines of JSON in numbered chunks, in the form planned for Megatron-SWIFT's sharded loading.
 
 A folder of ``chunk_00000.jsonl``, ``chunk_00001.jsonl``, ...; one pack a line:
 

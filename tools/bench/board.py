@@ -33,7 +33,7 @@ from report import HEADER, NOT_RUN, RESULTS, Headline, machine, table
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path(__file__).resolve().parent / "RESULTS.md"
 BENCHES = (
-    *("packing", "tokenising", "scaling", "shard", "merge", "verify", "formats", "conversion"),
+    *("whole_job", "packing", "tokenising", "scaling", "shard", "merge", "verify", "formats", "conversion"),
     *("batches", "backends", "cold_pack", "index_only", "many_shards", "live_catalog", "remote"),
 )
 MOST_SECONDS = {False: 900, True: 3 * 3600}  # one bench, and with --full

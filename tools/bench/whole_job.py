@@ -1,0 +1,232 @@
+"""Chats to data on disk that can be trained on, the whole job: ``python tools/bench/whole_job.py``.
+
+The same chats, tokenizer and template for all, two processes each, every run a command of its own, in turns; wall time
+from its start to its end. Beside us: ``datasets.map`` with transformers' template, TRL's ``pack_dataset`` and
+``save_to_disk``; and Megatron-Bridge's own preparation to packed Parquet, in the environment that `make test-megatron`
+has for it, or in that of ``--bridge-python``. Where there is none, that one is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+CAPACITY, PROCESSES = 4096, 2
+BRIDGE_PYTHON = ROOT / ".venv-megatron-3.12/bin/python"
+OURS, TRL, BRIDGE = (
+    "ours, `preprocess`",
+    "`datasets.map`, TRL's `pack_dataset`, `save_to_disk`",
+    "Megatron-Bridge's own preparation",
+)
+# Their __init__ imports models that need a GPU's kernels: made bare, what is in them is Bridge's own.
+BARE = ("megatron.bridge", "megatron.bridge.data", "megatron.bridge.data.builders")
+
+
+class Done(NamedTuple):
+    """One run: seconds, bytes on disk, packs, tokens, and trained tokens."""
+
+    seconds: float
+    nbytes: int
+    packs: int
+    tokens: int
+    trained: int
+
+
+# ---- the peers, each in a process of its own; what is counted comes after the clock has stopped ----
+
+
+def by_trl(folder: Path) -> None:
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+    from trl.data_utils import pack_dataset
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder / "tokenizer")
+
+    def work(rows: Any) -> dict[str, Any]:
+        out = tokenizer.apply_chat_template(rows["messages"], return_assistant_tokens_mask=True, return_dict=True)
+        return {"input_ids": out["input_ids"], "assistant_masks": out["assistant_masks"]}
+
+    chats = load_dataset(
+        "json", data_files=str(folder / "chats.jsonl"), split="train", cache_dir=str(folder / "trl-cache")
+    )
+    rows = chats.map(work, batched=True, num_proc=PROCESSES, remove_columns=chats.column_names)
+    packed = pack_dataset(rows, CAPACITY, "bfd", {"num_proc": PROCESSES})
+    packed.save_to_disk(folder / "trl", num_proc=PROCESSES)
+
+
+def by_bridge(folder: Path) -> None:
+    spec: Any = import_module("megatron")
+    (home,) = (place for place in spec.__path__ if Path(place, "bridge").exists())
+    for name in BARE:
+        package = ModuleType(name)
+        package.__path__ = [str(Path(home, *name.split(".")[1:]))]
+        sys.modules[name] = package
+    tokenizers: Any = import_module("megatron.bridge.training.tokenizers.tokenizer")
+    config: Any = import_module("megatron.bridge.training.tokenizers.config")
+    made = config.TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer"))
+    (folder / "bridge").mkdir()
+    offline: Any = import_module("megatron.bridge.data.packing.offline")
+    offline.prepare_gpt_sft_packed_data(
+        input_path=folder / "chats.jsonl",
+        output_path=folder / "bridge/packed.idx.parquet",
+        output_metadata_path=folder / "bridge/metadata.json",
+        packed_sequence_size=CAPACITY,
+        max_seq_length=CAPACITY,
+        tokenizer=tokenizers.build_tokenizer(made),
+        dataset_kwargs={
+            "chat": True,
+            "use_hf_tokenizer_chat_template": True,
+            "index_mapping_dir": str(folder / "bridge-index"),
+        },
+        num_tokenizer_workers=PROCESSES,
+        dataset_builder=import_module("megatron.bridge.data.builders.gpt_sft").build_gpt_sft_split,
+    )
+
+
+PEERS = {"trl": by_trl, "bridge": by_bridge}
+
+
+# ---- runs ----
+
+
+def timed_run(command: list[object]) -> float:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
+    begin = time.monotonic()
+    done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, check=False)
+    seconds = time.monotonic() - begin
+    if done.returncode:
+        raise SystemExit(f"{command[0]}: {done.stderr[-2000:]}")
+    return seconds
+
+
+def size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def run_ours(folder: Path) -> Done:
+    from megatron_sft_idx import SFTIndexedDataset
+
+    arguments = ["--input", folder / "chats.jsonl", "--tokenizer-model", folder / "tokenizer", "--seq-length", CAPACITY]
+    arguments += ["--workers", PROCESSES, "--output-prefix", folder / "ours/x", "--log-interval", 0]
+    seconds = timed_run([sys.executable, "-m", "megatron_sft_idx", "preprocess", *arguments])
+    packs = SFTIndexedDataset(str(folder / "ours/x"))
+    counts = [(len(pack["input_ids"]), int(pack["loss_mask"].sum())) for pack in packs]
+    return Done(seconds, size(folder / "ours"), len(counts), *map(sum, zip(*counts, strict=True)))
+
+
+def run_trl(folder: Path) -> Done:
+    from datasets import load_from_disk
+
+    seconds = timed_run([sys.executable, __file__, "--worker", "trl", folder])
+    table = load_from_disk(folder / "trl").data.table
+    flat = [table.column(name).combine_chunks().flatten().to_numpy() for name in ("input_ids", "assistant_masks")]
+    return Done(seconds, size(folder / "trl"), len(table), len(flat[0]), int(flat[1].sum()))
+
+
+def run_bridge(folder: Path, python: Path) -> Done:
+    import pyarrow.parquet as pq
+
+    seconds = timed_run([python, __file__, "--worker", "bridge", folder])
+    table = pq.read_table(folder / "bridge/packed.idx.parquet")
+    flat = [table.column(name).combine_chunks().flatten().to_numpy() for name in ("input_ids", "loss_mask")]
+    return Done(seconds, size(folder / "bridge"), len(table), len(flat[0]), int(flat[1].sum()))
+
+
+def clean(folder: Path) -> None:
+    """Remove what runs have left, caches and indexes too."""
+    for name in ("ours", "trl", "trl-cache", "bridge", "bridge-index"):
+        subprocess.run(["rm", "-rf", folder / name], check=True)
+
+
+# ---- the table ----
+
+
+def make_input(folder: Path, count: int) -> None:
+    """Chats of a capacity at most, and a tokenizer that carries the template."""
+    from tokenising import TEMPLATE, make_chats, train_tokenizer
+
+    chats = make_chats(count, seed=0)
+    (folder / "tokenizer").mkdir()
+    train_tokenizer(folder / "tokenizer", chats[: min(count, 3000) // 3])
+    config = folder / "tokenizer/tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": TEMPLATE}))
+    with (folder / "chats.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
+
+
+def has_bridge(python: Path) -> bool:
+    probe = "from importlib.util import find_spec as f; raise SystemExit(not (f('megatron.bridge') and f('datasets')))"
+    return python.exists() and not subprocess.run([python, "-c", probe], capture_output=True, check=False).returncode
+
+
+def arguments() -> argparse.Namespace:
+    from report import Parser, Size
+
+    parser = Parser(
+        __doc__,
+        count=Size(10_000, 100_000, "chats to make"),
+        rounds=Size(3, 5, "runs of which the median is taken"),
+    )
+    parser.add_argument("--bridge-python", type=Path, default=BRIDGE_PYTHON, help="a Python that has megatron-bridge")
+    return parser.parse()
+
+
+def main() -> None:
+    from report import Bench
+
+    options = arguments()
+    ways = {OURS: run_ours, TRL: run_trl}
+    if has_bridge(options.bridge_python):
+        ways[BRIDGE] = lambda folder: run_bridge(folder, options.bridge_python)
+    title = "The whole job: chats to packed data on disk"
+    shown = argparse.Namespace(count=options.count, rounds=options.rounds)
+    bench = Bench("whole_job", title, ("transformers", "datasets", "trl", "gigatoken"), shown)
+    runs: dict[str, list[Done]] = {way: [] for way in ways}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_input(folder, options.count)
+        input_nbytes = (folder / "chats.jsonl").stat().st_size
+        for _ in range(options.rounds):
+            for way, run in ways.items():
+                runs[way].append(run(folder))
+                clean(folder)
+    ours = runs[OURS]
+    for way, every in runs.items():
+        if (every[0].tokens, every[0].trained) != (ours[0].tokens, ours[0].trained):
+            raise SystemExit(f"{way} has other tokens than ours: {every[0]}, {ours[0]}; no table written")
+    bench.say(
+        f"{options.count:,} generated chats, {input_nbytes / 1e6:.0f} MB of JSON lines, {ours[0].tokens:,} tokens, to"
+        f" packs of {CAPACITY:,}; {PROCESSES} processes each, a fresh command every time, caches removed each time. All"
+        " train on the same tokens; ours is checksummed and synced to disk."
+    )
+    seconds = {way: [one.seconds for one in every] for way, every in runs.items()}
+    spent = {way: median(every) for way, every in seconds.items()}
+    rows = [
+        (way, f"{spent[way]:.1f}", f"{options.count / spent[way]:,.0f}", f"{one.packs:,}", f"{one.nbytes / 1e6:.0f}")
+        for way, (one, *_) in runs.items()
+    ]
+    bench.table(("way", "seconds", "chats/s", "packs", "MB on disk"), rows)
+    bench.headline("chats", "the whole job: chats", [options.count], "chats")
+    for key, peer in (("trl", TRL), ("bridge", BRIDGE)):
+        if peer in runs:
+            what = f"the whole job: {options.count:,} chats to packed data on disk, two processes"
+            bench.headline(key, what, seconds[OURS], "s", peer=peer, theirs=seconds[peer], short=True)
+    bench.write()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:  # Bridge's environment has neither this package nor what the tables need
+        PEERS[sys.argv[2]](Path(sys.argv[3]))
+    else:
+        main()
