@@ -6,12 +6,19 @@ from typing import Any
 
 from megatron_sft_idx.layout import Header
 
-__all__ = ["source_of", "template_of", "tokenizer_of"]
+__all__ = ["source_of", "template_of", "tokenizer_of", "vocab_size_of"]
 
 
 def tokenizer_of(header: Header) -> str | None:
     """Fingerprint of the tokenizer that made the ids."""
     return _fingerprint(header, "tokenizer", "fingerprint")
+
+
+def vocab_size_of(header: Header) -> int | None:
+    """The largest id of that tokenizer + 1."""
+    block: Any = header.metadata.get("tokenizer")
+    size = block.get("vocab_size") if isinstance(block, dict) else None
+    return size if type(size) is int else None
 
 
 def template_of(header: Header) -> str | None:

@@ -209,25 +209,35 @@ class BatchAssembler:
         """Without what is so in this process only."""
         return {**self.__dict__, "_advised": {}}
 
-    def layout(self, rows: int) -> BatchLayout:
-        """What a batch of so many packs consists of."""
-        layout = self._layouts.get(rows)
+    def layout(self, rows: int, seq_length: int | None = None) -> BatchLayout:
+        """What a batch of so many packs consists of; ``seq_length`` for rows of another length than the others."""
+        layout = self._layouts.get(rows) if seq_length in (None, self.seq_length) else None
         if layout is None:
-            layout = BatchLayout(rows, self.seq_length, self.width, self.sequence_multiple > 1, self.form)
-            self._layouts[rows] = layout
+            length = self.seq_length if seq_length is None else seq_length
+            layout = BatchLayout(rows, length, self.width, self.sequence_multiple > 1, self.form)
+            if length == self.seq_length:
+                self._layouts[rows] = layout
         return layout
 
     def plan(self, packs: NDArray[np.int64] | Sequence[int]) -> Segments:
         """Where the sequences of these packs lie: what ``fill`` and ``will_need`` work on."""
         return self.source.segments(np.asarray(packs, np.int64))
 
-    def fill(self, segments: Segments, out: Batch, masked: NDArray[np.bool_] | None = None) -> Tensors:
+    def fill(
+        self,
+        segments: Segments,
+        out: Batch,
+        masked: NDArray[np.bool_] | None = None,
+        *,
+        seq_length: int | None = None,
+    ) -> Tensors:
         """Write a batch into ``out``, which may have more rows; the tensors are views of it.
 
         Args:
             segments: what ``plan`` gave.
             out: room for it.
             masked: bool [rows], whose loss is zeroed: rows that only fill up the batch.
+            seq_length: positions of these rows, where not those of the others.
 
         Raises:
             ValueError: a row that does not fit, or one whose sequences do not lie within their shard.
@@ -235,8 +245,8 @@ class BatchAssembler:
             StorageError: the object store of a remote shard does not answer.
         """
         out = out.head(len(segments.offsets) - 1)
-        if out.layout != self.layout(out.layout.rows):
-            raise ValueError(f"buffers of {out.layout}, this assembler fills {self.layout(out.layout.rows)}")
+        if out.layout != (mine := self.layout(out.layout.rows, seq_length)):
+            raise ValueError(f"buffers of {out.layout}, this assembler fills {mine}")
         arrays = out.arrays
         pairs, slots = self._shards(segments)
         placed = in_memory(pairs, slots, segments) or self._read(pairs, slots, segments)

@@ -20,7 +20,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
-from megatron_sft_idx.shard.fingerprints import tokenizer_of
+from megatron_sft_idx.shard.fingerprints import tokenizer_of, vocab_size_of
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.sources import PlanOptions, require_fit
@@ -48,11 +48,14 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
             taking packs as they are stored. Splits then go by sequence, not by pack.
         packing_method: of ``pack_sequences``, for index-only packing.
         max_sequences_per_pack: for index-only packing; None for no limit.
+        single_sequences: one sequence a sample, for Megatron's packing scheduler; see ``SingleRows``.
         sequence_multiple: pad each sequence to a multiple of this inside its row. None takes what the parallelism
             needs: 2 x ``context_parallel_size`` where that is above 1, times ``sequence_parallel_size`` where set.
         pad_id: fills up rows; None takes the shards', then the tokenizer's, then 0.
         tokenizer_fingerprint: of the tokenizer the model is trained with; shards that were made with another one are
             refused.
+        vocab_size: rows of the model's embedding; shards whose tokenizer has more tokens are refused. None is not
+            looked at.
         global_batch_size: for the log line that says how many steps an epoch has.
         plan_cache: folder for the plans of index-only packing; None takes ``path_to_cache``.
         read: how local shards are read: by maps, or by ``pread`` where ``mmap_bin_files`` is False.
@@ -66,9 +69,11 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
     index_only_packing: bool = False
     packing_method: str = "auto"
     max_sequences_per_pack: int | None = None
+    single_sequences: bool = False
     sequence_multiple: int | None = None
     pad_id: int | None = None
     tokenizer_fingerprint: str | None = None
+    vocab_size: int | None = None
     global_batch_size: int | None = None
     plan_cache: str | None = None
     read: ReadOptions = field(default_factory=ReadOptions)
@@ -85,6 +90,8 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         """
         if self.blend is None and not any(self.blend_per_split or ()):
             raise FormatError("neither blend nor blend_per_split is given; name the shards to train on (--data-path)")
+        if self.single_sequences:
+            self.index_only_packing, self.packing_method, self.max_sequences_per_pack = True, "sequential", 1
         self.read = ReadOptions.of("read", self.read)
         # Megatron wants it off for object storage, where nothing is mapped here either.
         if not self.mmap_bin_files and self.read.backend == "mmap" and not self._all_remote():
@@ -220,11 +227,14 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         self.allow_sequences(max(header.most_sequences for header in shards.headers))
 
     def _check_tokenizer(self, shards: ShardSet) -> None:
-        if self.tokenizer_fingerprint is None:
-            return
         for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
-            found = tokenizer_of(header)
-            if found is not None and found != self.tokenizer_fingerprint:
+            size, found = vocab_size_of(header) or 0, tokenizer_of(header)
+            if self.vocab_size is not None and size > self.vocab_size:
+                raise FormatError(
+                    f"{prefix}: its tokenizer has {size} tokens, the model's vocabulary {self.vocab_size}; raise"
+                    " --vocab-size, or take the tokenizer the shard was made with"
+                )
+            if None not in (found, self.tokenizer_fingerprint) and found != self.tokenizer_fingerprint:
                 raise FormatError(
                     f"{prefix}: tokenized with {found}, the tokenizer of this job is {self.tokenizer_fingerprint};"
                     " take the tokenizer the shard was made with, or tokenize again"

@@ -1,26 +1,35 @@
 """What Megatron-LM's ``pretrain()`` is handed so that it trains on packed SFT data.
 
 Megatron's own arguments say everything: ``--data-path`` and its kin, ``--split``, ``--seq-length``, ``--seed``,
-``--data-cache-path``, ``--object-storage-cache-path``, ``--no-mmap-bin-files`` and the parallel sizes.
+``--data-cache-path``, ``--object-storage-cache-path``, ``--no-mmap-bin-files`` and the parallel sizes. Those that would
+train on something else than what the shards say, or hang, are refused on every rank before anything is built. What
+goes wrong differs from release to release: ``docs/megatron.md`` has the table.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core import parallel_state
+from megatron.core import package_info, parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.utils import get_blend_from_list
+from megatron.core.utils import log_single_rank
 
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.training.config import PackedSFTDatasetConfig
 from megatron_sft_idx.training.sft_dataset import PackedSFTDataset
 
-__all__ = ["build_datasets", "config_from_args", "train_valid_test_datasets_provider"]
+__all__ = ["build_datasets", "config_from_args", "require_arguments", "train_valid_test_datasets_provider"]
 
+logger = logging.getLogger(__name__)
+
+# Of megatron-core, which is Megatron-LM's too.
+RELEASE = (package_info.MAJOR, package_info.MINOR)
 _SPLITS = ("train", "valid", "test")
 
 
@@ -33,14 +42,22 @@ def train_valid_test_datasets_provider(
         train_val_test_num_samples: rows wanted of each; None is one epoch, 0 is none.
         vp_stage: the virtual pipeline stage, which makes no difference: every stage needs the boundaries.
         args: Megatron's arguments; None asks ``megatron.training`` for them.
+
+    Raises:
+        FormatError: arguments or shards that cannot be trained on, on every rank.
     """
     if args is None:
         from megatron.training import get_args
 
         args = get_args()
-    return build_datasets(
-        args, train_val_test_num_samples, lambda: parallel_state.get_tensor_model_parallel_rank() == 0
-    )
+    require_arguments(args)
+    options: dict[str, Any] = {
+        "single_sequences": _is_scheduled(args),
+        "tokenizer_fingerprint": _tokenizer_fingerprint(args),
+        "vocab_size": getattr(args, "padded_vocab_size", None),
+    }
+    is_built_on_rank = lambda: parallel_state.get_tensor_model_parallel_rank() == 0  # noqa: E731
+    return build_datasets(args, train_val_test_num_samples, is_built_on_rank, **options)
 
 
 # Megatron then calls it on every rank, and lets the dataset builder decide where data sets are built.
@@ -88,6 +105,108 @@ def config_from_args(args: Namespace, **options: Any) -> PackedSFTDatasetConfig:
         mmap_bin_files=getattr(args, "mmap_bin_files", True),
         **options,
     )
+
+
+# ---- arguments that would go wrong ----
+
+
+def require_arguments(args: Namespace, release: tuple[int, int] = RELEASE) -> None:
+    """FormatError, a sentence each, where Megatron-LM would hang with its arguments or train on something else.
+
+    Args:
+        args: Megatron's arguments; those that a release does not know may be missing.
+        release: major and minor number of Megatron.
+    """
+    if complaints := [*_complaints(args, release)]:
+        raise FormatError("\n".join(complaints))
+
+
+def _complaints(args: Namespace, release: tuple[int, int]) -> Iterator[str]:
+    def of(name: str, default: Any) -> Any:
+        value = getattr(args, name, default)
+        return default if value is None else value
+
+    number = ".".join(map(str, release))
+    tensor, context = of("tensor_model_parallel_size", 1), of("context_parallel_size", 1)
+    scheduled, rows = _is_scheduled(args), of("micro_batch_size", 1)
+    if not of("sft", True) and not scheduled and release >= (0, 17):
+        yield (
+            "--sft is missing: without it Megatron does not hand the boundaries of sequences to every rank, and"
+            " sequences of a row see each other there; add --sft"
+        )
+    if of("create_attention_mask_in_dataloader", False):
+        yield (
+            "--no-create-attention-mask-in-dataloader is missing: with tensor parallelism Megatron waits for ever for"
+            " a mask that rows with boundaries do not have; add --no-create-attention-mask-in-dataloader"
+        )
+    if not of("calculate_per_token_loss", True):
+        yield (
+            "--calculate-per-token-loss is missing: every micro-batch would weigh the same, however few tokens it"
+            " trains; add --calculate-per-token-loss"
+        )
+    if rows > 1 and release < (0, 19):
+        yield (
+            f"--micro-batch-size {rows}: Megatron {number} takes the boundaries of one row a micro-batch; give"
+            " --micro-batch-size 1, or take Megatron 0.19 or later"
+        )
+    if (evaluated := of("eval_micro_batch_size", rows)) != rows and tensor > 1:
+        yield (
+            f"--eval-micro-batch-size {evaluated}: with tensor parallelism Megatron receives evaluation batches in the"
+            f" shape of --micro-batch-size {rows}; make them equal"
+        )
+    if context > 1 and release < (0, 18):
+        yield (
+            f"--context-parallel-size {context}: Megatron {number} drops the boundaries of padded sequences; give"
+            " --context-parallel-size 1, or take Megatron 0.18 or later"
+        )
+    if (stages := of("pipeline_model_parallel_size", 1)) > 2 and release < (0, 17):
+        yield (
+            f"--pipeline-model-parallel-size {stages}: Megatron {number} hands boundaries to the first and the last"
+            " stage only; give 2 at most, or take Megatron 0.17 or later"
+        )
+    if of("hybrid_context_parallel", False):
+        yield (
+            "--hybrid-context-parallel cuts rows apart by boundaries without padding, and loses sequences; leave it"
+            " out, and give --context-parallel-size"
+        )
+    if scheduled:
+        yield from _scheduler_complaints(args, of("max_seqlen_per_dp_cp_rank", args.seq_length) * context)
+
+
+def _scheduler_complaints(args: Namespace, room: int) -> Iterator[str]:
+    scheduler = getattr(args, "sequence_packing_scheduler", None)
+    if scheduler != "dp_balanced":
+        yield (
+            f"--sequence-packing-scheduler {scheduler}: sequences are handed out one by one for dp_balanced alone;"
+            " give --sequence-packing-scheduler dp_balanced, or leave it and --use-varlen-dataset out"
+        )
+    if room < args.seq_length:
+        yield (
+            f"--max-seqlen-per-dp-cp-rank leaves room for {room} tokens on all context-parallel ranks, sequences have"
+            f" up to --seq-length {args.seq_length}; raise the one or lower the other"
+        )
+
+
+def _is_scheduled(args: Namespace) -> bool:
+    """Whether Megatron packs, as it trains, and wants single sequences."""
+    return bool(getattr(args, "sequence_packing_scheduler", None) or getattr(args, "use_varlen_dataset", False))
+
+
+def _tokenizer_fingerprint(args: Namespace) -> str | None:
+    """Of the tokenizer that Megatron is given; None where it comes from no files here that this package reads."""
+    path = getattr(args, "tokenizer_model", None)
+    if path is None or not Path(path).exists():
+        return None
+    from megatron_sft_idx.chat.tokenizer import load_tokenizer
+
+    try:
+        return load_tokenizer(path, backend="tokenizers", parallel=True).fingerprint
+    except FormatError as error:
+        log_single_rank(logger, logging.WARNING, "the tokenizer is not compared with the shards: %s", error)
+        return None
+
+
+# ---- what is blended ----
 
 
 Blend = tuple[list[str], list[float] | None]

@@ -31,11 +31,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.training.batch import BatchAssembler
+from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.loader import BatchRows, Wanted, whole_rows
 from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPacks, StoredPacks, reopen
 
-__all__ = ["BlendedRows", "EpochOrder", "PackedRows", "Rows", "rows_of"]
+__all__ = ["BlendedRows", "EpochOrder", "PackedRows", "Rows", "SingleRows", "rows_of"]
 
 # ---- the order of an epoch ----
 
@@ -221,12 +221,36 @@ class PackedRows(Rows):
         self.width, self.pad_id = width, pad_id
 
     def __reduce__(self) -> tuple[Any, ...]:
-        order, shape = self.order, (self.sequence_multiple, self.width, self.pad_id)
+        order, shape = self.order, (self.seq_length, self.sequence_multiple, self.width, self.pad_id)
         # The order's pack count and fingerprint are the source's.
-        return _rows, (self.stored.state(), order.seed, order.split, self.num_samples, self.seq_length, *shape)
+        return _rows, (type(self), self.stored.state(), order.seed, order.split, self.num_samples, *shape)
 
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         return self.order.pack_of(samples)
+
+
+class SingleRows(PackedRows):
+    """One sequence a sample, for Megatron's packing scheduler, which packs as it trains.
+
+    A sample has ``tokens``, ``labels`` and ``position_ids``, int64 [n], ``loss_mask``, float32 [n], and
+    ``original_seq_len`` and ``padded_seq_len``, int32 [1]: n is the padded length, a multiple of
+    ``sequence_multiple``. The source has packs of one sequence each.
+    """
+
+    def __getitem__(self, index: int | np.integer[Any] | None) -> dict[str, torch.Tensor]:
+        packs, masked, _ = self.wanted([-1 if index is None else operator.index(index)])
+        assembler = self.assembler
+        segments = assembler.plan(packs)
+        length = int(segments.lengths[0])
+        padded = -(-length // self.sequence_multiple) * self.sequence_multiple
+        batch = assembler.fill(segments, Batch(assembler.layout(1, padded)), masked, seq_length=padded)
+        sample = {name: batch[name][0] for name in ("tokens", "labels", "loss_mask", "position_ids")}
+        sizes = torch.tensor([[length], [padded]], dtype=torch.int32)
+        return {**sample, "original_seq_len": sizes[0], "padded_seq_len": sizes[1]}
+
+    def __getitems__(self, samples: Sequence[int] | NDArray[np.int64]) -> list[dict[str, torch.Tensor]]:  # type: ignore[override]
+        """The samples, which are of different lengths."""
+        return [self[int(sample)] for sample in samples]
 
 
 class BlendedRows(Rows):
@@ -278,6 +302,7 @@ def rows_of(dataset: Any) -> Rows:
 
 
 def _rows(
+    kind: type[PackedRows],
     source_state: tuple[Any, ...],
     seed: int,
     split: str,
@@ -289,6 +314,4 @@ def _rows(
 ) -> PackedRows:
     source = reopen(*source_state)
     order = EpochOrder(source.num_packs, seed, split, source.fingerprint)
-    return PackedRows(
-        source, order, num_samples, seq_length, sequence_multiple=sequence_multiple, width=width, pad_id=pad_id
-    )
+    return kind(source, order, num_samples, seq_length, sequence_multiple=sequence_multiple, width=width, pad_id=pad_id)

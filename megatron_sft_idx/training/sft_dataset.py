@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.config import PackedSFTDatasetConfig
-from megatron_sft_idx.training.loader import BatchRows
-from megatron_sft_idx.training.rows import EpochOrder, PackedRows
+from megatron_sft_idx.training.rows import EpochOrder, PackedRows, SingleRows
 from megatron_sft_idx.training.sources import PlannedPacks, StoredPacks
 
 __all__ = ["Corpus", "EpochFacts", "PackedSFTDataset", "PackedSFTDatasetConfig"]
@@ -165,7 +164,8 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
         """The samples without Megatron around them; what loaders read and what is pickled."""
         width = self.config.cu_seqlens_width
         if self._rows is None or self._rows.width != width:  # data sets built since then may need wider rows
-            self._rows = PackedRows(
+            kind = SingleRows if self.config.single_sequences else PackedRows
+            self._rows = kind(
                 self.source,
                 self.order,
                 len(self),
@@ -194,7 +194,7 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
         """One row; see ``PackedRows.__getitem__``, for negative and missing indices too."""
         return self.rows[idx]
 
-    def __getitems__(self, samples: Sequence[int]) -> BatchRows:
+    def __getitems__(self, samples: Sequence[int]) -> Sequence[dict[str, torch.Tensor]]:
         """A whole batch; see ``PackedRows.__getitems__``."""
         return self.rows.__getitems__(samples)
 

@@ -1,0 +1,89 @@
+"""Megatron-LM's own ``pretrain()`` on our provider: equal losses in every set-up, others where something is wrong."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_setups import (
+    KILLED,
+    REFUSED,
+    SAVED,
+    SETUPS,
+    STEPS,
+    WRONG,
+    difference,
+    prepare,
+    run_all,
+    script_losses,
+    table,
+)
+
+pytestmark = pytest.mark.skipif(
+    find_spec("megatron.training") is None,
+    reason="megatron.training is not installed: it is in the wheel of megatron-core from 0.19 on, for Python 3.12 on",
+)
+LOSS, NORM, ANOTHER = 1e-6, 1e-4, 1e-4
+RIGHT = [name for name in SETUPS if name not in (*WRONG, *REFUSED, "blend, killed")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pretrain")
+    prepare(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = run_all(folder, list(SETUPS))
+    return found
+
+
+@pytest.fixture(scope="module")
+def script(folder: Path, found: dict[str, Any]) -> dict[str, list[float]]:
+    losses: dict[str, list[float]] = script_losses(folder)
+    print(*table(found, losses), sep="\n")
+    return losses
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_losses_and_gradients_are_the_same(name: str, found: dict[str, Any], script: dict[str, list[float]]) -> None:
+    left, like = found[name], SETUPS[name].like
+    assert left["error"] is None
+    steps = STEPS - SAVED if "resumed" in name else STEPS
+    assert len(set(left["losses"])) == steps
+    if like is None:
+        assert difference(left["losses"], script[name]) < LOSS
+    else:
+        assert difference(left["losses"], found[like]["losses"]) < LOSS
+        assert difference(left["norms"], found[like]["norms"]) < NORM
+        assert difference(left["validation"], found[like]["validation"]) < LOSS
+
+
+@pytest.mark.parametrize("name", [name for name, setup in SETUPS.items() if "alone" in setup.more])
+def test_each_trained_segment_alone_has_the_same_loss(name: str, found: dict[str, Any]) -> None:
+    worst, segments = found[name]["alone"]
+    assert segments > 300
+    assert worst < LOSS
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_mistake_shows(name: str, found: dict[str, Any]) -> None:
+    assert found[name]["error"] is None
+    assert difference(found[name]["losses"], found["one process"]["losses"]) > ANOTHER
+
+
+def test_a_killed_run_left_its_checkpoint(folder: Path, found: dict[str, Any]) -> None:
+    assert KILLED > SAVED
+    assert not (folder / "blend, killed.0.json").exists()
+    assert (folder / "killed/latest_checkpointed_iteration.txt").read_text() == str(SAVED)
+    assert found["blend, resumed"]["losses"][0] == found["blend, split, evaluation"]["losses"][SAVED]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_hang_is_refused_on_every_rank(name: str, found: dict[str, Any]) -> None:
+    assert f"{REFUSED[name]} is missing" in found[name]["error"]
+    assert not found[name]["losses"]
