@@ -276,7 +276,7 @@ print([name for name in sys.modules if name.startswith("megatron.")])
         ({"sequence_length": 33, "sequence_multiple": 2}, "33 is no multiple of the sequence multiple 2"),
         ({"sequence_multiple": 2}, "packed for sequence multiple 1, .* multiples of 2"),
         ({"tokenizer_fingerprint": "ours"}, "tokenized with theirs, the tokenizer of this job is ours"),
-        ({"read": ReadOptions(backend="s3")}, "read: backend 's3', choose one of mmap, os, pread, reopen, process"),
+        ({"read": ReadOptions(backend="s3")}, "read: backend 's3', choose one of mmap, os, pread, reopen"),
         ({"blend": (["P", "other"], None), "sequence_length": 64}, "other: capacity is 40, in .*a 32"),
         ({"blend": (["P", "foreign"], None)}, "foreign: tokenizer is strange, in .*a theirs"),
         ({"blend": (["nowhere"], None)}, "nowhere: no shard here"),
