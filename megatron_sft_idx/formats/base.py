@@ -19,8 +19,9 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from io import BytesIO
 from types import TracebackType
-from typing import Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -32,6 +33,9 @@ from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.shard.writer import integer_array, mask_array, token_array
 from megatron_sft_idx.storage.publish import New
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "ALIGNMENT_NOTES",
@@ -48,6 +52,8 @@ __all__ = [
     "file_identity",
     "joined_ranges",
     "label_aligned",
+    "npy_header",
+    "npy_header_bytes",
     "require_same_length",
     "stated_int",
     "stated_of",
@@ -190,7 +196,7 @@ class PackedWriter(ABC):
 
     Args:
         path: what is written.
-        spec: what is going to be written; held against what came in the end.
+        spec: what is going to be written, held against what came in the end; None where nobody knows.
         allow_loss: let go what the format has no place for, and say so in ``lost``.
 
     Attributes:
@@ -204,9 +210,10 @@ class PackedWriter(ABC):
     binary: ClassVar[bool] = False
     _output: New
 
-    def __init__(self, path: str | os.PathLike[str], spec: PackedSpec, *, allow_loss: bool) -> None:
+    def __init__(self, path: str | os.PathLike[str], spec: PackedSpec | None, *, allow_loss: bool) -> None:
         self._path, self._spec, self._allow_loss = os.fspath(path), spec, allow_loss
-        self._counts, self._changed_weights, self._complete = Counts(), 0, False
+        self._counts, self._changed_weights = Counts(), 0
+        self._complete = self._published = False
         self.lost: dict[str, str] = {}
 
     def write(self, run: PackRun) -> None:
@@ -257,7 +264,8 @@ class PackedWriter(ABC):
             FormatError: other packs were written than announced.
         """
         if not self._complete:
-            self._counts.require(self._path, self._spec)
+            if self._spec is not None:
+                self._counts.require(self._path, self._spec)
             self._finish()
             self._complete = True
 
@@ -277,25 +285,31 @@ class PackedWriter(ABC):
         """Put what is complete in its place, on disk."""
         self._output.publish()
 
-    def finalize(self) -> None:
-        """Complete it and put it in its place; where that fails, remove what was written.
+    def finalize(self) -> dict[str, Any]:
+        """Complete it and put it in its place; where that fails, remove what was written. May be called twice.
+
+        Returns:
+            What was written, in the words of its format.
 
         Raises:
             FormatError: other packs were written than announced, or something has appeared at the place.
             OSError: the disk says no.
         """
-        try:
-            self.complete()
-            self.publish()
-        except BaseException:
-            self.abandon()
-            raise
+        if not self._published:
+            try:
+                self.complete()
+                self.publish()
+            except BaseException:
+                self.abandon()
+                raise
+            self._published = True
+        return {"format": self.format, "num_packs": self._counts.packs}
 
     def abandon(self) -> None:
         """Remove what was written; nothing where it is finalized or abandoned already."""
         self._output.abandon()
 
-    def __enter__(self) -> PackedWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -490,6 +504,31 @@ def file_identity(*paths: str) -> str:
     """Size and time of change of files, which differ where a file was written anew."""
     stats = (os.stat(path) for path in paths)
     return " ".join(f"{stat.st_size}-{stat.st_mtime_ns}" for stat in stats)
+
+
+def npy_header(file: BinaryIO, name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether it is stored by columns, and dtype that a ``.npy`` says; reads up to the end of its header.
+
+    Raises:
+        FormatError: not such a file.
+    """
+    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    try:
+        return headers[np.lib.format.read_magic(file)](file)
+    except Exception as error:
+        # numpy evaluates the header as a literal and lets its tokenizer's and parser's errors through.
+        raise FormatError(f"{name}: not a .npy file of version 1 or 2: {type(error).__name__}: {error}") from None
+
+
+def npy_header_bytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """The bytes before an array, as ``numpy.save`` writes them; as many for any first side.
+
+    numpy leaves room for that to grow, and fills it with spaces.
+    """
+    out = BytesIO()
+    description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(out, description)
+    return out.getvalue()
 
 
 def stated_int(stated: Mapping[str, Any], key: str, least: int = 1, most: int = MAX_CAPACITY) -> int | None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import io
 import json
 import math
 import os
@@ -43,10 +42,11 @@ from megatron_sft_idx.formats.base import (
     checked_alignment,
     checked_run,
     file_identity,
+    npy_header,
+    npy_header_bytes,
     require_same_length,
     stated_of,
 )
-from megatron_sft_idx.formats.restricted_pickle import npy_header
 from megatron_sft_idx.layout.header import MAX_CAPACITY
 from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun
 from megatron_sft_idx.shard.reader import Pack
@@ -54,7 +54,7 @@ from megatron_sft_idx.storage import open_array, open_regular, read_most
 from megatron_sft_idx.storage.hashing import HashedFile
 from megatron_sft_idx.storage.publish import Kind, New, head_of, new_folder
 
-__all__ = ["FORMAT", "KIND", "MemmapShardWriter", "Reader", "Writer", "encode_header", "recognise"]
+__all__ = ["FORMAT", "KIND", "MemmapShardWriter", "Reader", "Writer", "recognise"]
 
 FORMAT = "memmap"
 NAME = "memmap_padded_v1"
@@ -151,14 +151,6 @@ def _open_npy(path: str, header: _NpyHeader) -> NDArray[Any]:
     count = math.prod(header.shape)
     array = open_array(path, header.dtype, count, nbytes=header.nbytes, offset=header.offset)
     return np.asarray(array).reshape(header.shape)
-
-
-def encode_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """The bytes before the array, as ``numpy.save`` writes them."""
-    out = io.BytesIO()
-    description = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(out, description)
-    return out.getvalue()
 
 
 class Reader(PackedReader):
@@ -327,7 +319,7 @@ class _ArrayFile:
     def __init__(self, folder: New, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
         self._file = HashedFile(folder.open(f"{name}.npy"))
         self._gathered = bytearray()
-        header = encode_header(dtype, shape)
+        header = npy_header_bytes(dtype, shape)
         nbytes = len(header) + math.prod(shape) * dtype.itemsize
         try:
             if nbytes > _MOST_FILE_NBYTES:
@@ -353,10 +345,11 @@ class _ArrayFile:
         return self._file.hex()
 
 
-class MemmapShardWriter:
+class MemmapShardWriter(PackedWriter):
     """Writes a memmap folder whose sizes are known from the start, in memory for one pack.
 
-    The folder appears when ``finalize`` is done, its manifest last; until then it is a hidden one beside it.
+    The folder appears when ``finalize`` is done, its manifest last; until then it is a hidden one beside it. Leaving
+    it as a context manager without ``finalize`` writes nothing: there is no manifest to return.
 
     Args:
         output_dir: the folder; one that exists must be empty.
@@ -369,14 +362,13 @@ class MemmapShardWriter:
         overwrite: replace such a folder.
         extra: more keys for the manifest, JSON-able.
 
-    Attributes:
-        path: the folder, its name resolved.
-        temporary: where it is until then.
-
     Raises:
         FormatError: sizes or a dtype that the format does not have, or something is at ``output_dir``.
         OSError: no space for the whole of it, among others.
     """
+
+    format = FORMAT
+    binary = True
 
     def __init__(
         self,
@@ -390,8 +382,10 @@ class MemmapShardWriter:
         overwrite: bool = False,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        self._path = os.fspath(output_dir)
-        self._dtype = self._checked_dtype(dtype)
+        super().__init__(output_dir, None, allow_loss=False)
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        if self._dtype.kind not in "iu":
+            raise FormatError(f"{self._path}: dtype {self._dtype} for ids, expected an integer type")
         for what, value, least, most in (
             ("num_bins", num_bins, 0, _MOST_INDEX),
             ("pack_size", pack_size, 1, MAX_CAPACITY),
@@ -402,37 +396,26 @@ class MemmapShardWriter:
         self._num_bins, self._pack_size, self._total = int(num_bins), int(pack_size), int(total_seq_starts)
         self._alignment = checked_alignment(self._path, mask_alignment) if mask_alignment is not None else None
         self._extra = dict(extra or {})
-        self._written = self._num_starts = 0
         self._row = np.zeros(self._pack_size, self._dtype)
         self._mask_row = np.zeros(self._pack_size, np.uint8)
         self._output = new_folder(self._path, KIND, overwrite=overwrite)
-        self.path, self.temporary, self.output = self._output.path, self._output.temporary, self._output
         self._files: dict[str, _ArrayFile] = {}
-        self._manifest: dict[str, Any] | None = None
+        self._manifest: dict[str, Any] = {}
         self._closed = False
+        rows, index = (self._num_bins, self._pack_size), self._num_bins
         try:
-            self._reserve()
+            for name, kind, shape in (
+                ("input_ids", self._dtype, rows),
+                ("loss_mask", np.dtype(np.uint8), rows),
+                ("packed_len", _INDEX, (index,)),
+                ("seq_offsets", _INDEX, (index + 1,)),
+                ("seq_starts", _INDEX, (self._total,)),
+            ):
+                self._files[name] = _ArrayFile(self._output, name, kind, shape)
+            self._files["seq_offsets"].write(bytes(_INDEX.itemsize))
         except BaseException:
             self.abandon()
             raise
-
-    def _checked_dtype(self, dtype: DTypeLike) -> np.dtype[Any]:
-        found = np.dtype(dtype)
-        if found.kind not in "iu":
-            raise FormatError(f"{self._path}: dtype {found} for ids, expected an integer type")
-        return found.newbyteorder("<")
-
-    def _reserve(self) -> None:
-        rows, index = (self._num_bins, self._pack_size), self._num_bins
-        for name, dtype, shape in (
-            ("input_ids", self._dtype, rows),
-            ("loss_mask", np.dtype(np.uint8), rows),
-            ("packed_len", _INDEX, (index,)),
-            ("seq_offsets", _INDEX, (index + 1,)),
-            ("seq_starts", _INDEX, (self._total,)),
-        ):
-            self._files[name] = _ArrayFile(self._output, name, dtype, shape)
-        self._files["seq_offsets"].write(bytes(_INDEX.itemsize))
 
     def write_bin(self, bin_id: int, input_ids: ArrayLike, loss_mask: ArrayLike, seq_start_id: ArrayLike) -> None:
         """Write one pack.
@@ -448,10 +431,10 @@ class MemmapShardWriter:
             FormatError: another number than the next one, or more sequences than ``total_seq_starts``.
         """
         self._require_open()
-        if bin_id != self._written or self._written == self._num_bins:
+        if bin_id != self._counts.packs or bin_id == self._num_bins:
             raise FormatError(
-                f"{self._path}: pack {bin_id}, expected {self._written} of {self._num_bins}; packs are written once"
-                " each and in order"
+                f"{self._path}: pack {bin_id}, expected {self._counts.packs} of {self._num_bins}; packs are written"
+                " once each and in order"
             )
         columns = [np.asarray(values) for values in (input_ids, loss_mask, seq_start_id)]
         if any(column.ndim != 1 for column in columns):
@@ -460,15 +443,9 @@ class MemmapShardWriter:
         require_same_length(self._path, bin_id, input_ids=len(ids), loss_mask=len(mask))
         # The mask is held to 0 and 1 as it comes, not moved: label is the alignment that changes nothing but ends.
         run = checked_run(self._path, bin_id, ids, mask, starts, [len(ids)], [len(starts)], mask_dtype=np.uint8)
-        self.write_run(dataclasses.replace(run, loss_mask=mask.astype(np.uint8)))
+        self.write(dataclasses.replace(run, loss_mask=mask.astype(np.uint8)))
 
-    def write_run(self, run: PackRun) -> None:
-        """Write packs that are known to keep the rules, their masks 0 or 1, in order.
-
-        Raises:
-            SequenceError: a pack does not fit ``pack_size`` or ``dtype``.
-            FormatError: more packs or sequences than announced.
-        """
+    def _append(self, run: PackRun) -> None:
         self._require_room(run)
         for start, length in zip(run.token_offsets.tolist(), run.pack_lengths.tolist(), strict=False):
             for row, values, name in (
@@ -478,12 +455,10 @@ class MemmapShardWriter:
                 row[:length] = values
                 row[length:] = 0
                 self._files[name].write(row.view(np.uint8).data)
-        sequence_ends = self._num_starts + np.cumsum(run.pack_sequences)
+        sequence_ends = self._counts.sequences + run.sequence_offsets[1:]
         self._files["packed_len"].write(run.pack_lengths.astype(_INDEX).tobytes())
         self._files["seq_offsets"].write(sequence_ends.astype(_INDEX).tobytes())
         self._files["seq_starts"].write(run.seq_starts.astype(_INDEX).tobytes())
-        self._written += len(run)
-        self._num_starts += len(run.seq_starts)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -491,11 +466,11 @@ class MemmapShardWriter:
 
     def _require_room(self, run: PackRun) -> None:
         self._require_open()
-        first, packs, starts = self._written, len(run), len(run.seq_starts)
-        if first + packs > self._num_bins or self._num_starts + starts > self._total:
+        first, packs, starts = self._counts.packs, len(run), len(run.seq_starts)
+        if first + packs > self._num_bins or self._counts.sequences + starts > self._total:
             raise FormatError(
                 f"{self._path}: packs {first} to {first + packs - 1} with {starts} sequences, expected at most"
-                f" {self._num_bins} packs (num_bins) and {self._total - self._num_starts} more sequences"
+                f" {self._num_bins} packs (num_bins) and {self._total - self._counts.sequences} more sequences"
                 " (total_seq_starts); announce as many as there are"
             )
         if (over := run.pack_lengths > self._pack_size).any():
@@ -505,25 +480,28 @@ class MemmapShardWriter:
         largest = min(np.iinfo(self._dtype).max, MAX_CAPACITY)
         if len(run.tokens) and run.tokens.max() > largest:
             at = int(np.argmax(run.tokens > largest))
-            pack = int(np.searchsorted(run.token_offsets[1:], at, side="right"))
-            raise SequenceError(self._path, first + pack, f"id {run.tokens[at]} in {self._dtype}, at most {largest}")
+            raise SequenceError(
+                self._path, self._pack_at(run, at), f"id {run.tokens[at]} in {self._dtype}, at most {largest}"
+            )
 
-    def complete(self) -> dict[str, Any]:
-        """Write the manifest, so that the folder at ``temporary`` can be read; may be called twice. Returns it.
+    def complete(self) -> None:
+        """Write the manifest, so that the folder can be read; may be called twice.
 
         Raises:
             FormatError: packs or sequences are missing; the writer stays open for them.
         """
         self._require_open()
-        if self._manifest is not None:
-            return self._manifest
-        if (self._written, self._num_starts) != (self._num_bins, self._total):
+        if (self._counts.packs, self._counts.sequences) != (self._num_bins, self._total):
             raise FormatError(
-                f"{self._path}: {self._written} packs with {self._num_starts} sequences, expected {self._num_bins}"
-                f" (num_bins) with {self._total} (total_seq_starts); write the missing ones, or announce fewer"
+                f"{self._path}: {self._counts.packs} packs with {self._counts.sequences} sequences, expected"
+                f" {self._num_bins} (num_bins) with {self._total} (total_seq_starts); write the missing ones, or"
+                " announce fewer"
             )
+        super().complete()
+
+    def _finish(self) -> None:
         checksums = {f"{name}.npy": file.close() for name, file in self._files.items()}
-        manifest = {
+        self._manifest = {
             "version": _VERSION,
             "format": NAME,
             "num_bins": self._num_bins,
@@ -531,15 +509,13 @@ class MemmapShardWriter:
             "dtype": self._dtype.str,
             "loss_mask_dtype": np.dtype(np.uint8).str,
             "index_dtype": _INDEX.str,
-            "bins_written": self._written,
+            "bins_written": self._num_bins,
             **({"mask_alignment": self._alignment} if self._alignment else {}),
             **self._extra,
             "checksums": {"algorithm": "xxh3_128", **checksums},
         }
         with contextlib.closing(self._output.open(MANIFEST)) as file:
-            file.write((json.dumps(manifest, indent=2) + "\n").encode())
-        self._manifest = manifest
-        return manifest
+            file.write((json.dumps(self._manifest, indent=2) + "\n").encode())
 
     def finalize(self) -> dict[str, Any]:
         """Write the manifest, and put the folder in its place.
@@ -550,29 +526,25 @@ class MemmapShardWriter:
         Raises:
             FormatError: packs or sequences are missing; the writer stays open for them.
         """
-        manifest = self.complete()
-        try:
-            self._output.publish()
-        except BaseException:
-            self.abandon()
-            raise
+        self.complete()
+        super().finalize()
         self._closed = True
-        return manifest
+        return self._manifest
+
+    def reread(self) -> Reader:
+        """A reader of all of it."""
+        return Reader(self._output.temporary)
 
     def abandon(self) -> None:
         """Remove what was written; nothing where it is finalized or abandoned already."""
         self._closed = True
-        self._output.abandon()
-
-    def __enter__(self) -> MemmapShardWriter:
-        return self
+        super().abandon()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # A clean exit without ``finalize`` has no manifest to return: the folder is not complete then either.
         self.abandon()
 
 
-class Writer(PackedWriter):
+class Writer(MemmapShardWriter):
     """Writes a memmap folder; its rows are as wide as the capacity.
 
     Args:
@@ -587,9 +559,6 @@ class Writer(PackedWriter):
         OSError: no space for the whole of it, among others.
     """
 
-    format = FORMAT
-    binary = True
-
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -599,8 +568,7 @@ class Writer(PackedWriter):
         allow_loss: bool = False,
         pack_size: int | None = None,
     ) -> None:
-        super().__init__(path, spec, allow_loss=allow_loss)
-        self._writer = MemmapShardWriter(
+        super().__init__(
             path,
             spec.num_packs,
             max(spec.capacity, 1) if pack_size is None else pack_size,  # an empty shard's capacity may be 0
@@ -610,14 +578,11 @@ class Writer(PackedWriter):
             overwrite=overwrite,
             extra={STATED: spec.stated()},
         )
-        self._output = self._writer.output
+        self._spec, self._allow_loss = spec, allow_loss
 
-    def _append(self, run: PackRun) -> None:
-        self._writer.write_run(run)
-
-    def _finish(self) -> None:
-        self._writer.complete()
-
-    def reread(self) -> Reader:
-        """A reader of all of it."""
-        return Reader(self._output.temporary)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.finalize()
+        finally:
+            self.abandon()

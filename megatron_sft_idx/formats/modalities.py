@@ -10,11 +10,13 @@ import operator
 import os
 from abc import ABC, abstractmethod
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.formats.base import file_identity
 from megatron_sft_idx.formats.pbin import (
     FORMAT,
     Framing,
@@ -41,7 +43,7 @@ __all__ = [
 
 
 class _Blocks(ABC):
-    """Blocks of ``block_size`` tokens of one file.
+    """Blocks of ``block_size`` tokens of one file, each by the position of its first token.
 
     Pickled as path and options; whoever unpickles it, such as a DataLoader's worker, opens the file on first use.
     """
@@ -51,54 +53,46 @@ class _Blocks(ABC):
         self.block_size = operator.index(block_size)
         if self.block_size < 2:
             raise FormatError(f"{self.path}: block_size {block_size}, expected at least 2: an input and its target")
-        self._identity = _identity(self.path)
-        self._tokens: NDArray[Any] | None = None
+        self._identity = file_identity(self.path)
+        self._opened: tuple[NDArray[Any], Sequence[int]] | None = None
         self._open()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tokens": None}
+        return {**self.__dict__, "_opened": None}
 
     def __len__(self) -> int:
-        self._open()
-        return self._count()
+        return len(self._open()[1])
 
     def __getitem__(self, index: int) -> dict[str, NDArray[Any]]:
         """Block ``index``, from the end where negative: ``{"input_ids": uint16 or int32 [block_size]}``, read-only."""
-        tokens = self._open()
+        tokens, starts = self._open()
         number = operator.index(index)
-        count = self._count()
-        if not -count <= number < count:
-            raise IndexError(f"{self.path}: block {number} of {count}")
-        number %= count
-        start = self._start(number)
-        ids = native_tokens(self.path, number, tokens[start : start + self.block_size])
+        if not -len(starts) <= number < len(starts):
+            raise IndexError(f"{self.path}: block {number} of {len(starts)}")
+        number %= len(starts)
+        ids = native_tokens(self.path, number, tokens[starts[number] : starts[number] + self.block_size])
         ids.flags.writeable = False
         return {"input_ids": ids}
 
-    def _open(self) -> NDArray[Any]:
-        if self._tokens is None:
-            if (found := _identity(self.path)) != self._identity:
+    def _open(self) -> tuple[NDArray[Any], Sequence[int]]:
+        """All tokens, and where blocks start."""
+        if self._opened is None:
+            if (found := file_identity(self.path)) != self._identity:
                 raise FormatError(
-                    f"{self.path}: {found[0]} bytes and another time of change than when the dataset was made"
-                    f" ({self._identity[0]} bytes); start again"
+                    f"{self.path}: another size or time of change ({found}) than when the dataset was made"
+                    f" ({self._identity}); start again"
                 )
-            framing = self._place()
+            framing, starts = self._place()
             if framing.num_tokens < self.block_size:
                 raise FormatError(
                     f"{self.path}: {framing.num_tokens} tokens in all, not one block of {self.block_size}"
                 )
-            self._tokens = framing.open_tokens(self.path)
-        return self._tokens
+            self._opened = framing.open_tokens(self.path), starts
+        return self._opened
 
     @abstractmethod
-    def _place(self) -> Framing:
-        """Find where the blocks begin."""
-
-    @abstractmethod
-    def _count(self) -> int: ...
-
-    @abstractmethod
-    def _start(self, number: int) -> int: ...
+    def _place(self) -> tuple[Framing, Sequence[int]]:
+        """Find the tokens, and where blocks start among them."""
 
 
 class PackedMemMapDatasetContinuous(_Blocks):
@@ -116,25 +110,14 @@ class PackedMemMapDatasetContinuous(_Blocks):
 
     def __init__(self, path: str | os.PathLike[str], block_size: int, reuse_last_target: bool = True) -> None:
         self.reuse_last_target = reuse_last_target
-        self._num_tokens = 0
         super().__init__(path, block_size)
 
-    def _place(self) -> Framing:
+    def _place(self) -> tuple[Framing, Sequence[int]]:
         found = find_framing(self.path)
         # The index, which is costly, is needed only where the header can be read in two ways.
         framing = found[0] if len(found) == 1 else place_documents(self.path).framing
-        self._num_tokens = framing.num_tokens
-        return framing
-
-    @property
-    def _stride(self) -> int:
-        return self.block_size - bool(self.reuse_last_target)
-
-    def _count(self) -> int:
-        return (self._num_tokens - self.block_size) // self._stride + 1
-
-    def _start(self, number: int) -> int:
-        return number * self._stride
+        stride = self.block_size - bool(self.reuse_last_target)
+        return framing, range(0, framing.num_tokens - self.block_size + 1, stride)
 
 
 class PackedMemMapDatasetMegatron(_Blocks):
@@ -158,34 +141,19 @@ class PackedMemMapDatasetMegatron(_Blocks):
 
     def __init__(self, path: str | os.PathLike[str], block_size: int, *, repair_merge: bool = False) -> None:
         self.repair_merge = repair_merge
-        self._starts: array[int] = array("q")
         super().__init__(path, block_size)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_starts": array("q")}
-
-    def _place(self) -> Framing:
+    def _place(self) -> tuple[Framing, Sequence[int]]:
         placement = place_documents(self.path, repair_merge=self.repair_merge)
-        self._starts = array("q")
+        starts = array("q")
         block_start = filled = 0
         for start, length in zip(placement.starts.tolist(), placement.lengths.tolist(), strict=True):
             if filled + length < self.block_size:
                 filled += length
                 continue
-            self._starts.append(block_start)
+            starts.append(block_start)
             if filled + length == self.block_size or length > self.block_size:
                 block_start, filled = block_start + self.block_size, 0
             else:
                 block_start, filled = start, length
-        return placement.framing
-
-    def _count(self) -> int:
-        return len(self._starts)
-
-    def _start(self, number: int) -> int:
-        return self._starts[number]
-
-
-def _identity(path: str) -> tuple[int, int]:
-    status = os.stat(path)
-    return status.st_size, status.st_mtime_ns
+        return placement.framing, starts

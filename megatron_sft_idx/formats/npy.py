@@ -13,7 +13,6 @@ import pickletools
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from io import BytesIO
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -27,10 +26,12 @@ from megatron_sft_idx.formats.base import (
     PackedWriter,
     checked_run,
     file_identity,
+    npy_header,
+    npy_header_bytes,
     require_same_length,
     unplaced_note,
 )
-from megatron_sft_idx.formats.restricted_pickle import KeptArray, npy_header, unpickle_rows
+from megatron_sft_idx.formats.restricted_pickle import KeptArray, unpickle_rows
 from megatron_sft_idx.packs.run import PackRun, run_bounds
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_regular
@@ -91,10 +92,7 @@ _END = pickle.TUPLE + pickle.BUILD + pickle.STOP
 
 def _beginning(num_packs: int) -> bytes:
     """Everything before the elements; equally long for any number of packs."""
-    header = BytesIO()
-    # numpy leaves room for the shape to grow and fills it with spaces, so the header's size does not change.
-    np.lib.format.write_array_header_1_0(header, {"descr": "|O", "fortran_order": False, "shape": (num_packs,)})
-    return header.getvalue() + _ARRAY + _count(num_packs) + _AFTER_SHAPE
+    return npy_header_bytes(np.dtype(object), (num_packs,)) + _ARRAY + _count(num_packs) + _AFTER_SHAPE
 
 
 def _holds_packs(path: str) -> bool:
@@ -126,93 +124,6 @@ def _first_keys(file: BinaryIO) -> set[str]:
 
 
 KIND = Kind("a pickled .npy of packs", _holds_packs)
-
-
-class LegacyPickleWriter:
-    """Writes packs as a pickled ``.npy`` of dicts of lists, holding one pack in memory.
-
-    A context manager: a clean exit finalizes, an exception leaves nothing behind.
-
-    Args:
-        path: the file; it appears when all of it is written.
-        overwrite: replace a file of packs that is there.
-
-    Attributes:
-        path: the file, its name resolved.
-        temporary: where it is until then.
-
-    Raises:
-        FormatError: something is at ``path`` that may not be replaced.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        self._output = new_file(path, KIND, overwrite=overwrite)
-        self.path, self.temporary, self.output = self._output.path, self._output.temporary, self._output
-        self._file = self._output.open()
-        self._complete = self._done = False
-        self.num_packs = 0
-        try:
-            self._file.write(_beginning(0))
-        except BaseException:
-            self.abandon()
-            raise
-
-    def write_bin(self, bin_id: int, input_ids: ArrayLike, loss_mask: ArrayLike, seq_start_id: ArrayLike) -> None:
-        """Append pack number ``bin_id``: packs are written in order.
-
-        Args:
-            bin_id: how many packs were written before.
-            input_ids: ids [length].
-            loss_mask: label-aligned, 0/1 or weights [length].
-            seq_start_id: where each sequence begins [sequences]; the first is 0.
-
-        Raises:
-            SequenceError: a rule of packs is broken, or the pack is not the next one.
-        """
-        path = self.path
-        if bin_id != self.num_packs:
-            raise SequenceError(path, bin_id, f"the next pack is number {self.num_packs}; write packs in order")
-        ids, mask, starts = np.asarray(input_ids), np.asarray(loss_mask), np.asarray(seq_start_id)
-        require_same_length(path, bin_id, input_ids=ids.size, loss_mask=mask.size)
-        run = checked_run(path, bin_id, ids, mask, starts, [ids.size], [starts.size])
-        row = {
-            "input_ids": run.tokens.tolist(),
-            "loss_mask": run.loss_mask.tolist(),
-            "seq_start_id": run.seq_starts.tolist(),
-        }
-        self._file.write(_opcodes(row) + pickle.APPEND)
-        self.num_packs += 1
-
-    def complete(self) -> None:
-        """Write the end, so that the file at ``temporary`` can be read; may be called twice."""
-        if not self._complete:
-            self._file.write(_END)
-            self._file.write_at(_beginning(self.num_packs), 0)
-            self._file.close()
-            self._complete = True
-
-    def finalize(self) -> dict[str, Any]:
-        """Put the file in its place; returns what it is and how many packs it holds. May be called twice."""
-        if not self._done:
-            self.complete()
-            self._output.publish()
-            self._done = True
-        return {"format": "legacy_pickle", "num_bins": self.num_packs}
-
-    def abandon(self) -> None:
-        """Remove what was written; nothing where it is finalized or abandoned already."""
-        self._output.abandon()
-
-    def __enter__(self) -> LegacyPickleWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.finalize()
-        else:
-            self.abandon()
 
 
 FORMAT = "npy"
@@ -372,8 +283,76 @@ class Reader(PackedReader):
         return (self.packs.part(first, last) for first, last in run_bounds(self.packs.token_offsets))
 
 
-class Writer(PackedWriter):
-    """A legacy ``.npy`` being written, in memory for one pack.
+class LegacyPickleWriter(PackedWriter):
+    """Writes packs as a pickled ``.npy`` of dicts of lists, holding one pack in memory.
+
+    Args:
+        path: the file; it appears when all of it is written.
+        overwrite: replace a file of packs that is there.
+
+    Raises:
+        FormatError: something is at ``path`` that may not be replaced.
+    """
+
+    format = FORMAT
+
+    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        self._begin(path, None, overwrite=overwrite, allow_loss=False)
+
+    def _begin(
+        self, path: str | os.PathLike[str], spec: PackedSpec | None, *, overwrite: bool, allow_loss: bool
+    ) -> None:
+        super().__init__(path, spec, allow_loss=allow_loss)
+        self._output = new_file(path, KIND, overwrite=overwrite)
+        self._file = self._output.open()
+        try:
+            self._file.write(_beginning(0))
+        except BaseException:
+            self.abandon()
+            raise
+
+    def write_bin(self, bin_id: int, input_ids: ArrayLike, loss_mask: ArrayLike, seq_start_id: ArrayLike) -> None:
+        """Append pack number ``bin_id``: packs are written in order.
+
+        Args:
+            bin_id: how many packs were written before.
+            input_ids: ids [length].
+            loss_mask: label-aligned, 0/1 or weights [length].
+            seq_start_id: where each sequence begins [sequences]; the first is 0.
+
+        Raises:
+            SequenceError: a rule of packs is broken, or the pack is not the next one.
+        """
+        if bin_id != self._counts.packs:
+            raise SequenceError(
+                self._path, bin_id, f"the next pack is number {self._counts.packs}; write packs in order"
+            )
+        ids, mask, starts = np.asarray(input_ids), np.asarray(loss_mask), np.asarray(seq_start_id)
+        require_same_length(self._path, bin_id, input_ids=ids.size, loss_mask=mask.size)
+        self.write(checked_run(self._path, bin_id, ids, mask, starts, [ids.size], [starts.size]))
+
+    def _append(self, run: PackRun) -> None:
+        for i in range(len(run)):
+            pack = run.part(i, i + 1)
+            values = (pack.tokens.tolist(), pack.loss_mask.tolist(), pack.seq_starts.tolist())
+            self._file.write(_opcodes(dict(zip(KEYS, values, strict=True))) + pickle.APPEND)
+
+    def _finish(self) -> None:
+        self._file.write(_END)
+        self._file.write_at(_beginning(self._counts.packs), 0)
+        self._file.close()
+
+    def finalize(self) -> dict[str, Any]:
+        """Put the file in its place; returns what it is and how many packs it holds. May be called twice."""
+        return {"format": "legacy_pickle", "num_bins": super().finalize()["num_packs"]}
+
+    def reread(self) -> Reader:
+        """A reader of all of it."""
+        return Reader(self._output.temporary)
+
+
+class Writer(LegacyPickleWriter):
+    """A legacy ``.npy`` of known packs.
 
     Args:
         path: the file.
@@ -382,22 +361,6 @@ class Writer(PackedWriter):
         allow_loss: nothing is lost in this format but what it never says: capacity, dtypes and metadata.
     """
 
-    format = FORMAT
-
     def __init__(self, path: str, spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False) -> None:
-        super().__init__(path, spec, allow_loss=allow_loss)
         require_space(path, 4 * spec.num_tokens)  # an opcode and a byte for each id and each mask
-        self._writer = LegacyPickleWriter(path, overwrite=overwrite)
-        self._output = self._writer.output
-
-    def _append(self, run: PackRun) -> None:
-        for i in range(len(run)):
-            one = run.part(i, i + 1)
-            self._writer.write_bin(self._writer.num_packs, one.tokens, one.loss_mask, one.seq_starts)
-
-    def _finish(self) -> None:
-        self._writer.complete()
-
-    def reread(self) -> Reader:
-        """A reader of all of it."""
-        return Reader(self._output.temporary)
+        self._begin(path, spec, overwrite=overwrite, allow_loss=allow_loss)

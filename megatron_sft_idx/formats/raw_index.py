@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,55 +139,47 @@ def create_raw_index(
     target = os.fspath(index_path) if index_path is not None else default_index_path(path)
     require_apart([Place(target, "the index")], [Place(name, "the file to be indexed")])
     _check_input(name)
+    counts = Counter[str]()
     with new_file(target, KIND, overwrite=overwrite) as output:
-        scan = _Scan(name, drop_faulty)
-        blocks = list(scan.rows(on_progress or (lambda num_bytes, num_rows: None)))
+        blocks = list(_scan(name, drop_faulty, on_progress or (lambda num_bytes, num_rows: None), counts))
         with contextlib.closing(output.open()) as file:
-            write_pairs(file.write, scan.num_rows, blocks)
+            write_pairs(file.write, counts["rows"], blocks)
         output.publish()
-    return RawIndexReport(target, scan.num_rows, scan.num_blank, scan.num_faulty)
+    return RawIndexReport(target, counts["rows"], counts["blank"], counts["faulty"])
 
 
-class _Scan:
-    """One pass over the lines of a file, with counts of what they were."""
-
-    def __init__(self, path: str, drop_faulty: bool) -> None:
-        self._path, self._drop_faulty = path, drop_faulty
-        self.num_rows = self.num_blank = self.num_faulty = 0
-
-    def rows(self, on_progress: Callable[[int, int], None]) -> Iterator[NDArray[np.int64]]:
-        """Offset and length of rows, int64 [some, 2]."""
-        offset, line, reported = 0, 1, 0
-        runs = cut_lines(self._blocks(), path=self._path, piece_nbytes=_BLOCK_NBYTES, max_row_nbytes=MAX_ROW_NBYTES)
-        for run in runs:
+def _scan(
+    path: str, drop_faulty: bool, on_progress: Callable[[int, int], None], counts: Counter[str]
+) -> Iterator[NDArray[np.int64]]:
+    """Offset and length of rows, int64 [some, 2], in one pass over the lines of a file; counts what they were."""
+    offset, line, reported = 0, 1, 0
+    with open_regular(path) as file:
+        data = ((block, file.tell()) for block in iter(lambda: file.read(_BLOCK_NBYTES), b""))
+        for run in cut_lines(data, path=path, piece_nbytes=_BLOCK_NBYTES, max_row_nbytes=MAX_ROW_NBYTES):
             starts = np.append(0, run.ends[:-1] + 1)
-            good = [
-                self._is_row(run.payload[start:end], line + i)
+            kinds = [
+                _kind_of(run.payload[start:end], line + i, path, drop_faulty)
                 for i, (start, end) in enumerate(zip(starts.tolist(), run.ends.tolist(), strict=True))
             ]
+            counts.update(kinds)
+            good = [kind == "rows" for kind in kinds]
             yield np.stack([starts + offset, run.ends - starts], axis=1)[good]
-            self.num_rows += sum(good)
             on_progress(run.position - reported, sum(good))
             offset, line, reported = offset + len(run.payload) + 1, line + len(good), run.position
 
-    def _is_row(self, raw: bytes, line: int) -> bool:
-        content = raw.strip(_JSON_SPACE)
-        if not content:
-            self.num_blank += 1
-            return False
-        try:
-            parse_json(content.removeprefix(b"\xef\xbb\xbf") if line == 1 else content)
-        except ValueError as error:
-            if not self._drop_faulty:
-                raise SequenceError(self._path, line, f"{error}; or drop such lines (--drop-faulty)") from None
-            self.num_faulty += 1
-            return False
-        return True
 
-    def _blocks(self) -> Iterator[tuple[bytes, int]]:
-        with open_regular(self._path) as file:
-            while block := file.read(_BLOCK_NBYTES):
-                yield block, file.tell()
+def _kind_of(raw: bytes, line: int, path: str, drop_faulty: bool) -> str:
+    """What a line counts as: rows, blank or faulty. SequenceError where a faulty one is not to be dropped."""
+    content = raw.strip(_JSON_SPACE)
+    if not content:
+        return "blank"
+    try:
+        parse_json(content.removeprefix(b"\xef\xbb\xbf") if line == 1 else content)
+    except ValueError as error:
+        if not drop_faulty:
+            raise SequenceError(path, line, f"{error}; or drop such lines (--drop-faulty)") from None
+        return "faulty"
+    return "rows"
 
 
 def _check_input(path: str) -> None:

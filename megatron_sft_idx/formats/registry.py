@@ -123,6 +123,8 @@ def recognise(path: str) -> dict[str, str]:
     names = _MODULES if os.path.isfile(path) or os.path.isdir(path) else _PREFIXES
     found = {}
     for name in names:
+        if name == "megatron" and "sft-idx" in found:
+            continue  # a shard has a stock dataset's files too, and is none
         if (evidence := _module(name).recognise(path)) is not None:
             found[name] = evidence
     return found

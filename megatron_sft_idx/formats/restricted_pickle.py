@@ -13,22 +13,9 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx._native import parse_pickled_pairs
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.formats.base import npy_header
 
-__all__ = ["LIST_HEADS", "KeptArray", "npy_header", "read_pairs", "unpickle_rows", "write_pairs"]
-
-
-def npy_header(file: BinaryIO, name: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether it is stored by columns, and dtype that a ``.npy`` says; reads up to the end of its header.
-
-    Raises:
-        FormatError: not such a file.
-    """
-    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    try:
-        return headers[np.lib.format.read_magic(file)](file)
-    except Exception as error:
-        # numpy evaluates the header as a literal and lets its tokenizer's and parser's errors through.
-        raise FormatError(f"{name}: not a .npy file of version 1 or 2: {type(error).__name__}: {error}") from None
+__all__ = ["LIST_HEADS", "KeptArray", "read_pairs", "unpickle_rows", "write_pairs"]
 
 
 def unpickle_rows(file: BinaryIO, name: str) -> list[Any]:

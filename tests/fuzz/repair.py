@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import xxhash
 
-from megatron_sft_idx.formats.memmap import encode_header
+from megatron_sft_idx.formats.base import npy_header_bytes
 from megatron_sft_idx.layout.files import IDX_HEADER, SUFFIXES, idx_nbytes
 from megatron_sft_idx.layout.header import FIELDS, MAGIC, MASK_DTYPES, MAX_HEADER_NBYTES, TOKEN_DTYPES, align
 
@@ -123,7 +123,7 @@ def repair_arrays(files: dict[str, bytes], most: int = 16) -> dict[str, bytes]:
             dtype = np.dtype("<u4")
         shape = (len(body) // dtype.itemsize,) if expected == (-1,) else expected
         nbytes = int(np.prod(shape)) * dtype.itemsize
-        out[f"{name}.npy"] = encode_header(dtype, shape) + body[:nbytes].ljust(nbytes, b"\0")
+        out[f"{name}.npy"] = npy_header_bytes(dtype, shape) + body[:nbytes].ljust(nbytes, b"\0")
     return out
 
 
