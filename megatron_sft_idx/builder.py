@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.packs.run import Columns
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.writer import MaskAlignment
 
@@ -88,9 +89,10 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
         seq_starts: ArrayLike,
         *,
         mask_alignment: MaskAlignment = "label",
+        columns: Columns | None = None,
     ) -> None:
         """Add one pack; see ``ShardWriter.add_pack``."""
-        self.writer.add_pack(tokens, loss_mask, seq_starts, mask_alignment=mask_alignment)
+        self.writer.add_pack(tokens, loss_mask, seq_starts, mask_alignment=mask_alignment, columns=columns)
 
     def add_item(self, tensor: Any, mode: int = 0) -> NoReturn:
         """Refused: an item has no loss mask."""

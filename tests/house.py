@@ -16,7 +16,7 @@ LAYERS = [
     {"_native"},
     {"layout", "errors"},
     {"chat", "packing", "storage"},
-    {"shard", "check", "packs", "transfer"},
+    {"shard", "check", "packs"},
     {"formats"},
     {"dataset", "builder"},
     {"tokenize", "produce", "inspect", "live", "training"},
@@ -45,7 +45,6 @@ TOP_LEVEL = {
 }
 # A file's name tells its place, so that a name in a traceback is one. These stand in more places than one; no more may.
 SHARED_NAMES = {
-    "copying": {"packs", "transfer"},
     "files": {"layout", "storage.remote"},
     "local": {"storage", "tokenize"},
 }

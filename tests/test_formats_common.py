@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from format_trips import run_of, spec_of
 from hypothesis import given
 from hypothesis import strategies as st
-from packs import Sample, samples
+from packs import Sample, samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import (
@@ -27,7 +28,8 @@ from megatron_sft_idx.formats.base import (
     unplaced_note,
 )
 from megatron_sft_idx.formats.registry import WRITABLE, create
-from megatron_sft_idx.packs.run import Column, PackRun
+from megatron_sft_idx.packs.run import Column, PackRun, windows
+from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.storage.publish import Kind, new_file, new_folder
 
 
@@ -250,3 +252,25 @@ def test_a_column_that_cannot_be_written_is_refused_or_named_as_lost(tmp_path: P
     with create(str(tmp_path / "x"), name, spec_of(PACKS), allow_loss=True) as writer:
         writer.write(with_columns(PACKS))
     assert writer.lost["columns"] == "columns number, place, source: the format has no place for them"
+
+
+@given(samples(least=1), st.integers(1, 60))
+def test_windows_of_a_shard_carry_the_rows_of_their_packs(packs: list[Sample], tokens: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_samples(Path(folder) / "x", packs)
+        shard, columns = Shard(Path(folder) / "x"), with_columns(packs).columns
+        found = [window.columns for window in windows(shard, tokens, columns)]
+        for name, (_, values) in columns.items():
+            assert np.concatenate([each[name].values for each in found]).tolist() == values.tolist()
+        with pytest.raises(ValueError, match="column x: 0 rows, expected"):
+            next(windows(shard, tokens, {"x": Column("sequence", np.zeros(0))}))
+
+
+def test_a_shard_refuses_columns_and_keeps_nothing_of_their_pack(tmp_path: Path) -> None:
+    columns = {"source": Column("sequence", np.zeros(1))}
+    with ShardWriter(tmp_path / "x") as writer:
+        for add in (writer.add_pack, lambda *pack, **with_: writer.add_packs(*pack, [2], [1], **with_)):
+            with pytest.raises(FormatError, match="columns source: a shard has no place for them yet"):
+                add([1, 2], [1, 0], [0], columns=columns)
+            add([1, 2], [1, 0], [0], columns={})
+        assert writer.num_packs == 2

@@ -14,8 +14,9 @@ from packs import demo_samples, five_files, write_samples
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.packs.buckets import StagedOutput, copy_shard
+from megatron_sft_idx.packs.transfer import Source
 from megatron_sft_idx.shard import ShardWriter
-from megatron_sft_idx.transfer import Source, StagedOutput, copy_shard
 
 
 @pytest.fixture

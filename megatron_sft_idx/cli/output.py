@@ -11,12 +11,13 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.registry import places
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.packs.buckets import STAGING, StagedOutput
+from megatron_sft_idx.packs.transfer import shard_nbytes
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.lock import check_lock
 from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.publish import Place, require_apart, require_space
 from megatron_sft_idx.tokenize import output_prefixes
-from megatron_sft_idx.transfer import STAGING, StagedOutput, shard_nbytes
 
 __all__ = ["Output", "ShownProgress", "add_staging", "local_path"]
 

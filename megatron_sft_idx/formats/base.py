@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout.header import MAX_CAPACITY
-from megatron_sft_idx.packs.run import PackRun
+from megatron_sft_idx.packs.run import Columns, PackRun
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.shard.writer import integer_array, mask_array, token_array
 from megatron_sft_idx.storage.publish import New
@@ -435,6 +435,7 @@ def checked_run(
     mask_alignment: MaskAlignment = "label",
     token_dtype: Any = None,
     mask_dtype: Any = None,
+    columns: Columns | None = None,
 ) -> PackRun:
     """A run of packs that keeps every rule, its mask label-aligned.
 
@@ -452,6 +453,7 @@ def checked_run(
         mask_alignment: of ``loss_mask``.
         token_dtype: what the ids come back as, uint16 or int32; None keeps uint16 and makes all else int32.
         mask_dtype: what the mask comes back as, uint8 or float32; None makes floats float32 and all else uint8.
+        columns: values of these tokens, sequences or packs.
 
     Raises:
         SequenceError: a rule is broken, with the number of the pack.
@@ -466,18 +468,18 @@ def checked_run(
     mask_as = np.dtype(mask_dtype or (np.float32 if mask.dtype.kind == "f" else np.uint8))
     if len(lengths) != len(sequences):
         raise FormatError(f"{path}: {len(lengths)} pack lengths and {len(sequences)} sequence counts")
-    columns = (ids, mask, starts, lengths, sequences)
     try:
-        broken = _native.first_breach(*columns, mask_alignment != "label", MAX_CAPACITY, ids_as, mask_as)
+        broken = _native.first_breach(
+            ids, mask, starts, lengths, sequences, mask_alignment != "label", MAX_CAPACITY, ids_as, mask_as
+        )
     except ValueError:
-        sums = (int(lengths.sum()), int(lengths.sum()), int(sequences.sum()))
+        expected = f"{lengths.sum()} ids, {lengths.sum()} loss mask values and {sequences.sum()} sequence starts"
         raise FormatError(
-            f"{path}: packs {first_pack} to {first_pack + len(lengths) - 1} should have {sums[0]} ids, {sums[1]} loss"
-            f" mask values and {sums[2]} sequence starts; found {len(ids)}, {len(mask)} and {len(starts)}"
+            f"{path}: packs {first_pack} to {first_pack + len(lengths) - 1} should have {expected};"
+            f" found {len(ids)}, {len(mask)} and {len(starts)}"
         ) from None
     if broken is not None and broken[0][0] != "P6":
-        (_, pack, *_), words = broken
-        raise SequenceError(path, first_pack + pack, words)
+        raise SequenceError(path, first_pack + broken[0][1], broken[1])
     ids, mask, unplaced = ids.astype(ids_as, copy=False), mask.astype(mask_as, copy=False), 0
     if mask_alignment == "rolled-right":
         firsts = np.cumsum(lengths) - lengths
@@ -490,7 +492,7 @@ def checked_run(
             )
     if broken is not None or mask_alignment != "label":
         mask, unplaced = label_aligned(mask, starts, lengths, sequences, mask_alignment)
-    return PackRun(ids, mask, starts, lengths, sequences, unplaced)
+    return PackRun(ids, mask, starts, lengths, sequences, unplaced, columns or {})
 
 
 def require_same_length(path: str, pack: int, **columns: int) -> None:

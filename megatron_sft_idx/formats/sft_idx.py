@@ -121,6 +121,7 @@ class Reader(PackedReader):
                 np.diff(window.sequence_offsets),
                 token_dtype=self.header.token_dtype,
                 mask_dtype=self.header.mask_dtype,
+                columns=window.columns,
             )
 
 

@@ -49,6 +49,18 @@ class Column(NamedTuple):
 Columns = Mapping[str, Column]
 
 
+def require_rows(columns: Columns, **rows: int) -> None:
+    """ValueError unless each column has as many rows as there are of what it has one row for."""
+    for name, (per, values) in columns.items():
+        if len(values) != rows[per]:
+            raise ValueError(f"column {name}: {len(values)} rows, expected {rows[per]}: one a {per}")
+
+
+def sliced(columns: Columns, **rows: slice) -> Columns:
+    """The rows of columns that belong to some tokens, sequences and packs, as views."""
+    return {name: Column(per, values[rows[per]]) for name, (per, values) in columns.items()}
+
+
 @dataclass(frozen=True)
 class PackRun:
     """Some packs end to end, in the form ``ShardWriter.add_packs`` takes.
@@ -75,10 +87,7 @@ class PackRun:
     columns: Columns = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        expected = {"token": len(self.tokens), "sequence": len(self.seq_starts), "pack": len(self.pack_lengths)}
-        for name, (per, values) in self.columns.items():
-            if len(values) != expected[per]:
-                raise ValueError(f"column {name}: {len(values)} rows, expected {expected[per]}: one a {per}")
+        require_rows(self.columns, token=len(self.tokens), sequence=len(self.seq_starts), pack=len(self))
 
     def __len__(self) -> int:
         return len(self.pack_lengths)
@@ -120,14 +129,13 @@ class PackRun:
         """Packs ``first`` up to ``last``, as views; what had no place in a mask is not counted again."""
         tokens = slice(*self.token_offsets[[first, last]].tolist())
         sequences, packs = slice(*self.sequence_offsets[[first, last]].tolist()), slice(first, last)
-        rows = {"token": tokens, "sequence": sequences, "pack": packs}
         return PackRun(
             self.tokens[tokens],
             self.loss_mask[tokens],
             self.seq_starts[sequences],
             self.pack_lengths[packs],
             self.pack_sequences[packs],
-            columns={name: Column(per, values[rows[per]]) for name, (per, values) in self.columns.items()},
+            columns=sliced(self.columns, token=tokens, sequence=sequences, pack=packs),
         )
 
     @classmethod
@@ -178,6 +186,7 @@ class Window:
         pack_bounds: where packs begin and the last one ends, in tokens of the window: int64 [packs + 1].
         sequence_offsets: the same in sequences of the window: int64 [packs + 1].
         bounds: where sequences begin and the last one ends, in tokens of the window: int64 [sequences + 1].
+        columns: values of these tokens, sequences or packs.
     """
 
     shard: Shard
@@ -187,6 +196,7 @@ class Window:
     pack_bounds: NDArray[np.int64]
     sequence_offsets: NDArray[np.int64]
     bounds: NDArray[np.int64]
+    columns: Columns = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.pack_bounds) - 1
@@ -212,25 +222,31 @@ class Window:
         return self.first + pack, sequence - int(self.sequence_offsets[pack])
 
 
-def windows(shard: Shard, tokens: int | None = None) -> Iterator[Window]:
+def windows(shard: Shard, tokens: int | None = None, columns: Columns | None = None) -> Iterator[Window]:
     """All packs of a shard in order, in memory that does not grow with it.
 
     Args:
         shard: opened with any backend; with ``pread`` no page of it is mapped.
         tokens: of a window at most, unless a single pack has more; None for ``WINDOW_TOKENS``.
+        columns: of the whole shard.
 
     Raises:
+        ValueError: a column has another number of rows than the shard has tokens, sequences or packs.
         FormatError: offsets or starts that do not divide the tokens (rules O1, O2, P2 to P4).
     """
     shard.check_ends()
+    header = shard.header
+    require_rows(columns or {}, token=header.num_tokens, sequence=header.num_sequences, pack=header.num_packs)
     first = 0
     while first < len(shard):
-        window = read_window(shard, first, first + WINDOW_PACKS, tokens)
+        window = read_window(shard, first, first + WINDOW_PACKS, tokens, columns)
         yield window
         first += len(window)
 
 
-def read_window(shard: Shard, first: int, stop: int, tokens: int | None = None) -> Window:
+def read_window(
+    shard: Shard, first: int, stop: int, tokens: int | None = None, columns: Columns | None = None
+) -> Window:
     """Packs from ``first`` on, before ``stop``: as many as fit a window, and at least one. Raises as ``windows``."""
     files, stop = shard.files, min(stop, len(shard))
     pack_bounds, sequence_offsets = files.token_offsets[first : stop + 1], files.sequence_offsets[first : stop + 1]
@@ -246,4 +262,10 @@ def read_window(shard: Shard, first: int, stop: int, tokens: int | None = None) 
     except ValueError as error:
         where = f"{shard.prefix}: packs from {first} on: {error}"
         raise FormatError(f"{where} (rules O1, O2, P2 to P4); megatron-sft-idx verify says what is wrong") from None
-    return Window(shard, first, token, sequence, pack_bounds, sequence_offsets, bounds)
+    here = sliced(
+        columns or {},
+        token=slice(token, token + int(pack_bounds[-1])),
+        sequence=slice(sequence, last),
+        pack=slice(first, first + count),
+    )
+    return Window(shard, first, token, sequence, pack_bounds, sequence_offsets, bounds, here)

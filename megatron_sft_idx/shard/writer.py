@@ -15,6 +15,7 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import Header, ShardPaths, mask_dtype_of, token_dtype_of
 from megatron_sft_idx.layout.header import MAX_CAPACITY, header_nbytes
 from megatron_sft_idx.layout.journal import BuildOptions
+from megatron_sft_idx.packs.run import Columns
 from megatron_sft_idx.shard.build import STAGE_TOKENS, Build
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.reader import Shard
@@ -140,6 +141,7 @@ class ShardWriter:
         seq_starts: ArrayLike,
         *,
         mask_alignment: MaskAlignment = "label",
+        columns: Columns | None = None,
     ) -> None:
         """Add one pack.
 
@@ -151,11 +153,12 @@ class ShardWriter:
                 nothing predicts, is dropped and counted in ``dropped_first_tokens``.
             seq_starts: start of each sequence in the pack [sequences], the first 0.
             mask_alignment: which of the two ``loss_mask`` is.
+            columns: values beside the tokens; this version of the format has no place for them yet.
 
         Raises:
             SequenceError: a rule of FORMAT.md is broken; nothing of the pack is kept.
         """
-        self._require_ready(mask_alignment)
+        self._require_ready(mask_alignment, columns)
         if type(tokens) is type(loss_mask) is type(seq_starts) is np.ndarray:
             # Arrays in a form that the stage takes go straight there. It keeps nothing of what it refuses, so what
             # is in another form, breaks a rule or has to wait for a flush goes the whole way below.
@@ -179,6 +182,7 @@ class ShardWriter:
         pack_sequences: ArrayLike,
         *,
         mask_alignment: MaskAlignment = "label",
+        columns: Columns | None = None,
     ) -> None:
         """Add many packs at once: the arrays of ``add_pack`` end to end.
 
@@ -189,11 +193,12 @@ class ShardWriter:
             pack_lengths: tokens in each pack [packs].
             pack_sequences: sequences in each pack [packs].
             mask_alignment: as in ``add_pack``.
+            columns: as in ``add_pack``.
 
         Raises:
             SequenceError: a rule of FORMAT.md is broken in one of the packs; none of them is kept.
         """
-        self._require_ready(mask_alignment)
+        self._require_ready(mask_alignment, columns)
         starts = self._array(integer_array, seq_starts, "seq_starts")
         ids = self._array(token_array, tokens, "tokens")
         lengths = self._array(integer_array, pack_lengths, "pack_lengths")
@@ -303,8 +308,10 @@ class ShardWriter:
             self._publication.set_aside()
         return header
 
-    def _require_ready(self, mask_alignment: str) -> None:
+    def _require_ready(self, mask_alignment: str, columns: Columns | None) -> None:
         self._require_open()
+        if columns:
+            raise FormatError(f"{self.prefix}: columns {', '.join(sorted(columns))}: a shard has no place for them yet")
         if self._header is not None:
             raise FormatError(f"{self.prefix}: this shard is complete; open another writer to write more packs")
         if mask_alignment not in ("label", "token"):

@@ -11,8 +11,9 @@ from packs import demo_samples, five_files, write_samples
 
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.packs.buckets import copy_shard, upload
+from megatron_sft_idx.packs.transfer import Source, download
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.transfer import Source, copy_shard, download, upload
 
 pytestmark = pytest.mark.cloud
 

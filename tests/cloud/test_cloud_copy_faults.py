@@ -17,7 +17,8 @@ from packs import five_files
 from swift_server import SwiftServer
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
-from megatron_sft_idx.transfer import Source, copy_shard
+from megatron_sft_idx.packs.buckets import copy_shard
+from megatron_sft_idx.packs.transfer import Source
 
 pytestmark = pytest.mark.cloud
 

@@ -20,12 +20,13 @@ from megatron_sft_idx.errors import FormatError, StorageError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
 from megatron_sft_idx.layout.header import MAGIC
+from megatron_sft_idx.packs.transfer import Copied, Source, download
 from megatron_sft_idx.shard import remove_shard
+from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.remote import RemotePath, open_store
-from megatron_sft_idx.transfer.source import Copied, Source
 
-__all__ = ["STAGING", "StagedOutput", "upload"]
+__all__ = ["STAGING", "StagedOutput", "copy_shard", "upload"]
 
 # In the folder where the command runs: scratch folders end with the job, and with them what --resume goes on from.
 STAGING = "megatron-sft-idx-staging"
@@ -65,6 +66,14 @@ def upload(
         else:
             job.send(overwrite=overwrite)
     return Copied(job.prefix, job.sent, nbytes - job.sent, job.clear())
+
+
+def copy_shard(
+    source: str, target: str, *, overwrite: bool = False, on_progress: Callable[[int], None] = lambda nbytes: None
+) -> Copied:
+    """Copy the shard at a prefix to another, either of them local or remote; see ``upload`` and ``download``."""
+    copy = upload if is_remote(target) else download
+    return copy(Source(source), target, overwrite=overwrite, on_progress=on_progress)
 
 
 def _remote_prefix(prefix: str) -> str:
