@@ -14,7 +14,7 @@ LIMITS = {
     "row": (40, "megatron_sft_idx.shard.writer"),
     "item": (8, "megatron_sft_idx.dataset"),
     "batch": (15, "megatron_sft_idx.training.batch"),
-    "conversion": (21, "megatron_sft_idx.formats.memmap"),
+    "conversion": (17, "megatron_sft_idx.formats.memmap"),
 }
 
 

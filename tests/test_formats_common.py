@@ -27,6 +27,7 @@ from megatron_sft_idx.formats.base import (
     require_same_length,
     unplaced_note,
 )
+from megatron_sft_idx.formats.bridge import Padding
 from megatron_sft_idx.formats.registry import WRITABLE, create
 from megatron_sft_idx.packs.run import Column, PackRun, windows
 from megatron_sft_idx.shard import Shard, ShardWriter
@@ -232,6 +233,13 @@ def test_columns_go_with_the_packs_that_are_cut_out_and_joined(packs: list[Sampl
     if packs:
         with pytest.raises(ValueError, match="different columns"):
             PackRun.joined([run, run_of(packs)])
+
+
+def test_padding_inside_packs_keeps_the_columns_of_what_is_padded() -> None:
+    padded = Padding(4, 0).pad(with_columns(PACKS))
+    assert padded.tokens.tolist() == [1, 2, 3, 0, 0, 0, 4, 5, 6, 0, 0, 0]
+    assert padded.columns["place"].values.tolist() == [0, 1, 2, 0, 0, 0, 3, 4, 5, 0, 0, 0]
+    assert padded.columns["source"].values.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 @pytest.mark.parametrize(("per", "expected"), [("token", 6), ("sequence", 4), ("pack", 3)])

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PADDED, PackedSpec
-from megatron_sft_idx.packs.run import PackRun
+from megatron_sft_idx.packs.run import Column, PackRun
 from megatron_sft_idx.storage.publish import Kind, head_of
 
 __all__ = ["METADATA_KIND", "PaddedPacks", "Padding"]
@@ -57,17 +57,26 @@ class Padding:
         return -(-(lengths - 1) // self.multiple) * self.multiple
 
     def pad(self, run: PackRun) -> PackRun:
-        """The same packs with every sequence filled up; padding is not trained on."""
+        """The same packs with every sequence filled up; padding is not trained on, and 0 in columns of the tokens."""
         lengths = run.sequence_lengths()
         stored = self.positions(lengths) + 1
         begins = np.cumsum(stored) - stored
         places = np.arange(len(run.tokens)) + np.repeat(begins - (np.cumsum(lengths) - lengths), lengths)
         tokens = np.full(int(stored.sum()), self.eos_id or 0, run.tokens.dtype)
-        mask = np.zeros(len(tokens), run.loss_mask.dtype)
-        tokens[places], mask[places] = run.tokens, run.loss_mask
+        tokens[places] = run.tokens
+
+        def spread(values: NDArray[Any]) -> NDArray[Any]:
+            padded = np.zeros((len(tokens), *values.shape[1:]), values.dtype)
+            padded[places] = values
+            return padded
+
+        columns = {
+            name: Column(per, spread(values) if per == "token" else values)
+            for name, (per, values) in run.columns.items()
+        }
         pack_lengths = _by_pack(stored, run)
         starts = begins - np.repeat(np.cumsum(pack_lengths) - pack_lengths, run.pack_sequences)
-        return PackRun(tokens, mask, starts, pack_lengths, run.pack_sequences)
+        return PackRun(tokens, spread(run.loss_mask), starts, pack_lengths, run.pack_sequences, run.unplaced, columns)
 
 
 def _by_pack(values: NDArray[np.int64], run: PackRun) -> NDArray[np.int64]:

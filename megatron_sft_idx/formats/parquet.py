@@ -24,7 +24,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -163,41 +163,33 @@ def checked_schema(schema: pa.Schema, path: str) -> None:
             raise FormatError(f"{path}: column {name} is {kind}, expected a list of {numbers}: one a token")
 
 
-class _Lists(NamedTuple):
-    """A list column: all values end to end, and how many belong to each row."""
+def _lists(
+    column: pa.ChunkedArray | pa.Array, path: str, name: str, first_pack: int
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """A list column: all values end to end, and how many belong to each row.
 
-    values: NDArray[Any]
-    lengths: NDArray[np.int64]
-
-
-def _lists(column: pa.ChunkedArray | pa.Array, path: str, name: str, first_pack: int) -> _Lists:
-    """One column. Arrow cuts what has more than 2^31 values into chunks, and files come with chunks of their own."""
+    Arrow cuts what has more than 2^31 values into chunks, and files come with chunks of their own.
+    """
     import pyarrow as pa
 
-    chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
-    parts = []
-    for chunk in chunks:
-        parts.append(_lists_of_chunk(chunk, path, name, first_pack))
+    values, lengths = [], []
+    for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+        if chunk.null_count:
+            row = int(np.argmax(chunk.is_null().to_numpy(zero_copy_only=False)))
+            raise SequenceError(path, first_pack + row, f"{name} is null; every pack has a list of numbers")
+        lengths.append(np.diff(chunk.offsets.to_numpy()).astype(np.int64))
+        flat = chunk.flatten()
+        if flat.null_count:
+            at = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False)))
+            row = int(np.searchsorted(np.cumsum(lengths[-1]), at, side="right"))
+            raise SequenceError(path, first_pack + row, f"{name} holds a null; every token has a value")
+        # Without a copy but for booleans, which Arrow keeps as bits.
+        values.append(flat.to_numpy(zero_copy_only=False))
         first_pack += len(chunk)
-    if len(parts) == 1:
-        return parts[0]
-    if not parts:
-        return _Lists(np.empty(0, np.int64), np.empty(0, np.int64))
-    return _Lists(np.concatenate([p.values for p in parts]), np.concatenate([p.lengths for p in parts]))
-
-
-def _lists_of_chunk(chunk: pa.Array, path: str, name: str, first_pack: int) -> _Lists:
-    if chunk.null_count:
-        row = int(np.argmax(chunk.is_null().to_numpy(zero_copy_only=False)))
-        raise SequenceError(path, first_pack + row, f"{name} is null; every pack has a list of numbers")
-    lengths = np.diff(chunk.offsets.to_numpy()).astype(np.int64)
-    values = chunk.flatten()
-    if values.null_count:
-        at = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
-        row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
-        raise SequenceError(path, first_pack + row, f"{name} holds a null; every token has a value")
-    # Without a copy but for booleans, which Arrow keeps as bits.
-    return _Lists(values.to_numpy(zero_copy_only=False), lengths)
+    if len(values) == 1:
+        return values[0], lengths[0]
+    nothing = [np.empty(0, np.int64)]
+    return np.concatenate(values or nothing), np.concatenate(lengths or nothing)
 
 
 class Reader(PackedReader):
@@ -351,20 +343,21 @@ class Reader(PackedReader):
         Raises:
             SequenceError: a row that breaks one, or that has a null, with its number.
         """
-        ids, mask, starts = (_lists(rows.column(name), self.path, name, first_pack) for name in COLUMNS)
-        if (wrong := ids.lengths != mask.lengths).any():
+        columns = [_lists(rows.column(name), self.path, name, first_pack) for name in COLUMNS]
+        (ids, lengths), (mask, mask_lengths), (starts, sequences) = columns
+        if (wrong := lengths != mask_lengths).any():
             row = int(np.argmax(wrong))
-            lengths = {"input_ids": int(ids.lengths[row]), "loss_mask": int(mask.lengths[row])}
-            require_same_length(self.path, first_pack + row, **lengths)
+            found = {"input_ids": int(lengths[row]), "loss_mask": int(mask_lengths[row])}
+            require_same_length(self.path, first_pack + row, **found)
         token_dtype, mask_dtype = self._dtypes
         return checked_run(
             self.path,
             first_pack,
-            ids.values,
-            mask.values,
-            starts.values,
-            ids.lengths,
-            starts.lengths,
+            ids,
+            mask,
+            starts,
+            lengths,
+            sequences,
             mask_alignment=self.alignment,
             token_dtype=token_dtype,
             mask_dtype=mask_dtype,

@@ -148,16 +148,14 @@ class Framing:
         """The data, mapped, as it is on disk: unsigned tokens in the file's byte order."""
         # Not newbyteorder(), which spells this machine's own order out: kernels take such a dtype for a foreign one.
         dtype = np.dtype(f"{'<' if self.byte_order == 'little' else '>'}u{self.token_nbytes}")
-        tokens = open_array(path, dtype, self.num_tokens, nbytes=self.file_nbytes, offset=self.header_nbytes)
-        assert isinstance(tokens, np.ndarray)
-        return tokens
+        return self._open(path, dtype, self.num_tokens, self.header_nbytes)
 
     def open_index(self, path: str) -> NDArray[np.uint8]:
         """The bytes of the index, mapped."""
-        count = self.file_nbytes - self.index_offset
-        index = open_array(path, np.dtype(np.uint8), count, nbytes=self.file_nbytes, offset=self.index_offset)
-        assert isinstance(index, np.ndarray)
-        return index
+        return self._open(path, np.dtype(np.uint8), self.file_nbytes - self.index_offset, self.index_offset)
+
+    def _open(self, path: str, dtype: np.dtype[Any], count: int, offset: int) -> NDArray[Any]:
+        return np.asarray(open_array(path, dtype, count, nbytes=self.file_nbytes, offset=offset))
 
 
 def encode_header(data_nbytes: int, token_nbytes: int) -> bytes:
@@ -179,7 +177,8 @@ def framings(path: str) -> list[Framing]:
         size = os.fstat(fd).st_size
         if size <= _LENGTH_NBYTES or os.pread(fd, 1, size - 1) != b".":
             return []
-        return [each for each in _that_fit(os.pread(fd, HEADER_NBYTES, 0), size) if _has_index(fd, each)]
+        fit = _that_fit(os.pread(fd, HEADER_NBYTES, 0), size)
+        return [each for each in fit if os.pread(fd, 2, each.index_offset).startswith(LIST_HEADS)]
 
 
 def find_framing(path: str) -> list[Framing]:
@@ -197,21 +196,15 @@ def find_framing(path: str) -> list[Framing]:
     raise FormatError(f"{path}: no .pbin of any generation: {_why_not(head, size)}")
 
 
-def _that_fit(head: bytes, size: int) -> list[Framing]:
+def _that_fit(head: bytes, size: int) -> Iterator[Framing]:
     """Framings whose header is believable in a file of this size."""
-    found = []
-    for byte_order, header_nbytes in (("little", HEADER_NBYTES), ("big", HEADER_NBYTES), ("big", _LENGTH_NBYTES)):
-        order: ByteOrder = "little" if byte_order == "little" else "big"
+    layouts: list[tuple[ByteOrder, int]] = [("little", HEADER_NBYTES), ("big", HEADER_NBYTES), ("big", _LENGTH_NBYTES)]
+    for order, header_nbytes in layouts:
         data_nbytes = int.from_bytes(head[:_LENGTH_NBYTES], order)
         token_nbytes = int.from_bytes(head[_LENGTH_NBYTES:], order) if header_nbytes == HEADER_NBYTES else 4
         # A pickle takes at least a byte to begin and one to stop.
         if token_nbytes in _TOKEN_NBYTES and not data_nbytes % token_nbytes and header_nbytes + data_nbytes < size - 1:
-            found.append(Framing(order, header_nbytes, token_nbytes, data_nbytes, size))
-    return found
-
-
-def _has_index(fd: int, framing: Framing) -> bool:
-    return os.pread(fd, 2, framing.index_offset).startswith(LIST_HEADS)
+            yield Framing(order, header_nbytes, token_nbytes, data_nbytes, size)
 
 
 def _why_not(head: bytes, size: int) -> str:
@@ -294,21 +287,27 @@ def _place(path: str, framing: Framing, repair_merge: bool) -> Placement:
             f" {framing.data_nbytes}; the index is not of this file, make it again"
         )
     tiled = np.cumsum(lengths) - lengths
-    starts = pairs[:, 0]
-    num_moved = 0
-    if _merge_damage(framing, generation, starts, lengths, tiled):
-        num_moved = int(np.count_nonzero(starts - generation.first_offset != tiled))
-        if not repair_merge:
-            raise FormatError(_damage_message(path, generation, starts, tiled))
+    starts, early = pairs[:, 0], _early(framing, generation, pairs, tiled)
+    if early is None:
+        starts = _checked_starts(path, framing, generation, starts, lengths)
+    elif repair_merge:
         starts = tiled
     else:
-        starts = _checked_starts(path, framing, generation, starts, lengths)
+        first = int(np.argmax(early != 0))
+        raise FormatError(
+            f"{path}: an index damaged by merging: document {first} is said to begin {early[first]} bytes before the"
+            f" one in front ends, and {np.count_nonzero(early)} documents in all are too early, by at most"
+            f" {early.max()} bytes. Modalities' merge_packed_data loses {HEADER_NBYTES} bytes a file in the index;"
+            " data and lengths are whole: pass repair_merge=True (--repair-merge) to place the documents by their"
+            " lengths, or merge with another tool"
+        )
     if ((starts % framing.token_nbytes) | (lengths % framing.token_nbytes)).any():
         document = int(np.argmax((starts % framing.token_nbytes) | (lengths % framing.token_nbytes)))
         raise FormatError(
             f"{path}: document {document} has {lengths[document]} bytes from {starts[document]} on, no whole tokens of"
             f" {framing.token_nbytes} bytes"
         )
+    num_moved = 0 if early is None else int(np.count_nonzero(early))
     unused = (framing.data_nbytes - int(lengths.sum())) // framing.token_nbytes
     return Placement(
         framing, generation, starts // framing.token_nbytes, lengths // framing.token_nbytes, num_moved, unused
@@ -335,35 +334,21 @@ def _generation(path: str, framing: Framing, pairs: NDArray[np.int64]) -> Genera
     raise FormatError(f"{path}: its first document is at {first}, expected {expected}; the index is not of this file")
 
 
-def _merge_damage(
-    framing: Framing,
-    generation: Generation,
-    starts: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    tiled: NDArray[np.int64],
-) -> bool:
-    """Whether the lengths fill the data exactly and every place is whole headers too early, some at least one.
+def _early(
+    framing: Framing, generation: Generation, pairs: NDArray[np.int64], tiled: NDArray[np.int64]
+) -> NDArray[np.int64] | None:
+    """By how many bytes each document begins too early in an index that was damaged by merging; None for others.
 
-    No sound index looks so: a document that begins before the one before it ends shares bytes with it.
+    The lengths then fill the data exactly, and every place is whole headers too early, some at least one. No sound
+    index looks so: a document that begins before the one before it ends shares bytes with it.
     """
-    if int(lengths.sum()) != framing.data_nbytes:
-        return False
+    starts, lengths = pairs[:, 0], pairs[:, 1]
     # Bounds first, so that the difference cannot overflow.
-    if ((starts < -framing.file_nbytes) | (starts > framing.file_nbytes)).any():
-        return False
+    outside = (starts < -framing.file_nbytes) | (starts > framing.file_nbytes)
+    if int(lengths.sum()) != framing.data_nbytes or outside.any():
+        return None
     early = tiled - (starts - generation.first_offset)
-    return bool(early.any()) and bool(((early >= 0) & (early % HEADER_NBYTES == 0)).all())
-
-
-def _damage_message(path: str, generation: Generation, starts: NDArray[np.int64], tiled: NDArray[np.int64]) -> str:
-    early = tiled - (starts - generation.first_offset)
-    first = int(np.argmax(early != 0))
-    return (
-        f"{path}: an index damaged by merging: document {first} is said to begin {early[first]} bytes before the one in"
-        f" front ends, and {np.count_nonzero(early)} documents in all are too early, by at most {early.max()} bytes."
-        f" Modalities' merge_packed_data loses {HEADER_NBYTES} bytes a file in the index; data and lengths are whole:"
-        " pass repair_merge=True (--repair-merge) to place the documents by their lengths, or merge with another tool"
-    )
+    return early if early.any() and ((early >= 0) & (early % HEADER_NBYTES == 0)).all() else None
 
 
 def _checked_starts(
