@@ -278,11 +278,6 @@ class Line(NamedTuple):
     trained: NDArray[np.bool_]
     lengths: NDArray[np.int64]
 
-    @property
-    def starts(self) -> NDArray[np.int64]:
-        """Where each sequence begins."""
-        return np.cumsum(self.lengths) - self.lengths
-
 
 def parse(raw: bytes) -> Line:
     """The pack in one line. ValueError says which field is wrong, and how."""
@@ -323,7 +318,7 @@ def run_of(path: str, first_pack: int, lines: Sequence[Line]) -> PackRun:
         first_pack,
         np.concatenate([line.tokens for line in lines]),
         np.concatenate([line.trained for line in lines]),
-        np.concatenate([line.starts for line in lines]),
+        np.concatenate([np.cumsum(line.lengths) - line.lengths for line in lines]),
         [len(line.tokens) for line in lines],
         [len(line.lengths) for line in lines],
         mask_alignment="token",
@@ -429,9 +424,8 @@ class Reader(PackedReader):
         self._starts = np.concatenate([starts for starts, _ in bounds])
         self._stops = np.concatenate([stops for _, stops in bounds])
         self._first_packs = np.cumsum([0, *(len(starts) for starts, _ in bounds)]).tolist()
-        identity = file_identity(*self._paths)
         names = [os.path.basename(chunk) for chunk in self._paths]
-        self.identity = xxhash.xxh3_128_hexdigest(f"{names} {identity}".encode())
+        self.identity = xxhash.xxh3_128_hexdigest(f"{names} {file_identity(*self._paths)}".encode())
 
     @cached_property
     def spec(self) -> PackedSpec:

@@ -158,13 +158,11 @@ class PackedDataset:
         parts: the files.
     """
 
+    # One shard of ours is asked directly: nothing to find, and it is safe in threads and forks by itself.
+    _only: Shard | None = None
+
     def __init__(self, parts: JoinedReader | JoinedShards) -> None:
         self._parts = parts
-        self._take()
-
-    def _take(self) -> None:
-        # One shard of ours is asked directly: nothing to find, and it is safe in threads and forks by itself.
-        self._only: Shard | None = None
 
     @cached_property
     def _before(self) -> list[int]:
@@ -175,7 +173,6 @@ class PackedDataset:
 
     def __setstate__(self, parts: JoinedReader | JoinedShards) -> None:
         self._parts = parts
-        self._take()
 
     @property
     def format(self) -> str:

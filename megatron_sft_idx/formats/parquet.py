@@ -288,11 +288,8 @@ class Reader(PackedReader):
     @cached_property
     def spec(self) -> PackedSpec:
         """Counts from the footer; the longest pack from the metadata where it fits them, else from one pass."""
-        stated, tokens, sequences = (
-            self._stated,
-            sum(self._num_values["input_ids"]),
-            sum(self._num_values["seq_start_id"]),
-        )
+        stated = self._stated
+        tokens, sequences = (sum(self._num_values[name]) for name in _COUNTED)
         counts: dict[str, Any] = {"num_packs": len(self), "num_sequences": sequences, "num_tokens": tokens}
         same = all(stated.get(key) == value for key, value in counts.items())
         if stated and not same:

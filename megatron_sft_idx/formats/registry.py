@@ -400,7 +400,12 @@ def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
         capacity=max(spec.capacity for spec in specs),
         sequence_multiple=math.gcd(*(spec.sequence_multiple for spec in specs)),
         pad_id=next(iter(pads), None),
-        metadata={key: value for key, value in first.metadata.items() if _said_by_all(key, value, specs)},
+        # What all of them say.
+        metadata={
+            key: value
+            for key, value in first.metadata.items()
+            if all(key in spec.metadata and spec.metadata[key] == value for spec in specs)
+        },
     )
 
 
@@ -408,10 +413,3 @@ def _tokenizer_of(spec: PackedSpec) -> str | None:
     tokenizer = spec.metadata.get("tokenizer")
     fingerprint = tokenizer.get("fingerprint") if isinstance(tokenizer, Mapping) else None
     return fingerprint if isinstance(fingerprint, str) else None
-
-
-def _said_by_all(key: str, value: Any, specs: Sequence[PackedSpec]) -> bool:
-    return all(spec.metadata.get(key, _NOTHING) == value for spec in specs)
-
-
-_NOTHING = object()

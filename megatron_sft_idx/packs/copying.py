@@ -252,22 +252,29 @@ class CopyWriter:
         self._paths = ShardPaths.of(prefix)
         self._like = dataclasses.replace(like, metadata={**like.metadata, "format_writer": FORMAT_WRITER})
         header_nbytes(self._like.metadata)
+        # What a ShardWriter of such a shard would have been begun with; an empty shard may have no capacity.
+        options = BuildOptions(
+            like.token_dtype,
+            like.mask_dtype,
+            like.capacity or None,
+            like.sequence_multiple,
+            like.pad_id,
+            dict(like.metadata),
+        )
         self._totals = np.zeros(2, np.int64)  # tokens, sequences
         self._most = np.zeros(2, np.int64)  # in one pack
         self._num_packs = 0
         self._publication = Publication(
-            self._paths, _options(like).encode(), overwrite=overwrite, durable=durable, nbytes=nbytes, drops=drops
+            self._paths, options.encode(), overwrite=overwrite, durable=durable, nbytes=nbytes, drops=drops
         )
         try:
-            self._tokens, self._loss, self._starts = map(
-                self._file, (self._paths.tokens, self._paths.loss, self._paths.starts)
+            self._tokens, self._loss, self._starts = (
+                HashedFile(self._publication.open(path))
+                for path in (self._paths.tokens, self._paths.loss, self._paths.starts)
             )
         except BaseException:
             self._publication.abandon()
             raise
-
-    def _file(self, path: str) -> HashedFile:
-        return HashedFile(self._publication.open(path))
 
     def __enter__(self) -> CopyWriter:
         return self
@@ -315,7 +322,7 @@ class CopyWriter:
         paths, like = self._paths, self._like
         packs = JournalPacks(self._publication.journal.path, self._num_packs)
         code, dtype = token_dtype_of(like.token_dtype)
-        idx, seq_idx = self._file(paths.idx).file, self._file(paths.seq_idx).file
+        idx, seq_idx = self._publication.open(paths.idx), self._publication.open(paths.seq_idx)
         idx_digest = write_idx(idx, packs, code, dtype.itemsize, self._num_packs)
         (num_tokens, num_sequences), (longest, most) = self._totals.tolist(), self._most.tolist()
         header = dataclasses.replace(
@@ -335,15 +342,3 @@ class CopyWriter:
         else:
             self._publication.set_aside()
         return header
-
-
-def _options(like: Header) -> BuildOptions:
-    """What a ``ShardWriter`` of such a shard would have been begun with."""
-    return BuildOptions(
-        like.token_dtype,
-        like.mask_dtype,
-        like.capacity or None,  # an empty shard may have none
-        like.sequence_multiple,
-        like.pad_id,
-        dict(like.metadata),
-    )
