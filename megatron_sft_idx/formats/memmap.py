@@ -42,6 +42,7 @@ from megatron_sft_idx.formats.base import (
     checked_alignment,
     checked_run,
     file_identity,
+    joined_ranges,
     npy_header,
     npy_header_bytes,
     require_same_length,
@@ -281,8 +282,8 @@ class Reader(PackedReader):
 
     def _gathered(self, rows: NDArray[Any], first: int, lengths: NDArray[np.int64]) -> NDArray[Any]:
         """What is before the padding in some rows, end to end, in native byte order."""
-        parts = [rows[first + i, :length] for i, length in enumerate(lengths.tolist())]
-        values = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        starts = np.arange(first, first + len(lengths)) * self._pack_size
+        values = joined_ranges(rows.reshape(-1), starts, starts + lengths)
         return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
