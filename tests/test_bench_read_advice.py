@@ -22,7 +22,7 @@ from megatron_sft_idx.inspect.read_worker import Epoch, Run, Sample, Setting
 from megatron_sft_idx.inspect.recommend import reading_dict, reading_lines, recommend
 from megatron_sft_idx.inspect.text import shown_nbytes
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.storage.mounts import mount_of
+from megatron_sft_idx.storage.advice import mount_of
 
 GIB = 1 << 30
 MMAP, RANDOM, PREAD, REOPEN = Setting(), Setting(advice="random"), Setting("pread"), Setting("reopen", schedule=True)

@@ -31,7 +31,6 @@ from megatron_sft_idx.inspect.text import (
 )
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.shard.fingerprints import tokenizer_of
 from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.publish import Place, check_place, files_of, require_apart, resolve, write_file
@@ -137,7 +136,7 @@ def _decoder(shard: Shard, path: str | None) -> Decode | None:
     if path is None:
         return None
     tokenizer = load_tokenizer(path, backend="tokenizers")
-    made = tokenizer_of(shard.header)
+    made = shard.header.tokenizer
     if made is None:
         print(f"{shard.prefix}: does not say which tokenizer made its ids; taking {path}", file=sys.stderr)
     elif made != tokenizer.fingerprint:

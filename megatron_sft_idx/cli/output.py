@@ -14,9 +14,8 @@ from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.buckets import STAGING, StagedOutput
 from megatron_sft_idx.packs.transfer import shard_nbytes
 from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.storage.lock import check_lock
 from megatron_sft_idx.storage.progress import Progress
-from megatron_sft_idx.storage.publish import Place, require_apart, require_space
+from megatron_sft_idx.storage.publish import Place, check_lock, require_apart, require_space
 from megatron_sft_idx.tokenize import output_prefixes
 
 __all__ = ["Output", "ShownProgress", "add_staging", "local_path"]

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.storage import drop_cached
-from megatron_sft_idx.storage.mounts import Mount, mount_of, mounts
+from megatron_sft_idx.storage.advice import Mount, mount_of, mounts
 
 __all__ = [
     "DiskKind",

@@ -22,7 +22,6 @@ from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.files import DATA_SUFFIXES
 from megatron_sft_idx.packs.run import Window, windows
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.shard.fingerprints import source_of, template_of, tokenizer_of
 
 __all__ = [
     "PERMILLE",
@@ -246,9 +245,9 @@ def fingerprints(header: Header) -> dict[str, str]:
     """What a shard was made from, by name; what it does not say is left out."""
     found = {
         "shard": header.shard_id.hex(),
-        "tokenizer": tokenizer_of(header),
-        "chat template": template_of(header),
-        "source": source_of(header),
+        "tokenizer": header.tokenizer,
+        "chat template": header.template,
+        "source": header.source,
     }
     return {name: value for name, value in found.items() if value is not None}
 

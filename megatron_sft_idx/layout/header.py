@@ -225,6 +225,38 @@ class Header:
         """Memory that the index arrays take: two offsets a pack, and those behind the last one, and the starts."""
         return 16 * (self.num_packs + 1) + 4 * self.num_sequences
 
+    # What the JSON block says of where the tokens come from; None where it says nothing.
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Fingerprint of the tokenizer that made the ids."""
+        return self._fingerprint("tokenizer", "fingerprint")
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The largest id of that tokenizer + 1."""
+        block: Any = self.metadata.get("tokenizer")
+        size = block.get("vocab_size") if isinstance(block, dict) else None
+        return size if type(size) is int else None
+
+    @property
+    def template(self) -> str | None:
+        """Fingerprint of the chat template that rendered the text, and of another one for rows with tools, if any."""
+        text = self._fingerprint("chat_template", "fingerprint")
+        tools = self._fingerprint("chat_template", "tools_fingerprint")
+        return f"{text}, with tools {tools}" if tools else text
+
+    @property
+    def source(self) -> str | None:
+        """Fingerprint of the rows the shard was made from."""
+        return self._fingerprint("sources", "fingerprint")
+
+    def _fingerprint(self, block: str, name: str) -> str | None:
+        # Anybody may write anything into the block.
+        found: Any = self.metadata.get(block)
+        value = found.get(name) if isinstance(found, dict) else None
+        return value if isinstance(value, str) else None
+
     def encode(self) -> bytes:
         """The header's bytes, checksum included."""
         block = encode_metadata(self.metadata)

@@ -14,7 +14,6 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, nbytes_of
 from megatron_sft_idx.shard import check_free, read_header
-from megatron_sft_idx.shard.fingerprints import source_of, template_of, tokenizer_of
 from megatron_sft_idx.shard.prefix import places_of
 from megatron_sft_idx.storage.publish import require_apart
 
@@ -82,7 +81,7 @@ class Run:
 def own_run(header: Header) -> Run:
     """All packs of a shard, as its own."""
     counts = header.num_packs, header.num_sequences, header.num_tokens
-    return Run(header.shard_id.hex(), source_of(header), 0, *counts)
+    return Run(header.shard_id.hex(), header.source, 0, *counts)
 
 
 def runs_of(header: Header) -> list[Run]:
@@ -165,8 +164,8 @@ _FIELDS = (
     _Field("capacity", lambda header: header.capacity or None, _CAPACITY),
     _Field("sequence multiple", lambda header: header.sequence_multiple, _MULTIPLE),
     _Field("pad id", lambda header: header.pad_id, _TOKENIZERS),
-    _Field("tokenizer", tokenizer_of, _TOKENIZERS, "tokenizer"),
-    _Field("chat template", template_of, _TEMPLATES, "chat_template"),
+    _Field("tokenizer", lambda header: header.tokenizer, _TOKENIZERS, "tokenizer"),
+    _Field("chat template", lambda header: header.template, _TEMPLATES, "chat_template"),
 )
 _COMPARED = {field.block for field in _FIELDS if field.block}
 

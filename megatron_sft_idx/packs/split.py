@@ -28,7 +28,7 @@ from megatron_sft_idx.packs.merge import (
     slice_runs,
 )
 from megatron_sft_idx.shard import Shard, check_free, read_header
-from megatron_sft_idx.shard.prefix import drop_remains, is_set_aside, parts_held, places_of, publish_all, read_journal
+from megatron_sft_idx.shard.prefix import is_set_aside, parts_held, places_of, publish_all, read_journal, remove_remains
 from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage.publish import Place, require_apart, require_space
 
@@ -141,7 +141,7 @@ def split(
             # Some parts of many are half of a result, and a full disk gets its space back. What was published before,
             # and what an interrupted split had done, is left as it was; and of one that is interrupted now, all.
             for paths in made if isinstance(error, Exception) else ():
-                drop_remains(paths)
+                remove_remains(paths)
             raise
         publish_all([part.paths for part in planned if is_set_aside(part.paths)], durable=durable)
     return SplitReport([part.paths.prefix for part in planned], len(kept))

@@ -15,7 +15,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.live import Catalog, ProducerState, State, ack_folder, completed, looks, read_acks
 from megatron_sft_idx.produce.feed import Feed
 from megatron_sft_idx.shard import remove_shard
-from megatron_sft_idx.shard.prefix import drop_remains
+from megatron_sft_idx.shard.prefix import remove_remains
 from megatron_sft_idx.tokenize import EncodedPiece
 
 __all__ = ["Pace", "Room", "StateKeeper", "ended"]
@@ -185,7 +185,7 @@ class Room:
         published = self._keeper.state.published
         for number in self._catalog.present():
             if number < published and not self._catalog.is_published(number):
-                drop_remains(ShardPaths.of(self._catalog.shard_prefix(number)))
+                remove_remains(self._catalog.shard_prefix(number))
 
     def _published(self) -> list[int]:
         """The shards that are there."""

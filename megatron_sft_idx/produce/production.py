@@ -33,8 +33,8 @@ from megatron_sft_idx.produce.feed import (
     StandardInput,
 )
 from megatron_sft_idx.produce.keeper import Pace, Room, StateKeeper, ended
-from megatron_sft_idx.shard import Shard, ShardWriter, check_free, read_header, remove_remains, remove_shard
-from megatron_sft_idx.shard.prefix import drop_remains, name_held, temporaries_of
+from megatron_sft_idx.shard import Shard, ShardWriter, check_free, read_header, remove_shard
+from megatron_sft_idx.shard.prefix import name_held, remove_remains
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.publish import describe, resolve
 from megatron_sft_idx.tokenize import (
@@ -274,7 +274,7 @@ def _check_work(catalog: Catalog) -> None:
     if os.path.islink(work) or not os.path.isdir(work):
         raise FormatError(f"{work}: {describe(work)} is here, where a producer works; move it away")
     corpora = [ShardPaths.of(os.path.join(work, name)) for name in (_CORPUS, _WEIGHTED)]
-    ours = {path for paths in corpora for path in (*paths.all, *temporaries_of(paths), paths.journal)}
+    ours = {path for paths in corpora for path in (*paths.all, *paths.unpublished.all, paths.journal)}
     for name in sorted(os.listdir(work)):
         if os.path.join(work, name) not in ours:
             raise FormatError(f"{work}: holds {name}, which no producer made; move it away, or name another catalog")
@@ -286,7 +286,7 @@ def _clear_work(catalog: Catalog) -> None:
     """Remove the folder of the shard in the making."""
     for name in (_CORPUS, _WEIGHTED):
         paths = ShardPaths.of(os.path.join(catalog.folder, _WORK, name))
-        drop_remains(paths)
+        remove_remains(paths)
         remove_shard(paths)
     with contextlib.suppress(OSError):
         os.rmdir(os.path.join(catalog.folder, _WORK))

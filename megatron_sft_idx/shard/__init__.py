@@ -4,9 +4,9 @@ Numpy and the native kernels only, no torch and no Megatron. Every file of ours 
 removed by the code here, so that what a killed process leaves can always be told from what belongs to somebody else.
 """
 
-from megatron_sft_idx.shard.prefix import check_free, remove_shard
+from megatron_sft_idx.shard.prefix import check_free, remove_remains, remove_shard
 from megatron_sft_idx.shard.reader import Pack, Shard, read_header
-from megatron_sft_idx.shard.recovery import Remains, find_remains, recover, remove_remains
+from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
 from megatron_sft_idx.shard.writer import ShardWriter
 
 __all__ = [

@@ -22,11 +22,8 @@ from megatron_sft_idx.storage import (
     ReopenedArray,
     Runs,
     advise_order,
-    announce,
     ask_huge_pages,
     check_size,
-    drop_file,
-    drop_pages,
     is_remote,
     open_array,
     open_regular,
@@ -34,16 +31,13 @@ from megatron_sft_idx.storage import (
 
 __all__ = [
     "Files",
-    "announce_packs",
     "checked_packs",
-    "drop_packs",
     "missing_files",
     "open_files",
     "read_header",
     "require_same",
     "runs_of",
     "where_to_look",
-    "will_need_packs",
 ]
 
 
@@ -216,42 +210,6 @@ def runs_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray[np
     both[1::2] += 1
     arrays = [array for files in shards for array in (files.tokens, files.loss)]
     return Runs(arrays, both, np.repeat(starts[some], 2), np.repeat(counts[some], 2))
-
-
-def announce_packs(files: Files, indices: Iterable[int | np.integer[Any]] | NDArray[np.int64], prefix: str) -> None:
-    """Have packs of one shard, in the order of their use, read in the background. IndexError: no such pack."""
-    packs = checked_packs(indices, files.num_packs, prefix)
-    if len(packs):
-        announce(runs_of([files], np.zeros(len(packs), np.int64), packs))
-
-
-def will_need_packs(files: Files, start: int, stop: int, prefix: str) -> None:
-    """Have the kernel read packs ``[start, stop)`` in the background. IndexError, which names ``prefix``: no such."""
-    if not 0 <= start <= stop <= files.num_packs:
-        raise IndexError(f"{prefix}: packs {start} to {stop}, there are {files.num_packs}")
-    first, last = _token_span(files, start, stop)
-    if first < last:
-        announce(Runs([files.tokens, files.loss], np.arange(2), np.full(2, first), np.full(2, last - first)))
-
-
-def drop_packs(files: Files, paths: ShardPaths, start: int, stop: int | None) -> None:
-    """Let go of packs ``[start, stop)``, numbers as in a slice; of all of them also what index arrays take."""
-    start, stop, _ = slice(start, stop).indices(files.num_packs)
-    if start >= stop or is_remote(paths.prefix):
-        return
-    first, last = _token_span(files, start, stop)
-    drop_pages(paths.tokens, files.tokens, first, last)
-    drop_pages(paths.loss, files.loss, first, last)
-    if (start, stop) == (0, files.num_packs):
-        drop_file(paths.starts, files.starts)
-        drop_file(paths.seq_idx, files.token_offsets)  # both offsets are of one map
-
-
-def _token_span(files: Files, start: int, stop: int) -> tuple[int, int]:
-    """The tokens of packs ``[start, stop)``, within the file whatever the index says."""
-    bounds = (int(files.token_offsets[pack : pack + 1][0]) for pack in (start, stop))
-    first, last = (min(max(bound, 0), files.num_tokens) for bound in bounds)
-    return first, last
 
 
 def read_header(prefix: str | os.PathLike[str] | ShardPaths) -> Header:

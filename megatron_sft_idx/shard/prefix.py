@@ -17,15 +17,16 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.header import MAGIC
 from megatron_sft_idx.layout.journal import MAGICS, Head, encode_head
 from megatron_sft_idx.storage import OutputFile, naming, require_local, sync_folder
-from megatron_sft_idx.storage.lock import check_lock, lock_file
 from megatron_sft_idx.storage.publish import (
     MAX_NAME_NBYTES,
     Kind,
     Place,
+    check_lock,
     check_place,
     describe,
     head_of,
     identity,
+    lock_file,
     make_folders,
     put,
     require_space,
@@ -35,12 +36,12 @@ from megatron_sft_idx.storage.publish import (
 __all__ = [
     "SHORTER",
     "check_free",
-    "drop_remains",
     "empty_journal",
     "held",
     "inode_of",
     "is_only_name",
     "is_set_aside",
+    "left",
     "lock_journal",
     "locked_journal",
     "name_held",
@@ -48,15 +49,14 @@ __all__ = [
     "places_of",
     "publish_all",
     "read_journal",
+    "remove_remains",
     "remove_shard",
     "remove_shorter",
     "remove_temporaries",
     "rename_all",
-    "require_build",
     "settle",
     "suffix_of",
-    "temporaries_of",
-    "unlink_journal",
+    "unlink_locked",
 ]
 
 # Added to the name of a journal that is being written anew.
@@ -78,7 +78,7 @@ def lock_journal(paths: ShardPaths, *, create: bool, shared: bool = False) -> in
 def places_of(prefix: str, role: str, *, written: bool = False) -> list[Place]:
     """The files of a shard, there or not, for ``require_apart``; one that is written has other names first."""
     paths = ShardPaths.of(prefix)
-    before = [paths.journal, *map(paths.temporary, paths.all)] if written else []
+    before = [paths.journal, *paths.unpublished.all] if written else []
     return [Place(file, role) for file in (*paths.all, *before)]
 
 
@@ -100,7 +100,7 @@ def _kept_while_needed(path: str, lock: int) -> Iterator[int]:
             yield lock
         finally:
             if not os.fstat(lock).st_size:
-                _unlink_locked(path, lock)
+                unlink_locked(path, lock)
     finally:
         os.close(lock)
 
@@ -131,7 +131,7 @@ def check_free(
     """
     require_local(paths.prefix, "writing a shard")
     resolve(paths.seq_idx)
-    longest = max(len(os.fsencode(os.path.basename(path))) for path in temporaries_of(paths))
+    longest = max(len(os.fsencode(os.path.basename(path))) for path in paths.unpublished.all)
     if longest > MAX_NAME_NBYTES:
         raise FormatError(f"{paths.prefix}: with what is added, a name of more than {MAX_NAME_NBYTES} bytes; choose a"
                           " shorter one")  # fmt: skip
@@ -161,7 +161,7 @@ def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
     temporary = Kind("a temporary file that a journal names", lambda path: _may_go(path, head))
     for path in present:
         check_place(path, ours, overwrite=True)
-    for path in temporaries_of(paths):
+    for path in paths.unpublished.all:
         check_place(path, temporary, overwrite=True)
 
 
@@ -176,11 +176,6 @@ def inode_of(path: str) -> int | None:
             " move it away"
         )
     return None
-
-
-def temporaries_of(paths: ShardPaths) -> list[str]:
-    """All names that files of a shard have until they are published."""
-    return [*map(paths.temporary, paths.all)]
 
 
 def read_journal(paths: ShardPaths) -> Head | None:
@@ -210,7 +205,7 @@ def is_only_name(path: str, inodes: Collection[int]) -> bool:
 
 def remove_temporaries(paths: ShardPaths, head: Head | None) -> None:
     """Remove the temporary files that a journal names, and empty ones."""
-    for path in temporaries_of(paths):
+    for path in paths.unpublished.all:
         if inode_of(path) is not None and _may_go(path, head):
             os.unlink(path)
     remove_shorter(paths)
@@ -227,12 +222,8 @@ def remove_shorter(paths: ShardPaths, *, dry_run: bool = False) -> None:
         os.unlink(path)
 
 
-def unlink_journal(paths: ShardPaths, lock: int) -> None:
-    """Remove the journal that a lock is on, and no other."""
-    _unlink_locked(paths.journal, lock)
-
-
-def _unlink_locked(path: str, lock: int) -> None:
+def unlink_locked(path: str, lock: int) -> None:
+    """Remove the file that a lock is on, and no other."""
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(os.fstat(lock), os.lstat(path)):
             os.unlink(path)
@@ -296,7 +287,7 @@ def settle(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[s
         assert head is not None
     except FormatError:
         # It says nothing that would make these files anybody's.
-        if not overwrite or not all(map(_is_empty, temporaries_of(paths))):
+        if not overwrite or not all(map(_is_empty, paths.unpublished.all)):
             raise
         head = None
     if head is not None and head.work == "removal":
@@ -310,7 +301,7 @@ def settle(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[s
         if _is_begun(paths, head):
             rename_all(paths, head, durable=True)
     elif head is not None and not overwrite and head.work not in drops:
-        raise _left(paths, head)
+        raise left(paths, head)
     remove_temporaries(paths, head)
     # Not before: files that no journal names are nobody's to remove.
     empty_journal(paths, lock)
@@ -323,14 +314,9 @@ def _is_begun(paths: ShardPaths, head: Head) -> bool:
     return _pending(paths, head) != files or (replaces and inode_of(paths.seq_idx) is None)
 
 
-def _left(paths: ShardPaths, head: Head) -> FormatError:
+def left(paths: ShardPaths, head: Head) -> FormatError:
+    """The error about what an interrupted writer left, and what may be done with it."""
     return FormatError(f"{paths.journal}: {_LEFT[head.work]} {paths.prefix}")
-
-
-def require_build(paths: ShardPaths, head: Head) -> None:
-    """FormatError where what was interrupted is no build, so that no packs can be recovered."""
-    if head.work != "build":
-        raise _left(paths, head)
 
 
 def rename_all(paths: ShardPaths, head: Head, *, durable: bool) -> None:
@@ -416,19 +402,20 @@ def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
                 if last:
                     rename_all(paths, head, durable=durable)
                     remove_temporaries(paths, head)
-                    unlink_journal(paths, lock)
+                    unlink_locked(paths.journal, lock)
                 else:
                     _remove_seq_idx(paths, head, durable=durable)
 
 
-def drop_remains(paths: ShardPaths) -> None:
+def remove_remains(prefix: str | os.PathLike[str] | ShardPaths) -> None:
     """Remove what an interrupted writer left half done at a prefix; a shard there stays.
 
     Raises:
         FormatError: a living writer is at work here, or the journal is torn and names none of the files beside it.
     """
+    paths = ShardPaths.of(prefix)
     if not os.path.lexists(paths.journal):
         return
     with locked_journal(paths) as lock:
         settle(paths, lock, overwrite=True)
-        unlink_journal(paths, lock)
+        unlink_locked(paths.journal, lock)

@@ -28,12 +28,10 @@ from megatron_sft_idx.shard.prefix import (
     rename_all,
     settle,
     suffix_of,
-    temporaries_of,
-    unlink_journal,
+    unlink_locked,
 )
 from megatron_sft_idx.storage import OutputFile, open_regular, sync_folder
-from megatron_sft_idx.storage.lock import lock_file
-from megatron_sft_idx.storage.publish import make_folders
+from megatron_sft_idx.storage.publish import lock_file, make_folders
 
 __all__ = ["Publication"]
 
@@ -98,7 +96,7 @@ class Publication:
         except BaseException:
             if self.closed:
                 if not os.fstat(self._lock).st_size:
-                    unlink_journal(paths, self._lock)
+                    unlink_locked(paths.journal, self._lock)
                 os.close(self._lock)
             self.abandon()
             raise
@@ -132,7 +130,7 @@ class Publication:
             if head is None:
                 raise FileNotFoundError(paths.journal)
             self._head, self._inodes = head, set(head.files.values())
-            for path in temporaries_of(paths):
+            for path in paths.unpublished.all:
                 if not copied and not is_only_name(path, self._inodes):
                     raise FormatError(
                         f"{path}: not the file that {paths.journal} names, or one that has another name too (a hard"
@@ -181,7 +179,7 @@ class Publication:
 
     def name_files(self) -> None:
         """Let the journal name the temporary files that are there now."""
-        there = {path: inode for path in temporaries_of(self.paths) if (inode := inode_of(path)) is not None}
+        there = {path: inode for path in self.paths.unpublished.all if (inode := inode_of(path)) is not None}
         files = {suffix_of(self.paths, path): inode for path, inode in there.items()}
         with open_regular(self.paths.journal) as stream:
             content = read_head(stream, self.paths.journal) | {"files": files}
@@ -254,7 +252,7 @@ class Publication:
         if self.closed:
             return
         if os.getpid() == self._process:
-            for path in temporaries_of(self.paths):
+            for path in self.paths.unpublished.all:
                 with contextlib.suppress(FileNotFoundError):
                     if os.lstat(path).st_ino in self._inodes:
                         os.unlink(path)
@@ -266,7 +264,7 @@ class Publication:
         if self._borrowed:
             empty_journal(self.paths, self._lock)
         else:
-            unlink_journal(self.paths, self._lock)
+            unlink_locked(self.paths.journal, self._lock)
 
     def close(self) -> None:
         """Close all files and give up the lock; what is on disk stays. May be called twice."""

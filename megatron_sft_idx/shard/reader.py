@@ -16,16 +16,18 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.shard.opening import (
-    Files,
-    announce_packs,
-    drop_packs,
-    open_files,
-    read_header,
-    require_same,
-    will_need_packs,
+from megatron_sft_idx.shard.opening import Files, checked_packs, open_files, read_header, require_same, runs_of
+from megatron_sft_idx.storage import (
+    Advice,
+    Backend,
+    BackendName,
+    ReadOptions,
+    Runs,
+    announce,
+    drop_pages,
+    huge_nbytes_of,
+    is_remote,
 )
-from megatron_sft_idx.storage import Advice, Backend, BackendName, ReadOptions, huge_nbytes_of
 from megatron_sft_idx.storage.advice import APART, STRETCH_SHIFT
 
 __all__ = ["Pack", "Shard", "read_header", "require_same"]
@@ -299,19 +301,44 @@ class Shard:
         Raises:
             IndexError: no such pack.
         """
-        announce_packs(self.files, indices, self.prefix)
+        packs = checked_packs(indices, len(self), self.prefix)
+        if len(packs):
+            announce(runs_of([self.files], np.zeros(len(packs), np.int64), packs))
 
     def willneed(self, start: int, stop: int) -> None:
         """Ask the kernel to read packs ``[start, stop)`` from disk in the background. IndexError: no such pack."""
-        will_need_packs(self.files, start, stop, self.prefix)
+        files = self.files
+        if not 0 <= start <= stop <= files.num_packs:
+            raise IndexError(f"{self.prefix}: packs {start} to {stop}, there are {files.num_packs}")
+        first, last = self._token_span(start, stop)
+        if first < last:
+            announce(Runs([files.tokens, files.loss], np.arange(2), np.full(2, first), np.full(2, last - first)))
 
     def dontneed(self, start: int = 0, stop: int | None = None) -> None:
         """Drop packs ``[start, stop)`` from memory: from this process's, and from the page cache of the machine.
 
+        Numbers are as in a slice; with all packs go the index arrays.
+
         A cold read is what follows, unless another process has the pages mapped. Views that were handed out stay valid.
         Nothing happens to a shard in an object store, nor to the pages of files that were removed.
         """
-        drop_packs(self.files, self._paths, start, stop)
+        files, paths = self.files, self._paths
+        start, stop, _ = slice(start, stop).indices(files.num_packs)
+        if start >= stop or is_remote(paths.prefix):
+            return
+        first, last = self._token_span(start, stop)
+        drop_pages(paths.tokens, files.tokens, first, last)
+        drop_pages(paths.loss, files.loss, first, last)
+        if (start, stop) == (0, files.num_packs):
+            drop_pages(paths.starts, files.starts)
+            drop_pages(paths.seq_idx, files.token_offsets)  # both offsets are of one map
+
+    def _token_span(self, start: int, stop: int) -> tuple[int, int]:
+        """The tokens of packs ``[start, stop)``, within the file whatever the index says."""
+        files = self.files
+        bounds = (int(files.token_offsets[pack : pack + 1][0]) for pack in (start, stop))
+        first, last = (min(max(bound, 0), files.num_tokens) for bound in bounds)
+        return first, last
 
     def huge_pages(self) -> int:
         """Bytes of this shard that are mapped by huge pages right now, as the kernel counts them."""
@@ -341,22 +368,10 @@ class Shard:
             remedy = "megatron-sft-idx verify says which file is damaged: restore it from a copy"
         return CorruptShardError(path, place, rule, f"pack {number}: {what}; {remedy}")
 
-    def _corrupt(self, files: Files, i: int) -> CorruptShardError:
+    def _corrupt(self, files: Files, i: int) -> FormatError:
         """What is wrong with the offsets of pack ``i``."""
-        rule, what, base, pair, most = (
-            "O2",
-            "token",
-            files.header.token_offsets_offset,
-            files.token_pair(i),
-            files.num_tokens,
-        )
-        if 0 <= pair[0] < pair[1] <= most:
-            rule, what, base, pair = "O1", "sequence", files.header.nbytes, files.sequence_pair(i)
-            most = files.num_sequences
-        return CorruptShardError(
-            self._paths.seq_idx,
-            base + 8 * i,
-            rule,
-            f"{what} offsets {pair[0]}, {pair[1]} of pack {i}, expected ascending and at most {most};"
-            f" {self._paths.index_remedy}",
-        )
+        rule, what, (first, last), most = "O2", "token", files.token_pair(i), files.num_tokens
+        if 0 <= first < last <= most:
+            rule, what, (first, last), most = "O1", "sequence", files.sequence_pair(i), files.num_sequences
+        found = f"{what} offsets {first}, {last}, expected ascending and at most {most}"
+        return self.broken_pack(f"shard 0, pack {i}: {found} (rule {rule})")

@@ -29,10 +29,9 @@ from megatron_sft_idx.layout.journal import (
 from megatron_sft_idx.shard.build import Build
 from megatron_sft_idx.shard.prefix import (
     check_free,
-    drop_remains,
+    left,
     locked_journal,
     read_journal,
-    require_build,
 )
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.storage import open_regular, read_most
@@ -44,7 +43,6 @@ __all__ = [
     "find_remains",
     "read_remains",
     "recover",
-    "remove_remains",
 ]
 
 
@@ -106,7 +104,8 @@ def read_remains(paths: ShardPaths) -> Remains:
         header = complete_header(paths)
         counts = header.num_packs, header.num_sequences, header.num_tokens
         return Remains(paths, head, *counts, counts[0], os.path.getsize(paths.journal), True)
-    require_build(paths, head)
+    if head.work != "build":
+        raise left(paths, head)
     options = BuildOptions.decode(head.content, paths.journal)
     recorded = 0
     with open_regular(paths.journal) as stream:
@@ -212,7 +211,12 @@ def recover(
     try:
         remains = read_remains(paths)
         if remains.done:
-            return finish_publication(publication, overwrite=overwrite)
+            # .seq.idx is renamed last: under its temporary name, the one beside it is of the shard to be replaced.
+            if not overwrite and os.path.lexists(paths.unpublished.seq_idx) and os.path.lexists(paths.seq_idx):
+                check_free(paths, overwrite=False)
+            header = complete_header(paths)
+            publication.finish()
+            return header
         check_free(paths, overwrite=overwrite)
         build = remains.build(publication)
         if not (kept := build.replay(remains.num_packs, progress)):
@@ -227,17 +231,6 @@ def recover(
         publication.close()
 
 
-def finish_publication(publication: Publication, *, overwrite: bool) -> Header:
-    """Take the last steps of a build whose journal says DONE."""
-    paths = publication.paths
-    header = complete_header(paths)
-    # .seq.idx is renamed last: while it has its temporary name, the one beside it is of the shard to be replaced.
-    if not overwrite and os.path.lexists(paths.temporary(paths.seq_idx)) and os.path.lexists(paths.seq_idx):
-        check_free(paths, overwrite=False)
-    publication.finish()
-    return header
-
-
 def adopt_remains(paths: ShardPaths) -> None:
     """Let a journal name the temporary files that lie beside it, all of which were copied here.
 
@@ -248,12 +241,3 @@ def adopt_remains(paths: ShardPaths) -> None:
         Publication.take_up(paths, overwrite=False, copied=True).close()
     except FileNotFoundError:
         raise FormatError(f"{paths.journal}: there is no journal; copy it here with the .tmp files beside it") from None
-
-
-def remove_remains(prefix: str | os.PathLike[str]) -> None:
-    """Remove the journal and the temporary files of an interrupted build; a shard at the prefix stays.
-
-    Raises:
-        FormatError: a living writer is at work here.
-    """
-    drop_remains(ShardPaths.of(prefix))

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.shard.fingerprints import tokenizer_of
 from megatron_sft_idx.shard.opening import checked_packs, runs_of
 from megatron_sft_idx.shard.reader import Pack, Shard, read_header, require_same
 from megatron_sft_idx.storage import BackendName, ReadOptions, announce, is_remote
@@ -241,7 +240,7 @@ class ShardSet:
     def _check(self, same_capacity: bool) -> None:
         self._same("tokens are", lambda header: header.token_dtype, "write all shards of a dataset with one dtype")
         self._same("pad id is", lambda header: header.pad_id, "they come from different tokenizers")
-        self._same("tokenizer is", tokenizer_of, "they come from different tokenizers")
+        self._same("tokenizer is", lambda header: header.tokenizer, "they come from different tokenizers")
         if same_capacity:
             remedy = "pack them again for one --seq-length, or let training pack them when it starts"
             self._same("capacity is", lambda header: header.capacity, remedy)

@@ -11,7 +11,6 @@ from megatron_sft_idx.storage.advice import (
     announce,
     ask_huge_pages,
     drop_cached,
-    drop_file,
     drop_pages,
     huge_nbytes_of,
 )
@@ -52,7 +51,6 @@ __all__ = [
     "ask_huge_pages",
     "check_size",
     "drop_cached",
-    "drop_file",
     "drop_pages",
     "huge_nbytes_of",
     "is_remote",

@@ -1,4 +1,7 @@
-"""What the kernel is told of reads: their order, what comes next, what is no longer needed, and huge pages."""
+"""What the kernel is told of reads: their order, what comes next, what is no longer needed, and huge pages.
+
+And what it tells: how much of an array is mapped by huge pages, and which file system a path lies on.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,24 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.storage.local import Advice, Array, PreadArray, ReopenedArray
-from megatron_sft_idx.storage.mounts import mount_of
 
 __all__ = [
     "APART",
     "STRETCH_SHIFT",
     "FirstReads",
     "Mapping",
+    "Mount",
     "Runs",
     "advise_order",
     "announce",
     "ask_huge_pages",
     "drop_cached",
-    "drop_file",
     "drop_pages",
     "huge_nbytes_of",
     "map_of",
     "mappings",
+    "mount_of",
+    "mounts",
 ]
 
 
@@ -149,27 +153,26 @@ class FirstReads:
             _native.will_need(array, np.array([start]), np.array([stop]))
 
 
-def drop_pages(path: str, array: Array, start: int, stop: int) -> None:
+def drop_pages(path: str, array: Array, start: int = 0, stop: int | None = None) -> None:
     """Let go of items ``[start, stop)`` of an array that begins with its file, here and in the page cache.
 
     Pages that lie in part outside are kept, as are those that are not on disk yet and those that others have mapped.
+    Without ``stop`` all of the file goes, wherever the array begins in it.
     """
-    size = array.dtype.itemsize
+    mapped, size = map_of(array), array.dtype.itemsize
+    if stop is None:
+        if mapped is not None:
+            mapped.madvise(mmap.MADV_DONTNEED)
+        drop_cached(path)
+        return
     begin, end = start * size, stop * size
-    if (mapped := map_of(array)) is not None:
+    if mapped is not None:
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         last = end if stop == len(array) else end // mmap.PAGESIZE * mmap.PAGESIZE
         if first < last:
             mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
     if begin < end:
         drop_cached(path, begin, end - begin)
-
-
-def drop_file(path: str, array: Array) -> None:
-    """As ``drop_pages``, of all of the file that an array lies in."""
-    if (mapped := map_of(array)) is not None:
-        mapped.madvise(mmap.MADV_DONTNEED)
-    drop_cached(path)
 
 
 def drop_cached(path: str | os.PathLike[str], offset: int = 0, nbytes: int = 0) -> None:
@@ -271,3 +274,45 @@ def _pmd_nbytes() -> int:
         return int((_SETTINGS / "hpage_pmd_size").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return 2 << 20
+
+
+# ---- which file system a path lies on ----
+
+
+class Mount(NamedTuple):
+    """A line of ``/proc/self/mountinfo``.
+
+    Attributes:
+        folder: where it is mounted.
+        root: what of the file system is mounted there.
+        filesystem: its type.
+        source: its device, or what stands for one.
+        options: of the file system.
+    """
+
+    folder: str
+    root: str
+    filesystem: str
+    source: str
+    options: list[str]
+
+
+def mounts(table: str = "/proc/self/mountinfo") -> Iterator[Mount]:
+    """What is mounted, as the kernel lists it."""
+    with open(table, encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            head, _, tail = line.rstrip("\n").partition(" - ")
+            (_, _, _, root, folder), (filesystem, source, options) = head.split(" ")[:5], tail.split(" ")[:3]
+            yield Mount(_unescaped(folder), _unescaped(root), filesystem, _unescaped(source), options.split(","))
+
+
+def _unescaped(text: str) -> str:
+    """A blank is a backslash and 040 there."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
+
+
+def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:
+    """The mount a path lies on: of the longest folder above it, the last one."""
+    real = os.path.realpath(path)
+    above = [mount for mount in mounts(table) if os.path.commonpath([mount.folder, real]) == mount.folder]
+    return max(reversed(above), key=lambda mount: len(mount.folder))

@@ -3,7 +3,8 @@
 What is written lies under a temporary name beside its place, made exclusively and never through a link, until it is
 whole and synced. What is at the place must then still be what was looked at before the first byte: nothing, something
 empty, or something that is recognised as what is being written and may be replaced. Links are followed above the last
-component of a path and never at it.
+component of a path and never at it. Where more than one process may write, a lock on a file says which does: a killed
+one leaves the file, and no lock.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ __all__ = [
     "Kind",
     "New",
     "Place",
+    "check_lock",
     "check_place",
     "describe",
     "files_of",
     "head_of",
     "identity",
+    "lock_file",
     "make_folders",
     "new_file",
     "new_folder",
@@ -513,3 +516,80 @@ def require_space(path: str, nbytes: int, files: int = 1) -> None:
     # File systems without a fixed number of inodes say that they have none at all.
     if room.f_files and room.f_favail < files:
         raise OSError(errno.ENOSPC, f"{full}: {files:,} files are needed and {room.f_favail:,} inodes are free", path)
+
+
+# ---- one writer a place ----
+
+# What file systems answer that have no locks: Lustre mounted without them, some FUSE and NFS mounts.
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: bool = False, busy: str | None) -> int:
+    """Open a file and lock it. What is under its name but is not of this package is left alone.
+
+    Args:
+        path: of the file; a link there is refused.
+        magics: what the file may begin with, all of one length; it may also be empty.
+        create: make the file where there is none.
+        shared: only look: keeps writers out, not other lookers, and needs no right to write.
+        busy: the error where another process holds it; None waits for that process.
+
+    Returns:
+        The descriptor; the lock is given up when it is closed.
+
+    Raises:
+        FormatError: another process holds it, the file system knows no locks, or something else is at ``path``.
+        FileNotFoundError: there is no file, and none is to be made.
+    """
+    # Not to wait for the other end where somebody has put a pipe there.
+    access = (os.O_RDONLY if shared else os.O_RDWR) | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    while True:
+        check_lock(path, magics, shared=shared)
+        fd = os.open(path, access | (os.O_CREAT if create else 0), 0o666)
+        try:
+            _lock(fd, path, shared=shared, busy=busy)
+            check_lock(path, magics, shared=shared)
+            # A writer that was done between the two calls has removed the file this lock is on.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                    return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+
+def check_lock(path: str, magics: tuple[bytes, ...], *, shared: bool = False) -> None:
+    """FormatError where what is at a path is nothing that ``lock_file`` would take."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISREG(status.st_mode):
+        raise FormatError(f"{path}: {describe(path)} is here, {_expected(path)}")
+    found = head_of(path, max(map(len, magics), default=1))
+    if found and not any(magic.startswith(found) for magic in magics):
+        raise FormatError(f"{path}: a file that megatron-sft-idx did not write is here, {_expected(path)}")
+    if status.st_nlink > 1 and not shared:
+        raise FormatError(f"{path}: this file has another name too (a hard link), {_expected(path)}")
+
+
+def _expected(path: str) -> str:
+    return f"where {os.path.basename(path)} of this command would be; move it away, or choose another name"
+
+
+def _lock(fd: int, path: str, *, shared: bool, busy: str | None) -> None:
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if busy is None else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise FormatError(busy) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        with contextlib.suppress(OSError):
+            if not os.fstat(fd).st_size:
+                os.unlink(path)  # made by the attempt
+        raise FormatError(
+            f"{path}: this file system has no locks ({error.strerror}), and without one two builds could write"
+            " the same files; build on a local disk and copy the five files, or mount it with locks (Lustre: -o flock)"
+        ) from None

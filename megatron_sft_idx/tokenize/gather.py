@@ -24,15 +24,14 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.packs.split import part_prefix, refuse_other_splits
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, read_header
-from megatron_sft_idx.shard.fingerprints import source_of
 from megatron_sft_idx.shard.prefix import (
-    drop_remains,
     is_set_aside,
     lock_journal,
     parts_held,
     places_of,
     publish_all,
     read_journal,
+    remove_remains,
 )
 from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.shard.writer import MaskAlignment
@@ -587,7 +586,7 @@ def gather_shard(table: PartsTable, task: tuple[Output, PackedRun]) -> Header:
 def drop_build(paths: ShardPaths) -> None:
     """Remove what an interrupted build left at a prefix; of other work nothing."""
     if (head := read_journal(paths)) is not None and head.work == "build":
-        drop_remains(paths)
+        remove_remains(paths)
 
 
 def _wait_for_lock(paths: ShardPaths) -> None:
@@ -638,7 +637,7 @@ def publish_shards(
                 paths = ShardPaths.of(outputs[number].prefix)
                 with contextlib.suppress(FormatError):  # a task elsewhere is at it still
                     if is_set_aside(paths):
-                        drop_remains(paths)
+                        remove_remains(paths)
             raise
         publish_all([paths for output in outputs if is_set_aside(paths := ShardPaths.of(output.prefix))])
     return PackReport.of([headers[number] for number in range(len(outputs))])
@@ -679,7 +678,7 @@ def pack_shard(
     reader, header = CorpusReader(source), source.header
     packing = plan_packs(reader.lengths, options, shards=shards, source=source.prefix)
     # Packed shards call the sequences by their input where they were tokenised from it, else by their id.
-    identity = (None if "packing" in header.metadata else source_of(header)) or header.shard_id.hex()
+    identity = (None if "packing" in header.metadata else header.source) or header.shard_id.hex()
     outputs = packing.outputs(
         prefix,
         header.metadata,

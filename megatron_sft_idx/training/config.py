@@ -20,7 +20,6 @@ from megatron.core.utils import log_single_rank
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
-from megatron_sft_idx.shard.fingerprints import tokenizer_of, vocab_size_of
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.sources import PlanOptions, require_fit
@@ -228,7 +227,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
 
     def _check_tokenizer(self, shards: ShardSet) -> None:
         for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
-            size, found = vocab_size_of(header) or 0, tokenizer_of(header)
+            size, found = header.vocab_size or 0, header.tokenizer
             if self.vocab_size is not None and size > self.vocab_size:
                 raise FormatError(
                     f"{prefix}: its tokenizer has {size} tokens, the model's vocabulary {self.vocab_size}; raise"
@@ -253,7 +252,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
     def _check_together(self, checked: dict[str, ShardSet]) -> None:
         """FormatError where paths differ in what their shards agree on within each."""
         for what, value_of, remedy in (
-            ("tokenizer is", tokenizer_of, "tokenize them with one"),
+            ("tokenizer is", lambda header: header.tokenizer, "tokenize them with one"),
             ("capacity is", self._capacity_of, "pack them again for one --seq-length, or set index_only_packing"),
         ):
             first: tuple[str, Any] | None = None

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import open_array, open_regular
-from megatron_sft_idx.storage.lock import lock_file
-from megatron_sft_idx.storage.publish import Kind, head_of, new_file
+from megatron_sft_idx.storage.publish import Kind, head_of, lock_file, new_file
 
 __all__ = ["PlacedPlan", "load_or_make", "plan_path"]
 
