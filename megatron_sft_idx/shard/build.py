@@ -19,7 +19,6 @@ from megatron_sft_idx.layout.journal import (
     BuildOptions,
     encode_block,
     pack_records,
-    read_blocks,
     read_head,
 )
 from megatron_sft_idx.shard.publication import Publication
@@ -99,24 +98,15 @@ class Build:
         Returns:
             Packs taken in: fewer where one breaks a rule, since its bytes never reached the disk.
         """
-        path = self._publication.paths.journal
-        with open_regular(path) as stream:
-            read_head(stream, path)
-            for records in pack_records(stream):
-                if not self.replay_records(records[: num_packs - self.stage.num_packs], progress):
-                    break
+        for chunk in JournalPacks(self._publication.paths.journal, num_packs):
+            left = np.stack(chunk, axis=1)
+            while len(left):
+                size = int(np.searchsorted(np.cumsum(left[:, 0]), STAGE_TOKENS, side="right"))
+                run, left = left[: max(size, 1)], left[max(size, 1) :]
+                if not self._replay_run(run):
+                    return self.stage.num_packs
+                progress(int(run[:, 0].sum()))
         return self.stage.num_packs
-
-    def replay_records(self, records: NDArray[np.uint32], progress: Callable[[int], None]) -> bool:
-        """Take in the next packs, by their records [packs, 2]; False where one breaks a rule."""
-        left = records.astype(np.int64)
-        while len(left):
-            size = int(np.searchsorted(np.cumsum(left[:, 0]), STAGE_TOKENS, side="right"))
-            run, left = left[: max(size, 1)], left[max(size, 1) :]
-            if not self._replay_run(run):
-                return False
-            progress(int(run[:, 0].sum()))
-        return True
 
     def _replay_run(self, records: NDArray[np.int64]) -> bool:
         """Some packs at once; one by one where a rule is broken, so that those before it are taken in."""
@@ -150,16 +140,6 @@ class Build:
 
     def complete(self, metadata: Mapping[str, Any], *, rebuilt: bool = False) -> Header:
         """Write the indexes: the files hold all of the shard, under the names of before publication."""
-        header = self._write_indexes(metadata, rebuilt)
-        publication = self._publication
-        # What is not of these packs was never part of the shard: the torn end of what a kill interrupted.
-        for data in (self._tokens, self._loss, self._starts):
-            data.file.cut(data.nbytes)
-        if self._journal_nbytes is not None:
-            publication.journal.cut(self._journal_nbytes)
-        return header
-
-    def _write_indexes(self, metadata: Mapping[str, Any], rebuilt: bool) -> Header:
         publication, options, stage = self._publication, self.options, self.stage
         paths, packs = publication.paths, JournalPacks(publication.journal.path, stage.num_packs)
         code, dtype = token_dtype_of(options.token_dtype)
@@ -180,8 +160,15 @@ class Build:
             digests=(self._tokens.digest(), self._loss.digest(), idx_digest, self._starts.digest()),
             arrays_checksum=bytes(16),
             metadata={**metadata, "format_writer": FORMAT_WRITER},
+            rebuilt=rebuilt,
         )
-        return write_seq_idx(publication.open(paths.seq_idx), packs, dataclasses.replace(header, rebuilt=rebuilt))
+        header = write_seq_idx(publication.open(paths.seq_idx), packs, header)
+        # What is not of these packs was never part of the shard: the torn end of what a kill interrupted.
+        for data in (self._tokens, self._loss, self._starts):
+            data.file.cut(data.nbytes)
+        if self._journal_nbytes is not None:
+            publication.journal.cut(self._journal_nbytes)
+        return header
 
 
 # Packs handled at once: a few MiB of arrays.
@@ -206,14 +193,13 @@ class JournalPacks:
         count, left = 0, self._num_packs
         with open_regular(self._journal) as stream:
             read_head(stream, self._journal)
-            for block in read_blocks(stream):
-                if block.kind == PACK and left:
-                    held.append(block.records[:left])
-                    count, left = count + len(held[-1]), left - len(held[-1])
-                    if count >= CHUNK_PACKS:
-                        yield _chunk(held)
-                        held, count = [], 0
-        if held:
+            for records in pack_records(stream):
+                held.append(records[:left])
+                count, left = count + len(held[-1]), left - len(held[-1])
+                if count >= CHUNK_PACKS:
+                    yield _chunk(held)
+                    held, count = [], 0
+        if count:
             yield _chunk(held)
 
 

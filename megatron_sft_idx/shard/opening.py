@@ -17,7 +17,6 @@ from megatron_sft_idx.shard import remote
 from megatron_sft_idx.storage import (
     Array,
     FirstReads,
-    PreadArray,
     ReadOptions,
     ReopenedArray,
     Runs,
@@ -112,26 +111,41 @@ def _open_local(paths: ShardPaths, options: ReadOptions) -> Files:
             raise _not_found(paths)
         remedy = paths.index_remedy if missing == [paths.idx] else "copy all five files"
         raise ShardNotFoundError(paths.prefix, missing, remedy)
-    nbytes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
+    sizes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
+    sizes[paths.seq_idx] = header.seq_idx_nbytes
     # Megatron's index is not read here, only held to its size.
-    check_size(paths.idx, os.stat(paths.idx).st_size, nbytes[paths.idx])
+    check_size(paths.idx, os.stat(paths.idx).st_size, sizes[paths.idx])
+
+    def same() -> None:
+        require_same(paths.prefix, read_header(paths.prefix).shard_id, header.shard_id)
+
+    def array(path: str, dtype: np.dtype[Any], count: int, offset: int = 0) -> Array:
+        if options.backend == "reopen":
+            return ReopenedArray(path, dtype, count, sizes[path], same)
+        return open_array(path, dtype, count, nbytes=sizes[path], offset=offset, backend=options.backend)
 
     def data(path: str, dtype: np.dtype[Any]) -> Array:
-        array = _open_array(paths, header, options, path, dtype, header.num_tokens, nbytes[path])
-        advise_order(array, options.advice)
+        found = array(path, dtype, header.num_tokens)
+        advise_order(found, options.advice)
         if options.huge_pages:
-            ask_huge_pages(path, array)
-        return array
+            ask_huge_pages(path, found)
+        return found
 
-    starts = _open_array(
-        paths, header, options, paths.starts, np.dtype("<u4"), header.num_sequences, nbytes[paths.starts]
-    )
+    int64, count, second = np.dtype("<i8"), header.num_packs + 1, header.token_offsets_offset
+    offsets: tuple[Array, Array]
+    if options.backend == "pread":
+        offsets = array(paths.seq_idx, int64, count, header.nbytes), array(paths.seq_idx, int64, count, second)
+    else:
+        # Both arrays live in one file: one map, or one read, serves them.
+        whole = array(paths.seq_idx, np.dtype("u1"), sizes[paths.seq_idx])[:]
+        offsets = whole[header.nbytes : header.nbytes + 8 * count].view(int64), whole[second:].view(int64)
+    starts = array(paths.starts, np.dtype("<u4"), header.num_sequences)
     files = Files.of(
         header,
         data(paths.tokens, header.token_dtype),
         data(paths.loss, header.mask_dtype),
         starts[:] if options.backend == "reopen" else starts,
-        *_open_offsets(paths, header, options),
+        *offsets,
     )
     if options.advice == "normal" and isinstance(files.tokens, np.ndarray) and isinstance(files.loss, np.ndarray):
         files = files._replace(first_reads=FirstReads(files.tokens, files.loss))
@@ -140,37 +154,6 @@ def _open_local(paths: ShardPaths, options: ReadOptions) -> Files:
     if _read_raw_header(paths) != raw:
         raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")
     return files
-
-
-def _open_array(
-    paths: ShardPaths,
-    header: Header,
-    options: ReadOptions,
-    path: str,
-    dtype: np.dtype[Any],
-    count: int,
-    nbytes: int,
-) -> NDArray[Any] | PreadArray | ReopenedArray:
-    """All of a file."""
-    if options.backend == "reopen":
-        prefix, own = paths.prefix, header.shard_id
-        return ReopenedArray(
-            path, dtype, count, nbytes, lambda: require_same(prefix, read_header(prefix).shard_id, own)
-        )
-    return open_array(path, dtype, count, nbytes=nbytes, backend=options.backend)
-
-
-def _open_offsets(paths: ShardPaths, header: Header, options: ReadOptions) -> tuple[Array, Array]:
-    path, int64, count = paths.seq_idx, np.dtype("<i8"), header.num_packs + 1
-    first, second, nbytes = header.nbytes, header.token_offsets_offset, header.seq_idx_nbytes
-    if options.backend != "pread":
-        # Both arrays live in one file: one map, or one read, serves them.
-        whole = _open_array(paths, header, options, path, np.dtype("u1"), nbytes, nbytes)[:]
-        return whole[first : first + 8 * count].view(int64), whole[second:].view(int64)
-    return (
-        open_array(path, int64, count, nbytes=nbytes, offset=first, backend="pread"),
-        open_array(path, int64, count, nbytes=nbytes, offset=second, backend="pread"),
-    )
 
 
 def checked_packs(

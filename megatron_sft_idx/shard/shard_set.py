@@ -24,7 +24,7 @@ from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard.opening import checked_packs, runs_of
 from megatron_sft_idx.shard.reader import Pack, Shard, read_header, require_same
 from megatron_sft_idx.storage import BackendName, ReadOptions, announce, is_remote
-from megatron_sft_idx.storage.remote.store import exists, folders_matching, in_folder, matching, threads
+from megatron_sft_idx.storage.remote.store import exists, in_folder, matching, threads
 
 __all__ = ["OPENED_AT_ONCE", "HeldArrays", "ShardSet", "Source", "find_prefixes", "natural_key", "running_sums"]
 
@@ -78,8 +78,7 @@ def find_prefixes(source: Source) -> list[str]:
     if remote:
         paths = in_folder(path)
         if is_glob:
-            paths = matching(path + ".seq.idx") + matching(path)
-            paths += [entry for folder in folders_matching(path) for entry in in_folder(folder)]
+            paths = matching(path + ".seq.idx") + matching(path) + matching(path.rstrip("/") + "/*")
     else:
         paths = _in_local_folder(path) if is_folder else _matching_local(path)
     if found := {ShardPaths.of(entry).prefix for entry in paths if entry.endswith(".seq.idx")}:

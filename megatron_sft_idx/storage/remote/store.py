@@ -551,18 +551,6 @@ def matching(pattern: str) -> list[str]:
     return [store.path(found.key) for found in store.list(start) if _matches(found.key.split("/"), wanted)]
 
 
-def folders_matching(pattern: str) -> Iterator[str]:
-    """Folders that a glob matches."""
-    store, key = open_store(pattern)
-    wanted = key.rstrip("/").split("/")
-    seen = set()
-    for found in store.list(_before_magic(key)):
-        parts = found.key.split("/")[:-1][: len(wanted)]
-        if _matches(parts, wanted) and (folder := "/".join(parts)) not in seen:
-            seen.add(folder)
-            yield str(RemotePath(store.scheme, store.bucket, folder))
-
-
 def _before_magic(key: str) -> str:
     """The longest folder in which all matches lie."""
     plain = []
