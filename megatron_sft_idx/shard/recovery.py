@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from megatron_sft_idx.layout.journal import (
     PACK,
     BuildOptions,
     Head,
-    pack_records,
     read_blocks,
     read_head,
     torn,
@@ -107,38 +106,27 @@ def read_remains(paths: ShardPaths) -> Remains:
     if head.work != "build":
         raise left(paths, head)
     options = BuildOptions.decode(head.content, paths.journal)
-    recorded = 0
+    most_tokens = min(
+        _nbytes(paths.unpublished.tokens) // options.token_dtype.itemsize,
+        _nbytes(paths.unpublished.loss) // options.mask_dtype.itemsize,
+    )
+    most_sequences = _nbytes(paths.unpublished.starts) // 4
+    recorded = packs = sequences = tokens = 0
     with open_regular(paths.journal) as stream:
         read_head(stream, paths.journal)
-        nbytes = begin = stream.tell()
+        nbytes = stream.tell()
         for block in read_blocks(stream):
             nbytes = stream.tell()
-            recorded += len(block.records) if block.kind == PACK else 0
-        stream.seek(begin)
-        counts = _on_disk(stream, paths, options.token_dtype, options.mask_dtype)
-    return Remains(paths, head, *counts, recorded, nbytes, False)
-
-
-def _on_disk(
-    stream: BinaryIO, paths: ShardPaths, token_dtype: np.dtype[Any], mask_dtype: np.dtype[Any]
-) -> tuple[int, int, int]:
-    """Packs, sequences and tokens that lie wholly in the three data files; the stream is at the first block."""
-    most_tokens = min(
-        _nbytes(paths.temporary(paths.tokens)) // token_dtype.itemsize,
-        _nbytes(paths.temporary(paths.loss)) // mask_dtype.itemsize,
-    )
-    most_sequences = _nbytes(paths.temporary(paths.starts)) // 4
-    packs = sequences = tokens = 0
-    for records in pack_records(stream):
-        token_ends = tokens + np.cumsum(records[:, 0], dtype=np.int64)
-        sequence_ends = sequences + np.cumsum(records[:, 1], dtype=np.int64)
-        # Sums ascend, so where both fit all before it does.
-        fit = int(((token_ends <= most_tokens) & (sequence_ends <= most_sequences)).sum())
-        if fit:
-            packs, tokens, sequences = packs + fit, int(token_ends[fit - 1]), int(sequence_ends[fit - 1])
-        if fit < len(records):
-            break
-    return packs, sequences, tokens
+            if block.kind != PACK:
+                continue
+            if packs == recorded:  # all so far lie wholly in the three data files
+                token_ends = tokens + np.cumsum(block.records[:, 0], dtype=np.int64)
+                sequence_ends = sequences + np.cumsum(block.records[:, 1], dtype=np.int64)
+                # Sums ascend, so where both fit all before it does.
+                if fit := int(((token_ends <= most_tokens) & (sequence_ends <= most_sequences)).sum()):
+                    packs, tokens, sequences = packs + fit, int(token_ends[fit - 1]), int(sequence_ends[fit - 1])
+            recorded += len(block.records)
+    return Remains(paths, head, packs, sequences, tokens, recorded, nbytes, False)
 
 
 def complete_header(paths: ShardPaths) -> Header:

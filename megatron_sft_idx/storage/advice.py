@@ -83,30 +83,22 @@ def advise_order(array: Array, advice: Advice) -> None:
 
 def announce(runs: Runs) -> None:
     """Have the kernel read runs of maps and files in the background; nothing happens to any other array."""
+    sizes = np.array([array.dtype.itemsize for array in runs.arrays], np.int64)[runs.slots]
+    begins, nbytes = runs.starts * sizes, runs.counts * sizes
+    of_files = np.zeros(len(runs.slots), np.bool_)
     for slot, array in enumerate(runs.arrays):
-        if isinstance(array, np.ndarray | PreadArray):
-            mine = runs.slots == slot
-            _will_need(array, runs.starts[mine], runs.counts[mine])
-    _announce_reopened(runs)
-
-
-def _will_need(array: NDArray[Any] | PreadArray, starts: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-    if isinstance(array, np.ndarray):
-        _native.will_need(array, starts, starts + counts)
-        return
-    size = array.dtype.itemsize
-    for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
-        array.advise(os.POSIX_FADV_WILLNEED, start * size, count * size)
-
-
-def _announce_reopened(runs: Runs) -> None:
-    at = [i for i, slot in enumerate(runs.slots.tolist()) if isinstance(runs.arrays[slot], ReopenedArray)]
-    if not at:
-        return
-    arrays = [runs.arrays[slot] for slot in runs.slots[at].tolist()]
-    files = tuple([array.file for array in arrays if isinstance(array, ReopenedArray)])
-    sizes = np.array([array.dtype.itemsize for array in arrays], np.int64)
-    _native.advise_ranges(files, runs.starts[at] * sizes, runs.counts[at] * sizes)
+        mine = runs.slots == slot
+        if isinstance(array, np.ndarray):
+            _native.will_need(array, runs.starts[mine], (runs.starts + runs.counts)[mine])
+        elif isinstance(array, PreadArray):
+            for offset, count in zip(begins[mine].tolist(), nbytes[mine].tolist(), strict=True):
+                array.advise(os.POSIX_FADV_WILLNEED, offset, count)
+        elif isinstance(array, ReopenedArray):
+            of_files |= mine
+    if of_files.any():
+        reopened = [runs.arrays[slot] for slot in runs.slots[of_files].tolist()]
+        files = [array.file for array in reopened if isinstance(array, ReopenedArray)]
+        _native.advise_ranges(tuple(files), begins[of_files], nbytes[of_files])
 
 
 # Items of a stretch, as a power of two: some MiB, as much as is read around a fault where disks are set up for that.
