@@ -14,10 +14,7 @@ from megatron_sft_idx.errors import SequenceError
 from megatron_sft_idx.packing import (
     METHODS,
     WindowPacker,
-    attention_cost,
-    group_by_cost,
     pack_sequences,
-    reorder,
 )
 
 OTHERS = [method for method in METHODS if method != "auto"]
@@ -326,26 +323,3 @@ def test_a_stream_names_positions_and_options():
         WindowPacker(100, method="no")
     with pytest.raises(ValueError, match="full is 2"):
         WindowPacker(100, full=2)
-
-
-@settings(PROPERTY, max_examples=60)
-@given(st.lists(st.integers(0, 2**40), max_size=60), st.integers(1, 9), st.integers(0, 2**64 - 1))
-def test_groups_hold_neighbours_in_cost(costs, size, seed):
-    order = group_by_cost(np.array(costs, np.int64), size, seed)
-    assert sorted(order.tolist()) == list(range(len(costs)))
-    runs = np.array(costs, np.int64)[order[: len(costs) // size * size]].reshape(-1, size)
-    ranges = sorted((run.min(), run.max()) for run in runs)
-    assert all(before[1] <= after[0] for before, after in pairwise(ranges))
-
-
-def test_groups_even_out_attention():
-    lengths = lognormal(100_000)
-    plan = pack_sequences(lengths, 4096)
-    cost = attention_cost(lengths, plan)
-    assert cost.tolist() == [sum(int(lengths[i]) ** 2 for i in pack) for pack in packs_of(plan)]
-    even = reorder(plan, group_by_cost(cost, 8, seed=4))
-    assert sorted(packs_of(even)) == sorted(packs_of(plan))
-    steps = attention_cost(lengths, even)[: plan.num_packs // 8 * 8].reshape(-1, 8)
-    assert (steps.max(axis=1) / steps.mean(axis=1)).mean() < 1.01
-    with pytest.raises(ValueError, match="group_size is 0"):
-        group_by_cost(cost, 0)

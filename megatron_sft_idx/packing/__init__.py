@@ -4,22 +4,6 @@ Numbers in, numbers out: neither tokens nor files are known here. Whatever is dr
 seed that is handed in.
 """
 
-from megatron_sft_idx.packing.pack import (
-    METHODS,
-    PackPlan,
-    WindowPacker,
-    attention_cost,
-    group_by_cost,
-    pack_sequences,
-    reorder,
-)
+from megatron_sft_idx.packing.pack import METHODS, PackPlan, WindowPacker, pack_sequences
 
-__all__ = [
-    "METHODS",
-    "PackPlan",
-    "WindowPacker",
-    "attention_cost",
-    "group_by_cost",
-    "pack_sequences",
-    "reorder",
-]
+__all__ = ["METHODS", "PackPlan", "WindowPacker", "pack_sequences"]

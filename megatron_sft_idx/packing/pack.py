@@ -5,8 +5,8 @@
     lengths -> histogram -> patterns (several planners, the one with fewest packs) -> hand-out -> PackPlan
 
 Planners see distinct sizes with counts and return patterns, so their cost does not follow the number of
-sequences. ``first-fit-shuffle`` and ``sequential`` are about an order and go sequence by sequence. Below that: orders
-of packs, which planning leaves open and training may care about, and packing in windows, for streams.
+sequences. ``first-fit-shuffle`` and ``sequential`` are about an order and go sequence by sequence. Streams are packed
+in windows.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ __all__ = [
     "METHODS",
     "PackPlan",
     "WindowPacker",
-    "attention_cost",
-    "group_by_cost",
     "pack_sequences",
-    "reorder",
 ]
 
 _LARGEST_CAPACITY: Final = 2**31 - 1  # boundaries are int32
@@ -200,7 +197,7 @@ class _Job:
             return None
         if plan.method != "sequential":
             return plan
-        return reorder(plan, _native.packing_permutation(plan.num_packs, self.seed))
+        return _reorder(plan, _native.packing_permutation(plan.num_packs, self.seed))
 
     def in_order(self, method: str) -> PackPlan:
         limits = (self.capacity, self.multiple, self.most)
@@ -232,6 +229,15 @@ class _Job:
     ) -> PackPlan:
         fill = self.tokens / ((len(offsets) - 1) * self.capacity)
         return PackPlan(offsets, sequences, self.capacity, fill, self.bound, longest, most, method)
+
+
+def _reorder(plan: PackPlan, order: NDArray[np.int64]) -> PackPlan:
+    """The same packs in another order: pack ``p`` of the result is pack ``order[p]`` of the plan."""
+    counts = np.diff(plan.offsets)[order]
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    # Each position's source: its place inside its pack, after where that pack began.
+    source = np.arange(len(plan.sequences)) + np.repeat(plan.offsets[:-1][order] - offsets[:-1], counts)
+    return replace(plan, offsets=offsets, sequences=plan.sequences[source])
 
 
 # ---- options and lengths, checked ----
@@ -289,59 +295,6 @@ def _misfit(lengths: NDArray[np.int64], capacity: int, multiple: int, start: int
         "or raise the capacity"
     )
     return SequenceError("lengths", start + first, reason)
-
-
-# ---- orders of packs ----
-
-
-def attention_cost(lengths: NDArray[np.int64], plan: PackPlan) -> NDArray[np.int64]:
-    """The sum of squared lengths of each pack, int64 [packs].
-
-    Attention never crosses a sequence, so its work follows the squares of the lengths, not the pack's length.
-    """
-    if plan.num_packs == 0:
-        return np.zeros(0, np.int64)
-    squares = np.square(np.asarray(lengths).astype(np.int64, copy=False)[plan.sequences])
-    return np.add.reduceat(squares, plan.offsets[:-1])
-
-
-def group_by_cost(costs: NDArray[np.int64], group_size: int, seed: int = 0) -> NDArray[np.int64]:
-    """An order of packs in which each run of ``group_size`` packs has similar costs.
-
-    With data parallelism a step waits for its slowest rank: give each of the ranks one pack of a run. Packs
-    are sorted by cost and cut into runs; the runs are shuffled, and so are the packs inside each. The packs
-    left over when the runs are full come last.
-
-    Args:
-        costs: [packs], such as ``attention_cost``.
-        group_size: packs that are worked on at the same time.
-        seed: of the shuffles, and of the order of packs of equal cost.
-
-    Returns:
-        int64 [packs], a permutation.
-    """
-    if group_size < 1:
-        raise ValueError(f"group_size is {group_size}, it must be at least 1")
-    # Equal costs in random order, so that runs are not made of neighbours in the plan.
-    random = _native.packing_permutation(len(costs), seed)
-    by_cost = random[np.argsort(np.asarray(costs)[random], kind="stable")]
-    # Those left over are taken from the middle of the costs, where leaving them out widens no run.
-    spare = len(costs) % group_size
-    begin = (len(costs) - spare) // group_size // 2 * group_size
-    left_over = by_cost[begin : begin + spare]
-    runs = np.delete(by_cost, slice(begin, begin + spare)).reshape(-1, group_size)
-    inside = random[: runs.size].reshape(runs.shape).argsort(axis=1)
-    runs = np.take_along_axis(runs, inside, axis=1)[_native.packing_permutation(len(runs), seed)]
-    return np.concatenate([runs.ravel(), left_over])
-
-
-def reorder(plan: PackPlan, order: NDArray[np.int64]) -> PackPlan:
-    """The same packs in another order: pack ``p`` of the result is pack ``order[p]`` of the plan."""
-    counts = np.diff(plan.offsets)[order]
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    # Each position's source: its place inside its pack, after where that pack began.
-    source = np.arange(len(plan.sequences)) + np.repeat(plan.offsets[:-1][order] - offsets[:-1], counts)
-    return replace(plan, offsets=offsets, sequences=plan.sequences[source])
 
 
 # ---- streams ----

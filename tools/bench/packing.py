@@ -24,10 +24,7 @@ from report import Bench, Parser, Size
 from megatron_sft_idx.packing import (
     METHODS,
     WindowPacker,
-    attention_cost,
-    group_by_cost,
     pack_sequences,
-    reorder,
 )
 
 Lengths = NDArray[np.int64]
@@ -283,23 +280,17 @@ def random_shapes(bench: Bench, number: int) -> None:
     bench.headline("more", f"random shapes of {number} on which `auto` has more packs than lightbinpack", [more], "")
 
 
-def training(bench: Bench, count: int) -> None:
-    """What data parallelism and streams see."""
+def streams(bench: Bench, count: int) -> None:
+    """What streams see."""
     rows = []
     for name, lengths, capacity in shapes(count, np.random.default_rng(count)):
         plan = pack_sequences(lengths, capacity)
-        grouped = reorder(plan, group_by_cost(attention_cost(lengths, plan), 8))
-        ratios = []
-        for each in (plan, grouped):
-            steps = attention_cost(lengths, each)[: each.num_packs // 8 * 8].reshape(-1, 8)
-            ratios.append(float((steps.max(axis=1) / steps.mean(axis=1)).mean()))
         packer = WindowPacker(capacity)
         streamed = len(packer.add(lengths)) + len(packer.finish())
         extra = 100 * (streamed / plan.num_packs - 1)
-        rows.append((name, f"{ratios[0]:.3f}", f"{ratios[1]:.4f}", f"+{extra:.4f}%"))
-    bench.section("Order and streams")
-    columns = ("shape", "attention max/mean at dp 8, shuffled", "grouped by cost", "windows of 10,000, packs")
-    bench.table(columns, rows)
+        rows.append((name, f"+{extra:.4f}%"))
+    bench.section("Streams")
+    bench.table(("shape", "windows of 10,000, packs"), rows)
 
 
 def headlines(bench: Bench, count: int, runs: Sequence[Run]) -> None:
@@ -358,7 +349,7 @@ def main() -> None:
             headlines(bench, count, runs[count])
     by_size(bench, runs)
     random_shapes(bench, options.random)
-    training(bench, min(MANY, sizes[-1]))
+    streams(bench, min(MANY, sizes[-1]))
     bench.write()
 
 
