@@ -46,6 +46,14 @@ def test_what_comes_back_is_what_went_in(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
 
+def test_a_part_never_takes_the_place_of_another(tmp_path):
+    path = Path(written(tmp_path / "p", [piece([3], 1)]))
+    whole = path.read_bytes()
+    with pytest.raises(FormatError, match="something else has appeared here"):
+        written(path, [piece([4], 2)])
+    assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == {"p": whole}
+
+
 def test_a_part_may_be_empty(tmp_path):
     part = Part(written(tmp_path / "p", [piece([], 1)]), verify=True)
     assert (part.info.sequences, part.info.tokens, len(part.ids)) == (0, 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from itertools import groupby
 
@@ -11,12 +12,15 @@ import pytest
 from chats import (
     CHATS,
     GENERATION_TEMPLATE,
+    SUFFIXES,
     TOKENIZER,
     files_of,
     preprocess,
     sequences_of,
 )
 
+from megatron_sft_idx import tokenize
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard
 
 
@@ -283,3 +287,26 @@ def test_one_sequence_a_turn_holds_every_thought(tmp_path, tokenizer, chats):
     split = preprocess(tmp_path / "c/x", "--turns", "split", "--workers", 2, rows=thoughtful)
     assert split.code == 0
     assert files_of(tmp_path / "b/x") == files_of(tmp_path / "c/x")
+
+
+def test_a_program_writes_over_nothing_that_it_reads(tmp_path):
+    """The command looks before; a program that calls the functions alone is told too, of hard links as well."""
+    source, packing = shutil.copy(CHATS, tmp_path / "chats.jsonl"), tokenize.PackOptions(1024)
+    os.link(source, tmp_path / "x.bin")
+    options = tokenize.PreprocessOptions(
+        [str(source)],
+        str(tmp_path / "x"),
+        tokenize.EncodingOptions(str(TOKENIZER), on_bad_row="skip"),
+        packing,
+        overwrite=True,
+    )
+    with pytest.raises(FormatError, match=r"x\.bin: is both the output and the input"):
+        tokenize.preprocess(options)
+    os.unlink(tmp_path / "x.bin")
+    tokenize.preprocess(options)
+    for suffix in SUFFIXES:
+        os.link(tmp_path / f"x{suffix}", tmp_path / f"y{suffix}")
+    before = files_of(tmp_path / "x")
+    with pytest.raises(FormatError, match="is both the output and the shard to be packed"):
+        tokenize.pack_shard(Shard(tmp_path / "x"), str(tmp_path / "y"), packing, overwrite=True)
+    assert files_of(tmp_path / "x") == files_of(tmp_path / "y") == before
