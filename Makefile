@@ -11,7 +11,7 @@ SANITIZED := build/sanitize/lib
 
 .DEFAULT_GOAL := help
 FUZZ_SECONDS ?= 600
-.PHONY: help venv build lint format test test-slow test-base test-megatron test-ray test-browser test-cloud sanitize fuzz bench wheels demo clean
+.PHONY: help venv build lint format test test-slow test-base test-megatron test-ray test-browser test-cloud test-gpu sanitize fuzz bench wheels demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,12 @@ test-browser: $(VENV)/built  ## the inspector's page in Chromium, from Debian's 
 test-cloud: $(VENV)/built  ## the checks against a real object store, which they start on this machine
 	@$(PIP) install --constraint constraints.txt --no-build-isolation --editable '.[test,cloud]'
 	@$(BIN)/python -m pytest -m cloud
+
+# Transformer Engine is built for the torch and the CUDA that are there; what needs it is skipped where that fails.
+test-gpu: $(VENV)/built  ## what only a GPU can show, as a table: Transformer Engine, NCCL, transfers; without one, what it skips
+	@if command -v nvidia-smi >/dev/null && ! $(BIN)/python -c 'import transformer_engine' 2>/dev/null; then \
+	$(PIP) install --no-build-isolation 'transformer-engine[pytorch]' || echo "Transformer Engine cannot be installed here"; fi
+	@$(BIN)/python -W ignore tests/gpu/checks.py
 
 # pytest is called as a script, not as a module, so that the working folder with its plain build of the
 # extension stays off sys.path; tests/native then checks that what it imported is the sanitized one.

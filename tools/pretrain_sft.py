@@ -206,6 +206,7 @@ def build_model(args: argparse.Namespace) -> DistributedDataParallel:
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
         init_method_std=args.init_method_std,
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
         use_cpu_initialization=not torch.cuda.is_available(),
         normalization="RMSNorm",
         gated_linear_unit=True,
