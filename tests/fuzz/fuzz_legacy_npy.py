@@ -14,14 +14,16 @@ def run(data: bytes) -> None:
     with refused(str(path)):
         packs = read_legacy(path)
         assert packs.tokens.dtype == np.int32
-        assert len(packs.tokens) == len(packs.loss) == packs.token_offsets[-1]
-        assert len(packs.starts) == packs.sequence_offsets[-1]
-        assert len(packs.token_offsets) == len(packs.sequence_offsets)
+        assert len(packs.tokens) == len(packs.loss_mask) == packs.pack_lengths.sum()
+        assert len(packs.seq_starts) == packs.pack_sequences.sum()
+        assert len(packs.pack_lengths) == len(packs.pack_sequences)
         assert (packs.tokens >= 0).all()
-        assert (packs.loss >= 0).all()
-        for i in range(len(packs.token_offsets) - 1):
-            starts = packs.starts[packs.sequence_offsets[i] : packs.sequence_offsets[i + 1]].tolist()
+        assert (packs.loss_mask >= 0).all()
+        first = 0
+        for length, count in zip(packs.pack_lengths.tolist(), packs.pack_sequences.tolist(), strict=True):
+            starts = packs.seq_starts[first : first + count].tolist()
+            first += count
             assert starts[0] == 0
             assert starts == sorted(set(starts))
-            assert starts[-1] < packs.token_offsets[i + 1] - packs.token_offsets[i]
+            assert starts[-1] < length
     assert [entry.name for entry in scratch("npy").iterdir()] == ["x.npy"]
