@@ -138,10 +138,6 @@ def chats(design: Design) -> st.SearchStrategy[Chat]:
     return st.builds(talked, steps, *map(st.sampled_from, (*forms, edges)), st.booleans())
 
 
-# How complaints about words begin; the others are about the edges of turns.
-_OF_WORDS = tuple(f"{what} {kind}q" for what in ("trains", "does not train", "loses") for kind in "ustdhzarkvn")
-
-
 def complaints(design: Design, chat: Chat, text: str, spans: Sequence[tuple[int, int]]) -> list[str]:
     """What is wrong with training these ranges of the rendered text."""
     mask = bytearray(len(text))
@@ -155,14 +151,15 @@ def complaints(design: Design, chat: Chat, text: str, spans: Sequence[tuple[int,
 def _stops(design: Design, text: str, mask: bytearray) -> set[int]:
     """Where tags start that open another's turn and, as nothing else ends the assistant's, are where a model stops."""
     headers = [header_of(design, role).strip() for role in ROLES if role != "assistant"]
-    answers = header_of(design, "assistant")
+    answer = header_of(design, "assistant")
+    silent = (answer, f"{answer}<think></think>")  # an answer that says nothing, as far as the template writes it
     return {
         match.start()
         for header in headers
         if design.end == "absent" and header in controls_of(design)
         for match in re.finditer(re.escape(header), text)
         if match.start() and all(mask[match.start() : match.end()])
-        if mask[match.start() - 1] or text[: match.start()].endswith(answers)  # an answer, or one that says nothing
+        if mask[match.start() - 1] or text[: match.start()].endswith(silent)
     }
 
 
@@ -252,11 +249,10 @@ def renderings(design: Design, chat: Chat) -> Iterator[str]:
 def outcome(template: ChatTemplate, design: Design, chat: Chat) -> str:
     """What became of a chat.
 
-    ``"handled"``; ``"refused"``; ``"lost"`` where no form of the row keeps all that the assistant says; ``"edge"``
-    where every word is right, but a turn's end is not trained, or a tag of a header is: only tags tell these apart.
+    ``"handled"``; ``"refused"``; ``"lost"`` where no form of the row keeps all that the assistant says.
 
     Raises:
-        AssertionError: a word is trained on that should not be, or the other way round.
+        AssertionError: something is trained on that should not be, or the other way round.
     """
     try:
         conversation = to_sequence_source(chat.row)
@@ -268,8 +264,6 @@ def outcome(template: ChatTemplate, design: Design, chat: Chat) -> str:
     assert rendered.text in renderings(design, chat), "the text is not what transformers renders"
     spans = [(span.start, span.stop) for span in rendered.spans]
     found = complaints(design, chat, rendered.text, spans)
-    if found and not any(one.startswith(_OF_WORDS) for one in found):
-        return "edge"
     if found:
         marked = rendered.text
         for span in reversed(rendered.spans):

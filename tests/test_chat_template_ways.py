@@ -171,6 +171,33 @@ def test_an_end_that_stands_before_every_header_is_learnt() -> None:
     assert learnt(ENDS_BEFORE_HEADERS, conversation) == [" a<|end|>", " b<|end|>", " c<|end|>"]
 
 
+END_BEFORE_A_WORD = """
+{%- set ns = namespace(open=false) %}
+{%- for m in messages %}
+{%- if ns.open %}{{ eos_token }}{% endif %}{{ m.role + ': ' + m.content + '\n' }}{% set ns.open = m.role == 'assistant' %}
+{%- endfor %}
+{%- if ns.open %}{{ eos_token }}{% endif %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
+TRIMS_ALL = """
+{%- set ns = namespace(open=false) %}
+{%- set all %}
+{%- for m in messages %}
+{%- if ns.open %}{{ '<|im_end|>\n' }}{% endif %}{{ '<|im_start|>' + m.role + '\n' + m.content }}
+{%- if m.role == 'user' %}{{ '<|im_end|>\n' }}{% endif %}{% set ns.open = m.role == 'assistant' %}
+{%- endfor %}
+{%- endset %}{{ all | trim }}
+{%- if ns.open %}{{ '<|im_end|>\n' }}{% endif %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def test_an_end_of_sequence_right_before_a_word_is_learnt() -> None:
+    conversation = talk(user("u"), said("a"), user("v"), said("b"))
+    assert learnt(END_BEFORE_A_WORD, conversation) == ["a\n</s>", "b\n</s>"]
+
+
+def test_a_beginning_that_is_trimmed_elsewhere_hides_no_header() -> None:
+    conversation = talk(user("u"), said("a"), user("v"), said(""), said("b"), user("w"), said("c"))
+    assert "b<|im_end|>" in learnt(TRIMS_ALL, conversation)
+
+
 def test_text_behind_all_messages_is_nobody_s() -> None:
     source = CHATML.replace(
         "{%- endfor %}", "{%- endfor %}{{ '<|im_end|>\nWas the assistant good?<|im_end|>\n' }}"
@@ -204,6 +231,15 @@ def test_where_tracing_cannot_follow_beginnings_and_marks_do(source: str) -> Non
     assert trained(rendered) == ["answer one<|im_end|>", "answer two <|im_end|>", "user<|im_end|>"]
     stock, _ = render_jinja_template([messages], chat_template=source, **SPECIAL)
     assert rendered.text == stock[0]
+
+
+def test_where_tracing_cannot_follow_text_behind_all_messages_is_nobody_s() -> None:
+    ends = "{% if not loop.last %}{% set ns.out = ns.out + '<|im_end|>\n' %}{% endif %}{% endfor %}"
+    source = COLLECTS.replace(" + '<|im_end|>\n' %}{% endfor %}", " %}" + ends)
+    source = source.replace("{%- if add", "{% set ns.out = ns.out + '\nWas it good?\n' %}{% if add")
+    rendered = make(source).render(talk(user("ask one"), said("answer one"), user("ask two"), said("answer two")))
+    assert rendered.text.endswith("assistant\nanswer two\nWas it good?\n")
+    assert trained(rendered) == ["answer one<|im_end|>", "answer two"]
 
 
 # What a function is called with

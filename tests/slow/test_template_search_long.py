@@ -11,5 +11,4 @@ from template_search import searched
 def test_twenty_thousand_cases(number: int) -> None:
     seen = searched(number, templates=250, chats_each=10)
     assert seen.total() >= 2500
-    assert seen["edge"] <= 0.05 * seen["handled"]
     assert seen["handled"] > 0.8 * (seen["handled"] + seen["refused"])

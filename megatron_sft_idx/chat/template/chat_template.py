@@ -37,7 +37,7 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 
 __all__ = ["ChatTemplate", "MaskOptions"]
 
-REVISION = 2
+REVISION = 3
 """Raised whenever the same template and row would give other text or spans."""
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})

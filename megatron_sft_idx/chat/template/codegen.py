@@ -18,7 +18,7 @@ from jinja2.compiler import CodeGenerator, Frame, optimizeconst
 
 from megatron_sft_idx.chat.template.allowance import ITEM
 
-__all__ = ["LOOP_ATTRIBUTES", "CountingGenerator", "nests"]
+__all__ = ["DICT_ATTRIBUTES", "LOOP_ATTRIBUTES", "CountingGenerator", "nests"]
 
 _STEP = 8
 """Units of a node of the syntax tree, each time that it is evaluated."""
@@ -34,70 +34,14 @@ _MAKERS = (
     nodes.List, nodes.Tuple, nodes.Dict, nodes.Macro, nodes.AssignBlock, nodes.FilterBlock, nodes.For,
 )  # fmt: skip
 LOOP_ATTRIBUTES = frozenset({"index", "index0", "first", "last", "length", "previtem", "nextitem"})
-_DICT_ATTRIBUTES = frozenset(dir(dict))
+DICT_ATTRIBUTES = frozenset(dir(dict))
 _LOOP_NUMBERS = frozenset({"index", "index0", "revindex", "revindex0", "first", "last", "length", "depth", "depth0"})
 _NESTING_FILTERS = frozenset({"batch", "slice", "groupby", "dictsort", "map", "sum"})
 _NESTING_NAMES = frozenset({"dict", "varargs", "kwargs", "cycler"})
 _COMPARED = {"eq": "==", "ne": "!=", "gt": ">", "gteq": ">=", "lt": "<", "lteq": "<=", "in": "in", "notin": "not in"}
 
 
-class LookUps(CodeGenerator):
-    """Generates code that answers common look-ups itself."""
-
-    def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:  # noqa: N802 - Jinja's interface
-        """Find out first where a dict's missing item may be None as well as undefined."""
-        self._asked = set(_asked(node))
-        super().visit_Template(node, frame)
-
-    @optimizeconst
-    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802
-        """Take a dict's item, or what a loop says of itself."""
-        name, attribute = self.temporary_identifier(), node.attr
-        of_loop = isinstance(node.node, nodes.Name) and node.node.name == "loop" and attribute in LOOP_ATTRIBUTES
-        if of_loop:
-            self._written(f"({name}.{attribute} if type({name} := ", node.node, ") is LoopContext", frame)
-        elif attribute not in _DICT_ATTRIBUTES and node in self._asked:
-            self._written(f"({name}.get({attribute!r}) if type({name} := ", node.node, ") is dict", frame)
-        elif attribute not in _DICT_ATTRIBUTES:
-            known = f") is dict and {attribute!r} in {name}"
-            self._written(f"({name}[{attribute!r}] if type({name} := ", node.node, known, frame)
-        else:
-            super().visit_Getattr(node, frame)
-            return
-        self.write(f" else environment.getattr({name}, {attribute!r}))")
-
-    @optimizeconst
-    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
-        """Take a dict's item by its name, or a list's by its number."""
-        if isinstance(node.arg, nodes.Slice):
-            super().visit_Getitem(node, frame)
-            return
-        name, key = self.temporary_identifier(), self.temporary_identifier()
-        if isinstance(node.arg, nodes.Const) and type(node.arg.value) is str:
-            key = repr(node.arg.value)
-            self._written(f"({name}[{key}] if type({name} := ", node.node, f") is dict and {key} in {name}", frame)
-        else:
-            self._written(f"({name}[{key}] if (type({name} := ", node.node, ") is list)", frame)
-            inside = f") is int) and -len({name}) <= {key} < len({name})"
-            self._written(f" & (type({key} := ", node.arg, inside, frame)
-        self.write(f" else environment.getitem({name}, {key}))")
-
-    @optimizeconst
-    def visit_Test(self, node: nodes.Test, frame: Frame) -> None:  # noqa: N802
-        """Ask whether a value is a string, without a call."""
-        if node.name != "string":
-            super().visit_Test(node, frame)
-            return
-        self._written("isinstance(", node.node, ", str)", frame)
-
-    def _written(self, before: str, node: nodes.Expr | None, behind: str, frame: Frame) -> None:
-        self.write(before)
-        if node is not None:
-            self.visit(node, frame)
-        self.write(behind)
-
-
-class CountingGenerator(LookUps):
+class CountingGenerator(CodeGenerator):
     """The generator for an environment that has the methods of ``Allowance``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -122,7 +66,8 @@ class CountingGenerator(LookUps):
         super().blockvisit(nodes, frame)
 
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:  # noqa: N802 - Jinja's names
-        """Write the template."""
+        """Find out first where a dict's missing item may be None as well as undefined."""
+        self._asked = set(_asked(node))
         for block in node.find_all(nodes.Block):
             self._entered[id(block.body)] = _ENTERS + _price(block.body)
         super().visit_Template(node, frame)
@@ -193,16 +138,10 @@ class CountingGenerator(LookUps):
     def visit_Sub(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
         """Write ``a - b``."""
         if _is_number(node.left) or _is_number(node.right):
-            self._plain(node, "-", frame)
+            self._written("(", node.left, " - ", frame)
+            self._written("", node.right, ")", frame)
         else:
             self._called("subtracted", [node.left, node.right], frame)
-
-    def _plain(self, node: nodes.BinExpr, operator: str, frame: Frame) -> None:
-        self.write("(")
-        self.visit(node.left, frame)
-        self.write(f" {operator} ")
-        self.visit(node.right, frame)
-        self.write(")")
 
     @optimizeconst
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
@@ -237,16 +176,51 @@ class CountingGenerator(LookUps):
         self.write(")")
 
     @optimizeconst
-    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
-        """Write ``a[b:c]``; any other look-up is not paid for."""
-        if isinstance(node.arg, nodes.Slice):
-            self.write("environment.cut(")
-            self.visit(node.node, frame)
-            self.write("[")
-            self.visit(node.arg, frame)
-            self.write("])")
+    def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802
+        """Take a dict's item, or what a loop says of itself."""
+        name, attribute = self.temporary_identifier(), node.attr
+        of_loop = isinstance(node.node, nodes.Name) and node.node.name == "loop" and attribute in LOOP_ATTRIBUTES
+        if of_loop:
+            self._written(f"({name}.{attribute} if type({name} := ", node.node, ") is LoopContext", frame)
+        elif attribute not in DICT_ATTRIBUTES and node in self._asked:
+            self._written(f"({name}.get({attribute!r}) if type({name} := ", node.node, ") is dict", frame)
+        elif attribute not in DICT_ATTRIBUTES:
+            known = f") is dict and {attribute!r} in {name}"
+            self._written(f"({name}[{attribute!r}] if type({name} := ", node.node, known, frame)
         else:
-            super().visit_Getitem(node, frame)
+            super().visit_Getattr(node, frame)
+            return
+        self.write(f" else environment.getattr({name}, {attribute!r}))")
+
+    @optimizeconst
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
+        """Write ``a[b:c]``, paid for; take a dict's item by its name, or a list's by its number."""
+        if isinstance(node.arg, nodes.Slice):
+            self._written("environment.cut(", node.node, "[", frame)
+            self._written("", node.arg, "])", frame)
+            return
+        name, key = self.temporary_identifier(), self.temporary_identifier()
+        if isinstance(node.arg, nodes.Const) and type(node.arg.value) is str:
+            key = repr(node.arg.value)
+            self._written(f"({name}[{key}] if type({name} := ", node.node, f") is dict and {key} in {name}", frame)
+        else:
+            self._written(f"({name}[{key}] if (type({name} := ", node.node, ") is list)", frame)
+            inside = f") is int) and -len({name}) <= {key} < len({name})"
+            self._written(f" & (type({key} := ", node.arg, inside, frame)
+        self.write(f" else environment.getitem({name}, {key}))")
+
+    @optimizeconst
+    def visit_Test(self, node: nodes.Test, frame: Frame) -> None:  # noqa: N802
+        """Ask whether a value is a string, without a call."""
+        if node.name != "string":
+            super().visit_Test(node, frame)
+            return
+        self._written("isinstance(", node.node, ", str)", frame)
+
+    def _written(self, before: str, node: nodes.Expr, behind: str, frame: Frame) -> None:
+        self.write(before)
+        self.visit(node, frame)
+        self.write(behind)
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
         """Write a dict, whose keys are hashed."""

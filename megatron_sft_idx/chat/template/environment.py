@@ -26,9 +26,8 @@ from jinja2.utils import Cycler, Namespace
 from markupsafe import Markup
 
 from megatron_sft_idx.chat.template.allowance import POINTER, Allowance, Overspent, text_bytes
-from megatron_sft_idx.chat.template.codegen import LOOP_ATTRIBUTES, CountingGenerator
-from megatron_sft_idx.chat.template.filters import counted_filters
-from megatron_sft_idx.chat.template.prices import LINEAR, call_method, price_of_percent, spec_width
+from megatron_sft_idx.chat.template.codegen import DICT_ATTRIBUTES, LOOP_ATTRIBUTES, CountingGenerator
+from megatron_sft_idx.chat.template.prices import LINEAR, call_method, counted_filters, price_of_percent, spec_width
 from megatron_sft_idx.errors import FormatError
 
 __all__ = ["GENERATION", "RaisedByTemplate", "TemplateEnvironment"]
@@ -44,7 +43,6 @@ MAX_MESSAGE = 2000
 
 _MISSING = object()
 _PLAIN = frozenset({str, int, bool, float, list, dict, type(None)})
-_DICT_ATTRIBUTES = frozenset(dir(dict))
 _VIEWS = frozenset({"items", "keys", "values"})
 _COMPARING = frozenset(
     ["==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", "ge", ">=", "<", "lt", "lessthan", "<=", "le"]
@@ -156,7 +154,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         """Answer ``obj.attribute`` as the sandbox does."""
         kind = type(obj)
-        if kind is dict and attribute not in _DICT_ATTRIBUTES:
+        if kind is dict and attribute not in DICT_ATTRIBUTES:
             value = obj.get(attribute, _MISSING)
             return value if value is not _MISSING else self.undefined(obj=obj, name=attribute)
         if kind is LoopContext:
@@ -176,7 +174,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             value = obj.get(argument, _MISSING)
             if value is not _MISSING:
                 return value
-            if argument not in _DICT_ATTRIBUTES:
+            if argument not in DICT_ATTRIBUTES:
                 return self.undefined(obj=obj, name=argument)
         elif type(obj) is list and type(argument) is int and -len(obj) <= argument < len(obj):
             return obj[argument]

@@ -50,6 +50,7 @@ class Beginnings:
     ) -> None:
         self.text, self.messages, self._render = text, messages, render
         self._made: dict[tuple[int, str, bool], str | None] = {(len(messages), "", False): text}
+        self._plain: tuple[str, str] | None = None
 
     def _of(self, count: int, more: str = "", prompt: bool = False) -> str | None:
         key = (count, more, prompt)
@@ -84,11 +85,14 @@ class Beginnings:
         """The first messages and a plain answer."""
         return self._of(count, SAID)
 
-    def plain(self) -> tuple[str | None, str | None]:
-        """A plain question, and one with a plain answer."""
-        question = {"role": "user", "content": ASKED}
-        answer = {"role": "assistant", "content": SAID}
-        return self._of(0, ASKED), self._render([question, answer], False)
+    def plain(self) -> tuple[str, str]:
+        """A plain question, and one with a plain answer; "" where the template refuses either."""
+        if self._plain is None:
+            question, answer = {"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}
+            asked, answered = self._of(0, ASKED), self._render([question, answer], False)
+            known = asked is not None and answered is not None and SAID in answered
+            self._plain = (asked or "", answered or "") if known else ("", "")
+        return self._plain
 
     def prompt(self, count: int, more: str = "") -> tuple[str, str] | None:
         """The first messages with the generation prompt and without it."""
@@ -139,7 +143,7 @@ class Edges:
         """
         head = self._text[low:first]
         prompts = self._prompts(turn)
-        fed = self._end_of_fed(turn, low, head) if any(prompts) else None
+        fed = self._end_of_fed(turn, low, head, prompts[0]) if any(prompts) else None
         if fed is not None and prompts[0]:
             return fed
         for prompt in prompts:
@@ -160,10 +164,9 @@ class Edges:
             high: the end of all that may be the turn's own, whitespace behind it left out.
             written: what is known of the text that was written for the turn, whose end may follow later; or None.
         """
-        text, last = self._text, turn + 1 == len(self._views.messages)
+        text, last = self._text, self._views.closed(turn + 1) == self._text
         openings = self._openings(turn, "" if written is None else written.head)
-        other = self._views.went_on() if last else self._views.closed(turn + 1)
-        tail = None if other is None else self._tail(other, low, said)
+        tail = self._known_tail(turn, low, said)
         shared, whole = said, False
         if tail is not None:
             ours = text[said : len(text) - len(text[said:].lstrip())]
@@ -195,12 +198,22 @@ class Edges:
             return high
         return self._end_behind(turn, high, written.stop, openings, written.answered) or high
 
+    def _known_tail(self, turn: int, low: int, said: int) -> str | None:
+        """What follows a turn's last words where another message follows it that did not, or none that did."""
+        closed = self._views.closed(turn + 1)
+        other = self._views.went_on() if closed == self._text else closed  # messages behind it may write nothing
+        return None if other is None else self._tail(other, low, said)
+
     def _ending(self, start: int, stop: int) -> int:
-        """Where an end of turn that was written after the turn is over: no word belongs to it, nor a tag before one."""
+        """Where an end of turn that was written after the turn is over: no word belongs to it.
+
+        Nor does a tag right before a word, which may open a header, unless it is the end of sequence.
+        """
         ends = [start]
         for piece in self._piece.finditer(self._text, start, stop + 1):
             if piece[0].replace("_", "").isalnum():
-                return ends[-2] if ends[-1] == piece.start() and len(ends) > 1 else ends[-1]
+                whole = bool(self._eos) and self._text.endswith(self._eos, start, ends[-1])
+                return ends[-2] if ends[-1] == piece.start() and len(ends) > 1 and not whole else ends[-1]
             if not piece[0].isspace() and piece.end() <= stop:
                 ends.append(piece.end())
         return ends[-1]
@@ -211,13 +224,14 @@ class Edges:
         It has words, or is the tag that stands right before the turn's ``start``. A plain question with a plain answer
         may show it as well as this turn.
         """
-        asked, answered = self._views.closed(turn), self._views.closed(turn + 1)
-        known = asked is not None and answered is not None and answered.startswith(self._text[:said])
-        if known and self._headed(turn, asked or "", answered or "", start, said):
+        if any(self._prompts(turn)) and self._known_tail(turn, start, said) is not None:
+            return False  # then it is no header, and what follows instead tells words behind all from the turn's end
+        asked, answered = self._views.closed(turn) or "", self._views.closed(turn + 1) or ""
+        if asked and answered.startswith(self._text[:said]) and self._headed(turn, asked, answered, start, said):
             return True
         asked, answered = self._views.plain()
-        at = -1 if asked is None or answered is None else answered.rfind(SAID)
-        return at >= 0 and self._headed(turn, asked or "", answered or "", at, at + len(SAID))
+        at = answered.rfind(SAID)
+        return at >= 0 and self._headed(turn, asked, answered, at, at + len(SAID))
 
     def _headed(self, turn: int, asked: str, answered: str, start: int, said: int) -> bool:
         """Whether what a question and an answer end with alike, behind all words, may be a header."""
@@ -249,7 +263,7 @@ class Edges:
             return tag[0]
         return header.split(maxsplit=1)[0] if header else ""
 
-    def _end_of_fed(self, turn: int, low: int, head: str) -> int | None:
+    def _end_of_fed(self, turn: int, low: int, head: str, prompt: str) -> int | None:
         """Where the text that a server feeds before a turn ends in this rendering, if it is part of it."""
         fed, text = self._views.fed(turn), self._text
         if fed is None:
@@ -259,6 +273,8 @@ class Edges:
         # Earlier turns may be written otherwise there: compare what comes right before.
         before = text[max(0, low - _NEAR) : low]
         for length in sorted({0, *(match.end() for match in self._piece.finditer(head))}, reverse=True):
+            if prompt and prompt in head[length:]:
+                return None  # what reads like its end is the prompt of an answer before
             near = before + head[:length]
             if near.strip() and fed.endswith(near):
                 return low + length
@@ -330,10 +346,10 @@ class Edges:
         messages = self._views.messages
         if self._eos and self._text.startswith(self._eos, at):
             return at + len(self._eos)
-        another = answered
-        if another is None:
-            another = turn + 1 < len(messages) and messages[turn + 1].get("role") == "assistant"
         end = next((end for end in self._ends if self._text.startswith(end, at)), "")
+        another = answered
+        if another is None and turn + 1 < len(messages) and messages[turn + 1].get("role") == "assistant":
+            another = not self._text[at + len(end) :].lstrip().startswith(tuple(openings))
         if another or not end or end in openings or at != high:
             return None
         alone = self._views.prompt(0, ASKED)
