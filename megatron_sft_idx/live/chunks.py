@@ -298,7 +298,10 @@ class ChunkRows:
 
     def _pack(self, chunk: ChunkFile, index: int) -> PackRun:
         try:
-            run = self._packed(chunk, index) if self.encoder is None else self._encoded(self.encoder, chunk, index)
+            if self.encoder is None:
+                run = run_of(chunk.path, index, [parse(chunk.line(index))])
+            else:
+                run = self._encoded(self.encoder, chunk, index)
             self._require_fit(run)
         except FormatError:
             raise
@@ -306,17 +309,13 @@ class ChunkRows:
             reason = error.reason if isinstance(error, SequenceError) else str(error)
             bad = SequenceError(chunk.path, chunk.line_number(index), reason)
             if self.on_bad_row == "error":
-                raise SequenceError(
-                    bad.source, bad.position, f"{reason}; --on-bad-row skip trains on without it"
-                ) from None
+                remedy = f"{reason}; --on-bad-row skip trains on without it"
+                raise SequenceError(bad.source, bad.position, remedy) from None
             self.skipped += 1
             logger.warning("skipped %s; %d left out by this process", bad, self.skipped)
             one = np.ones(1, np.int64)
             return PackRun(np.array([self.pad_id or 0], np.int32), np.zeros(1, np.uint8), 0 * one, one, one)
         return run
-
-    def _packed(self, chunk: ChunkFile, index: int) -> PackRun:
-        return run_of(chunk.path, index, [parse(chunk.line(index))])
 
     def _encoded(self, encoder: RowEncoder, chunk: ChunkFile, index: int) -> PackRun:
         raw = chunk.line(index)

@@ -104,7 +104,17 @@ class LiveDataset(IterableDataset[Tensors]):
         ack_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        _refuse(catalog, shuffle)
+        if isinstance(catalog, list | tuple):
+            raise FormatError(
+                f"{catalog}: a blend needs to know how much there is of each part, and of a live catalog nobody knows;"
+                " produce one catalog from all inputs, or train on finished folders"
+            )
+        if not isinstance(shuffle, bool):
+            raise FormatError(
+                f"shuffle {shuffle!r}: a live catalog is shuffled inside a window of shards; a global shuffle needs"
+                " every pack before the first step. Use a larger window, or train on the finished folder as on any"
+                " other"
+            )
         self.shards: LiveShards = (
             CatalogShards(os.fspath(catalog)) if isinstance(catalog, str | os.PathLike) else catalog
         )
@@ -286,20 +296,6 @@ def _held(walk: Walk, source: OpenShards) -> Iterator[Wanted]:
         yield wanted
 
 
-def _refuse(catalog: Any, shuffle: Any) -> None:
-    """FormatError for what a live catalog cannot serve."""
-    if isinstance(catalog, list | tuple):
-        raise FormatError(
-            f"{catalog}: a blend needs to know how much there is of each part, and of a live catalog nobody knows;"
-            " produce one catalog from all inputs, or train on finished folders"
-        )
-    if not isinstance(shuffle, bool):
-        raise FormatError(
-            f"shuffle {shuffle!r}: a live catalog is shuffled inside a window of shards; a global shuffle needs every"
-            " pack before the first step. Use a larger window, or train on the finished folder as on any other"
-        )
-
-
 class LiveLoader(Iterator[Tensors]):
     """The micro-batches of a rank, prepared ahead; also a context manager that closes.
 
@@ -313,36 +309,18 @@ class LiveLoader(Iterator[Tensors]):
                     save(model, state)      # until it is on disk
                     loader.commit(state)    # its shards may be freed now
 
-    A batch is valid until ``keep`` more have been taken, as with ``BatchLoader``.
+    A batch is valid until the next one is taken, as with ``BatchLoader``, and pinned where there is a GPU.
 
     Args:
         dataset: of this rank.
         num_workers: processes that prepare batches; 0 for a thread of this one, which is enough unless chats are
             tokenised as they are read. With processes, what is acknowledged stays as many micro-batches behind the
             checkpoint, as the slowest of them may still look at what the others have delivered.
-        prefetch: batches that are kept ready, for each worker.
-        keep: batches that stay valid beside each other; of the thread's.
-        copy: the thread hands out fresh tensors.
-        pin_memory: tensors that a GPU copies from without waiting; None for where there is a GPU.
-        start: how worker processes are started, ``fork`` or ``spawn``; None for torch's default.
     """
 
-    def __init__(
-        self,
-        dataset: LiveDataset,
-        *,
-        num_workers: int = 0,
-        prefetch: int = 2,
-        keep: int = 1,
-        copy: bool = False,
-        pin_memory: bool | None = None,
-        start: str | None = None,
-    ) -> None:
+    def __init__(self, dataset: LiveDataset, *, num_workers: int = 0) -> None:
         self.dataset, self.num_workers = dataset, num_workers
-        self._buffers: dict[str, Any] = {"prefetch": prefetch, "keep": keep, "copy": copy}
-        self._pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
-        self._start = start
-        self._stop: _Event = torch.multiprocessing.get_context(start).Event() if num_workers else threading.Event()
+        self._stop: _Event = torch.multiprocessing.Event() if num_workers else threading.Event()
         weakref.finalize(self, self._stop.set)
         self._batches: Iterator[_Outcome] | None = None
         self._state = dataset.state
@@ -384,15 +362,10 @@ class LiveLoader(Iterator[Tensors]):
             *(self.num_workers, state.rows),
         )
         if not self.num_workers:
-            return _of_thread(dataset, self._stop, pin_memory=self._pin_memory, **self._buffers)
+            return _of_thread(dataset, self._stop)
+        deliveries, pinned = _InWorkers(dataset, self._stop), torch.cuda.is_available()
         made: DataLoader[_Outcome] = DataLoader(
-            _InWorkers(dataset, self._stop),
-            batch_size=None,
-            num_workers=self.num_workers,
-            prefetch_factor=self._buffers["prefetch"],
-            collate_fn=_as_it_is,
-            pin_memory=self._pin_memory,
-            multiprocessing_context=self._start,
+            deliveries, batch_size=None, num_workers=self.num_workers, collate_fn=_as_it_is, pin_memory=pinned
         )
         return iter(made)
 
@@ -461,11 +434,11 @@ class LiveLoader(Iterator[Tensors]):
         self.close()
 
 
-def _of_thread(dataset: LiveDataset, stop: _Event, **options: Any) -> Iterator[_Delivery]:
+def _of_thread(dataset: LiveDataset, stop: _Event) -> Iterator[_Delivery]:
     """Deliveries of a thread of this process."""
     assembler, walk, batches = dataset.open(dataset.waiter(stop))
     # No looking ahead: a batch that is ready must not be held back until the next shard is published.
-    with iter(BatchLoader(assembler, batches, ahead=0, **options)) as taken:
+    with iter(BatchLoader(assembler, batches, ahead=0)) as taken:
         for tensors in taken:
             yield tensors, taken.state
     yield None, walk.state

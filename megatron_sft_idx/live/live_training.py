@@ -39,66 +39,62 @@ def add_live_options(parser: argparse.ArgumentParser) -> None:
     """Add what ``--data-path live:FOLDER`` may be told."""
     live = parser.add_argument_group("live data (--data-path live:FOLDER)")
     live.add_argument(
-        "--live-window",
-        type=int,
-        default=1,
-        metavar="N",
-        help="shards of a rank that are shuffled together; 0 takes packs as they are stored (default: %(default)s)",
-    )
-    live.add_argument(
         "--live-end",
         choices=("pad", "drop"),
         default="pad",
         help="how all ranks come to end with the same step: rows without loss, or dropped ones (default: %(default)s)",
     )
-    live.add_argument(
-        "--max-wait",
-        type=float,
-        default=540.0,
-        metavar="SECONDS",
-        help="give up on a shard after so long; keep it below the timeout of collectives (default: %(default)s)",
-    )
-    live.add_argument(
-        "--consumer", default="train", metavar="NAME", help="this run's name among those that read the folder"
-    )
-    live.add_argument("--ack-dir", metavar="FOLDER", help="write acknowledgements here, not into the data's folder")
-    live.add_argument(
-        "--num-workers",
-        type=int,
-        metavar="N",
-        help="processes a rank that prepare batches (default: 2 for raw chats, else a thread)",
-    )
-    _add_chunk_options(parser.add_argument_group("live chunks (FOLDER/chunk_00000.jsonl and on)"))
-
-
-def _add_chunk_options(chunks: argparse._ArgumentGroup) -> None:
-    chunks.add_argument(
-        "--max-sequences-per-pack", type=int, metavar="N", help="of pre-packed lines (default: 64, or 1 in 32 tokens)"
-    )
-    chunks.add_argument(
-        "--samples-per-chunk", type=int, metavar="N", help="stop where a chunk, but for the last one, has others"
-    )
-    chunks.add_argument(
-        "--consumers",
-        type=int,
-        default=1,
-        metavar="N",
-        help="runs that read the folder; chunks are marked as completed once all have committed (default: %(default)s)",
-    )
-    chunks.add_argument("--num-chunks", type=int, metavar="N", help="how many there will be, where that is known")
-    chunks.add_argument(
-        "--end-after",
-        type=float,
-        metavar="SECONDS",
-        help="where the producer writes no end: declare it when no chunk came or grew for so long",
-    )
-    chunks.add_argument(
-        "--settle",
-        type=float,
-        default=5.0,
-        metavar="SECONDS",
-        help="the newest chunk is whole when it has not changed for so long (default: %(default)s)",
-    )
+    chunks = parser.add_argument_group("live chunks (FOLDER/chunk_00000.jsonl and on)")
+    for group, option, kind, default, unit, what in (
+        (
+            live,
+            "live-window",
+            int,
+            1,
+            "N",
+            "shards of a rank that are shuffled together; 0 takes packs as they are stored",
+        ),
+        (
+            live,
+            "max-wait",
+            float,
+            540.0,
+            "SECONDS",
+            "give up on a shard after so long; below the timeout of collectives",
+        ),
+        (live, "consumer", str, "train", "NAME", "this run's name among those that read the folder"),
+        (live, "ack-dir", str, None, "FOLDER", "write acknowledgements here, not into the data's folder"),
+        (live, "num-workers", int, None, "N", "processes a rank that prepare batches; 2 for raw chats, else a thread"),
+        (
+            chunks,
+            "max-sequences-per-pack",
+            int,
+            None,
+            "N",
+            "of pre-packed lines; 64, or 1 in 32 tokens where not given",
+        ),
+        (chunks, "samples-per-chunk", int, None, "N", "stop where a chunk, but for the last one, has others"),
+        (
+            chunks,
+            "consumers",
+            int,
+            1,
+            "N",
+            "runs that read the folder; a chunk is completed once all have committed it",
+        ),
+        (chunks, "num-chunks", int, None, "N", "how many there will be, where that is known"),
+        (
+            chunks,
+            "end-after",
+            float,
+            None,
+            "SECONDS",
+            "declare the end, which the producer does not, when no chunk came or grew for so long",
+        ),
+        (chunks, "settle", float, 5.0, "SECONDS", "the newest chunk is whole when it has not changed for so long"),
+    ):
+        said = what if default is None else f"{what} (default: %(default)s)"
+        group.add_argument(f"--{option}", type=kind, default=default, metavar=unit, help=said)
 
 
 def is_live(args: argparse.Namespace) -> bool:
