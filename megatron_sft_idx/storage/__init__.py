@@ -25,14 +25,15 @@ from megatron_sft_idx.storage.local import (
     ReopenedArray,
     as_bytes,
     check_size,
+    is_remote,
     naming,
     open_array,
     open_regular,
     read_most,
     read_runs,
+    require_local,
     sync_folder,
 )
-from megatron_sft_idx.storage.remote.store import is_remote, require_local
 
 __all__ = [
     "Advice",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import mmap
 import os
+import re
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 
 __all__ = [
+    "SCHEME_STARTS",
     "Advice",
     "Array",
     "Backend",
@@ -34,15 +36,51 @@ __all__ = [
     "ReopenedArray",
     "as_bytes",
     "check_size",
+    "is_remote",
     "naming",
     "open_array",
     "open_regular",
     "read_most",
     "read_runs",
+    "require_local",
     "sync_folder",
 ]
 
 _BUFFER_NBYTES = 1 << 16
+
+# ---- what is local ----
+
+# What paths in object stores begin with. msc is NVIDIA's multi-storage-client, whose profiles reach S3, GCS, Azure, OCI
+# and plain folders.
+SCHEME_STARTS = ("s3://", "msc://")
+_ANY_START = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path names something in an object store rather than a file.
+
+    Raises:
+        FormatError: it names something in a store of another kind, where a folder called ``gs:`` would surprise.
+    """
+    text = os.fspath(path)
+    if text.startswith(SCHEME_STARTS):
+        return True
+    if _ANY_START.match(text):
+        raise FormatError(
+            f"{text}: object stores are reached by {' or '.join(SCHEME_STARTS)}; Google's, Microsoft's and others by a"
+            " profile of multi-storage-client: msc://PROFILE/path"
+        )
+    return False
+
+
+_WORK_THERE = "work there, and let megatron-sft-idx copy bring the shard from the bucket or to it"
+
+
+def require_local(path: str | os.PathLike[str], what: str, remedy: str = _WORK_THERE) -> None:
+    """FormatError for a path in an object store, where ``what`` needs files on a disk."""
+    if is_remote(path):
+        raise FormatError(f"{os.fspath(path)}: {what} needs files on a local disk; {remedy}")
+
 
 # ---- how bytes are read ----
 

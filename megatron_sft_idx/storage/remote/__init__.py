@@ -12,7 +12,6 @@ from megatron_sft_idx.storage.remote.store import (
     RemoteStore,
     RetryPolicy,
     forget_stores,
-    is_remote,
     open_store,
 )
 
@@ -23,6 +22,5 @@ __all__ = [
     "RemoteStore",
     "RetryPolicy",
     "forget_stores",
-    "is_remote",
     "open_store",
 ]

@@ -12,7 +12,6 @@ import fnmatch
 import glob
 import os
 import random
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,11 +20,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError, StorageError
+from megatron_sft_idx.storage.local import SCHEME_STARTS
 
 __all__ = [
     "CHECKSUM",
     "CONNECTIONS",
-    "SCHEMES",
     "Beyond",
     "Changed",
     "Chunks",
@@ -43,44 +42,10 @@ __all__ = [
     "forget_stores",
     "in_folder",
     "is_ending",
-    "is_remote",
     "matching",
     "open_store",
-    "require_local",
     "threads",
 ]
-
-
-# msc is NVIDIA's multi-storage-client, whose profiles reach S3, GCS, Azure, OCI and plain folders.
-SCHEMES = ("s3", "msc")
-_STARTS = tuple(scheme + "://" for scheme in SCHEMES)
-_ANY_START = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-
-
-def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path names something in an object store rather than a file.
-
-    Raises:
-        FormatError: it names something in a store of another kind, where a folder called ``gs:`` would surprise.
-    """
-    text = os.fspath(path)
-    if text.startswith(_STARTS):
-        return True
-    if _ANY_START.match(text):
-        raise FormatError(
-            f"{text}: object stores are reached by {' or '.join(_STARTS)}; Google's, Microsoft's and others by a"
-            " profile of multi-storage-client: msc://PROFILE/path"
-        )
-    return False
-
-
-_WORK_THERE = "work there, and let megatron-sft-idx copy bring the shard from the bucket or to it"
-
-
-def require_local(path: str | os.PathLike[str], what: str, remedy: str = _WORK_THERE) -> None:
-    """FormatError for a path in an object store, where ``what`` needs files on a disk."""
-    if is_remote(path):
-        raise FormatError(f"{os.fspath(path)}: {what} needs files on a local disk; {remedy}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +71,8 @@ class RemotePath:
         """
         text = os.fspath(path)
         scheme, found, rest = text.partition("://")
-        if not found or scheme not in SCHEMES:
-            raise FormatError(f"{text}: not a path in an object store; it begins with {' or '.join(_STARTS)}")
+        if not found or f"{scheme}://" not in SCHEME_STARTS:
+            raise FormatError(f"{text}: not a path in an object store; it begins with {' or '.join(SCHEME_STARTS)}")
         bucket, _, key = rest.partition("/")
         if not bucket:
             what = "bucket" if scheme == "s3" else "profile"
