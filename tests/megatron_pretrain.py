@@ -300,10 +300,9 @@ def pretrain_gpt(checkout: str) -> None:
     source = source.replace(
         "if __name__ ==", f"from {PROVIDER} import train_valid_test_datasets_provider\nif __name__ =="
     )
-    # 0.16 as docs/megatron.md mends it
-    source = source.replace(
-        POPPED, f"{POPPED}\n    if cu_seqlens is not None:\n        cu_seqlens = cu_seqlens.squeeze(0)"
-    )
+    if "cu_seqlens = cu_seqlens[0]" not in source:  # 0.16, as docs/megatron.md mends it
+        flat = "    if cu_seqlens is not None:\n        cu_seqlens = cu_seqlens.squeeze(0)"
+        source = source.replace(POPPED, f"{POPPED}\n{flat}")
     exec(compile(source, str(path), "exec"), {"__name__": "__main__"})
 
 

@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from chats import preprocess
+
+from megatron_sft_idx.shard import Shard, ShardWriter
 
 ROOT = Path(__file__).parents[1]
 LENGTH, STEPS, SAVED, KILLED, VOCABULARY = 544, 20, 10, 13, 2048
@@ -36,6 +39,7 @@ TINY = f"""
 FLAGS = ("--sft", "--no-create-attention-mask-in-dataloader", "--calculate-per-token-loss")
 CHATS = ("--data-path", "{}/chats")
 PADDED = ("--data-path", "{}/padded")
+WEIGHED = ("--data-path", "{}/weighed")
 EVALUATED = ("--split", "90,10,0", "--eval-iters", "2", "--eval-interval", "10")
 BLEND = ("--data-path", "0.7", "{}/chats", "0.3", "{}/others", *EVALUATED)
 
@@ -72,6 +76,8 @@ SETUPS = {
     "CP 2, micro-batch 2": Setup(
         (*PADDED, "--context-parallel-size", "2", "--micro-batch-size", "2"), "padded to 4", 2
     ),
+    "weights": Setup(WEIGHED, like=None),
+    "weights, DP 2": Setup(WEIGHED, "weights", 2),
     "blend, split, evaluation": Setup(BLEND, like=None),
     "blend, DP 2": Setup(BLEND, "blend, split, evaluation", 2),
     "blend, killed": Setup(
@@ -96,10 +102,15 @@ REFUSED = {"TP 2, a mask wanted": FLAGS[1], "TP 2, no --sft": FLAGS[0]}
 
 
 def prepare(folder: Path) -> None:
-    """The demo's chats as three shards: packed, packed otherwise, and packed to be padded for CP 2."""
+    """The demo's chats as shards: packed, with weights, packed otherwise, and packed to be padded for CP 2."""
     for name, options in {"chats": (), "others": ("--seed", 7), "padded": ("--sequence-multiple", 4)}.items():
         outcome = preprocess(folder / name, *options, capacity=LENGTH)
         assert outcome.code == 0, outcome.err
+    with ShardWriter(folder / "weighed", capacity=LENGTH, mask_dtype=np.float32, durable=False) as writer:
+        for pack in Shard(folder / "chats"):
+            weights = pack["loss_mask"] * np.linspace(0.3, 1.9, len(pack["loss_mask"]), dtype=np.float32)
+            writer.add_pack(pack["input_ids"], weights, pack["seq_boundaries"][:-1])
+        writer.finalize()
 
 
 def launch(folder: Path, program: str, jobs: dict[str, Any], ranks: int) -> str:

@@ -216,7 +216,8 @@ def test_make_has_the_targets() -> None:
 OTHERS = {
     *("--constraint", "--editable", "--nproc-per-node"),  # pip, torchrun
     *("--dataloader-type", "--no-create-attention-mask-in-dataloader", "--calculate-per-token-loss", "--sft"),
-    *("--pipeline-model-parallel-size", "--context-parallel-size"),  # Megatron-LM
+    *("--pipeline-model-parallel-size", "--context-parallel-size", "--hybrid-context-parallel", "--eval-interval"),
+    *("--eval-micro-batch-size", "--sequence-packing-scheduler", "--use-varlen-dataset"),  # Megatron-LM
 }
 
 

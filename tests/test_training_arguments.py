@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import linecache
 import pickle
 import shutil
+import sys
 from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -87,6 +90,25 @@ def test_releases_differ_in_what_they_can(changed: dict[str, Any], sentence: str
     require_arguments(given(**changed), since)
     with pytest.raises(FormatError, match=sentence):
         require_arguments(given(**changed), (since[0], since[1] - 1))
+
+
+def test_ranks_that_make_no_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = given(tensor_model_parallel_size=2)
+    require_arguments(args, OLD)  # nobody knows what such a script does
+    room = "    max_seqlen = torch.empty(1, dtype=torch.int32){}\n"
+    hybrid = "    local = torch.empty(1) if args.hybrid_context_parallel else None\n"
+    for how, refused in (("if args.hybrid_context_parallel else None", True), ("", False)):
+        utils = ModuleType("megatron.training.utils")
+        source = f"def get_batch_on_this_tp_rank(args):\n{room.format(' ' + how)}{hybrid}"
+        file = f"refused-{refused}.py"
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+        exec(compile(source, file, "exec"), vars(utils))
+        monkeypatch.setitem(sys.modules, "megatron.training.utils", utils)
+        if refused:
+            with pytest.raises(FormatError, match=r"--tensor-model-parallel-size 2: .* docs/megatron.md"):
+                require_arguments(args, OLD)
+        else:
+            require_arguments(args, OLD)
 
 
 def test_what_a_release_needs_not_is_not_asked_for() -> None:

@@ -335,3 +335,24 @@ def test_a_dataloader_takes_whole_batches(prefix: str) -> None:
     filled = dataset.__getitems__([0, -1]).whole()
     assert filled["loss_mask"][0].any()
     assert not filled["loss_mask"][1].any()
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_a_padding_mask_is_true_where_no_token_lies(tmp_path: Path, multiple: int) -> None:
+    packs = packs_of(9)
+    write_samples(tmp_path / "x", packs, capacity=32, sequence_multiple=multiple)
+    config = config_of(str(tmp_path / "x"), padding_mask=True, sequence_multiple=multiple)
+    rows = pickle.loads(pickle.dumps(build(config, (9, 0, 0))[0]))
+    plain = build(config_of(str(tmp_path / "x"), sequence_multiple=multiple), (9, 0, 0))[0]
+    for chosen in ([0, 1, 2], [3, 8, 4, 5]):
+        batch = rows.batch(chosen)
+        assert batch["padding_mask"].dtype == torch.bool
+        for row, i in enumerate(chosen):
+            expected = np.ones(32, np.bool_)
+            own = plain[i]
+            begins = own["cu_seqlens_padded" if multiple > 1 else "cu_seqlens"].tolist()
+            sample = next(p for p in packs if p.tokens == own["tokens"][~batch["padding_mask"][row]].tolist())
+            for begin, (start, stop) in zip(begins, pairwise(sample.bounds), strict=False):
+                expected[begin : begin + stop - start] = False
+            assert np.array_equal(batch["padding_mask"][row].numpy(), expected)
+            assert all(torch.equal(batch[name][row], own[name]) for name in own)

@@ -63,6 +63,7 @@ class BatchLayout:
         padded: whether sequences are padded inside the row, so that there is ``cu_seqlens_padded``.
         form: ``wide`` is what Megatron takes: tokens, labels, position_ids int64, loss_mask float32. ``narrow`` has
             int32 tokens and a uint8 loss_mask alone, ``narrow-weighted`` a float32 one; ``widen`` makes the rest.
+        padding_mask: whether there is one: bool, True on padding, inside sequences and behind them.
     """
 
     rows: int
@@ -70,6 +71,7 @@ class BatchLayout:
     width: int
     padded: bool = False
     form: Form = "wide"
+    padding_mask: bool = False
 
     @cached_property
     def fields(self) -> tuple[_Field, ...]:
@@ -86,6 +88,8 @@ class BatchLayout:
         if self.padded:
             tensors.append(("cu_seqlens_padded", torch.int32, bounds))
         tensors.append(("max_seqlen", torch.int32, (self.rows,)))
+        if self.padding_mask:
+            tensors.append(("padding_mask", torch.bool, row))
         fields, offset = [], 0
         for name, dtype, shape in tensors:
             nbytes = int(np.prod(shape)) * dtype.itemsize
@@ -160,6 +164,7 @@ class BatchAssembler:
             ``most_sequences + 2``.
         pad_id: a valid token id; None for the source's, or 0 where it knows none.
         form: ``wide``, or one of the narrow ones (see ``BatchLayout``).
+        padding_mask: whether batches have one, for MoE routers.
         random_access: switch the kernel's read-ahead off for the maps that are read. Good only together with
             ``will_need`` a few batches ahead: by itself it makes cold reads several times slower.
         fetch_nbytes: of remote shards, what ``will_need`` may fetch ahead.
@@ -177,6 +182,7 @@ class BatchAssembler:
         width: int | None = None,
         pad_id: int | None = None,
         form: Form = "wide",
+        padding_mask: bool = False,
         random_access: bool = False,
         fetch_nbytes: int = BUDGET_NBYTES,
     ) -> None:
@@ -199,6 +205,7 @@ class BatchAssembler:
         self.width = source.most_sequences + 2 if width is None else width
         self.pad_id = (source.pad_id or 0) if pad_id is None else pad_id
         self.form: Form = form
+        self.padding_mask = padding_mask
         self.random_access = random_access
         # Address of each shard's tokens that were advised on: shards may close and be mapped again elsewhere.
         self._advised: dict[int, int] = {}
@@ -214,7 +221,7 @@ class BatchAssembler:
         layout = self._layouts.get(rows) if seq_length in (None, self.seq_length) else None
         if layout is None:
             length = self.seq_length if seq_length is None else seq_length
-            layout = BatchLayout(rows, length, self.width, self.sequence_multiple > 1, self.form)
+            layout = BatchLayout(rows, length, self.width, self.sequence_multiple > 1, self.form, self.padding_mask)
             if length == self.seq_length:
                 self._layouts[rows] = layout
         return layout
@@ -265,6 +272,10 @@ class BatchAssembler:
             _native.assemble_wide(*where, tokens, arrays["labels"], arrays["position_ids"], loss_mask, *boundaries)
         else:
             _native.assemble_narrow(*where, tokens, loss_mask, *boundaries)
+        if self.padding_mask:
+            arrays["padding_mask"][:] = _padding(
+                segments, self.seq_length if seq_length is None else seq_length, self.sequence_multiple
+            )
         if masked is not None:
             loss_mask[masked] = 0
         return dict(out.tensors)
@@ -331,6 +342,19 @@ class BatchAssembler:
             for array in (tokens, loss):
                 advise_order(array, "random")
             self._advised[shard] = address
+
+
+def _padding(segments: Segments, seq_length: int, multiple: int) -> NDArray[np.bool_]:
+    """Bool [packs, seq_length], True where no token of a sequence lies."""
+    counts = np.diff(segments.offsets)
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(-(-segments.lengths // multiple) * multiple)])
+    begins = ends[:-1] - np.repeat(ends[segments.offsets[:-1]], counts)
+    row = np.repeat(np.arange(len(counts)), counts)
+    edges = np.zeros((len(counts), seq_length + 1), np.int8)
+    edges[row, begins] += 1
+    edges[row, begins + segments.lengths] -= 1
+    outside: NDArray[np.bool_] = edges[:, :-1].cumsum(axis=1, dtype=np.int8) == 0
+    return outside
 
 
 def _any_remote(pairs: Sequence[Pair]) -> bool:

@@ -51,6 +51,8 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         sequence_multiple: pad each sequence to a multiple of this inside its row. None takes what the parallelism
             needs: 2 x ``context_parallel_size`` where that is above 1, times ``sequence_parallel_size`` where set.
         pad_id: fills up rows; None takes the shards', then the tokenizer's, then 0.
+        padding_mask: whether rows have one, bool [sequence_length], True on padding: for forward steps that hand it to
+            ``GPTModel``, whose MoE routers then count tokens alone.
         tokenizer_fingerprint: of the tokenizer the model is trained with; shards that were made with another one are
             refused.
         vocab_size: rows of the model's embedding; shards whose tokenizer has more tokens are refused. None is not
@@ -71,6 +73,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
     single_sequences: bool = False
     sequence_multiple: int | None = None
     pad_id: int | None = None
+    padding_mask: bool = False
     tokenizer_fingerprint: str | None = None
     vocab_size: int | None = None
     global_batch_size: int | None = None

@@ -8,8 +8,10 @@ goes wrong differs from release to release: ``docs/megatron.md`` has the table.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -159,6 +161,11 @@ def _complaints(args: Namespace, release: tuple[int, int]) -> Iterator[str]:
             f"--context-parallel-size {context}: Megatron {number} drops the boundaries of padded sequences; give"
             " --context-parallel-size 1, or take Megatron 0.18 or later"
         )
+    if tensor > 1 and release < (0, 17) and not _makes_room():
+        yield (
+            f"--tensor-model-parallel-size {tensor}: Megatron {number} waits for ever on ranks that make no room for"
+            " max_seqlen; change get_batch_on_this_tp_rank as docs/megatron.md says, or take Megatron 0.17 or later"
+        )
     if (stages := of("pipeline_model_parallel_size", 1)) > 2 and release < (0, 17):
         yield (
             f"--pipeline-model-parallel-size {stages}: Megatron {number} hands boundaries to the first and the last"
@@ -171,6 +178,13 @@ def _complaints(args: Namespace, release: tuple[int, int]) -> Iterator[str]:
         )
     if scheduled:
         yield from _scheduler_complaints(args, of("max_seqlen_per_dp_cp_rank", args.seq_length) * context)
+
+
+def _makes_room() -> bool:
+    """Whether all ranks of Megatron 0.16 receive ``max_seqlen``, which it has to be taught."""
+    receive = getattr(sys.modules.get("megatron.training.utils"), "get_batch_on_this_tp_rank", None)
+    # Two things are received under hybrid context parallelism alone; the other one is not ours.
+    return receive is None or inspect.getsource(receive).count("if args.hybrid_context_parallel else None") < 2
 
 
 def _scheduler_complaints(args: Namespace, room: int) -> Iterator[str]:

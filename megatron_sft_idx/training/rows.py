@@ -101,6 +101,7 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         sequence_multiple: each sequence is padded to a multiple of this inside its row.
         width: of ``cu_seqlens``; None leaves it to the source.
         pad_id: fills up rows; None leaves it to the source.
+        padding_mask: whether rows have one.
     """
 
     source: PackSource
@@ -109,6 +110,7 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     sequence_multiple: int
     width: int | None
     pad_id: int | None
+    padding_mask: bool
 
     @abstractmethod
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -123,6 +125,7 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             sequence_multiple=self.sequence_multiple,
             width=self.width,
             pad_id=self.pad_id,
+            padding_mask=self.padding_mask,
         )
 
     def packs(self, samples: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
@@ -202,6 +205,7 @@ class PackedRows(Rows):
         sequence_multiple: each sequence is padded to a multiple of this inside its row.
         width: of ``cu_seqlens``; None leaves it to the source.
         pad_id: fills up rows; None leaves it to the source.
+        padding_mask: whether rows have one, for MoE routers.
     """
 
     def __init__(
@@ -214,14 +218,15 @@ class PackedRows(Rows):
         sequence_multiple: int = 1,
         width: int | None = None,
         pad_id: int | None = None,
+        padding_mask: bool = False,
     ) -> None:
         self.source = self.stored = source
         self.order, self.num_samples = order, num_samples
         self.seq_length, self.sequence_multiple = seq_length, sequence_multiple
-        self.width, self.pad_id = width, pad_id
+        self.width, self.pad_id, self.padding_mask = width, pad_id, padding_mask
 
     def __reduce__(self) -> tuple[Any, ...]:
-        order, shape = self.order, (self.seq_length, self.sequence_multiple, self.width, self.pad_id)
+        order, shape = self.order, (self.seq_length, self.sequence_multiple, self.width, self.pad_id, self.padding_mask)
         # The order's pack count and fingerprint are the source's.
         return _rows, (type(self), self.stored.state(), order.seed, order.split, self.num_samples, *shape)
 
@@ -269,6 +274,7 @@ class BlendedRows(Rows):
         self.source = self._joined = JoinedPacks([member.stored for member in members])
         self.num_samples, self.seq_length = len(member_of), first.seq_length
         self.sequence_multiple, self.width, self.pad_id = first.sequence_multiple, first.width, first.pad_id
+        self.padding_mask = first.padding_mask
         self._members, self._index = members, (member_of, sample_of)
 
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -311,7 +317,17 @@ def _rows(
     sequence_multiple: int,
     width: int | None,
     pad_id: int | None,
+    padding_mask: bool,
 ) -> PackedRows:
     source = reopen(*source_state)
     order = EpochOrder(source.num_packs, seed, split, source.fingerprint)
-    return kind(source, order, num_samples, seq_length, sequence_multiple=sequence_multiple, width=width, pad_id=pad_id)
+    return kind(
+        source,
+        order,
+        num_samples,
+        seq_length,
+        sequence_multiple=sequence_multiple,
+        width=width,
+        pad_id=pad_id,
+        padding_mask=padding_mask,
+    )

@@ -173,6 +173,7 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
                 sequence_multiple=self.config.sequence_multiple,
                 width=width,
                 pad_id=self._pad_id(),
+                padding_mask=self.config.padding_mask,
             )
         return self._rows
 
