@@ -181,18 +181,17 @@ def test_a_file_that_shrinks_while_it_is_read(
 ) -> None:
     monkeypatch.setattr("megatron_sft_idx.check.pack_walk._CHUNK_NBYTES", 16)  # so that there is something left to read
     prefix, size = put(tmp_path, whole), len(whole[suffix])
-    report = verify_shard(prefix, full=True, on_progress=lambda *_: os.truncate(prefix + suffix, size - 9))
+    report = verify_shard(prefix, full=True, advance=lambda _: os.truncate(prefix + suffix, size - 9))
     cut = [finding for finding in report.findings if finding.path == prefix + suffix]
     assert ("F2", size - 9) in {(finding.rule, finding.offset) for finding in cut}
     assert "F3" not in {finding.rule for finding in cut}
 
 
 def test_progress_ends_with_every_byte(tmp_path: Path, whole: Files) -> None:
-    seen: list[tuple[int, int]] = []
-    verify_shard(put(tmp_path, whole), full=True, on_progress=lambda *numbers: seen.append(numbers))
-    total = sum(map(len, whole.values())) - 320  # the header is read before
-    assert seen[-1] == (total, total)
-    assert seen == sorted(seen)
+    seen: list[int] = []
+    verify_shard(put(tmp_path, whole), full=True, advance=seen.append)
+    assert sum(seen) == sum(map(len, whole.values())) - 320  # the header is read before
+    assert min(seen) >= 0
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".loss.bin"])

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.check.lengths import Advance, Lengths, Repeated, Starts, Watch
+from megatron_sft_idx.check.lengths import Lengths, Repeated, Starts, Watch
+from megatron_sft_idx.check.pack_walk import Advance
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.header import MAX_CAPACITY

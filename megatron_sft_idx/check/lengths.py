@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
+from megatron_sft_idx.check.pack_walk import Advance
 from megatron_sft_idx.errors import CorruptShardError
 from megatron_sft_idx.layout import TOKEN_DTYPES
 from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, idx_places, pack_idx_header
@@ -21,10 +22,8 @@ from megatron_sft_idx.layout.header import MAX_CAPACITY
 from megatron_sft_idx.shard.build import CHUNK_PACKS, PackChunk
 from megatron_sft_idx.storage import Array, open_array, open_regular
 
-__all__ = ["Advance", "Lengths", "Repeated", "Starts", "Watch", "idx_lengths", "offset_lengths", "started"]
+__all__ = ["Lengths", "Repeated", "Starts", "Watch", "idx_lengths", "offset_lengths", "started"]
 
-# Takes the units done since the last call.
-Advance: TypeAlias = Callable[[int], None]
 # Takes what is done, as a verb, and how many units there are.
 Watch: TypeAlias = Callable[[str, int], AbstractContextManager[Advance]]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from threading import Lock
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.remote import open_store
 from megatron_sft_idx.storage.remote.store import threads
 
-__all__ = ["RUN_PACKS", "CheckedFile", "Meter", "Run", "Stream", "steps", "walk_packs"]
+__all__ = ["RUN_PACKS", "Advance", "CheckedFile", "Meter", "Run", "Stream", "walk_packs"]
 
 # Packs whose offsets are held at once.
 RUN_PACKS = 1 << 15
@@ -39,17 +39,19 @@ _SMALL_NBYTES = 64 << 10
 # ---- reading ----
 
 
+# Takes the units done since the last call.
+Advance: TypeAlias = Callable[[int], None]
+
+
 class Meter:
-    """Bytes read so far, told to a callback. Threads may share one.
+    """Tells of bytes as they are read. Threads may share one.
 
     Args:
-        total: bytes to read in all.
-        on_progress: called with bytes read so far and in all, in whichever thread read the last ones.
+        advance: called with the bytes read since it was last called, in whichever thread read them.
     """
 
-    def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
-        self._total, self._on_progress = total, on_progress
-        self._done, self._stopped, self._lock = 0, False, Lock()
+    def __init__(self, advance: Advance = lambda nbytes: None) -> None:
+        self._advance, self._stopped, self._lock = advance, False, Lock()
 
     def add(self, nbytes: int) -> None:
         """``nbytes`` more are read.
@@ -60,25 +62,11 @@ class Meter:
         with self._lock:
             if self._stopped:
                 raise CancelledError
-            self._done += nbytes
-            if self._on_progress is not None:
-                self._on_progress(self._done, self._total)
+            self._advance(nbytes)
 
     def stop(self) -> None:
         """Let every thread end where it is."""
         self._stopped = True
-
-
-def steps(advance: Callable[[int], None]) -> Callable[[int, int], None]:
-    """What a meter calls, from what takes the bytes read since it was last called."""
-    done = 0
-
-    def tell(now: int, _total: int) -> None:
-        nonlocal done
-        now, done = now - done, now
-        advance(now)
-
-    return tell
 
 
 class _Source(Protocol):

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_sft_idx.check.lengths import Advance, Watch, idx_lengths
-from megatron_sft_idx.check.pack_walk import steps
+from megatron_sft_idx.check.lengths import Watch, idx_lengths
+from megatron_sft_idx.check.pack_walk import Advance
 from megatron_sft_idx.check.restore import Known, Replacement, derive, restore
 from megatron_sft_idx.check.verify import Report, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
@@ -191,7 +191,7 @@ def _detail(error: SFTIndexError) -> str:
 
 def _verified(paths: ShardPaths, watch: Watch, what: str) -> Report:
     with watch(what, sum(os.stat(path).st_size for path in paths.present())) as advance:
-        return verify_shard(paths.prefix, full=True, on_progress=steps(advance))
+        return verify_shard(paths.prefix, full=True, advance=advance)
 
 
 def _require_rules(paths: ShardPaths, report: Report, what: str) -> None:

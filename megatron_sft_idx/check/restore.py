@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.check.infer import infer_lengths
 from megatron_sft_idx.check.lengths import Lengths, Repeated, Starts, Watch, idx_lengths, offset_lengths, started
-from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, Run, Stream, steps, walk_packs
+from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, Run, Stream, walk_packs
 from megatron_sft_idx.check.rules import Claims, Findings, add_breaches, check_ids
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, UnsupportedVersionError
 from megatron_sft_idx.layout import (
@@ -480,7 +480,7 @@ def _measured(
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(CheckedFile(path)) for path in (paths.tokens, paths.loss, paths.starts)]
         advance = stack.enter_context(watch("checking", sum(file.nbytes for file in files)))
-        meter = Meter(0, steps(advance))
+        meter = Meter(advance)
         tokens, loss, starts = (Stream(file, meter) for file in files)
         walk_packs(walk, _runs(packs), starts, loss, dtypes[1])
         add_breaches(walk, paths, claims, findings, pack_of)

@@ -8,7 +8,7 @@ them in step with those of sequences, and their checksum one after the other.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.check.pack_walk import RUN_PACKS, CheckedFile, Meter, Run, Stream, walk_packs
+from megatron_sft_idx.check.pack_walk import RUN_PACKS, Advance, CheckedFile, Meter, Run, Stream, walk_packs
 from megatron_sft_idx.check.rules import (
     Claims,
     Finding,
@@ -37,9 +37,7 @@ from megatron_sft_idx.layout.files import IDX_HEADER_NBYTES, SUFFIXES, idx_place
 from megatron_sft_idx.layout.header import FIELDS
 from megatron_sft_idx.shard.opening import where_to_look
 
-__all__ = ["OnProgress", "Report", "verify_shard"]
-
-OnProgress = Callable[[int, int], None]
+__all__ = ["Report", "verify_shard"]
 
 _MOST = 10
 _NAMES = {".bin": "tokens", ".loss.bin": "loss", ".idx": "idx", ".seq.bin": "starts"}
@@ -102,7 +100,7 @@ def verify_shard(
     full: bool = False,
     vocab_size: int | None = None,
     most: int = _MOST,
-    on_progress: OnProgress | None = None,
+    advance: Advance = lambda nbytes: None,
 ) -> Report:
     """Hold the files at a prefix against the rules of FORMAT.md, and say all that is wrong.
 
@@ -114,7 +112,7 @@ def verify_shard(
             takes milliseconds for any size.
         vocab_size: with ``full``, every id must be below it; None takes it from the JSON block where that says it.
         most: findings kept of each rule; the others are counted.
-        on_progress: called with bytes read so far and in all, about once a MiB; with ``full`` by two threads in turn.
+        advance: called with ``full`` by two threads in turn, with the bytes read since the last call: a MiB at most.
 
     Raises:
         FormatError: an argument that cannot be.
@@ -146,7 +144,7 @@ def verify_shard(
             if placed:
                 check_arrays(files, claims, findings)
             if full:
-                meter = Meter(sum(file.nbytes for file in files.values()) - claims.sequence_offsets, on_progress)
+                meter = Meter(advance)
                 _check_all(paths, files, claims, findings, placed, vocab_size or claims.vocab_size, meter)
             elif placed:
                 check_corners(files, claims, findings)

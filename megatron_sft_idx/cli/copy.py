@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval
-from megatron_sft_idx.cli.output import ShownProgress
 from megatron_sft_idx.packs.buckets import copy_shard
 from megatron_sft_idx.packs.transfer import check_destinations, destinations, shard_nbytes
 from megatron_sft_idx.shard.shard_set import find_prefixes
+from megatron_sft_idx.storage.progress import Progress
 
 __all__ = ["add_parser"]
 
@@ -59,17 +59,11 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
     prefixes = find_prefixes(arguments.source)
     targets = destinations(prefixes, arguments.destination)
     check_destinations(prefixes, targets, overwrite=arguments.overwrite)
-    total, done = sum(map(shard_nbytes, prefixes)), 0
+    total, interval = sum(map(shard_nbytes, prefixes)), arguments.log_interval
     sent = found = aborted = 0
-    with ShownProgress("copying", arguments.log_interval) as progress:
-
-        def advance(nbytes: int) -> None:
-            nonlocal done
-            done += nbytes
-            progress(done, total)
-
+    with Progress("copying", total, unit="B", log_interval=interval, items="MiB") as progress:
         for source, target in zip(prefixes, targets, strict=True):
-            copied = copy_shard(source, target, overwrite=arguments.overwrite, on_progress=advance)
+            copied = copy_shard(source, target, overwrite=arguments.overwrite, on_progress=progress.advance)
             sent, found = sent + copied.nbytes_sent, found + copied.nbytes_found
             aborted += copied.uploads_aborted
     what = targets[0] if len(targets) == 1 else f"{len(targets):,} shards to {arguments.destination}"

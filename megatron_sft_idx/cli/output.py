@@ -113,18 +113,9 @@ class Output:
                 raise
 
     def _upload(self, staged: StagedOutput, suffix: str) -> None:
-        total, done = shard_nbytes(staged.local + suffix), 0
-        with ShownProgress("uploading", 1024) as progress:
-
-            def advance(nbytes: int) -> None:
-                nonlocal done
-                done += nbytes
-                progress(done, total)
-
-            staged.publish(suffix, advance)
-
-
-_MIB = 1 << 20
+        total = shard_nbytes(staged.local + suffix)
+        with Progress("uploading", total, unit="B", log_interval=1024, items="MiB") as progress:
+            staged.publish(suffix, progress.advance)
 
 
 class ShownProgress:
@@ -139,7 +130,7 @@ class ShownProgress:
         """``done`` of ``total`` bytes are there."""
         if self._progress is None:
             self._progress = Progress(self._what, total, unit="B", log_interval=self._interval, items="MiB")
-        self._progress.update(done - self._done, done // _MIB - self._done // _MIB)
+        self._progress.advance(done - self._done)
         self._done = done
 
     def __enter__(self) -> ShownProgress:

@@ -98,14 +98,7 @@ def _verify(prefix: str, arguments: argparse.Namespace) -> Report:
     size = sum(map(_nbytes, ShardPaths.of(prefix).all))
     what = f"verifying {os.path.basename(prefix)}"
     with Progress(what, size, unit="B", log_interval=_LINE_MIB, items="MiB") as progress:
-        done = 0
-
-        def tell(nbytes: int, _total: int) -> None:
-            nonlocal done
-            progress.update(nbytes - done, (nbytes >> 20) - (done >> 20))
-            done = nbytes
-
-        return verify_shard(prefix, full=True, vocab_size=arguments.vocab_size, on_progress=tell)
+        return verify_shard(prefix, full=True, vocab_size=arguments.vocab_size, advance=progress.advance)
 
 
 def _nbytes(path: str) -> int:

@@ -1,25 +1,20 @@
 """The processes that are measured: each opens a shard in one way and reads epochs of it, job by job.
 
-They are processes of their own so that their faults and their memory are the reading's alone. Jobs go in and what
-they found comes out as pickles, through one process that imports all and is forked once for each setting.
+They are processes of their own so that their faults and their memory are the reading's alone.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import pickle
 import resource
 import signal
-import subprocess
-import sys
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import Pipe
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol
@@ -33,7 +28,6 @@ from megatron_sft_idx.storage import Advice, Backend, ReadOptions
 
 __all__ = [
     "SETTINGS",
-    "SHARD_WORKERS",
     "Epoch",
     "Job",
     "Order",
@@ -43,9 +37,7 @@ __all__ = [
     "Setting",
     "ShardReader",
     "Workers",
-    "main",
     "read_epoch",
-    "serve",
 ]
 
 # Packs that the kernel is told of before they are read, and as many again while they are: some batches' worth.
@@ -341,46 +333,16 @@ def _read_on(job: Job, packs: NDArray[np.int64]) -> NDArray[np.int64]:
     return packs[:done]
 
 
-def serve(open_reader: Callable[[Job], Reader]) -> None:
-    """Do the jobs that come in on standard input; the run of each, or its error, goes out on standard output.
-
-    Each setting has a process of its own, forked before any shard was open: it starts at once, having imported all.
-    """
-    jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what is printed is no answer
-    children: dict[Setting, tuple[int, Connection]] = {}
-    while True:
-        try:
-            job = pickle.load(jobs)
-        except EOFError:
-            return
-        if job.setting not in children:
-            children[job.setting] = _fork(open_reader)
-        pid, connection = children[job.setting]
-        try:
-            connection.send(job)
-            answer = connection.recv()
-        except (EOFError, OSError):
-            del children[job.setting]
-            answer = OSError(f"its process {_ending(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))}")
-        pickle.dump(answer, answers)
-        answers.flush()
+# ---- processes ----
 
 
-def _ending(code: int) -> str:
-    return f"ended with code {code}" if code >= 0 else f"was killed: {signal.strsignal(-code)}"
-
-
-def _fork(open_reader: Callable[[Job], Reader]) -> tuple[int, Connection]:
-    """A process that answers the jobs sent to it; its id, and the way to it."""
-    ours, its = Pipe()
-    if pid := os.fork():
-        its.close()
-        return pid, ours
-    ours.close()
-    try:
+def _serve(open_reader: Callable[[Job], Reader], jobs: Connection) -> None:
+    """Do the jobs that come in; the run of each, or its error, goes back."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever gives the jobs, and ends this process
+    logging.disable(logging.WARNING)  # of what came of huge pages: that is counted
+    with suppress(EOFError):
         while True:
-            job = its.recv()
+            job = jobs.recv()
             answer: Run | FormatError | OSError
             try:
                 answer = _run_job(job, open_reader)
@@ -388,47 +350,25 @@ def _fork(open_reader: Callable[[Job], Reader]) -> tuple[int, Connection]:
                 answer = FormatError(str(error))
             except OSError as error:
                 answer = OSError(str(error))
-            its.send(answer)
-    except EOFError:
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-
-
-def main() -> None:
-    """Measure ``Shard``."""
-    logging.disable(logging.WARNING)  # of what came of huge pages: that is counted
-    serve(ShardReader)
-
-
-# ---- beside it ----
-
-# ``-c`` puts the current folder first on the path. It is taken out before anything else is imported, and the package
-# is imported from where it was found here, wherever that is.
-_START = f"""import sys
-sys.path[:] = filter(None, sys.path)
-from importlib.util import module_from_spec, spec_from_file_location
-spec = spec_from_file_location("megatron_sft_idx", sys.argv[1])
-sys.modules[spec.name] = module_from_spec(spec)
-spec.loader.exec_module(sys.modules[spec.name])
-from {__name__} import main
-main()"""
-SHARD_WORKERS = (sys.executable, "-c", _START, str(Path(__file__).parents[1] / "__init__.py"))
+            except Exception as error:
+                answer = OSError(f"{type(error).__name__}: {error}")
+            jobs.send(answer)
 
 
 class Workers:
     """Measured processes, one for each setting, which take one job after the other.
 
+    They are forked from a server that has imported all and opened nothing, so each starts at once.
+
     Args:
-        command: what starts them; it is to call ``serve``.
+        open_reader: opens the data set of a job; a name in a module, as processes are told of it.
     """
 
-    def __init__(self, command: Sequence[str] = SHARD_WORKERS) -> None:
-        self._errors = os.memfd_create("errors")
-        pipe = subprocess.PIPE
-        # A session of their own: Ctrl-C is for whoever gives the jobs, and all can be ended at once.
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, start_new_session=True)
+    def __init__(self, open_reader: Callable[[Job], Reader] = ShardReader) -> None:
+        self._open_reader = open_reader
+        self._context = get_context("forkserver")
+        self._context.set_forkserver_preload([__name__])
+        self._children: dict[Setting, tuple[BaseProcess, Connection]] = {}
 
     def run(self, job: Job) -> Run:
         """Do a job.
@@ -437,26 +377,25 @@ class Workers:
             FormatError: the shard is bad.
             OSError: the system does not let it be read in this way, or ends the process.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        if job.setting not in self._children:
+            ours, its = self._context.Pipe()
+            child = self._context.Process(target=_serve, args=(self._open_reader, its), daemon=True)
+            child.start()
+            its.close()
+            self._children[job.setting] = child, ours
+        process, connection = self._children[job.setting]
         try:
-            pickle.dump(job, self._process.stdin)
-            self._process.stdin.flush()
-            answer: Run | FormatError | OSError = pickle.load(self._process.stdout)
-        except (BrokenPipeError, EOFError):
-            answer = OSError(f"the measured processes {_ending(self._process.wait())}")
-        if isinstance(answer, OSError):
-            raise OSError(f"{answer}{self._said()}")
-        if isinstance(answer, FormatError):
+            connection.send(job)
+            answer: Run | FormatError | OSError = connection.recv()
+        except (EOFError, OSError):
+            del self._children[job.setting]
+            process.join()
+            code = process.exitcode or 0
+            ending = f"ended with code {code}" if code >= 0 else f"was killed: {signal.strsignal(-code)}"
+            raise OSError(f"its process {ending}") from None
+        if isinstance(answer, Exception):
             raise answer
         return answer
-
-    def _said(self) -> str:
-        """What the processes last complained of on standard error: of a traceback, the line that says what it is."""
-        lines = os.pread(self._errors, os.fstat(self._errors).st_size, 0).decode(errors="replace").strip().splitlines()
-        os.ftruncate(self._errors, 0)
-        os.lseek(self._errors, 0, os.SEEK_SET)  # theirs too: it is one open file
-        return f": {lines[-1]}" if lines else ""
 
     def __enter__(self) -> Workers:
         return self
@@ -465,9 +404,7 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End them, whatever they do: they hold nothing that could be lost."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(BrokenPipeError):  # a job that nobody took
-            self._process.__exit__(kind, error, trace)
-        self._process.wait()
-        os.close(self._errors)
+        for process, connection in self._children.values():
+            process.kill()
+            process.join()
+            connection.close()

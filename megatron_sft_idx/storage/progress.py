@@ -60,6 +60,10 @@ class Progress:
             self._logged = self._count
             self._log()
 
+    def advance(self, nbytes: int) -> None:
+        """So many bytes more are done; items are MiB."""
+        self.update(nbytes, (self._done + nbytes >> 20) - (self._done >> 20))
+
     def _log(self) -> None:
         seconds = max(time.monotonic() - self._begin, 1e-9)
         done, count = self._done - self._before[0], self._count - self._before[1]

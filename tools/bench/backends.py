@@ -21,17 +21,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 from backends_peers import PEERS
 from backends_reasons import reasons
-from backends_sharing import sharing
+from measure import write_equal_packs
 from plot import Dot, dots
-from report import MIB, Bench, Parser, Size
+from report import MIB, Bench, Size, run_bench
 
 from megatron_sft_idx.inspect.bench_read import Measured, Which
 from megatron_sft_idx.inspect.place import cached_nbytes, drop_cache, find_place, memory_limit
-from megatron_sft_idx.inspect.read_worker import SETTINGS, SHARD_WORKERS, Epoch, Job, Sample, Setting, Workers
-from megatron_sft_idx.shard import ShardWriter
+from megatron_sft_idx.inspect.read_worker import SETTINGS, Epoch, Job, Sample, Setting, ShardReader, Workers
 
 LENGTH, SEQUENCES = 4096, 8
 MEMORY = Path("/dev/shm")
@@ -42,27 +40,15 @@ IN_ORDER = ("mmap", "mmap, sequential", "pread", *PEERS)
 
 @dataclass(frozen=True)
 class Way:
-    """One line of the tables: a setting of ours, or a peer.
+    """One line of the tables: a setting of ours, or a peer."""
 
-    Attributes:
-        name: by which it is found.
-        setting: of ours; a peer's is the plain one.
-    """
-
-    name: str
-    setting: Setting
+    name: str  # by which it is found
+    setting: Setting  # of ours; a peer's is the plain one
 
     @property
     def shown(self) -> str:
         """In tables."""
-        return PEERS.get(self.name, f"`{self.name}`")
-
-    @property
-    def command(self) -> Sequence[str]:
-        """What starts the process that is measured."""
-        if self.name in PEERS:
-            return (sys.executable, str(Path(__file__).with_name("backends_peers.py")), self.name)
-        return SHARD_WORKERS
+        return PEERS[self.name][0] if self.name in PEERS else f"`{self.name}`"
 
 
 WAYS = [*(Way(setting.name, setting) for setting in SETTINGS), *(Way(name, Setting()) for name in PEERS)]
@@ -70,40 +56,20 @@ WAYS = [*(Way(setting.name, setting) for setting in SETTINGS), *(Way(name, Setti
 
 @dataclass
 class Case:
-    """A file system, an order and a limit.
+    """A file system, an order and a limit."""
 
-    Attributes:
-        title: of its section.
-        prefix: of the shard there.
-        sample: what an epoch reads.
-        seconds: of an epoch, at most.
-        group: folder of the control group.
-        found: by name of the way.
-        kept: most of the shard that was in memory when a first epoch began.
-    """
-
-    title: str
-    prefix: str
-    sample: Sample
-    seconds: float
-    group: str | None = None
-    found: dict[str, Measured] = field(default_factory=dict)
-    kept: int = 0
+    title: str  # of its section
+    prefix: str  # of the shard there
+    sample: Sample  # what an epoch reads
+    seconds: float  # of an epoch, at most
+    group: str | None = None  # folder of the control group
+    found: dict[str, Measured] = field(default_factory=dict)  # by name of the way
+    kept: int = 0  # most of the shard that was in memory when a first epoch began
 
     @property
     def files(self) -> list[str]:
         """Of the shard."""
         return [self.prefix + suffix for suffix in (".bin", ".loss.bin", ".seq.bin", ".seq.idx", ".idx")]
-
-
-def write(prefix: Path, packs: int) -> None:
-    rng = np.random.default_rng(0)
-    starts = np.arange(SEQUENCES) * (LENGTH // SEQUENCES)
-    mask = np.ones(LENGTH, np.uint8)
-    mask[LENGTH // SEQUENCES - 1 :: LENGTH // SEQUENCES] = 0
-    with ShardWriter(prefix, token_dtype=np.int32, capacity=LENGTH, durable=False) as writer:
-        for _ in range(packs):
-            writer.add_pack(rng.integers(0, 60_000, LENGTH, np.int32), mask, starts)
 
 
 # ---- measuring ----
@@ -112,13 +78,14 @@ def write(prefix: Path, packs: int) -> None:
 def measure(cases: Sequence[Case], rounds: int) -> None:
     """Every way in every case, in turn; a case after the other, those with a limit last, as no process leaves it."""
     with ExitStack() as stack:
-        workers = {command: stack.enter_context(Workers(command)) for command in {way.command for way in WAYS}}
+        openers = {"": ShardReader} | {name: opener for name, (_, opener) in PEERS.items()}
+        workers = {name: stack.enter_context(Workers(opener)) for name, opener in openers.items()}
         for case in cases:
             ways = WAYS if case.sample.order == "shuffled" else [way for way in WAYS if way.name in IN_ORDER]
             case.found = {way.name: Measured(way.setting) for way in ways}
             for number in range(rounds):
                 for way in ways if number % 2 else reversed(ways):
-                    one_run(case, workers[way.command], case.found[way.name])
+                    one_run(case, workers[way.name if way.name in PEERS else ""], case.found[way.name])
             print(f"{case.title}: measured", file=sys.stderr, flush=True)
 
 
@@ -197,7 +164,7 @@ def headlines(bench: Bench, cold: Case, limited: Case | None) -> None:
 
 def plot(bench: Bench, case: Case) -> None:
     shown = [
-        Dot(way.shown.replace("`", ""), rates(case, way.name, "first"), way.name not in PEERS)
+        Dot(way.shown, rates(case, way.name, "first"), way.name not in PEERS)
         for way in WAYS
         if case.found[way.name].runs
     ]
@@ -207,8 +174,8 @@ def plot(bench: Bench, case: Case) -> None:
 def cases_in(folder: Path, memory: Path, options: argparse.Namespace) -> list[Case]:
     """Without a limit."""
     packs = options.mib * MIB // (5 * LENGTH)
-    write(folder / "x", packs)
-    write(memory / "x", packs)
+    for place in (folder, memory):
+        write_equal_packs(place / "x", packs, LENGTH, SEQUENCES, capacity=LENGTH)
     disk, some = find_place(str(folder)).filesystem, packs // 4
     start = (packs - some) // 2
     shuffled, ordered = (Sample(start, start + some, 1, order) for order in ("shuffled", "sequential"))
@@ -219,42 +186,34 @@ def cases_in(folder: Path, memory: Path, options: argparse.Namespace) -> list[Ca
     ]
 
 
-def main() -> None:
-    options = Parser(
-        __doc__,
-        mib=Size(256, 1024, "MiB of tokens and masks; the memory limit is a quarter"),
-        rounds=Size(3, 7, "of which medians are taken"),
-    ).parse()
-    bench = Bench("backends", "Ways of reading a shard", peers=("megatron-core", "numpy"), arguments=options)
+def report(bench: Bench, folder: Path, options: argparse.Namespace) -> None:
     limit_nbytes = options.mib * MIB // 4
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         memory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None)))
-        cases = cases_in(folder, memory, options)
-        limited: list[Case] = []
+        cases, limited, why = cases_in(folder, memory, options), list[Case](), ""
         try:
             group = str(stack.enter_context(memory_limit(limit_nbytes)).folder)
         except OSError as refused:
-            group, why = None, str(refused)
+            why = str(refused)
         else:
             for case, name in zip(cases, ("shuffled", "in order"), strict=False):
                 whole = Sample(0, options.mib * MIB // (5 * LENGTH), 1, case.sample.order)
                 title = f"Over a limit of {limit_nbytes // MIB} MiB for {options.mib} MiB, {name}"
                 limited.append(Case(title, case.prefix, whole, 0.3, group))
         measure([*cases, *limited], options.rounds)
-        for case in cases:
-            show(bench, case, None)
-        for case in limited:
-            show(bench, case, limit_nbytes)
-        if group is None:
+        for case in (*cases, *limited):
+            show(bench, case, limit_nbytes if case in limited else None)
+        if why:
             bench.section("Over a memory limit")
             bench.say(f"Not measured: {why}.")
-        sharing(bench, cases[0].prefix)
     reasons(bench, cases[0].found, cases[2].found, limited[0].found if limited else None)
     headlines(bench, cases[0], limited[0] if limited else None)
     plot(bench, limited[0] if limited else cases[0])
-    bench.write()
 
 
 if __name__ == "__main__":
-    main()
+    sizes = {
+        "mib": Size(256, 1024, "MiB of tokens and masks; the memory limit is a quarter"),
+        "rounds": Size(3, 7, "of which medians are taken"),
+    }
+    run_bench("backends", "Ways of reading a shard", ("megatron-core", "numpy"), report, __doc__, sizes)

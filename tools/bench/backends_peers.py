@@ -1,30 +1,19 @@
-"""What ``backends.py`` measures beside ``Shard``: the same files through other readers, each in a process of its own.
-
-    python tools/bench/backends_peers.py {np.memmap,stock-mmap,stock-file}
-
-takes jobs on standard input, as ``megatron_sft_idx.inspect.read_worker`` does.
-"""
+"""What ``backends.py`` measures beside ``Shard``: the same files through other readers."""
 
 from __future__ import annotations
 
-import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.inspect.read_worker import Job, serve
+from megatron_sft_idx.inspect.read_worker import Job, Reader
 from megatron_sft_idx.shard import Shard
 
 __all__ = ["PEERS"]
-
-# Name on the command line: what the table calls it.
-PEERS = {
-    "np.memmap": "`np.memmap` of both files",
-    "stock-mmap": "stock `IndexedDataset`, tokens only",
-    "stock-file": "the same, `mmap=False`",
-}
 
 
 class _Untold:
@@ -59,7 +48,9 @@ class StockReader(_Untold):
     """Tokens by Megatron's own reader, which knows no masks."""
 
     def __init__(self, job: Job, mmap: bool) -> None:
-        from megatron.core.datasets.indexed_dataset import IndexedDataset
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron's, of what is not installed
+            from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         self._dataset: Any = IndexedDataset(job.prefix, mmap=mmap)
         self._ids = np.zeros(int(self._dataset.sequence_lengths.max()), self._dataset.index.dtype)
@@ -70,14 +61,9 @@ class StockReader(_Untold):
         return int(ids.nbytes)
 
 
-def main() -> None:
-    name = sys.argv[1]
-    warnings.simplefilter("ignore")  # Megatron's, of what is not installed
-    if name == "np.memmap":
-        serve(MemmapReader)
-    else:
-        serve(lambda job: StockReader(job, mmap=name == "stock-mmap"))
-
-
-if __name__ == "__main__":
-    main()
+# What the tables call them, and what opens them.
+PEERS: dict[str, tuple[str, Callable[[Job], Reader]]] = {
+    "np.memmap": ("`np.memmap` of both files", MemmapReader),
+    "stock-mmap": ("stock `IndexedDataset`, tokens only", partial(StockReader, mmap=True)),
+    "stock-file": ("the same, `mmap=False`", partial(StockReader, mmap=False)),
+}

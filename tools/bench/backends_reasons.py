@@ -9,8 +9,6 @@ from report import MIB, Bench
 
 from megatron_sft_idx.inspect.bench_read import Measured, Which
 
-__all__ = ["reasons"]
-
 Found = Mapping[str, Measured]
 # Rates that differ by less are called equal.
 EVEN = 1.1
@@ -53,63 +51,48 @@ def reasons(bench: Bench, cold: Found, memory: Found, limited: Found | None) -> 
         f"Fastest of ours: cold `{fastest(cold, 'first')}`, warm `{fastest(cold, 'second')}`"
         + (f", over the limit `{fastest(limited, 'first')}`." if limited else "; the limit was not measured.")
     )
-    rows = [backend(cold, limited), advice(cold, limited), schedule(cold, limited), huge(cold, memory, limited)]
-    bench.table(("option", "default", "in this run"), rows)
+    announced, huge = "mmap, random, schedule", "mmap, huge pages"
+    rows = [
+        ("`backend`", '`"mmap"`', backend(cold, limited, announced)),
+        ("`advice`", '`"normal"`', advice(cold, limited)),
+        ("`schedule()`", "not called", schedule(cold, limited, announced)),
+        ("`huge_pages`", "`False`", huge_pages(cold, memory, limited, announced, huge)),
+    ]
+    bench.table(("option", "default", "in this run"), [(*row, "; ".join(parts) + ".") for *row, parts in rows])
 
 
-def joined(parts: Iterator[str]) -> str:
-    return "; ".join(parts) + "."
+def backend(cold: Found, limited: Found | None, announced: str) -> Iterator[str]:
+    yield f"warm, `mmap` is {beside(cold, 'mmap', 'pread', 'second')}"
+    yield f"cold, it is {beside(cold, 'mmap', 'pread', 'first')}"
+    if limited:
+        yield f"over the limit, `{announced}` is {beside(limited, announced, 'pread, random, schedule', 'first')}"
 
 
-def backend(cold: Found, limited: Found | None) -> tuple[str, str, str]:
-    def parts() -> Iterator[str]:
-        yield f"warm, `mmap` is {beside(cold, 'mmap', 'pread', 'second')}"
-        yield f"cold, it is {beside(cold, 'mmap', 'pread', 'first')}"
-        if limited:
-            names = "mmap, random, schedule", "pread, random, schedule"
-            yield f"over the limit, `{names[0]}` is {beside(limited, *names, 'first')}"
-
-    return "`backend`", '`"mmap"`', joined(parts())
-
-
-def advice(cold: Found, limited: Found | None) -> tuple[str, str, str]:
-    def parts() -> Iterator[str]:
-        yield f"cold, where memory keeps the shard, `normal` is {beside(cold, 'mmap', 'mmap, random', 'first')}"
-        if limited:
-            yield f"over the limit `random` is {beside(limited, 'mmap, random', 'mmap', 'first')}"
-            read = limited["mmap"].amplification("first")
-            yield f"there `normal` reads {read or 0:,.0f} bytes from the disk for each that is asked for"
-            if (ratio(limited, "mmap, random", "mmap", "first") or 0) > EVEN:
-                yield "so `random` is for shards that memory does not keep: `bench-read` says which yours is"
-
-    return "`advice`", '`"normal"`', joined(parts())
+def advice(cold: Found, limited: Found | None) -> Iterator[str]:
+    yield f"cold, where memory keeps the shard, `normal` is {beside(cold, 'mmap', 'mmap, random', 'first')}"
+    if limited:
+        yield f"over the limit `random` is {beside(limited, 'mmap, random', 'mmap', 'first')}"
+        read = limited["mmap"].amplification("first")
+        yield f"there `normal` reads {read or 0:,.0f} bytes from the disk for each that is asked for"
+        if (ratio(limited, "mmap, random", "mmap", "first") or 0) > EVEN:
+            yield "so `random` is for shards that memory does not keep: `bench-read` says which yours is"
 
 
-def schedule(cold: Found, limited: Found | None) -> tuple[str, str, str]:
-    def parts() -> Iterator[str]:
-        yield "`Shard` cannot know what comes; whoever does calls it, as batch loaders do"
-        announced = "mmap, random, schedule"
-        for found, where in ((cold, "cold"), (limited, "over the limit")):
-            if found is not None:
-                yield f"{where}, `{announced}` is {beside(found, announced, 'mmap, random', 'first')}"
-        yield f"warm, `mmap, schedule` is {beside(cold, 'mmap, schedule', 'mmap', 'second')}"
-
-    return "`schedule()`", "not called", joined(parts())
+def schedule(cold: Found, limited: Found | None, announced: str) -> Iterator[str]:
+    yield "`Shard` cannot know what comes; whoever does calls it, as batch loaders do"
+    for found, where in ((cold, "cold"), (limited, "over the limit")):
+        if found is not None:
+            yield f"{where}, `{announced}` is {beside(found, announced, 'mmap, random', 'first')}"
+    yield f"warm, `mmap, schedule` is {beside(cold, 'mmap, schedule', 'mmap', 'second')}"
 
 
-def huge(cold: Found, memory: Found, limited: Found | None) -> tuple[str, str, str]:
-    name = "mmap, huge pages"
-
-    def parts() -> Iterator[str]:
-        yield f"cold, asking for them is {beside(cold, name, 'mmap', 'first')}"
-        yield f"warm, it is {beside(cold, name, 'mmap', 'second')}"
-        if limited:
-            announced = "mmap, random, schedule"
-            yield f"over the limit, it is {beside(limited, name, 'mmap', 'first')}"
-            yield f"there `{announced}`, which needs none, is {beside(limited, announced, name, 'first')}"
-        if (ratio(cold, name, "mmap", "second") or 0) <= EVEN:
-            yield "they gain nothing in warm epochs, which are most of them"
-        given = [max((run.huge_nbytes for run in found[name].runs), default=0) for found in (cold, memory)]
-        yield f"{given[0] / MIB:,.0f} MiB were mapped by them on the disk, {given[1] / MIB:,.0f} MiB in memory"
-
-    return "`huge_pages`", "`False`", joined(parts())
+def huge_pages(cold: Found, memory: Found, limited: Found | None, announced: str, name: str) -> Iterator[str]:
+    yield f"cold, asking for them is {beside(cold, name, 'mmap', 'first')}"
+    yield f"warm, it is {beside(cold, name, 'mmap', 'second')}"
+    if limited:
+        yield f"over the limit, it is {beside(limited, name, 'mmap', 'first')}"
+        yield f"there `{announced}`, which needs none, is {beside(limited, announced, name, 'first')}"
+    if (ratio(cold, name, "mmap", "second") or 0) <= EVEN:
+        yield "they gain nothing in warm epochs, which are most of them"
+    given = [max((run.huge_nbytes for run in found[name].runs), default=0) for found in (cold, memory)]
+    yield f"{given[0] / MIB:,.0f} MiB were mapped by them on the disk, {given[1] / MIB:,.0f} MiB in memory"

@@ -9,8 +9,8 @@ collate of Python lists, must give the same tensors before they are timed.
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from multiprocessing import get_context
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch
 from batches_peers import CAPACITY, ROWS, SEQUENCES, TOKENS, Files, fill
 from measure import read_from_disk
 from plot import Dot, dots
-from report import Bench, Parser, Size
+from report import Bench, Size, cells, run_bench
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_sft_idx.inspect.place import drop_cache
@@ -42,16 +42,11 @@ Cells = list[list[float]]  # of a way: the rounds of workers 0, workers 2, block
 
 
 class Store(NamedTuple):
-    """One way to keep packs.
+    """One way to keep packs."""
 
-    Attributes:
-        name: in the table.
-        files: what lies on disk.
-        open: makes the dataset, of which ``ds[i]`` is a row, or ``ds.__getitems__(list)`` several.
-    """
-
-    name: str
-    files: list[Path]
+    name: str  # in the table
+    files: list[Path]  # what lies on disk
+    # Makes the dataset, of which ``ds[i]`` is a row, or ``ds.__getitems__(list)`` several.
     open: Callable[[], Dataset[Any]]
 
 
@@ -110,12 +105,14 @@ def warm_ways(stores: list[Store], prefix: Path, packs: int) -> list[tuple[str, 
     def order(count: int) -> Batches:
         return random_batches(packs, count, next(seeds))
 
-    def through(dataset: Dataset[Any], collate: Callable[[Any], Any], slow: int) -> list[Callable[[], float] | None]:
-        few, some = 400 // slow, 150
+    def through(
+        dataset: Dataset[Any], collate: Callable[[Any], Any], sizes: tuple[int, int, int], of: int = packs
+    ) -> list[Callable[[], float] | None]:
+        alone, ahead, waiting = sizes
         return [
-            lambda: per_batch(loader(dataset, collate, order(few), 0), few),
-            lambda: per_batch(loader(dataset, collate, order(some), 2), some),
-            lambda: blocked(loader(dataset, collate, order(100), 2), 100),
+            lambda: per_batch(loader(dataset, collate, random_batches(of, alone, next(seeds)), 0), alone),
+            lambda: per_batch(loader(dataset, collate, random_batches(of, ahead, next(seeds)), 2), ahead),
+            lambda: blocked(loader(dataset, collate, random_batches(of, waiting, next(seeds)), 2), waiting),
         ]
 
     def inline(form: Any) -> Callable[[], float]:
@@ -135,26 +132,16 @@ def warm_ways(stores: list[Store], prefix: Path, packs: int) -> list[tuple[str, 
         (COPYING, [copying(prefix, order), None, None]),
         (ASSEMBLE, [inline("wide"), None, None]),
         (THREAD, thread("wide")),
-        ("`PackRows` in a DataLoader", through(PackRows(assembler_of(prefix)), whole_batch, 1)),
+        ("`PackRows` in a DataLoader", through(PackRows(assembler_of(prefix)), whole_batch, (400, 150, 100))),
         ("narrow form into reused buffers", [inline("narrow"), None, None]),
         ("narrow form, the thread", thread("narrow")),
-        (NUMPY, through(Files(prefix), peers.collate, 1)),
+        (NUMPY, through(Files(prefix), peers.collate, (400, 150, 100))),
     ]
-    ways += [(f"{store.name}, collate in numpy", through(store.open(), peers.collate, 4)) for store in stores]
+    for store in stores:
+        ways.append((f"{store.name}, collate in numpy", through(store.open(), peers.collate, (100, 150, 100))))
     lists = peers.Lists([Files(prefix)[i] for i in range(64)])
-    ways.append((LISTS, lists_ways(lists)))
+    ways.append((LISTS, through(lists, peers.collate_lists, (12, 30, 30), len(lists))))
     return ways
-
-
-def lists_ways(lists: peers.Lists) -> list[Callable[[], float] | None]:
-    def order(count: int) -> Batches:
-        return random_batches(len(lists), count, 0)
-
-    return [
-        lambda: per_batch(loader(lists, peers.collate_lists, order(12), 0), 12),
-        lambda: per_batch(loader(lists, peers.collate_lists, order(30), 2), 30),
-        lambda: blocked(loader(lists, peers.collate_lists, order(30), 2), 30),
-    ]
 
 
 def copying(prefix: Path, order: Callable[[int], Batches]) -> Callable[[], float]:
@@ -227,7 +214,7 @@ def headlines(bench: Bench, found: dict[str, Cells]) -> None:
         what, ours = "the same: time a trainer waits in `next`", found[THREAD][2]
         bench.headline(f"next-{key}", what, ours, "ms", peer=f"{name}; best of three", theirs=best)
     others = {COPYING, *peers}
-    marks = [Dot(name.replace("`", ""), cells[0], name not in others) for name, cells in found.items()]
+    marks = [Dot(name, cells[0], name not in others) for name, cells in found.items()]
     bench.plot("batches", dots(f"A batch of {size}, no workers", "milliseconds", marks))
 
 
@@ -286,12 +273,8 @@ def cold(bench: Bench, stores: list[Store], prefix: Path, packs: int, rounds: in
     for _ in range(rounds):
         for cell, (_, files, batches) in zip(found, ways, strict=True):
             # New batches each time: what is below the page cache must not remember them either.
-            cell.append(
-                (
-                    *_from_disk(per_batch, files, batches, packs, next(seeds)),
-                    _from_disk(blocked, files, batches, packs, next(seeds))[0],
-                )
-            )
+            took = _from_disk(per_batch, files, batches, packs, next(seeds))
+            cell.append((*took, _from_disk(blocked, files, batches, packs, next(seeds))[0]))
     figures = [[statistics.median(column) for column in zip(*cell, strict=True)] for cell in found]
     bench.section("From disk")
     bench.say(
@@ -301,7 +284,7 @@ def cold(bench: Bench, stores: list[Store], prefix: Path, packs: int, rounds: in
     )
     base, waits = figures[0][0], figures[0][2]
     rows = [
-        (name, f"{t:.2f}", f"{base / t:.1f}", f"{nbytes / 1e6:.2f}", f"{wait:.2f}", f"{waits / wait:.1f}")
+        (name, *cells(".2f .1f .2f .2f .1f", t, base / t, nbytes / 1e6, wait, waits / wait))
         for (name, _, _), (t, nbytes, wait) in zip(ways, figures, strict=True)
     ]
     header = ("way", "ms", "rate, plain map = 1", "MB read from disk", "blocked in `next`", "plain map / this")
@@ -311,7 +294,7 @@ def cold(bench: Bench, stores: list[Store], prefix: Path, packs: int, rounds: in
     for name in [name for name in times if key_of(name) in ("arrow", "mds")]:
         what = f"a batch of {ROWS} x {CAPACITY:,} from disk, nothing cached"
         bench.headline(f"cold-{key_of(name)}", what, thread, "ms", peer=name, theirs=times[name])
-    marks = [Dot(name.replace("`", ""), cell, not key_of(name)) for name, cell in times.items()]
+    marks = [Dot(name, cell, not key_of(name)) for name, cell in times.items()]
     bench.plot("batches_cold", dots("A shuffled batch from disk, nothing cached", "milliseconds", marks))
 
 
@@ -333,35 +316,29 @@ def _from_disk(
     return in_fork(work)
 
 
-def main() -> None:
-    options = Parser(
-        __doc__,
-        packs=Size(10_000, 20_000, "packs in every store"),
-        rounds=Size(3, 5, "runs of which the median is taken"),
-    ).parse()
-    versions = ("torch", "datasets", "mosaicml-streaming", "numpy")
-    bench = Bench("batches", "Batches beside other stores and collates", versions, options)
+def report(bench: Bench, folder: Path, options: Namespace) -> None:
     bench.say(
         f"{options.packs:,} packs, capacity {CAPACITY}, batches of {ROWS} random packs: {ROWS * TOKENS:,} tokens of"
         f" {SEQUENCES * ROWS} sequences."
     )
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        prefix = folder / "ours"
-        with ShardWriter(prefix, capacity=CAPACITY, pad_id=0, durable=False) as writer:
-            fill(writer, np.random.default_rng(0), options.packs)
-        stores = []
-        for make in (peers.arrow, peers.mds):
-            try:
-                stores.append(Store(*make(folder, Files(prefix))))
-            except ImportError as error:
-                bench.say(f"{make.__name__} is left out: {error}.")
-        # Cold first: this process must not have mapped what is to be evicted.
-        cold(bench, stores, prefix, options.packs, options.rounds)
-        check_equal(stores, prefix, options.packs)
-        warm(bench, stores, prefix, options.packs, options.rounds)
-    bench.write()
+    prefix, stores = folder / "ours", []
+    with ShardWriter(prefix, capacity=CAPACITY, pad_id=0, durable=False) as writer:
+        fill(writer, np.random.default_rng(0), options.packs)
+    for make in (peers.arrow, peers.mds):
+        try:
+            stores.append(Store(*make(folder, Files(prefix))))
+        except ImportError as error:
+            bench.say(f"{make.__name__} is left out: {error}.")
+    # Cold first: this process must not have mapped what is to be evicted.
+    cold(bench, stores, prefix, options.packs, options.rounds)
+    check_equal(stores, prefix, options.packs)
+    warm(bench, stores, prefix, options.packs, options.rounds)
 
 
 if __name__ == "__main__":
-    main()
+    versions = ("torch", "datasets", "mosaicml-streaming", "numpy")
+    sizes = {
+        "packs": Size(10_000, 20_000, "packs in every store"),
+        "rounds": Size(3, 5, "runs of which the median is taken"),
+    }
+    run_bench("batches", "Batches beside other stores and collates", versions, report, __doc__, sizes)

@@ -30,6 +30,8 @@ from plot import Dot, dots
 from quotes import complaints, rewritten
 from report import HEADER, NOT_RUN, RESULTS, Headline, machine, table
 
+from megatron_sft_idx.storage.mounts import mount_of
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path(__file__).resolve().parent / "RESULTS.md"
 BENCHES = (
@@ -42,17 +44,11 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Result:
-    """What one bench left.
+    """What one bench left."""
 
-    Attributes:
-        name: of the bench.
-        kept: its JSON; empty where it leaves none.
-        text: its Markdown.
-    """
-
-    name: str
-    kept: dict[str, Any]
-    text: str
+    name: str  # of the bench
+    kept: dict[str, Any]  # its JSON; empty where it leaves none
+    text: str  # its Markdown
 
     @property
     def headlines(self) -> list[Headline]:
@@ -127,26 +123,15 @@ def commit() -> str:
 
 def surroundings() -> list[str]:
     """Processor, memory, disk, kernel, Python, and what else runs now."""
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    pages, mount = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), mount_of(tempfile.gettempdir())
     return [
         machine(),
         f"{pages / GB:.0f} GB of memory",
-        f"temporary files on {file_system(tempfile.gettempdir())}",
+        f"temporary files on {mount.filesystem} ({mount.source})",
         f"{platform.system()} {platform.release()}",
         f"Python {platform.python_version()}",
         f"load {os.getloadavg()[0]:.1f} when it began",
     ]
-
-
-def file_system(path: str) -> str:
-    """Kind and device of the mount that a path is on."""
-    best = ("", "an unknown file system")
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        device, place, kind = line.split()[:3]
-        inside = os.path.realpath(path).startswith(place.rstrip("/") + "/") or place == "/"
-        if inside and len(place) >= len(best[0]):
-            best = (place, f"{kind} ({device})")
-    return best[1]
 
 
 # ---- the page ----

@@ -2,21 +2,18 @@
 
     python tools/bench/conversion.py [--full]
 
-Every conversion runs in a fresh process, which is watched from outside: its
-heap is what Linux counts as RssAnon, interpreter and libraries included, mapped files not. Then the same conversions
-at a tenth and a fifth of the size under tracemalloc, which knows Python's and numpy's memory to the byte: what grows
-with the data would show. Needs some 4 times the size in the folder for temporary files.
+Every conversion runs in a fresh process, which is watched from outside: its heap is what Linux counts as RssAnon,
+interpreter and libraries included, mapped files not. Needs some 4 times the size in the folder for temporary files.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
-import tracemalloc
+from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -28,7 +25,7 @@ from formats_peers import nbytes_of
 from formats_ways import write_packs
 from measure import in_own_process, memory
 from plot import Dot, dots
-from report import MIB, Bench, Parser, Size
+from report import MIB, Bench, Size, cells, run_bench
 
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
 
@@ -41,19 +38,12 @@ NPY_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Format:
-    """What the conversions to and from a format are given.
+    """What the conversions to and from a format are given."""
 
-    Attributes:
-        name: as --to takes it.
-        stored: file or folder name.
-        to: how it is written; None where it is only read.
-        back: how it is read.
-    """
-
-    name: str
-    stored: str
-    to: ConvertOptions | None = field(default_factory=ConvertOptions)
-    back: ConvertOptions = field(default_factory=ConvertOptions)
+    name: str  # as --to takes it
+    stored: str  # file or folder name
+    to: ConvertOptions | None = field(default_factory=ConvertOptions)  # how it is written; None where it is only read
+    back: ConvertOptions = field(default_factory=ConvertOptions)  # how it is read
 
 
 TRAINED = ConvertOptions(reader={"mask_rule": "all"})
@@ -69,59 +59,47 @@ FORMATS = [
 
 @dataclass(frozen=True)
 class Run:
-    """One conversion.
+    """One conversion."""
 
-    Attributes:
-        direction: from what to what.
-        nbytes: of the source.
-        written: bytes of the result.
-        seconds: to open the source and to convert it.
-        verifying: seconds to read the result again; None where it was not.
-        heap: peak, by tracemalloc where it was traced.
-    """
-
-    direction: str
-    nbytes: int
-    written: int
-    seconds: float
-    verifying: float | None
-    heap: int
+    direction: str  # from what to what
+    nbytes: int  # of the source
+    written: int  # bytes of the result
+    seconds: float  # to open the source and to convert it
+    verifying: float | None  # seconds to read the result again; None where it was not
+    heap: int  # peak
 
 
 # ---- one conversion, in a process of its own ----
 
 
-def work(pipe: Connection, source: list[str], destination: str, to: str, options: ConvertOptions, traced: bool) -> None:
+def work(pipe: Connection, source: list[str], destination: str, to: str, options: ConvertOptions) -> None:
     begins: list[float] = []  # of converting, and of verifying
 
     def begun(what: str, tokens: int) -> Any:
         begins.append(time.perf_counter())
         return lambda tokens, packs: None
 
-    if traced:
-        tracemalloc.start()
     start = time.perf_counter()
     convert(source, destination, to, options, begun=begun)
-    peak = tracemalloc.get_traced_memory()[1] if traced else 0
     # Opening the source is part of converting it: some formats read all of it for that.
-    pipe.send((start, *begins[1:], time.perf_counter(), peak))
+    pipe.send((start, *begins[1:], time.perf_counter()))
 
 
-def watched(source: list[str], destination: str, to: str, options: ConvertOptions, *, traced: bool) -> Run:
+def watched(direction: str, source: list[str], destination: str, to: str, options: ConvertOptions) -> Run:
     context = get_context("spawn")
     receive, send = context.Pipe(duplex=False)
-    child = context.Process(target=work, args=(send, source, destination, to, options, traced))
+    child = context.Process(target=work, args=(send, source, destination, to, options))
     child.start()
     send.close()  # so that a child that dies is an end of file
     heap = 0
     while not receive.poll(WATCH_SECONDS):
         heap = max(heap, memory("RssAnon", child.pid or "self"))
-    *times, peak = receive.recv()
+    times = receive.recv()
     child.join()
     seconds = [after - before for before, after in pairwise(times)]
     read = sum(nbytes_of(path) for path in source)
     verifying = seconds[1] if len(seconds) > 1 else None
-    return Run("", read, nbytes_of(destination), seconds[0], verifying, peak or heap)
+    return Run(direction, read, nbytes_of(destination), seconds[0], verifying, heap)
 
 
 # ---- there and back ----
@@ -149,7 +127,7 @@ def remove(folder: Path, name: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def there_and_back(folder: Path, kind: Format, nbytes: int, *, traced: bool) -> Iterator[Run]:
+def there_and_back(folder: Path, kind: Format, nbytes: int) -> Iterator[Run]:
     """From a shard to the format and from it to a shard; the folder is left as it was, but without the first shard."""
     shard, other = folder / "shard", folder / kind.stored
     write_packs(str(shard), max(1, nbytes // PACK_NBYTES))
@@ -157,16 +135,15 @@ def there_and_back(folder: Path, kind: Format, nbytes: int, *, traced: bool) -> 
         for suffix in (".bin", ".idx"):
             os.link(f"{shard}{suffix}", f"{other}{suffix}")
     else:
-        run = watched([str(shard)], str(other), kind.name, kind.to, traced=traced)
-        yield replace(run, direction=f"sft-idx to {kind.name}")
+        yield watched(f"sft-idx to {kind.name}", [str(shard)], str(other), kind.name, kind.to)
     if kind.name == "npy":
         remove(folder, kind.stored)
         remove(folder, "shard")
         write_packs(str(shard), max(1, int(nbytes * NPY_SHARE) // PACK_NBYTES))
         convert(str(shard), str(other), kind.name, kind.to)
     remove(folder, "shard")
-    run = watched(up_to(other, nbytes), str(folder / "back"), "sft-idx", kind.back, traced=traced)
-    yield replace(run, direction=f"{kind.name} to sft-idx")
+    source, back = up_to(other, nbytes), str(folder / "back")
+    yield watched(f"{kind.name} to sft-idx", source, back, "sft-idx", kind.back)
     remove(folder, "back")
     remove(folder, kind.stored)
 
@@ -197,19 +174,19 @@ def by_script(source: str, destination: str) -> float:
     return time.perf_counter() - start
 
 
-def beside_scripts(bench: Bench, nbytes: int, rounds: int) -> None:
+def beside_scripts(bench: Bench, folder: Path, nbytes: int, rounds: int) -> None:
     """Parquet to a shard, masks and boundaries included, beside the loop that people write for tokens alone."""
     ours: list[float] = []
     theirs: list[float] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_packs(str(folder / "shard"), max(1, nbytes // PACK_NBYTES))
-        convert(str(folder / "shard"), str(folder / "packs.parquet"), "parquet", ConvertOptions(verify=False))
-        for number in range(rounds):
-            for work, times in ((by_convert, ours), (by_script, theirs)):
-                prefix = f"{folder}/{work.__name__}{number}"
-                times.append(in_own_process(work, f"{folder}/packs.parquet", prefix))
-                remove(folder, Path(prefix).name)
+    write_packs(str(folder / "shard"), max(1, nbytes // PACK_NBYTES))
+    convert(str(folder / "shard"), str(folder / "packs.parquet"), "parquet", ConvertOptions(verify=False))
+    for number in range(rounds):
+        for work, times in ((by_convert, ours), (by_script, theirs)):
+            prefix = f"{folder}/{work.__name__}{number}"
+            times.append(in_own_process(work, f"{folder}/packs.parquet", prefix))
+            remove(folder, Path(prefix).name)
+    remove(folder, "shard")
+    remove(folder, "packs.parquet")
     what = f"Parquet to a shard of {nbytes / 1e6:,.0f} MB, masks and boundaries too"
     peer = "pyarrow, lists and Megatron's `add_document`, tokens only"
     bench.headline("parquet", what, ours, "s", peer=peer, theirs=theirs, short=True)
@@ -218,24 +195,14 @@ def beside_scripts(bench: Bench, nbytes: int, rounds: int) -> None:
 # ---- the report ----
 
 
-def report(bench: Bench, full: list[Run], tenth: list[Run], fifth: list[Run]) -> None:
+def tables(bench: Bench, full: list[Run]) -> None:
     rows = []
-    for run, small, twice in zip(full, tenth, fifth, strict=True):
-        rows.append(
-            (
-                run.direction,
-                f"{run.nbytes / 1e6:,.0f}",
-                f"{run.written / 1e6:,.0f}",
-                f"{run.seconds:.1f}",
-                f"{run.nbytes / run.seconds / 1e6:,.0f}",
-                f"{run.verifying:.1f}" if run.verifying is not None else "not verified",
-                f"{run.heap / MIB:,.0f}",
-                f"{small.heap / MIB:,.1f}",
-                f"{twice.heap / MIB:,.1f}",
-            )
-        )
+    for run in full:
+        read = run.nbytes / 1e6, run.written / 1e6, run.seconds, run.nbytes / run.seconds / 1e6
+        verifying = "not verified" if run.verifying is None else f"{run.verifying:.1f}"
+        rows.append((run.direction, *cells(",.0f ,.0f .1f ,.0f", *read), verifying, f"{run.heap / MIB:,.0f}"))
     header = "direction, MB read, MB written, seconds, MB/s, verifying seconds, peak heap MiB"
-    bench.table(f"{header}, traced peak MiB at a tenth, at a fifth".split(", "), rows)
+    bench.table(header.split(", "), rows)
     for run in full:
         key = run.direction.replace(" ", "-")
         bench.headline(key, f"converting {run.direction}", [run.nbytes / run.seconds / 1e6], "MB/s")
@@ -246,35 +213,28 @@ def report(bench: Bench, full: list[Run], tenth: list[Run], fifth: list[Run]) ->
     bench.plot("conversion", dots("Converting between formats", "MB read a second", marks, more=True))
 
 
-def main() -> None:
-    options = Parser(
-        __doc__,
-        gigabytes=Size(0.1, 2.0, "size of what is converted"),
-        rounds=Size(3, 3, "runs beside a script, of which the median is taken"),
-    ).parse()
-    nbytes = int(options.gigabytes * GB)
-
-    def runs(share: float, *, traced: bool) -> list[Run]:
-        found = []
-        with tempfile.TemporaryDirectory() as name:
-            for kind in FORMATS:
-                for run in there_and_back(Path(name), kind, int(nbytes * share), traced=traced):
-                    size, heap = run.nbytes / 1e6, run.heap / MIB
-                    print(f"{run.direction}: {size:.0f} MB, {run.seconds:.1f} s, heap {heap:.0f} MiB", flush=True)
-                    found.append(run)
-        return found
-
-    title = "Converting between a shard and every other format"
-    bench = Bench("conversion", title, ("pyarrow", "megatron-core", "numpy"), options)
+def report(bench: Bench, folder: Path, options: Namespace) -> None:
     bench.say(
         "Packs of 4096 tokens; a fresh process each; MB/s of what is read, opening it and fsync included. Heap: peak of"
         " all memory but mapped files, interpreter and libraries included. A pickled `.npy` can only be read whole: it"
         f" is read at {NPY_SHARE:.0%} of the size, and not verified at full size."
     )
-    beside_scripts(bench, nbytes // 2, options.rounds)
-    report(bench, runs(1, traced=False), runs(0.1, traced=True), runs(0.2, traced=True))
-    bench.write()
+    nbytes = int(options.gigabytes * GB)
+
+    found = []
+    beside_scripts(bench, folder, nbytes // 2, options.rounds)
+    for kind in FORMATS:
+        for run in there_and_back(folder, kind, nbytes):
+            size, heap = run.nbytes / 1e6, run.heap / MIB
+            print(f"{run.direction}: {size:.0f} MB, {run.seconds:.1f} s, heap {heap:.0f} MiB", flush=True)
+            found.append(run)
+    tables(bench, found)
 
 
 if __name__ == "__main__":
-    main()
+    title = "Converting between a shard and every other format"
+    sizes = {
+        "gigabytes": Size(0.1, 2.0, "size of what is converted"),
+        "rounds": Size(3, 3, "runs beside a script, of which the median is taken"),
+    }
+    run_bench("conversion", title, ("pyarrow", "megatron-core", "numpy"), report, __doc__, sizes)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import gc
 import statistics
-import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from formats_peers import Items
 from formats_ways import CAPACITY, SEQUENCES, WAYS, Way, check_equal, write_all
 from measure import in_own_process, memory, read_from_disk
 from plot import Dot, dots
-from report import MIB, Bench, Parser, Size
+from report import MIB, Bench, Size, cells, run_bench
 
 from megatron_sft_idx import open_dataset
 from megatron_sft_idx.inspect.place import drop_cache
@@ -45,27 +45,16 @@ BESIDE = {
 
 
 class Figures(NamedTuple):
-    """What two processes found in one round.
+    """What two processes found in one round."""
 
-    Attributes:
-        open_ms: to open.
-        open_mib: growth of resident memory by it.
-        random_us: a read in random order, values left alone.
-        touched_us: a read in random order, every value copied out.
-        sequential_us: a read in order, every value copied out.
-        own_mib: growth of memory beside mapped files, after all of it.
-        cold_us: a read in random order, every value copied out, nothing in the page cache.
-        cold_kib: that the disk gave for it.
-    """
-
-    open_ms: float
-    open_mib: float
-    random_us: float
-    touched_us: float
-    sequential_us: float
-    own_mib: float
-    cold_us: float = 0.0
-    cold_kib: float = 0.0
+    open_ms: float  # to open
+    open_mib: float  # growth of resident memory by it
+    random_us: float  # a read in random order, values left alone
+    touched_us: float  # a read in random order, every value copied out
+    sequential_us: float  # a read in order, every value copied out
+    own_mib: float  # growth of memory beside mapped files, after all of it
+    cold_us: float = 0.0  # a read in random order, every value copied out, nothing in the page cache
+    cold_kib: float = 0.0  # that the disk gave for it
 
 
 def copied(items: Items, place: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Callable[[int], None]:
@@ -146,28 +135,16 @@ def measured(folder: Path, warm: Path, rounds: int) -> dict[Way, list[Figures]]:
 # ---- the report ----
 
 
-def report(bench: Bench, folder: Path, found: dict[Way, list[Figures]]) -> None:
+def tables(bench: Bench, folder: Path, found: dict[Way, list[Figures]]) -> None:
     middles = {way: Figures(*map(statistics.median, zip(*rounds, strict=True))) for way, rounds in found.items()}
     base = next(iter(middles.values()))
     rows = []
     for way, one in middles.items():
-        rows.append(
-            (
-                way.label,
-                way.reader,
-                f"{one.open_ms:.2f}",
-                f"{one.open_mib:.1f}",
-                f"{one.own_mib:.1f}",
-                f"{one.random_us:,.2f}",
-                f"{one.random_us / base.random_us:,.1f}",
-                f"{one.touched_us:,.2f}",
-                f"{one.touched_us / base.touched_us:,.1f}",
-                f"{one.sequential_us:,.2f}",
-                f"{one.cold_us:,.0f}",
-                f"{one.cold_kib:,.0f}",
-                f"{peers.nbytes_of(str(folder / way.stored)) / 1e6:,.0f}",
-            )
-        )
+        copied = one.touched_us, one.touched_us / base.touched_us, one.sequential_us
+        stored = one.cold_us, one.cold_kib, peers.nbytes_of(str(folder / way.stored)) / 1e6
+        read = one.open_ms, one.open_mib, one.own_mib, one.random_us, one.random_us / base.random_us
+        figures = cells(".2f .1f .1f ,.2f ,.1f ,.2f ,.1f ,.2f ,.0f ,.0f ,.0f", *read, *copied, *stored)
+        rows.append((way.label, way.reader, *figures))
     header = "format, reader, open ms, RSS of opening MiB, own memory MiB, random us, / ours, random and copied us"
     header += ", / ours, in order and copied us, cold random us, KiB from disk, MB on disk"
     bench.table(header.split(", "), rows)
@@ -204,7 +181,7 @@ def beside_ours(bench: Bench, found: dict[Way, list[Figures]]) -> None:
             short = way.beside in SHORT.get(key, ())
             bench.headline(f"{key}-{way.beside}", what, ours, unit, peer=way.peer, theirs=theirs, short=short)
         marks = [
-            Dot(f"{way.label}, {way.reader}".replace("`", ""), [getattr(one, field) for one in rounds], way is WAYS[0])
+            Dot(f"{way.label}, {way.reader}", [getattr(one, field) for one in rounds], way is WAYS[0])
             for way, rounds in found.items()
             if way is WAYS[0] or way.beside
         ]
@@ -212,15 +189,7 @@ def beside_ours(bench: Bench, found: dict[Way, list[Figures]]) -> None:
         bench.plot(f"formats_{key}", dots(what.capitalize(), label, marks))
 
 
-def main() -> None:
-    options = Parser(
-        __doc__,
-        packs=Size(12_000, 20_000, "packs in every format but .npy"),
-        npy_packs=Size(1_000, 2_000, "packs in the pickled .npy"),
-        rounds=Size(3, 5, "runs of which the median is taken"),
-    ).parse()
-    versions = ("pyarrow", "datasets", "mosaicml-streaming", "megatron-core", "numpy")
-    bench = Bench("formats", "Formats beside each other", versions, options)
+def report(bench: Bench, folder: Path, options: Namespace) -> None:
     bench.say(
         f"From the page cache, medians of {options.rounds} runs, a fresh process each. {options.packs:,} packs of"
         f" {CAPACITY} tokens and {SEQUENCES} sequences ({options.npy_packs:,} in the `.npy`, which is read whole)."
@@ -228,15 +197,19 @@ def main() -> None:
         " memory: what the process holds beside mapped files once it has read. Copied: every value is copied into an"
         " array, as a collate does. Cold: the same, with nothing in the page cache."
     )
-    with tempfile.TemporaryDirectory() as name:
-        folder, warm = Path(name) / "data", Path(name) / "warm"
-        for made, packs, npy_packs in ((warm, WARM_PACKS, WARM_PACKS), (folder, options.packs, options.npy_packs)):
-            made.mkdir()
-            write_all(made, packs, npy_packs)
-        check_equal(warm)
-        report(bench, folder, measured(folder, warm, options.rounds))
-    bench.write()
+    data, warm = folder / "data", folder / "warm"
+    for made, packs, npy_packs in ((warm, WARM_PACKS, WARM_PACKS), (data, options.packs, options.npy_packs)):
+        made.mkdir()
+        write_all(made, packs, npy_packs)
+    check_equal(warm)
+    tables(bench, data, measured(data, warm, options.rounds))
 
 
 if __name__ == "__main__":
-    main()
+    versions = ("pyarrow", "datasets", "mosaicml-streaming", "megatron-core", "numpy")
+    sizes = {
+        "packs": Size(12_000, 20_000, "packs in every format but .npy"),
+        "npy_packs": Size(1_000, 2_000, "packs in the pickled .npy"),
+        "rounds": Size(3, 5, "runs of which the median is taken"),
+    }
+    run_bench("formats", "Formats beside each other", versions, report, __doc__, sizes)

@@ -180,20 +180,12 @@ class Stock:
         return {"input_ids": self.items[i]}
 
 
-class ArrowItems:
+def arrow_items(folder: str) -> Items:
     """Hugging Face ``datasets`` from a saved folder, as numpy arrays."""
+    import datasets
 
-    def __init__(self, folder: str) -> None:
-        import datasets
-
-        self.rows = datasets.load_from_disk(folder).with_format("numpy")
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> Sample:
-        row: Sample = self.rows[i]
-        return row
+    rows: Items = datasets.load_from_disk(folder).with_format("numpy")
+    return rows
 
 
 def import_streaming() -> ModuleType:
@@ -204,18 +196,10 @@ def import_streaming() -> ModuleType:
     return streaming  # type: ignore[no-any-return]
 
 
-class MdsItems:
+def mds_items(folder: str) -> Items:
     """mosaicml-streaming's local dataset, which gives numpy arrays."""
-
-    def __init__(self, folder: str) -> None:
-        self.rows = import_streaming().LocalDataset(folder)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> Sample:
-        row: Sample = self.rows[i]
-        return row
+    rows: Items = import_streaming().LocalDataset(folder)
+    return rows
 
 
 def files_of(path: str) -> list[Path]:

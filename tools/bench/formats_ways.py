@@ -51,34 +51,20 @@ def write_packs(prefix: str, packs: int) -> None:
 # ---- ways ----
 
 
-def ours(path: str) -> Items:
-    return cast(Items, open_dataset(path))
-
-
-def trained(path: str) -> Items:
-    """Formats without masks need a rule."""
-    return cast(Items, open_dataset(path, mask_rule="all"))
+def ours(path: str, **options: Any) -> Items:
+    return cast(Items, open_dataset(path, **options))
 
 
 @dataclass(frozen=True)
 class Way:
-    """A row of the table.
+    """A row of the table."""
 
-    Attributes:
-        stored: name of what is read, a file or folder of the bench's folder.
-        label: of the format, in the table.
-        reader: in the table.
-        open: makes the dataset from a path.
-        key: of ours, by which its headlines are named.
-        beside: of others, the same where the shard is set beside them.
-    """
-
-    stored: str
-    label: str
-    reader: str
-    open: Callable[[str], Items]
-    key: str = ""
-    beside: str = ""
+    stored: str  # name of what is read, a file or folder of the bench's folder
+    label: str  # of the format, in the table
+    reader: str  # in the table
+    open: Callable[[str], Items]  # makes the dataset from a path
+    key: str = ""  # of ours, by which its headlines are named
+    beside: str = ""  # of others, the same where the shard is set beside them
 
     @property
     def ours(self) -> bool:
@@ -91,6 +77,7 @@ class Way:
         return self.reader if self.label == SHARD else f"{self.label}, {self.reader}"
 
 
+TRAINED = partial(ours, mask_rule="all")  # formats without masks need a rule
 SHARD, NPY, MEMMAP = "shard (five files)", "pickled `.npy`", "padded memmap folder"
 LARGE, SMALL = "Parquet, 1000 packs a row group", "Parquet, 16 packs a row group"
 PBIN, JSONL, STOCK = "Modalities `.pbin`, 490 tokens an item", "pre-packed JSONL chunks", "stock `.bin` and `.idx`"
@@ -108,16 +95,16 @@ WAYS = [
     Way("16.parquet", SMALL, "pyarrow as Megatron-Bridge", peers.RowGroups, beside="parquet16"),
     Way("jsonl", JSONL, "`open_dataset`", ours, key="jsonl"),
     Way("jsonl", JSONL, "`json.loads` of a line", peers.JsonLines),
-    Way("packs.pbin", PBIN, "`open_dataset`", trained, key="pbin"),
+    Way("packs.pbin", PBIN, "`open_dataset`", TRAINED, key="pbin"),
     Way("packs.pbin", PBIN, "`np.frombuffer` as Modalities", peers.Documents),
-    Way("stock", STOCK, "`open_dataset`", trained, key="stock"),
+    Way("stock", STOCK, "`open_dataset`", TRAINED, key="stock"),
     Way("stock", STOCK, "`IndexedDataset`", peers.Stock, beside="stock"),
 ]
 # Those that are installed.
 if find_spec("datasets"):
-    WAYS.append(Way("arrow", "datasets (Arrow)", "numpy format", peers.ArrowItems, beside="arrow"))
+    WAYS.append(Way("arrow", "datasets (Arrow)", "numpy format", peers.arrow_items, beside="arrow"))
 if find_spec("streaming"):
-    WAYS.append(Way("mds", "mosaicml-streaming (MDS)", "`LocalDataset`", peers.MdsItems, beside="mds"))
+    WAYS.append(Way("mds", "mosaicml-streaming (MDS)", "`LocalDataset`", peers.mds_items, beside="mds"))
 
 
 def write_all(folder: Path, packs: int, npy_packs: int) -> None:

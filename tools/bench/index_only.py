@@ -13,15 +13,15 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
-import tempfile
 import time
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from measure import in_own_process, memory, reset_peak
-from report import MIB, Bench, Parser, Size
+from report import MIB, Bench, Size, cells, run_bench
 
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
@@ -37,10 +37,10 @@ CHUNK = 500_000
 
 @dataclass(frozen=True)
 class Start:
-    """One start: seconds after each of ``STEPS``, bytes for each of ``MEMORY``, packs, size of the cached plan."""
+    """One start: seconds after each of ``STEPS``, MiB for each of ``MEMORY``, packs, size of the cached plan."""
 
     seconds: tuple[float, ...]
-    nbytes: tuple[int, ...]
+    mib: tuple[float, ...]
     packs: int
     plan_nbytes: int
 
@@ -76,11 +76,17 @@ def start(prefix: str, cache: str) -> Start:
     tokens = rows.batch(np.arange(BATCH))["tokens"]
     assert tokens.shape == (BATCH, CAPACITY)
     seconds.append(time.perf_counter() - begin)
-    nbytes = (peak, memory("RssAnon") - before["RssAnon"], memory("RssFile") - before["RssFile"])
-    return Start(tuple(seconds), nbytes, source.num_packs, os.path.getsize(plan_path(cache, source.fingerprint)))
+    grown = (peak, *(memory(field) - before[field] for field in ("RssAnon", "RssFile")))
+    return Start(
+        tuple(seconds),
+        tuple(nbytes / MIB for nbytes in grown),
+        source.num_packs,
+        os.path.getsize(plan_path(cache, source.fingerprint)),
+    )
 
 
-def report(bench: Bench, folder: Path, count: int, rounds: int) -> None:
+def report(bench: Bench, folder: Path, options: Namespace) -> None:
+    count, rounds = options.sequences, options.rounds
     prefix, cache = str(folder / "corpus"), str(folder / "cache")
     tokens = write_corpus(prefix, count)
     first: list[Start] = []
@@ -94,34 +100,27 @@ def report(bench: Bench, folder: Path, count: int, rounds: int) -> None:
         f"{count:,} sequences, {tokens:,} tokens, packed to {CAPACITY}: {first[0].packs:,} packs ({fill:.4%} full)."
         f" The cached plan has {first[0].plan_nbytes / MIB:.0f} MiB."
     )
-    rows: list[list[object]] = []
-    for i, step in enumerate(STEPS):
-        times = [statistics.median(run.seconds[i] for run in runs) for runs in (first, second)]
-        rows.append([step, *(f"{value:.3f}" for value in times)])
-    bench.table(("seconds until", "first start", "second start"), rows)
-    rows = []
-    for i, what in enumerate(MEMORY):
-        sizes = [statistics.median(run.nbytes[i] for run in runs) / MIB for runs in (first, second)]
-        rows.append([what, *(f"{value:.0f}" for value in sizes)])
-    bench.table(("MiB beyond imports", "first start", "second start"), rows)
+
+    for what, names, field, form in (
+        ("seconds until", STEPS, "seconds", ".3f .3f"),
+        ("MiB beyond imports", MEMORY, "mib", ".0f .0f"),
+    ):
+        columns = []
+        for runs in (first, second):
+            found = zip(*(getattr(run, field) for run in runs), strict=True)
+            columns.append([statistics.median(values) for values in found])
+        rows = [(name, *cells(form, *pair)) for name, *pair in zip(names, *columns, strict=True)]
+        bench.table((what, "first start", "second start"), rows)
     once, again = ([run.seconds[-1] for run in runs] for runs in (first, second))
     what = f"first batch of {count // 10**6} million sequences packed at start-up, from the cached plan"
     bench.headline("first-batch", what, again, "s", peer="our own first start, which plans", theirs=once, short=True)
     bench.headline("sequences", "sequences of the corpus", [count / 10**6], "million sequences")
-    bench.headline("peak", "the same: peak memory until planned", [run.nbytes[0] / MIB for run in first], "MiB")
-
-
-def main() -> None:
-    options = Parser(
-        __doc__,
-        rounds=Size(3, 5, "starts of which the median is taken"),
-        sequences=Size(10**7, 3 * 10**7, "sequences of the corpus"),
-    ).parse()
-    bench = Bench("index_only", "Index-only packing", ("torch", "numpy"), options)
-    with tempfile.TemporaryDirectory() as name:
-        report(bench, Path(name), options.sequences, options.rounds)
-    bench.write()
+    bench.headline("peak", "the same: peak memory until planned", [run.mib[0] for run in first], "MiB")
 
 
 if __name__ == "__main__":
-    main()
+    sizes = {
+        "rounds": Size(3, 5, "starts of which the median is taken"),
+        "sequences": Size(10**7, 3 * 10**7, "sequences of the corpus"),
+    }
+    run_bench("index_only", "Index-only packing", ("torch", "numpy"), report, __doc__, sizes)

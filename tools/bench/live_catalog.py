@@ -8,8 +8,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import statistics
-import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from batches_peers import CAPACITY, ROWS, SEQUENCES, TOKENS, fill
 from plot import Dot, dots
-from report import Bench, Parser, Size
+from report import Bench, Size, cells, run_bench
 
 from megatron_sft_idx.live import Catalog, Limits, ProducerState
 from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
@@ -89,10 +89,7 @@ def beside(bench: Bench, folder: Path, rounds: int) -> None:
     )
     header = ("way", "ms", "fastest", "static dataset = 1", "processor ms", "static dataset = 1")
     rows = [
-        (
-            *(name, f"{wall:.3f}", f"{min(cell)[0]:.3f}", f"{wall / base:.2f}"),
-            *(f"{cpu:.3f}", f"{cpu / busy:.2f}"),
-        )
+        (name, *cells(".3f .3f .2f .3f .2f", wall, min(cell)[0], wall / base, cpu, cpu / busy))
         for (name, _), cell, (wall, cpu) in zip(ways, found, figures, strict=True)
     ]
     bench.table(header, rows)
@@ -158,7 +155,8 @@ def four_ranks(bench: Bench, folder: Path, rounds: int) -> None:
         process.join()
     own, scatter = found[::2], found[1::2]
     base = statistics.median(own)
-    nbytes = RANKS * Batch(assembler_layout(folder)).layout.nbytes
+    layout = BatchAssembler(StoredPacks(ShardSet.open(folder)), CAPACITY, width=SEQUENCES + 2).layout(ROWS)
+    nbytes = RANKS * Batch(layout).layout.nbytes
     bench.section(f"{RANKS} ranks")
     bench.say(
         f"Milliseconds a step of {RANKS} processes on this machine (gloo, over loopback), each with a micro-batch of"
@@ -178,26 +176,17 @@ def four_ranks(bench: Bench, folder: Path, rounds: int) -> None:
     bench.plot("live_catalog", dots(f"A step of {RANKS} ranks over a live catalog", "milliseconds", marks))
 
 
-def assembler_layout(folder: Path) -> Any:
-    return BatchAssembler(StoredPacks(ShardSet.open(folder)), CAPACITY, width=SEQUENCES + 2).layout(ROWS)
-
-
-def main() -> None:
-    options = Parser(
-        __doc__,
-        packs=Size(8000, 8000, "packs in the catalog"),
-        shards=Size(20, 20, "shards they are in"),
-        rounds=Size(5, 9, "epochs of which the median is taken"),
-    ).parse()
-    bench = Bench("live_catalog", "A live catalog beside a static dataset", ("torch",), options)
+def report(bench: Bench, folder: Path, options: Namespace) -> None:
     bench.say(f"{options.packs:,} packs of {TOKENS} tokens in {options.shards} shards.")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_catalog(folder, options.shards, options.packs)
-        beside(bench, folder, options.rounds)
-        four_ranks(bench, folder, options.rounds)
-    bench.write()
+    write_catalog(folder, options.shards, options.packs)
+    beside(bench, folder, options.rounds)
+    four_ranks(bench, folder, options.rounds)
 
 
 if __name__ == "__main__":
-    main()
+    sizes = {
+        "packs": Size(8000, 8000, "packs in the catalog"),
+        "shards": Size(20, 20, "shards they are in"),
+        "rounds": Size(5, 9, "epochs of which the median is taken"),
+    }
+    run_bench("live_catalog", "A live catalog beside a static dataset", ("torch",), report, __doc__, sizes)

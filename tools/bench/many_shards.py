@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 import resource
-import tempfile
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-from measure import alternated, in_own_process, memory
+from measure import alternated, in_own_process, memory, write_equal_packs
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from plot import Dot, dots
-from report import MIB, Bench, Parser, Size
+from report import MIB, Bench, Size, run_bench
 
-from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.loader import BatchLoader
@@ -49,16 +48,9 @@ ACCESSES = ("`ds[i]`", "`assemble`", "`BatchLoader`")
 
 def write(prefix: Path, groups: int, number: int = 0) -> None:
     """A shard of ``groups`` times eight packs."""
-    rng = np.random.default_rng(number)
-    starts = np.tile(np.arange(SEQUENCES) * (LENGTH // SEQUENCES), PACKS).astype(np.int64)
-    mask = np.ones(PACKS * LENGTH, np.uint8)
-    mask[LENGTH // SEQUENCES - 1 :: LENGTH // SEQUENCES] = 0
-    lengths, sequences = np.full(PACKS, LENGTH), np.full(PACKS, SEQUENCES)
     metadata = {"tokenizer": {"fingerprint": "f" * 32, "vocab_size": 60_000}, "shard": number}
-    with ShardWriter(prefix, token_dtype=np.uint16, capacity=LENGTH, durable=False, metadata=metadata) as writer:
-        for _ in range(groups):
-            ids = rng.integers(0, 60_000, PACKS * LENGTH, np.uint16)
-            writer.add_packs(ids, mask, starts, lengths, sequences)
+    options = {"token_dtype": np.uint16, "capacity": LENGTH, "metadata": metadata}
+    write_equal_packs(prefix, groups * PACKS, LENGTH, SEQUENCES, seed=number, **options)
 
 
 def make(folder: Path, shards: int) -> None:
@@ -90,33 +82,21 @@ class Watch:
 
 
 class Found(NamedTuple):
-    """What the process under the limits found.
+    """What the process under the limits found."""
 
-    Attributes:
-        opening: seconds of every round, for each of ``OPENINGS``.
-        pickled: bytes beside the paths.
-        access: microseconds of every round, for each of ``ACCESSES`` a list with each of ``SIDES``.
-        rss: bytes that each side holds.
-        maps: of shard files, at most.
-        files: descriptors, at most.
-    """
-
-    opening: list[list[float]]
-    pickled: int
+    opening: list[list[float]]  # seconds of every round, for each of ``OPENINGS``
+    pickled: int  # bytes beside the paths
+    # Microseconds of every round, for each of ``ACCESSES`` a list with each of ``SIDES``.
     access: list[list[list[float]]]
-    rss: list[int]
-    maps: int
-    files: int
+    rss: list[int]  # bytes that each side holds
+    maps: int  # of shard files, at most
+    files: int  # descriptors, at most
 
 
 def opening(folder: Path, rounds: int, watch: Watch) -> list[list[float]]:
     def build() -> PackedSFTDataset:
         config = PackedSFTDatasetConfig(
-            random_seed=1,
-            sequence_length=LENGTH,
-            blend=([str(folder / "many")], None),
-            split="99,1,0",
-            tokenizer=None,
+            random_seed=1, sequence_length=LENGTH, blend=([str(folder / "many")], None), split="99,1,0", tokenizer=None
         )
         builder = BlendedMegatronDatasetBuilder(PackedSFTDataset, [None, None, None], lambda: True, config)
         built: PackedSFTDataset = builder.build()[0]
@@ -181,7 +161,12 @@ def measured(folder: Path, rounds: int) -> Found:
 # ---- the report ----
 
 
-def report(bench: Bench, found: Found, shards: int) -> None:
+def report(bench: Bench, folder: Path, options: Namespace) -> None:
+    shards: int = options.shards
+    bench.title = f"{shards:,} shards beside one of the same size"
+    make(folder, shards)
+    found: Found = in_own_process(measured, folder, options.rounds)
+    bench.say(f"{shards * PACKS:,} packs of {LENGTH} tokens on either side.")
     bench.section("Opening")
     rows = [(name, f"{median(seconds):.3f}") for name, seconds in zip(OPENINGS, found.opening, strict=True)]
     bench.table(("", "s"), rows)
@@ -209,28 +194,13 @@ def report(bench: Bench, found: Found, shards: int) -> None:
         what = f"a batch over {shards:,} shards, {how}"
         bench.headline(key, what, ours, "ms", peer="one shard of the same size", theirs=one, short=which == 1)
     rows_of = [
-        Dot(f"{side}: {name.strip('`')}", times, True)
+        Dot(f"{side}: {name}", times, True)
         for name, columns in zip(ACCESSES, found.access, strict=True)
         for side, times in zip(SIDES, columns, strict=True)
     ]
     bench.plot("many_shards", dots(f"{shards:,} shards beside one", "microseconds", rows_of))
 
 
-def main() -> None:
-    options = Parser(
-        __doc__,
-        shards=Size(1000, 5000, "how many"),
-        rounds=Size(3, 5, "runs of which the median is taken"),
-    ).parse()
-    title = f"{options.shards:,} shards beside one of the same size"
-    bench = Bench("many_shards", title, ("megatron-core",), options)
-    with tempfile.TemporaryDirectory() as name:
-        make(Path(name), options.shards)
-        found = in_own_process(measured, Path(name), options.rounds)
-    bench.say(f"{options.shards * PACKS:,} packs of {LENGTH} tokens on either side.")
-    report(bench, found, options.shards)
-    bench.write()
-
-
 if __name__ == "__main__":
-    main()
+    sizes = {"shards": Size(1000, 5000, "how many"), "rounds": Size(3, 5, "runs of which the median is taken")}
+    run_bench("many_shards", "Many shards beside one of the same size", ("megatron-core",), report, __doc__, sizes)

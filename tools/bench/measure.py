@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -11,16 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-__all__ = [
-    "Time",
-    "alternated",
-    "in_own_process",
-    "medians",
-    "memory",
-    "read_from_disk",
-    "reset_peak",
-    "timed",
-]
+import numpy as np
+
+from megatron_sft_idx.shard import ShardWriter
+
+CHUNK_TOKENS = 1 << 22
 
 
 class Time(NamedTuple):
@@ -36,6 +32,13 @@ def timed(work: Callable[[], Any]) -> Time:
     wall, cpu = time.perf_counter(), time.process_time()
     work()
     return Time(time.process_time() - cpu, time.perf_counter() - wall)
+
+
+def processed(work: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, float]:
+    """What a call returned, and its processor seconds."""
+    begin = time.process_time()
+    result = work(*arguments, **options)
+    return result, time.process_time() - begin
 
 
 def alternated(
@@ -69,10 +72,13 @@ def in_own_process(work: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(work, *arguments).result()
 
 
-def memory(field: str, process: int | str = "self") -> int:
-    """Bytes that Linux counts of a process, such as ``VmRSS``, or ``RssAnon``: what it holds beside mapped files."""
-    with open(f"/proc/{process}/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{field}:"))
+def memory(field: str, process: int | str = "self", file: str = "status") -> int:
+    """Bytes that Linux counts of a process, such as ``VmRSS``, or ``RssAnon``: what it holds beside mapped files.
+
+    Of ``smaps_rollup`` all fields that begin so, such as ``Pss:`` or ``Private``.
+    """
+    with open(f"/proc/{process}/{file}") as lines:
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def reset_peak() -> None:
@@ -84,3 +90,39 @@ def read_from_disk() -> int:
     """Bytes that the disk has given this process so far."""
     with open("/proc/self/io") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("read_bytes"))
+
+
+def write_equal_packs(
+    prefix: str | os.PathLike[str],
+    packs: int,
+    length: int,
+    sequences: int = 1,
+    *,
+    seed: int | None = 0,
+    token_dtype: Any = np.int32,
+    mask_dtype: Any = np.uint8,
+    **options: Any,
+) -> None:
+    """A shard of packs of one length, each of sequences of one length; all is trained on but their last positions.
+
+    Args:
+        prefix: of the shard.
+        packs: how many.
+        length: tokens of each.
+        sequences: of each.
+        seed: of random ids; None has them ascend.
+        token_dtype: of the ids, which are below 60,000.
+        mask_dtype: of the masks.
+        **options: of ``ShardWriter``.
+    """
+    random = np.random.default_rng(seed)
+    step, short = max(CHUNK_TOKENS // length, 1), length // sequences
+    with ShardWriter(prefix, token_dtype=token_dtype, mask_dtype=mask_dtype, durable=False, **options) as writer:
+        for first in range(0, packs, step):
+            count = min(step, packs - first)
+            total = count * length
+            ids = np.arange(total) % 60_000 if seed is None else random.integers(0, 60_000, total)
+            mask = np.ones(total, mask_dtype)
+            mask[short - 1 :: short] = 0
+            starts = np.tile(np.arange(0, length, short), count)
+            writer.add_packs(ids.astype(token_dtype), mask, starts, np.full(count, length), np.full(count, sequences))

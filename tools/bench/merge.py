@@ -8,7 +8,6 @@ that its memory can be told: growth of the peak resident set over imports. Figur
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import statistics
@@ -16,17 +15,18 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from measure import in_own_process, memory, reset_peak
+from measure import in_own_process, memory, reset_peak, write_equal_packs
 from plot import Dot, dots
-from report import MIB, Bench, Parser, Size
+from report import MIB, Bench, Size, cells, run_bench
 
-from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
+from megatron_sft_idx.layout.files import DATA_SUFFIXES
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.split import Parts, split
 from megatron_sft_idx.shard import Shard, ShardWriter
@@ -48,16 +48,9 @@ class Run:
 
 
 def write_sources(folder: Path, packs: int, length: int) -> list[str]:
-    random = np.random.default_rng(0)
     prefixes = [str(folder / f"part-{i}") for i in range(SHARDS)]
-    total = packs * length
-    mask = np.ones(total, np.uint8)
-    mask[length - 1 :: length] = 0
-    for prefix in prefixes:
-        with ShardWriter(prefix, capacity=length, durable=False) as writer:
-            tokens = random.integers(0, 150_000, total, dtype=np.int32)
-            ones = np.ones(packs, np.int64)
-            writer.add_packs(tokens, mask, 0 * ones, length * ones, ones)
+    for number, prefix in enumerate(prefixes):
+        write_equal_packs(prefix, packs, length, seed=number, capacity=length)
     return prefixes
 
 
@@ -134,19 +127,25 @@ def run_of(way: Way, sources: list[str], warm: list[str], folder: Path, rounds: 
 
 def row(name: str, run: Run) -> tuple[str, ...]:
     seconds, cpu = statistics.median(run.seconds), statistics.median(run.cpu)
-    rate = run.nbytes / 1e9 / cpu
-    memory = f"{run.memory / MIB:.1f}"
-    return name, f"{run.nbytes / MIB:.0f}", f"{seconds:.2f}", f"{cpu:.2f}", f"{rate:.2f}", memory
+    sizes = run.nbytes / MIB, seconds, cpu, run.nbytes / 1e9 / cpu, run.memory / MIB
+    return name, *cells(".0f .2f .2f .2f .1f", *sizes)
 
 
-def report(bench: Bench, folder: Path, rounds: int) -> None:
+def report(bench: Bench, folder: Path, options: Namespace) -> None:
+    bench.say(
+        "`merge` verifies every byte of the sources and computes the checksums of the output on the way; `split` reads"
+        " its source twice. Neither `add_index` nor `cat` verifies, writes checksums or waits for the disk. `add_index`"
+        " collects garbage once a shard, which takes most of its time here."
+    )
+    rounds = options.rounds
     for packs, length in SHAPES:
         place = folder / str(length)
         sources = write_sources(place, packs, length)
         (warm,) = write_sources(place / "warm", 4, length)[:1]
         found = {name: run_of(way, sources, [warm], place, rounds) for name, way in WAYS}
         merge(sources, place / "whole", durable=False)
-        remove(sources)
+        for path in place.glob("part-*"):
+            path.unlink()
         found[f"`split` into {SHARDS}"] = run_of(with_split, [str(place / "whole")], [warm], place, rounds)
         shutil.rmtree(place)
         bench.section(f"{SHARDS} shards of {packs:,} packs of {length:,} tokens, int32")
@@ -163,31 +162,13 @@ def headlines(bench: Bench, found: dict[str, Run]) -> None:
     for key, peer, name in peers:
         ours, theirs = rates["`merge`"], rates[name]
         bench.headline(key, what, ours, "GB a CPU s", peer=peer, theirs=theirs, more=True, short=name == STOCK)
-    marks = [Dot(name.replace("`", ""), values, name not in (STOCK, CAT)) for name, values in rates.items()]
+    marks = [Dot(name, values, name not in (STOCK, CAT)) for name, values in rates.items()]
     bench.plot(
         "merge",
         dots(f"Merging {SHARDS} shards of {SHAPES[0][0]:,} packs", "GB written a processor second", marks, more=True),
     )
 
 
-def remove(prefixes: Sequence[str]) -> None:
-    for prefix in prefixes:
-        for suffix in SUFFIXES:
-            os.unlink(prefix + suffix)
-
-
-def main() -> None:
-    options = Parser(__doc__, rounds=Size(3, 7, "runs of which the median is taken")).parse()
-    bench = Bench("merge", "Merging and splitting", ("megatron-core", "numpy"), options)
-    bench.say(
-        "`merge` verifies every byte of the sources and computes the checksums of the output on the way; `split` reads"
-        " its source twice. Neither `add_index` nor `cat` verifies, writes checksums or waits for the disk. `add_index`"
-        " collects garbage once a shard, which takes most of its time here."
-    )
-    with tempfile.TemporaryDirectory() as name:
-        report(bench, Path(name), options.rounds)
-    bench.write()
-
-
 if __name__ == "__main__":
-    main()
+    sizes = {"rounds": Size(3, 7, "runs of which the median is taken")}
+    run_bench("merge", "Merging and splitting", ("megatron-core", "numpy"), report, __doc__, sizes)

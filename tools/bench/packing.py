@@ -11,21 +11,19 @@ what the headlines compare runs, but with ``--full``.
 from __future__ import annotations
 
 import statistics
-import time
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
+from measure import processed
 from numpy.typing import NDArray
-from plot import Curve, Dot, curves, dots
-from report import Bench, Parser, Size
+from plot import Dot, dots
+from report import Bench, Size, cells, run_bench
 
-from megatron_sft_idx.packing import (
-    METHODS,
-    WindowPacker,
-    pack_sequences,
-)
+from megatron_sft_idx.packing import METHODS, WindowPacker, pack_sequences
 
 Lengths = NDArray[np.int64]
 Csr = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -65,10 +63,8 @@ def random_shape(random: np.random.Generator) -> tuple[Lengths, int]:
     elif family == 3:
         values = random.choice(random.uniform(1, 2 * mean, random.integers(1, 30)), count)
     elif family == 4:
-        short, long = (
-            random.lognormal(np.log(mean), 0.3, count),
-            random.lognormal(np.log(2 * mean), 0.5, count),
-        )
+        short = random.lognormal(np.log(mean), 0.3, count)
+        long = random.lognormal(np.log(2 * mean), 0.5, count)
         values = np.where(random.random(count) < 0.5, short, long)
     else:
         values = random.normal(mean, mean * random.uniform(0.02, 0.4), count)
@@ -88,7 +84,7 @@ def lightbinpack(lengths: Lengths, capacity: int) -> Packed:
     from lightbinpack import obfd
 
     values = lengths.tolist()
-    seconds, packs = timed(lambda: obfd(values, capacity))
+    packs, seconds = processed(obfd, values, capacity)
     return seconds, lambda: from_lists(packs)
 
 
@@ -96,7 +92,7 @@ def binpacking(lengths: Lengths, capacity: int) -> Packed:
     from binpacking import to_constant_volume
 
     values = dict(enumerate(lengths.tolist()))
-    seconds, packs = timed(lambda: to_constant_volume(values, capacity))
+    packs, seconds = processed(to_constant_volume, values, capacity)
     return seconds, lambda: from_lists(packs)
 
 
@@ -110,7 +106,7 @@ def binpacking_windows(lengths: Lengths, capacity: int) -> Packed:
         starts = range(0, len(pairs), 1000)
         return [pack for s in starts for pack in to_constant_volume(pairs[s : s + 1000], capacity, weight_pos=1)]
 
-    seconds, packs = timed(windows)
+    packs, seconds = processed(windows)
     return seconds, lambda: from_lists([[index for index, _ in pack] for pack in packs])
 
 
@@ -137,7 +133,7 @@ def trl(lengths: Lengths, capacity: int) -> Packed:
     stand_in.filter, stand_in.take = lambda column, mask: column, take
     original, module.pc = module.pc, stand_in
     try:
-        seconds, packed = timed(lambda: module._pack_bfd(table, capacity, "split"))
+        packed, seconds = processed(module._pack_bfd, table, capacity, "split")
     finally:
         module.pc = original
     starts = packed["seq_lengths"].chunk(0).offsets.to_numpy().astype(np.int64)
@@ -146,7 +142,7 @@ def trl(lengths: Lengths, capacity: int) -> Packed:
 
 def ours(method: str) -> Callable[[Lengths, int], Packed]:
     def run(lengths: Lengths, capacity: int) -> Packed:
-        seconds, plan = timed(lambda: pack_sequences(lengths, capacity, method=method))
+        plan, seconds = processed(pack_sequences, lengths, capacity, method=method)
         return seconds, lambda: (plan.offsets, plan.sequences)
 
     return run
@@ -162,12 +158,6 @@ PEERS: dict[str, tuple[Callable[[Lengths, int], Packed], int, int]] = {
     "binpacking": (binpacking, 10**4, 10**4),
     "binpacking, windows": (binpacking_windows, 10**5, 10**6),
 }
-
-
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.process_time()
-    result = call()
-    return time.process_time() - start, result
 
 
 def check(csr: Csr, lengths: Lengths, capacity: int) -> None:
@@ -244,10 +234,10 @@ def shape_rows(
     auto, best = (statistics.median(runs[f"**{method}**"].seconds) for method in ("auto", "best-fit"))
     for packer, run in runs.items():
         seconds, csr = statistics.median(run.seconds), plans[packer]
-        fill = f"{100 * lengths.sum() / run.packs / capacity:.4f}"
-        times = (f"{1e3 * seconds:,.1f}", f"{seconds / auto:.2f}", f"{seconds / best:.2f}")
-        mixed = (f"{mixing(csr, lengths):.2f}", f"{np.diff(csr[0]).max():,}")
-        yield run.shape, packer, f"{run.packs:,}", f"+{run.packs - bound:,}", fill, *times, *mixed
+        fill, most = 100 * lengths.sum() / run.packs / capacity, np.diff(csr[0]).max()
+        times = 1e3 * seconds, seconds / auto, seconds / best
+        figures = cells(".4f ,.1f .2f .2f .2f ,", fill, *times, mixing(csr, lengths), most)
+        yield run.shape, packer, f"{run.packs:,}", f"+{run.packs - bound:,}", *figures
 
 
 def random_shapes(bench: Bench, number: int) -> None:
@@ -305,9 +295,8 @@ def headlines(bench: Bench, count: int, runs: Sequence[Run]) -> None:
         bench.headline(f"best-fit-{shape}", f"{what}, `best-fit`", best.seconds, "CPU s", peer=LIGHT, theirs=theirs)
         marks += [Dot(f"{shape}: auto", auto.seconds, True), Dot(f"{shape}: {LIGHT}", theirs, False)]
     faster = [h.ratio for h in bench.headlines if h.key.startswith("auto-") and h.ratio]
-    bench.headline(
-        "least", f"packing {count:,} lengths with `auto`: least of the shapes", [min(faster)], "times as fast"
-    )
+    least = f"packing {count:,} lengths with `auto`: least of the shapes"
+    bench.headline("least", least, [min(faster)], "times as fast")
     bench.headline("most", "the same: most of the shapes", [max(faster)], "times")
     bench.headline("lengths", "the same: lengths", [count / 10**6], "million lengths")
     packs = [of[run.shape, "**auto**"].packs - run.packs for run in runs]
@@ -315,26 +304,7 @@ def headlines(bench: Bench, count: int, runs: Sequence[Run]) -> None:
     bench.plot("packing", dots(f"Packing {count:,} lengths", "processor seconds", marks))
 
 
-def by_size(bench: Bench, runs: dict[int, list[Run]]) -> None:
-    """The time of every packer on the first shape against the number of lengths."""
-    points: dict[str, list[tuple[float, float]]] = {}
-    for count, every in runs.items():
-        for run in every:
-            if run.shape == "sft4k":
-                points.setdefault(run.packer.strip("*"), []).append((count, statistics.median(run.seconds)))
-    shown = {name: line for name, line in points.items() if name in ("auto", "best-fit", *PEERS)}
-    lines = [Curve(name, line, name not in PEERS) for name, line in shown.items() if len(line) > 1]
-    if lines:
-        bench.plot("packing_sizes", curves("Packing chats into 4,096 tokens", "lengths", "processor seconds", lines))
-
-
-def main() -> None:
-    options = Parser(
-        __doc__,
-        sizes=Size([1e4, 1e5, 1e6, 1e7], [1e4, 1e5, 1e6, 1e7], "numbers of lengths"),
-        random=Size(25, 200, "random shapes"),
-    ).parse()
-    bench = Bench("packing", "Packing", ("lightbinpack", "trl", "binpacking"), options)
+def report(bench: Bench, _: Path, options: Namespace) -> None:
     bench.say(
         "One thread, CPU time, medians. Time ratios are against auto and best-fit of the same shape; `+` is packs over"
         " the lower bound; mixing is the share of log-length variance explained by the pack, less what random packs"
@@ -342,16 +312,15 @@ def main() -> None:
         " bold. TRL's time is without its copies of tokens."
     )
     sizes = sorted(map(int, options.sizes))
-    runs: dict[int, list[Run]] = {}
-    for count in sizes:
-        runs[count] = run_shapes(bench, count, options.full)
-        if count == sizes[-1]:
-            headlines(bench, count, runs[count])
-    by_size(bench, runs)
+    runs = {count: run_shapes(bench, count, options.full) for count in sizes}
+    headlines(bench, sizes[-1], runs[sizes[-1]])
     random_shapes(bench, options.random)
     streams(bench, min(MANY, sizes[-1]))
-    bench.write()
 
 
 if __name__ == "__main__":
-    main()
+    sizes = {
+        "sizes": Size([1e4, 1e5, 1e6, 1e7], [1e4, 1e5, 1e6, 1e7], "numbers of lengths"),
+        "random": Size(25, 200, "random shapes"),
+    }
+    run_bench("packing", "Packing", ("lightbinpack", "trl", "binpacking"), report, __doc__, sizes)

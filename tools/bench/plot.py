@@ -1,4 +1,4 @@
-"""Plots as SVG, drawn by hand: dots with the range of their rounds, and curves.
+"""Plots as SVG, drawn by hand: dots with the range of their rounds.
 
 They are read on white, which they bring along, so that a dark page does not swallow them. Ours is blue and filled,
 others are orange and hollow: two colours that everybody can tell apart, and two shapes.
@@ -12,10 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-__all__ = ["Curve", "Dot", "curves", "dots"]
-
 OURS, OTHERS, INK, FAINT, PAPER = "#0072b2", "#d55e00", "#1a1a1a", "#c8ccd0", "#ffffff"
-DASHES = ("", "6 3", "2 3", "9 3 2 3", "1 4")
 FONT = 'font-family="Helvetica, Arial, sans-serif"'
 PALE = "#5a6066"
 WIDTH, ROW, TOP, FOOT = 900, 24, 64, 56
@@ -28,19 +25,10 @@ TINIEST = 1e-9
 class Dot:
     """One row of a plot of dots: a label, what the rounds gave, whether it is ours, and a note below the label."""
 
-    label: str
+    label: str  # as tables have it
     values: Sequence[float]
     ours: bool
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One line: its name, its points, and whether it is ours."""
-
-    label: str
-    points: Sequence[tuple[float, float]]
-    ours: bool
 
 
 class Axis:
@@ -152,42 +140,11 @@ def dots(
         yield text(WIDTH - 20, bottom + 38, about, anchor="end")
         for place, row in enumerate(rows):
             y, middle = TOP + height * (place + 0.5), statistics.median(row.values)
-            yield text(left - 12, y + 4 - 7 * noted, row.label, anchor="end")
+            yield text(left - 12, y + 4 - 7 * noted, row.label.replace("`", ""), anchor="end")
             if row.note:
                 yield text(left - 12, y + 11, row.note, anchor="end", size=11, fill=PALE)
             yield line(axis.at(min(row.values)), y, axis.at(max(row.values)), y, OURS if row.ours else OTHERS, 3)
             yield marker(axis.at(middle), y, row.ours)
             yield text(WIDTH - 68, y + 4, number(middle))
-
-    return page(bottom + FOOT, title, parts())
-
-
-def curves(title: str, x_label: str, y_label: str, rows: Sequence[Curve]) -> str:
-    """Lines over a logarithmic axis, with their names at their ends; the other axis is as the values want it."""
-    left, right = 80.0, WIDTH - 30 - LETTER * max(len(row.label) for row in rows)
-    bottom = TOP + 360.0
-    points = [point for row in rows for point in row.points]
-    across = Axis([x for x, _ in points], left, right, True)
-    up = Axis([y for _, y in points], bottom, TOP)
-
-    def parts() -> Iterator[str]:
-        for tick in up.ticks():
-            yield line(left, up.at(tick), right, up.at(tick), FAINT)
-            yield text(left - 8, up.at(tick) + 4, number(tick), anchor="end", size=11)
-        for tick in sorted({x for x, _ in points}):
-            yield text(across.at(tick), bottom + 16, number(tick), anchor="middle", size=11)
-        yield text((left + right) / 2, bottom + 38, x_label + LOGARITHMIC, anchor="middle")
-        yield text(20, 50, f"{y_label}{LOGARITHMIC * up.log}; less is better")
-        seen: list[float] = []
-        for place, row in enumerate(sorted(rows, key=lambda row: row.points[-1][1])):
-            colour = OURS if row.ours else OTHERS
-            path = "M" + "L".join(f"{across.at(x):.1f} {up.at(y):.1f}" for x, y in row.points)
-            dashes = DASHES[place % len(DASHES)]
-            yield f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"/>'
-            yield from (marker(across.at(x), up.at(y), row.ours) for x, y in row.points)
-            last_x, last_y = row.points[-1]
-            y = min([up.at(last_y), *(other - 15 for other in seen)])  # names do not lie on each other
-            seen.append(y)
-            yield text(across.at(last_x) + 12, y + 4, row.label, fill=colour)
 
     return page(bottom + FOOT, title, parts())

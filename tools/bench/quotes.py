@@ -14,8 +14,6 @@ from pathlib import Path
 
 from report import Headline
 
-__all__ = ["HELD_ELSEWHERE", "blocks", "complaints", "figures", "rewritten"]
-
 TEMPLATES = Path(__file__).parent / "readme"
 BLOCK = re.compile(r"(<!-- board: (\w+) -->\n)(.*?)(<!-- /board -->)", re.DOTALL)
 FIELD = re.compile(r"\{\{(\w+)/([\w-]+)\.(\w+)\}\}")

@@ -28,11 +28,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-from measure import memory
+from measure import memory, write_equal_packs
 from plot import Dot, dots
-from range_server import range_server
-from report import MIB, Bench, Parser, Size, not_run
-from slow_link import Link, slow_link
+from report import MIB, Bench, Size, cells, not_run, run_bench
+from servers import Link, range_server, slow_link
 
 SERVER = Path(__file__).parents[2] / "tests" / "cloud" / "swift_server.py"
 LENGTH, BATCH = 4096, 8
@@ -46,21 +45,13 @@ Read = Callable[[Iterator[list[int]]], Iterator[Any]]
 
 @dataclass(frozen=True)
 class Way:
-    """One way of reading.
+    """One way of reading."""
 
-    Attributes:
-        name: of the way, for the table.
-        kind: ``boto3``, ``msc`` or ``ours``.
-        masks: whether masks are read too.
-        chunk: bytes of boto3's chunk cache; 1 makes every range exact.
-        ahead: batches that ours fetches ahead.
-    """
-
-    name: str
-    kind: str
-    masks: bool = True
-    chunk: int = 1
-    ahead: int = 16
+    name: str  # of the way, for the table
+    kind: str  # ``boto3``, ``msc`` or ``ours``
+    masks: bool = True  # whether masks are read too
+    chunk: int = 1  # bytes of boto3's chunk cache; 1 makes every range exact
+    ahead: int = 16  # batches that ours fetches ahead
 
     @property
     def used(self) -> int:
@@ -85,18 +76,12 @@ def write_shard(folder: Path, packs: int) -> Path:
     """A shard in ``folder``, and the .idx by which stock code finds masks."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    from megatron_sft_idx.shard import ShardWriter
-
-    random, prefix = np.random.default_rng(0), folder / KEY
-    mask = np.ones(LENGTH, np.uint8)
+    prefix, mask = folder / KEY, np.ones(LENGTH, np.uint8)
     mask[-1] = 0
-    one = np.ones(1, np.int64)
+    write_equal_packs(prefix, packs, LENGTH, capacity=LENGTH)
     masks = IndexedDatasetBuilder(str(prefix) + ".mask.bin", dtype=np.uint8)
-    with ShardWriter(prefix, capacity=LENGTH, durable=False) as writer:
-        for _ in range(packs):
-            tokens = random.integers(0, 150_000, LENGTH, dtype=np.int32)
-            writer.add_packs(tokens, mask, 0 * one, LENGTH * one, one)
-            masks.add_document(mask, [LENGTH])
+    for _ in range(packs):
+        masks.add_document(mask, [LENGTH])
     masks.finalize(str(prefix) + ".mask.idx")
     return prefix
 
@@ -221,16 +206,18 @@ def reached(port: int, environment: dict[str, str], config: Path) -> dict[str, s
     """The variables by which every way goes through a port."""
     endpoint = f"http://127.0.0.1:{port}"
     keys = {"access_key": environment["AWS_ACCESS_KEY_ID"], "secret_key": environment["AWS_SECRET_ACCESS_KEY"]}
-    provider = {
-        "type": "s3",
-        "options": {"base_path": BUCKET, "region_name": "us-east-1", "endpoint_url": endpoint},
-    }
+    provider = {"type": "s3", "options": {"base_path": BUCKET, "region_name": "us-east-1", "endpoint_url": endpoint}}
     profile = {"storage_provider": provider, "credentials_provider": {"type": "S3Credentials", "options": keys}}
     config.write_text(json.dumps({"profiles": {"bench": profile}}))
     return {**environment, "AWS_ENDPOINT_URL": endpoint, "MSC_CONFIG": str(config)}
 
 
-def report(bench: Bench, options: Namespace, folder: Path) -> None:
+def report(bench: Bench, folder: Path, options: Namespace) -> None:
+    for name in IMPORTED:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            not_run(f"{error}; pip install '.[cloud]' brings what object stores need")
     (folder / BUCKET).mkdir()
     prefix = write_shard(folder / BUCKET, options.packs)
     nbytes = options.packs * LENGTH * 5 / MIB
@@ -251,13 +238,13 @@ def report(bench: Bench, options: Namespace, folder: Path) -> None:
                     for _ in range(options.rounds):
                         for way, runs in found.items():
                             runs.append(measured(way, options.packs, options.seconds, reach, link))
-                bench.table(HEADER, [(way.name, *cells(runs)) for way, runs in found.items()])
+                bench.table(HEADER, [(way.name, *row(runs)) for way, runs in found.items()])
                 headlines(bench, found, f"{key}{milliseconds:g}", f"{name}, {milliseconds:g} ms away")
 
 
-def cells(runs: list[Run]) -> list[str]:
+def row(runs: list[Run]) -> list[str]:
     rate, requests, overhead, nbytes = map(median, zip(*runs, strict=True))
-    return [f"{rate:.1f}", f"{requests:.1f}", f"{overhead:.2f}", f"{nbytes / MIB:.0f}"]
+    return cells(".1f .1f .2f .0f", rate, requests, overhead, nbytes / MIB)
 
 
 def headlines(bench: Bench, found: dict[Way, list[Run]], key: str, where: str) -> None:
@@ -273,25 +260,12 @@ def headlines(bench: Bench, found: dict[Way, list[Run]], key: str, where: str) -
     bench.plot(f"remote_{key}", dots(f"Shuffled batches from {where}", "samples a second", marks, more=True))
 
 
-def main() -> None:
-    options = Parser(
-        __doc__,
-        packs=Size(2_000, 4_000, "in the shard"),
-        rounds=Size(3, 3, "of which the median is taken"),
-        seconds=Size(1.2, 4.0, "each way in a round"),
-        latency=Size([0.0, 20.0], [0.0, 5.0, 20.0], "milliseconds added to every request"),
-    ).parse()
-    for name in IMPORTED:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            not_run(f"{error}; pip install '.[cloud]' brings what object stores need")
-    versions = ("boto3", "multi-storage-client", "obstore", "megatron-core")
-    bench = Bench("remote", "Shuffled batches from an object store", versions, options)
-    with tempfile.TemporaryDirectory() as folder:
-        report(bench, options, Path(folder))
-    bench.write()
-
-
 if __name__ == "__main__":
-    main()
+    versions = ("boto3", "multi-storage-client", "obstore", "megatron-core")
+    sizes = {
+        "packs": Size(2_000, 4_000, "in the shard"),
+        "rounds": Size(3, 3, "of which the median is taken"),
+        "seconds": Size(1.2, 4.0, "each way in a round"),
+        "latency": Size([0.0, 20.0], [0.0, 5.0, 20.0], "milliseconds added to every request"),
+    }
+    run_bench("remote", "Shuffled batches from an object store", versions, report, __doc__, sizes)

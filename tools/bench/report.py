@@ -1,12 +1,14 @@
 """What a bench hands to the board: its tables, its headlines and its plots.
 
-A bench makes one ``Bench``, says what it found, and calls ``write``::
+A bench is a function that says what it found to a ``Bench``, and is given to ``run_bench``::
 
-    bench = Bench("shard", "Shards beside Megatron's IndexedDataset", peers=("megatron-core",))
-    bench.section("Opening")
-    bench.table(("packs", "ms"), rows)
-    bench.headline("open", "opening a shard", ours=[0.51, 0.52], peer="IndexedDataset", theirs=[0.50, 0.50], unit="ms")
-    bench.write()
+    def report(bench: Bench, folder: Path, options: Namespace) -> None:
+        bench.section("Opening")
+        bench.table(("packs", "ms"), rows)
+        bench.headline("open", "opening a shard", [0.51, 0.52], "ms", peer="IndexedDataset", theirs=[0.50, 0.50])
+
+    sizes = {"rounds": Size(3, 9, "runs of which the median is taken")}
+    run_bench("shard", "Shards beside Megatron's", ("megatron-core",), report, __doc__, sizes)
 
 which leaves ``results/shard.md`` to read, ``results/shard.json`` for the board, and a plot where one was made.
 """
@@ -19,14 +21,13 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
-
-__all__ = ["HEADER", "MIB", "NOT_RUN", "RESULTS", "Bench", "Headline", "Parser", "Size", "machine", "not_run", "table"]
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 1 << 20
@@ -54,6 +55,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
     return [lines[0], "|---" * len(header) + "|", *lines[1:], ""]
 
 
+def cells(forms: str, *values: float) -> list[str]:
+    """Each value in its format: ``cells(".2f ,.0f", seconds, packs)``."""
+    return [format(value, form) for form, value in zip(forms.split(), values, strict=True)]
+
+
 def shown(value: float) -> str:
     """A figure as README quotes it: two digits that count, whole numbers from ten on."""
     if value == 0 or abs(value) >= 9.95:
@@ -73,31 +79,19 @@ def quantity(value: float, unit: str) -> str:
 
 @dataclass(frozen=True)
 class Headline:
-    """One figure that may be quoted, beside that of a peer from the same run or alone.
+    """One figure that may be quoted, beside that of a peer from the same run or alone."""
 
-    Attributes:
-        key: by which README's blocks name it.
-        what: was measured.
-        ours: median of the rounds.
-        unit: of both figures.
-        peer: who else was measured; empty where nobody.
-        theirs: median of the same rounds.
-        ratio: how many times better ours is (above 1: faster, or less); median of the ratios of single rounds.
-        low: least ratio of a round.
-        high: greatest ratio of a round.
-        short: whether it is a line of the short table.
-    """
-
-    key: str
-    what: str
-    ours: float
-    unit: str
-    peer: str = ""
-    theirs: float | None = None
+    key: str  # by which README's blocks name it
+    what: str  # was measured
+    ours: float  # median of the rounds
+    unit: str  # of both figures
+    peer: str = ""  # who else was measured; empty where nobody
+    theirs: float | None = None  # median of the same rounds
+    # How many times better ours is (above 1: faster, or less); median of the ratios of single rounds.
     ratio: float | None = None
-    low: float | None = None
-    high: float | None = None
-    short: bool = False
+    low: float | None = None  # least ratio of a round
+    high: float | None = None  # greatest ratio of a round
+    short: bool = False  # whether it is a line of the short table
 
     def words(self) -> dict[str, str]:
         """Every part as it is shown and quoted."""
@@ -241,44 +235,45 @@ def _version(distribution: str) -> str | None:
 
 @dataclass(frozen=True)
 class Size:
-    """How large one thing of a bench is.
+    """How large one thing of a bench is."""
 
-    Attributes:
-        board: for the board, which has minutes for all benches.
-        full: for ``--full``.
-        about: for ``--help``.
-    """
-
-    board: Any
-    full: Any
-    about: str
+    board: Any  # for the board, which has minutes for all benches
+    full: Any  # for ``--full``
+    about: str  # for ``--help``
 
 
-class Parser(argparse.ArgumentParser):
-    """Of a bench: every size is an option, and ``--full`` sets those that are not given.
+def parse(documentation: str | None, sizes: dict[str, Size]) -> argparse.Namespace:
+    """What the command line says: every size is an option, and ``--full`` sets those that are not given.
 
     Args:
         documentation: of the module.
         sizes: by name; a list is an option of several values.
     """
+    parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="larger, and more often, than make bench has time for")
+    for name, size in sizes.items():
+        several = isinstance(size.board, list)
+        kind = type(size.board[0] if several else size.board)
+        about = f"{size.about} (default: {_plain(size.board)}; --full: {_plain(size.full)})"
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, nargs="+" if several else None, help=about)
+    options = parser.parse_args()
+    for name, size in sizes.items():
+        if getattr(options, name) is None:
+            setattr(options, name, size.full if options.full else size.board)
+    return options
 
-    def __init__(self, documentation: str | None, **sizes: Size) -> None:
-        super().__init__(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self._sizes = sizes
-        self.add_argument("--full", action="store_true", help="larger, and more often, than make bench has time for")
-        for name, size in sizes.items():
-            several = isinstance(size.board, list)
-            self.add_argument(
-                "--" + name.replace("_", "-"),
-                type=type(size.board[0] if several else size.board),
-                nargs="+" if several else None,
-                help=f"{size.about} (default: {_plain(size.board)}; --full: {_plain(size.full)})",
-            )
 
-    def parse(self) -> argparse.Namespace:
-        """What the command line says."""
-        options = self.parse_args()
-        for name, size in self._sizes.items():
-            if getattr(options, name) is None:
-                setattr(options, name, size.full if options.full else size.board)
-        return options
+def run_bench(
+    name: str,
+    title: str,
+    peers: Sequence[str],
+    work: Callable[[Bench, Path, argparse.Namespace], None],
+    documentation: str | None,
+    sizes: dict[str, Size],
+) -> None:
+    """What a bench does when it is run: ``work`` measures in a folder of its own and says what it found."""
+    options = parse(documentation, sizes)
+    bench = Bench(name, title, peers, options)
+    with tempfile.TemporaryDirectory() as folder:
+        work(bench, Path(folder), options)
+    bench.write()

@@ -8,7 +8,6 @@ workers, in turns, each in processes of its own; medians of their wall times. Al
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import pickle
@@ -16,22 +15,22 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from measure import memory, reset_peak
-from report import Bench, Parser, Size
+from measure import memory, processed, reset_peak
+from report import Bench, Size, cells, run_bench
 from tokenising import TEMPLATE, make_chats, train_tokenizer
 
 from megatron_sft_idx.chat.inputs import expand_inputs
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.tokenize import EncodingOptions, PackOptions, RowEncoder
 from megatron_sft_idx.tokenize.cut import Cutting, cut_input, read_pieces
-from megatron_sft_idx.tokenize.gather import Packing, PartsReader, PartsTable, plan_packs, write_packs
+from megatron_sft_idx.tokenize.gather import PartsReader, PartsTable, plan_packs, write_packs
 from megatron_sft_idx.tokenize.parts import PartInfo, write_part
 
 CAPACITY = 4096
@@ -39,25 +38,12 @@ SHARDS = 4
 
 
 class Stage(NamedTuple):
-    """One stage over all of the input.
+    """One stage over all of the input."""
 
-    Attributes:
-        name: what it does.
-        seconds: of processor time.
-        nbytes: that it reads or writes on disk, or sends.
-        where: these bytes go.
-    """
-
-    name: str
-    seconds: float
-    nbytes: int
-    where: str
-
-
-def timed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
-    begin = time.process_time()
-    result = work(*arguments)
-    return result, time.process_time() - begin
+    name: str  # what it does
+    seconds: float  # of processor time
+    nbytes: int  # that it reads or writes on disk, or sends
+    where: str  # these bytes go
 
 
 def encoder_of(folder: Path) -> RowEncoder:
@@ -68,20 +54,20 @@ def tokenising_stages(folder: Path) -> tuple[list[Stage], list[str], list[Any]]:
     """Cut, read, tokenise and write parts; paths of the parts, and the lengths in them."""
     (file,) = expand_inputs([str(folder / "chats.jsonl")])
     encoder, cutting = encoder_of(folder), Cutting.of([file])
-    stretches, cut = timed(lambda: list(cut_input([file], cutting)))
+    stretches, cut = processed(lambda: list(cut_input([file], cutting)))
     read = encode = write = 0.0
     paths: list[str] = []
     lengths: list[Any] = []
     (folder / "parts").mkdir()
     for number, stretch in enumerate(stretches):
-        pieces, seconds = timed(list, read_pieces(stretch, cutting))
-        fingerprints, hashing = timed(list, (piece.fingerprint() for piece in pieces))
+        pieces, seconds = processed(list, read_pieces(stretch, cutting))
+        fingerprints, hashing = processed(list, (piece.fingerprint() for piece in pieces))
         read += seconds + hashing
-        encoded, seconds = timed(list, map(encoder.encode, pieces))
+        encoded, seconds = processed(list, map(encoder.encode, pieces))
         encode += seconds
         info = PartInfo("bench", fingerprints, token_dtype=encoder.token_dtype.name)
         paths.append(str(folder / "parts" / str(number)))
-        _, seconds = timed(write_part, paths[-1], info, encoded)
+        _, seconds = processed(write_part, paths[-1], info, encoded)
         write += seconds
         lengths.append(np.concatenate([piece.lengths for piece in encoded]).astype(np.uint32))
     written = sum(os.path.getsize(path) for path in paths)
@@ -99,28 +85,20 @@ def tokenising_stages(folder: Path) -> tuple[list[Stage], list[str], list[Any]]:
 
 def packing_stages(folder: Path, paths: list[str], lengths: list[Any]) -> list[Stage]:
     """Gather lengths, plan, share the plan out, gather tokens."""
-    messages, sending = timed(lambda: [pickle.dumps(part, protocol=5) for part in lengths])
-    gathered, receiving = timed(lambda: np.concatenate([pickle.loads(one) for one in messages]).astype(np.int64))
-    packing, planning = timed(lambda: plan_packs(gathered, PackOptions(CAPACITY), shards=SHARDS, source="bench"))
-    plans, sharing = timed(lambda: [pickle.dumps(lean(packing, number), protocol=5) for number in range(SHARDS)])
+    messages, sending = processed(lambda: [pickle.dumps(part, protocol=5) for part in lengths])
+    gathered, receiving = processed(lambda: np.concatenate([pickle.loads(one) for one in messages]).astype(np.int64))
+    packing, planning = processed(plan_packs, gathered, PackOptions(CAPACITY), shards=SHARDS, source="bench")
+    runs = [packing.run(number) for number in range(SHARDS)]
+    plans, sharing = processed(lambda: [pickle.dumps(lean(run), protocol=5) for run in runs])
     bounds = np.cumsum([0, *map(len, lengths)], dtype=np.int64)
     encoder, seconds, nbytes = encoder_of(folder), 0.0, 0
-    for number, output in enumerate(
-        packing.outputs(
-            str(folder / "gathered"),
-            {},
-            "bench",
-            0,
-            token_dtype=encoder.token_dtype.name,
-            mask_dtype="uint8",
-            pad_id=None,
-            overwrite=False,
-        )
-    ):
+    dtypes = {"token_dtype": encoder.token_dtype.name, "mask_dtype": "uint8"}
+    outputs = packing.outputs(str(folder / "gathered"), {}, "bench", 0, **dtypes, pad_id=None, overwrite=False)
+    for number, output in enumerate(outputs):
         with output.writer() as writer:
-            run = packing.run(number)
-            seconds += timed(write_packs, PartsReader(PartsTable(paths, bounds, "uint8")), run, writer)[1]
-            seconds += timed(writer.finalize)[1]
+            run = runs[number]
+            seconds += processed(write_packs, PartsReader(PartsTable(paths, bounds, "uint8")), run, writer)[1]
+            seconds += processed(writer.finalize)[1]
         nbytes += sum(os.path.getsize(output.prefix + suffix) for suffix in SUFFIXES)
     return [
         Stage("gather lengths (driver)", sending + receiving, sum(map(len, messages)), "to the driver"),
@@ -130,16 +108,11 @@ def packing_stages(folder: Path, paths: list[str], lengths: list[Any]) -> list[S
     ]
 
 
-def lean(packing: Packing, number: int) -> Any:
-    run = packing.run(number)
-    return run.offsets, run.sequences, run.lengths
+def lean(run: Any) -> Any:
+    return run.offsets, run.selection.sequences, run.selection.lengths.astype(np.uint32)
 
 
 # ---- the driver, by the number of sequences ----
-
-
-def one_plan(lengths: Any) -> Packing:
-    return plan_packs(lengths, PackOptions(CAPACITY), shards=1, source="bench")
 
 
 def driver_rows() -> Iterator[list[object]]:
@@ -148,15 +121,10 @@ def driver_rows() -> Iterator[list[object]]:
         lengths = np.random.default_rng(1).lognormal(6.2, 0.9, count).astype(np.int64).clip(8, CAPACITY)
         reset_peak()
         before = memory("VmRSS")
-        packing, seconds = timed(one_plan, lengths)
+        packing, seconds = processed(plan_packs, lengths, PackOptions(CAPACITY), shards=1, source="bench")
         most = memory("VmHWM") - before
-        yield [
-            f"{count:,}",
-            f"{seconds:.2f}",
-            f"{seconds / count * 1e9 / 60:.1f}",
-            f"{8 + most / count:.0f}",
-            packing.plan.method,
-        ]
+        figures = cells(", .2f .1f .0f", count, seconds, seconds / count * 1e9 / 60, 8 + most / count)
+        yield [*figures, packing.plan.method]
 
 
 # ---- whole runs ----
@@ -203,32 +171,16 @@ def run_all(folder: Path, engines: Sequence[str], rounds: int) -> Runs:
     return runs
 
 
-def speed_up(runs: Runs, engine: str, seconds: Callable[[Outcome], float]) -> float:
-    one, two = (statistics.median(map(seconds, runs[engine, workers])) for workers in (1, 2))
-    return one / two
-
-
 def run_rows(runs: Runs) -> Iterator[list[object]]:
+    def medians(outcomes: list[Outcome]) -> tuple[float, ...]:
+        columns = zip(*((one.stages["tokenising"], one.wall, one.user) for one in outcomes), strict=True)
+        return tuple(map(statistics.median, columns))
+
     for (engine, workers), outcomes in runs.items():
-        tokenising, wall = (
-            statistics.median(values)
-            for values in ([one.stages["tokenising"] for one in outcomes], [one.wall for one in outcomes])
-        )
-        ones = runs[engine, 1]
-        against = [
-            statistics.median(one.stages["tokenising"] for one in ones),
-            statistics.median(one.wall for one in ones),
-        ]
-        user = f"{statistics.median(one.user for one in outcomes):.1f}" if engine == "local" else "not known"
-        yield [
-            engine,
-            workers,
-            f"{tokenising:.1f}",
-            f"{against[0] / tokenising:.2f}",
-            f"{wall:.1f}",
-            f"{against[1] / wall:.2f}",
-            user,
-        ]
+        tokenising, wall, user = medians(outcomes)
+        first, whole, _ = medians(runs[engine, 1])
+        figures = cells(".1f .2f .1f .2f", tokenising, first / tokenising, wall, whole / wall)
+        yield [engine, workers, *figures, f"{user:.1f}" if engine == "local" else "not known"]
 
 
 def make_input(folder: Path, count: int) -> None:
@@ -250,19 +202,11 @@ def report_stages(bench: Bench, folder: Path) -> None:
     counts = f"{millions:,.1f} million tokens, {len(paths)} parts, {SHARDS} shards"
     bench.say(f"{sequences:,} generated chats, {size:,.0f} MB, {counts}.")
     bench.section("Stages, per million tokens")
-    bench.table(
-        ["stage", "CPU seconds", "MB moved", "where to", "bytes a sequence"],
-        [
-            [
-                one.name,
-                f"{one.seconds / millions:.4f}",
-                f"{one.nbytes / 1e6 / millions:.3f}",
-                one.where,
-                f"{one.nbytes / sequences:.1f}",
-            ]
-            for one in stages
-        ],
-    )
+    rows = []
+    for one in stages:
+        seconds, moved, each = one.seconds / millions, one.nbytes / 1e6 / millions, one.nbytes / sequences
+        rows.append([one.name, *cells(".4f .3f", seconds, moved), one.where, f"{each:.1f}"])
+    bench.table(["stage", "CPU seconds", "MB moved", "where to", "bytes a sequence"], rows)
     for_a_billion(bench, {one.name: one for one in stages}, millions, 1e9 / sequences)
 
 
@@ -297,38 +241,30 @@ def report_runs(bench: Bench, runs: Runs, engines: Sequence[str]) -> None:
         bench.headline(f"two-{engine}", what, two, "s", peer=peer, theirs=one, short=engine == "local")
 
 
-def main() -> None:
-    parser = Parser(
-        __doc__,
-        chats=Size(24_000, 100_000, "how many"),
-        rounds=Size(3, 3, "whole runs of which the median is taken"),
-    )
-    engines = ["local", *(["ray"] if importlib.util.find_spec("ray") else [])]
-    parser.add_argument("--engines", nargs="+", choices=engines, default=["local"], help="(default: local)")
-    options = parser.parse()
+def report(bench: Bench, folder: Path, options: Namespace) -> None:
     load = os.getloadavg()[0]
-    title = "Preprocessing: what each stage costs, and two processors against one"
-    bench = Bench("scaling", title, ("tokenizers", "gigatoken", "ray"), options)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_input(folder, options.chats)
-        report_stages(bench, folder)
-        bench.section("The plan, which one process makes for all")
-        rows = list(driver_rows())
-        header = ["sequences", "CPU seconds", "minutes for a billion", "bytes held a sequence", "method"]
-        bench.table(header, rows)
-        bench.headline("plan", "plan a billion sequences in one process", [float(str(rows[-1][2]))], "minutes")
-        # Bytes a sequence are GB a billion; the lengths as they arrived are four more.
-        bench.headline("plan-memory", "the same: memory", [float(str(rows[-1][3])) + 4], "GB")
-        bench.section(f"Whole runs, medians of {options.rounds}")
-        if load > 1:
-            bench.say(
-                f"Other work had the processors too (load {load:.1f}), so wall times and speed-ups are not to be taken"
-                " at their word; user seconds are: what two workers spend beyond one is what sharing the work costs."
-            )
-        report_runs(bench, run_all(folder, options.engines, options.rounds), options.engines)
-    bench.write()
+    make_input(folder, options.chats)
+    report_stages(bench, folder)
+    bench.section("The plan, which one process makes for all")
+    rows = list(driver_rows())
+    bench.table(["sequences", "CPU seconds", "minutes for a billion", "bytes held a sequence", "method"], rows)
+    bench.headline("plan", "plan a billion sequences in one process", [float(str(rows[-1][2]))], "minutes")
+    # Bytes a sequence are GB a billion; the lengths as they arrived are four more.
+    bench.headline("plan-memory", "the same: memory", [float(str(rows[-1][3])) + 4], "GB")
+    bench.section(f"Whole runs, medians of {options.rounds}")
+    if load > 1:
+        bench.say(
+            f"Other work had the processors too (load {load:.1f}), so wall times and speed-ups are not to be taken at"
+            " their word; user seconds are: what two workers spend beyond one is what sharing the work costs."
+        )
+    report_runs(bench, run_all(folder, options.engines, options.rounds), options.engines)
 
 
 if __name__ == "__main__":
-    main()
+    title = "Preprocessing: what each stage costs, and two processors against one"
+    sizes = {
+        "chats": Size(24_000, 100_000, "how many"),
+        "rounds": Size(3, 3, "whole runs of which the median is taken"),
+        "engines": Size(["local"], ["local"], "of whole runs; ray where it is installed"),
+    }
+    run_bench("scaling", title, ("tokenizers", "gigatoken", "ray"), report, __doc__, sizes)

@@ -9,7 +9,7 @@ medians. Processor time is given beside wall time: a busy machine changes the se
 from __future__ import annotations
 
 import gc
-import tempfile
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import alternated, in_own_process, medians, memory, reset_peak
+from measure import alternated, in_own_process, medians, memory, reset_peak, write_equal_packs
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from plot import Curve, curves
-from report import MIB, Bench, Parser, Size
+from report import MIB, Bench, Size, cells, run_bench
 
 from megatron_sft_idx.builder import SFTIndexedDatasetBuilder
 from megatron_sft_idx.dataset import SFTIndexedDataset
@@ -45,19 +44,15 @@ class Input:
         self.mask[np.append(self.starts[1:], length) - 1] = 0
 
 
-def write_items(prefix: str, pack: Input, count: int) -> None:
-    builder = IndexedDatasetBuilder(prefix + ".bin", np.int32)
-    for _ in range(count):
-        builder.add_item(pack.tensor)
-        builder.end_document()
-    builder.finalize(prefix + ".idx")
-
-
-def write_documents(prefix: str, pack: Input, count: int) -> None:
+def write_stock(prefix: str, pack: Input, count: int, *, documents: bool) -> None:
     builder = IndexedDatasetBuilder(prefix + ".bin", np.int32)
     length = [len(pack.ids)]
     for _ in range(count):
-        builder.add_document(pack.ids, length)
+        if documents:
+            builder.add_document(pack.ids, length)
+        else:
+            builder.add_item(pack.tensor)
+            builder.end_document()
     builder.finalize(prefix + ".idx")
 
 
@@ -74,8 +69,8 @@ def write_packs_unsynced(prefix: str, pack: Input, count: int) -> None:
 
 
 WRITERS: list[tuple[str, Callable[[str, Input, int], None]]] = [
-    ("stock `add_item`", write_items),
-    ("stock `add_document`", write_documents),
+    ("stock `add_item`", partial(write_stock, documents=False)),
+    ("stock `add_document`", partial(write_stock, documents=True)),
     ("`add_pack`", write_packs),
     ("`add_pack`, no fsync", write_packs_unsynced),
 ]
@@ -96,29 +91,20 @@ def writing(bench: Bench, folder: Path, rounds: int) -> None:
     rows = []
     for length, sequences, count in ((4096, 8, 3_000), (64, 2, 50_000)):
         pack = Input(length, sequences)
-        times = alternated([partial(write, str(folder / "x"), pack, count) for _, write in WRITERS], rounds)
+        works = [partial(write, str(folder / f"x{i}"), pack, count) for i, (_, write) in enumerate(WRITERS)]
+        times = alternated(works, rounds)
         found = medians(times)
         base = found[1]
         for (name, _), t in zip(WRITERS, found, strict=True):
-            rows.append(
-                (
-                    length,
-                    name,
-                    f"{length * count / t.cpu / 1e6:.0f}",
-                    f"{length * count / t.wall / 1e6:.0f}",
-                    f"{nbytes(name, length, sequences) * count / t.cpu / 1e6:.0f}",
-                    f"{t.cpu / count * 1e6:.2f}",
-                    f"{base.cpu / t.cpu:.2f}",
-                    f"{base.wall / t.wall:.2f}",
-                )
-            )
-        rates = [[length * count / t.cpu / 1e6 for t in column] for column in times]
+            million, size = length * count / 1e6, nbytes(name, length, sequences) * count / 1e6
+            rates = million / t.cpu, million / t.wall, size / t.cpu, t.cpu / count * 1e6
+            beside = base.cpu / t.cpu, base.wall / t.wall
+            rows.append((length, name, *cells(".0f .0f .0f .2f .2f .2f", *rates, *beside)))
+        every = [[length * count / t.cpu / 1e6 for t in column] for column in times]
         what = f"writing packs of {length:,} tokens with masks, rules checked, checksummed"
         peer = "Megatron's `add_document`, tokens only"
-        unit = "M tokens a CPU s"
-        bench.headline(
-            f"write{length}", what, rates[2], unit, peer=peer, theirs=rates[1], more=True, short=length == 4096
-        )
+        key, unit, short = f"write{length}", "M tokens a CPU s", length == 4096
+        bench.headline(key, what, every[2], unit, peer=peer, theirs=every[1], more=True, short=short)
     header = "tokens a pack, writer, M tokens/cpu s, M tokens/s, MB/cpu s, cpu us a pack"
     bench.table([*header.split(", "), "rate by cpu, `add_document` = 1", "by clock"], rows)
 
@@ -177,7 +163,7 @@ def reading(bench: Bench, folder: Path, rounds: int) -> None:
     bench.section("Reading a pack")
     bench.say(f"{count:,} packs of {length} tokens, 8 sequences each, in random order from the page cache.")
     rows = [
-        (name, f"{t.cpu / count * 1e6:.2f}", f"{t.wall / count * 1e6:.2f}", f"{t.cpu / found[0].cpu:.2f}")
+        (name, *cells(".2f .2f .2f", t.cpu / count * 1e6, t.wall / count * 1e6, t.cpu / found[0].cpu))
         for (name, _), t in zip(reads, found, strict=True)
     ]
     bench.table(("read", "cpu us", "us", "time by cpu, stock `ds[i]` = 1"), rows)
@@ -191,30 +177,15 @@ def reading(bench: Bench, folder: Path, rounds: int) -> None:
 # ---- opening ----
 
 
-def write_small_packs(prefix: str, count: int) -> None:
-    """Packs of 2 tokens, as fast as they go."""
-    with ShardWriter(prefix, token_dtype=np.uint16) as writer:
-        for first in range(0, count, 1_000_000):
-            n = min(1_000_000, count - first)
-            ones = np.ones(n, np.int64)
-            zeros = np.zeros(2 * n, np.uint8)
-            writer.add_packs(np.arange(2 * n) % 60_000, zeros, ones * 0, ones * 2, ones)
-
-
-def private_bytes() -> int:
-    with open("/proc/self/smaps_rollup") as file:
-        return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Private"))
-
-
 def opening_of(stock: bool, warm: str, prefix: str, rounds: int) -> tuple[list[float], list[float], int]:
     """Milliseconds to open, to open and read one pack, of every round; private bytes of the first opening."""
     kind = IndexedDataset if stock else SFTIndexedDataset
     for _ in range(5):
         kind(warm)[0]
     gc.collect()
-    before = private_bytes()
+    before = memory("Private", file="smaps_rollup")
     dataset = kind(prefix)
-    grown = private_bytes() - before
+    grown = memory("Private", file="smaps_rollup") - before
     middle = len(dataset) // 2
     del dataset
     opened, read = alternated([lambda: kind(prefix), lambda: kind(prefix)[middle]], 4 * rounds)
@@ -225,40 +196,32 @@ def opening(bench: Bench, folder: Path, rounds: int, largest: int) -> None:
     bench.section("Opening")
     bench.say("Warm; one process for each row. Private memory is what the first opening adds.")
     warm, rows = str(folder / "warm"), []
-    write_small_packs(warm, 100)
-    points: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    write_equal_packs(warm, 100, 2, seed=None, token_dtype=np.uint16)
     found: dict[bool, list[float]] = {}
     counts = [10**exponent for exponent in range(4, 8) if 10**exponent <= largest]
     for count in counts:
         prefix = str(folder / f"open{count}")
-        write_small_packs(prefix, count)
+        write_equal_packs(prefix, count, 2, seed=None, token_dtype=np.uint16)
         for stock in (True, False):
             found[stock], read, grown = in_own_process(opening_of, stock, warm, prefix, rounds)
-            points[stock].append((count, median(found[stock])))
-            name, mib = "stock" if stock else "ours", f"{grown / MIB:.2f}"
-            rows.append((f"{count:,}", name, f"{points[stock][-1][1]:.3f}", f"{median(read):.3f}", mib))
+            figures = cells(".3f .3f .2f", median(found[stock]), median(read), grown / MIB)
+            rows.append((f"{count:,}", "stock" if stock else "ours", *figures))
     bench.table(("packs", "reader", "open ms", "open and read one ms", "private MiB"), rows)
     what = f"opening a shard of {counts[-1]:,} packs"
     bench.headline("open", what, found[False], "ms", peer=STOCK, theirs=found[True], short=True)
-    lines = [Curve("ours" if not stock else "IndexedDataset", line, not stock) for stock, line in points.items()]
-    bench.plot("opening", curves("Opening a shard", "packs in the shard", "milliseconds", lines))
 
 
-def main() -> None:
-    options = Parser(
-        __doc__,
-        rounds=Size(3, 9, "runs of which the median is taken"),
-        largest=Size(10**6, 10**7, "packs in the largest shard that is opened"),
-    ).parse()
-    bench = Bench("shard", "Shards beside Megatron's IndexedDataset", ("megatron-core", "torch", "numpy"), options)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        writing(bench, folder, options.rounds)
-        heap(bench, folder)
-        reading(bench, folder, options.rounds)
-        opening(bench, folder, options.rounds, options.largest)
-    bench.write()
+def report(bench: Bench, folder: Path, options: Namespace) -> None:
+    writing(bench, folder, options.rounds)
+    heap(bench, folder)
+    reading(bench, folder, options.rounds)
+    opening(bench, folder, options.rounds, options.largest)
 
 
 if __name__ == "__main__":
-    main()
+    title = "Shards beside Megatron's IndexedDataset"
+    sizes = {
+        "rounds": Size(3, 9, "runs of which the median is taken"),
+        "largest": Size(10**6, 10**7, "packs in the largest shard that is opened"),
+    }
+    run_bench("shard", title, ("megatron-core", "torch", "numpy"), report, __doc__, sizes)

@@ -2,7 +2,7 @@
 
 Every contestant runs in a process of its own, warms up on some chats and is timed on others; rounds take
 turns, and the table holds medians. All of them must give the same ids and masks, which is checked. Chats and
-tokenizer are made on the spot from a seed unless ``--chats`` and ``--tokenizer`` name real ones.
+tokenizer are made on the spot from a seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import xxhash
 from plot import Dot, dots
-from report import Bench, Parser, Size
+from report import Bench, Size, run_bench
 
 from megatron_sft_idx.chat.template import ChatTemplate
 from megatron_sft_idx.chat.tokenizer import load_tokenizer
@@ -80,23 +80,6 @@ def make_chats(count: int, seed: int) -> list[list[dict[str, str]]]:
     return chats
 
 
-def read_chats(path: Path) -> list[list[dict[str, str]]]:
-    """Chats with ``messages`` or ShareGPT ``conversations``; what is not text in them is written as JSON."""
-    names = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
-    text = path.read_text(encoding="utf-8")
-    rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
-    chats = []
-    for row in rows:
-        chat = []
-        for turn in row.get("messages") or row.get("traj") or row.get("conversations"):
-            role = turn.get("role") or turn["from"]
-            content = turn.get("content") or turn.get("value") or turn.get("tool_calls") or ""
-            content = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-            chat.append({"role": names.get(role, role), "content": content})
-        chats.append(chat)
-    return chats
-
-
 def train_tokenizer(folder: Path, chats: list[list[dict[str, str]]]) -> None:
     """A byte-level BPE of 16,000 tokens, split as Qwen's."""
     from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
@@ -115,11 +98,8 @@ def train_tokenizer(folder: Path, chats: list[list[dict[str, str]]]) -> None:
     )
     tokenizer.train_from_iterator([turn["content"] for chat in chats for turn in chat], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-    }
+    special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -233,7 +213,7 @@ def run_contestant(name: str, folder: str, data: str) -> list[Any]:
 # ---- the table ----
 
 
-def report(bench: Bench, times: dict[str, list[float]], tokens: int) -> None:
+def tables(bench: Bench, times: dict[str, list[float]], tokens: int) -> None:
     rates = {name: [tokens / 1e3 / seconds for seconds in every] for name, every in times.items()}
     best = min(median(times[name]) for name in RIVALS)
     rows = [
@@ -245,46 +225,23 @@ def report(bench: Bench, times: dict[str, list[float]], tokens: int) -> None:
         for rival, cores in zip(RIVALS, ("all cores", "one thread"), strict=True):
             key, what = f"{way}-{cores.split()[0]}", f"chats to ids and masks, identical output, with {way}"
             peer = f"transformers' batched `apply_chat_template`, {cores}"
-            mine = rates[OURS[way == "tokenizers"]]
-            bench.headline(
-                key,
-                what,
-                mine,
-                "k tokens/s",
-                peer=peer,
-                theirs=rates[rival],
-                more=True,
-                short=short and rival == RIVALS[0],
-            )
-    marks = [Dot(name.replace("`", ""), every, name.startswith("ours")) for name, every in rates.items()]
+            mine, theirs, quoted = rates[OURS[way == "tokenizers"]], rates[rival], short and rival == RIVALS[0]
+            bench.headline(key, what, mine, "k tokens/s", peer=peer, theirs=theirs, more=True, short=quoted)
+    marks = [Dot(name, every, name.startswith("ours")) for name, every in rates.items()]
     bench.plot("tokenising", dots("Chats to ids and masks", "thousand tokens a second", marks, more=True))
-
-
-def arguments() -> argparse.Namespace:
-    parser = Parser(
-        __doc__,
-        count=Size(3000, 10_000, "chats to make"),
-        rounds=Size(3, 7, "runs of which the median is taken"),
-    )
-    parser.add_argument("--chats", type=Path, help="JSON or JSON lines of real chats")
-    parser.add_argument("--tokenizer", type=Path, help="a real tokenizer's folder")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    return parser.parse()
 
 
 def measure(options: argparse.Namespace, chats: list[Any]) -> tuple[dict[str, list[float]], int]:
     """Seconds of every contestant, and tokens; SystemExit where one gives other ids or masks."""
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = str(options.tokenizer or folder)
-        if not options.tokenizer:
-            train_tokenizer(Path(folder), chats[: len(chats) // 3])
+        train_tokenizer(Path(folder), chats[: len(chats) // 3])
         data = Path(folder) / "chats.pickle"
         data.write_bytes(pickle.dumps((chats[: len(chats) // 5], chats[len(chats) // 5 :])))
         times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
         tokens, seen_ids, seen_masks = 0, set(), set()
         for _ in range(options.rounds):
             for name, every in times.items():
-                seconds, tokens, ids, masks = run_contestant(name, tokenizer, str(data))
+                seconds, tokens, ids, masks = run_contestant(name, folder, str(data))
                 every.append(seconds)
                 seen_ids.add(ids)
                 seen_masks.add(masks)
@@ -293,24 +250,24 @@ def measure(options: argparse.Namespace, chats: list[Any]) -> tuple[dict[str, li
     return times, tokens
 
 
-def main() -> None:
-    options = arguments()
-    if options.worker:
-        run_worker(*options.worker)
-        return
-    chats = read_chats(options.chats) if options.chats else make_chats(options.count, seed=0)
+def report(bench: Bench, _: Path, options: argparse.Namespace) -> None:
+    chats = make_chats(options.count, seed=0)
     random.Random(0).shuffle(chats)
-    title = "Tokenising and masking chats, beside transformers"
-    bench = Bench("tokenising", title, ("transformers", "tokenizers", "gigatoken"), options)
     times, tokens = measure(options, chats)
-    source = options.chats.name if options.chats else "generated"
     bench.say(
-        f"{len(chats) - len(chats) // 5:,} chats ({source}), {tokens:,} tokens; one process each, batches of {BATCH}"
+        f"{len(chats) - len(chats) // 5:,} chats (generated), {tokens:,} tokens; one process each, batches of {BATCH}"
         " chats, medians of fresh processes warmed up on other chats. Ids and masks are identical."
     )
-    report(bench, times, tokens)
-    bench.write()
+    tables(bench, times, tokens)
 
 
 if __name__ == "__main__":
-    main()
+    title, peers = "Tokenising and masking chats, beside transformers", ("transformers", "tokenizers", "gigatoken")
+    if sys.argv[1:2] == ["--worker"]:
+        run_worker(*sys.argv[2:])
+    else:
+        sizes = {
+            "count": Size(3000, 10_000, "chats to make"),
+            "rounds": Size(3, 7, "runs of which the median is taken"),
+        }
+        run_bench("tokenising", title, peers, report, __doc__, sizes)

@@ -11,7 +11,7 @@ Heap is the growth of the peak of private memory, in a process of its own.
 from __future__ import annotations
 
 import os
-import tempfile
+from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,15 +20,12 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from measure import Time, alternated, in_own_process, medians, memory, timed
+from measure import Time, alternated, in_own_process, medians, memory, timed, write_equal_packs
 from plot import Dot, dots
-from report import MIB, Bench, Parser, Size
+from report import MIB, Bench, Size, cells, run_bench
 
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.shard import ShardWriter
-
-CHUNK_PACKS_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -61,19 +58,9 @@ KINDS = (
 
 def write(prefix: str, kind: Kind, nbytes: int) -> None:
     """A shard of about this many bytes."""
-    packs = int(nbytes / kind.token_nbytes / kind.pack)
-    with ShardWriter(
-        prefix, token_dtype=kind.token_dtype, mask_dtype=kind.mask_dtype, sequence_multiple=2, durable=False
-    ) as writer:
-        step = max(CHUNK_PACKS_TOKENS // kind.pack, 1)
-        for first in range(0, packs, step):
-            count = min(step, packs - first)
-            tokens = np.arange(count * kind.pack, dtype=np.int64) % 60_000
-            mask = np.ones(count * kind.pack, np.dtype(kind.mask_dtype))
-            mask[kind.sequence - 1 :: kind.sequence] = 0
-            starts = np.tile(np.arange(0, kind.pack, kind.sequence), count)
-            sequences = np.full(count, kind.pack // kind.sequence)
-            writer.add_packs(tokens, mask, starts, np.full(count, kind.pack), sequences)
+    packs, sequences = int(nbytes / kind.token_nbytes / kind.pack), kind.pack // kind.sequence
+    dtypes = {"token_dtype": kind.token_dtype, "mask_dtype": kind.mask_dtype}
+    write_equal_packs(prefix, packs, kind.pack, sequences, seed=None, sequence_multiple=2, **dtypes)
 
 
 def checksum(prefix: str, buffer_nbytes: int) -> None:
@@ -100,10 +87,6 @@ def heap(warm: str, prefix: str) -> int:
     return memory("VmHWM") - before
 
 
-def quick(prefix: str) -> None:
-    assert verify_shard(prefix).ok
-
-
 def measure(kind: Kind, folder: Path, rounds: int, mib: int) -> tuple[int, list[list[Time]], float, int]:
     """Bytes of the shard; times of both checksums and of verifying; seconds of the quick look; bytes of heap."""
     prefix, warm = str(folder / "x"), str(folder / "warm")
@@ -113,21 +96,21 @@ def measure(kind: Kind, folder: Path, rounds: int, mib: int) -> tuple[int, list[
     works = (partial(checksum, prefix, 64 << 10), partial(checksum, prefix, 512 << 10), partial(verify, prefix))
     times = alternated(works, rounds)
     grown: int = in_own_process(heap, warm, prefix)
-    look = median(timed(partial(quick, prefix)).wall for _ in range(20))
+    look = median(timed(partial(verify_shard, prefix)).wall for _ in range(20))
     for path in (*ShardPaths.of(prefix).all, *ShardPaths.of(warm).all):
         os.unlink(path)
     return nbytes, times, look, grown
 
 
-def report(bench: Bench, folder: Path, rounds: int, mib: int) -> None:
+def report(bench: Bench, folder: Path, options: Namespace) -> None:
     clock, processor, marks = [], [], []
     for kind in KINDS:
-        nbytes, times, look, grown = measure(kind, folder, rounds, mib)
+        nbytes, times, look, grown = measure(kind, folder, options.rounds, options.mib)
         small, large, full = medians(times)
-        ms = [f"{t.wall * 1e3:.0f}" for t in (small, large, full)]
-        clock.append((kind.name, f"{nbytes / 1e9:.2f}", *ms, f"{full.wall / min(small.wall, large.wall):.2f}"))
-        cpu = [f"{t.cpu * 1e3:.0f}" for t in (large, full)]
-        processor.append((kind.name, *cpu, f"{look * 1e3:.2f}", f"{grown / MIB:.1f}"))
+        ms, best = [t.wall * 1e3 for t in (small, large, full)], min(small.wall, large.wall)
+        clock.append((kind.name, *cells(".2f .0f .0f .0f .2f", nbytes / 1e9, *ms, full.wall / best)))
+        cpu = [t.cpu * 1e3 for t in (large, full)]
+        processor.append((kind.name, *cells(".0f .0f .2f .1f", *cpu, look * 1e3, grown / MIB)))
         faster = times[0] if small.wall < large.wall else times[1]
         sides = [[nbytes / 1e9 / t.wall for t in column] for column in (times[2], faster)]
         what = f"`verify --full`, every byte and rule: {kind.name}"
@@ -142,17 +125,6 @@ def report(bench: Bench, folder: Path, rounds: int, mib: int) -> None:
     bench.plot("verify", dots("Checking every byte", "GB a second", marks, more=True))
 
 
-def main() -> None:
-    options = Parser(
-        __doc__,
-        rounds=Size(5, 9, "runs of which the median is taken"),
-        mib=Size(512, 1024, "size of each shard"),
-    ).parse()
-    bench = Bench("verify", "Verifying every byte beside plain checksumming", ("xxhash", "numpy"), options)
-    with tempfile.TemporaryDirectory() as name:
-        report(bench, Path(name), options.rounds, options.mib)
-    bench.write()
-
-
 if __name__ == "__main__":
-    main()
+    sizes = {"rounds": Size(5, 9, "runs of which the median is taken"), "mib": Size(512, 1024, "size of each shard")}
+    run_bench("verify", "Verifying every byte beside plain checksumming", ("xxhash", "numpy"), report, __doc__, sizes)

@@ -15,12 +15,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tables import CITIES, ELEMENTS, FACTS, GREETINGS, ODDITIES, PHRASES, SNIPPETS, UNITS, WORDS
-
 Message = dict[str, Any]
 Chat = dict[str, Any]
 
 OUTPUT = Path(__file__).parent / "chats.jsonl"
+# What the chats talk about, in the order of the file; of units, how many of the second one of the first is.
+TABLES = json.loads(OUTPUT.with_name("tables.json").read_text(encoding="utf-8"))
+CITIES, ELEMENTS, FACTS, GREETINGS, ODDITIES, PHRASES, SNIPPETS, UNITS, WORDS = TABLES.values()
 SEED = 20
 SKIES = ["clear", "cloudy", "light rain", "snow", "thunderstorms", "fog"]
 ICONS = dict(zip(SKIES, ["☀️", "☁️", "🌧️", "❄️", "⛈️", "🌫️"], strict=True))
@@ -124,10 +125,7 @@ def weather(r: Random) -> Chat:
         city, sky, t = found[0]
         wet = sky in ("light rain", "snow", "thunderstorms")
         advice = "Yes, take one." if wet else "No, it should stay dry."
-        messages += [
-            user(f"Do I need an umbrella in {city}?"),
-            assistant(f"{advice} It is {t} °C with {sky} there."),
-        ]
+        messages += [user(f"Do I need an umbrella in {city}?"), assistant(f"{advice} It is {t} °C with {sky} there.")]
     return {"messages": messages, "tools": [WEATHER]}
 
 
@@ -177,18 +175,12 @@ def fact(r: Random) -> Chat:
 def element(r: Random) -> Chat:
     """Questions about a chemical element, asked as a list of parts."""
     name, symbol, number = r.choice(ELEMENTS)
-    parts = [
-        {"type": "text", "text": f"Element: {name}.\n"},
-        {"type": "text", "text": "Symbol and atomic number?"},
-    ]
+    parts = [{"type": "text", "text": f"Element: {name}.\n"}, {"type": "text", "text": "Symbol and atomic number?"}]
     answer: list[Message] = [{"type": "text", "text": f"{symbol}, number {number}."}]
     first = assistant(f"{symbol}, number {number}.") if r.random() < 0.5 else {"role": "assistant", "content": answer}
     messages = [user(parts), first]
     if r.random() < 0.5:
-        messages += [
-            user("How many protons is that?"),
-            assistant(f"{number}: the atomic number counts the protons."),
-        ]
+        messages += [user("How many protons is that?"), assistant(f"{number}: the atomic number counts the protons.")]
     return {"messages": messages}
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,25 +92,16 @@ def main() -> None:
     dataset = SFTIndexedDataset(PREFIX)
     stock = IndexedDataset(PREFIX)
     same = all((stock[i] == dataset[i]["input_ids"]).all() for i in range(len(dataset)))
-    check(
-        f"stock Megatron reads the same tokens of all {len(dataset)} packs",
-        len(stock) == len(dataset) and same,
-    )
+    same &= len(stock) == len(dataset)
+    check(f"stock Megatron reads the same tokens of all {len(dataset)} packs", same)
     tokenizer = Tokenizer.from_file(f"{TOKENIZER}/tokenizer.json")
     check_sequences(dataset, tokenizer)
 
     color = sys.stdout.isatty()
     print(f"\nPack 0; what is {'green' if color else 'in [[ ]]'} is trained on:\n")
     pack = dataset[0]
-    print(
-        mark_pack(
-            pack["input_ids"],
-            pack["loss_mask"],
-            pack["seq_boundaries"],
-            lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-            color=color,
-        )
-    )
+    ids, mask, boundaries = pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"]
+    print(mark_pack(ids, mask, boundaries, partial(tokenizer.decode, skip_special_tokens=False), color=color))
 
 
 if __name__ == "__main__":
