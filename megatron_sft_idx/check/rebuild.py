@@ -15,7 +15,7 @@ from typing import Literal
 
 from megatron_sft_idx.check.lengths import Watch, idx_lengths
 from megatron_sft_idx.check.pack_walk import Advance
-from megatron_sft_idx.check.restore import Known, Replacement, derive, restore
+from megatron_sft_idx.check.restore import Damaged, Known, Replacement, derive, restore
 from megatron_sft_idx.check.verify import Report, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
@@ -126,11 +126,12 @@ def rebuild(
         if not faults:
             return Rebuilt(paths.prefix, _states(paths, header, faults, {}), note="nothing to do", dry_run=dry_run)
         with Replacement(paths, lock) as new:
+            shard = Damaged(paths, faults, known or Known(), new, watch)
             if header is not None:
-                done = restore(paths, header, faults, known or Known(), new, watch)
+                done = restore(shard, header)
             else:
                 _require_data(paths, faults)
-                done = derive(paths, raw, error, known or Known(), new, watch)
+                done = derive(shard, raw, error)
             kept = new.publish()
         report = Rebuilt(paths.prefix, _states(paths, header, faults, done), tuple(kept), dry_run=dry_run)
         if report.whole and not dry_run:

@@ -47,7 +47,7 @@ from megatron_sft_idx.storage import OutputFile, open_array, open_regular
 from megatron_sft_idx.storage.hashing import HashedFile, digest_file
 from megatron_sft_idx.storage.publish import put
 
-__all__ = ["Known", "Replacement", "derive", "restore"]
+__all__ = ["Damaged", "Known", "Replacement", "derive", "restore"]
 
 _SAME = "byte for byte"
 # Added to the name of a file whose place a rebuilt one takes.
@@ -206,25 +206,35 @@ def _keep(path: str, made: list[str]) -> str:
     return kept
 
 
-# ---- under a good header ----
+@dataclasses.dataclass(frozen=True)
+class Damaged:
+    """A shard that files are to be brought back of.
 
-
-def restore(
-    paths: ShardPaths, header: Header, faults: Mapping[str, str], known: Known, new: Replacement, watch: Watch
-) -> dict[str, str]:
-    """Write what is missing or damaged beside a good header, as far as it can be derived: its checksums prove it.
-
-    Args:
+    Attributes:
         paths: of the shard.
-        header: the good header.
         faults: what is wrong, by path.
         known: what the user knows.
         new: takes the files.
         watch: shows how far long work is.
+    """
+
+    paths: ShardPaths
+    faults: Mapping[str, str]
+    known: Known
+    new: Replacement
+    watch: Watch
+
+
+# ---- under a good header ----
+
+
+def restore(shard: Damaged, header: Header) -> dict[str, str]:
+    """Write what is missing or damaged beside a good header, as far as it can be derived: its checksums prove it.
 
     Returns:
         How each file came back, by path.
     """
+    paths, faults, new = shard.paths, shard.faults, shard.new
     done: dict[str, str] = {}
     digests = dict(zip(paths.data, header.digests, strict=True))
 
@@ -241,7 +251,7 @@ def restore(
             offset_lengths(paths.seq_idx, at, header.num_packs) for at in (header.token_offsets_offset, header.nbytes)
         ]
         packs = Repeated(".seq.idx", header.num_packs, lambda: map(PackChunk, *stored))
-    elif packs := _restore_arrays(paths, header, faults, known, new, watch):
+    elif packs := _restore_arrays(shard, header):
         done[paths.seq_idx] = f"from {packs.origin} and .seq.bin, {_SAME}"
     if packs is not None and paths.idx in faults:
         dtype = header.token_dtype
@@ -250,7 +260,7 @@ def restore(
         accept(paths.idx, digest, "from .seq.idx")
     if packs is not None and paths.starts in faults:
         # All zeros where every pack is one sequence; else what follows each end-of-sequence id.
-        eod_id, out = known.eod_id, HashedFile(new.create(paths.starts))
+        eod_id, out = shard.known.eod_id, HashedFile(new.create(paths.starts))
         if header.num_sequences == header.num_packs:
             for chunk in packs:
                 out.write(np.zeros(len(chunk.lengths), "<u4"))
@@ -264,11 +274,10 @@ def restore(
     return done
 
 
-def _restore_arrays(
-    paths: ShardPaths, header: Header, faults: Mapping[str, str], known: Known, new: Replacement, watch: Watch
-) -> Repeated[PackChunk] | None:
+def _restore_arrays(shard: Damaged, header: Header) -> Repeated[PackChunk] | None:
     """The packs by which the arrays have the checksum that the header says; the file is written anew."""
-    if paths.starts in faults:
+    paths, new = shard.paths, shard.new
+    if paths.starts in shard.faults:
         return None
     starts = Starts(paths.starts)
     # Likely ones first: the checksum decides, so even a damaged file may be tried.
@@ -276,9 +285,9 @@ def _restore_arrays(
         lambda: idx_lengths(paths.idx, header.digests[0].nbytes)[0],
         lambda: offset_lengths(paths.seq_idx, header.token_offsets_offset, header.num_packs),
     ]
-    if not {paths.tokens, paths.loss} & faults.keys():
+    if not {paths.tokens, paths.loss} & shard.faults.keys():
         dtypes = header.token_dtype, header.mask_dtype
-        sources.append(lambda: infer_lengths(paths, starts, dtypes, known.eod_id, watch))
+        sources.append(lambda: infer_lengths(paths, starts, dtypes, shard.known.eod_id, shard.watch))
     for source in sources if os.path.exists(paths.idx) else sources[1:]:
         try:
             packs = started(source(), starts)
@@ -310,23 +319,13 @@ def _starts_after(path: str, header: Header, eod_id: int, packs: Iterable[PackCh
 # ---- without a header ----
 
 
-def derive(
-    paths: ShardPaths,
-    raw: bytes | None,
-    error: SFTIndexError | None,
-    known: Known,
-    new: Replacement,
-    watch: Watch,
-) -> dict[str, str]:
-    """Write both indexes from the data files and whatever else can be believed.
+def derive(shard: Damaged, raw: bytes | None, error: SFTIndexError | None) -> dict[str, str]:
+    """Write both indexes from the data files, which are there, and whatever else can be believed.
 
     Args:
-        paths: of the shard, whose data files are there.
+        shard: what is left.
         raw: the first bytes of ``.seq.idx``; None where it is missing.
         error: why they are no header.
-        known: what the user knows.
-        new: takes the files.
-        watch: shows how far long work is.
 
     Returns:
         How each file came back, by path. An ``.idx`` that is right already is not among them.
@@ -334,6 +333,7 @@ def derive(
     Raises:
         FormatError: the files that are left do not tell all that has to be known; says what is missing.
     """
+    paths, known, new, watch = shard.paths, shard.known, shard.new, shard.watch
     there = [path for path in paths.data if os.path.exists(path)]
     with watch("reading", sum(os.stat(path).st_size for path in there)) as advance:
         digests = {path: digest_file(path, advance=advance) for path in there}
@@ -355,7 +355,7 @@ def derive(
         except FormatError as nothing:
             raise FormatError(f"{nothing}" if fault is None else f"{fault}. Without it: {nothing}") from None
     packs, done = started(lengths, starts), {}
-    walk = _measured(paths, dtypes, packs, starts.num_sequences, known, watch)
+    walk = _measured(shard, dtypes, packs, starts.num_sequences)
     digest = write_idx(new.create(paths.idx), packs, token_dtype_of(dtypes[0])[0], dtypes[0].itemsize, walk.num_packs)
     if digest == digests.get(paths.idx):
         new.drop(paths.idx)
@@ -436,12 +436,7 @@ def _dtypes_by_size(
 
 
 def _measured(
-    paths: ShardPaths,
-    dtypes: tuple[np.dtype[Any], np.dtype[Any]],
-    packs: Repeated[PackChunk],
-    num_sequences: int,
-    known: Known,
-    watch: Watch,
+    shard: Damaged, dtypes: tuple[np.dtype[Any], np.dtype[Any]], packs: Repeated[PackChunk], num_sequences: int
 ) -> _native.PackWalk:
     """The counts of all packs, each held against the rules of FORMAT.md.
 
@@ -449,6 +444,7 @@ def _measured(
         FormatError: a pack breaks a rule, or together they have not as many tokens as ``.bin``, so the files are
             not of one shard or one of them is damaged.
     """
+    paths, known = shard.paths, shard.known
     damaged = "one of them is damaged: restore it"
     num_tokens, found = os.stat(paths.tokens).st_size // dtypes[0].itemsize, sum(int(c.lengths.sum()) for c in packs)
     if found != num_tokens:
@@ -479,7 +475,7 @@ def _measured(
 
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(CheckedFile(path)) for path in (paths.tokens, paths.loss, paths.starts)]
-        advance = stack.enter_context(watch("checking", sum(file.nbytes for file in files)))
+        advance = stack.enter_context(shard.watch("checking", sum(file.nbytes for file in files)))
         meter = Meter(advance)
         tokens, loss, starts = (Stream(file, meter) for file in files)
         walk_packs(walk, _runs(packs), starts, loss, dtypes[1])
