@@ -8,27 +8,27 @@ has for it, or in that of ``--bridge-python``. Where there is none, that one is 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
+from argparse import Namespace
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from statistics import median
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from report import Bench
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPACITY, PROCESSES = 4096, 2
 BRIDGE_PYTHON = ROOT / ".venv-megatron-3.12/bin/python"
-OURS, TRL, BRIDGE = (
-    "ours, `preprocess`",
-    "`datasets.map`, TRL's `pack_dataset`, `save_to_disk`",
-    "Megatron-Bridge's own preparation",
-)
+OURS, BRIDGE = "ours, `preprocess`", "Megatron-Bridge's own preparation"
+TRL = "`datasets.map`, TRL's `pack_dataset`, `save_to_disk`"
 # Their __init__ imports models that need a GPU's kernels: made bare, what is in them is Bridge's own.
 BARE = ("megatron.bridge", "megatron.bridge.data", "megatron.bridge.data.builders")
 
@@ -57,9 +57,8 @@ def by_trl(folder: Path) -> None:
         out = tokenizer.apply_chat_template(rows["messages"], return_assistant_tokens_mask=True, return_dict=True)
         return {"input_ids": out["input_ids"], "assistant_masks": out["assistant_masks"]}
 
-    chats = load_dataset(
-        "json", data_files=str(folder / "chats.jsonl"), split="train", cache_dir=str(folder / "trl-cache")
-    )
+    file, cache = str(folder / "chats.jsonl"), str(folder / "trl-cache")
+    chats = load_dataset("json", data_files=file, split="train", cache_dir=cache)
     rows = chats.map(work, batched=True, num_proc=PROCESSES, remove_columns=chats.column_names)
     packed = pack_dataset(rows, CAPACITY, "bfd", {"num_proc": PROCESSES})
     packed.save_to_disk(folder / "trl", num_proc=PROCESSES)
@@ -77,6 +76,7 @@ def by_bridge(folder: Path) -> None:
     made = config.TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / "tokenizer"))
     (folder / "bridge").mkdir()
     offline: Any = import_module("megatron.bridge.data.packing.offline")
+    kwargs = {"chat": True, "use_hf_tokenizer_chat_template": True, "index_mapping_dir": str(folder / "bridge-index")}
     offline.prepare_gpt_sft_packed_data(
         input_path=folder / "chats.jsonl",
         output_path=folder / "bridge/packed.idx.parquet",
@@ -84,11 +84,7 @@ def by_bridge(folder: Path) -> None:
         packed_sequence_size=CAPACITY,
         max_seq_length=CAPACITY,
         tokenizer=tokenizers.build_tokenizer(made),
-        dataset_kwargs={
-            "chat": True,
-            "use_hf_tokenizer_chat_template": True,
-            "index_mapping_dir": str(folder / "bridge-index"),
-        },
+        dataset_kwargs=kwargs,
         num_tokenizer_workers=PROCESSES,
         dataset_builder=import_module("megatron.bridge.data.builders.gpt_sft").build_gpt_sft_split,
     )
@@ -170,37 +166,17 @@ def has_bridge(python: Path) -> bool:
     return python.exists() and not subprocess.run([python, "-c", probe], capture_output=True, check=False).returncode
 
 
-def arguments() -> argparse.Namespace:
-    from report import Parser, Size
-
-    parser = Parser(
-        __doc__,
-        count=Size(10_000, 100_000, "chats to make"),
-        rounds=Size(3, 5, "runs of which the median is taken"),
-    )
-    parser.add_argument("--bridge-python", type=Path, default=BRIDGE_PYTHON, help="a Python that has megatron-bridge")
-    return parser.parse()
-
-
-def main() -> None:
-    from report import Bench
-
-    options = arguments()
-    ways = {OURS: run_ours, TRL: run_trl}
-    if has_bridge(options.bridge_python):
-        ways[BRIDGE] = lambda folder: run_bridge(folder, options.bridge_python)
-    title = "The whole job: chats to packed data on disk"
-    shown = argparse.Namespace(count=options.count, rounds=options.rounds)
-    bench = Bench("whole_job", title, ("transformers", "datasets", "trl", "gigatoken"), shown)
+def report(bench: Bench, folder: Path, options: Namespace) -> None:
+    ways: dict[str, Callable[[Path], Done]] = {OURS: run_ours, TRL: run_trl}
+    if has_bridge(python := Path(options.bridge_python)):
+        ways[BRIDGE] = lambda folder: run_bridge(folder, python)
+    make_input(folder, options.count)
+    input_nbytes = (folder / "chats.jsonl").stat().st_size
     runs: dict[str, list[Done]] = {way: [] for way in ways}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make_input(folder, options.count)
-        input_nbytes = (folder / "chats.jsonl").stat().st_size
-        for _ in range(options.rounds):
-            for way, run in ways.items():
-                runs[way].append(run(folder))
-                clean(folder)
+    for _ in range(options.rounds):
+        for way, run in ways.items():
+            runs[way].append(run(folder))
+            clean(folder)
     ours = runs[OURS]
     for way, every in runs.items():
         if (every[0].tokens, every[0].trained) != (ours[0].tokens, ours[0].trained):
@@ -211,22 +187,29 @@ def main() -> None:
         " train on the same tokens; ours is checksummed and synced to disk."
     )
     seconds = {way: [one.seconds for one in every] for way, every in runs.items()}
-    spent = {way: median(every) for way, every in seconds.items()}
-    rows = [
-        (way, f"{spent[way]:.1f}", f"{options.count / spent[way]:,.0f}", f"{one.packs:,}", f"{one.nbytes / 1e6:.0f}")
-        for way, (one, *_) in runs.items()
-    ]
+    rows = []
+    for way, (one, *_) in runs.items():
+        spent = median(seconds[way])
+        rows.append((way, *cells(".1f ,.0f , .0f", spent, options.count / spent, one.packs, one.nbytes / 1e6)))
     bench.table(("way", "seconds", "chats/s", "packs", "MB on disk"), rows)
     bench.headline("chats", "the whole job: chats", [options.count], "chats")
     for key, peer in (("trl", TRL), ("bridge", BRIDGE)):
         if peer in runs:
             what = f"the whole job: {options.count:,} chats to packed data on disk, two processes"
             bench.headline(key, what, seconds[OURS], "s", peer=peer, theirs=seconds[peer], short=True)
-    bench.write()
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--worker"]:  # Bridge's environment has neither this package nor what the tables need
+    # Bridge's environment has neither this package nor what the tables need.
+    if sys.argv[1:2] == ["--worker"]:
         PEERS[sys.argv[2]](Path(sys.argv[3]))
     else:
-        main()
+        from report import Bench, Size, cells, run_bench
+
+        sizes = {
+            "count": Size(10_000, 100_000, "chats to make"),
+            "rounds": Size(3, 5, "runs of which the median is taken"),
+            "bridge_python": Size(str(BRIDGE_PYTHON), str(BRIDGE_PYTHON), "a Python that has megatron-bridge"),
+        }
+        title = "The whole job: chats to packed data on disk"
+        run_bench("whole_job", title, ("transformers", "datasets", "trl", "gigatoken"), report, __doc__, sizes)
