@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import tokenizer_zoo as zoo
 
-from megatron_sft_idx.chat.tokenizer import engines as engine_module
 from megatron_sft_idx.chat.tokenizer import load_tokenizer
+from megatron_sft_idx.chat.tokenizer import tokens as engine_module
 from megatron_sft_idx.chat.types import Rendered
 from megatron_sft_idx.errors import FormatError
 

@@ -22,14 +22,15 @@ import xxhash
 from chats import ROOT, TOKENIZER
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
-from megatron_sft_idx.chat.tokenizer import engines as engine_module
 from megatron_sft_idx.chat.tokenizer import load_tokenizer
-from megatron_sft_idx.chat.tokenizer.engines import (
+from megatron_sft_idx.chat.tokenizer import tokens as engine_module
+from megatron_sft_idx.chat.tokenizer.tokens import (
     FastEngine,
     Ids,
-    TokenizersEngine,
     build_tokenizer,
+    exact_ids,
     known_class,
     load_fast_engine,
     settled,
@@ -40,15 +41,15 @@ from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 pytest.importorskip("gigatoken")
 
 
-def engines(spec: dict[str, Any]) -> tuple[FastEngine, TokenizersEngine]:
+def engines(spec: dict[str, Any]) -> tuple[FastEngine, Tokenizer]:
     tokenizer = build_tokenizer(spec)
     fast, reason = load_fast_engine(spec, tokenizer, parallel=False)
     assert fast is not None, reason
-    return fast, TokenizersEngine(tokenizer)
+    return fast, tokenizer
 
 
 @lru_cache
-def engines_of(kind: str) -> tuple[FastEngine, TokenizersEngine]:
+def engines_of(kind: str) -> tuple[FastEngine, Tokenizer]:
     return engines(zoo.spec_of(kind))
 
 
@@ -61,11 +62,11 @@ def forgotten() -> Iterator[None]:
     engines_of.cache_clear()
 
 
-def differing(fast: FastEngine, exact: TokenizersEngine, texts: list[str]) -> list[str]:
+def differing(fast: FastEngine, exact: Tokenizer, texts: list[str]) -> list[str]:
     """The texts whose ids differ."""
-    ours = fast.ids(texts, [text.encode() for text in texts]).rows()
+    ours = fast.ids(texts).rows()
     with ThreadPoolExecutor(1) as thread:  # the tokenizers library keeps a thread's words until the thread ends
-        theirs = thread.submit(exact.ids, texts, []).result().rows()
+        theirs = thread.submit(exact_ids, exact, texts).result().rows()
     return [text for text, a, b in zip(texts, ours, theirs, strict=True) if not np.array_equal(a, b)]
 
 
@@ -340,5 +341,5 @@ def test_a_long_added_token_is_left_to_the_library_that_takes_it_in_its_stride(t
 
 def test_no_texts_are_no_rows() -> None:
     fast, _ = engines(zoo.spec_of("gpt2"))
-    assert fast.ids([], []).rows() == []
+    assert fast.ids([]).rows() == []
     assert Ids.of([[], [1], []]).offsets.tolist() == [0, 0, 1, 1]

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from megatron_sft_idx.chat.tokenizer.engines import KNOWN_SPLITS
+from megatron_sft_idx.chat.tokenizer.tokens import KNOWN_SPLITS
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 FAST = {

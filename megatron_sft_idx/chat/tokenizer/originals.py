@@ -23,9 +23,8 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.tokenizer.engines import AddedToken, Ids, Located, Passage
-from megatron_sft_idx.chat.tokenizer.token_masks import TokenSpellings
 from megatron_sft_idx.chat.tokenizer.tokenizer_files import AddedTokenSpec, TokenizerFiles, refuse
+from megatron_sft_idx.chat.tokenizer.tokens import AddedToken, Ids, Located, Passage, TokenSpellings
 from megatron_sft_idx.errors import FormatError
 
 __all__ = ["RankModel", "SentencePieceModel", "mistral_template"]

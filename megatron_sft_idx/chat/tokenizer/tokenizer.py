@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.tokenizer.engines import Ids, Model, Passage
 from megatron_sft_idx.chat.tokenizer.originals import RankModel, SentencePieceModel, mistral_template
-from megatron_sft_idx.chat.tokenizer.token_masks import Crossing, weights_by_offsets
 from megatron_sft_idx.chat.tokenizer.tokenizer_files import Backend, JsonModel, TokenizerFiles, read_tokenizer_files
+from megatron_sft_idx.chat.tokenizer.tokens import Crossing, Ids, Model, Passage, weights_by_offsets
 from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 

@@ -23,18 +23,19 @@ import tokenizers
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.tokenizer.engines import (
+from megatron_sft_idx.chat.tokenizer.tokens import (
     AddedToken,
-    Engine,
+    FastEngine,
     Ids,
     Located,
     Passage,
-    TokenizersEngine,
     build_tokenizer,
+    exact_ids,
     library_versions,
     load_fast_engine,
+    spelling_table,
+    unknown_id,
 )
-from megatron_sft_idx.chat.tokenizer.token_masks import spelling_table, unknown_id
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import open_regular
 
@@ -403,15 +404,17 @@ class JsonModel:
         self.size = 1 + max([*own.values(), *(token.number for token in self.added)])
         self.spellings = spelling_table(own, self.added, self._spec["pre_tokenizer"])
         self.proof = ""
-        self._engine: Engine = TokenizersEngine(self._tokenizer)
+        self._fast: FastEngine | None = None
         if backend != "tokenizers":
             wanted = f"{self.fingerprint} {library_versions()}"
-            engine, reason = load_fast_engine(self._spec, self._tokenizer, parallel=parallel, proven=proof == wanted)
-            if engine is not None:
-                self._engine, self.proof = engine, wanted
+            self._fast, reason = load_fast_engine(
+                self._spec, self._tokenizer, parallel=parallel, proven=proof == wanted
+            )
+            if self._fast is not None:
+                self.proof = wanted
             elif backend == "gigatoken":
                 raise FormatError(f"{files.path}: {reason}")
-        self.name = self._engine.name
+        self.name = "gigatoken" if self._fast is not None else "tokenizers"
         middle = middle_spec(self._spec)
         self._middle_spec = middle if middle != self._spec else None
         self._variants: dict[bool, tokenizers.Tokenizer] = {False: self._tokenizer}
@@ -421,7 +424,7 @@ class JsonModel:
         """See ``Model.ids``."""
         plain = [i for i, p in enumerate(passages) if not p.literals and not self._is_middle(p)]
         texts = [passages[i].text for i in plain]
-        ids = self._engine.ids(texts, [text.encode() for text in texts])
+        ids = exact_ids(self._tokenizer, texts) if self._fast is None else self._fast.ids(texts)
         if len(plain) == len(passages):
             return ids
         rows = dict(zip(plain, ids.rows(), strict=True))

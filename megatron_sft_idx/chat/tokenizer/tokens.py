@@ -1,42 +1,54 @@
-"""What turns text into token ids, and what it knows beside that: the interfaces, and the tokenizers library."""
+"""Token ids and what they stand for: the libraries that make them, the text they spell, the masks that follow.
+
+Masks are made in two ways, by the bytes that tokens spell and by a library's own offsets. Both agree with transformers'
+``return_assistant_tokens_mask``: a span begins with the token that holds its first character and ends with the first
+token that holds its last one. They differ from it only where its own look-up fails. There it trains to the end of the
+text (a span that ends in the text's first token, or on a character that no token covers), or drops the rest of the
+row's spans (a span that begins on such a character); here a span never trains a token that does not overlap it, and
+never loses one to another span.
+"""
 
 from __future__ import annotations
 
 import unicodedata
 import zlib
 from base64 import b85decode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import orjson
 import tokenizers
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from megatron_sft_idx.chat.tokenizer.token_masks import TokenSpellings
+from megatron_sft_idx import _native
+from megatron_sft_idx.chat.types import Span
 
 __all__ = [
     "KNOWN_SPLITS",
     "AddedToken",
-    "Engine",
+    "Crossing",
     "FastEngine",
     "Ids",
     "Located",
     "Model",
     "Passage",
-    "TokenizersEngine",
+    "TokenSpellings",
     "build_tokenizer",
-    "is_installed",
+    "byte_alphabet",
+    "exact_ids",
     "known_class",
     "library_versions",
     "load_fast_engine",
     "settled",
+    "spelling_table",
+    "unknown_id",
+    "weights_by_offsets",
 ]
 
 
@@ -103,16 +115,6 @@ class Located(Protocol):
         ...
 
 
-class Engine(Protocol):
-    """What turns texts into ids, without adding special tokens."""
-
-    name: str
-
-    def ids(self, texts: list[str], utf8: list[bytes]) -> Ids:
-        """Token ids of the texts, which come as UTF-8 too, since some libraries want that."""
-        ...
-
-
 class Model(Protocol):
     """A loaded tokenizer of one kind: ids by the library that defines them, and its vocabulary.
 
@@ -164,18 +166,200 @@ class Model(Protocol):
         ...
 
 
-class TokenizersEngine:
-    """The tokenizers library, whose ids are right by definition for every tokenizer.json."""
+# What tokens spell, and the weights that follow
 
-    name = "tokenizers"
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self.tokenizer = tokenizer
+class Crossing(NamedTuple):
+    """A token that is trained on and begins before its span.
 
-    def ids(self, texts: list[str], utf8: list[bytes]) -> Ids:
-        """See ``Engine.ids``."""
-        del utf8
-        return Ids.of([e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)])
+    Attributes:
+        token: its number in the text.
+        before: what of it lies before the span.
+        text: all that it spells.
+        held: whether a span that is trained on holds its beginning too.
+    """
+
+    token: int
+    before: str
+    text: str
+    held: bool
+
+
+def unknown_id(index: int) -> str:
+    """What stands in a text for an id that is no token."""
+    return f"\u27e8{index}\u27e9"
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable stand-ins that byte-level tokenizers use for the 256 bytes, as GPT-2 chose them."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    rest = (byte for byte in range(256) if byte not in set(printable))
+    alphabet.update({chr(256 + i): byte for i, byte in enumerate(rest)})
+    return alphabet
+
+
+class TokenSpellings:
+    """What bytes each token of a byte-level tokenizer stands for, and the masks that follow from that.
+
+    Args:
+        spellings: bytes by id; ids without any spell nothing.
+    """
+
+    def __init__(self, spellings: dict[int, bytes]) -> None:
+        table = [spellings.get(i, b"") for i in range(max(spellings, default=-1) + 1)]
+        self._bytes = b"".join(table)
+        self._offsets = _running_sum(map(len, table), len(table))
+
+    def spell(self, ids: Sequence[int] | NDArray[np.integer]) -> bytes:
+        """The bytes that the tokens stand for, end to end; ids that are none by their number, as ``unknown_id``."""
+        known, offsets = range(len(self._offsets) - 1), self._offsets.data  # a memoryview gives plain ints, and fast
+        return b"".join(
+            (i in known and self._bytes[offsets[i] : offsets[i + 1]]) or unknown_id(i).encode()
+            for i in np.asarray(ids, np.int64).tolist()
+        )
+
+    def weights(
+        self, ids: Ids, utf8: list[bytes], spans: list[list[Span]], *, whole_characters: bool
+    ) -> tuple[NDArray[np.float32], list[int], list[bool]]:
+        """Weights of all tokens end to end; by text, how many spans straddle and whether the weights hold.
+
+        They hold where the tokens spell the text byte for byte, which is checked, never assumed.
+
+        Raises:
+            ValueError: spans descend, overlap or end past their text.
+        """
+        count = sum(map(len, spans))
+        edges = np.fromiter(
+            chain.from_iterable((span.start, span.stop) for row in spans for span in row), np.int64, 2 * count
+        )
+        weights, straddling, spelled = _native.weigh_tokens(
+            ids.flat,
+            ids.offsets,
+            b"".join(utf8),
+            _running_sum(map(len, utf8), len(utf8)),
+            self._bytes,
+            self._offsets,
+            edges.reshape(count, 2),
+            np.fromiter((span.weight for row in spans for span in row), np.float32, count),
+            _running_sum(map(len, spans), len(spans)),
+            whole_characters,
+        )
+        return weights, straddling.tolist(), spelled.astype(bool).tolist()
+
+    def crossings(
+        self, ids: Ids, utf8: list[bytes], texts: Sequence[str], spans: list[list[Span]]
+    ) -> dict[int, list[Crossing]]:
+        """By text, the tokens that begin before a span that they are trained for; of texts that the tokens spell."""
+        flat = ids.flat.astype(np.int64)
+        ends = np.cumsum(self._offsets[flat + 1] - self._offsets[flat])
+        bounds, base = ids.offsets.tolist(), 0
+        wanted: list[tuple[int, Span, Span, int]] = []  # text, the span before, the span, its first byte
+        bases = []
+        for row, (data, text) in enumerate(zip(utf8, texts, strict=True)):
+            bases.append(base)
+            for before, span in pairwise([Span(0, 0), *spans[row]]):
+                if span.weight and span.start < span.stop:
+                    at = span.start if len(data) == len(text) else len(text[: span.start].encode())
+                    wanted.append((row, before, span, base + at))
+            base += len(data)
+        begins = np.array([begin for *_, begin in wanted], np.int64)
+        tokens = np.searchsorted(ends, begins, "right")
+        firsts = np.where(tokens > 0, ends[np.maximum(tokens - 1, 0)], 0) if len(ends) else tokens
+        found: dict[int, list[Crossing]] = {}
+        for which in np.flatnonzero(firsts < begins).tolist():
+            row, before, _, begin = wanted[which]
+            token, first = int(tokens[which]), int(firsts[which]) - bases[row]
+            held = bool(before.weight) and first < len(texts[row][: before.stop].encode())
+            spelt = utf8[row][first : int(ends[token]) - bases[row]].decode("utf-8", "replace")
+            begun = utf8[row][first : begin - bases[row]].decode("utf-8", "replace")
+            found.setdefault(row, []).append(Crossing(token - bounds[row], begun, spelt, held))
+        return found
+
+
+def _running_sum(lengths: map[int], count: int) -> NDArray[np.int64]:
+    return np.fromiter(accumulate(lengths, initial=0), np.int64, count + 1)
+
+
+def spelling_table(
+    vocabulary: Mapping[str, int], added: Sequence[AddedToken], pre_tokenizer: dict[str, object] | None
+) -> TokenSpellings | None:
+    """The table for a byte-level tokenizer, None for others.
+
+    No more is asked of it than to use that alphabet: whether tokens spell a text is checked text by text.
+    """
+    if b'"type":"ByteLevel"' not in orjson.dumps(pre_tokenizer):
+        return None
+    alphabet = byte_alphabet()
+    spellings: dict[int, bytes] = {}
+    for text, index in vocabulary.items():
+        try:
+            spellings[index] = bytes([alphabet[c] for c in text])
+        except KeyError:  # not of the alphabet, so never produced from bytes: spells nothing
+            continue
+    for token in added:
+        spellings[token.number] = token.text.encode()
+    return TokenSpellings(spellings)
+
+
+def weights_by_offsets(
+    encoding: Located,
+    text: str,
+    spans: Sequence[Span],
+    *,
+    whole_characters: bool,
+    position: Callable[[int], int] = int,
+) -> tuple[NDArray[np.float32], list[Crossing]]:
+    """Weights of an encoding's tokens by its own offsets, and the tokens that begin before their span.
+
+    Args:
+        encoding: with offsets.
+        text: the rendered text.
+        spans: in its characters.
+        whole_characters: count all tokens of a span's last character, not only the first.
+        position: where a character of the text stands in the one that was encoded, if that is another.
+
+    Raises:
+        ValueError: spans descend, overlap or end past the text.
+    """
+    edges = [0, *(edge for span in spans for edge in (span.start, span.stop)), len(text)]
+    if edges != sorted(edges):
+        raise ValueError(f"spans descend, overlap or end past the text of {len(text)} characters: {spans!r:.200}")
+    weights = np.zeros(len(encoding.ids), np.float32)
+    crossings = []
+    done = 0
+    for span in spans:
+        first = _first_token(encoding, map(position, range(span.start, span.stop)))
+        last = _first_token(encoding, map(position, range(span.stop - 1, span.start - 1, -1)))
+        if first is None or last is None:
+            continue
+        stop = position(span.stop - 1) + 1
+        while whole_characters and last + 1 < len(weights) and _begin(encoding, last + 1) < stop:
+            last += 1
+        weights[first : last + 1] = np.maximum(weights[first : last + 1], np.float32(span.weight))
+        begin = _begin(encoding, first)
+        if span.weight and begin < position(span.start):
+            before = text[span.start - (position(span.start) - begin) : span.start]
+            crossings.append(Crossing(first, before, before + text[span.start : span.start + 1], begin < done))
+        done = stop if span.weight else done
+    return weights, crossings
+
+
+def _first_token(encoding: Located, characters: map[int]) -> int | None:
+    """The token that holds the first of the characters that any token holds."""
+    for character in characters:
+        token = encoding.char_to_token(character)
+        if token is not None:
+            return int(token)
+    return None
+
+
+def _begin(encoding: Located, token: int) -> int:
+    characters = encoding.token_to_chars(token)
+    return int(characters[0]) if characters is not None else 0
+
+
+# The libraries
 
 
 def build_tokenizer(spec: dict[str, Any]) -> tokenizers.Tokenizer:
@@ -189,6 +373,11 @@ def build_tokenizer(spec: dict[str, Any]) -> tokenizers.Tokenizer:
     """
     bare = {**spec, "truncation": None, "padding": None, "post_processor": None}
     return tokenizers.Tokenizer.from_str(orjson.dumps(bare).decode())
+
+
+def exact_ids(tokenizer: tokenizers.Tokenizer, texts: list[str]) -> Ids:
+    """Token ids by the tokenizers library, right by definition for every tokenizer.json; it adds no special ones."""
+    return Ids.of([encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)])
 
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -244,11 +433,6 @@ PROOF = (
     "e\u0301 \u00a0\u3000\u200b\u2028 😀👨‍👩‍👧🏽 🇫🇷 x²½ Ⅻ ſ's 'ſ \u0000\u0001\x1c\x85end "
     "<|im_ start|> </ think> "
 )
-
-
-def is_installed() -> bool:
-    """Whether gigatoken can be imported."""
-    return find_spec("gigatoken") is not None
 
 
 def known_class(spec: dict[str, Any]) -> str | None:
@@ -309,9 +493,7 @@ class FastEngine:
     its encoder is made anew now and then: memory stays bounded however long the input.
     """
 
-    name = "gigatoken"
-
-    def __init__(self, make: Callable[[], Any], exact: TokenizersEngine, *, nfc: bool, parallel: bool) -> None:
+    def __init__(self, make: Callable[[], Any], exact: tokenizers.Tokenizer, *, nfc: bool, parallel: bool) -> None:
         self._make = make
         self._encoder = make()
         self._seen_nbytes = 0
@@ -319,14 +501,14 @@ class FastEngine:
         self._nfc = nfc
         self._parallel = parallel
 
-    def ids(self, texts: list[str], utf8: list[bytes]) -> Ids:
-        """See ``Engine.ids``."""
+    def ids(self, texts: list[str]) -> Ids:
+        """Token ids of the texts, without special tokens added."""
         doubtful = [i for i, text in enumerate(texts) if not text.isascii() and not self._is_settled(text)]
-        ids = self.raw_ids(utf8)
+        ids = self.raw_ids([text.encode() for text in texts])
         if not doubtful:
             return ids
         rows = ids.rows()
-        exact = self._exact.ids([texts[i] for i in doubtful], [])
+        exact = exact_ids(self._exact, [texts[i] for i in doubtful])
         for i, row in zip(doubtful, exact.rows(), strict=True):
             rows[i] = row
         return Ids.join(rows)
@@ -364,14 +546,14 @@ def settled() -> NDArray[np.bool_]:
 
 def library_versions() -> str:
     """Of the libraries that are compared; a sample says nothing about others."""
-    return f"tokenizers {tokenizers.__version__}, gigatoken {version('gigatoken') if is_installed() else None}"
+    return f"tokenizers {tokenizers.__version__}, gigatoken {version('gigatoken') if find_spec('gigatoken') else None}"
 
 
 def load_fast_engine(
     spec: dict[str, Any], tokenizer: tokenizers.Tokenizer, *, parallel: bool, proven: bool = False
 ) -> tuple[FastEngine | None, str]:
     """Gigatoken for this tokenizer, or None and the reason why not; ``proven`` spares the sample."""
-    if not is_installed():
+    if find_spec("gigatoken") is None:
         return None, "gigatoken is not installed: pip install gigatoken"
     if known_class(spec) is None:
         return None, "gigatoken is not known to be identical for this kind of tokenizer"
@@ -380,7 +562,7 @@ def load_fast_engine(
     try:
         engine = FastEngine(
             lambda: gigatoken.Tokenizer.from_json(tokenizer.to_str()),
-            TokenizersEngine(tokenizer),
+            tokenizer,
             nfc=spec.get("normalizer") is not None,
             parallel=parallel,
         )
@@ -407,6 +589,6 @@ def _agrees(engine: FastEngine, tokenizer: tokenizers.Tokenizer) -> bool:
         text = token.content
         texts.append(f"a{text}b {text} \n {text}{text}\n\n{text}1 {text[:-1]} {text[1:]}")
     texts = [unicodedata.normalize("NFC", text) for text in texts]
-    expected = TokenizersEngine(tokenizer).ids(texts, [])
+    expected = exact_ids(tokenizer, texts)
     found = engine.raw_ids([text.encode() for text in texts])
     return np.array_equal(expected.offsets, found.offsets) and np.array_equal(expected.flat, found.flat)
