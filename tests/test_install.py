@@ -71,7 +71,7 @@ def test_a_clone_beside_no_installed_package_says_how_to_compile_it(clone: Path)
 
 
 def test_processes_of_ours_take_nothing_from_the_current_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name in STRAYS:
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a stray file was imported')")
@@ -87,6 +87,7 @@ def test_processes_of_ours_take_nothing_from_the_current_folder(
     assert read.code == 0, read.err
     assert "recommended: " in read.out
     assert "ended with code" not in read.out
+    assert "a stray file was imported" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

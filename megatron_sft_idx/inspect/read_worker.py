@@ -6,13 +6,14 @@ They are processes of their own so that their faults and their memory are the re
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -355,6 +356,21 @@ def _serve(open_reader: Callable[[Job], Reader], jobs: Connection) -> None:
             jobs.send(answer)
 
 
+def _start_server() -> None:
+    """Start multiprocessing's fork server where it does not run, and the tracker that comes with it.
+
+    Python starts them with the current folder first on their path, where a file may have the name of any module. So
+    the current folder is another one meanwhile, in which only an administrator can leave a file.
+    """
+    here = os.open(os.curdir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.chdir(os.sep)
+        forkserver.ensure_running()
+    finally:
+        os.fchdir(here)
+        os.close(here)
+
+
 class Workers:
     """Measured processes, one for each setting, which take one job after the other.
 
@@ -378,6 +394,7 @@ class Workers:
             OSError: the system does not let it be read in this way, or ends the process.
         """
         if job.setting not in self._children:
+            _start_server()
             ours, its = self._context.Pipe()
             child = self._context.Process(target=_serve, args=(self._open_reader, its), daemon=True)
             child.start()

@@ -91,8 +91,8 @@ class _Worker:
 
     def __init__(self) -> None:
         self._alive, other_end = _PROCESSES.Pipe()
-        self._executor = ProcessPoolExecutor(1, _PROCESSES, _begin, (other_end,))
-        with _safe_path():
+        with _safe_path():  # an executor starts multiprocessing's tracker of resources too
+            self._executor = ProcessPoolExecutor(1, _PROCESSES, _begin, (other_end,))
             self._executor.submit(int)  # imports take a while, and may do so now
         other_end.close()
         self.jobs: deque[_Job] = deque()
