@@ -24,13 +24,16 @@ from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.storage import advise_order, drop_pages, open_array
 from megatron_sft_idx.storage.advice import APART, FirstReads, mappings
+from megatron_sft_idx.storage.local import PreadArray
 
 PAGE = mmap.PAGESIZE
 WAYS: list[dict[str, Any]] = [
     {"backend": "mmap"},
     {"backend": "os", "advice": "random"},
     {"backend": "pread", "advice": "sequential"},
+    {"backend": "pread", "advice": "random"},
     {"backend": "reopen"},
+    {"backend": "reopen", "advice": "random"},
 ]
 PATIENCE_SECONDS = 60.0
 
@@ -161,14 +164,29 @@ def test_packs_that_are_not_there_cannot_be_announced(tmp_path: Path, way: dict[
 
 
 @pytest.mark.parametrize("announced", [False, True])
-def test_a_file_cut_short_is_an_error_with_its_path(tmp_path: Path, announced: bool) -> None:
+@pytest.mark.parametrize("backend", ["pread", "reopen"])
+def test_a_file_cut_short_is_an_error_with_its_path(tmp_path: Path, backend: str, announced: bool) -> None:
     write_samples(tmp_path / "x", demo_samples())
-    shard = Shard(tmp_path / "x", backend="pread")
+    shard = Shard(tmp_path / "x", backend=backend)
     os.truncate(tmp_path / "x.loss.bin", 3)
     if announced:
         shard.schedule(range(7))
-    with pytest.raises(CorruptShardError, match=r"x\.loss\.bin: byte 3: .*cut short"):
-        list(shard)
+    for read in (lambda: shard[6], lambda: list(shard)):
+        with pytest.raises(CorruptShardError, match=r"x\.loss\.bin: byte 3: .*cut short"):
+            read()
+
+
+def test_a_disk_that_fails_is_an_error_with_the_path(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(bytes(8))
+    array = PreadArray(str(tmp_path / "x"), np.dtype(np.uint8), 8, 0)
+    folder = os.open(tmp_path, os.O_RDONLY)  # what is read of it is an error of the system's
+    try:
+        os.dup2(folder, array._fd)
+        with pytest.raises(IsADirectoryError) as caught:
+            array.read_bytes(0, np.empty(8, np.uint8))
+    finally:
+        os.close(folder)
+    assert caught.value.filename == str(tmp_path / "x")
 
 
 # ---- what the machine holds ----

@@ -24,7 +24,9 @@ from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredP
 OPTIONS = [
     ReadOptions("mmap", advice="random"),
     ReadOptions("pread"),
+    ReadOptions("pread", advice="random"),
     ReadOptions("reopen"),
+    ReadOptions("reopen", advice="random"),
 ]
 
 

@@ -362,7 +362,7 @@ def _start_server() -> None:
     Python starts them with the current folder first on their path, where a file may have the name of any module. So
     the current folder is another one meanwhile, in which only an administrator can leave a file.
     """
-    here = os.open(os.curdir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    here = os.open(os.curdir, os.O_PATH | os.O_CLOEXEC)  # it may be one that cannot be listed
     try:
         os.chdir(os.sep)
         forkserver.ensure_running()

@@ -216,7 +216,7 @@ class PreadArray(CopiedArray):
             if not got:
                 raise CorruptShardError(
                     self._path,
-                    offset + done,
+                    os.fstat(self._fd).st_size,
                     "F2",
                     "the file ends here since it was opened; it was cut short: restore it",
                 )
