@@ -16,6 +16,7 @@ from interrupted_runs import some_rows
 from packs import opens
 
 from megatron_sft_idx.live import Ack, Base, Catalog, ProducerState, ack_folder, shard_name, write_ack
+from megatron_sft_idx.shard.shard_set import find_prefixes
 
 SMALL = ("--seq-length", 512, "--tokens-per-shard", 2000, "--overlong", "split", "--turns", "whole")
 # Generous: what is waited for comes in a second, and on a busy machine in ten.
@@ -144,6 +145,8 @@ class Production:
             assert opens(Catalog(catalog).shard_prefix(number))
         found = shards_of(catalog)
         assert any(found.items() <= whole.items() for whole in (self.shards, self.grown))
+        if numbers:  # the lock that a kill leaves is no shard
+            assert f"{catalog}/_producer" not in find_prefixes(catalog, incomplete=True)
 
     def assert_ends_the_same(self, catalog: Path, source: str = "--input", *more: object) -> None:
         done = self.run(catalog, source, *more)

@@ -264,6 +264,16 @@ def test_folders_globs_and_lists(folder: Path, url: str) -> None:
     with pytest.raises(ShardNotFoundError, match=f"missing {url}/none.bin"):
         Shard(find_prefixes(f"{url}/none")[0])
     assert len(ShardSet.open(f"{url}/a")) == 9
+    for lost in (".seq.idx", ".bin"):
+        (folder / f"a/t-9{lost}").unlink()
+    (folder / "a/_producer.journal").touch()
+    found = [f"{url}/a/t-9", f"{url}/a/t-10"]
+    for source in (f"{url}/a/t-*", f"{url}/a/t-[0-9]*"):
+        assert find_prefixes(source, incomplete=True) == found
+        assert find_prefixes(source) == found[1:]
+    assert find_prefixes(f"{url}/a/t-9", incomplete=True) == find_prefixes(f"{url}/a/t-?", incomplete=True) == found[:1]
+    for source in (f"{url}/a", f"{url}/a/", f"{url}/[a]/"):
+        assert find_prefixes(source, incomplete=True) == [*found, f"{url}/a/u-1"]
 
 
 def test_many_shards_that_are_missing_are_an_error_and_no_standstill(folder: Path, url: str) -> None:

@@ -15,6 +15,7 @@ from packs import Sample, assert_is, demo_samples, samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet, find_prefixes
 
 PACKS = demo_samples(23)
@@ -56,6 +57,30 @@ def test_a_prefix_may_look_like_a_glob_and_a_file_stands_for_its_shard(tmp_path:
     assert names(find_prefixes(tmp_path / "run[1]")) == ["run[1]"]
     assert names(find_prefixes(tmp_path / "run[1].seq.idx")) == ["run[1]"]
     assert names(find_prefixes(tmp_path / "run[0-9]")) == ["run1"]
+
+
+def test_incomplete_ones_are_found_where_they_are_looked_for(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder, {"a-2": 1, "a-10": 1, "a-9": 1})
+    for lost in ("a-2.seq.idx", "a-2.loss.bin", "a-10.seq.idx", "a-10.seq.bin"):
+        (folder / lost).unlink()
+    with ShardWriter(tmp_path / "k") as writer:
+        writer.add_pack([1, 2], [1, 0], [0])
+        writer.flush()
+        (folder / "killed.journal").write_bytes((tmp_path / "k.journal").read_bytes())
+    for other in ("stock.bin", "stock.idx", "_producer.journal", "a-2-parts.journal"):
+        (folder / other).touch()
+    (folder / "notes.journal").write_text("a journal of somebody's")
+    everything = ["a-2", "a-9", "a-10", "killed"]
+    for source in (folder, f"{folder}/*", f"{tmp_path}/d*"):
+        assert names(find_prefixes(source, incomplete=True)) == everything
+        assert names(find_prefixes(source)) == ["a-9"]
+    for glob, found in (("a-?", everything[:2]), ("*.bin", everything[:3]), ("k*", ["killed"]), ("kille?", ["killed"])):
+        assert names(find_prefixes(folder / glob, incomplete=True)) == found
+    assert names(find_prefixes(folder / "killed.journal", incomplete=True)) == ["killed"]
+    with pytest.raises(ShardNotFoundError, match="no shard and no folder"):
+        find_prefixes(folder / "[_s]*", incomplete=True)
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from megatron_sft_idx.cli.streams import message_of
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.shard import ShardWriter
+from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard.prefix import name_held, parts_held
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
 
@@ -104,6 +105,25 @@ def test_remains_without_a_shard_break_f1(tmp_path: Path) -> None:
     assert len(report.notes) == 1
 
 
+def test_a_lock_is_no_remains_of_a_build(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples())
+    # What a producer holds while it makes a catalog, and whoever writes several shards; a kill leaves both.
+    with name_held(str(tmp_path / "_producer.journal"), "busy"), parts_held(str(tmp_path / "x")):
+        assert (tmp_path / "x-parts.journal").exists()
+        for source in (tmp_path, tmp_path / "*"):
+            done = command("verify", source)
+            assert (done.code, done.err) == (0, "")
+            assert done.out.startswith(f"{tmp_path / 'x'}: ok: ")
+            assert done.out.count("\n") == 1
+        done = command("verify", tmp_path / "_producer")
+        assert done.code == 1
+        assert "_producer: no shard here" in done.err
+        assert "interrupted" not in done.err
+        with pytest.raises(ShardNotFoundError) as refused:
+            Shard(tmp_path / "_producer")
+        assert "interrupted" not in str(refused.value)
+
+
 # ---- the command ----
 
 
@@ -137,6 +157,13 @@ def test_all_shards_are_told_of_and_the_exit_code_is_1(tmp_path: Path) -> None:
     assert done.out.splitlines()[-1] == "2 shards: 1 NOT ok, 1 ok"
 
 
+def test_what_a_path_holds_does_not_reach_the_terminal(tmp_path: Path) -> None:
+    done = command("verify", tmp_path / "\x1b[2Jgone")
+    assert done.code == 1
+    assert "␛[2Jgone: no shard here" in done.err
+    assert "\x1b" not in done.err
+
+
 def test_errors_of_the_disk_name_the_path_first() -> None:
     assert message_of(PermissionError(13, "Permission denied", "x.bin")) == "x.bin: Permission denied"
     assert message_of(OSError(5, "Input/output error")) == "[Errno 5] Input/output error"
@@ -167,8 +194,8 @@ def test_json_says_the_same(tmp_path: Path) -> None:
         (("x", "--vocab-size", "0", "--full"), 2, "--vocab-size"),
         (("x", "--vocab-size", "5"), 2, "--full"),
         (("",), 1, "not a prefix"),
-        (("empty",), 1, "no file of a shard"),
-        (("*.none",), 1, "no file of a shard"),
+        (("empty",), 1, "the folder holds no shard of its own"),
+        (("*.none",), 1, "no shard and no folder of shards"),
     ],
 )
 def test_wrong_usage(

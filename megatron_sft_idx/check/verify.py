@@ -36,6 +36,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import IDX_HEADER_NBYTES, SUFFIXES, idx_places
 from megatron_sft_idx.layout.header import FIELDS
 from megatron_sft_idx.shard.opening import where_to_look
+from megatron_sft_idx.shard.prefix import is_journal
 
 __all__ = ["Report", "verify_shard"]
 
@@ -163,7 +164,7 @@ def verify_shard(
 def _open_files(paths: ShardPaths, findings: Findings) -> dict[str, CheckedFile]:
     """The files that are there, by suffix; the others break rule F1."""
     files: dict[str, CheckedFile] = {}
-    recover = "megatron-sft-idx rebuild PREFIX recovers what the build left" if os.path.exists(paths.journal) else None
+    recover = "megatron-sft-idx rebuild PREFIX recovers what the build left" if is_journal(paths.journal) else None
     for suffix, path in zip(SUFFIXES, paths.all, strict=True):
         try:
             files[suffix] = CheckedFile(path)
@@ -184,7 +185,8 @@ def _remains(paths: ShardPaths) -> list[str]:
         entries = os.listdir(folder or ".")
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(entry for entry in entries if entry == f"{name}.journal" or entry.startswith(ours))
+    journal = [f"{name}.journal"] if is_journal(paths.journal) else []
+    return sorted(journal + [entry for entry in entries if entry.startswith(ours)])
 
 
 # ---- every byte ----

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from contextlib import ExitStack
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, positive
 from megatron_sft_idx.cli.output import local_path
+from megatron_sft_idx.cli.streams import print_error
 from megatron_sft_idx.inspect.bench_read import Plan, bench_read
 from megatron_sft_idx.inspect.place import memory_limit
 from megatron_sft_idx.inspect.recommend import reading_dict, reading_lines, recommend
@@ -89,6 +89,6 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     else:
         print("\n".join(reading_lines(report, advice)))
     if advice.setting is None:
-        print(f"megatron-sft-idx: error: {arguments.shard}: no setting reads it here", file=sys.stderr)
+        print_error(f"{arguments.shard}: no setting reads it here")
         return 1
     return 0

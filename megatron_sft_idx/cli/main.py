@@ -15,7 +15,7 @@ from importlib import import_module
 
 from megatron_sft_idx import __version__
 from megatron_sft_idx.cli.options import HelpFormatter
-from megatron_sft_idx.cli.streams import STDOUT, StandardOutput, message_of, standard_streams
+from megatron_sft_idx.cli.streams import STDOUT, StandardOutput, message_of, print_error, standard_streams
 from megatron_sft_idx.errors import SFTIndexError
 
 __all__ = ["main"]
@@ -107,10 +107,7 @@ def _cleaning_up_when_terminated() -> Iterator[None]:
 
 
 def _fail(message: str) -> int:
-    from megatron_sft_idx.inspect.text import PICTURES
-
-    # Messages quote metadata, which anybody may have written, and a terminal obeys escape codes.
-    print(f"megatron-sft-idx: error: {message.translate(PICTURES)}", file=sys.stderr)
+    print_error(message)
     return 1
 
 

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from megatron_sft_idx.errors import SFTIndexError
 
-__all__ = ["STDOUT", "StandardOutput", "message_of", "standard_streams"]
+__all__ = ["STDOUT", "StandardOutput", "message_of", "print_error", "standard_streams"]
 
 
 def message_of(error: Exception) -> str:
@@ -29,6 +29,13 @@ def message_of(error: Exception) -> str:
     if isinstance(error, OSError) and not ours and error.filename:
         return f"{error.filename}: {error.strerror}"
     return str(error)
+
+
+def print_error(message: str) -> None:
+    """Print an error to stderr; messages quote names and metadata of anybody's, and a terminal obeys escape codes."""
+    from megatron_sft_idx.inspect.text import PICTURES
+
+    print(f"megatron-sft-idx: error: {message.translate(PICTURES)}", file=sys.stderr)
 
 
 STDOUT, STDERR = "standard output", "standard error"

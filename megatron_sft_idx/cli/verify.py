@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import glob
 import json
 import os
-import sys
 from typing import Any
 
 from megatron_sft_idx.check import Report, verify_shard
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, positive
-from megatron_sft_idx.cli.streams import message_of
-from megatron_sft_idx.errors import SFTIndexError, ShardNotFoundError
-from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.shard.shard_set import natural_key
-from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.cli.streams import message_of, print_error
+from megatron_sft_idx.errors import SFTIndexError
+from megatron_sft_idx.packs.transfer import shard_nbytes
+from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage.progress import Progress
-from megatron_sft_idx.storage.remote import open_store
-from megatron_sft_idx.storage.remote.store import exists, in_folder, matching
 
 __all__ = ["add_parser"]
 
@@ -43,9 +38,6 @@ header's counts. Rules are numbered as in FORMAT.md, which comes with the packag
 exit code: 0 all shards are good, 1 something was found, 2 wrong usage.
 """
 _LINE_MIB = 10_240
-
-# What only a shard of ours, or a build of one, leaves in a folder: stock datasets have .bin and .idx too.
-_MARKS = (".seq.idx", ".seq.bin", ".loss.bin", ".journal")
 
 
 def add_parser(verbs: Verbs) -> None:
@@ -73,13 +65,13 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if arguments.vocab_size and not arguments.full:
         parser.error("--vocab-size: ids are only read with --full")
     results: list[dict[str, Any]] = []
-    for prefix in _prefixes(arguments.shards):
+    for prefix in dict.fromkeys(find_prefixes(arguments.shards, incomplete=True)):
         try:
             report = _verify(prefix, arguments)
         except (SFTIndexError, OSError) as error:
             # One that cannot be read is no reason to leave the others unread.
             results.append({"prefix": prefix, "ok": False, "error": message_of(error)})
-            print(f"megatron-sft-idx: error: {message_of(error)}", file=sys.stderr)
+            print_error(message_of(error))
             continue
         results.append(report.as_json())
         if not arguments.json:
@@ -95,54 +87,6 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 def _verify(prefix: str, arguments: argparse.Namespace) -> Report:
     if not arguments.full:
         return verify_shard(prefix)
-    size = sum(map(_nbytes, ShardPaths.of(prefix).all))
     what = f"verifying {os.path.basename(prefix)}"
-    with Progress(what, size, unit="B", log_interval=_LINE_MIB, items="MiB") as progress:
+    with Progress(what, shard_nbytes(prefix), unit="B", log_interval=_LINE_MIB, items="MiB") as progress:
         return verify_shard(prefix, full=True, vocab_size=arguments.vocab_size, advance=progress.advance)
-
-
-def _nbytes(path: str) -> int:
-    if is_remote(path):
-        store, key = open_store(path)
-        found = store.head(key)
-        return found.nbytes if found else 0
-    return os.path.getsize(path) if os.path.isfile(path) else 0
-
-
-def _prefixes(sources: list[str]) -> list[str]:
-    """Prefixes in the order given, each once; those of a folder or a glob by name, numbers as numbers.
-
-    Other than for reading, a prefix counts that has only some of the files: that is what is looked for.
-    """
-    found: dict[str, None] = {}
-    for source in sources:
-        if is_remote(source):
-            paths = _remote_paths(source)
-            if not paths:
-                found[_prefix(source)] = None
-                continue
-        elif os.path.isdir(source):
-            paths = [entry.path for entry in os.scandir(source)]
-        elif glob.has_magic(source) and not os.path.exists(ShardPaths.of(source).seq_idx):
-            paths = [path for pattern in (source, source + ".seq.idx") for path in glob.glob(pattern)]
-        else:
-            found[_prefix(source)] = None
-            continue
-        prefixes = {_prefix(path) for path in paths if path.endswith(_MARKS)}
-        if not prefixes:
-            raise ShardNotFoundError(source, [f"*{_MARKS[0]}"], "no file of a shard is there: check the path")
-        found.update(dict.fromkeys(sorted(prefixes, key=natural_key)))
-    return list(found)
-
-
-def _remote_paths(source: str) -> list[str]:
-    """Objects of a folder or a glob; none where the source is a prefix."""
-    if not source.endswith("/") and any(exists(path) for path in ShardPaths.of(source).all):
-        return []
-    if not glob.has_magic(source):
-        return in_folder(source)
-    return [path for pattern in (source, source + ".seq.idx") for path in matching(pattern)]
-
-
-def _prefix(path: str) -> str:
-    return ShardPaths.of(path.removesuffix(".journal")).prefix

@@ -14,6 +14,7 @@ from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
 from megatron_sft_idx.layout.header import peek_nbytes
 from megatron_sft_idx.shard import remote
+from megatron_sft_idx.shard.prefix import is_journal
 from megatron_sft_idx.storage import (
     Array,
     FirstReads,
@@ -230,7 +231,7 @@ def _read_raw_header(paths: ShardPaths) -> bytes:
 def _not_found(paths: ShardPaths) -> ShardNotFoundError:
     """What is missing at a prefix, and what would help."""
     missing = paths.missing()
-    if paths.seq_idx in missing and os.path.exists(paths.journal):
+    if paths.seq_idx in missing and is_journal(paths.journal):
         remedy = (
             "a build was interrupted here: go on with it (preprocess --resume), recover its packs (megatron-sft-idx"
             f" rebuild {paths.prefix}), or start anew with overwrite (--overwrite)"

@@ -39,6 +39,7 @@ __all__ = [
     "empty_journal",
     "held",
     "inode_of",
+    "is_journal",
     "is_only_name",
     "is_set_aside",
     "left",
@@ -178,10 +179,15 @@ def inode_of(path: str) -> int | None:
     return None
 
 
+def is_journal(path: str) -> bool:
+    """Whether a file says what is done at a prefix; one that is there for its lock alone is empty (``name_held``)."""
+    return head_of(path, len(MAGICS[0])) in MAGICS
+
+
 def read_journal(paths: ShardPaths) -> Head | None:
     """What a journal says; None where it says nothing, or is none of this package."""
     with contextlib.suppress(FormatError, FileNotFoundError):
-        if head_of(paths.journal, len(MAGICS[0])) in MAGICS:
+        if is_journal(paths.journal):
             return Head.read(paths.journal)
     return None
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard.opening import checked_packs, runs_of
+from megatron_sft_idx.shard.prefix import is_journal
 from megatron_sft_idx.shard.reader import Pack, Shard, read_header, require_same
 from megatron_sft_idx.storage import BackendName, ReadOptions, announce, is_remote
 from megatron_sft_idx.storage.remote.store import exists, in_folder, matching, threads
@@ -39,6 +39,11 @@ INDEX_NBYTES = 256 << 20
 OPENED_AT_ONCE = 16
 
 Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
+# What a shard has, and what only one of ours, or a build of one, leaves where files are missing: stock datasets have
+# .bin and .idx too.
+_JOURNAL = ".journal"
+_WHOLE, _IN_PART = (".seq.idx",), (".seq.idx", ".seq.bin", ".loss.bin", _JOURNAL)
+
 _State: TypeAlias = tuple[str, tuple[Any, ...], bytes, "str | None"]
 
 
@@ -52,12 +57,16 @@ def natural_key(path: str) -> tuple[list[str | int], str]:
     return parts, path
 
 
-def find_prefixes(source: Source) -> list[str]:
+def find_prefixes(source: Source, *, incomplete: bool = False) -> list[str]:
     """Prefixes of the shards that ``source`` names: a prefix, a folder, a glob, or a list of these.
 
     A folder stands for the shards right in it, a glob for those whose prefix or one of whose files it matches, and for
     those in folders that it matches; both are in numeric-aware order of their names. A list keeps its own order. In an
     object store a folder is nothing but the start of some keys, and may be named without a slash at its end.
+
+    Args:
+        source: what names them.
+        incomplete: also find what has only some of the files, and on a disk what a build left that was interrupted.
 
     Raises:
         ShardNotFoundError: a folder or a glob without any shard. A prefix that does not exist is given back: who
@@ -67,21 +76,24 @@ def find_prefixes(source: Source) -> list[str]:
     if not isinstance(source, str | os.PathLike):
         if not len(source):
             raise FormatError("an empty list of shards; name at least one")
-        return [prefix for entry in source for prefix in find_prefixes(entry)]
-    path = os.fspath(source)
+        return [prefix for entry in source for prefix in find_prefixes(entry, incomplete=incomplete)]
+    path, marks = os.fspath(source), _IN_PART if incomplete else _WHOLE
     remote, is_glob = is_remote(path), glob.has_magic(path)
     is_folder = path.endswith("/") if remote else os.path.isdir(path)
     if not is_folder:
-        prefix = ShardPaths.of(path).prefix
-        if exists(prefix + ".seq.idx") if remote else not is_glob or os.path.exists(prefix + ".seq.idx"):
+        prefix = _prefix(path) if incomplete else ShardPaths.of(path).prefix
+        files = [prefix + mark for mark in marks]
+        if any(threads().map(exists, files)) if remote else not is_glob or any(map(os.path.exists, files)):
             return [prefix]
-    if remote:
-        paths = in_folder(path)
-        if is_glob:
-            paths = matching(path + ".seq.idx") + matching(path) + matching(path.rstrip("/") + "/*")
+    if not remote:
+        paths = _in_local_folder(path) if is_folder else _matching_local(path, marks)
+    elif is_glob:
+        paths = matching(path + "*") if is_folder else matching(path, "/*", *marks)
     else:
-        paths = _in_local_folder(path) if is_folder else _matching_local(path)
-    if found := {ShardPaths.of(entry).prefix for entry in paths if entry.endswith(".seq.idx")}:
+        paths = in_folder(path)
+    marked = (entry for entry in paths if entry.endswith(marks))
+    # A build is on a disk, and so is its journal.
+    if found := {_prefix(entry) for entry in marked if not entry.endswith(_JOURNAL) or is_journal(entry)}:
         return sorted(found, key=natural_key)
     if is_glob and not (is_folder and not remote):
         raise ShardNotFoundError(path, [path + ".seq.idx"], "no shard and no folder of shards matches the pattern")
@@ -90,18 +102,22 @@ def find_prefixes(source: Source) -> list[str]:
     return [prefix]
 
 
+def _prefix(path: str) -> str:
+    return ShardPaths.of(path.removesuffix(_JOURNAL)).prefix
+
+
 def _in_local_folder(folder: str) -> list[str]:
     return [os.path.join(folder, name) for name in os.listdir(folder)]
 
 
-def _matching_local(pattern: str) -> list[str]:
+def _matching_local(pattern: str, marks: tuple[str, ...]) -> list[str]:
     """Files are taken for their shards, so ``data/*`` and ``data/train-*`` both work; folders for what they hold."""
-    found = glob.glob(pattern + ".seq.idx")
+    found = [path for mark in marks for path in glob.glob(pattern + mark)]
     for path in glob.glob(pattern):
         if os.path.isdir(path):
             found += _in_local_folder(path)
-        elif path.endswith(SUFFIXES) and os.path.exists(index := ShardPaths.of(path).seq_idx):
-            found.append(index)
+        else:
+            found += [file for mark in marks if os.path.exists(file := _prefix(path) + mark)]
     return found
 
 

@@ -508,12 +508,15 @@ def in_folder(path: str) -> list[str]:
     return [store.path(found.key) for found in store.list(start) if "/" not in found.key[len(start) :]]
 
 
-def matching(pattern: str) -> list[str]:
-    """Paths of the objects that a glob matches; ``*`` and ``?`` stop at a slash."""
+def matching(pattern: str, *endings: str) -> list[str]:
+    """Paths of the objects that a glob matches, or the glob with one of these endings: all are found in one listing.
+
+    ``*`` and ``?`` stop at a slash.
+    """
     store, key = open_store(pattern)
-    start = _before_magic(key)
-    wanted = key.split("/")
-    return [store.path(found.key) for found in store.list(start) if _matches(found.key.split("/"), wanted)]
+    wanted = [(key + ending).split("/") for ending in ("", *endings)]
+    keys = (found.key for found in store.list(_before_magic(key)))
+    return [store.path(key) for key in keys if any(_matches(key.split("/"), parts) for parts in wanted)]
 
 
 def _before_magic(key: str) -> str:
