@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count, takewhile
 from typing import Any, NamedTuple
 
@@ -160,12 +161,6 @@ class SpanFinder:
         self._edges: Edges | None = None
         self._places: list[Place] | None = None
         self._searched = False
-        # What of each message decides what a template writes around it; one more before and behind, for neighbours.
-        self._shapes = [-1, *(rules.shape(one, i == 0) for i, one in enumerate(messages)), -1]
-        self._kinds = frozenset(self._shapes)  # prompts may depend on a system message far before
-        self._question = len(messages) - 1
-        while self._question >= 0 and messages[self._question].get("role") != "user":
-            self._question -= 1
         self._written: dict[int, list[Segment]] = {}
         segments = [] if traced is None else traced.segments
         if traced is not None and traced.around:  # one message was written while another was
@@ -175,6 +170,22 @@ class SpanFinder:
                 self._written[segment.message] = [segment]
             else:
                 own.append(segment)
+
+    @cached_property
+    def _shapes(self) -> list[int]:
+        """What of each message decides what a template writes around it; one more before and behind, for neighbours."""
+        return [-1, *(self._rules.shape(one, i == 0) for i, one in enumerate(self._messages)), -1]
+
+    @cached_property
+    def _kinds(self) -> frozenset[int]:
+        """Those that there are: prompts may depend on a system message far before."""
+        return frozenset(self._shapes)
+
+    @cached_property
+    def _question(self) -> int:
+        """The last message of a user, -1 where there is none."""
+        roles = [message.get("role") for message in self._messages]
+        return max((index for index, role in enumerate(roles) if role == "user"), default=-1)
 
     def turn(self, message: int) -> tuple[Ranges, Ranges]:
         """What one assistant message says: all of it, and what the options leave of it.
@@ -262,6 +273,8 @@ class SpanFinder:
 
     def _speaks(self, start: int, stop: int) -> bool:
         """Whether there is more than tags in a stretch of the text."""
+        if self._text[start : start + 1].isalnum():
+            return True  # a tag begins with its bracket
         return any(map(str.isalnum, _TAG.sub("", self._text[start:stop])))
 
     def _unwritten(self, before: int, start: int, stop: int) -> int | None:

@@ -148,7 +148,7 @@ class Tokenizer:
                 found: dict[int, list[Crossing]] = {}
                 whole = all(spelled)
                 if whole and any(crossed):
-                    found = spellings.crossings(ids, texts, [row.text for row in rows], spans)
+                    found = spellings.crossings(ids, texts, [row.text for row in rows], spans, crossed)
                 for at, i in enumerate(some):
                     if spelled[at] and (whole or not crossed[at]):
                         here = slice(bounds[at], bounds[at + 1])

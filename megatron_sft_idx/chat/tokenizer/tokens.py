@@ -248,9 +248,12 @@ class TokenSpellings:
         return weights, straddling.tolist(), spelled.astype(bool).tolist()
 
     def crossings(
-        self, ids: Ids, utf8: list[bytes], texts: Sequence[str], spans: list[list[Span]]
+        self, ids: Ids, utf8: list[bytes], texts: Sequence[str], spans: list[list[Span]], straddling: list[int]
     ) -> dict[int, list[Crossing]]:
-        """By text, the tokens that begin before a span that they are trained for; of texts that the tokens spell."""
+        """By text, the tokens that begin before a span that they are trained for; of texts that the tokens spell.
+
+        Where ``straddling`` counts none, as ``weights`` found, none are looked for.
+        """
         flat = ids.flat.astype(np.int64)
         ends = np.cumsum(self._offsets[flat + 1] - self._offsets[flat])
         bounds, base = ids.offsets.tolist(), 0
@@ -258,7 +261,7 @@ class TokenSpellings:
         bases = []
         for row, (data, text) in enumerate(zip(utf8, texts, strict=True)):
             bases.append(base)
-            for before, span in pairwise([Span(0, 0), *spans[row]]):
+            for before, span in pairwise([Span(0, 0), *spans[row]]) if straddling[row] else ():
                 if span.weight and span.start < span.stop:
                     at = span.start if len(data) == len(text) else len(text[: span.start].encode())
                     wanted.append((row, before, span, base + at))
