@@ -388,7 +388,8 @@ def _take_left_over(path: str, kind: Kind) -> int | None:
         # Whoever had it may have published it between the two calls.
         named = (found.st_dev, found.st_ino) == identity(path) and stat.S_ISREG(found.st_mode) and found.st_nlink == 1
         if named and (not found.st_size or kind.recognize(path)):
-            os.ftruncate(fd, 0)
+            if found.st_size:  # ext4 hurries the bytes of a file that was ever truncated to disk as it is closed
+                os.ftruncate(fd, 0)
             return fd
     except BlockingIOError:
         pass
