@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,24 @@ from hypothesis import strategies as st
 
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Pack, Shard, ShardWriter
+from megatron_sft_idx.storage.progress import Advance, Watch
+
+
+def sums_told(tell: Callable[[int, int], Any]) -> Watch:
+    """Lets ``tell`` know of the units done so far, and of all, each time some are."""
+
+    @contextmanager
+    def watch(_what: str, total: int) -> Iterator[Advance]:
+        done = 0
+
+        def advance(units: int) -> None:
+            nonlocal done
+            done += units
+            tell(done, total)
+
+        yield advance
+
+    return watch
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from packs import assert_holds, demo_samples, write_samples
 
 from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.cli.options import nbytes
+from megatron_sft_idx.cli.output import shown
 from megatron_sft_idx.shard import Shard
 
 ROOT = Path(__file__).parent.parent
@@ -115,11 +116,9 @@ def test_sizes_are_read_with_their_units() -> None:
 
 
 def test_a_line_of_progress_has_rate_and_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron_sft_idx.cli.merge import ShownProgress
-
-    with ShownProgress("merging", 2) as progress:
-        for done in range(1, 11):
-            progress(done << 19, 5 << 20)
+    with shown(2)("merging", 5 << 20) as advance:
+        for _ in range(10):
+            advance(1 << 19)
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(", ")[:2] for line in lines] == [
         ["merging: 2 MiB", "40.0%"],

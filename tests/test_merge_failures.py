@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from merges import merged, rewrite_header, write_parts
-from packs import WHOLE, assert_holds, demo_samples, five_files, folder_of, write_samples
+from packs import WHOLE, assert_holds, demo_samples, five_files, folder_of, sums_told, write_samples
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
@@ -80,7 +80,7 @@ def test_a_source_replaced_after_the_checks_is_refused(tmp_path: Path) -> None:
             write_samples(sources[1], demo_samples(5), capacity=64, overwrite=True)
 
     with pytest.raises(FormatError, match="another shard was published over it"):
-        merged(sources, tmp_path / "m", progress=replace)
+        merged(sources, tmp_path / "m", watch=sums_told(replace))
     assert not list(tmp_path.glob("m*"))
 
 
@@ -119,7 +119,7 @@ def test_no_sources_are_refused(tmp_path: Path) -> None:
 def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
     sources = write_parts(tmp_path, demo_samples(30), [2, 9, 9])
     seen: list[tuple[int, int]] = []
-    merged(sources, tmp_path / "m", progress=lambda *counts: seen.append(counts))
+    merged(sources, tmp_path / "m", watch=sums_told(lambda *counts: seen.append(counts)))
     total = sum(os.path.getsize(s + x) for s in sources for x in SUFFIXES) - sum(read_header(s).nbytes for s in sources)
     assert seen[-1] == (total, total)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -131,7 +131,8 @@ def test_a_killed_merge_leaves_no_shard_and_a_journal_of_whole_sources(tmp_path:
     two = sum(os.path.getsize(s + x) for s in sources[:2] for x in SUFFIXES)
     target = tmp_path / "out"
     if (child := os.fork()) == 0:
-        merged(sources, target / "x", progress=lambda done, _: done > two and os.kill(os.getpid(), signal.SIGKILL))
+        kill = sums_told(lambda done, _: done > two and os.kill(os.getpid(), signal.SIGKILL))
+        merged(sources, target / "x", watch=kill)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     assert "x.journal" in folder_of(target)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packs import Sample, assert_holds, demo_samples, five_files, folder_of, opens, samples, write_samples
+from packs import Sample, assert_holds, demo_samples, five_files, folder_of, opens, samples, sums_told, write_samples
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
@@ -244,7 +244,9 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples(30), capacity=64)
     seen: list[tuple[int, int]] = []
     for resume in (False, True):
-        cut(tmp_path / "x", tmp_path / "p", packs=7, resume=resume, progress=lambda *counts: seen.append(counts))
+        cut(
+            tmp_path / "x", tmp_path / "p", packs=7, resume=resume, watch=sums_told(lambda *counts: seen.append(counts))
+        )
         assert seen[-1][0] == seen[-1][1]
 
 
@@ -265,7 +267,7 @@ def test_an_error_leaves_nothing_of_the_split_but_what_an_earlier_one_had_done(t
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(OSError, match="No space left"):
-        cut(tmp_path / "x", tmp_path / "out" / "p", shards=6, resume=resumed, progress=disk_is_full)
+        cut(tmp_path / "x", tmp_path / "out" / "p", shards=6, resume=resumed, watch=sums_told(disk_is_full))
     assert folder_of(tmp_path / "out") == before
 
 
@@ -282,7 +284,7 @@ def test_a_killed_split_leaves_whole_parts_and_goes_on_behind_them(tmp_path: Pat
                 os.kill(os.getpid(), signal.SIGKILL)
 
         if (child := os.fork()) == 0:
-            cut(source, target / "p", shards=6, progress=kill)
+            cut(source, target / "p", shards=6, watch=sums_told(kill))
             os._exit(0)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         # Whole parts wait under temporary names until all are whole.

@@ -5,12 +5,11 @@ built on both. ``restore`` brings files back by pack lengths, which ``lengths`` 
 ``infer`` finds in the data. What lives here changes no file but through ``rebuild``, and that none which is good.
 """
 
-from megatron_sft_idx.check.lengths import Watch
-from megatron_sft_idx.check.pack_walk import Advance
 from megatron_sft_idx.check.rebuild import FileState, Rebuilt, rebuild
 from megatron_sft_idx.check.restore import Known
 from megatron_sft_idx.check.rules import Finding
 from megatron_sft_idx.check.verify import Report, verify_shard
+from megatron_sft_idx.storage.progress import Advance, Watch
 
 __all__ = [
     "Advance",

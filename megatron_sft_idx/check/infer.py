@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.check.lengths import Lengths, Repeated, Starts, Watch
-from megatron_sft_idx.check.pack_walk import Advance
+from megatron_sft_idx.check.lengths import Lengths, Repeated, Starts
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.header import MAX_CAPACITY
 from megatron_sft_idx.shard.build import CHUNK_PACKS
 from megatron_sft_idx.storage import OutputFile, PreadArray, as_bytes, open_array
+from megatron_sft_idx.storage.progress import Advance, Watch
 
 __all__ = ["infer_lengths"]
 

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.check.pack_walk import Advance
 from megatron_sft_idx.errors import CorruptShardError
 from megatron_sft_idx.layout import TOKEN_DTYPES
 from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, idx_places, pack_idx_header
@@ -22,10 +20,7 @@ from megatron_sft_idx.layout.header import MAX_CAPACITY
 from megatron_sft_idx.shard.build import CHUNK_PACKS, PackChunk
 from megatron_sft_idx.storage import Array, open_array, open_regular
 
-__all__ = ["Lengths", "Repeated", "Starts", "Watch", "idx_lengths", "offset_lengths", "started"]
-
-# Takes what is done, as a verb, and how many units there are.
-Watch: TypeAlias = Callable[[str, int], AbstractContextManager[Advance]]
+__all__ = ["Lengths", "Repeated", "Starts", "idx_lengths", "offset_lengths", "started"]
 
 _CHUNK = 1 << 16
 _T = TypeVar("_T")

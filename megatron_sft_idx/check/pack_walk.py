@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from threading import Lock
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.storage import as_bytes, is_remote
 from megatron_sft_idx.storage.hashing import StreamHash
+from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.remote import open_store
 from megatron_sft_idx.storage.remote.store import threads
 
-__all__ = ["RUN_PACKS", "Advance", "CheckedFile", "Meter", "Run", "Stream", "walk_packs"]
+__all__ = ["RUN_PACKS", "CheckedFile", "Meter", "Run", "Stream", "walk_packs"]
 
 # Packs whose offsets are held at once.
 RUN_PACKS = 1 << 15
@@ -37,10 +38,6 @@ _SMALL_NBYTES = 64 << 10
 
 
 # ---- reading ----
-
-
-# Takes the units done since the last call.
-Advance: TypeAlias = Callable[[int], None]
 
 
 class Meter:

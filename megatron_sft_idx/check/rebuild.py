@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_sft_idx.check.lengths import Watch, idx_lengths
-from megatron_sft_idx.check.pack_walk import Advance
+from megatron_sft_idx.check.lengths import idx_lengths
 from megatron_sft_idx.check.restore import Damaged, Known, Replacement, derive, restore
 from megatron_sft_idx.check.verify import Report, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
@@ -24,6 +23,7 @@ from megatron_sft_idx.shard.opening import where_to_look
 from megatron_sft_idx.shard.prefix import held, lock_journal, read_journal
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
 from megatron_sft_idx.storage import read_most, require_local
+from megatron_sft_idx.storage.progress import Watch, unwatched
 
 __all__ = ["FileState", "Rebuilt", "rebuild"]
 
@@ -78,18 +78,13 @@ class Rebuilt:
         return any(file.state == "rebuilt" for file in self.files)
 
 
-@contextlib.contextmanager
-def _unwatched(_what: str, _total: int) -> Iterator[Advance]:
-    yield lambda _done: None
-
-
 def rebuild(
     prefix: str | os.PathLike[str],
     known: Known | None = None,
     *,
     copied: bool = False,
     dry_run: bool = False,
-    watch: Watch = _unwatched,
+    watch: Watch = unwatched,
 ) -> Rebuilt:
     """Bring back what can be derived of a shard whose files are damaged or missing.
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.check.infer import infer_lengths
-from megatron_sft_idx.check.lengths import Lengths, Repeated, Starts, Watch, idx_lengths, offset_lengths, started
+from megatron_sft_idx.check.lengths import Lengths, Repeated, Starts, idx_lengths, offset_lengths, started
 from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, Run, Stream, walk_packs
 from megatron_sft_idx.check.rules import Claims, Findings, add_breaches, check_ids
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, UnsupportedVersionError
@@ -45,6 +45,7 @@ from megatron_sft_idx.shard.prefix import inode_of
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.storage import OutputFile, open_array, open_regular
 from megatron_sft_idx.storage.hashing import HashedFile, digest_file
+from megatron_sft_idx.storage.progress import Watch
 from megatron_sft_idx.storage.publish import put
 
 __all__ = ["Damaged", "Known", "Replacement", "derive", "restore"]

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.check.pack_walk import RUN_PACKS, Advance, CheckedFile, Meter, Run, Stream, walk_packs
+from megatron_sft_idx.check.pack_walk import RUN_PACKS, CheckedFile, Meter, Run, Stream, walk_packs
 from megatron_sft_idx.check.rules import (
     Claims,
     Finding,
@@ -37,6 +37,7 @@ from megatron_sft_idx.layout.files import IDX_HEADER_NBYTES, SUFFIXES, idx_place
 from megatron_sft_idx.layout.header import FIELDS
 from megatron_sft_idx.shard.opening import where_to_look
 from megatron_sft_idx.shard.prefix import is_journal
+from megatron_sft_idx.storage.progress import Advance
 
 __all__ = ["Report", "verify_shard"]
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, nbytes, positive
-from megatron_sft_idx.cli.output import Output, ShownProgress, add_staging, local_path
+from megatron_sft_idx.cli.output import Output, add_staging, local_path, shown
 from megatron_sft_idx.formats.registry import places
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
@@ -113,15 +113,14 @@ def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> N
     output = Output(arguments)
     prefixes = find_prefixes(_once_a_shard(arguments.sources))
     output.prepare(place for prefix in prefixes for place in places(prefix, "sft-idx", "a source"))
-    with ShownProgress("merging", arguments.log_interval) as progress:
-        report = merge(
-            prefixes,
-            output.local,
-            overwrite=arguments.overwrite,
-            mixed_capacity=arguments.mixed_capacity,
-            mixed_templates=arguments.mixed_templates,
-            progress=progress,
-        )
+    report = merge(
+        prefixes,
+        output.local,
+        overwrite=arguments.overwrite,
+        mixed_capacity=arguments.mixed_capacity,
+        mixed_templates=arguments.mixed_templates,
+        watch=shown(arguments.log_interval),
+    )
     output.publish()
     header = report.header
     lines = [
@@ -137,15 +136,14 @@ def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> N
 
 
 def _split(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
-    with ShownProgress("splitting", arguments.log_interval) as progress:
-        report = split(
-            arguments.source,
-            arguments.output_prefix,
-            Parts(packs=arguments.packs, nbytes=arguments.nbytes, shards=arguments.shards),
-            overwrite=arguments.overwrite,
-            resume=arguments.resume,
-            progress=progress,
-        )
+    report = split(
+        arguments.source,
+        arguments.output_prefix,
+        Parts(packs=arguments.packs, nbytes=arguments.nbytes, shards=arguments.shards),
+        overwrite=arguments.overwrite,
+        resume=arguments.resume,
+        watch=shown(arguments.log_interval),
+    )
     kept = f", {report.num_kept:,} of them kept" if report.num_kept else ""
     print(f"parts           {len(report.prefixes):,}{kept}")
     print(f"from            {report.prefixes[0]}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
@@ -14,11 +15,11 @@ from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.buckets import STAGING, StagedOutput
 from megatron_sft_idx.packs.transfer import shard_nbytes
 from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.storage.progress import Progress
+from megatron_sft_idx.storage.progress import Advance, Progress, Watch
 from megatron_sft_idx.storage.publish import Place, check_lock, require_apart, require_space
 from megatron_sft_idx.tokenize import output_prefixes
 
-__all__ = ["Output", "ShownProgress", "add_staging", "local_path"]
+__all__ = ["Output", "add_staging", "local_path", "shown"]
 
 _ROLE = "the output"
 
@@ -118,24 +119,12 @@ class Output:
             staged.publish(suffix, progress.advance)
 
 
-class ShownProgress:
-    """Progress as a person sees it, from sums of bytes; the total is known when the work begins."""
+def shown(log_interval: int) -> Watch:
+    """Stages of work as a person sees them, in bytes."""
 
-    def __init__(self, what: str, log_interval: int) -> None:
-        self._what, self._interval = what, log_interval
-        self._progress: Progress | None = None
-        self._done = 0
+    @contextmanager
+    def watch(what: str, total: int) -> Iterator[Advance]:
+        with Progress(what, total, unit="B", log_interval=log_interval, items="MiB") as progress:
+            yield progress.advance
 
-    def __call__(self, done: int, total: int) -> None:
-        """``done`` of ``total`` bytes are there."""
-        if self._progress is None:
-            self._progress = Progress(self._what, total, unit="B", log_interval=self._interval, items="MiB")
-        self._progress.advance(done - self._done)
-        self._done = done
-
-    def __enter__(self) -> ShownProgress:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._progress is not None:
-            self._progress.__exit__(*error)
+    return watch

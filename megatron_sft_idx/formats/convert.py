@@ -17,12 +17,13 @@ from megatron_sft_idx.formats.base import PADDED, MaskAlignment, PackedSpec, Pac
 from megatron_sft_idx.formats.registry import JoinedReader, Source, check_destination, create, find, places
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage.hashing import StreamHash
+from megatron_sft_idx.storage.progress import Update
 from megatron_sft_idx.storage.publish import Place, new_file, require_apart
 
 if TYPE_CHECKING:
     from megatron_sft_idx.formats.bridge import Padding
 
-__all__ = ["COLUMNS", "Content", "ConvertOptions", "ConvertReport", "Progress", "convert", "summary_path"]
+__all__ = ["COLUMNS", "Content", "ConvertOptions", "ConvertReport", "convert", "summary_path"]
 
 
 # What is compared, and what people call it.
@@ -66,10 +67,6 @@ class Content:
             for column, name in COLUMNS.items()
             if column not in ignored and self._hashes[column].checksum() != other._hashes[column].checksum()
         ]
-
-
-# Called with tokens and packs done, each time some are.
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ def convert(
     to: str,
     options: ConvertOptions | None = None,
     *,
-    begun: Callable[[str, int], Progress] | None = None,
+    begun: Callable[[str, int], Update] | None = None,
 ) -> ConvertReport:
     """Convert packed data; several sources of one format become one result.
 
@@ -142,7 +139,7 @@ def convert(
         to: name of its format.
         options: how.
         begun: called as a pass over the data begins, with the pass's name and the number of tokens; what it returns
-            is called as the pass goes on.
+            is called as the pass goes on, with tokens and packs.
 
     Raises:
         FormatError: a source that is not what its format says, a destination that is taken or is a source, something
@@ -189,7 +186,7 @@ def summary_path(destination: str) -> str:
 
 @contextlib.contextmanager
 def _padded_spec(
-    parts: JoinedReader, destination: str, options: ConvertOptions, begun: Callable[[str, int], Progress] | None
+    parts: JoinedReader, destination: str, options: ConvertOptions, begun: Callable[[str, int], Update] | None
 ) -> Iterator[PackedSpec]:
     """What the writer is told; with padding, the summary of its packs is published once this is left."""
     spec = _spec_for_output(parts, options)
@@ -241,14 +238,14 @@ def _write(writer: PackedWriter, run: PackRun, spec: PackedSpec) -> None:
     writer.write(dataclasses.replace(run, tokens=tokens, loss_mask=mask))
 
 
-def _counted(runs: Iterable[PackRun], progress: Progress | None) -> Iterable[PackRun]:
+def _counted(runs: Iterable[PackRun], progress: Update | None) -> Iterable[PackRun]:
     for run in runs:
         yield run
         if progress is not None:
             progress(len(run.tokens), len(run.pack_lengths))
 
 
-def _verify(path: str, writer: PackedWriter, expected: Content, progress: Progress | None) -> None:
+def _verify(path: str, writer: PackedWriter, expected: Content, progress: Update | None) -> None:
     """FormatError unless what was written is what went in, but for what its format has no place for."""
     found = Content()
     for run in _counted(writer.reread().runs(), progress):

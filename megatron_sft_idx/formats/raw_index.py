@@ -15,7 +15,7 @@ import contextlib
 import operator
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, overload
@@ -28,6 +28,7 @@ from megatron_sft_idx.chat.pieces import MAX_ROW_NBYTES, cut_lines
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.restricted_pickle import LIST_HEADS, read_pairs, write_pairs
 from megatron_sft_idx.storage import Array, Backend, open_array, open_regular
+from megatron_sft_idx.storage.progress import Update
 from megatron_sft_idx.storage.publish import Kind, Place, new_file, require_apart
 
 __all__ = [
@@ -119,7 +120,7 @@ def create_raw_index(
     *,
     drop_faulty: bool = False,
     overwrite: bool = False,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Update | None = None,
 ) -> RawIndexReport:
     """Index the rows of a JSON-lines file, in one pass and 16 bytes of memory a row.
 
@@ -148,9 +149,7 @@ def create_raw_index(
     return RawIndexReport(target, counts["rows"], counts["blank"], counts["faulty"])
 
 
-def _scan(
-    path: str, drop_faulty: bool, on_progress: Callable[[int, int], None], counts: Counter[str]
-) -> Iterator[NDArray[np.int64]]:
+def _scan(path: str, drop_faulty: bool, on_progress: Update, counts: Counter[str]) -> Iterator[NDArray[np.int64]]:
     """Offset and length of rows, int64 [some, 2], in one pass over the lines of a file; counts what they were."""
     offset, line, reported = 0, 1, 0
     with open_regular(path) as file:

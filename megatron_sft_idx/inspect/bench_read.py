@@ -12,6 +12,7 @@ from megatron_sft_idx.inspect.place import MemoryLimit, ShardPlace, cached_nbyte
 from megatron_sft_idx.inspect.read_worker import SETTINGS, Epoch, Job, Order, Run, Sample, Setting, Workers
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.storage.progress import Advance
 
 __all__ = [
     "Measured",
@@ -221,9 +222,7 @@ def largest_sample(subject: Subject, plan: Plan, trial: Callable[[Sample], Epoch
     return sample_of(subject, plan, count)
 
 
-def bench_read(
-    prefix: str, plan: Plan | None = None, *, tell: Callable[[int], None] = lambda runs: None
-) -> ReadingReport:
+def bench_read(prefix: str, plan: Plan | None = None, *, tell: Advance = lambda runs: None) -> ReadingReport:
     """Measure every setting on one shard, each in a process of its own.
 
     Args:

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.inspect.summary import locate_sequence
 from megatron_sft_idx.inspect.tally import HashSample
-from megatron_sft_idx.inspect.text import Tell, counted, shortened
+from megatron_sft_idx.inspect.text import counted, shortened
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.packs.run import Window, read_window, windows
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.storage.progress import Update
 
 __all__ = ["Comparison", "Difference", "compare_shards", "diff_lines", "set_differences"]
 
@@ -132,7 +133,7 @@ class Comparison:
         return asdict(self) | rest
 
 
-def compare_shards(here: Shard, there: Shard, *, most: int = 20, tell: Tell | None = None) -> Comparison:
+def compare_shards(here: Shard, there: Shard, *, most: int = 20, tell: Update | None = None) -> Comparison:
     """Compares every byte of two shards, in bounded memory; open them with the backend ``pread``.
 
     Where packs of the same number differ in shape, or in more ids than are named, both are read again as sets: of

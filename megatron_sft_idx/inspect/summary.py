@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.tally import HashSample, Profile, Tally, Top
-from megatron_sft_idx.inspect.text import Tell, counted, shortened
+from megatron_sft_idx.inspect.text import counted, shortened
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.files import DATA_SUFFIXES
 from megatron_sft_idx.packs.run import Window, windows
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.storage.progress import Update
 
 __all__ = [
     "PERMILLE",
@@ -215,7 +216,7 @@ def locate_sequence(shard: Shard, number: int) -> tuple[int, int, int]:
     return low, sequence, stop - start
 
 
-def survey_shard(shard: Shard, *, content_tokens: int = CONTENT_TOKENS, tell: Tell | None = None) -> Survey:
+def survey_shard(shard: Shard, *, content_tokens: int = CONTENT_TOKENS, tell: Update | None = None) -> Survey:
     """Counts a shard in bounded memory, best opened with the backend ``pread``: maps would count as memory.
 
     Args:

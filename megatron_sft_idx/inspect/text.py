@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.packs.run import windows
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.storage.progress import Update
 
 __all__ = [
     "PICTURES",
@@ -41,7 +42,6 @@ _LINE_PICTURES = PICTURES | {9: 0x2409, 10: 0x240A}
 _CONTEXT, _PIECE, _LONGEST_CHARACTER = 40, 512, 8
 
 Decode = Callable[[list[int]], str]
-Tell = Callable[[int, int], None]
 
 
 def counted(count: int, unit: str, plural: str | None = None) -> str:
@@ -166,7 +166,7 @@ class Match(NamedTuple):
     after: str
 
 
-def find_text(shard: Shard, text: str, decode: Decode, *, tell: Tell | None = None) -> Iterator[Match]:
+def find_text(shard: Shard, text: str, decode: Decode, *, tell: Update | None = None) -> Iterator[Match]:
     """Every place of a text in the decoded sequences, in order, as they are found; no match crosses a sequence.
 
     Args:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import xxhash
@@ -24,6 +24,7 @@ from megatron_sft_idx.packs.transfer import Copied, Source, download
 from megatron_sft_idx.shard import remove_shard
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.hashing import StreamHash
+from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.remote import RemotePath, open_store
 
 __all__ = ["STAGING", "StagedOutput", "copy_shard", "upload"]
@@ -36,7 +37,7 @@ _ATTEMPTS = 5
 
 
 def upload(
-    source: Source, prefix: str, *, overwrite: bool = False, on_progress: Callable[[int], None] = lambda nbytes: None
+    source: Source, prefix: str, *, overwrite: bool = False, on_progress: Advance = lambda nbytes: None
 ) -> Copied:
     """Copy a shard to a remote prefix. What is there already with the right checksum is not sent again.
 
@@ -69,7 +70,7 @@ def upload(
 
 
 def copy_shard(
-    source: str, target: str, *, overwrite: bool = False, on_progress: Callable[[int], None] = lambda nbytes: None
+    source: str, target: str, *, overwrite: bool = False, on_progress: Advance = lambda nbytes: None
 ) -> Copied:
     """Copy the shard at a prefix to another, either of them local or remote; see ``upload`` and ``download``."""
     copy = upload if is_remote(target) else download
@@ -177,7 +178,7 @@ class _Target:
 
 
 class _Upload(_Target):
-    def __init__(self, source: Source, prefix: str, on_progress: Callable[[int], None]) -> None:
+    def __init__(self, source: Source, prefix: str, on_progress: Advance) -> None:
         super().__init__(prefix)
         self._source, self._on_progress = source, on_progress
         self._shard_id = source.header.shard_id.hex()
@@ -326,7 +327,7 @@ class StagedOutput:
                 )
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def publish(self, suffix: str = "", on_progress: Callable[[int], None] = lambda nbytes: None) -> Copied:
+    def publish(self, suffix: str = "", on_progress: Advance = lambda nbytes: None) -> Copied:
         """Upload what was built, and remove it here.
 
         Args:

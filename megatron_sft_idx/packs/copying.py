@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,12 +22,10 @@ from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.reader import require_same
 from megatron_sft_idx.storage import Array, PreadArray, require_local
 from megatron_sft_idx.storage.hashing import HashedFile, StreamHash
+from megatron_sft_idx.storage.progress import Advance
 
-__all__ = ["CheckedArray", "CopyWriter", "SourceShard", "Tick", "TrainedCount", "copied_nbytes", "nbytes_of"]
+__all__ = ["CheckedArray", "CopyWriter", "SourceShard", "TrainedCount", "copied_nbytes", "nbytes_of"]
 
-
-# Told of the bytes that were read, piece by piece.
-Tick = Callable[[int], None]
 
 # Read, hashed twice (for the source and for the copy) and written while it is in the processor's cache. Measured on
 # ext4 and tmpfs from the page cache, this is as fast as copy_file_range without any hashing, and a quarter faster than
@@ -47,14 +45,14 @@ class CheckedArray:
         array: its items.
         itemsize: of an item, in bytes.
         checksum: xxh3_128 of all items, as the shard's header has it.
-        tick: called with the bytes of every piece.
+        advance: called with the bytes of every piece.
     """
 
     path: str
     array: Array
     itemsize: int
     checksum: bytes
-    tick: Tick
+    advance: Advance
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[NDArray[Any]]:
         """Items ``[start, stop)`` in pieces of some hundred KiB; all items are held to their checksum at the end.
@@ -71,7 +69,7 @@ class CheckedArray:
             if whole:
                 stream.update(piece)
             yield piece
-            self.tick(piece.nbytes)
+            self.advance(piece.nbytes)
         if whole and stream.checksum() != self.checksum:
             raise CorruptShardError(
                 self.path,
@@ -103,13 +101,13 @@ class SourceShard:
     Args:
         prefix: of the shard.
         shard_id: it must have.
-        tick: called with the bytes of every piece that is read.
+        advance: called with the bytes of every piece that is read.
 
     Raises:
         ShardNotFoundError, FormatError: as ``Shard``, or it is not the shard it was.
     """
 
-    def __init__(self, prefix: str, shard_id: bytes, tick: Tick) -> None:
+    def __init__(self, prefix: str, shard_id: bytes, advance: Advance) -> None:
         # Maps would be as fast, but pages of a shard larger than memory would count as this process's.
         require_local(prefix, "merging or splitting")
         self.prefix = prefix
@@ -121,7 +119,7 @@ class SourceShard:
         files, self._path = shard.files, paths.seq_idx
 
         def content(path: str, array: Array, itemsize: int) -> CheckedArray:
-            return CheckedArray(path, array, itemsize, checksums[path], tick)
+            return CheckedArray(path, array, itemsize, checksums[path], advance)
 
         self.tokens = content(paths.tokens, files.tokens, self.header.token_dtype.itemsize)
         self.loss = content(paths.loss, files.loss, self.header.mask_dtype.itemsize)
@@ -130,7 +128,7 @@ class SourceShard:
         self.idx = content(paths.idx, PreadArray(paths.idx, np.dtype("u1"), idx_nbytes, 0), 1)
         behind = self.header.seq_idx_nbytes - self.header.nbytes
         arrays = PreadArray(paths.seq_idx, np.dtype("u1"), behind, self.header.nbytes)
-        self.arrays = CheckedArray(paths.seq_idx, arrays, 1, self.header.arrays_checksum, tick)
+        self.arrays = CheckedArray(paths.seq_idx, arrays, 1, self.header.arrays_checksum, advance)
 
     def verify_indexes(self) -> None:
         """Hold both indexes to their checksums. CorruptShardError as in ``CheckedArray.pieces``."""

@@ -15,6 +15,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, nbytes_of
 from megatron_sft_idx.shard import check_free, read_header
 from megatron_sft_idx.shard.prefix import places_of
+from megatron_sft_idx.storage.progress import Watch, unwatched
 from megatron_sft_idx.storage.publish import require_apart
 
 __all__ = [
@@ -24,9 +25,7 @@ __all__ = [
     "SPLIT",
     "Agreement",
     "MergeReport",
-    "ProgressCallback",
     "Run",
-    "counting",
     "extend_runs",
     "merge",
     "origin_entry",
@@ -283,10 +282,6 @@ class Agreement:
         return notes
 
 
-# Bytes read so far, and in all.
-ProgressCallback = Callable[[int, int], None]
-
-
 @dataclass(frozen=True, slots=True)
 class MergeReport:
     """What merging did.
@@ -312,7 +307,7 @@ def merge(
     mixed_capacity: bool = False,
     mixed_templates: bool = False,
     durable: bool = True,
-    progress: ProgressCallback | None = None,
+    watch: Watch = unwatched,
 ) -> MergeReport:
     """Write the packs of many shards, in the order given, as one shard.
 
@@ -328,7 +323,7 @@ def merge(
         mixed_capacity: let capacities differ; the largest is that of the merged shard.
         mixed_templates: let chat templates differ.
         durable: False skips fsync, for files that are thrown away anyway.
-        progress: called with bytes read so far and in all.
+        watch: called as the reading begins, with the bytes there are to read.
 
     Raises:
         ShardNotFoundError: a source is not there.
@@ -350,10 +345,12 @@ def merge(
         total += nbytes_of(header)
         trained_tokens += header.num_trained_tokens
         masked_packs += header.num_masked_packs
-    tick = counting(progress, total)
-    with CopyWriter(paths.prefix, agreement.header(), overwrite=overwrite, durable=durable, nbytes=total) as writer:
+    with (
+        watch("merging", total) as advance,
+        CopyWriter(paths.prefix, agreement.header(), overwrite=overwrite, durable=durable, nbytes=total) as writer,
+    ):
         for source, shard_id in zip(prefixes, ids, strict=True):
-            shard = SourceShard(source, shard_id, tick)
+            shard = SourceShard(source, shard_id, advance)
             shard.verify_indexes()
             writer.append(shard, 0, shard.header.num_packs)
         header = writer.finalize(trained_tokens, masked_packs)
@@ -361,16 +358,3 @@ def merge(
     if again := len(prefixes) - len(set(prefixes)):
         notes.append(f"given more than once, so there more than once: {again:,} of the shards")
     return MergeReport(paths.prefix, header, len(prefixes), notes)
-
-
-def counting(progress: ProgressCallback | None, total: int) -> Callable[[int], None]:
-    """A function that adds up bytes and tells ``progress`` of their sum."""
-    done = 0
-
-    def tick(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
-
-    return tick

@@ -21,8 +21,6 @@ from megatron_sft_idx.packs.merge import (
     ORIGIN,
     PER_SHARD,
     SPLIT,
-    ProgressCallback,
-    counting,
     origin_entry,
     runs_of,
     slice_runs,
@@ -30,6 +28,7 @@ from megatron_sft_idx.packs.merge import (
 from megatron_sft_idx.shard import Shard, check_free, read_header
 from megatron_sft_idx.shard.prefix import is_set_aside, parts_held, places_of, publish_all, read_journal, remove_remains
 from megatron_sft_idx.shard.recovery import complete_header
+from megatron_sft_idx.storage.progress import Watch, unwatched
 from megatron_sft_idx.storage.publish import Place, require_apart, require_space
 
 __all__ = ["Parts", "SplitReport", "part_prefix", "refuse_other_splits", "split"]
@@ -89,7 +88,7 @@ def split(
     overwrite: bool = False,
     resume: bool = False,
     durable: bool = True,
-    progress: ProgressCallback | None = None,
+    watch: Watch = unwatched,
 ) -> SplitReport:
     """Write the packs of one shard, in their order, as shards ``PREFIX-00000-of-00012`` and so on.
 
@@ -104,7 +103,7 @@ def split(
         overwrite: replace what is at the prefixes of the parts.
         resume: keep parts that are there and are those of this split; drop what a killed split left unfinished.
         durable: False skips fsync, for files that are thrown away anyway.
-        progress: called with bytes read so far and in all.
+        watch: called as the reading begins, with the bytes there are to read.
 
     Raises:
         ShardNotFoundError: the source is not there.
@@ -114,36 +113,37 @@ def split(
     """
     source, prefix = ShardPaths.of(source).prefix, ShardPaths.of(prefix).prefix
     header = read_header(source)
-    tick = counting(progress, nbytes_of(header) + copied_nbytes(header, header.num_tokens, header.num_sequences))
-    shard = SourceShard(source, header.shard_id, tick)
-    planned = list(_plan(shard, prefix, parts))
-    outputs = [place for part in planned for place in places_of(part.paths.prefix, "the output", written=True)]
-    require_apart([*outputs, Place(f"{prefix}-parts.journal", "the output")], places_of(source, "the source"))
-    refuse_other_splits(prefix, len(planned))
-    with parts_held(prefix):
-        kept = {part for part in planned if resume and part.is_there()}
-        leave = {part for part in planned if overwrite or (resume and part.may_overwrite())}
-        for part in planned:
-            check_free(part.paths, overwrite=part in kept or part in leave)
-        require_space(prefix, 0 if kept else nbytes_of(header), 6 * (len(planned) - len(kept)))
-        shard.verify()
-        made: list[ShardPaths] = []
-        try:
+    total = nbytes_of(header) + copied_nbytes(header, header.num_tokens, header.num_sequences)
+    with watch("splitting", total) as advance:
+        shard = SourceShard(source, header.shard_id, advance)
+        planned = list(_plan(shard, prefix, parts))
+        outputs = [place for part in planned for place in places_of(part.paths.prefix, "the output", written=True)]
+        require_apart([*outputs, Place(f"{prefix}-parts.journal", "the output")], places_of(source, "the source"))
+        refuse_other_splits(prefix, len(planned))
+        with parts_held(prefix):
+            kept = {part for part in planned if resume and part.is_there()}
+            leave = {part for part in planned if overwrite or (resume and part.may_overwrite())}
             for part in planned:
-                if part in kept:
-                    (first, stop), (start, end) = shard.spans(part.first, part.stop)
-                    tick(copied_nbytes(header, stop - first, end - start))
-                else:
-                    drops = ("build",) if resume else ()
-                    _copy(part, shard, overwrite=part in leave, durable=durable, drops=drops)
-                    made.append(part.paths)
-        except BaseException as error:
-            # Some parts of many are half of a result, and a full disk gets its space back. What was published before,
-            # and what an interrupted split had done, is left as it was; and of one that is interrupted now, all.
-            for paths in made if isinstance(error, Exception) else ():
-                remove_remains(paths)
-            raise
-        publish_all([part.paths for part in planned if is_set_aside(part.paths)], durable=durable)
+                check_free(part.paths, overwrite=part in kept or part in leave)
+            require_space(prefix, 0 if kept else nbytes_of(header), 6 * (len(planned) - len(kept)))
+            shard.verify()
+            made: list[ShardPaths] = []
+            try:
+                for part in planned:
+                    if part in kept:
+                        (first, stop), (start, end) = shard.spans(part.first, part.stop)
+                        advance(copied_nbytes(header, stop - first, end - start))
+                    else:
+                        drops = ("build",) if resume else ()
+                        _copy(part, shard, overwrite=part in leave, durable=durable, drops=drops)
+                        made.append(part.paths)
+            except BaseException as error:
+                # Some parts of many are half of a result, and a full disk gets its space back. What was published
+                # before, and what an interrupted split had done, is left as it was; of one interrupted now, all.
+                for paths in made if isinstance(error, Exception) else ():
+                    remove_remains(paths)
+                raise
+            publish_all([part.paths for part in planned if is_set_aside(part.paths)], durable=durable)
     return SplitReport([part.paths.prefix for part in planned], len(kept))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import xxhash
@@ -21,6 +21,7 @@ from megatron_sft_idx.shard.prefix import places_of, read_journal
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.storage import check_size, is_remote, open_regular
 from megatron_sft_idx.storage.hashing import StreamHash, has_digest
+from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.publish import require_apart
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
 from megatron_sft_idx.storage.remote.files import read_ahead
@@ -157,7 +158,7 @@ def check_destinations(prefixes: Sequence[str], targets: Sequence[str], *, overw
 
 
 def download(
-    source: Source, prefix: str, *, overwrite: bool = False, on_progress: Callable[[int], None] = lambda nbytes: None
+    source: Source, prefix: str, *, overwrite: bool = False, on_progress: Advance = lambda nbytes: None
 ) -> Copied:
     """Copy a shard to a local prefix. What is there already with the right checksum is not fetched again.
 
@@ -204,9 +205,7 @@ def _is_there(path: str, source: Source, suffix: str) -> bool:
     return os.path.isfile(path) and not os.path.islink(path) and has_digest(path, source.digests[suffix])
 
 
-def _fetch_all(
-    source: Source, paths: ShardPaths, wanted: list[str], overwrite: bool, on_progress: Callable[[int], None]
-) -> None:
+def _fetch_all(source: Source, paths: ShardPaths, wanted: list[str], overwrite: bool, on_progress: Advance) -> None:
     """Bring files to their temporary names, and publish them."""
     content = {"shard_id": source.header.shard_id.hex()}
     head = read_journal(paths)
@@ -236,7 +235,7 @@ def _fetch_all(
         new.close()  # what has arrived stays for the next attempt
 
 
-def _fetch(source: Source, suffix: str, new: Publication, keep: bool, on_progress: Callable[[int], None]) -> bool:
+def _fetch(source: Source, suffix: str, new: Publication, keep: bool, on_progress: Advance) -> bool:
     """Bring one file, from where an earlier attempt stopped; whether it is what it must be."""
     file, digest = new.open(new.paths.prefix + suffix, keep=keep), source.digests[suffix]
     if file.nbytes > digest.nbytes:

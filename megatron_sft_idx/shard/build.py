@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from megatron_sft_idx.layout.journal import (
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.storage import OutputFile, open_regular
 from megatron_sft_idx.storage.hashing import HashedFile
+from megatron_sft_idx.storage.progress import Advance
 
 __all__ = [
     "CHUNK_PACKS",
@@ -88,7 +89,7 @@ class Build:
             self._publication.journal.write(encode_block(PACK, records[start : start + MAX_RECORDS]))
         stage.clear()
 
-    def replay(self, num_packs: int, progress: Callable[[int], None] = lambda num_tokens: None) -> int:
+    def replay(self, num_packs: int, progress: Advance = lambda num_tokens: None) -> int:
         """Take in the first packs of the remains as if they had just been added: checked, counted and hashed.
 
         Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from megatron_sft_idx.shard.prefix import (
 )
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.storage import open_regular, read_most
+from megatron_sft_idx.storage.progress import Advance
 
 __all__ = [
     "Remains",
@@ -168,7 +169,7 @@ def recover(
     *,
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-    progress: Callable[[int], None] = lambda num_tokens: None,
+    progress: Advance = lambda num_tokens: None,
 ) -> Header:
     """Publish the packs that an interrupted build left at a prefix.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.layout.header import FileDigest
 from megatron_sft_idx.storage.local import OutputFile, as_bytes, open_regular
+from megatron_sft_idx.storage.progress import Advance
 
 __all__ = ["HashedFile", "StreamHash", "digest_file", "has_digest"]
 
@@ -65,7 +65,7 @@ class HashedFile(StreamHash):
         self.update(raw)
 
 
-def digest_file(path: str, offset: int = 0, *, advance: Callable[[int], None] = lambda nbytes: None) -> FileDigest:
+def digest_file(path: str, offset: int = 0, *, advance: Advance = lambda nbytes: None) -> FileDigest:
     """Size and checksum of a local file from a byte offset on.
 
     Args:

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
-from tqdm import tqdm
+__all__ = ["Advance", "Progress", "Update", "Watch", "unwatched"]
 
-__all__ = ["Progress"]
+# What long work calls as it goes on, with what was done since the last call, never with sums: units, such as bytes; or
+# units and items, such as tokens and packs.
+Advance: TypeAlias = Callable[[int], None]
+Update: TypeAlias = Callable[[int, int], None]
+# What work of several stages, or of a size that it alone knows, calls as a stage begins: with the stage, as a verb, and
+# its units in all.
+Watch: TypeAlias = Callable[[str, int], AbstractContextManager[Advance]]
+
+
+@contextmanager
+def unwatched(_what: str, _total: int) -> Iterator[Advance]:
+    """Nobody looks."""
+    yield lambda units: None
 
 
 class Progress:
@@ -31,6 +45,8 @@ class Progress:
         self._begin = time.monotonic()
         self._bar: Any = None
         if log_interval and sys.stderr.isatty():
+            from tqdm import tqdm  # not needed by those who only name the types
+
             self._bar = tqdm(total=total, unit=unit, unit_scale=True, unit_divisor=1024, desc=what, smoothing=0.1)
 
     def __enter__(self) -> Progress:
@@ -65,6 +81,8 @@ class Progress:
         self.update(nbytes, (self._done + nbytes >> 20) - (self._done >> 20))
 
     def _log(self) -> None:
+        from tqdm import tqdm
+
         seconds = max(time.monotonic() - self._begin, 1e-9)
         done, count = self._done - self._before[0], self._count - self._before[1]
         rate = done / seconds

@@ -36,7 +36,7 @@ from megatron_sft_idx.shard.prefix import (
 from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import require_local
-from megatron_sft_idx.storage.progress import Progress
+from megatron_sft_idx.storage.progress import Progress, Update
 from megatron_sft_idx.storage.publish import Place, require_apart
 from megatron_sft_idx.tokenize.parts import Part
 
@@ -65,7 +65,6 @@ _LOCK_SECONDS = 60.0
 _MAX_OPEN = 256
 # About as many tokens are read of a part when it is opened.
 _TOKENS_A_PART = 8192
-_Advance = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -537,7 +536,7 @@ def write_packs(
     reader: CorpusReader | PartsReader,
     run: PackedRun,
     writer: ShardWriter,
-    progress: _Advance = lambda units, items: None,
+    progress: Update = lambda units, items: None,
 ) -> None:
     """Write the packs, some at a time; another thread reads the next ones meanwhile."""
     # As many packs as surely hold no more than the window, and one at least.
@@ -564,7 +563,7 @@ def write_shard(
     reader: CorpusReader | PartsReader,
     output: Output,
     run: PackedRun,
-    progress: _Advance = lambda units, items: None,
+    progress: Update = lambda units, items: None,
 ) -> Header:
     """Write one output shard, and set it aside until all of them are whole."""
     with output.writer() as writer:
