@@ -158,10 +158,11 @@ def test_all_shards_are_told_of_and_the_exit_code_is_1(tmp_path: Path) -> None:
 
 
 def test_what_a_path_holds_does_not_reach_the_terminal(tmp_path: Path) -> None:
-    done = command("verify", tmp_path / "\x1b[2Jgone")
-    assert done.code == 1
-    assert "␛[2Jgone: no shard here" in done.err
-    assert "\x1b" not in done.err
+    for name in ("\x1bcgone", "\x1b[2Jgone"):  # the error of one shard; that of a glob ends the command
+        done = command("verify", tmp_path / name)
+        assert done.code == 1
+        assert f"{name.replace(chr(27), '␛')}: no shard here" in done.err
+        assert "\x1b" not in done.err
 
 
 def test_errors_of_the_disk_name_the_path_first() -> None:
