@@ -29,6 +29,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import ShardWriter
 
 PACKS, LENGTH = 300, 2048
+KEPT = 64 << 10  # bytes that a ``KeepingReader`` keeps of a pack
 NBYTES = PACKS * (5 * LENGTH + 4)
 MEMORY = Path("/dev/shm")
 
@@ -104,6 +105,25 @@ def test_without_read_ahead_every_page_is_a_hard_fault(workers: Workers, shard: 
     assert run.first.hard_faults >= 0.5 * NBYTES / os.sysconf("SC_PAGESIZE")
 
 
+class KeepingReader(ShardReader):
+    """Keeps something of each pack in memory, as a cache would; a name in a module, since processes are told of it."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._kept: dict[int, np.ndarray] = {}
+
+    def read(self, pack: int) -> int:
+        self._kept[pack] = np.ones(KEPT, np.uint8)
+        return super().read(pack)
+
+
+def test_memory_that_a_reader_takes_is_the_processes_own_and_maps_are_not(workers: Workers, shard: Path) -> None:
+    with Workers(KeepingReader) as keeping:
+        for _ in range(3):  # rounds of one process
+            assert 0.9 * PACKS * KEPT <= run_in(keeping, shard, Setting()).private_nbytes < 1.5 * PACKS * KEPT
+            assert run_in(workers, shard, Setting()).private_nbytes < 0.9 * NBYTES
+
+
 def test_an_epoch_ends_with_its_time_and_reads_one_pack_at_least(shard: Path) -> None:
     reader = ShardReader(Job(str(shard), Sample(0, PACKS), Setting(), 0.0))
     sample = Sample(0, PACKS, seed=3)
@@ -160,6 +180,7 @@ def test_the_report_says_what_a_program_needs(shard: Path) -> None:
             assert 0 < slowest <= epoch["packs_per_second"] <= fastest
             assert {"median_us", "p99_us", "read_amplification", "hard_faults", "soft_faults"} <= set(epoch)
         assert one["huge_page_bytes"] >= 0
+        assert 0 < one["private_bytes"] < 0.9 * NBYTES
     assert found["recommended"]["call"].startswith("Shard(prefix")
     assert found["recommended"]["reasons"]
 

@@ -195,7 +195,7 @@ class Run:
         first: the epoch after the page cache was dropped.
         second: the one after it, when all packs of the sample had been read, or time was over.
         seen_nbytes: of the packs that were read before the second epoch.
-        private_nbytes: what reading added to the memory that is the process's own.
+        private_nbytes: what reading, in this job and those before it, added to the memory that is the process's own.
         huge_nbytes: bytes of the shard that were mapped by huge pages in the end.
     """
 
@@ -306,16 +306,19 @@ def _proc_value(file: str, key: str) -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith(key))
 
 
-def _run_job(job: Job, open_reader: Callable[[Job], Reader]) -> Run:
+def _private_nbytes() -> int:
+    return 1024 * _proc_value("status", "RssAnon:")  # mapped files left out
+
+
+def _run_job(job: Job, open_reader: Callable[[Job], Reader], begun_with: int) -> Run:
     if job.group is not None:
         Path(job.group, "cgroup.procs").write_text("0")  # 0 is whoever writes
-    before = _proc_value("status", "RssAnon:")  # the process's own memory, mapped files left out, in KiB
     reader = open_reader(job)
     packs, scheduled = job.sample.first(), job.setting.schedule
     first = read_epoch(reader, packs, scheduled=scheduled, most_seconds=job.most_seconds)
     seen = np.concatenate([packs[: first.packs], _read_on(job, packs[first.packs :])])
     second = read_epoch(reader, job.sample.again(seen), scheduled=scheduled, most_seconds=job.most_seconds)
-    private = 1024 * (_proc_value("status", "RssAnon:") - before)
+    private = _private_nbytes() - begun_with
     # With the reader go its maps, without which the page cache can be dropped.
     return Run(first, second, first.nbytes * len(seen) // first.packs, max(private, 0), reader.huge_nbytes())
 
@@ -341,12 +344,13 @@ def _serve(open_reader: Callable[[Job], Reader], jobs: Connection) -> None:
     """Do the jobs that come in; the run of each, or its error, goes back."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever gives the jobs, and ends this process
     logging.disable(logging.WARNING)  # of what came of huge pages: that is counted
+    begun_with = _private_nbytes()  # not job by job: what is freed after one may stay the process's, for the next
     with suppress(EOFError):
         while True:
             job = jobs.recv()
             answer: Run | FormatError | OSError
             try:
-                answer = _run_job(job, open_reader)
+                answer = _run_job(job, open_reader, begun_with)
             except SFTIndexError as error:
                 answer = FormatError(str(error))
             except OSError as error:
