@@ -42,7 +42,7 @@ test-slow: $(VENV)/built  ## the longer checks that test leaves out
 test-base: $(VENV)/built  ## all tests where neither Megatron nor any other extra is installed, in .venv-base
 	@$(BIN)/python tests/matrix.py base
 
-# One environment for each Python but that of .venv, .venv-megatron-3.X: each takes 5 GB with a torch for CUDA.
+# One environment for each Python, .venv-megatron-3.X, but that of .venv where it lacks nothing: each takes 5 GB with a torch for CUDA.
 test-megatron: $(VENV)/built  ## faces, training and live data against each Python found here and its Megatron
 	@$(BIN)/python tests/matrix.py megatron
 

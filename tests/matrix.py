@@ -37,6 +37,11 @@ from megatron_sft_idx import Shard, _native
 assert _native.__file__.startswith(sys.prefix), _native.__file__
 print(f"{len(pack['input_ids'])} tokens, {pack['loss_mask'].sum()} trained")
 """
+VERSIONS_OF = """
+import sys
+from importlib.metadata import version
+print(*(f"{name} {version(name)}" for name in sys.argv[1:]), sep=", ")
+"""
 CHAT = '{"messages": [{"role": "user", "content": "Good morning!"}, {"role": "assistant", "content": "Bonjour !"}]}\n'
 
 
@@ -101,15 +106,17 @@ def run_tests(what: str, python: Path, files: list[str]) -> str:
 def against_megatron(pythons: dict[str, Path]) -> Iterator[str]:
     """The pair of each Python and its Megatron."""
     files = [str(path) for name in TESTS for path in sorted((ROOT / "tests").glob(f"test_{name}.py"))]
-    query = "from importlib.metadata import version as v; print(v('megatron-core'), 'and torch', v('torch'))"
     for version, found in pythons.items():
-        own = version == "{}.{}".format(*sys.version_info)
-        name = f".venv-megatron-{version}"
         bridge, beside = BRIDGE.get(version, (None, ()))
-        packages = ("--editable", ".[test]", *beside)
-        python = Path(sys.executable) if own else environment(name, found, *packages, alone=bridge)
-        pair = subprocess.run([python, "-c", query], capture_output=True, text=True, check=True).stdout.strip()
-        yield run_tests(f"Python {version}, megatron-core {pair}", python, files)
+        if version == "{}.{}".format(*sys.version_info) and bridge is None:  # .venv has all but Bridge
+            python = Path(sys.executable)
+        else:
+            packages = ("--editable", ".[test]", *beside)
+            python = environment(f".venv-megatron-{version}", found, *packages, alone=bridge)
+        # What is not there fails here: its tests would be skipped, and the line would still be a good one.
+        names = ["megatron-core", "torch", *filter(None, [bridge])]
+        asked = subprocess.run([python, "-c", VERSIONS_OF, *names], capture_output=True, text=True, check=True)
+        yield run_tests(f"Python {version}, {asked.stdout.strip()}", python, files)
 
 
 def without_extras(pythons: dict[str, Path]) -> Iterator[str]:

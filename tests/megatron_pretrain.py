@@ -31,6 +31,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron_setups import difference
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
@@ -237,7 +238,12 @@ class Alone:
             tuple(ids + [0] * (length - len(ids))): i for i, ids in enumerate(p["input_ids"].tolist() for p in packs)
         }
         self._shard, self._length, self._looking = packs, length, False
-        self.worst, self.segments = 0.0, 0
+        self._found: list[float] = []
+        self._expected: list[float] = []
+
+    def outcome(self) -> tuple[float, int]:
+        """The largest relative difference, NaN where a loss is, and how many segments were compared."""
+        return difference(self._found, self._expected), len(self._found)
 
     def forward(self, model: Any, tokens: Tensor, *args: Any, **named: Any) -> Tensor:
         """In place of the model's own, which it calls."""
@@ -262,9 +268,8 @@ class Alone:
             )
             labels = torch.cat([ids[1:], ids[:1]])[None]
             alone = FORWARD(model, ids[None], torch.arange(size)[None], None, labels=labels, packed_seq_params=params)
-            expected = float((alone.view(-1) * mask).sum())
-            self.worst = max(self.worst, abs(float((found[start:stop] * mask).sum()) - expected) / expected)
-            self.segments += 1
+            self._found.append(float((found[start:stop] * mask).sum()))
+            self._expected.append(float((alone.view(-1) * mask).sum()))
 
 
 def spoil(fill: Callable[..., Tensors], wrong: str) -> Callable[..., Tensors]:
@@ -354,7 +359,7 @@ def run(job: Job) -> Found:
         except Exception as error:
             found.error = str(error) or repr(error)
     if job.alone:
-        found.alone = alone.worst, alone.segments
+        found.alone = alone.outcome()
     training.destroy_global_state()
     return found
 

@@ -177,9 +177,15 @@ def run_all(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def difference(found: list[float], expected: list[float]) -> float:
-    """The largest relative difference; of a run that was resumed, the last values are there alone."""
-    pairs = zip(reversed(found), reversed(expected), strict=False)
-    return max((abs(got - wanted) / wanted for got, wanted in pairs), default=0.0)
+    """The largest relative difference, NaN if a value is; of a run that was resumed, the last values are there alone.
+
+    Raises:
+        AssertionError: nothing was found where something is expected, or more than is expected.
+    """
+    assert len(found) <= len(expected), f"{len(found)} values, at most {len(expected)} are expected"
+    assert found or not expected, f"no values, {len(expected)} are expected"
+    got, wanted = np.array(found), np.array(expected[len(expected) - len(found) :])
+    return float(np.max(np.abs(got - wanted) / np.abs(wanted), initial=0.0))  # NaN goes through; not so by max()
 
 
 def table(found: dict[str, dict[str, Any]], script: dict[str, list[float]]) -> list[str]:

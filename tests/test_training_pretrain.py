@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from megatron_setups import (
+    EVALUATED,
     KILLED,
     REFUSED,
     SAVED,
@@ -21,16 +24,14 @@ from megatron_setups import (
     table,
 )
 
-pytestmark = pytest.mark.skipif(
-    find_spec("megatron.training") is None,
-    reason="megatron.training is not installed: it is in the wheel of megatron-core from 0.19 on, for Python 3.12 on",
-)
 LOSS, NORM, ANOTHER = 1e-6, 1e-4, 1e-4
 RIGHT = [name for name in SETUPS if name not in (*WRONG, *REFUSED, "blend, killed")]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if find_spec("megatron.training") is None:
+        pytest.skip("no megatron.training: it is in the wheel of megatron-core from 0.19 on, for Python 3.12 on")
     folder = tmp_path_factory.mktemp("pretrain")
     prepare(folder)
     return folder
@@ -54,13 +55,32 @@ def test_losses_and_gradients_are_the_same(name: str, found: dict[str, Any], scr
     left, like = found[name], SETUPS[name].like
     assert left["error"] is None
     steps = STEPS - SAVED if "resumed" in name else STEPS
-    assert len(set(left["losses"])) == steps
+    assert len(left["losses"]) == len(set(left["losses"])) == steps
+    assert len(left["norms"]) == steps
+    assert len(set(left["norms"])) > 1
+    evaluated = set(EVALUATED) <= set(SETUPS[name].options)
+    assert len(left["validation"]) >= steps // int(EVALUATED[-1]) if evaluated else not left["validation"]
+    assert all(np.isfinite(left[what]).all() for what in ("losses", "norms", "validation"))
     if like is None:
         assert difference(left["losses"], script[name]) < LOSS
     else:
         assert difference(left["losses"], found[like]["losses"]) < LOSS
         assert difference(left["norms"], found[like]["norms"]) < NORM
         assert difference(left["validation"], found[like]["validation"]) < LOSS
+
+
+def test_a_difference_is_of_the_last_values_and_nan_where_one_of_them_is() -> None:
+    assert difference([2.0, 5.0], [9.0, 2.0, 4.0]) == 0.25
+    assert difference([], []) == 0.0
+    for found in ([1.0, nan], [nan, 1.0]):
+        assert isnan(difference(found, [1.0, 1.0]))
+        assert isnan(difference([1.0, 1.0], found))
+
+
+@pytest.mark.parametrize(("found", "said"), [([], "no values, 2 are"), ([1.0] * 3, "3 values, at most 2 are")])
+def test_values_that_are_missing_or_too_many_are_no_difference_of_zero(found: list[float], said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        difference(found, [1.0, 1.0])
 
 
 @pytest.mark.parametrize("name", [name for name, setup in SETUPS.items() if "alone" in setup.more])
