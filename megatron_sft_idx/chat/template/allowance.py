@@ -105,8 +105,7 @@ class Allowance:
             data, self._data = self._data, None
             bounds = Allowance()
             bounds.left = 1 << 62
-            bounds.weigh([value for value in data.values() if type(value) in (str, list, dict)])
-            more = PER_UNIT_OF_DATA * ((1 << 62) - bounds.left)
+            more = PER_UNIT_OF_DATA * bounds.weigh([one for one in data.values() if type(one) in (str, list, dict)])
             self.left += max(more, min(4 * more, GENEROUS))
         if self.left < 0:
             raise Overspent(
@@ -115,11 +114,15 @@ class Allowance:
 
     # Sizes
 
-    def weigh(self, value: Any, per_character: int = 1) -> None:
-        """Spend what it takes to go through a value and all that is in it, as often as it is in it."""
+    def weigh(self, value: Any, per_character: int = 1) -> int:
+        """Spend what it takes to go through a value and all that is in it, as often as it is in it.
+
+        Returns:
+            The units that were spent. What ``left`` drops by is another number where ``overspent`` adds to it.
+        """
         waiting = [value]
         take = waiting.pop
-        units = 0
+        units = spent = 0
         while waiting:
             one = take()
             kind = type(one)
@@ -141,8 +144,10 @@ class Allowance:
                 waiting.append(vars(one))
             if units > 1 << 12:
                 self.spend(units)
+                spent += units
                 units = 0
         self.spend(units)
+        return spent + units
 
     def weighed(self, value: Any) -> Any:
         """The value, having spent what it takes to compare it."""

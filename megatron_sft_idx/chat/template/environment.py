@@ -27,7 +27,14 @@ from markupsafe import Markup
 
 from megatron_sft_idx.chat.template.allowance import POINTER, Allowance, Overspent, text_bytes
 from megatron_sft_idx.chat.template.codegen import DICT_ATTRIBUTES, LOOP_ATTRIBUTES, CountingGenerator
-from megatron_sft_idx.chat.template.prices import LINEAR, call_method, counted_filters, price_of_percent, spec_width
+from megatron_sft_idx.chat.template.prices import (
+    METHOD_FACTORS,
+    SHORT_ARGUMENT,
+    call_method,
+    counted_filters,
+    price_of_percent,
+    spec_width,
+)
 from megatron_sft_idx.errors import FormatError
 
 __all__ = ["GENERATION", "RaisedByTemplate", "TemplateEnvironment"]
@@ -221,9 +228,13 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 return value.get(*args)
             if name in _VIEWS and not args and not kwargs:
                 return getattr(value, name)()
-        elif kind is str and name in LINEAR:
+        elif (
+            kind is str
+            and name in METHOD_FACTORS
+            and (not args or (type(args[0]) is str and len(args[0]) < SHORT_ARGUMENT))
+        ):  # `call_method` for most calls: what it takes off beside this are long arguments
             allowance = self.allowance
-            allowance.left -= len(value) if value.isascii() else 4 * len(value)
+            allowance.left -= METHOD_FACTORS[name] * (len(value) if value.isascii() else 4 * len(value))
             if allowance.left < 0:
                 allowance.overspent()
             return getattr(value, name)(*args, **kwargs)

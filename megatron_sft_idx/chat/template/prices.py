@@ -4,10 +4,15 @@ The price is taken before the work is done, from the sizes of the arguments: a w
 are replaced, the lengths of what is joined. A method of a built-in type that is not in these tables cannot be called.
 What a filter makes text of must have a text of its own. ``tojson`` does not escape HTML, as transformers has it, and
 ``random`` is refused.
+
+A price is right when it bounds both memory and time: at least one unit for each byte that is made, and one for every
+few nanoseconds of work on a machine of today, so that a whole allowance is gone within seconds. A higher price than
+that refuses ordinary rows sooner; a lower one lets a template hold more, or go on for longer, than its allowance says.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Sized
@@ -24,32 +29,59 @@ from markupsafe import Markup
 
 from megatron_sft_idx.chat.template.allowance import ITEM, POINTER, Allowance, Overspent, text_bytes
 
-__all__ = ["LINEAR", "call_method", "counted_filters", "price_of_percent", "spec_width"]
+__all__ = ["METHOD_FACTORS", "SHORT_ARGUMENT", "call_method", "counted_filters", "price_of_percent", "spec_width"]
 
 Filter = Callable[..., Any]
 
 _FREE = ("abs", "attr", "count", "d", "default", "first", "items", "last", "length")
-_SORTED = 256  # units of an item that is sorted, looked up and compared in Python
+
+# Units for each byte of the text that is worked on, as `text_bytes` counts them: four for a character that may be wide.
+_READ = 1  # it is looked through, and copied at most
+_CASE = 4  # a character may become three, as in '\u0390'.upper(), each as wide as the widest of the text
+_CODED = 4  # UTF-32 makes four bytes of one, and error handlers ten of a character
+_ESCAPED = 8  # a quotation mark becomes five characters, and the text is gone through for each of five kinds
+_COUNTED_WORDS = 32  # a match object for each word, which may be two characters with the space behind it
+_TITLED_WORDS = 64  # Jinja's title runs Python code for each word, 50 times as long as str.title
+
+# Units for each of the things that are worked on.
+_PIECE = 96  # bytes of a short text beside its characters (80 if they are wide) and of its place in a list
+_NO_CUT = 3  # pieces' worth of a text that is not cut at all: the one piece, and a list with its first twelve places
+_SORTED = 256  # an item that is sorted, looked up and compared in Python
+_NAMED = 128  # the most bytes that `encode` may write for a character: its Unicode name, and what is around it
+
 _PRETTY = 64  # times a value's weight: pprint goes through it many times
+_FEW_SPACES = 256  # characters: counting thirty kinds of spaces in so short a text takes longer than cutting it
+_SLOW_CODECS = ("idna", "punycode")  # written in Python, by the square of the length
 _MAX_DIGITS = 1 << 14
 _MAX_PRECISION = 1 << 10
 _SPACES = " \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
     map(chr, range(0x2000, 0x200B))
 )
 _BREAKS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
-_PIECE = 64
-_SHORT = 256
 _CONVERSION = re.compile(r"%(?:\([^()]*\))?[#0\- +]*(\*|\d+)?(?:\.(\*|\d*))?[hlL]?(.)", re.DOTALL)
 
-LINEAR = frozenset(
-    {
-        "capitalize", "casefold", "count", "encode", "endswith", "find", "index", "isalnum", "isalpha", "isascii",
-        "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper",
-        "lower", "lstrip", "partition", "removeprefix", "removesuffix", "rfind", "rindex", "rpartition", "rstrip",
-        "startswith", "strip", "swapcase", "title", "upper",
-    }
-)  # fmt: skip
-"""Methods of strings whose results are not larger than the string: case mapping and the like."""
+METHOD_FACTORS = {
+    **dict.fromkeys(
+        (
+            "count", "endswith", "find", "index", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit",
+            "isidentifier", "islower", "isnumeric", "isprintable", "isspace", "istitle", "isupper", "lstrip",
+            "partition", "removeprefix", "removesuffix", "rfind", "rindex", "rpartition", "rstrip", "startswith",
+            "strip",
+        ),
+        _READ,
+    ),
+    **dict.fromkeys(("capitalize", "casefold", "lower", "swapcase", "title", "upper"), _CASE),
+}  # fmt: skip
+"""Methods of strings whose price is a multiple of the string's bytes, with that factor.
+
+It holds while their arguments are short, or not there; others are paid for as well (``call_method``).
+"""
+
+SHORT_ARGUMENT = 64
+"""Characters: arguments of these methods that are shorter are not paid for."""
+
+# These look at their argument anew for each character of the text: from the right no faster search is made.
+_SEARCHED_ANEW = frozenset({"lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip"})
 
 _BUILT_IN: dict[type, frozenset[str]] = {
     tuple: frozenset({"count", "index"}),
@@ -72,30 +104,46 @@ def _width(text: str, width: int, fill: str = " ") -> int:
 
 
 def _replaced(text: str, old: str, new: str, count: int = -1) -> int:
-    if len(text) <= _SHORT and len(new) <= len(old):
-        return 4 * len(text)
-    found = text.count(old)
+    longer = len(new) - len(old)
+    found = text.count(old) if longer > 0 else 0
     if type(count) is int and count >= 0:
         found = min(found, count)
     wide = 1 if text.isascii() and new.isascii() else 4
-    return len(text) + wide * (len(text) + found * max(0, len(new) - len(old)))
+    return len(text) + wide * (len(text) + found * max(0, longer))
 
 
 def _split(text: str, sep: Any = None, maxsplit: int = -1) -> int:
-    if len(text) <= _SHORT:
-        return _PIECE * 4
-    pieces = text.count(sep) if type(sep) is str and sep else sum(map(text.count, _SPACES))
+    if type(sep) is str and sep:
+        cuts = text.count(sep)
+    elif len(text) <= _FEW_SPACES:
+        cuts = len(text) // 2  # there are no more: between two spaces is at least one character
+    else:
+        cuts = sum(map(text.count, _SPACES))
     if type(maxsplit) is int and maxsplit >= 0:
-        pieces = min(pieces, maxsplit)
-    return text_bytes(text) + _PIECE * (pieces + 1)
+        cuts = min(cuts, maxsplit)
+    return text_bytes(text) + _PIECE * (cuts + _NO_CUT)
 
 
 def _splitlines(text: str, keepends: Any = False) -> int:
-    return text_bytes(text) + _PIECE * (1 + sum(map(text.count, _BREAKS)))
+    return text_bytes(text) + _PIECE * (_breaks(text) + _NO_CUT)
+
+
+def _breaks(text: str) -> int:
+    return sum(map(text.count, _BREAKS))
 
 
 def _expandtabs(text: str, tabsize: int = 8) -> int:
     return 4 * (len(text) + text.count("\t") * max(0, tabsize))
+
+
+def _encoded(text: str, encoding: str = "utf-8", errors: str = "strict") -> int:
+    written = _NAMED * len(text) if errors == "namereplace" else _CODED * text_bytes(text)
+    return written + _slow_codec(text, encoding)
+
+
+def _slow_codec(text: str | bytes, encoding: str = "utf-8", errors: str = "strict") -> int:
+    """Further units of encoding or decoding by a codec that takes the square of the length."""
+    return len(text) ** 2 if codecs.lookup(encoding).name in _SLOW_CODECS else 0
 
 
 _STRING_PRICES: dict[str, Callable[..., int]] = {
@@ -108,7 +156,21 @@ _STRING_PRICES: dict[str, Callable[..., int]] = {
     "rsplit": _split,
     "splitlines": _splitlines,
     "expandtabs": _expandtabs,
+    "encode": _encoded,
 }
+
+
+def _method_price(allowance: Allowance, text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Units of ``text.name(*args, **kwargs)``; what comparing with a tuple's strings takes is spent here."""
+    factor = METHOD_FACTORS.get(name)
+    units = _STRING_PRICES[name](text, *args, **kwargs) if factor is None else factor * text_bytes(text)
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, str):
+            rounds = len(one) // SHORT_ARGUMENT
+            units += rounds * (text_bytes(text) if name in _SEARCHED_ANEW else SHORT_ARGUMENT)
+        elif isinstance(one, tuple):  # of startswith and endswith
+            allowance.weigh(one)
+    return units
 
 
 def call_method(allowance: Allowance, value: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,16 +181,13 @@ def call_method(allowance: Allowance, value: Any, name: str, args: tuple[Any, ..
     """
     kind = type(value)
     if kind is str:
-        if name in LINEAR:
-            allowance.spend(text_bytes(value))
-            return getattr(value, name)(*args, **kwargs)
-        if name in _STRING_PRICES:
-            allowance.spend(_STRING_PRICES[name](value, *args, **kwargs))
+        if name in METHOD_FACTORS or name in _STRING_PRICES:
+            allowance.spend(_method_price(allowance, value, name, args, kwargs))
             return getattr(value, name)(*args, **kwargs)
         if name == "join" and len(args) == 1 and not kwargs:
             return allowance.joined_by(value, allowance.listed(args[0], ITEM), strict=True)
     elif isinstance(value, Markup):
-        if name in LINEAR or name in _STRING_PRICES or name in ("join", "unescape", "striptags"):
+        if name in METHOD_FACTORS or name in _STRING_PRICES or name in ("join", "unescape", "striptags"):
             return _call_markup(allowance, value, name, args, kwargs)
     elif any(isinstance(value, known) and name in names for known, names in _BUILT_IN.items()):
         if name == "get":
@@ -137,7 +196,9 @@ def call_method(allowance: Allowance, value: Any, name: str, args: tuple[Any, ..
             allowance.weigh((value, args))
             allowance.spend(ITEM * len(value))
         elif isinstance(value, bytes):
-            allowance.spend(4 * len(value))
+            allowance.spend(_CODED * len(value))
+            if name == "decode":
+                allowance.spend(_slow_codec(value, *args, **kwargs))
         return getattr(value, name)(*args, **kwargs)
     raise Overspent(f"a chat template cannot call {kind.__name__}.{name}")
 
@@ -153,10 +214,8 @@ def _call_markup(allowance: Allowance, value: Markup, name: str, args: tuple[Any
         parts = [allowance.soft_text(part) for part in allowance.listed(args[0])]
         allowance.spend((text_bytes(text) + _PIECE) * len(parts) + 8 * sum(map(len, parts)))
         return value.join(parts)
-    elif name in _STRING_PRICES:
-        allowance.spend(6 * _STRING_PRICES[name](text, *args, **kwargs))
     else:
-        allowance.spend(8 * text_bytes(text))
+        allowance.spend(_ESCAPED * _method_price(allowance, text, name, args, kwargs))
     return getattr(value, name)(*args, **kwargs)
 
 
@@ -179,11 +238,9 @@ def price_of_percent(allowance: Allowance, template: str, values: Any) -> None:
                 units += 4 * _whole(number)
     allowance.spend(units)
     if conversions:
-        before = allowance.left
-        allowance.weigh(parts, per_character=4)
-        # Any conversion may name any of the values.
-        named = conversions if isinstance(values, dict) else 1
-        allowance.spend(max(0, before - allowance.left) * (named - 1))
+        weight = allowance.weigh(parts, per_character=4)
+        if isinstance(values, dict):  # any conversion may name any of the values
+            allowance.spend(weight * (conversions - 1))
 
 
 def _whole(digits: str) -> int:
@@ -230,11 +287,14 @@ def _own(allowance: Allowance, filters: dict[str, Filter]) -> dict[str, Filter]:
     def trim(value: Any, chars: str | None = None) -> str:
         if type(value) is not str:
             value = allowance.soft_text(value)
+        if chars is not None:
+            allowance.spend(_method_price(allowance, value, "strip", (chars,), {}))
+            return value.strip(chars)  # type: ignore[no-any-return]
         units = len(value)
         allowance.left -= units if units <= 64 or value.isascii() else 4 * units
         if allowance.left < 0:
             allowance.overspent()
-        return value.strip(chars)  # type: ignore[no-any-return]
+        return value.strip()  # type: ignore[no-any-return]
 
     def string(value: Any) -> str:
         return value if type(value) is str else allowance.soft_text(value)
@@ -316,8 +376,8 @@ def _refuse_random(*_args: Any) -> Any:
 # Prices. Each has the arguments of its filter, and gives the value that the filter is to work on.
 
 
-def _linear(factor: int) -> Filter:
-    """The price of a filter that makes ``factor`` times its text at most, whatever its arguments."""
+def _per_byte(factor: int) -> Filter:
+    """The price of a filter that takes ``factor`` units for each byte of its text, and the weight of its arguments."""
 
     def price(allowance: Allowance, value: Any, *args: Any, **kwargs: Any) -> Any:
         allowance.weigh((args, kwargs))
@@ -338,9 +398,8 @@ def _center(allowance: Allowance, value: Any, width: int = 80) -> Any:
 def _indent(allowance: Allowance, s: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> Any:
     if isinstance(s, str):
         step = text_bytes(width) if isinstance(width, str) else max(0, width)
-        lines = _splitlines(s)
         wide = 1 if s.isascii() else 4
-        allowance.spend(3 * lines + wide * step * (2 + lines // 64))
+        allowance.spend(3 * _splitlines(s) + wide * step * (_breaks(s) + 2))
     return s
 
 
@@ -380,7 +439,7 @@ def _striptags(allowance: Allowance, value: Any) -> Any:
 
 def _links(allowance: Allowance, value: Any, *args: Any, **kwargs: Any) -> Any:
     """A filter that may write its arguments beside every word."""
-    size = _size(allowance, (args, kwargs))
+    size = allowance.weigh((args, kwargs))
     value = value if isinstance(value, str) else allowance.text(value)
     allowance.spend(text_bytes(value) * (64 + size))
     return value
@@ -394,20 +453,13 @@ def _pairs(allowance: Allowance, value: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _pretty(allowance: Allowance, value: Any) -> Any:
     allowance.written(value)
-    allowance.spend(_PRETTY * _size(allowance, value))
+    allowance.spend(_PRETTY * allowance.weigh(value))
     return value
-
-
-def _size(allowance: Allowance, value: Any) -> int:
-    """What a value weighs, which is spent."""
-    before = allowance.left
-    allowance.weigh(value)
-    return max(0, before - allowance.left)
 
 
 def _lazy(allowance: Allowance, value: Any, *args: Any, **kwargs: Any) -> Any:
     """Filters that go through their value one by one, and look at arguments each time."""
-    weight = 4 * ITEM + _size(allowance, (args, kwargs))
+    weight = 4 * ITEM + allowance.weigh((args, kwargs))
     if isinstance(value, Sized):
         allowance.spend(weight * len(value))
         return value
@@ -463,15 +515,11 @@ def _round(allowance: Allowance, value: Any, precision: int = 0, method: str = "
     return value
 
 
-_LINEAR = {
-    "capitalize": 4,
-    "e": 8,
-    "escape": 8,
-    "forceescape": 8,
-    "lower": 4,
-    "title": 64,
-    "upper": 4,
-    "wordcount": 32,
+_FILTER_FACTORS = {
+    **{name: METHOD_FACTORS[name] for name in ("capitalize", "lower", "upper")},  # the methods, and nothing more
+    **dict.fromkeys(("e", "escape", "forceescape"), _ESCAPED),
+    "title": _TITLED_WORDS,
+    "wordcount": _COUNTED_WORDS,
 }
 
 _PRICES: dict[str, Filter] = {
@@ -479,7 +527,7 @@ _PRICES: dict[str, Filter] = {
     **dict.fromkeys(("map", "reject", "rejectattr", "select", "selectattr"), _lazy),
     **dict.fromkeys(("filesizeformat", "float", "int"), _number),
     **dict.fromkeys(("urlencode", "xmlattr"), _pairs),
-    **{name: _linear(factor) for name, factor in _LINEAR.items()},
+    **{name: _per_byte(factor) for name, factor in _FILTER_FACTORS.items()},
     "batch": _batch,
     "center": _center,
     "indent": _indent,

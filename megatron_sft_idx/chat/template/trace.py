@@ -19,7 +19,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateSyntaxError, nodes
@@ -401,8 +401,7 @@ def _traced(text: str, events: list[tuple[int, int]], frames: list[int]) -> Trac
     stack: list[int] = []
     depth = begun = at = 0
     last = (-1, -1)  # where the last segment stops, and its frame
-    events.append((len(text), _STOP))
-    for position, event in events:
+    for position, event in chain(events, [(len(text), _STOP)]):
         if event == _BEGIN:
             begun = position if depth == 0 else begun
             depth += 1
@@ -438,20 +437,11 @@ def without_glances(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> li
     """
     if not any(segment.frame in traced.around for segment in traced.segments):
         return traced.segments
-    text: dict[int, str] = {}
-    for segment in traced.segments:
-        text[segment.frame] = text.get(segment.frame, "") + traced.text[segment.start : segment.stop]
-    writers: dict[int, tuple[bool, int, int]] = {}  # message to (whether it is nobody's guest, words held, -frame)
-    for frame, written in text.items():
-        message = traced.frames[frame]
-        if not written.strip():
-            continue
-        held = sum(piece.text in written for piece in pieces_of(messages[message]))
-        writers[message] = max(writers.get(message, (False, 0, 0)), (frame not in traced.around, held, -frame))
+    writers = _writers(traced, messages)
     result: list[Segment] = []
     for segment in traced.segments:
         start, owner, message = segment.start, segment.frame, segment.message
-        while owner in traced.around and not ((best := writers.get(message)) and best[1] and -best[2] == owner):
+        while owner in traced.around and writers.get(message) != owner:
             # A glance at another answer is part of the text around it; at anything else, nobody's.
             outer = traced.around[owner]
             owner = outer if messages[message].get("role") == "assistant" else -1
@@ -462,3 +452,29 @@ def without_glances(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> li
             start = result.pop().start
         result.append(Segment(start, segment.stop, owner, message))
     return result
+
+
+class _Claim(NamedTuple):
+    """What speaks for an iteration's being the one that writes its message; the greater claim is the better."""
+
+    alone: bool
+    """It is not inside another message's iteration."""
+
+    held: int
+    """Pieces of the message that its text holds."""
+
+
+def _writers(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """The iteration that writes each message: of the best claims the first. None if that one holds no piece of it."""
+    written: dict[int, str] = {}
+    for segment in traced.segments:
+        written[segment.frame] = written.get(segment.frame, "") + traced.text[segment.start : segment.stop]
+    best: dict[int, tuple[_Claim, int]] = {}
+    for frame, text in sorted(written.items()):  # an iteration's number tells when it began
+        if not text.strip():
+            continue
+        message = traced.frames[frame]
+        claim = _Claim(frame not in traced.around, sum(piece.text in text for piece in pieces_of(messages[message])))
+        if message not in best or claim > best[message][0]:
+            best[message] = (claim, frame)
+    return {message: frame for message, (claim, frame) in best.items() if claim.held}
