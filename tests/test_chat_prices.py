@@ -124,7 +124,7 @@ SLOW = {
     "trim": A_TEXT + "{{ a | trim(b) | length }}",
     "Markup": A_TEXT + "{{ (a | safe).rfind('ab' ~ a[4000000:]) }}",
     "looked up": A_TEXT + "{% set f = a['rfind'] %}{{ f('ab' ~ a[4000000:]) }}",
-    "startswith": A_TEXT + "{{ a.startswith((a[1:] ~ 'b',) * 999999) }}",
+    "startswith": A_TEXT + "{{ a.startswith((a[1:4000000] ~ 'b' ~ a[4000000:],) * 999999) }}",
     "endswith": A_TEXT + "{{ a.endswith((a[1:4000000] ~ 'b' ~ a[4000000:],) * 999999) }}",
     "punycode": "{{ ('\u00e4\u4e2d' * 4000000).encode('punycode') | length }}",
     "from punycode": "{{ ('a' * 8000000 ~ '-' ~ 'b' * 4000000).encode().decode('punycode') | length }}",
