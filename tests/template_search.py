@@ -152,7 +152,8 @@ def _stops(design: Design, text: str, mask: bytearray) -> set[int]:
     """Where tags start that open another's turn and, as nothing else ends the assistant's, are where a model stops."""
     headers = [header_of(design, role).strip() for role in ROLES if role != "assistant"]
     answer = header_of(design, "assistant")
-    silent = (answer, f"{answer}<think></think>")  # an answer that says nothing, as far as the template writes it
+    # An answer that says nothing, as far as the template writes it.
+    silent = (answer, f"{answer}<think></think>") if design.reasoning == "always" else (answer,)
     return {
         match.start()
         for header in headers

@@ -158,6 +158,37 @@ def test_a_prompt_that_is_always_there_ends_no_turn(source: str, end: str) -> No
     assert learnt(source, conversation) == [text + end for text in ("one", "two", "three", "four", "five")]
 
 
+ALWAYS_OPENS = """{{ bos_token }}
+{%- for m in messages %}
+{{- '<' + m.role + '>' + m.content }}{% if m.role == 'user' %}</u>{% elif not loop.last %}</a>{% endif %}
+{%- endfor %}<assistant>"""
+TELLS_A_SYSTEM = ALWAYS_OPENS.replace(
+    "{{- '<' +", "{{- '<system>Be good</u>' if loop.first and m.role != 'system' }}{{ '<' +"
+)
+
+
+@pytest.mark.parametrize("source", [ALWAYS_OPENS, TELLS_A_SYSTEM])
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([said("aa bb.")], ["aa bb."]),
+        ([said("aa bb."), said("cc dd.")], ["aa bb.</a>", "cc dd."]),
+        ([said(""), said("aa bb.")], ["</a>", "aa bb."]),
+        ([user("u"), said("aa bb.")], ["aa bb."]),
+        ([{"role": "system", "content": "s"}, said("aa bb.")], ["aa bb."]),
+        ([said("aa bb."), user("u"), said("cc dd.")], ["aa bb.</a>", "cc dd."]),
+    ],
+)
+def test_a_prompt_that_is_always_there_ends_no_answer_without_a_question(
+    source: str, messages: list[dict[str, Any]], expected: list[str]
+) -> None:
+    controls = ["<user>", "<assistant>", "<system>", "</u>", "</a>"]
+    rendered = ChatTemplate(source, special_tokens=SPECIAL, control_tokens=controls).render(talk(*messages))
+    assert rendered.text.endswith(".<assistant>")
+    assert trained(rendered) == expected
+    assert rendered.notes == {"no_end_of_turn": 1}
+
+
 ENDS_BEFORE_HEADERS = """<|head|>
 {%- set ns = namespace(count=0) %}
 {%- for m in messages %}

@@ -105,7 +105,8 @@ class Written(NamedTuple):
 
     Attributes:
         stop: where it ends.
-        head: what the first of the answers to the same question begins with, before its words; "" where none is known.
+        head: what the first of the answers to the same question begins with, before its words, or where no question
+            comes before them, the first answer to a later one, or else the row's first; "" where none is known.
         answered: whether the text behind it was written for another answer; None where there is none.
     """
 
@@ -247,6 +248,10 @@ class Edges:
         """What assistants' turns begin with: a header's first tag, or its first word with all that sticks to it."""
         found = [self._opening(prompt) for prompt in self._prompts(turn) if prompt][:1]
         opening = self._opening(head)
+        if _SPEAKER.search(opening):  # another's end stands before the header, or a default text that opens the row
+            tags = [tag[0] for tag in _TAGS.finditer(head) if _ANSWERER.search(tag[0])]
+            if tags:
+                head = opening = tags[0]
         closed = (self._views.closed(turn + 1) or "").rstrip()
         more = head.lstrip().removeprefix(opening)
         ends = opening == self._eos or (closed.endswith(opening) and not _ANSWERER.search(opening))

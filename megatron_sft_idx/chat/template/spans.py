@@ -526,7 +526,7 @@ class SpanFinder:
         return 0
 
     def _neighbours(self, message: int, low: int, start: int, stop: int) -> tuple[str, bool | None]:
-        """What an answer to a question begins with, and whether an answer's text follows this one's."""
+        """What an answer begins with, to a question if it can; and whether an answer's text follows this one's."""
         roles = [one.get("role") for one in self._messages]
         first = message
         while first and roles[first - 1] == "assistant":
@@ -534,8 +534,8 @@ class SpanFinder:
         if not first:  # no question before it: one behind it may be answered
             later = range(message + 1, len(roles))
             first = next((i for i in later if roles[i - 1 : i + 1] == ["user", "assistant"]), 0)
-        head = self._text[low:start] if first == message and first else ""
-        if first not in (0, message) and (written := self._written.get(first)):
+        head = self._text[low:start] if first == message else ""
+        if first != message and (written := self._written.get(first)):
             words = [at for piece in pieces_of(self._messages[first]) if (at := self._find(piece.text, written)) >= 0]
             head = self._text[written[0].start : min(words, default=written[0].stop)]
         behind = [(one.start, one.message) for some in self._written.values() for one in some if one.start >= stop]
