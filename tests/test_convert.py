@@ -21,7 +21,8 @@ from packs import Sample, assert_holds, demo_samples, five_files, sample_of, sam
 from megatron_sft_idx import LegacyPickleWriter, open_dataset
 from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats import registry
+from megatron_sft_idx.formats import parquet, registry
+from megatron_sft_idx.formats.base import PackedWriter
 from megatron_sft_idx.formats.bridge import Padding
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.formats.registry import WRITABLE, open_reader
@@ -468,12 +469,25 @@ def test_padding_needs_an_id_and_packs(tmp_path: Path) -> None:
 def test_a_summary_replaces_none_but_a_summary(tmp_path: Path) -> None:
     write_samples(tmp_path / "x", demo_samples(), capacity=64)
     target, summary = tmp_path / "y.parquet", tmp_path / "y.parquet.json"
-    summary.write_text('[{"name": "of somebody"}]')
     options = ConvertOptions(padding=Padding(2, 1), overwrite=True)
-    with pytest.raises(FormatError, match="summary of packs"):
-        convert(str(tmp_path / "x"), str(target), "parquet", options)
-    assert summary.read_text() == '[{"name": "of somebody"}]'
-    assert not target.exists()
+    convert(str(tmp_path / "x"), str(target), "parquet", options)
+    (entry,) = json.loads(summary.read_text())
+    target.unlink()
+    more, fewer = {**entry, "mine": 1}, {key: entry[key] for key in entry if key != "pack_size"}
+    other, compact = {**entry, "pack_size": "64"}, {"separators": (",", ":")}
+    strangers = ['[{"name": "of somebody"}]', "[]", "[{}]", "{}", "[[]]", "0", "null", '["pack_size"]']
+    strangers += [json.dumps(what, **compact) + "\n" for what in (entry, [entry] * 2, [more], [fewer], [other])]
+    strangers += [json.dumps([entry], indent=2), "[" * 4096]
+    for content in strangers:
+        summary.write_text(content)
+        with pytest.raises(FormatError, match="summary of packs"):
+            convert(str(tmp_path / "x"), str(target), "parquet", options)
+        assert summary.read_text() == content
+        assert not target.exists()
+        # Where none is written, it is nobody's concern.
+        convert(str(tmp_path / "x"), str(target), "parquet", ConvertOptions(overwrite=True))
+        assert summary.read_text() == content
+        target.unlink()
     summary.unlink()
     convert(str(tmp_path / "x"), str(target), "parquet", options)
     first = summary.read_bytes()
@@ -482,3 +496,109 @@ def test_a_summary_replaces_none_but_a_summary(tmp_path: Path) -> None:
     convert(str(tmp_path / "x"), str(target), "parquet", ConvertOptions(padding=Padding(1), overwrite=True))
     assert summary.read_bytes() != first
     assert_holds(open_dataset(target), demo_samples())
+
+
+def test_a_file_without_padding_takes_the_summary_of_the_old_one_away(tmp_path: Path) -> None:
+    write_samples(tmp_path / "x", demo_samples(), capacity=64)
+    target, summary = tmp_path / "y.parquet", tmp_path / "y.parquet.json"
+    convert(str(tmp_path / "x"), str(target), "parquet", ConvertOptions(padding=Padding(2, 1)))
+    old, said = target.read_bytes(), summary.read_bytes()
+    with pytest.raises(FormatError, match="--overwrite"):
+        convert(str(tmp_path / "x"), str(target), "parquet")
+    assert (target.read_bytes(), summary.read_bytes()) == (old, said)
+    convert(str(tmp_path / "x"), str(target), "parquet", ConvertOptions(overwrite=True))
+    assert target.read_bytes() != old
+    assert not summary.exists()
+    # Nor does a new file come to stand beside the summary of one that is gone.
+    target.unlink()
+    summary.write_bytes(said)
+    with pytest.raises(FormatError, match=r"y\.parquet\.json: exists already"):
+        convert(str(tmp_path / "x"), str(target), "parquet")
+    with pytest.raises(FormatError, match=r"y\.parquet\.json: exists already"):
+        convert(str(tmp_path / "x"), str(target), "parquet", ConvertOptions(padding=Padding(1)))
+    assert not target.exists()
+    assert summary.read_bytes() == said
+
+
+def test_a_file_that_cannot_be_published_takes_its_summary_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_samples(tmp_path / "x", demo_samples(), capacity=64)
+    target = tmp_path / "y.parquet"
+
+    def finish(writer: Any) -> None:
+        target.write_text("of somebody who came meanwhile")
+        PackedWriter.publish(writer)
+
+    monkeypatch.setattr(parquet.Writer, "publish", finish)
+    with pytest.raises(FormatError, match="something else has appeared"):
+        convert(str(tmp_path / "x"), str(target), "parquet", ConvertOptions(padding=Padding(2, 1)))
+    assert target.read_text() == "of somebody who came meanwhile"
+    assert [path.name for path in tmp_path.glob("*y.parquet*")] == ["y.parquet"]
+
+
+_KILLED = """
+import os, signal, sys
+from megatron_sft_idx.formats import bridge
+from megatron_sft_idx.storage import publish
+from megatron_sft_idx.cli.main import main
+
+left = int(sys.argv[1])
+
+def dying(step):
+    def call(*arguments, **options):
+        global left
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        return step(*arguments, **options)
+    return call
+
+publish.put, bridge.remove = dying(publish.put), dying(bridge.remove)
+publish.sync_folder = dying(publish.sync_folder)
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("padding", [["--pad-seq-to-mult", "4", "--eos-id", "1"], []])
+def test_a_kill_leaves_no_file_beside_the_summary_of_another(
+    overwrite: bool, padding: list[str], tmp_path: Path
+) -> None:
+    write_samples(tmp_path / "x", demo_samples(), capacity=64)
+    target, summary = tmp_path / "y.parquet", tmp_path / "y.parquet.json"
+    assert main(["convert", str(tmp_path / "x"), f"{tmp_path}/new.parquet", "--to", "parquet", *padding]) == 0
+    old: tuple[bytes | None, bytes | None] = (None, None)
+    if overwrite:
+        convert(str(tmp_path / "x"), str(target), "parquet", ConvertOptions(padding=Padding(2, 1)))
+        old = target.read_bytes(), summary.read_bytes()
+
+    def there(stem: str) -> tuple[bytes | None, bytes | None]:
+        files = (tmp_path / f"{stem}.parquet", tmp_path / f"{stem}.parquet.json")
+        one, other = (path.read_bytes() if path.exists() else None for path in files)
+        return one, other
+
+    new = there("new")
+    command = ["convert", str(tmp_path / "x"), str(target), "--to", "parquet", *padding, *["--overwrite"] * overwrite]
+    kills, seen = 0, set()
+    while True:
+        run = subprocess.run([sys.executable, "-c", _KILLED, str(kills), *command], check=False, capture_output=True)
+        if run.returncode == 0:
+            break
+        assert run.returncode == -9, run.stderr
+        found = there("y")
+        assert found in {old, new, (old[0], None), (new[0], None), (None, new[1])}
+        seen.add(found)
+        # The next kill is of the same command on what this one left, or of a run that finishes.
+        if found[0] != new[0] or overwrite:
+            assert main(command) == 0
+        assert there("y") == new
+        for path, content in zip((target, summary), old, strict=True):
+            path.unlink(missing_ok=True)
+            if content is not None:
+                path.write_bytes(content)
+        kills += 1
+    assert there("y") == new
+    assert kills >= 2
+    assert len(seen) >= 2
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]

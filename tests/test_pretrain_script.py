@@ -174,8 +174,65 @@ def test_the_same_command_goes_on_by_itself(
     assert f"going on from {tmp_path}/iter_0000002: 2 steps are done\n" in said
     assert not run(script, same).losses
     assert "nothing to train: --train-iters 4" in capsys.readouterr().out
-    # What --save holds is later than what --load named at first.
     assert script.parse_arguments([*same, "--load", str(tmp_path)]).load == tmp_path
+    assert capsys.readouterr().out == ""
+    # What --load holds is later than what --save does.
+    other = options(data, "--save", tmp_path / "other", steps=2)
+    assert len(run(script, other).losses) == 2
+    later = options(data, "--save", tmp_path / "other", "--load", tmp_path, steps=5)
+    capsys.readouterr()
+    assert len(run(script, later).losses) == 1
+    said = capsys.readouterr().out
+    assert f"--save {tmp_path}/other holds 2 steps, --load {tmp_path} 4: --load is continued\n" in said
+    assert f"going on from {tmp_path}/iter_0000004: 4 steps are done\n" in said
+    assert script.whole_steps(tmp_path / "other") == [2, 5]
+    # Now it is the other way round.
+    assert not run(script, later).losses
+    assert f"--load {tmp_path} 4: --save is continued\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("save", "load", "whole", "taken"),
+    [
+        (None, 4, [], "load"),
+        (None, 4, [4], "load"),
+        (3, 4, [2, 3, 4], "load"),
+        (4, 4, [4], "save"),
+        (5, 4, [5, 9], "save"),
+        (10, 9, [10], "save"),
+        (3, 4, [3, 6, 10], "4.* would overwrite the checkpoint of 6 steps in --save save; .* write 10 to"),
+        (None, 4, [5], "4.* would overwrite the checkpoint of 5 steps in --save save; .* write 5 to"),
+    ],
+)
+def test_the_later_checkpoint_is_continued_and_none_overwritten(
+    save: int | None,
+    load: int,
+    whole: list[int],
+    taken: str,
+    script: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, latest in (("save", save), ("load", load)):
+        Path(folder).mkdir()
+        if latest is not None:
+            Path(folder, "latest_checkpointed_iteration.txt").write_text(str(latest))
+    for step in whole:
+        Path(f"save/iter_{step:07d}").mkdir()
+        Path(f"save/iter_{step:07d}/metadata.json").touch()
+    Path("save/iter_0000007").mkdir(exist_ok=True)  # as a kill while it is written leaves it
+    command = ["--data-path", "x", "--seq-length", "64", "--save", "save", "--load", "load"]
+    if taken in ("save", "load"):
+        assert script.parse_arguments(command).load == Path(taken)
+        said = f"--save save holds {save} steps, --load load {load}: --{taken} is continued\n"
+        assert capsys.readouterr().out == (said if save is not None else "")
+        return
+    with pytest.raises(SystemExit) as leaving:
+        script.parse_arguments(command)
+    assert leaving.value.code == 2
+    assert re.search(f"error: --load load: goes on from step {taken}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

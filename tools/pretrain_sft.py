@@ -125,13 +125,15 @@ def build_parser() -> argparse.ArgumentParser:
     training.add_argument("--weight-decay", type=float, default=0.01)
     training.add_argument("--seed", type=int, default=1234)
     training.add_argument(
-        "--save", type=Path, help="folder for checkpoints; where it holds some, the latest is continued"
+        "--save",
+        type=Path,
+        help="folder for checkpoints; where it holds some, the latest is continued, unless --load holds a later one",
     )
     training.add_argument(
         "--save-interval", type=int, default=0, help="steps between checkpoints; always one at the end"
     )
     training.add_argument(
-        "--load", type=Path, help="folder of checkpoints; its latest is continued, unless --save holds later ones"
+        "--load", type=Path, help="folder of checkpoints; its latest is continued, unless --save holds one as late"
     )
     training.add_argument(
         "--fresh",
@@ -166,23 +168,44 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_checkpoints(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse folders of checkpoints that will not do; what ``--save`` holds is what ``--load`` means from here on."""
+    """Refuse folders of checkpoints that will not do; from here on ``--load`` is the one to continue, if any.
+
+    Of ``--save`` and ``--load`` that is the one with the later checkpoint, ``--save`` where they are equal. Where it is
+    ``--load`` no whole checkpoint in ``--save`` may have a number that is still to come.
+    """
     try:
-        if args.load and latest_step(args.load) is None:
+        loaded = latest_step(args.load) if args.load else None
+        if args.load and loaded is None:
             parser.error(f"--load {args.load}: no checkpoint is here, {_LATEST} is missing")
         if args.save and args.save.exists() and not args.save.is_dir():
             parser.error(f"--save {args.save}: a file is here, expected a folder or nothing")
         begun = latest_step(args.save) if args.save else None
     except FormatError as error:
         parser.error(str(error))
-    if begun is None:
-        return
-    if args.fresh:
+    if begun is not None and args.fresh:
         parser.error(
             f"--fresh: {args.save} holds the checkpoints of {begun} steps, which new ones would overwrite; give --save"
             " another folder, or move these away"
         )
-    args.load = args.save
+    taken = loaded is not None and (begun is None or begun < loaded)
+    if args.save and taken and (later := [step for step in whole_steps(args.save) if step > (loaded or 0)]):
+        parser.error(
+            f"--load {args.load}: goes on from step {loaded}, and would overwrite the checkpoint of {later[0]} steps in"
+            f" --save {args.save}; give --save another folder, or write {later[-1]} to {args.save / _LATEST} to go on"
+            " from what is there"
+        )
+    if begun is not None and loaded is not None and args.load.resolve() != args.save.resolve():
+        held = f"--save {args.save} holds {begun} steps, --load {args.load} {loaded}"
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{held}: {'--load' if taken else '--save'} is continued", flush=True)
+    if begun is not None and not taken:
+        args.load = args.save
+
+
+def whole_steps(folder: Path) -> list[int]:
+    """The steps behind each whole checkpoint in a folder, in order; what a killed run was still writing is none."""
+    found = [path.parent.name for path in folder.glob("iter_*/metadata.json")]
+    return sorted(int(name.removeprefix("iter_")) for name in found if name.removeprefix("iter_").isdecimal())
 
 
 def latest_step(folder: Path) -> int | None:

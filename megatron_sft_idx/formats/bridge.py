@@ -8,6 +8,7 @@ positions of its batches, which cut the last token off every sequence: one of n 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,24 +19,112 @@ import orjson
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import PADDED, PackedSpec
+from megatron_sft_idx.formats.base import PADDED, PackedSpec, PackedWriter
 from megatron_sft_idx.packs.run import Column, PackRun
-from megatron_sft_idx.storage.publish import Kind, head_of
+from megatron_sft_idx.storage.publish import Identity, Kind, check_place, head_of, identity, new_file, remove, resolve
 
-__all__ = ["METADATA_KIND", "PaddedPacks", "Padding"]
+__all__ = ["PaddedPacks", "Padding", "check_packs_summary", "publish_with_summary"]
 
-_FIELDS = ("dataset_max_seqlen", "max_samples_per_bin", "min_packed_seqlen")
+# What a summary says, in the order of ``PaddedPacks.metadata``.
+_FIELDS = [
+    "dataset_max_seqlen",
+    "max_samples_per_bin",
+    "packing_factor",
+    "packing_efficiency",
+    "pack_size",
+    "min_packed_seqlen",
+]
+_MOST_NBYTES = 4096  # of a summary: six numbers
 
 
-def _is_metadata(path: str) -> bool:
+def _encoded(entry: dict[str, Any]) -> bytes:
+    return orjson.dumps([entry]) + b"\n"
+
+
+def _is_summary(path: str) -> bool:
+    """Whether a file is, byte by byte, as ``_encoded`` writes one: Bridge's own, of the same fields, is spaced."""
+    content = head_of(path, _MOST_NBYTES)
     try:
-        entries = orjson.loads(head_of(path, 1 << 20))
-    except (OSError, ValueError):
+        (entry,) = orjson.loads(content)
+    except (ValueError, TypeError):
         return False
-    return isinstance(entries, list) and all(isinstance(entry, dict) and {*_FIELDS} <= {*entry} for entry in entries)
+    return (
+        isinstance(entry, dict)
+        and [*entry] == _FIELDS
+        and all(type(value) in (int, float) for value in entry.values())
+        and content == _encoded(entry)
+    )
 
 
-METADATA_KIND = Kind("a summary of packs for Megatron-Bridge", _is_metadata)
+_KIND = Kind("a summary of packs as convert writes it for Megatron-Bridge", _is_summary)
+
+
+def check_packs_summary(path: str, *, overwrite: bool, padded: bool, summary: bytes | None = None) -> Identity | None:
+    """Refuse what stands where the summary of a Parquet file goes, if it may not be replaced or removed.
+
+    Args:
+        path: of the summary.
+        overwrite: an older summary may go.
+        padded: a summary is going to be written; without one a stranger's file at its place is nobody's concern.
+        summary: what is going to be written, once it is known. Before that, and where it is there already, as a
+            killed run leaves it, an older one is no error.
+
+    Returns:
+        What is there and goes with the file that it is of; None for nothing, or a stranger's.
+
+    Raises:
+        FormatError: a stranger's file is here, or an older summary that may not go.
+    """
+    if padded:
+        path = resolve(path)
+        known = summary is not None and head_of(path, _MOST_NBYTES) != summary
+        return check_place(path, _KIND, overwrite=overwrite or not known)
+    return check_place(path, _KIND, overwrite=overwrite) if _is_summary(path) else None
+
+
+def publish_with_summary(writer: PackedWriter, path: str, summary: bytes | None, *, overwrite: bool) -> None:
+    """Put a Parquet file in its place, and its summary, so that it never stands beside the summary of another.
+
+    A kill on the way leaves the file without a summary, or the summary without its file, and the same command finishes.
+
+    Args:
+        writer: of the file, complete and synced.
+        path: of the summary.
+        summary: what it says; None for a file without one.
+        overwrite: an older file and its summary may be replaced. The summary goes first, and the new one comes last.
+
+    Raises:
+        FormatError: something else has appeared at one of the places.
+        OSError: the disk says no.
+    """
+    found = check_packs_summary(path, overwrite=overwrite, padded=summary is not None, summary=summary)
+    if summary is None:
+        if found is not None:
+            remove(resolve(path), found)
+        writer.finalize()
+        return
+    path = resolve(path)
+    if overwrite:
+        with new_file(path, _KIND, overwrite=True) as new:
+            new.open().write(summary)
+            new.sync()
+            remove(path, found)
+            writer.finalize()
+            new.publish()
+    elif head_of(path, _MOST_NBYTES) == summary:
+        writer.finalize()  # a run that was killed left it
+    else:
+        # First: nothing is beside it yet. Behind the file, a kill would leave one that the same command refuses.
+        with new_file(path, _KIND, overwrite=False) as new:
+            new.open().write(summary)
+            new.publish()
+        made = identity(path)
+        try:
+            writer.finalize()
+        except BaseException:
+            with contextlib.suppress(FormatError, OSError):
+                remove(path, made)
+            raise
 
 
 @dataclass(frozen=True)
@@ -167,4 +256,4 @@ class PaddedPacks:
             "pack_size": spec.capacity,
             "min_packed_seqlen": self._shortest_pack,
         }
-        return orjson.dumps([entry]) + b"\n"
+        return _encoded(entry)

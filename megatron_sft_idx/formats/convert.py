@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PADDED, MaskAlignment, PackedSpec, PackedWriter
+from megatron_sft_idx.formats.bridge import PaddedPacks, Padding, check_packs_summary, publish_with_summary
 from megatron_sft_idx.formats.registry import JoinedReader, Source, check_destination, create, find, places
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.progress import Update
-from megatron_sft_idx.storage.publish import Place, new_file, require_apart
-
-if TYPE_CHECKING:
-    from megatron_sft_idx.formats.bridge import Padding
+from megatron_sft_idx.storage.publish import Place, require_apart
 
 __all__ = ["COLUMNS", "Content", "ConvertOptions", "ConvertReport", "convert", "summary_path"]
 
@@ -159,16 +156,16 @@ def convert(
         written.append(Place(summary_path(destination), "the summary of packs"))
     require_apart(written, sources)
     check_destination(destination, to, overwrite=options.overwrite)
+    if to == "parquet":
+        check_packs_summary(summary_path(destination), overwrite=options.overwrite, padded=options.padding is not None)
     if name == "npy" and options.capacity is not None:
         reading["capacity"] = options.capacity  # its packers exceed what they were given, which its reader knows
     parts = JoinedReader(name, paths, mask_alignment=options.mask_alignment, max_open=1, options=reading)
     padding, content = options.padding, Content()
-    with (
-        _padded_spec(parts, destination, options, begun) as spec,
-        create(
-            destination, to, spec, overwrite=options.overwrite, allow_loss=options.allow_loss, **options.writer
-        ) as writer,
-    ):
+    spec, summary = _planned(parts, destination, options, begun)
+    with create(
+        destination, to, spec, overwrite=options.overwrite, allow_loss=options.allow_loss, **options.writer
+    ) as writer:
         runs = parts.runs() if padding is None else map(padding.pad, parts.runs())
         for run in _counted(runs, begun and begun("converting", spec.num_tokens)):
             _write(writer, run, spec)
@@ -176,6 +173,8 @@ def convert(
         writer.complete()
         if options.verify:
             _verify(destination, writer, content, begun and begun("verifying", spec.num_tokens))
+        if to == "parquet":
+            publish_with_summary(writer, summary_path(destination), summary, overwrite=options.overwrite)
     return ConvertReport(name, parts.paths, content, spec, parts.notes, [*writer.lost.values()], options.verify)
 
 
@@ -184,23 +183,18 @@ def summary_path(destination: str) -> str:
     return f"{destination}.json"
 
 
-@contextlib.contextmanager
-def _padded_spec(
+def _planned(
     parts: JoinedReader, destination: str, options: ConvertOptions, begun: Callable[[str, int], Update] | None
-) -> Iterator[PackedSpec]:
-    """What the writer is told; with padding, the summary of its packs is published once this is left."""
+) -> tuple[PackedSpec, bytes | None]:
+    """What the writer is told, and with padding the summary of its packs."""
     spec = _spec_for_output(parts, options)
     if options.padding is None:
-        yield spec
-        return
-    from megatron_sft_idx.formats.bridge import METADATA_KIND, PaddedPacks
-
+        return spec, None
     packs = PaddedPacks(parts.paths[0], options.padding, spec)
-    with new_file(summary_path(destination), METADATA_KIND, overwrite=options.overwrite) as summary:
-        packs.measure(_counted(parts.runs(), begun and begun("measuring", spec.num_tokens)))
-        summary.open().write(packs.metadata())
-        yield packs.padded_spec()
-        summary.publish()
+    packs.measure(_counted(parts.runs(), begun and begun("measuring", spec.num_tokens)))
+    summary = packs.metadata()
+    check_packs_summary(summary_path(destination), overwrite=options.overwrite, padded=True, summary=summary)
+    return packs.padded_spec(), summary
 
 
 def _spec_for_output(parts: JoinedReader, options: ConvertOptions) -> PackedSpec:

@@ -558,6 +558,7 @@ class Writer(PackedWriter):
         self._write_group()
         with naming(self._output.temporary):
             self._writer.close()
+        self._output.sync()  # a summary of what this replaces is taken away before this is published
 
     def reread(self) -> Reader:
         """A reader of all of it."""

@@ -41,6 +41,7 @@ __all__ = [
     "new_file",
     "new_folder",
     "put",
+    "remove",
     "require_apart",
     "require_space",
     "resolve",
@@ -312,6 +313,14 @@ class New:
             raise
         return self._files[-1]
 
+    def sync(self) -> None:
+        """Bring all of it to the disk, which ``publish`` does too: for what has to be there before other steps."""
+        for file in self._files:
+            file.close()
+        for path in _files_in(self.temporary, self._kind) if self._folder else []:
+            _sync(path)
+        _sync(self.temporary)
+
     def publish(self) -> None:
         """Sync all of it, put it in its place, and remove what it replaces.
 
@@ -319,11 +328,7 @@ class New:
             FormatError: what is at the place is not what was there before the first byte.
             OSError: the disk says no.
         """
-        for file in self._files:
-            file.close()
-        for path in _files_in(self.temporary, self._kind) if self._folder else []:
-            _sync(path)
-        _sync(self.temporary)
+        self.sync()
         old = put(self.temporary, self.path, self._found)
         self._close()
         if old is None:
@@ -417,6 +422,20 @@ def write_file(path: str | os.PathLike[str], data: bytes, kind: Kind, *, overwri
     with new_file(path, kind, overwrite=overwrite) as new:
         new.open().write(data)
         new.publish()
+
+
+def remove(path: str, found: Identity | None) -> None:
+    """Remove a file for good, provided that it is what was found there before; nothing where nothing is.
+
+    Raises:
+        FormatError: something else is there now, which is left alone.
+    """
+    if (now := identity(path)) is None:
+        return
+    if now != found:
+        raise _changed(path)
+    os.unlink(path)
+    sync_folder(os.path.dirname(path))
 
 
 def put(temporary: str, path: str, found: Identity | None) -> str | None:
