@@ -272,13 +272,19 @@ def test_only_one_suffix_is_taken_off(tmp_path: Path) -> None:
 )
 def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path, present: Any, word: str) -> None:
     for suffix in present:
-        (tmp_path / f"x{suffix}").write_bytes(b"")
+        (tmp_path / f"x{suffix}").write_bytes(b"SFTJRNL3" if suffix == ".journal" else b"")
     with pytest.raises(ShardNotFoundError, match=word) as caught:
         Shard(tmp_path / "x")
     assert caught.value.missing == [str(tmp_path / f"x{s}") for s in SUFFIXES if s not in present]
     assert isinstance(caught.value, FileNotFoundError)
     again = pickle.loads(pickle.dumps(caught.value))
     assert str(again) == str(caught.value)
+
+
+def test_a_lock_is_no_interrupted_build(tmp_path: Path) -> None:
+    (tmp_path / "x.journal").touch()
+    with pytest.raises(ShardNotFoundError, match="check the prefix"):
+        Shard(tmp_path / "x")
 
 
 def test_another_backend_is_refused(prefix: str) -> None:
