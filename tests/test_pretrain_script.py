@@ -29,6 +29,7 @@ from megatron_sft_idx.training.cpu import seed_everything
 ROOT = Path(__file__).parent.parent
 LENGTH, STEPS, BATCH, STOP = 544, 12, 4, 5
 TOLERANCE = 2e-6
+LATEST = "latest_checkpointed_iteration.txt"
 THREADS = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
 
 
@@ -218,7 +219,7 @@ def test_the_later_checkpoint_is_continued_and_none_overwritten(
     for folder, latest in (("save", save), ("load", load)):
         Path(folder).mkdir()
         if latest is not None:
-            Path(folder, "latest_checkpointed_iteration.txt").write_text(str(latest))
+            Path(folder, LATEST).write_text(str(latest))
     for step in whole:
         Path(f"save/iter_{step:07d}").mkdir()
         Path(f"save/iter_{step:07d}/metadata.json").touch()
@@ -261,7 +262,7 @@ def test_checkpoints_are_looked_for_at_the_start(
     Path("file").touch()
     for folder, content in (("begun", "7"), ("odd", "release")):
         Path(folder).mkdir()
-        Path(folder, "latest_checkpointed_iteration.txt").write_text(content)
+        Path(folder, LATEST).write_text(content)
     with pytest.raises(SystemExit) as leaving:
         script.parse_arguments(["--data-path", "x", "--seq-length", "64", *more])
     assert leaving.value.code == 2
@@ -271,7 +272,7 @@ def test_checkpoints_are_looked_for_at_the_start(
 
 
 def test_a_checkpoint_that_is_named_and_not_there(script: ModuleType, data: Path, tmp_path: Path) -> None:
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    (tmp_path / LATEST).write_text("7")
     with pytest.raises(FormatError, match=r"iter_0000007: missing, and latest_checkpointed_iteration.txt names it"):
         run(script, options(data, "--save", tmp_path))
 

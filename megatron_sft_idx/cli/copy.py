@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval
+from megatron_sft_idx.cli.output import shown
 from megatron_sft_idx.packs.buckets import copy_shard
 from megatron_sft_idx.packs.transfer import check_destinations, destinations, shard_nbytes
 from megatron_sft_idx.shard.shard_set import find_prefixes
-from megatron_sft_idx.storage.progress import Progress
 
 __all__ = ["add_parser"]
 
@@ -59,11 +59,10 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
     prefixes = find_prefixes(arguments.source)
     targets = destinations(prefixes, arguments.destination)
     check_destinations(prefixes, targets, overwrite=arguments.overwrite)
-    total, interval = sum(map(shard_nbytes, prefixes)), arguments.log_interval
     sent = found = aborted = 0
-    with Progress("copying", total, unit="B", log_interval=interval, items="MiB") as progress:
+    with shown(arguments.log_interval)("copying", sum(map(shard_nbytes, prefixes))) as advance:
         for source, target in zip(prefixes, targets, strict=True):
-            copied = copy_shard(source, target, overwrite=arguments.overwrite, on_progress=progress.advance)
+            copied = copy_shard(source, target, overwrite=arguments.overwrite, on_progress=advance)
             sent, found = sent + copied.nbytes_sent, found + copied.nbytes_found
             aborted += copied.uploads_aborted
     what = targets[0] if len(targets) == 1 else f"{len(targets):,} shards to {arguments.destination}"

@@ -114,9 +114,8 @@ class Output:
                 raise
 
     def _upload(self, staged: StagedOutput, suffix: str) -> None:
-        total = shard_nbytes(staged.local + suffix)
-        with Progress("uploading", total, unit="B", log_interval=1024, items="MiB") as progress:
-            staged.publish(suffix, progress.advance)
+        with shown(1024)("uploading", shard_nbytes(staged.local + suffix)) as advance:
+            staged.publish(suffix, advance)
 
 
 def shown(log_interval: int) -> Watch:

@@ -9,11 +9,11 @@ from typing import Any
 
 from megatron_sft_idx.check import Report, verify_shard
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, positive
+from megatron_sft_idx.cli.output import shown
 from megatron_sft_idx.cli.streams import message_of, print_error
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.packs.transfer import shard_nbytes
 from megatron_sft_idx.shard.shard_set import find_prefixes
-from megatron_sft_idx.storage.progress import Progress
 
 __all__ = ["add_parser"]
 
@@ -88,5 +88,5 @@ def _verify(prefix: str, arguments: argparse.Namespace) -> Report:
     if not arguments.full:
         return verify_shard(prefix)
     what = f"verifying {os.path.basename(prefix)}"
-    with Progress(what, shard_nbytes(prefix), unit="B", log_interval=_LINE_MIB, items="MiB") as progress:
-        return verify_shard(prefix, full=True, vocab_size=arguments.vocab_size, advance=progress.advance)
+    with shown(_LINE_MIB)(what, shard_nbytes(prefix)) as advance:
+        return verify_shard(prefix, full=True, vocab_size=arguments.vocab_size, advance=advance)

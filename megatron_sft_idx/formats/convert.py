@@ -1,4 +1,4 @@
-"""What packs say, as a few bytes that any two formats agree on: the same packs, the same content."""
+"""Packed data of one format to another: written, read again, compared with the source, and only then published."""
 
 from __future__ import annotations
 

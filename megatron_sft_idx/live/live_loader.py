@@ -212,6 +212,11 @@ class LiveDataset(IterableDataset[Tensors]):
                 " window, or smaller batches"
             )
 
+    @property
+    def needs_acks(self) -> bool:
+        """Whether the producer goes by acknowledgements, as it says to all ranks alike; False before ``prepare``."""
+        return self._limits is not None and self._limits[0].needs_acks
+
     def may_wait_in_vain(self, state: RankState, committed: Sequence[RankState]) -> bool:
         """Whether the rank may need, for its next step, a shard that the producer publishes after a commit only.
 
@@ -241,7 +246,7 @@ class LiveDataset(IterableDataset[Tensors]):
                 os.makedirs(home, exist_ok=True)
             self._writes = os.access(home, os.W_OK)
             remedy = f"{self.acks}: acknowledgements cannot be written here"
-            if not self._writes and self._limits is not None and self._limits[0].needs_acks:
+            if not self._writes and self.needs_acks:
                 raise SFTIndexError(
                     f"{remedy}, and the producer waits for them or frees shards by them; give both a folder that this"
                     " user may write to (--ack-dir)"
