@@ -12,11 +12,12 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.chat_rows import RowOptions, to_sequence_source
+from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
 from megatron_sft_idx.chat.pieces import Piece
+from megatron_sft_idx.chat.preferences import read_judged
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
 from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenizer
-from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow
+from megatron_sft_idx.chat.types import Conversation, Encoded, Rendered, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
 
@@ -111,6 +112,8 @@ class RowEncoder:
         self.token_dtype = token_dtype_for_vocabulary(self.tokenizer.vocab_size)
         if options.append_eod and self.tokenizer.eos_id is None:
             raise FormatError(f"{options.tokenizer}: --append-eod, but the tokenizer names no eos_token; leave it out")
+        if options.rows.kind in ("preference", "kto") and options.masks.train_on == "all":
+            raise FormatError(f"--row-kind {options.rows.kind} judges answers; leave out --train-on all")
         named = self.tokenizer.chat_templates
         if options.chat_template is not None:
             named = {"default": options.chat_template}
@@ -185,7 +188,16 @@ class RowEncoder:
         return self._join(sequences, rows, piece.num_bytes, bad_rows)
 
     def _prepare(self, data: Any) -> _Prepared:
-        source = to_sequence_source(data, self.options.rows)
+        if self.options.rows.kind == "preference":
+            chosen, rejected = (self._draw(source) for source in read_judged(data, self.options.rows)[0])
+            assert isinstance(chosen, _Drawn)
+            assert isinstance(rejected, _Drawn)
+            if len(chosen.rendered) + len(rejected.rendered) > 2:
+                raise RowError("an answer makes several sequences with --turns split; a pair is one of each")
+            return _Drawn(chosen.rendered + rejected.rendered, chosen.template)
+        return self._draw(to_sequence_source(data, self.options.rows))
+
+    def _draw(self, source: Conversation | TokenizedRow) -> _Prepared:
         if isinstance(source, TokenizedRow):
             return source
         template = self.tools_template if source.tools else self.template

@@ -320,7 +320,14 @@ class Packing:
         return made
 
 
-def plan_packs(lengths: NDArray[np.int64], options: PackOptions, *, shards: int, source: str) -> Packing:
+def plan_packs(
+    lengths: NDArray[np.int64],
+    options: PackOptions,
+    *,
+    shards: int,
+    source: str,
+    groups: NDArray[np.integer[Any]] | None = None,
+) -> Packing:
     """Plan all packs, global over the lengths of all sequences.
 
     Args:
@@ -328,10 +335,12 @@ def plan_packs(lengths: NDArray[np.int64], options: PackOptions, *, shards: int,
         options: how they are packed.
         shards: into how many shards.
         source: what errors call the sequences.
+        groups: numbers of the groups that stay together, as for ``pack_sequences``, and are dropped together.
 
     Raises:
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
-        FormatError: no sequence fits or is left to pack, or there are fewer packs than shards.
+        FormatError: groups that would be truncated or split, no sequence fits or is left to pack, or there are fewer
+            packs than shards.
     """
     longest = options.longest_sequence
     if not longest:
@@ -339,19 +348,29 @@ def plan_packs(lengths: NDArray[np.int64], options: PackOptions, *, shards: int,
             f"--seq-length {options.capacity} is below --sequence-multiple {options.sequence_multiple}: no sequence"
             " fits; raise it"
         )
-    long = lengths > longest
+    one_a_pack = options.method == "none"
+    long, remedies = lengths > longest, "drop, truncate or split"
+    if groups is not None:
+        if options.overlong in ("truncate", "split"):
+            raise FormatError(
+                f"{source}: --overlong {options.overlong} would part a pair or compare answers that are cut; choose"
+                " --overlong drop, which drops both"
+            )
+        long, remedies = _overlong_groups(lengths, groups, options), "drop"
     count = int(long.sum())
     if count and options.overlong == "error":
+        in_pairs = "" if groups is None else " or in pairs that are"
         raise SequenceError(
             source,
             None,
-            f"{count} of {len(lengths)} sequences are longer than {longest} tokens, the longest has {lengths.max()};"
-            " choose --overlong drop, truncate or split, or a larger --seq-length",
+            f"{count} of {len(lengths)} sequences are longer than {longest} tokens{in_pairs}, the longest has"
+            f" {lengths.max()}; choose --overlong {remedies}, or a larger --seq-length",
         )
     cuts = _cut(lengths, long, longest, options.overlong)
     if not len(cuts.lengths):
         raise FormatError(f"{source}: no sequence is left to pack ({count} were longer than the capacity)")
-    one_a_pack = options.method == "none"
+    if groups is not None and cuts.sequences is not None:
+        groups = groups[cuts.sequences]
     plan = pack_sequences(
         cuts.lengths,
         options.capacity,
@@ -360,6 +379,7 @@ def plan_packs(lengths: NDArray[np.int64], options: PackOptions, *, shards: int,
         max_sequences_per_pack=1 if one_a_pack else options.max_sequences_per_pack,
         sequence_multiple=options.sequence_multiple,
         seed=options.seed,
+        groups=None if one_a_pack else groups,
     )
     if plan.num_packs < shards:
         raise FormatError(
@@ -367,6 +387,17 @@ def plan_packs(lengths: NDArray[np.int64], options: PackOptions, *, shards: int,
             f" shard; ask for {plan.num_packs} or fewer"
         )
     return Packing(options, cuts, plan, shards)
+
+
+def _overlong_groups(
+    lengths: NDArray[np.int64], groups: NDArray[np.integer[Any]], options: PackOptions
+) -> NDArray[np.bool_]:
+    """Whether each sequence is in a group that no pack holds; one a pack, in one of which a sequence is too long."""
+    starts = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
+    multiple = options.sequence_multiple
+    rounded = -(-lengths // multiple) * multiple
+    sizes = (np.maximum if options.method == "none" else np.add).reduceat(rounded, starts)
+    return np.repeat(sizes > options.longest_sequence, np.diff(starts, append=len(lengths)))
 
 
 def _cut(lengths: NDArray[np.int64], long: NDArray[np.bool_], longest: int, overlong: str) -> Cuts:
