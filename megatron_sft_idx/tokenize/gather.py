@@ -439,8 +439,8 @@ class CorpusReader:
         self._bounds = source.sequence_bounds()
         self.lengths = np.diff(self._bounds)
 
-    def read(self, run: PackedRun) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Ids and label-aligned masks of these packs, end to end."""
+    def read(self, run: PackedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
+        """Ids and label-aligned masks of these packs, end to end, and columns by name, a row a sequence."""
         starts = self._bounds[run.sequences]
         if run.begins is not None:
             starts = starts + run.begins
@@ -451,7 +451,7 @@ class CorpusReader:
             _native.gather_sequences(array, starts, starts + lengths, in_order, out)
         # Where a sequence was cut its last label is gone; elsewhere this is zero already (rule P6).
         mask[np.cumsum(lengths) - 1] = 0
-        return ids, mask
+        return ids, mask, {}
 
     def count_trained(self, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
         """How many of the tokens at these positions of these sequences are trained on; none is a first one."""
@@ -479,13 +479,14 @@ def write_packs(
                 window = run.window(first := firsts.popleft(), first + at_once)
                 reading.append((window, thread.submit(reader.read, window)))
             window, future = reading.popleft()
-            ids, mask = future.result()
+            ids, mask, columns = future.result()
             each, counts = window.lengths.astype(np.int64), np.diff(window.offsets)
             ends = np.cumsum(each)
             pack_ends = ends[window.offsets[1:] - 1]
             pack_lengths = np.diff(pack_ends, prepend=0)
             starts = ends - each - np.repeat(pack_ends - pack_lengths, counts)
-            writer.add_packs(ids, mask, starts, pack_lengths, counts, mask_alignment=reader.mask_alignment)
+            alignment = reader.mask_alignment
+            writer.add_packs(ids, mask, starts, pack_lengths, counts, mask_alignment=alignment, columns=columns)
             progress(len(each), len(each))
 
 
