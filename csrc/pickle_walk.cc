@@ -1,4 +1,4 @@
-#include "pickles.h"
+#include "pickle_walk.h"
 
 #include <algorithm>
 #include <array>

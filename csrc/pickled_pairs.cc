@@ -1,4 +1,4 @@
-#include "pickles.h"
+#include "pickled_pairs.h"
 
 #include <algorithm>
 #include <charconv>

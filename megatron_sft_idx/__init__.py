@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # what type checkers know the names below by
     from megatron_sft_idx.packing import pack_sequences as pack_sequences
     from megatron_sft_idx.shard import Shard as Shard
     from megatron_sft_idx.shard import ShardWriter as ShardWriter
+    from megatron_sft_idx.tokenize import preprocess as preprocess
     from megatron_sft_idx.training.sft_dataset import PackedSFTDataset as PackedSFTDataset
     from megatron_sft_idx.training.sft_dataset import PackedSFTDatasetConfig as PackedSFTDatasetConfig
 
@@ -64,6 +65,7 @@ _HOMES = {
     "UnsupportedVersionError": "errors",
     "open_dataset": "formats.packed_dataset",
     "pack_sequences": "packing",
+    "preprocess": "tokenize",
     "verify_shard": "check",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605

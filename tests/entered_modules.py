@@ -54,11 +54,11 @@ def entered_by(work: Callable[[], object]) -> list[str]:
 
 def row(folder: Path) -> Callable[[], object]:
     """A chat from its line of JSON to a published shard, without worker processes."""
-    from megatron_sft_idx.tokenize import EncodingOptions, PackOptions, PreprocessOptions, preprocess
+    from megatron_sft_idx.tokenize import EncodingOptions, PackOptions, PreprocessOptions, make_shards
 
     inputs, encoding = [str(folder / "chat.jsonl")], EncodingOptions(str(TOKENIZER))
     options = PreprocessOptions(inputs, str(folder / "made"), encoding, PackOptions(capacity=1024), workers=0)
-    return lambda: preprocess(options)
+    return lambda: make_shards(options)
 
 
 def item(folder: Path) -> Callable[[], object]:

@@ -14,8 +14,8 @@ from chats import TOKENIZER, command, files_of, write_rows
 from disks import NOBODY, PAGE_NBYTES, filled, free_nbytes, in_a_child, mounted
 from packs import assert_holds, demo_samples, five_files, folder_of, sample_of, write_samples
 
-from megatron_sft_idx.cli import output
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.tokenize import output
 
 ROWS = [{"prompt": f"Say {i}", "completion": f"{i}, as you like it. " * (1 + i % 5)} for i in range(300)]
 CAPACITY = 256

@@ -166,11 +166,11 @@ def test_raw_and_packed_lines_are_not_mistaken_for_each_other(tmp_path: Path) ->
     raw = EncodingOptions(str(TOKENIZER))
     with producer(tmp_path, packed_rows(2), samples_per_chunk=2) as process:
         assert process.wait(PATIENCE) == 0
-    with pytest.raises(FormatError, match="it is packed already; leave --tokenizer-model out"):
+    with pytest.raises(FormatError, match="it is packed already; leave --tokenizer out"):
         read_all(chunks_of(tmp_path, encoding=raw, num_chunks=1))
     with producer(tmp_path, raw_rows(2), samples_per_chunk=2) as process:
         assert process.wait(PATIENCE) == 0
-    with pytest.raises(SFTIndexError, match="live ones need --tokenizer-model"):
+    with pytest.raises(SFTIndexError, match="live ones need --tokenizer"):
         read_all(chunks_of(tmp_path, num_chunks=1))
     chunks = pickle.loads(pickle.dumps(chunks_of(tmp_path, encoding=raw, num_chunks=1)))
     assert chunks.limits(WAITER)[0].capacity == 64

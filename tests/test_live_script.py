@@ -58,7 +58,7 @@ def options(folder: Path, *more: object, steps: int | None = 100) -> list[str]:
         (["--live-window", "-1"], 5, "--live-window -1, expected 0 or more"),
         (["--end-after", "nan"], 5, "--end-after nan, expected 0 or more"),
         (["--data-path", "live:s3://bucket/a"], 5, "s3://bucket/a: live data needs files on a local disk"),
-        (["--chat-template", "x.jinja"], 5, "--chat-template is for raw chats: give --tokenizer-model too"),
+        (["--chat-template", "x.jinja"], 5, "--chat-template is for raw chats: give --tokenizer too"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(

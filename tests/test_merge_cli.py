@@ -11,8 +11,8 @@ from packs import assert_holds, demo_samples, write_samples
 
 from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.cli.options import nbytes
-from megatron_sft_idx.cli.output import shown
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.storage.progress import shown
 
 ROOT = Path(__file__).parent.parent
 

@@ -47,10 +47,11 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_sft_idx.cli.options import add_read_options, read_options
-from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options, encoding_options
+from megatron_sft_idx.cli.options import add_read_options, given, read_options
+from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live.live_training import LiveData, add_live_options, check_live_options, is_live, open_live
+from megatron_sft_idx.tokenize import encoding_options
 from megatron_sft_idx.training.attention import ATTENTION, Batch, layer_spec, model_inputs
 from megatron_sft_idx.training.cpu import connect, current_device, megatron_device, seed_everything
 from megatron_sft_idx.training.loader import BatchLoader
@@ -153,16 +154,16 @@ def build_parser() -> argparse.ArgumentParser:
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
-    if is_live(args):
-        try:
+    try:
+        if is_live(args):
             check_live_options(args)
-        except FormatError as error:
-            parser.error(str(error))
+        args.encoding = encoding_options(given(args)) if args.tokenizer_model else None
+    except FormatError as error:
+        parser.error(str(error))
     if args.save and find_spec("psutil") is None:  # megatron.core would wait for ever as it writes a checkpoint
         parser.error("--save needs psutil: pip install 'megatron-sft-idx[megatron]'")
     check_checkpoints(args, parser)
     args.read = read_options(args, parser)
-    args.encoding = encoding_options(args, parser) if args.tokenizer_model else None
     args.train_iters = 50 if args.train_iters is None else args.train_iters
     return args
 

@@ -1,6 +1,7 @@
 // Foreign formats.
 #include "bindings/common.h"
-#include "pickles.h"
+#include "pickle_walk.h"
+#include "pickled_pairs.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-#include "packing/planners.h"
+#include "packing/best_fit.h"
 
 #include <algorithm>
 

@@ -1,4 +1,4 @@
-#include "packing/planners.h"
+#include "packing/first_fit_shuffle.h"
 
 #include <algorithm>
 #include <numeric>

@@ -1,4 +1,4 @@
-#include "packing/planners.h"
+#include "packing/hand_out.h"
 
 #include <algorithm>
 #include <array>

@@ -1,4 +1,4 @@
-#include "packing/planners.h"
+#include "packing/lower_bound.h"
 
 #include <algorithm>
 

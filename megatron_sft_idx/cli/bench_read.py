@@ -6,8 +6,7 @@ import argparse
 import json
 from contextlib import ExitStack
 
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, positive
-from megatron_sft_idx.cli.output import local_path
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, local_path, positive
 from megatron_sft_idx.cli.streams import print_error
 from megatron_sft_idx.inspect.bench_read import Plan, bench_read
 from megatron_sft_idx.inspect.place import memory_limit

@@ -6,8 +6,7 @@ import argparse
 import contextlib
 from typing import Any
 
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, positive
-from megatron_sft_idx.cli.output import local_path
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, local_path, positive
 from megatron_sft_idx.formats.base import MASK_ALIGNMENTS
 from megatron_sft_idx.formats.bridge import Padding
 from megatron_sft_idx.formats.convert import ConvertOptions, ConvertReport, convert, summary_path

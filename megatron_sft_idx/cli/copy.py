@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval
-from megatron_sft_idx.cli.output import shown
 from megatron_sft_idx.packs.buckets import copy_shard
 from megatron_sft_idx.packs.transfer import check_destinations, destinations, shard_nbytes
 from megatron_sft_idx.shard.shard_set import find_prefixes
+from megatron_sft_idx.storage.progress import shown
 
 __all__ = ["add_parser"]
 

@@ -30,7 +30,7 @@ _OTHERWISE_CALLED = {"bench-read": "bench_read", "create-raw-index": "raw_index"
 _EXAMPLE = """\
 example:
   chats to a packed shard that Megatron trains on:
-    megatron-sft-idx preprocess --input chats.jsonl --tokenizer-model ./Qwen3-8B \\
+    megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train
 
 megatron-sft-idx <verb> --help explains each verb, with examples.

@@ -5,14 +5,23 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, nbytes, positive
-from megatron_sft_idx.cli.output import Output, add_staging, local_path, shown
+from megatron_sft_idx.cli.options import (
+    HelpFormatter,
+    Verbs,
+    add_log_interval,
+    add_staging,
+    local_path,
+    nbytes,
+    positive,
+)
 from megatron_sft_idx.formats.registry import places
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.split import Parts, split
 from megatron_sft_idx.shard.shard_set import find_prefixes
+from megatron_sft_idx.storage.progress import shown
+from megatron_sft_idx.tokenize import Output
 
 __all__ = ["add_parser"]
 
@@ -110,7 +119,7 @@ def _once_a_shard(sources: Sequence[str]) -> list[str]:
 
 
 def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
-    output = Output(arguments)
+    output = Output(arguments.output_prefix, staging=arguments.staging, overwrite=arguments.overwrite)
     prefixes = find_prefixes(_once_a_shard(arguments.sources))
     output.prepare(place for prefix in prefixes for place in places(prefix, "sft-idx", "a source"))
     report = merge(

@@ -5,26 +5,29 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from copy import copy
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron_sft_idx.cli.output import add_staging
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.packing import METHODS
-from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
+from megatron_sft_idx.packs.buckets import STAGING
+from megatron_sft_idx.storage import Advice, BackendName, ReadOptions, is_remote
 from megatron_sft_idx.storage.publish import resolve
-from megatron_sft_idx.tokenize import PackOptions
 
 __all__ = [
+    "TOKENIZER_MODEL",
     "HelpFormatter",
     "Verbs",
     "add_log_interval",
     "add_output_options",
     "add_packing_options",
     "add_read_options",
+    "add_staging",
+    "given",
+    "local_path",
     "natural",
     "nbytes",
-    "packing_options",
     "positive",
     "read_options",
     "writable",
@@ -40,13 +43,31 @@ _UNITS = {"": 1} | {
 Verbs = Any  # argparse names the type of add_subparsers() only privately
 
 
+# Megatron's name for --tokenizer, which helps those who know it, and would only puzzle others.
+TOKENIZER_MODEL = "--tokenizer-model"
+
+
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Wraps a description that is one line; examples, which have lines of their own, stay as they are."""
+    """Wraps a description that is one line; examples, which have lines of their own, stay as they are.
+
+    Second names that options have in Megatron are taken and not shown.
+    """
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if TOKENIZER_MODEL in action.option_strings:
+            action = copy(action)
+            action.option_strings = [name for name in action.option_strings if name != TOKENIZER_MODEL]
+        return super()._format_action_invocation(action)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if "\n" in text:
             return super()._fill_text(text, width, indent)
         return argparse.HelpFormatter._fill_text(self, text, width, indent)
+
+
+def given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The parsed options by the names of ``tokenize.preprocess``, which calls the tokenizer what it is."""
+    return {**vars(arguments), "tokenizer": arguments.tokenizer_model}
 
 
 def positive(text: str) -> int:
@@ -135,16 +156,27 @@ def add_packing_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=natural, default=0, metavar="N", help="of every shuffle (default: %(default)s)")
 
 
-def packing_options(arguments: argparse.Namespace) -> PackOptions:
-    """The parsed packing options."""
-    return PackOptions(
-        capacity=arguments.seq_length,
-        method=arguments.packing,
-        effort=arguments.packing_effort,
-        overlong=arguments.overlong,
-        sequence_multiple=arguments.sequence_multiple,
-        max_sequences_per_pack=arguments.max_sequences_per_pack,
-        seed=arguments.seed,
+def local_path(text: str) -> str:
+    """A path on a disk, for what cannot be done inside an object store."""
+    try:
+        remote = is_remote(text)
+    except FormatError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if remote:
+        raise argparse.ArgumentTypeError(
+            f"{text}: this works on local files; bring the shard here and back with megatron-sft-idx copy SRC DST"
+        )
+    return text
+
+
+def add_staging(parser: Any) -> None:
+    """Where a shard for an object store is built."""
+    parser.add_argument(
+        "--staging",
+        default=STAGING,
+        metavar="DIR",
+        help="for s3:// and msc:// prefixes: local folder to build in, with room for it (preprocess: twice);"
+        " what an interrupted run or upload left there is gone on with (default: ./%(default)s)",
     )
 
 
@@ -219,6 +251,3 @@ def read_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser)
         )
     except FormatError as error:
         parser.error(str(error))
-
-
-_MIB = 1 << 20

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import time
 
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_output_options, add_packing_options, packing_options
-from megatron_sft_idx.cli.output import Output, local_path
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_output_options, add_packing_options, local_path
 from megatron_sft_idx.formats.registry import places
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.tokenize import Summary, check_summary, pack_shard
+from megatron_sft_idx.tokenize import Output, Summary, check_summary, pack_shard, packing_options
 
 __all__ = ["add_parser"]
 
@@ -39,10 +38,16 @@ def add_parser(verbs: Verbs) -> None:
 
 
 def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
-    options = packing_options(arguments)
+    options = packing_options(vars(arguments))
     if arguments.summary is not None:
         check_summary(arguments.summary, overwrite=arguments.overwrite)
-    output = Output(arguments, shards=arguments.output_shards)
+    output = Output(
+        arguments.output_prefix,
+        shards=arguments.output_shards,
+        staging=arguments.staging,
+        overwrite=arguments.overwrite,
+        summary=arguments.summary,
+    )
     source = Shard(arguments.source)
     # What is cut off is not known before the plan.
     whole = options.overlong not in ("drop", "truncate")
@@ -58,8 +63,9 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
         log_interval=arguments.log_interval,
     )
     seconds = {"packing": time.monotonic() - begin}
-    summary = Summary(arguments.output_prefix, options.capacity, None, report, seconds)
+    counts = (options.capacity, None, report, seconds)
+    summary = Summary(arguments.output_prefix, *counts, shards=arguments.output_shards)
     output.publish()
-    print("\n".join([f"wrote {output.shown}", *summary.lines()]))
+    print(summary)
     if arguments.summary is not None:
         summary.write(arguments.summary, overwrite=arguments.overwrite)

@@ -3,69 +3,58 @@
 from __future__ import annotations
 
 import argparse
-import glob
-import io
-import os
 import sys
+from dataclasses import replace
 from typing import Any
 
-from megatron_sft_idx.chat.chat_rows import RowOptions
 from megatron_sft_idx.chat.inputs import parse_json
-from megatron_sft_idx.chat.template import MaskOptions
 from megatron_sft_idx.cli.options import (
+    TOKENIZER_MODEL,
     HelpFormatter,
     Verbs,
     add_output_options,
     add_packing_options,
+    given,
     natural,
-    packing_options,
 )
-from megatron_sft_idx.cli.output import Output
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.text import mark_pack
-from megatron_sft_idx.storage import is_remote, open_regular
-from megatron_sft_idx.storage.publish import Place, files_of
 from megatron_sft_idx.tokenize import (
-    EncodingOptions,
-    PreprocessOptions,
+    Output,
     Preview,
-    check_summary,
-    corpus_prefix,
-    preprocess,
+    available_cpus,
+    inputs_of,
+    preprocess_options,
     preview,
+    run_job,
 )
-from megatron_sft_idx.tokenize.local import available_cpus
 
-__all__ = ["add_mask_options", "add_parser", "add_row_options", "add_workers_option", "encoding_options", "reads_of"]
-
-_INPUT = "the input"
-# Ids and masks of chats take more bytes than their text. This is of rows that are nearly all columns nobody reads.
-_LEAST_SHARE = 256
+__all__ = ["add_mask_options", "add_parser", "add_row_options", "add_workers_option"]
 
 _EXAMPLES = """\
 examples:
   chats to a packed shard, masks by the tokenizer's own chat template:
-    megatron-sft-idx preprocess --input chats.jsonl --tokenizer-model ./Qwen3-8B \\
+    megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train
 
   several files, long chats cut in pieces, the tokenised corpus kept for other capacities:
-    megatron-sft-idx preprocess --input 'raw/*.jsonl.zst' more.parquet --tokenizer-model ./tok \\
+    megatron-sft-idx preprocess --input 'raw/*.jsonl.zst' more.parquet --tokenizer ./tok \\
         --seq-length 8192 --overlong split --keep-corpus --output-prefix data/train
 
   go on after a kill, a power failure or Ctrl-C, with all that was tokenised:
-    megatron-sft-idx preprocess --input chats.jsonl --tokenizer-model ./Qwen3-8B \\
+    megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train --resume
 
   on a Ray cluster, from one of its nodes, to eight shards:
-    megatron-sft-idx preprocess --input 'raw/*.jsonl.zst' --tokenizer-model ./tok --seq-length 8192 \\
+    megatron-sft-idx preprocess --input 'raw/*.jsonl.zst' --tokenizer ./tok --seq-length 8192 \\
         --output-prefix data/train --engine ray --ray-address auto --output-shards 8
 
   from a bucket into a bucket: built in ./megatron-sft-idx-staging, then uploaded:
-    megatron-sft-idx preprocess --input 's3://bucket/raw/*.jsonl.zst' --tokenizer-model ./tok \\
+    megatron-sft-idx preprocess --input 's3://bucket/raw/*.jsonl.zst' --tokenizer ./tok \\
         --seq-length 4096 --output-prefix s3://bucket/sft/train
 
   look before you leap:
-    megatron-sft-idx preprocess --input chats.jsonl --tokenizer-model ./Qwen3-8B \\
+    megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --output-prefix data/train --dry-run
 
 rows: OpenAI messages, ShareGPT conversations, instruction/input/output columns, prompt/completion, or already tokenised
@@ -129,7 +118,7 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, globs, save_to_disk folders; also s3://, msc://",
+        help="files, globs, save_to_disk folders; also s3://, msc://; - for what comes in a pipe",
     )
     add_row_options(group)
 
@@ -148,17 +137,14 @@ def add_workers_option(group: argparse._ActionsContainer) -> None:
 def add_row_options(group: argparse._ActionsContainer, *, required: bool = True) -> None:
     """The tokenizer, which may not be needed, and how rows are read."""
     group.add_argument(
-        "--tokenizer-model",
+        "--tokenizer",
+        TOKENIZER_MODEL,
+        dest="tokenizer_model",
         required=required,
         metavar="PATH",
         help="local folder of the tokenizer, or its tokenizer.json, tekken.json or SentencePiece model",
     )
-    group.add_argument(
-        "--tokenizer-type",
-        choices=("HuggingFaceTokenizer",),
-        default="HuggingFaceTokenizer",
-        help="as Megatron names it (default: %(default)s)",
-    )
+    group.add_argument("--tokenizer-type", choices=("HuggingFaceTokenizer",), help=argparse.SUPPRESS)
     group.add_argument(
         "--row-kind",
         choices=("auto", "messages", "alpaca", "prompt-completion", "tokenized"),
@@ -250,97 +236,17 @@ def _json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def encoding_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> EncodingOptions:
-    """The parsed options of rows, template and masks."""
-    template = None
-    if arguments.chat_template is not None:
-        try:
-            with open_regular(arguments.chat_template) as file:
-                template = io.TextIOWrapper(file, encoding="utf-8").read()
-        except OSError as error:
-            parser.error(f"--chat-template {arguments.chat_template}: {error.strerror}")
-        except (UnicodeDecodeError, FormatError) as error:
-            parser.error(f"--chat-template {arguments.chat_template}: {error}")
-    return EncodingOptions(
-        tokenizer=arguments.tokenizer_model,
-        chat_template=template,
-        template_name=arguments.chat_template or "chat template",
-        template_kwargs=arguments.chat_template_kwargs,
-        masks=MaskOptions(
-            train_on=arguments.train_on,
-            train_on_thinking=not arguments.no_train_on_thinking,
-            train_on_tool_calls=not arguments.no_train_on_tool_calls,
-            turns=arguments.turns,
-            partial_markers=arguments.partial_markers,
-            allow_control_tokens=arguments.allow_control_tokens,
-            template_date=arguments.template_date,
-        ),
-        rows=RowOptions(
-            kind=arguments.row_kind,
-            messages_key=arguments.messages_key,
-            mask_alignment=arguments.mask_alignment,
-            require_assistant=arguments.train_on != "all",
-        ),
-        append_eod=arguments.append_eod,
-        span_by_span=arguments.span_by_span,
-        straddling=arguments.straddling,
-        on_bad_row=arguments.on_bad_row,
-    )
-
-
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    if arguments.resume and arguments.overwrite:
-        parser.error("--resume goes on with what is there, --overwrite starts anew: choose one")
-    if arguments.engine == "local" and arguments.ray_address is not None:
-        parser.error("--ray-address goes with --engine ray")
-    if arguments.engine == "ray" and arguments.workers == 0:
-        parser.error("--engine ray needs at least one task at once: --workers 1")
-    if arguments.engine == "ray" and is_remote(arguments.output_prefix):
-        parser.error(
-            "--engine ray writes to a file system that all nodes share; name a prefix there, and send the shards"
-            " afterwards: megatron-sft-idx copy"
-        )
-    output = Output(arguments, shards=arguments.output_shards)
+    try:
+        options = preprocess_options({**given(arguments), "out": arguments.output_prefix})
+    except FormatError as error:
+        parser.error(str(error))
     if not arguments.dry_run:
-        if arguments.summary is not None:
-            check_summary(arguments.summary, overwrite=arguments.overwrite or arguments.resume)
-        reads = reads_of(arguments)
-        sizes = [os.path.getsize(place.path) for place in reads if place.role == _INPUT and os.path.isfile(place.path)]
-        nbytes = sum(sizes) // _LEAST_SHARE
-        output.prepare(reads, beside=[corpus_prefix("")], resume=arguments.resume, nbytes=nbytes)
-    options = PreprocessOptions(
-        inputs=arguments.input,
-        prefix=output.local,
-        encoding=encoding_options(arguments, parser),
-        packing=packing_options(arguments),
-        engine=arguments.engine,
-        ray_address=arguments.ray_address,
-        workers=arguments.workers,
-        output_shards=arguments.output_shards,
-        overwrite=arguments.overwrite,
-        resume=arguments.resume,
-        keep_corpus=arguments.keep_corpus,
-        log_interval=arguments.log_interval,
-    )
-    if arguments.dry_run:
-        _show(preview(options))
+        print(run_job(arguments.input, options, staging=arguments.staging, summary=arguments.summary))
         return
-    summary = preprocess(options, log=lambda line: print(line, file=sys.stderr, flush=True))
-    output.publish(*([corpus_prefix("")] if arguments.keep_corpus else []))
-    print("\n".join([f"{'found' if summary.found else 'wrote'} {output.shown}", *summary.lines()]))
-    if arguments.summary is not None:
-        summary.write(arguments.summary, overwrite=arguments.overwrite or arguments.resume)
-
-
-def reads_of(arguments: argparse.Namespace) -> list[Place]:
-    """The files that a run reads, but for those that remote paths name."""
-    inputs = [path for pattern in arguments.input or () for path in (glob.glob(pattern) or [pattern])]
-    template = [Place(arguments.chat_template, "the chat template")] if arguments.chat_template else []
-    return [
-        *(place for path in inputs if not is_remote(path) for place in files_of(path, _INPUT)),
-        *files_of(arguments.tokenizer_model, "the tokenizer"),
-        *template,
-    ]
+    output = Output(options.prefix, staging=arguments.staging)
+    with inputs_of(arguments.input, output.local) as inputs:
+        _show(preview(replace(options, inputs=inputs, prefix=output.local)))
 
 
 def _show(seen: Preview) -> None:

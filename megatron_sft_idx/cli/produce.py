@@ -7,37 +7,35 @@ import dataclasses
 import math
 import sys
 
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_packing_options, natural, packing_options, positive
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_packing_options, given, natural, positive
 from megatron_sft_idx.cli.preprocess import (
     add_mask_options,
     add_row_options,
     add_workers_option,
-    encoding_options,
-    reads_of,
 )
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import default_max_sequences
 from megatron_sft_idx.produce import AheadLimits, ProduceOptions, own_files, produce
 from megatron_sft_idx.storage.publish import Place, files_of, require_apart
-from megatron_sft_idx.tokenize import EncodingOptions
+from megatron_sft_idx.tokenize import EncodingOptions, encoding_options, packing_options, reads_of
 
 __all__ = ["add_parser"]
 
 _EXAMPLES = """\
 examples:
   shards of about 50 million tokens each, while training reads them as they appear:
-    megatron-sft-idx produce --input 'raw/*.jsonl' --tokenizer-model ./Qwen3-8B \\
+    megatron-sft-idx produce --input 'raw/*.jsonl' --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --tokens-per-shard 50000000 --catalog data/live
 
   input that is still being made: the files of a folder as they appear, until a file raw/_END does:
-    megatron-sft-idx produce --watch raw --tokenizer-model ./Qwen3-8B \\
+    megatron-sft-idx produce --watch raw --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --tokens-per-shard 50000000 --catalog data/live
   or what another program prints, one JSON object a line:
-    make-chats | megatron-sft-idx produce --input - --tokenizer-model ./Qwen3-8B \\
+    make-chats | megatron-sft-idx produce --input - --tokenizer ./Qwen3-8B \\
         --seq-length 4096 --tokens-per-shard 50000000 --catalog data/live
 
   little disk: no more than 20 shards ahead of training, and what training has completed is removed:
-    megatron-sft-idx produce --input 'raw/*.jsonl' --tokenizer-model ./Qwen3-8B --seq-length 4096 \\
+    megatron-sft-idx produce --input 'raw/*.jsonl' --tokenizer ./Qwen3-8B --seq-length 4096 \\
         --tokens-per-shard 50000000 --catalog data/live --max-ahead-shards 20 --keep-recent 0
 
 The same command goes on with the catalog it was making, whatever ended it, to the same bytes: no row is missing and
@@ -163,10 +161,10 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if arguments.input and "-" in arguments.input and len(arguments.input) > 1:
         parser.error("--input - takes everything from the pipe: name it alone")
     try:
-        options = _options(arguments, encoding_options(arguments, parser))
+        options = _options(arguments, encoding_options(given(arguments)))
     except FormatError as error:
         parser.error(str(error))
-    reads = reads_of(arguments)
+    reads = reads_of(options.inputs, options.encoding)
     if arguments.watch is not None:
         reads += [Place(arguments.watch, "--watch"), *files_of(arguments.watch, "the input")]
     require_apart([Place(path, "the catalog") for path in own_files(arguments.catalog)], reads)
@@ -175,7 +173,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
 
 
 def _options(arguments: argparse.Namespace, encoding: EncodingOptions) -> ProduceOptions:
-    packing = packing_options(arguments)
+    packing = packing_options(vars(arguments))
     if packing.max_sequences_per_pack is None:
         packing = dataclasses.replace(packing, max_sequences_per_pack=default_max_sequences(packing.capacity))
     return ProduceOptions(

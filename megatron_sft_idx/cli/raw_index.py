@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval
-from megatron_sft_idx.cli.output import local_path
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, local_path
 from megatron_sft_idx.formats.modalities import create_raw_index
 from megatron_sft_idx.storage.progress import Progress
 

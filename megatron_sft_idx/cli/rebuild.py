@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from megatron_sft_idx.check import Known, Rebuilt, rebuild
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, natural, positive
-from megatron_sft_idx.cli.output import local_path
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, local_path, natural, positive
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage.progress import Advance, Progress
 

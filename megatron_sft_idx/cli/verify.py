@@ -9,11 +9,11 @@ from typing import Any
 
 from megatron_sft_idx.check import Report, verify_shard
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, positive
-from megatron_sft_idx.cli.output import shown
 from megatron_sft_idx.cli.streams import message_of, print_error
 from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.packs.transfer import shard_nbytes
 from megatron_sft_idx.shard.shard_set import find_prefixes
+from megatron_sft_idx.storage.progress import shown
 
 __all__ = ["add_parser"]
 

@@ -285,7 +285,7 @@ def parse(raw: bytes) -> Line:
     if not isinstance(row, dict):
         raise ValueError(f"found {type(row).__name__}, expected an object with {', '.join(FIELDS)}")
     if missing := [name for name in FIELDS if name not in row]:
-        chats = "; chats that are not tokenised yet go through preprocess, live ones need --tokenizer-model"
+        chats = "; chats that are not tokenised yet go through preprocess, live ones need --tokenizer"
         remedy = chats if "messages" in row else ""
         raise ValueError(f"no {', '.join(missing)}; every line has {', '.join(FIELDS)}{remedy}")
     tokens, labels, positions, lengths = (_integers(row[name], name) for name in FIELDS[:4])

@@ -284,7 +284,7 @@ class ChunkRows:
     def check(self, path: str) -> None:
         """FormatError where raw chats are expected and a chunk is pre-packed: packs would be read as sequences."""
         if self.encoding is not None and (evidence := recognise(path)) is not None and os.path.getsize(path):
-            raise FormatError(f"{path}: {evidence}: it is packed already; leave --tokenizer-model out")
+            raise FormatError(f"{path}: {evidence}: it is packed already; leave --tokenizer out")
 
     def packs(self, chunk: ChunkFile, indices: Sequence[int]) -> PackRun:
         """The packs of these lines, end to end.

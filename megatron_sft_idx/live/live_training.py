@@ -128,7 +128,7 @@ def check_live_options(args: argparse.Namespace) -> None:
         if (value := getattr(args, option)) is not None and not value >= least:
             raise FormatError(f"--{option.replace('_', '-')} {value}, expected {least} or more")
     if args.chat_template and not args.tokenizer_model:
-        raise FormatError("--chat-template is for raw chats: give --tokenizer-model too")
+        raise FormatError("--chat-template is for raw chats: give --tokenizer too")
 
 
 def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None) -> LiveData:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, TypeAlias
 
-__all__ = ["Advance", "Progress", "Update", "Watch", "unwatched"]
+__all__ = ["Advance", "Progress", "Update", "Watch", "shown", "unwatched"]
 
 # What long work calls as it goes on, with what was done since the last call, never with sums: units, such as bytes; or
 # units and items, such as tokens and packs.
@@ -94,3 +94,14 @@ class Progress:
             file=sys.stderr,
             flush=True,
         )
+
+
+def shown(log_interval: int) -> Watch:
+    """Stages of work as a person sees them, in bytes; ``log_interval`` in MiB."""
+
+    @contextmanager
+    def watch(what: str, total: int) -> Iterator[Advance]:
+        with Progress(what, total, unit="B", log_interval=log_interval, items="MiB") as progress:
+            yield progress.advance
+
+    return watch

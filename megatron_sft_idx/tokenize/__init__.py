@@ -14,9 +14,20 @@ from megatron_sft_idx.tokenize.begin import (
 )
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.gather import PackOptions, PackReport, output_prefixes, pack_shard
+from megatron_sft_idx.tokenize.job import (
+    Rows,
+    encoding_options,
+    inputs_of,
+    packing_options,
+    preprocess,
+    preprocess_options,
+    reads_of,
+    run_job,
+)
 from megatron_sft_idx.tokenize.local import NOT_YET, Local, NotYet, available_cpus
+from megatron_sft_idx.tokenize.output import Output
 from megatron_sft_idx.tokenize.parts import encode_piece, remember_encoder
-from megatron_sft_idx.tokenize.pipeline import CorpusReport, Preview, Summary, check_summary, preprocess, preview
+from megatron_sft_idx.tokenize.pipeline import CorpusReport, Preview, Summary, check_summary, make_shards, preview
 
 __all__ = [
     "NOT_YET",
@@ -25,21 +36,30 @@ __all__ = [
     "EncodingOptions",
     "Local",
     "NotYet",
+    "Output",
     "PackOptions",
     "PackReport",
     "PreprocessOptions",
     "Preview",
     "RowEncoder",
+    "Rows",
     "Summary",
     "available_cpus",
     "check_summary",
     "corpus_prefix",
     "encode_piece",
+    "encoding_options",
+    "inputs_of",
+    "make_shards",
     "option_differences",
     "output_prefixes",
     "pack_shard",
     "packing_differences",
+    "packing_options",
     "preprocess",
+    "preprocess_options",
     "preview",
+    "reads_of",
     "remember_encoder",
+    "run_job",
 ]

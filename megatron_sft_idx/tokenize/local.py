@@ -22,7 +22,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from enum import Enum
 from multiprocessing.connection import Connection
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, TypeVar
 
 from megatron_sft_idx.errors import SFTIndexError
@@ -70,16 +70,20 @@ class _Job:
 
 
 @contextlib.contextmanager
-def _safe_path() -> Iterator[None]:
-    """A process that is started meanwhile takes no module from the current folder before it has this one's path.
+def _by_itself() -> Iterator[None]:
+    """A process that is started meanwhile runs no code but ours.
 
-    Python 3.10 does not know the variable: there a stray ``signal.py`` still breaks the workers.
+    It takes no module from the current folder before it has this one's path; Python 3.10 does not know the variable:
+    there a stray ``signal.py`` still breaks the workers. And it does not run the program's main module again, which
+    may be a script that begins this very work; tasks are functions of this package.
     """
-    before = os.environ.setdefault("PYTHONSAFEPATH", "")
+    before, main = os.environ.setdefault("PYTHONSAFEPATH", ""), sys.modules["__main__"]
     os.environ["PYTHONSAFEPATH"] = "1"
+    sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
+        sys.modules["__main__"] = main
         os.environ["PYTHONSAFEPATH"] = before  # empty is as good as unset
 
 
@@ -91,7 +95,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self._alive, other_end = _PROCESSES.Pipe()
-        with _safe_path():  # an executor starts multiprocessing's tracker of resources too
+        with _by_itself():  # an executor starts multiprocessing's tracker of resources too
             self._executor = ProcessPoolExecutor(1, _PROCESSES, _begin, (other_end,))
             self._executor.submit(int)  # imports take a while, and may do so now
         other_end.close()

@@ -50,6 +50,8 @@ from megatron_sft_idx.tokenize.encoding import RowEncoder
 from megatron_sft_idx.tokenize.gather import (
     PackedRun,
     PackReport,
+    PartsReader,
+    PartsTable,
     drop_build,
     gather_shard,
     output_prefixes,
@@ -64,8 +66,6 @@ from megatron_sft_idx.tokenize.local import Local, available_cpus
 from megatron_sft_idx.tokenize.parts import (
     MAX_LISTED,
     MadePart,
-    PartsReader,
-    PartsTable,
     TokenizingJob,
     make_parts,
     parts_of,
@@ -73,7 +73,7 @@ from megatron_sft_idx.tokenize.parts import (
 )
 from megatron_sft_idx.tokenize.ray import Cluster, ray_cluster
 
-__all__ = ["CorpusReport", "Preview", "Summary", "check_summary", "preprocess", "preview"]
+__all__ = ["CorpusReport", "Preview", "Summary", "check_summary", "make_shards", "preview"]
 
 _SAMPLE_NBYTES = 1 << 18
 # Bad rows that are shown as they come.
@@ -82,8 +82,8 @@ _MAX_SHOWN = 20
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def preprocess(options: PreprocessOptions, log: Callable[[str], None] = lambda line: None) -> Summary:
-    """Make the packed shard; see ``PreprocessOptions``.
+def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda line: None) -> Summary:
+    """Make the packed shards; see ``PreprocessOptions``.
 
     The tokenised parts are kept when packing fails, and a later run with the same input and encoding goes on from them.
 
@@ -162,7 +162,8 @@ class _Run:
 
     def _summary(self, packing: PackReport, *, found: bool = False) -> Summary:
         options = self.options
-        return Summary(options.prefix, options.packing.capacity, self.report, packing, self.seconds, found=found)
+        counts = (options.packing.capacity, self.report, packing, self.seconds)
+        return Summary(options.prefix, *counts, found=found, shards=options.output_shards)
 
     @contextlib.contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -448,6 +449,7 @@ class Summary:
         packing: what became of the sequences.
         seconds: by stage.
         found: the shard was there already; nothing was written.
+        shards: how many the packs are cut into.
     """
 
     prefix: str
@@ -456,6 +458,10 @@ class Summary:
     packing: PackReport
     seconds: dict[str, float] = field(default_factory=dict)
     found: bool = False
+    shards: int = 1
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
 
     def to_dict(self) -> dict[str, Any]:
         """All counts as plain values."""
@@ -473,7 +479,9 @@ class Summary:
 
     def lines(self) -> list[str]:
         """The summary as a person reads it."""
-        packing, lines = self.packing, []
+        packing = self.packing
+        which = f"-*-of-{self.shards:05d}" if self.shards > 1 else ""
+        lines = [f"{'found' if self.found else 'wrote'} {self.prefix}{which}"]
         if (corpus := self.corpus) is not None:
             reused = " (corpus reused: same input and options)" if corpus.reused else ""
             lines.append(f"rows            {corpus.rows:,}{reused}")

@@ -30,8 +30,8 @@ from megatron_sft_idx.chat.inputs import expand_inputs
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.tokenize import EncodingOptions, PackOptions, RowEncoder
 from megatron_sft_idx.tokenize.cut import Cutting, cut_input, read_pieces
-from megatron_sft_idx.tokenize.gather import plan_packs, write_packs
-from megatron_sft_idx.tokenize.parts import PartInfo, PartsReader, PartsTable, write_part
+from megatron_sft_idx.tokenize.gather import PartsReader, PartsTable, plan_packs, write_packs
+from megatron_sft_idx.tokenize.parts import PartInfo, write_part
 
 CAPACITY = 4096
 SHARDS = 4
@@ -141,7 +141,7 @@ class Outcome(NamedTuple):
 
 def run(folder: Path, engine: str, workers: int) -> Outcome:
     prefix, summary = folder / "out", folder / "summary.json"
-    arguments = ["--input", folder / "chats.jsonl", "--tokenizer-model", folder / "tokenizer", "--seq-length", CAPACITY,
+    arguments = ["--input", folder / "chats.jsonl", "--tokenizer", folder / "tokenizer", "--seq-length", CAPACITY,
                  "--chat-template", folder / "template.jinja", "--output-prefix", prefix, "--output-shards", SHARDS,
                  "--workers", workers, "--engine", engine, "--summary", summary, "--overwrite",
                  "--log-interval", 0]  # fmt: skip

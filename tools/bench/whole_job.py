@@ -113,7 +113,7 @@ def size(folder: Path) -> int:
 def run_ours(folder: Path) -> Done:
     from megatron_sft_idx import SFTIndexedDataset
 
-    arguments = ["--input", folder / "chats.jsonl", "--tokenizer-model", folder / "tokenizer", "--seq-length", CAPACITY]
+    arguments = ["--input", folder / "chats.jsonl", "--tokenizer", folder / "tokenizer", "--seq-length", CAPACITY]
     arguments += ["--workers", PROCESSES, "--output-prefix", folder / "ours/x", "--log-interval", 0]
     seconds = timed_run([sys.executable, "-m", "megatron_sft_idx", "preprocess", *arguments])
     packs = SFTIndexedDataset(str(folder / "ours/x"))

@@ -22,7 +22,7 @@ CHATS = "tools/demo/chats.jsonl"
 TOKENIZER = "tools/demo/tokenizer"
 PREFIX = "demo-out/chats"
 ARGUMENTS = [
-    *("preprocess", "--input", CHATS, "--tokenizer-model", TOKENIZER, "--seq-length", "1024"),
+    *("preprocess", "--input", CHATS, "--tokenizer", TOKENIZER, "--seq-length", "1024"),
     *("--output-prefix", PREFIX, "--workers", "2", "--overwrite", "--turns", "whole"),
 ]
 

@@ -1,75 +1,53 @@
-"""Outputs that may be remote, and inputs that may not."""
+"""Where a verb writes its shards: at a local prefix, or by way of a local folder at a remote one."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.errors import SFTIndexError
 from megatron_sft_idx.formats.registry import places
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.buckets import STAGING, StagedOutput
 from megatron_sft_idx.packs.transfer import shard_nbytes
 from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.storage.progress import Advance, Progress, Watch
+from megatron_sft_idx.storage.progress import shown
 from megatron_sft_idx.storage.publish import Place, check_lock, require_apart, require_space
-from megatron_sft_idx.tokenize import output_prefixes
+from megatron_sft_idx.tokenize.gather import output_prefixes
 
-__all__ = ["Output", "add_staging", "local_path", "shown"]
+__all__ = ["Output"]
 
 _ROLE = "the output"
-
-
-def local_path(text: str) -> str:
-    """A path on a disk, for what cannot be done inside an object store."""
-    try:
-        remote = is_remote(text)
-    except FormatError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if remote:
-        raise argparse.ArgumentTypeError(
-            f"{text}: this works on local files; bring the shard here and back with megatron-sft-idx copy SRC DST"
-        )
-    return text
-
-
-def add_staging(parser: Any) -> None:
-    """Where a shard for an object store is built."""
-    parser.add_argument(
-        "--staging",
-        default=STAGING,
-        metavar="DIR",
-        help="for s3:// and msc:// prefixes: local folder to build in, with room for it (preprocess: twice);"
-        " what an interrupted run or upload left there is gone on with (default: ./%(default)s)",
-    )
 
 
 class Output:
     """The prefix a verb writes: local as it is, remote by way of a local folder.
 
     Args:
-        arguments: with ``output_prefix``, ``staging`` and ``overwrite``.
+        prefix: as the user gave it.
         shards: how many the output is cut into.
+        staging: the local folder for a remote prefix.
+        overwrite: replace what is there.
+        summary: a JSON file that is written too.
 
     Attributes:
-        prefix: as the user gave it.
         local: to build at.
-        shown: what was written, as the user reads it; a glob where it is several shards.
     """
 
-    def __init__(self, arguments: argparse.Namespace, *, shards: int = 1) -> None:
-        self.prefix: str = arguments.output_prefix
-        self.shown = self.prefix + (f"-*-of-{shards:05d}" if shards > 1 else "")
+    def __init__(
+        self,
+        prefix: str,
+        *,
+        shards: int = 1,
+        staging: str = STAGING,
+        overwrite: bool = False,
+        summary: str | None = None,
+    ) -> None:
+        self.prefix, self._summary = prefix, summary
         self._suffixes = output_prefixes("", shards)
-        self._summary: str | None = getattr(arguments, "summary", None)
-        self._staged: StagedOutput | None = None
-        if is_remote(self.prefix):
-            self._staged = StagedOutput(self.prefix, arguments.staging, overwrite=arguments.overwrite)
-        self.local = self._staged.local if self._staged else self.prefix
+        self._staged = StagedOutput(prefix, staging, overwrite=overwrite) if is_remote(prefix) else None
+        self.local = self._staged.local if self._staged else prefix
 
     def prepare(
         self, reads: Iterable[Place], *, beside: Sequence[str] = (), resume: bool = False, nbytes: int = 0
@@ -116,14 +94,3 @@ class Output:
     def _upload(self, staged: StagedOutput, suffix: str) -> None:
         with shown(1024)("uploading", shard_nbytes(staged.local + suffix)) as advance:
             staged.publish(suffix, advance)
-
-
-def shown(log_interval: int) -> Watch:
-    """Stages of work as a person sees them, in bytes."""
-
-    @contextmanager
-    def watch(what: str, total: int) -> Iterator[Advance]:
-        with Progress(what, total, unit="B", log_interval=log_interval, items="MiB") as progress:
-            yield progress.advance
-
-    return watch

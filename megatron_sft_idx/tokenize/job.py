@@ -1,0 +1,310 @@
+"""``preprocess``: a job of chats to packed shards, as programs ask for it and as the command does.
+
+Rows that are no files become one, beside the output and for as long as the run lasts: the engine reads its input more
+than once, in many processes, and what it makes does not depend on where the rows came from.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import itertools
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+
+from megatron_sft_idx.chat.chat_rows import RowOptions
+from megatron_sft_idx.chat.template import MaskOptions
+from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.packs.buckets import STAGING
+from megatron_sft_idx.storage import is_remote, open_regular
+from megatron_sft_idx.storage.publish import Place, files_of
+from megatron_sft_idx.tokenize.begin import PreprocessOptions, corpus_prefix
+from megatron_sft_idx.tokenize.encoding import EncodingOptions
+from megatron_sft_idx.tokenize.gather import PackOptions
+from megatron_sft_idx.tokenize.output import Output
+from megatron_sft_idx.tokenize.pipeline import Summary, check_summary, make_shards
+
+__all__ = [
+    "Rows",
+    "StrPath",
+    "encoding_options",
+    "inputs_of",
+    "packing_options",
+    "preprocess",
+    "preprocess_options",
+    "reads_of",
+    "run_job",
+]
+
+StrPath: TypeAlias = str | os.PathLike[str]
+# Paths, rows, or a Dataset of Hugging Face's, which is an iterable of rows with a way of its own to become files.
+Rows: TypeAlias = StrPath | Iterable[StrPath] | Iterable[Mapping[str, Any]]
+
+Packing: TypeAlias = Literal[
+    "auto", "best-fit", "exact-fill", "first-fit-shuffle", "first-fit-decreasing", "sequential", "none"
+]
+
+_INPUT = "the input"
+# Ids and masks of chats take more bytes than their text. This is of rows that are nearly all columns nobody reads.
+_LEAST_SHARE = 256
+
+
+def preprocess(  # noqa: D417 (--help of the command says what each option is for)
+    rows: Rows,
+    *,
+    tokenizer: StrPath,
+    out: StrPath,
+    seq_length: int,
+    chat_template: StrPath | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    template_date: str | None = None,
+    train_on: Literal["assistant", "last-turn", "all"] = "assistant",
+    turns: Literal["error", "whole", "split"] = "error",
+    no_train_on_thinking: bool = False,
+    no_train_on_tool_calls: bool = False,
+    allow_control_tokens: bool = False,
+    partial_markers: Literal["error", "keep"] = "error",
+    straddling: Literal["include", "exclude"] = "include",
+    span_by_span: bool = False,
+    row_kind: Literal["auto", "messages", "alpaca", "prompt-completion", "tokenized"] = "auto",
+    messages_key: str | None = None,
+    mask_alignment: Literal["token", "label"] = "token",
+    on_bad_row: Literal["error", "skip"] = "error",
+    append_eod: bool = False,
+    packing: Packing = "auto",
+    packing_effort: Literal["normal", "high"] = "normal",
+    overlong: Literal["error", "drop", "truncate", "split"] = "error",
+    sequence_multiple: int = 1,
+    max_sequences_per_pack: int | None = None,
+    seed: int = 0,
+    workers: int | None = None,
+    engine: Literal["local", "ray"] = "local",
+    ray_address: str | None = None,
+    output_shards: int = 1,
+    staging: str = STAGING,
+    keep_corpus: bool = False,
+    overwrite: bool = False,
+    resume: bool = False,
+    summary: StrPath | None = None,
+    log_interval: int = 10_000,
+) -> Summary:
+    """Tokenise chats, mark the tokens to train on by the chat template, pack, and write a shard.
+
+    It is what ``megatron-sft-idx preprocess`` does, to the same bytes. All but the first argument are its options, with
+    ``_`` for ``-`` and ``out`` for ``--output-prefix``; its ``--help`` says what each is for.
+
+    Args:
+        rows: files, globs and ``save_to_disk`` folders; a ``datasets.Dataset``; or any iterable of rows.
+
+    Returns:
+        What was made, in counts; printed, it is what the command prints.
+
+    Raises:
+        SFTIndexError: an input, a row, an option, or something in the way at ``out``.
+        OSError: the disk says no.
+    """
+    given = dict(locals())
+    return run_job(rows, preprocess_options(given), staging=staging, summary=summary)
+
+
+def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
+    """The options of a run, by the names of ``preprocess``.
+
+    Raises:
+        FormatError: a value that is none of the choices, or options that do not go together.
+    """
+    for name, hint in get_type_hints(preprocess).items():
+        _require_choice(name, given.get(name), hint)
+    prefix, engine = os.fspath(given["out"]), given["engine"]
+    if given["resume"] and given["overwrite"]:
+        raise FormatError("--resume goes on with what is there, --overwrite starts anew: choose one")
+    if engine == "local" and given["ray_address"] is not None:
+        raise FormatError("--ray-address goes with --engine ray")
+    if engine == "ray" and given["workers"] == 0:
+        raise FormatError("--engine ray needs at least one task at once: --workers 1")
+    if engine == "ray" and is_remote(prefix):
+        raise FormatError(
+            "--engine ray writes to a file system that all nodes share; name a prefix there, and send the shards"
+            " afterwards: megatron-sft-idx copy"
+        )
+    same = ("ray_address", "workers", "output_shards", "overwrite", "resume", "keep_corpus", "log_interval")
+    return PreprocessOptions(
+        inputs=(),
+        prefix=prefix,
+        encoding=encoding_options(given),
+        packing=packing_options(given),
+        engine=engine,
+        **{name: given[name] for name in same},
+    )
+
+
+def _require_choice(name: str, value: Any, hint: Any) -> None:
+    """FormatError unless a value is one of its choices, or as large as it has to be; argparse asks the same."""
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        raise FormatError(f"{name}: {value!r}, choose one of {', '.join(get_args(hint))}")
+    if hint in (int, int | None) and value is not None:
+        least = 0 if name in ("workers", "seed", "log_interval") else 1
+        if not isinstance(value, int) or not least <= value < 2**31:
+            raise FormatError(f"{name}: {value!r}, expected a whole number from {least} to {2**31 - 1}")
+
+
+def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
+    """How rows become sequences, by the names of ``preprocess``. FormatError: the template cannot be read."""
+    path, template = given["chat_template"], None
+    if path is not None:
+        try:
+            with open_regular(os.fspath(path)) as file:
+                template = io.TextIOWrapper(file, encoding="utf-8").read()
+        except OSError as error:
+            raise FormatError(f"--chat-template {path}: {error.strerror}") from None
+        except (UnicodeDecodeError, FormatError) as error:
+            raise FormatError(f"--chat-template {path}: {error}") from None
+    masks = ("train_on", "turns", "partial_markers", "allow_control_tokens", "template_date")
+    same = ("append_eod", "span_by_span", "straddling", "on_bad_row")
+    return EncodingOptions(
+        tokenizer=os.fspath(given["tokenizer"]),
+        chat_template=template,
+        template_name=os.fspath(path or "chat template"),
+        template_kwargs=given["chat_template_kwargs"] or {},
+        masks=MaskOptions(
+            train_on_thinking=not given["no_train_on_thinking"],
+            train_on_tool_calls=not given["no_train_on_tool_calls"],
+            **{name: given[name] for name in masks},
+        ),
+        rows=RowOptions(
+            kind=given["row_kind"],
+            messages_key=given["messages_key"],
+            mask_alignment=given["mask_alignment"],
+            require_assistant=given["train_on"] != "all",
+        ),
+        **{name: given[name] for name in same},
+    )
+
+
+def packing_options(given: Mapping[str, Any]) -> PackOptions:
+    """How sequences become packs, by the names of ``preprocess``."""
+    same = ("overlong", "sequence_multiple", "max_sequences_per_pack", "seed")
+    return PackOptions(
+        capacity=given["seq_length"],
+        method=given["packing"],
+        effort=given["packing_effort"],
+        **{name: given[name] for name in same},
+    )
+
+
+def run_job(
+    rows: Rows, options: PreprocessOptions, *, staging: str = STAGING, summary: StrPath | None = None
+) -> Summary:
+    """Make the shards, send them where their prefix is remote, and write the summary.
+
+    Args:
+        rows: of ``preprocess``.
+        options: of the run, but for its inputs.
+        staging: folder to build in what goes to an object store.
+        summary: a JSON file to be written.
+
+    Raises:
+        SFTIndexError, OSError: as ``preprocess``.
+    """
+    replaces, summary = options.overwrite or options.resume, summary if summary is None else os.fspath(summary)
+    output = Output(
+        options.prefix, shards=options.output_shards, staging=staging, overwrite=options.overwrite, summary=summary
+    )
+    if summary is not None:
+        check_summary(summary, overwrite=replaces)
+    with inputs_of(rows, output.local) as inputs:
+        reads = reads_of(inputs, options.encoding)
+        sizes = [os.path.getsize(place.path) for place in reads if place.role == _INPUT and os.path.isfile(place.path)]
+        beside = [corpus_prefix("")]
+        output.prepare(reads, beside=beside, resume=options.resume, nbytes=sum(sizes) // _LEAST_SHARE)
+        made = make_shards(
+            replace(options, inputs=inputs, prefix=output.local),
+            log=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    output.publish(*(beside if options.keep_corpus else []))
+    made.prefix = options.prefix
+    if summary is not None:
+        made.write(summary, overwrite=replaces)
+    return made
+
+
+def reads_of(inputs: Iterable[str], encoding: EncodingOptions) -> list[Place]:
+    """The files that a run reads, but for those that remote paths name."""
+    paths = [path for pattern in inputs for path in (glob.glob(pattern) or [pattern])]
+    template = [Place(encoding.template_name, "the chat template")] if encoding.chat_template is not None else []
+    return [
+        *(place for path in paths if not is_remote(path) for place in files_of(path, _INPUT)),
+        *files_of(encoding.tokenizer, "the tokenizer"),
+        *template,
+    ]
+
+
+@contextmanager
+def inputs_of(rows: Rows, prefix: str) -> Iterator[list[str]]:
+    """Paths of the input: those given, or that of a folder beside ``prefix`` with the rows, gone in the end.
+
+    Args:
+        rows: of ``preprocess``; ``-`` alone is what comes through standard input.
+        prefix: of the output, a local path: all who work on it see its folder, and there is room.
+
+    Raises:
+        FormatError: neither paths nor rows.
+        SequenceError: a row that JSON has no form for.
+    """
+    entries = iter([rows] if isinstance(rows, (str, os.PathLike)) else _iterable(rows))
+    head = list(itertools.islice(entries, 1))
+    if all(isinstance(entry, (str, os.PathLike)) for entry in head):
+        paths = [os.fspath(entry) for entry in [*head, *entries]]
+        if "-" not in paths:
+            yield paths
+            return
+        if len(paths) > 1:
+            raise FormatError("--input - takes everything from the pipe: name it alone")
+    folder = os.path.dirname(os.path.abspath(prefix))
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=os.path.basename(prefix) + ".rows-", dir=folder) as place:
+        if hasattr(rows, "save_to_disk"):
+            rows.save_to_disk(path := os.path.join(place, "dataset"))
+        elif rows == "-" or head == ["-"]:
+            with open(path := os.path.join(place, "stdin"), "xb") as file:
+                shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
+        else:
+            _write_rows(path := os.path.join(place, "rows.jsonl"), itertools.chain(head, entries))
+        yield [path]
+
+
+def _iterable(rows: Any) -> Iterable[Any]:
+    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
+        raise FormatError(
+            f"rows: a {type(rows).__name__}, expected paths, an iterable of rows, or one split of a dataset; put a"
+            " single row in a list"
+        )
+    return rows
+
+
+def _write_rows(path: str, rows: Iterable[Any]) -> None:
+    """Write JSON lines. Arrays become lists; NaN, which JSON has not, must not become null: weights are numbers."""
+    with open(path, "x", encoding="utf-8", newline="\n") as file:
+        for number, row in enumerate(rows, 1):
+            try:
+                if not isinstance(row, Mapping):
+                    raise TypeError(f"a {type(row).__name__}, expected a dict")
+                file.write(json.dumps(dict(row), ensure_ascii=False, allow_nan=False, default=_plain) + "\n")
+            except (TypeError, ValueError, RecursionError) as error:
+                raise SequenceError("rows", number, f"cannot be written as JSON: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """A numpy array or number, a tensor, or a mapping, as JSON knows it."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a value of type {type(value).__name__}")
