@@ -67,9 +67,21 @@ void check_row(const std::vector<ShardView>& shards, const SegmentTable& table, 
   }
 }
 
-void check(const std::vector<ShardView>& shards, const SegmentTable& table, const BatchShape& shape) {
-  check_shape(table, shape);
-  for (std::size_t row = 0; row < table.rows; ++row) check_row(shards, table, shape, row);
+void check_column(const SegmentTable& table, const BatchColumn& column, std::size_t row) {
+  const bool one = column.per == Per::pack;
+  const auto first = one ? static_cast<std::int64_t>(row) : table.offsets[row];
+  const auto last = one ? first + 1 : table.offsets[row + 1];
+  for (std::int64_t e = first; e < last; ++e) {
+    const std::int64_t slot = column.slots[e], start = column.starts[e];
+    const std::int64_t wanted = column.per == Per::token ? table.lengths[e] : 1;
+    const bool there = slot >= 0 && static_cast<std::size_t>(slot) < column.shards.size();
+    const ColumnView shard = there ? column.shards[slot] : ColumnView{};
+    if (shard.rows == nullptr || start < 0 || wanted > shard.count || start > shard.count - wanted) {
+      refuse(row, "of a column " + std::to_string(wanted) + " rows from " + std::to_string(start) + " on of shard " +
+                      std::to_string(slot) + ", which holds " + std::to_string(shard.count) +
+                      "; the index is damaged, or of another shard");
+    }
+  }
 }
 
 // ---- what is written ----
@@ -151,20 +163,55 @@ void walk_row(const std::vector<ShardView>& shards, const SegmentTable& table, c
   tail((row + 1) * seq_length - at, at);
 }
 
-template <typename Loss>
-void narrow_rows(const std::vector<ShardView>& shards, const SegmentTable& table, const BatchShape& shape,
-                 const BoundariesOut& boundaries, std::int32_t* tokens, Loss* loss) {
+// One row of a batch in a column: values where there are some, zeros else.
+void write_column(const SegmentTable& table, const BatchShape& shape, std::size_t row, const BatchColumn& column) {
+  const bool by_token = column.per == Per::token, by_pack = column.per == Per::pack;
+  const std::int64_t entries = by_token ? shape.seq_length : by_pack ? 1 : shape.width - 1;
+  const std::size_t nbytes = column.row_nbytes, all = static_cast<std::size_t>(entries) * nbytes;
+  char *to = static_cast<char*>(column.out) + row * all, *const end = to + all;
+  const auto put = [&](std::size_t entry, std::int64_t count, std::int64_t room) {
+    const auto* from = static_cast<const char*>(column.shards[column.slots[entry]].rows);
+    const std::size_t taken = static_cast<std::size_t>(count) * nbytes, wide = static_cast<std::size_t>(room) * nbytes;
+    std::memcpy(to, from + static_cast<std::size_t>(column.starts[entry]) * nbytes, taken);
+    std::memset(to + taken, 0, wide - taken);
+    to += wide;
+  };
+  if (by_pack) put(row, 1, 1);
+  for (std::int64_t s = table.offsets[row]; !by_pack && s < table.offsets[row + 1]; ++s) {
+    put(s, by_token ? table.lengths[s] : 1, by_token ? round_up(table.lengths[s], shape.multiple) : 1);
+  }
+  std::memset(to, 0, static_cast<std::size_t>(end - to));
+}
+
+// Wide where ids are int64.
+template <typename Id, typename Loss>
+void write_rows(const std::vector<ShardView>& shards, const SegmentTable& table, const BatchShape& shape,
+                const BoundariesOut& boundaries, const BatchOut& out) {
+  auto *tokens = static_cast<Id*>(out.tokens);
+  auto *loss = static_cast<Loss*>(out.loss_mask);
+  const Id pad = shape.pad_id;
+  constexpr bool wide = std::is_same_v<Id, std::int64_t>;
   for (std::size_t row = 0; row < table.rows; ++row) {
     write_boundaries(table, shape, row, boundaries);
     walk_row(
         shards, table, shape, row,
         [&](const ShardView& shard, std::int64_t first, std::size_t count, std::size_t room, std::size_t at) {
           copy_ids(shard, first, count, tokens + at);
-          std::fill(tokens + at + count, tokens + at + room, shape.pad_id);
+          std::fill(tokens + at + count, tokens + at + room, pad);
+          if constexpr (wide) {
+            std::int64_t* labels = out.labels + at;
+            copy_ids(shard, first + 1, count - 1, labels);
+            std::fill(labels + count - 1, labels + room, pad);
+            count_up(out.position_ids + at, room);
+          }
           write_loss(shard, first, count, room, loss + at);
         },
         [&](std::size_t count, std::size_t at) {
-          std::fill_n(tokens + at, count, shape.pad_id);
+          std::fill_n(tokens + at, count, pad);
+          if constexpr (wide) {
+            std::fill_n(out.labels + at, count, pad);
+            count_up(out.position_ids + at, count);
+          }
           std::fill_n(loss + at, count, Loss{0});
         });
   }
@@ -172,45 +219,26 @@ void narrow_rows(const std::vector<ShardView>& shards, const SegmentTable& table
 
 }  // namespace
 
-void assemble_wide(const std::vector<ShardView>& shards, const SegmentTable& table, const BatchShape& shape,
-                   const BoundariesOut& boundaries, const WideOut& out) {
-  check(shards, table, shape);
-  const std::int64_t pad = shape.pad_id;
+void assemble(const std::vector<ShardView>& shards, const SegmentTable& table, const BatchShape& shape,
+              const BoundariesOut& boundaries, const BatchOut& out, const std::vector<BatchColumn>& columns) {
+  check_shape(table, shape);
   for (std::size_t row = 0; row < table.rows; ++row) {
-    write_boundaries(table, shape, row, boundaries);
-    walk_row(
-        shards, table, shape, row,
-        [&](const ShardView& shard, std::int64_t first, std::size_t count, std::size_t room, std::size_t at) {
-          std::int64_t *tokens = out.tokens + at, *labels = out.labels + at;
-          copy_ids(shard, first, count, tokens);
-          std::fill(tokens + count, tokens + room, pad);
-          copy_ids(shard, first + 1, count - 1, labels);
-          std::fill(labels + count - 1, labels + room, pad);
-          count_up(out.position_ids + at, room);
-          write_loss(shard, first, count, room, out.loss_mask + at);
-        },
-        [&](std::size_t count, std::size_t at) {
-          std::fill_n(out.tokens + at, count, pad);
-          std::fill_n(out.labels + at, count, pad);
-          count_up(out.position_ids + at, count);
-          std::fill_n(out.loss_mask + at, count, 0.0f);
-        });
+    check_row(shards, table, shape, row);
+    for (const BatchColumn& column : columns) check_column(table, column, row);
   }
-}
-
-void assemble_narrow(const std::vector<ShardView>& shards, const SegmentTable& table, const BatchShape& shape,
-                     const BoundariesOut& boundaries, const NarrowOut& out) {
-  check(shards, table, shape);
-  if (out.loss_type == LossType::f32) {
-    narrow_rows(shards, table, shape, boundaries, out.tokens, static_cast<float*>(out.loss_mask));
-    return;
-  }
+  const bool flags = out.loss_type == LossType::u8;
   for (const ShardView& shard : shards) {
-    if (shard.tokens != nullptr && shard.loss_type == LossType::f32) {
+    if (flags && shard.tokens != nullptr && shard.loss_type == LossType::f32) {
       throw std::invalid_argument("a uint8 mask cannot hold the float32 weights of the shards; ask for a float32 one");
     }
   }
-  narrow_rows(shards, table, shape, boundaries, out.tokens, static_cast<std::uint8_t*>(out.loss_mask));
+  const auto write = out.labels != nullptr ? &write_rows<std::int64_t, float>
+                     : flags               ? &write_rows<std::int32_t, std::uint8_t>
+                                           : &write_rows<std::int32_t, float>;
+  write(shards, table, shape, boundaries, out);
+  for (std::size_t row = 0; row < table.rows; ++row) {
+    for (const BatchColumn& column : columns) write_column(table, shape, row, column);
+  }
 }
 
 }  // namespace sft_idx

@@ -49,26 +49,38 @@ struct BoundariesOut {
   std::int32_t* max_seqlen;
 };
 
-// Each [rows, seq_length].
-struct WideOut {
-  std::int64_t* tokens;
+// Each [rows, seq_length]. Wide: tokens, labels and position_ids int64, loss_mask float32. Narrow: tokens int32, a
+// loss_mask of loss_type, where uint8 takes no float weights, and labels and position_ids null.
+struct BatchOut {
+  void* tokens;
   std::int64_t* labels;
   std::int64_t* position_ids;
-  float* loss_mask;
-};
-
-// Each [rows, seq_length]; loss_mask is of loss_type, and uint8 takes no float weights.
-struct NarrowOut {
-  std::int32_t* tokens;
   void* loss_mask;
   LossType loss_type;
 };
 
-// Both write every item of their outputs. Before the first write everything is checked against the shards and the
-// shape: std::invalid_argument names the row and what is wrong with it.
-void assemble_wide(const std::vector<ShardView>& shards, const SegmentTable& table, const BatchShape& shape,
-                   const BoundariesOut& boundaries, const WideOut& out);
-void assemble_narrow(const std::vector<ShardView>& shards, const SegmentTable& table, const BatchShape& shape,
-                     const BoundariesOut& boundaries, const NarrowOut& out);
+enum class Per { token = 1, sequence = 2, pack = 3 };
+
+// Rows of a column in one shard, end to end; null where nothing may name them.
+struct ColumnView {
+  const void* rows = nullptr;
+  std::int64_t count = 0;
+};
+
+// Values that travel beside the tokens, as bytes. Entry e is a segment, or a row of the batch where `per` is pack: its
+// values begin with row starts[e] of shards[slots[e]]. `out` is [rows, seq_length], [rows, width - 1] or [rows].
+struct BatchColumn {
+  Per per;
+  std::size_t row_nbytes;
+  std::vector<ColumnView> shards;
+  const std::int32_t* slots;
+  const std::int64_t* starts;
+  void* out;
+};
+
+// Writes every item of its outputs; what is padding in a column is zero bytes. Before the first write everything is
+// checked against the shards and the shape: std::invalid_argument names the row and what is wrong with it.
+void assemble(const std::vector<ShardView>& shards, const SegmentTable& table, const BatchShape& shape,
+              const BoundariesOut& boundaries, const BatchOut& out, const std::vector<BatchColumn>& columns);
 
 }  // namespace sft_idx

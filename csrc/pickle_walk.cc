@@ -1,4 +1,4 @@
-#include "pickle_walk.h"
+#include "pickles.h"
 
 #include <algorithm>
 #include <array>

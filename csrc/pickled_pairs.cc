@@ -1,4 +1,4 @@
-#include "pickled_pairs.h"
+#include "pickles.h"
 
 #include <algorithm>
 #include <charconv>

@@ -123,8 +123,10 @@ def packing_permutation(count: int, seed: int) -> NDArray[np.int64]: ...
 
 _Arrays = tuple[NDArray[Any], NDArray[Any]]
 _Shards = list[_Arrays] | list[_Arrays | None]
+# What has a row, bytes of a row, rows of each shard, the place of each segment's or pack's rows, output.
+_Column = tuple[int, int, tuple[NDArray[Any], ...], NDArray[np.int32], NDArray[np.int64], NDArray[Any]]
 
-def assemble_wide(
+def assemble(
     shards: _Shards,
     offsets: NDArray[np.int64],
     segment_shards: NDArray[np.int32],
@@ -132,27 +134,14 @@ def assemble_wide(
     lengths: NDArray[np.int64],
     multiple: int,
     pad_id: int,
-    tokens: NDArray[np.int64],
-    labels: NDArray[np.int64],
-    position_ids: NDArray[np.int64],
-    loss_mask: NDArray[np.float32],
-    cu_seqlens: NDArray[np.int32],
-    cu_seqlens_padded: NDArray[np.int32] | None,
-    max_seqlen: NDArray[np.int32],
-) -> None: ...
-def assemble_narrow(
-    shards: _Shards,
-    offsets: NDArray[np.int64],
-    segment_shards: NDArray[np.int32],
-    starts: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    multiple: int,
-    pad_id: int,
-    tokens: NDArray[np.int32],
+    tokens: NDArray[Any],
+    labels: NDArray[np.int64] | None,
+    position_ids: NDArray[np.int64] | None,
     loss_mask: NDArray[Any],
     cu_seqlens: NDArray[np.int32],
     cu_seqlens_padded: NDArray[np.int32] | None,
     max_seqlen: NDArray[np.int32],
+    columns: tuple[_Column, ...] = ...,
 ) -> None: ...
 def will_need(array: NDArray[Any], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> int: ...
 def check_pickle(data: NDArray[np.uint8]) -> int: ...

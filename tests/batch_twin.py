@@ -57,3 +57,23 @@ def slow_batch(
     made = [slow_row(row, seq_length, width, multiple, pad_id) for row in rows]
     names = [name for name in Row.__annotations__ if multiple > 1 or name != "cu_seqlens_padded"]
     return {name: [getattr(row, name) for row in made] for name in names}
+
+
+def slow_column(per: str, rows: list[Any], seq_length: int, width: int, multiple: int, zero: Any) -> list[Any]:
+    """A column of a batch; a row has the values of each sequence, one of each sequence, or is one, as ``per`` says."""
+    if per == "pack":
+        return rows
+    out = []
+    for row in rows:
+        made: list[Any] = []
+        for sequence in row:
+            if per == "sequence":
+                made.append(sequence)
+                continue
+            made += sequence
+            while len(made) % multiple:
+                made.append(zero)
+        while len(made) < (seq_length if per == "token" else width - 1):
+            made.append(zero)
+        out.append(made)
+    return out

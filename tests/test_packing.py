@@ -114,6 +114,93 @@ def test_a_stream_is_packed_whatever_the_pieces(problem, window, pieces):
     assert [pack.tolist() for pack in again] == [pack.tolist() for pack in packs]
 
 
+# ---- groups ----
+
+
+@st.composite
+def grouped_problems(draw):
+    """Problems whose sequences come in groups that fit: their numbers are any, each in one place."""
+    problem = draw(problems())
+    multiple, usable = problem["sequence_multiple"], problem["capacity"] // problem["sequence_multiple"]
+    same = draw(st.one_of(st.none(), st.integers(1, 3)))
+    groups, rooms, lengths = [], [], []
+    for length in problem["lengths"]:
+        units = -(-length // multiple)
+        in_group = same is None or groups.count(groups[-1] if groups else None) < same
+        if not groups or not in_group or rooms[-1] + units > usable or (same is None and draw(st.booleans())):
+            if same and groups and groups.count(groups[-1]) < same:
+                continue  # would leave a group of another size
+            groups.append(len(rooms))
+            rooms.append(0)
+        else:
+            groups.append(groups[-1])
+        rooms[-1] += units
+        lengths.append(length)
+    if same:
+        full = len(groups) // same * same
+        lengths, groups = lengths[:full] or [1], groups[:full] or [0]
+        same = same if full else 1
+    names = np.array(draw(st.permutations(range(len(rooms)))))
+    most = problem["max_sequences_per_pack"]
+    problem["max_sequences_per_pack"] = None if most is None or same is None else max(most, same)
+    return problem | {"lengths": lengths, "groups": names[groups]}
+
+
+@PROPERTY
+@given(grouped_problems())
+def test_no_group_is_torn_and_packs_are_those_of_sequences_as_long(problem):
+    lengths, groups = np.array(problem["lengths"]), problem["groups"]
+    multiple, most = problem["sequence_multiple"], problem["max_sequences_per_pack"]
+    # The slow twin: each group as one sequence of its rounded length.
+    members = {number: np.flatnonzero(groups == number) for number in dict.fromkeys(groups.tolist())}
+    rounded = -(-lengths // multiple) * multiple
+    alone = problem | {"lengths": [int(rounded[each].sum()) for each in members.values()]}
+    del alone["groups"]
+    alone["max_sequences_per_pack"] = most and most // len(next(iter(members.values())))
+    for method in METHODS:
+        plan, twin = pack_sequences(**problem, method=method), pack_sequences(**alone, method=method)
+        check(plan, lengths, problem["capacity"], most=most, multiple=multiple)
+        numbered = list(members.values())
+        assert packs_of(plan) == [np.concatenate([numbered[g] for g in pack]).tolist() for pack in packs_of(twin)]
+        assert (plan.lower_bound, plan.method) == (twin.lower_bound, twin.method)
+    best_fit = pack_sequences(**alone, method="best-fit")
+    assert pack_sequences(**problem, effort="high").num_packs <= pack_sequences(**problem).num_packs
+    assert pack_sequences(**problem).num_packs <= best_fit.num_packs
+
+
+def test_each_sequence_its_own_group_is_no_groups():
+    lengths = lognormal(3000)
+    plans = [pack_sequences(lengths, 4096, seed=5, **groups) for groups in ({}, {"groups": np.arange(3000)[::-1]})]
+    assert packs_of(plans[0]) == packs_of(plans[1])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "error", "words"),
+    [
+        ([3, 3, 4], {"groups": [0, 0]}, ValueError, r"groups has the shape \(2,\), expected \(3,\)"),
+        ([3, 3], {"groups": [0.0, 0.0]}, TypeError, "groups are float64"),
+        ([3, 3, 3, 3], {"groups": [7, 8, 8, 7]}, ValueError, "groups holds 7 in 2 places"),
+        ([3, 3, 6, 5], {"groups": [0, 0, 1, 1]}, SequenceError, "lengths:2: the group that begins here has 11 tokens"),
+        ([3, 11], {"groups": [0, 0]}, SequenceError, "length 11 does not fit capacity 10"),
+        (
+            [3, 2, 4],
+            {"groups": [0, 0, 0], "sequence_multiple": 4},
+            SequenceError,
+            "12 tokens, each sequence rounded up",
+        ),
+        ([3, 3, 3], {"groups": [0, 0, 1], "max_sequences_per_pack": 4}, ValueError, "goes with groups of one size"),
+        ([3, 3], {"groups": [0, 0], "max_sequences_per_pack": 1}, ValueError, "but groups have 2 sequences"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(lengths, options, error, words):
+    with pytest.raises(error, match=words):
+        pack_sequences(lengths, 10, **options)
+
+
+def test_no_sequences_make_no_groups():
+    assert pack_sequences([], 10, groups=[]).num_packs == 0
+
+
 def lognormal(count, capacity=4096, seed=0):
     """Lengths from integer arithmetic only, so that they are the same on any machine."""
     random = np.random.Generator(np.random.PCG64(seed))

@@ -17,8 +17,8 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.tokenize import begin
 from megatron_sft_idx.tokenize.begin import RunFolder
 from megatron_sft_idx.tokenize.encoding import EncodedPiece
-from megatron_sft_idx.tokenize.gather import PackedRun, PartsReader, PartsTable
-from megatron_sft_idx.tokenize.parts import Part, PartInfo, write_part
+from megatron_sft_idx.tokenize.gather import PackedRun
+from megatron_sft_idx.tokenize.parts import Part, PartInfo, PartsReader, PartsTable, write_part
 
 
 def piece(lengths, seed: int, weighted: bool = False) -> EncodedPiece:
@@ -26,7 +26,12 @@ def piece(lengths, seed: int, weighted: bool = False) -> EncodedPiece:
     count = sum(lengths)
     mask = rng.integers(0, 2, count).astype(np.float32 if weighted else np.uint8)
     ids = rng.integers(0, 60_000, count).astype(np.uint16)
-    return EncodedPiece(ids, mask / 2 if weighted else mask, np.array(lengths, np.int64), 0, 0, [], Counter())
+    columns = {
+        "source": rng.integers(0, 9, (len(lengths), 2)).astype(np.uint32),
+        "label": rng.integers(0, 2, len(lengths)).astype(np.uint8),
+    }
+    mask = mask / 2 if weighted else mask
+    return EncodedPiece(ids, mask, np.array(lengths, np.int64), 0, 0, [], Counter(), columns=columns)
 
 
 def written(path: Path, pieces, mask_dtype: str = "uint8") -> str:
@@ -43,6 +48,9 @@ def test_what_comes_back_is_what_went_in(tmp_path):
     assert (part.lengths.tolist(), part.starts.tolist()) == ([3, 1, 5], [0, 3, 4])
     assert part.ids.tolist() == [token for one in pieces for token in one.input_ids.tolist()]
     assert part.mask.tolist() == [value for one in pieces for value in one.loss_mask.tolist()]
+    for name, values in part.columns.items():
+        assert values.tolist() == [row for one in pieces for row in one.columns[name].tolist()]
+    assert list(part.columns) == ["label", "source"]
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
 
 
@@ -85,8 +93,10 @@ def test_a_plan_reads_from_all_parts_in_its_own_order(tmp_path):
         for number, group in enumerate(groups)
     ]
     sequences, begins, lengths = np.array([4, 0, 2, 3, 2]), np.array([2, 0, 3, 0, 0]), np.array([7, 4, 3, 1, 3])
-    reader = PartsReader(PartsTable(paths, np.array([0, 3, 3, 5]), "float32"))
-    ids, mask = reader.read(PackedRun(np.array([0, 5]), sequences, begins, lengths, 18))
+    # Of a part, what its numbers are counted from.
+    bases = {"source": np.array([[0, 0], [0, 10], [1, 0]], np.uint32), "label": np.zeros(3, np.uint8)}
+    reader = PartsReader(PartsTable(paths, np.array([0, 3, 3, 5]), "float32", bases))
+    ids, mask, columns = reader.read(PackedRun(np.array([0, 5]), sequences, begins, lengths, 18))
     parts = [Part(path) for path in paths]
     at = [(part, start) for part in parts for start in part.starts.tolist()]
     spans = [
@@ -95,6 +105,10 @@ def test_a_plan_reads_from_all_parts_in_its_own_order(tmp_path):
     ]
     assert ids.tolist() == [token for part, start, stop in spans for token in part.ids[start:stop].tolist()]
     assert mask.tolist() == [value for part, start, stop in spans for value in part.mask[start:stop].tolist()]
+    for name, values in columns.items():
+        whole = np.concatenate([part.columns[name] + base for part, base in zip(parts, bases[name], strict=True)])
+        assert values.tolist() == whole[sequences].tolist()
+    assert columns.keys() == bases.keys()
     with pytest.raises(FormatError, match="changed since its lengths were read"):
         reader.read(PackedRun(np.array([0, 1]), np.array([3]), None, np.array([2]), 2))
     reader = PartsReader(PartsTable(paths, np.array([0, 2, 2, 4]), "float32"))

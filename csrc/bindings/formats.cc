@@ -1,7 +1,6 @@
 // Foreign formats.
 #include "bindings/common.h"
-#include "pickle_walk.h"
-#include "pickled_pairs.h"
+#include "pickles.h"
 
 namespace {
 

@@ -4,12 +4,8 @@
 #include <utility>
 
 #include "bindings/common.h"
-#include "packing/best_fit.h"
-#include "packing/exact_fill.h"
-#include "packing/first_fit_shuffle.h"
-#include "packing/hand_out.h"
 #include "packing/histogram.h"
-#include "packing/lower_bound.h"
+#include "packing/planners.h"
 #include "packing/random.h"
 
 namespace {

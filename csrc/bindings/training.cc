@@ -41,8 +41,8 @@ struct Shards {
         continue;
       }
       const auto pair = py::cast<py::tuple>(item);
-      if (pair.size() != 2 || !py::isinstance<py::array>(pair[0]) || !py::isinstance<py::array>(pair[1])) {
-        throw py::type_error("a shard is a pair of arrays, tokens and loss masks, or None");
+      if (pair.size() < 2 || !py::isinstance<py::array>(pair[0]) || !py::isinstance<py::array>(pair[1])) {
+        throw py::type_error("a shard begins with a pair of arrays, tokens and loss masks, or is None");
       }
       arrays.push_back(py::reinterpret_borrow<py::array>(pair[0]));
       arrays.push_back(py::reinterpret_borrow<py::array>(pair[1]));
@@ -77,59 +77,73 @@ py::ssize_t columns_of(const py::array& array, const char* name) {
   return array.shape(1);
 }
 
-struct Boundaries {
-  sft_idx::BoundariesOut out;
-  std::int64_t width;
-};
+// A column is a tuple: what has a row (1 token, 2 sequence, 3 pack), bytes of a row, the rows of each shard, which of
+// these the rows of each segment (or pack) lie in and the first of them, and the output. Tuples stay as they are.
+sft_idx::BatchColumn column_of(const py::handle given, const sft_idx::SegmentTable& table, py::ssize_t seq_length,
+                               py::ssize_t width) {
+  if (!py::isinstance<py::tuple>(given)) throw py::type_error("a column is a tuple");
+  auto [per, nbytes, shards, slots, starts, out] =
+      given.cast<std::tuple<int, py::ssize_t, py::tuple, py::array, py::array, py::array>>();
+  if (per < 1 || per > 3 || nbytes < 1) throw std::invalid_argument("columns: 1, 2 or 3, and rows of a byte or more");
+  if (!has_dtype(slots, 'i', 4) || !has_dtype(starts, 'i', 8)) throw py::type_error("columns: int32 and int64 places");
+  require_vector(slots, "slots");
+  require_vector(starts, "starts");
+  const auto entries = static_cast<py::ssize_t>(per == 3 ? table.rows : table.segments);
+  if (slots.size() != entries || starts.size() != entries) {
+    throw std::invalid_argument("columns: a shard and a first row for each segment, or for each pack");
+  }
+  const py::ssize_t a_row = per == 1 ? seq_length : per == 2 ? width - 1 : 1;
+  if (!(out.flags() & py::array::c_style) || out.nbytes() / nbytes != static_cast<py::ssize_t>(table.rows) * a_row ||
+      out.nbytes() % nbytes != 0) {
+    throw std::invalid_argument("columns: an output is contiguous, and has the rows that the batch gives it");
+  }
+  sft_idx::BatchColumn column{static_cast<sft_idx::Per>(per), static_cast<std::size_t>(nbytes), {},
+                              static_cast<const std::int32_t*>(slots.data()),
+                              static_cast<const std::int64_t*>(starts.data()), out.mutable_data()};
+  for (const py::handle item : shards) {
+    const auto rows = item.cast<py::array>();
+    if (!(rows.flags() & py::array::c_style) || rows.nbytes() % nbytes != 0) {
+      throw std::invalid_argument("columns: the rows of a shard are contiguous, and whole ones");
+    }
+    column.shards.push_back({rows.data(), rows.nbytes() / nbytes});
+  }
+  return column;
+}
 
-Boundaries boundaries_of(std::size_t rows, std::int64_t multiple, Ints& cu_seqlens, std::optional<Ints>& padded,
-                         Ints& max_seqlen) {
+void assemble(const py::list& shards, const Longs& offsets, const Ints& segment_shards, const Longs& starts,
+              const Longs& lengths, std::int64_t multiple, std::int32_t pad_id, py::array tokens,
+              std::optional<Longs> labels, std::optional<Longs> position_ids, py::array loss_mask, Ints cu_seqlens,
+              std::optional<Ints> cu_seqlens_padded, Ints max_seqlen, const py::tuple& columns) {
+  const Shards from(shards);
+  const auto table = table_of(offsets, segment_shards, starts, lengths);
+  const bool wide = labels.has_value(), u8 = !wide && has_dtype(loss_mask, 'u', 1);
+  if (wide != position_ids.has_value()) throw std::invalid_argument("labels go with position_ids");
+  if (!has_dtype(tokens, 'i', wide ? 8 : 4)) throw py::type_error("tokens are int64 beside labels, else int32");
+  if (!u8 && !has_dtype(loss_mask, 'f', 4)) throw py::type_error("loss masks are float32, or uint8 without labels");
+  const py::ssize_t seq_length = columns_of(tokens, "tokens");
+  require_matrix(tokens, table.rows, seq_length, "tokens");
+  if (wide) require_matrix(*labels, table.rows, seq_length, "labels");
+  if (wide) require_matrix(*position_ids, table.rows, seq_length, "position_ids");
+  require_matrix(loss_mask, table.rows, seq_length, "loss_mask");
   const py::ssize_t width = columns_of(cu_seqlens, "cu_seqlens");
-  require_matrix(cu_seqlens, rows, width, "cu_seqlens");
+  require_matrix(cu_seqlens, table.rows, width, "cu_seqlens");
   require_vector(max_seqlen, "max_seqlen");
-  if (static_cast<std::size_t>(max_seqlen.size()) != rows) throw std::invalid_argument("one max_seqlen a row");
+  if (static_cast<std::size_t>(max_seqlen.size()) != table.rows) throw std::invalid_argument("one max_seqlen a row");
+  auto& padded = cu_seqlens_padded;
   if (padded.has_value() != (multiple > 1)) {
     throw std::invalid_argument("cu_seqlens_padded go with a sequence multiple above 1, and with no other");
   }
-  if (padded) require_matrix(*padded, rows, width, "cu_seqlens_padded");
-  return {{cu_seqlens.mutable_data(), padded ? padded->mutable_data() : nullptr, max_seqlen.mutable_data()}, width};
-}
-
-void assemble_wide(const py::list& shards, const Longs& offsets, const Ints& segment_shards, const Longs& starts,
-                   const Longs& lengths, std::int64_t multiple, std::int32_t pad_id, Longs tokens, Longs labels,
-                   Longs position_ids, Array<float> loss_mask, Ints cu_seqlens, std::optional<Ints> cu_seqlens_padded,
-                   Ints max_seqlen) {
-  const Shards from(shards);
-  const auto table = table_of(offsets, segment_shards, starts, lengths);
-  const py::ssize_t seq_length = columns_of(tokens, "tokens");
-  require_matrix(tokens, table.rows, seq_length, "tokens");
-  require_matrix(labels, table.rows, seq_length, "labels");
-  require_matrix(position_ids, table.rows, seq_length, "position_ids");
-  require_matrix(loss_mask, table.rows, seq_length, "loss_mask");
-  const auto boundaries = boundaries_of(table.rows, multiple, cu_seqlens, cu_seqlens_padded, max_seqlen);
-  const sft_idx::BatchShape shape{seq_length, boundaries.width, multiple, pad_id};
-  const sft_idx::WideOut out{tokens.mutable_data(), labels.mutable_data(), position_ids.mutable_data(),
-                             loss_mask.mutable_data()};
+  if (padded) require_matrix(*padded, table.rows, width, "cu_seqlens_padded");
+  const sft_idx::BoundariesOut bounds{cu_seqlens.mutable_data(), padded ? padded->mutable_data() : nullptr,
+                                      max_seqlen.mutable_data()};
+  const sft_idx::BatchShape shape{seq_length, width, multiple, pad_id};
+  const sft_idx::BatchOut out{tokens.mutable_data(), wide ? labels->mutable_data() : nullptr,
+                              wide ? position_ids->mutable_data() : nullptr, loss_mask.mutable_data(),
+                              u8 ? sft_idx::LossType::u8 : sft_idx::LossType::f32};
+  std::vector<sft_idx::BatchColumn> beside;
+  for (const py::handle column : columns) beside.push_back(column_of(column, table, seq_length, width));
   py::gil_scoped_release unlocked;
-  sft_idx::assemble_wide(from.views, table, shape, boundaries.out, out);
-}
-
-void assemble_narrow(const py::list& shards, const Longs& offsets, const Ints& segment_shards, const Longs& starts,
-                     const Longs& lengths, std::int64_t multiple, std::int32_t pad_id, Ints tokens,
-                     py::array loss_mask, Ints cu_seqlens, std::optional<Ints> cu_seqlens_padded, Ints max_seqlen) {
-  const Shards from(shards);
-  const auto table = table_of(offsets, segment_shards, starts, lengths);
-  const py::ssize_t seq_length = columns_of(tokens, "tokens");
-  require_matrix(tokens, table.rows, seq_length, "tokens");
-  require_matrix(loss_mask, table.rows, seq_length, "loss_mask");
-  const bool u8 = has_dtype(loss_mask, 'u', 1);
-  if (!u8 && !has_dtype(loss_mask, 'f', 4)) throw py::type_error("loss masks are uint8 or float32");
-  const auto boundaries = boundaries_of(table.rows, multiple, cu_seqlens, cu_seqlens_padded, max_seqlen);
-  const sft_idx::BatchShape shape{seq_length, boundaries.width, multiple, pad_id};
-  const sft_idx::NarrowOut out{tokens.mutable_data(), loss_mask.mutable_data(),
-                               u8 ? sft_idx::LossType::u8 : sft_idx::LossType::f32};
-  py::gil_scoped_release unlocked;
-  sft_idx::assemble_narrow(from.views, table, shape, boundaries.out, out);
+  sft_idx::assemble(from.views, table, shape, bounds, out, beside);
 }
 
 // ---- advice ----
@@ -150,17 +164,12 @@ std::int64_t will_need(const py::array& array, const Longs& starts, const Longs&
 }  // namespace
 
 void bind_training(py::module_& m) {
-  m.def("assemble_wide", &assemble_wide, "shards"_a, py::arg("offsets").noconvert(),
-        py::arg("segment_shards").noconvert(), py::arg("starts").noconvert(), py::arg("lengths").noconvert(),
-        "multiple"_a, "pad_id"_a, py::arg("tokens").noconvert(), py::arg("labels").noconvert(),
-        py::arg("position_ids").noconvert(), py::arg("loss_mask").noconvert(), py::arg("cu_seqlens").noconvert(),
-        py::arg("cu_seqlens_padded").noconvert(), py::arg("max_seqlen").noconvert(),
-        "Assemble a micro-batch in the widths that Megatron takes.");
-  m.def("assemble_narrow", &assemble_narrow, "shards"_a, py::arg("offsets").noconvert(),
-        py::arg("segment_shards").noconvert(), py::arg("starts").noconvert(), py::arg("lengths").noconvert(),
-        "multiple"_a, "pad_id"_a, py::arg("tokens").noconvert(), py::arg("loss_mask").noconvert(),
-        py::arg("cu_seqlens").noconvert(), py::arg("cu_seqlens_padded").noconvert(), py::arg("max_seqlen").noconvert(),
-        "Assemble a micro-batch of int32 ids and masks alone; the rest follows from them.");
+  m.def("assemble", &assemble, "shards"_a, py::arg("offsets").noconvert(), py::arg("segment_shards").noconvert(),
+        py::arg("starts").noconvert(), py::arg("lengths").noconvert(), "multiple"_a, "pad_id"_a,
+        py::arg("tokens").noconvert(), py::arg("labels").noconvert(), py::arg("position_ids").noconvert(),
+        py::arg("loss_mask").noconvert(), py::arg("cu_seqlens").noconvert(), py::arg("cu_seqlens_padded").noconvert(),
+        py::arg("max_seqlen").noconvert(), "columns"_a = py::tuple(),
+        "Assemble a micro-batch in the widths that Megatron takes, or, without labels, int32 ids and masks alone.");
   m.def("will_need", &will_need, py::arg("array").noconvert(), py::arg("starts").noconvert(),
         py::arg("stops").noconvert(), "Ask the kernel to read items [start, stop) of an array over a map in advance.");
 }

@@ -1,4 +1,4 @@
-#include "packing/best_fit.h"
+#include "packing/planners.h"
 
 #include <algorithm>
 

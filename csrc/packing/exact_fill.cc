@@ -1,10 +1,9 @@
-#include "packing/exact_fill.h"
+#include "packing/planners.h"
 
 #include <algorithm>
 #include <functional>
 #include <utility>
 
-#include "packing/best_fit.h"
 #include "packing/fenwick.h"
 #include "packing/random.h"
 #include "packing/size_set.h"

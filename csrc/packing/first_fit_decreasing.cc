@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "packing/best_fit.h"
+#include "packing/planners.h"
 #include "packing/pack_groups.h"
 
 namespace sft_idx::packing {

@@ -1,4 +1,4 @@
-#include "packing/first_fit_shuffle.h"
+#include "packing/planners.h"
 
 #include <algorithm>
 #include <numeric>

@@ -1,4 +1,4 @@
-#include "packing/hand_out.h"
+#include "packing/planners.h"
 
 #include <algorithm>
 #include <array>

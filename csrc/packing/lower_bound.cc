@@ -1,4 +1,4 @@
-#include "packing/lower_bound.h"
+#include "packing/planners.h"
 
 #include <algorithm>
 

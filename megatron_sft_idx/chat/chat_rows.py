@@ -14,7 +14,7 @@ of several kinds stand side by side, the first of these counts:
 
 Beside any but the first: ``tools`` (or the old ``functions``), ``system`` or ``system_prompt``, and
 ``chat_template_kwargs``. Rows that say which of two answers is better, or whether one is good (a boolean ``label``),
-are refused whatever else they hold: trained as if they did not say so, they would teach what they warn of.
+are refused whatever else they hold, unless they are asked for: ``preferences`` reads these.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_sft_idx.chat.types import Conversation, TokenizedRow
 
 __all__ = ["MaskAlignment", "RowError", "RowKind", "RowOptions", "to_sequence_source"]
 
-RowKind = Literal["auto", "messages", "alpaca", "prompt-completion", "tokenized"]
+RowKind = Literal["auto", "messages", "alpaca", "prompt-completion", "tokenized", "preference", "kto"]
 MaskAlignment = Literal["token", "label"]
 # Messages, and the loss weight of each.
 _Turns = tuple[list[dict[str, Any]], list[float]]
@@ -63,7 +63,8 @@ class RowOptions:
     """How rows are read.
 
     Attributes:
-        kind: reads every row as this kind instead of looking at its columns.
+        kind: reads every row as this kind instead of looking at its columns; ``preference`` and ``kto`` are those of
+            ``preferences``.
         messages_key: the column that holds the turns of every row; None looks at the row's columns.
         mask_alignment: of the masks and labels of tokenised rows: at the token that is trained on, or
             (label) at the position that predicts it.

@@ -95,6 +95,7 @@ def pack_sequences(
     max_sequences_per_pack: int | None = None,
     sequence_multiple: int = 1,
     seed: int = 0,
+    groups: ArrayLike | None = None,
 ) -> PackPlan:
     """Assigns every sequence to a pack, with as few packs as can be found.
 
@@ -113,9 +114,12 @@ def pack_sequences(
         max_sequences_per_pack: no pack holds more; None sets no limit.
         sequence_multiple: each sequence takes its length rounded up to this many positions.
         seed: 0 to 2**64 - 1.
+        groups: integers, one a sequence, such as the numbers of preference pairs: neighbours of equal number make a
+            group, which every method puts into one pack, end to end in its order. Packs, bound and effort are those of
+            sequences as long as the groups. None is every sequence for itself.
 
     Raises:
-        SequenceError: (a ValueError) a length that is zero or does not fit a pack.
+        SequenceError: (a ValueError) a length that is zero, or a sequence or group that does not fit a pack.
         ValueError: an option that is not one of its choices or out of range.
         TypeError: lengths or options that are not integers.
     """
@@ -131,10 +135,26 @@ def pack_sequences(
     if max_sequences_per_pack is not None:
         most = min(most, _as_integer("max_sequences_per_pack", max_sequences_per_pack, 1, 2**63 - 1))
     seed = _as_integer("seed", seed, 0, 2**64 - 1)
-    job = _Job(_as_lengths(lengths), capacity, multiple, most, seed)
-    if len(job.lengths) == 0:
+    array = _as_lengths(lengths)
+    starts = None if groups is None else _group_starts(groups, len(array))
+    if len(array) == 0:
         empty = np.zeros(0, np.int64)
         return PackPlan(np.zeros(1, np.int64), empty, capacity, 0.0, 0, 0, 0, method)
+    if starts is None:
+        return _planned(_Job(array, capacity, multiple, most, seed), method, effort)
+    counts = np.diff(starts, append=len(array))
+    if max_sequences_per_pack is not None:
+        if (counts != counts[0]).any():
+            raise ValueError("max_sequences_per_pack goes with groups of one size, these differ; leave it out")
+        if (most := most // int(counts[0])) < 1:
+            raise ValueError(
+                f"max_sequences_per_pack is {max_sequences_per_pack}, but groups have {counts[0]} sequences; raise it"
+            )
+    units = _group_units(array, starts, capacity, multiple)
+    return _ungroup(_planned(_Job(units, capacity // multiple, 1, most, seed), method, effort), array, starts, capacity)
+
+
+def _planned(job: _Job, method: str, effort: str) -> PackPlan:
     if method in ("first-fit-shuffle", "sequential"):
         return job.in_order(method)
     if method != "auto":
@@ -142,7 +162,7 @@ def pack_sequences(
         return job.hand_out(job.fewest(job.plans(planners)))
     best = job.fewest(job.plans(list(_PLANNERS)))
     if effort == "high" and best.packs > job.bound * (1 + _GAP) + 1:
-        patterns = plan_by_linear_program(job.sizes, job.counts, job.units, most, seed)
+        patterns = plan_by_linear_program(job.sizes, job.counts, job.units, job.most, job.seed)
         best = min(best, _Patterns("linear-program", *patterns), key=lambda plan: plan.packs)
     return job.fewest_in_order(best) or job.hand_out(best)
 
@@ -238,6 +258,61 @@ def _reorder(plan: PackPlan, order: NDArray[np.int64]) -> PackPlan:
     # Each position's source: its place inside its pack, after where that pack began.
     source = np.arange(len(plan.sequences)) + np.repeat(plan.offsets[:-1][order] - offsets[:-1], counts)
     return replace(plan, offsets=offsets, sequences=plan.sequences[source])
+
+
+# ---- groups ----
+
+
+def _group_starts(groups: ArrayLike, count: int) -> NDArray[np.int64]:
+    """Where each group begins among the sequences: int64 [groups]."""
+    ids = np.asarray(groups)
+    if ids.shape != (count,):
+        raise ValueError(f"groups has the shape {ids.shape}, expected ({count},): one number a sequence")
+    if count and not np.issubdtype(ids.dtype, np.integer):
+        raise TypeError(f"groups are {ids.dtype}, integers are needed")
+    starts = np.flatnonzero(np.append(np.ones(min(count, 1), bool), ids[1:] != ids[:-1])).astype(np.int64)
+    numbers, times = np.unique(ids[starts], return_counts=True)
+    if (torn := np.flatnonzero(times > 1)).size:
+        raise ValueError(
+            f"groups holds {numbers[torn[0]]} in {times[torn[0]]} places; a group's sequences are neighbours"
+        )
+    return starts
+
+
+def _group_units(
+    lengths: NDArray[np.int64], starts: NDArray[np.int64], capacity: int, multiple: int
+) -> NDArray[np.int64]:
+    """What each group takes in units of the multiple, every sequence rounded up for itself: int64 [groups]."""
+    if lengths.min() < 1 or lengths.max() > capacity // multiple * multiple:
+        raise _misfit(lengths, capacity, multiple)
+    units = np.add.reduceat(-(-lengths // multiple), starts)
+    overlong = np.flatnonzero(units > capacity // multiple)
+    if len(overlong) > 0:
+        rounded = f", each sequence rounded up to a multiple of {multiple}," if multiple > 1 else ""
+        reason = (
+            f"the group that begins here has {int(units[overlong[0]]) * multiple} tokens{rounded} and does not fit"
+            f" capacity {capacity}; overlong groups: {len(overlong)}; drop them, or raise the capacity"
+        )
+        raise SequenceError("lengths", int(starts[overlong[0]]), reason)
+    return units
+
+
+def _ungroup(plan: PackPlan, lengths: NDArray[np.int64], starts: NDArray[np.int64], capacity: int) -> PackPlan:
+    """The plan of groups as one of their sequences."""
+    counts = np.diff(starts, append=len(lengths))[plan.sequences]
+    ends = np.cumsum(counts)
+    sequences = np.arange(len(lengths)) + np.repeat(starts[plan.sequences] - (ends - counts), counts)
+    offsets = np.append(0, ends)[plan.offsets]
+    tokens = np.add.reduceat(lengths[sequences], offsets[:-1])
+    return replace(
+        plan,
+        offsets=offsets,
+        sequences=sequences,
+        capacity=capacity,
+        fill=int(tokens.sum()) / (plan.num_packs * capacity),
+        longest=int(tokens.max()),
+        most_sequences=int(np.diff(offsets).max()),
+    )
 
 
 # ---- options and lengths, checked ----

@@ -12,7 +12,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -217,7 +217,7 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
     """
     begin = time.monotonic()
     catalog = Catalog(options.catalog)
-    encoder = RowEncoder(options.encoding)
+    encoder = RowEncoder(replace(options.encoding, source=False))
     with _held(catalog), contextlib.closing(InputLog(os.path.join(catalog.folder, INPUTS))) as taken:
         files = [] if options.watch is not None or options.from_stdin else expand_inputs(options.inputs)
         state, cursor = find_start(catalog, options, encoder, len(files))

@@ -12,11 +12,12 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.chat_rows import RowOptions, to_sequence_source
+from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
 from megatron_sft_idx.chat.pieces import Piece
+from megatron_sft_idx.chat.preferences import read_judged
 from megatron_sft_idx.chat.template import ChatTemplate, MaskOptions
 from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenizer
-from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow
+from megatron_sft_idx.chat.types import Conversation, Encoded, Rendered, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
 
@@ -41,6 +42,7 @@ class EncodingOptions:
         span_by_span: tokenise each trained span by itself, so that no token straddles its edge.
         straddling: whether a token that begins before its span and ends in it is trained on.
         on_bad_row: ``error`` stops at the first row that cannot be used, ``skip`` counts and lists it.
+        source: say of every sequence which row it was made from.
         tokenizer_proof: of the tokenizer as loaded before, so that no worker proves again what one process did.
     """
 
@@ -54,6 +56,7 @@ class EncodingOptions:
     span_by_span: bool = False
     straddling: Literal["include", "exclude"] = "include"
     on_bad_row: Literal["error", "skip"] = "error"
+    source: bool = True
     tokenizer_proof: str = ""
 
 
@@ -70,6 +73,8 @@ class EncodedPiece:
         bad_rows: rows that could not be used, in order; with ``on_bad_row="error"`` the first one.
         notes: counts by name.
         straddling: a token that brings characters of a header into what is trained on; "" where none does.
+        columns: values of each sequence by name, [sequences] or [sequences, width]. ``source`` is uint32 [sequences,
+            2]: 0, and the number of the row, counted from the first of the piece; of JSON lines, of the line.
     """
 
     input_ids: NDArray[Any]
@@ -80,6 +85,7 @@ class EncodedPiece:
     bad_rows: list[SequenceError]
     notes: Counter[str]
     straddling: str = ""
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
 class _Drawn(NamedTuple):
@@ -111,6 +117,8 @@ class RowEncoder:
         self.token_dtype = token_dtype_for_vocabulary(self.tokenizer.vocab_size)
         if options.append_eod and self.tokenizer.eos_id is None:
             raise FormatError(f"{options.tokenizer}: --append-eod, but the tokenizer names no eos_token; leave it out")
+        if options.rows.kind in ("preference", "kto") and options.masks.train_on == "all":
+            raise FormatError(f"--row-kind {options.rows.kind} judges answers; leave out --train-on all")
         named = self.tokenizer.chat_templates
         if options.chat_template is not None:
             named = {"default": options.chat_template}
@@ -158,12 +166,14 @@ class RowEncoder:
                 "train_on_thinking": masks.train_on_thinking,
                 "train_on_tool_calls": masks.train_on_tool_calls,
                 "turns": masks.turns,
-            },
+            }
+            | ({"source": True} if self.options.source else {}),
         }
 
     def encode(self, piece: Piece) -> EncodedPiece:
         """Encode the rows of one piece, in order."""
         sequences: list[Encoded] = []
+        places: list[int] = []
         bad_rows: list[SequenceError] = []
         batch: list[tuple[int, _Prepared]] = []
         rows = 0
@@ -178,14 +188,28 @@ class RowEncoder:
                 if self.options.on_bad_row == "error":
                     break
             if len(batch) >= _BATCH_ROWS:
-                self._encode_batch(piece, batch, sequences, bad_rows)
+                self._encode_batch(piece, batch, sequences, places, bad_rows)
                 batch = []
-        self._encode_batch(piece, batch, sequences, bad_rows)
+        self._encode_batch(piece, batch, sequences, places, bad_rows)
         bad_rows.sort(key=lambda error: error.position or 0)
-        return self._join(sequences, rows, piece.num_bytes, bad_rows)
+        done = self._join(sequences, rows, piece.num_bytes, bad_rows)
+        if self.options.source:
+            source = np.zeros((len(places), 2), np.uint32)
+            source[:, 1] = np.array(places, np.int64) - piece.first
+            done.columns["source"] = source
+        return done
 
     def _prepare(self, data: Any) -> _Prepared:
-        source = to_sequence_source(data, self.options.rows)
+        if self.options.rows.kind == "preference":
+            chosen, rejected = (self._draw(source) for source in read_judged(data, self.options.rows)[0])
+            assert isinstance(chosen, _Drawn)
+            assert isinstance(rejected, _Drawn)
+            if len(chosen.rendered) + len(rejected.rendered) > 2:
+                raise RowError("an answer makes several sequences with --turns split; a pair is one of each")
+            return _Drawn(chosen.rendered + rejected.rendered, chosen.template)
+        return self._draw(to_sequence_source(data, self.options.rows))
+
+    def _draw(self, source: Conversation | TokenizedRow) -> _Prepared:
         if isinstance(source, TokenizedRow):
             return source
         template = self.tools_template if source.tools else self.template
@@ -200,9 +224,10 @@ class RowEncoder:
         piece: Piece,
         batch: Sequence[tuple[int, _Prepared]],
         sequences: list[Encoded],
+        places: list[int],
         bad_rows: list[SequenceError],
     ) -> None:
-        """Tokenise all rows of a template in one call; then take them in the order of the rows."""
+        """Tokenise all rows of a template in one call; then take them, and their positions, in the order of rows."""
         texts: dict[ChatTemplate, list[Rendered]] = {}
         for _, row in batch:
             if isinstance(row, _Drawn):
@@ -221,6 +246,7 @@ class RowEncoder:
             if self.options.append_eod and self.tokenizer.eos_id is not None:
                 made = [append_eod(sequence, self.tokenizer.eos_id) for sequence in made]
             sequences += made
+            places += [position] * len(made)
 
     def _tokenise(self, rendered: Sequence[Rendered], template: ChatTemplate) -> list[Encoded | SequenceError]:
         """All rows in one call; one by one where a row cannot be tokenised, so that the others are."""

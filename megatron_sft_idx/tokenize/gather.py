@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -38,7 +38,7 @@ from megatron_sft_idx.shard.writer import MaskAlignment
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.progress import Progress, Update
 from megatron_sft_idx.storage.publish import Place, require_apart
-from megatron_sft_idx.tokenize.parts import Part
+from megatron_sft_idx.tokenize.parts import PartsReader, PartsTable
 
 __all__ = [
     "CorpusReader",
@@ -47,8 +47,6 @@ __all__ = [
     "PackReport",
     "PackedRun",
     "Packing",
-    "PartsReader",
-    "PartsTable",
     "drop_build",
     "gather_shard",
     "output_prefixes",
@@ -61,10 +59,6 @@ __all__ = [
 ]
 
 _LOCK_SECONDS = 60.0
-# Parts that stay mapped while packs are gathered from them.
-_MAX_OPEN = 256
-# About as many tokens are read of a part when it is opened.
-_TOKENS_A_PART = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +320,14 @@ class Packing:
         return made
 
 
-def plan_packs(lengths: NDArray[np.int64], options: PackOptions, *, shards: int, source: str) -> Packing:
+def plan_packs(
+    lengths: NDArray[np.int64],
+    options: PackOptions,
+    *,
+    shards: int,
+    source: str,
+    groups: NDArray[np.integer[Any]] | None = None,
+) -> Packing:
     """Plan all packs, global over the lengths of all sequences.
 
     Args:
@@ -334,10 +335,12 @@ def plan_packs(lengths: NDArray[np.int64], options: PackOptions, *, shards: int,
         options: how they are packed.
         shards: into how many shards.
         source: what errors call the sequences.
+        groups: numbers of the groups that stay together, as for ``pack_sequences``, and are dropped together.
 
     Raises:
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
-        FormatError: no sequence fits or is left to pack, or there are fewer packs than shards.
+        FormatError: groups that would be truncated or split, no sequence fits or is left to pack, or there are fewer
+            packs than shards.
     """
     longest = options.longest_sequence
     if not longest:
@@ -345,19 +348,29 @@ def plan_packs(lengths: NDArray[np.int64], options: PackOptions, *, shards: int,
             f"--seq-length {options.capacity} is below --sequence-multiple {options.sequence_multiple}: no sequence"
             " fits; raise it"
         )
-    long = lengths > longest
+    one_a_pack = options.method == "none"
+    long, remedies = lengths > longest, "drop, truncate or split"
+    if groups is not None:
+        if options.overlong in ("truncate", "split"):
+            raise FormatError(
+                f"{source}: --overlong {options.overlong} would part a pair or compare answers that are cut; choose"
+                " --overlong drop, which drops both"
+            )
+        long, remedies = _overlong_groups(lengths, groups, options), "drop"
     count = int(long.sum())
     if count and options.overlong == "error":
+        in_pairs = "" if groups is None else " or in pairs that are"
         raise SequenceError(
             source,
             None,
-            f"{count} of {len(lengths)} sequences are longer than {longest} tokens, the longest has {lengths.max()};"
-            " choose --overlong drop, truncate or split, or a larger --seq-length",
+            f"{count} of {len(lengths)} sequences are longer than {longest} tokens{in_pairs}, the longest has"
+            f" {lengths.max()}; choose --overlong {remedies}, or a larger --seq-length",
         )
     cuts = _cut(lengths, long, longest, options.overlong)
     if not len(cuts.lengths):
         raise FormatError(f"{source}: no sequence is left to pack ({count} were longer than the capacity)")
-    one_a_pack = options.method == "none"
+    if groups is not None and cuts.sequences is not None:
+        groups = groups[cuts.sequences]
     plan = pack_sequences(
         cuts.lengths,
         options.capacity,
@@ -366,6 +379,7 @@ def plan_packs(lengths: NDArray[np.int64], options: PackOptions, *, shards: int,
         max_sequences_per_pack=1 if one_a_pack else options.max_sequences_per_pack,
         sequence_multiple=options.sequence_multiple,
         seed=options.seed,
+        groups=None if one_a_pack else groups,
     )
     if plan.num_packs < shards:
         raise FormatError(
@@ -373,6 +387,17 @@ def plan_packs(lengths: NDArray[np.int64], options: PackOptions, *, shards: int,
             f" shard; ask for {plan.num_packs} or fewer"
         )
     return Packing(options, cuts, plan, shards)
+
+
+def _overlong_groups(
+    lengths: NDArray[np.int64], groups: NDArray[np.integer[Any]], options: PackOptions
+) -> NDArray[np.bool_]:
+    """Whether each sequence is in a group that no pack holds; one a pack, in one of which a sequence is too long."""
+    starts = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
+    multiple = options.sequence_multiple
+    rounded = -(-lengths // multiple) * multiple
+    sizes = (np.maximum if options.method == "none" else np.add).reduceat(rounded, starts)
+    return np.repeat(sizes > options.longest_sequence, np.diff(starts, append=len(lengths)))
 
 
 def _cut(lengths: NDArray[np.int64], long: NDArray[np.bool_], longest: int, overlong: str) -> Cuts:
@@ -414,8 +439,8 @@ class CorpusReader:
         self._bounds = source.sequence_bounds()
         self.lengths = np.diff(self._bounds)
 
-    def read(self, run: PackedRun) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Ids and label-aligned masks of these packs, end to end."""
+    def read(self, run: PackedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
+        """Ids and label-aligned masks of these packs, end to end, and columns by name, a row a sequence."""
         starts = self._bounds[run.sequences]
         if run.begins is not None:
             starts = starts + run.begins
@@ -426,107 +451,12 @@ class CorpusReader:
             _native.gather_sequences(array, starts, starts + lengths, in_order, out)
         # Where a sequence was cut its last label is gone; elsewhere this is zero already (rule P6).
         mask[np.cumsum(lengths) - 1] = 0
-        return ids, mask
+        return ids, mask, {}
 
     def count_trained(self, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
         """How many of the tokens at these positions of these sequences are trained on; none is a first one."""
         labels = (self._bounds[sequences] + positions - 1).tolist()
         return sum(int(self._loss[label : label + 1][0] != 0) for label in labels)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PartsTable:
-    """Where the sequences of all parts are.
-
-    Attributes:
-        paths: of the parts.
-        bounds: number of the first sequence of each part, and that of all, int64 [parts + 1].
-        mask_dtype: of the masks that are to come of it: float32 where any part has such.
-    """
-
-    paths: Sequence[str]
-    bounds: NDArray[np.int64]
-    mask_dtype: str
-
-
-class PartsReader:
-    """The sequences of all parts.
-
-    A plan takes sequences from anywhere, so any window of it touches most parts. Windows are large, and each part is
-    read once a window, from its beginning to its end; some stay open, the others are opened for it, one at a time.
-
-    Args:
-        table: of the parts.
-
-    Attributes:
-        window_tokens: about how many are read at a time.
-    """
-
-    mask_alignment: MaskAlignment = "token"
-
-    def __init__(self, table: PartsTable) -> None:
-        # 5 to 10 bytes of memory each, twice; of many parts, enough that opening each is worth it.
-        self.window_tokens = min(max(_TOKENS_A_PART * len(table.paths), 1 << 22), 1 << 24)
-        self._paths, self._bounds, self._mask_dtype = table.paths, table.bounds, np.dtype(table.mask_dtype)
-        self._held: dict[int, Part] = {}
-
-    def read(self, run: PackedRun) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Ids and token-aligned masks of these packs, end to end."""
-        order = np.argsort(run.sequences, kind="stable")
-        sequences, lengths = run.sequences[order], run.lengths[order].astype(np.int64)
-        begins = np.zeros(len(order), np.int64) if run.begins is None else run.begins[order]
-        ends = np.cumsum(lengths)
-        ids: NDArray[Any] | None = None
-        mask = np.empty(ends[-1], self._mask_dtype)
-        for part, first, last, local in self._by_part(sequences):
-            where = slice(ends[first] - lengths[first], ends[last - 1])
-            if (begins[first:last] + lengths[first:last] > part.lengths[local]).any():
-                raise self._changed(part)
-            starts = part.starts[local] + begins[first:last]
-            if ids is None:
-                ids = np.empty(ends[-1], part.ids.dtype)
-            stops, all_of_them = starts + lengths[first:last], np.arange(last - first)
-            _native.gather_sequences(part.ids, starts, stops, all_of_them, ids[where])
-            found = np.empty(where.stop - where.start, part.mask.dtype)
-            _native.gather_sequences(part.mask, starts, stops, all_of_them, found)
-            mask[where] = found
-        assert ids is not None
-        # From the order of the parts to the order of the plan.
-        place = np.empty(len(order), np.int64)
-        place[order] = np.arange(len(order))
-        given = np.empty_like(ids), np.empty_like(mask)
-        for source, out in zip((ids, mask), given, strict=True):
-            _native.gather_sequences(source, ends - lengths, ends, place, out)
-        return given
-
-    def count_trained(self, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
-        """How many of the tokens at these positions of these sequences are trained on."""
-        order = np.argsort(sequences, kind="stable")
-        sequences, positions = sequences[order], positions[order]
-        return sum(
-            int(np.count_nonzero(part.mask[part.starts[local] + positions[first:last]]))
-            for part, first, last, local in self._by_part(sequences)
-        )
-
-    def _by_part(self, sequences: NDArray[np.int64]) -> Iterator[tuple[Part, int, int, NDArray[np.int64]]]:
-        """Parts, the range of these ascending numbers that each holds, and what they are called in it."""
-        cuts = np.searchsorted(sequences, self._bounds)
-        for number in np.flatnonzero(np.diff(cuts)).tolist():
-            first, last = cuts[number : number + 2].tolist()
-            yield self._open(number), first, last, sequences[first:last] - self._bounds[number]
-
-    def _open(self, number: int) -> Part:
-        if (held := self._held.get(number)) is not None:
-            return held
-        part = Part(self._paths[number])
-        if len(part.lengths) != self._bounds[number + 1] - self._bounds[number]:
-            raise self._changed(part)
-        if len(self._held) < _MAX_OPEN:
-            self._held[number] = part
-        return part
-
-    def _changed(self, part: Part) -> FormatError:
-        return FormatError(f"{part.path}: changed since its lengths were read; pass --resume, which makes it anew")
 
 
 # ---- packs, written ----
@@ -549,13 +479,14 @@ def write_packs(
                 window = run.window(first := firsts.popleft(), first + at_once)
                 reading.append((window, thread.submit(reader.read, window)))
             window, future = reading.popleft()
-            ids, mask = future.result()
+            ids, mask, columns = future.result()
             each, counts = window.lengths.astype(np.int64), np.diff(window.offsets)
             ends = np.cumsum(each)
             pack_ends = ends[window.offsets[1:] - 1]
             pack_lengths = np.diff(pack_ends, prepend=0)
             starts = ends - each - np.repeat(pack_ends - pack_lengths, counts)
-            writer.add_packs(ids, mask, starts, pack_lengths, counts, mask_alignment=reader.mask_alignment)
+            alignment = reader.mask_alignment
+            writer.add_packs(ids, mask, starts, pack_lengths, counts, mask_alignment=alignment, columns=columns)
             progress(len(each), len(each))
 
 

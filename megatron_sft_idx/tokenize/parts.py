@@ -9,6 +9,7 @@
     lengths            uint32 [sequences], from the next multiple of 64 bytes on
     ids                uint16 or int32 [tokens], likewise
     masks              token-aligned, uint8 or float32 [tokens], likewise
+    columns            values of each sequence [sequences, width], likewise, in the order of their names
 
 Each attempt at a part writes under a name of its own, so that two tasks that make the same part, as when a node was
 only thought dead, do not meet; the one that reports first is taken. A part counts if it is whole, its checksum holds,
@@ -20,20 +21,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import platform
 import secrets
 import struct
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from megatron_sft_idx import _native
 from megatron_sft_idx.chat.pieces import JsonPiece, Piece
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
@@ -42,12 +45,18 @@ from megatron_sft_idx.storage.publish import put
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 
+if TYPE_CHECKING:
+    from megatron_sft_idx.shard.writer import MaskAlignment
+    from megatron_sft_idx.tokenize.gather import PackedRun
+
 __all__ = [
     "MAX_LISTED",
     "PART_MAGIC",
     "MadePart",
     "Part",
     "PartInfo",
+    "PartsReader",
+    "PartsTable",
     "TokenizingJob",
     "encode_piece",
     "make_parts",
@@ -56,6 +65,10 @@ __all__ = [
     "write_part",
 ]
 
+# Parts that stay mapped while packs are gathered from them.
+_MAX_OPEN = 256
+# About as many tokens are read of a part when it is opened.
+_TOKENS_A_PART = 8192
 # Bad rows that are kept as messages.
 MAX_LISTED = 10_000
 PART_MAGIC = b"SFTPART\x01"
@@ -65,6 +78,7 @@ _MAX_JSON_NBYTES = 1 << 28
 _MASK_DTYPES = ("uint8", "float32")
 _SUFFIX = ".part"
 _TOKEN_DTYPES = ("uint16", "int32")
+_COLUMN_DTYPES = ("uint8", "uint32", "float32")
 
 
 @dataclass(slots=True)
@@ -85,6 +99,7 @@ class PartInfo:
         mask_dtype: name of the masks' dtype.
         sequences: how many there are.
         tokens: in all of them.
+        columns: dtype and shape of a row of each, by name.
         checksum: of what follows the JSON: xxh3_128 in hex.
     """
 
@@ -101,10 +116,13 @@ class PartInfo:
     mask_dtype: str = "uint8"
     sequences: int = 0
     tokens: int = 0
+    columns: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
     checksum: str = ""
 
     def add(self, piece: Piece, done: EncodedPiece) -> None:
-        """Count what became of a piece."""
+        """Count what became of a piece; its rows are counted from the first of the part then."""
+        if "source" in done.columns:
+            done.columns["source"][:, 1] += self.lines
         self.num_bytes += piece.num_bytes
         self.lines += len(piece.ends) if isinstance(piece, JsonPiece) else done.rows
         self.rows += done.rows
@@ -136,6 +154,13 @@ class PartInfo:
                 and all(isinstance(row, list) and list(map(type, row)) == [int, str] for row in info.bad_rows)
                 and info.token_dtype in _TOKEN_DTYPES
                 and info.mask_dtype in _MASK_DTYPES
+                and all(
+                    type(name) is str
+                    and dtype in _COLUMN_DTYPES
+                    and all(type(width) is int and 0 < width < 2**16 for width in shape)
+                    and len(shape) < 2
+                    for name, (dtype, shape) in info.columns.items()
+                )
             ):
                 info.bad_rows = [(position, reason) for position, reason in info.bad_rows]
                 return info
@@ -151,6 +176,7 @@ class Part:
         starts: where each begins among the tokens, int64 [sequences].
         ids: uint16 or int32 [tokens].
         mask: token-aligned, uint8 or float32 [tokens].
+        columns: by name [sequences] or [sequences, width]; numbers in them are counted from the beginning of the part.
 
     Raises:
         FormatError: it is not what ``write_part`` wrote.
@@ -175,11 +201,15 @@ class Part:
             raise self._broken(f"it has {size} bytes, expected {offsets[-1]}")
         if verify and xxhash.xxh3_128_hexdigest(whole[offsets[0] :].data) != info.checksum:
             raise self._broken("its bytes have another checksum")
-        lengths, ids, mask = (
+        lengths, ids, mask, *columns = (
             whole[offset : offset + count * dtype.itemsize].view(dtype)
             for offset, (count, dtype) in zip(offsets, _shapes(info), strict=False)
         )
         self.lengths, self.ids, self.mask = lengths, ids, mask
+        self.columns = {
+            name: values.reshape(-1, *info.columns[name][1])
+            for name, values in zip(sorted(info.columns), columns, strict=True)
+        }
         ends = np.cumsum(lengths, dtype=np.int64)
         self.starts = ends - lengths
         if int(lengths.sum(dtype=np.int64)) != info.tokens or (len(lengths) and not lengths.all()):
@@ -194,11 +224,15 @@ def _shapes(info: PartInfo) -> tuple[tuple[int, np.dtype[Any]], ...]:
         (info.sequences, np.dtype("<u4")),
         (info.tokens, np.dtype(info.token_dtype)),
         (info.tokens, np.dtype(info.mask_dtype)),
+        *(
+            (info.sequences * math.prod(shape), np.dtype(dtype))
+            for dtype, shape in (info.columns[name] for name in sorted(info.columns))
+        ),
     )
 
 
 def _offsets(info: PartInfo, json_nbytes: int) -> list[int]:
-    """Where the three arrays begin, and where the last one ends."""
+    """Where the arrays begin, and where the last one ends."""
     offsets, end = [], _HEAD.size + json_nbytes
     for count, dtype in _shapes(info):
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -213,7 +247,7 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Pa
     Args:
         path: where it goes; the folder is there, and nothing of this name.
         info: what it is made from and the counts of its rows; the rest is filled in.
-        encoded: its pieces.
+        encoded: its pieces, all with the same columns.
 
     Returns:
         The whole description.
@@ -226,7 +260,9 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Pa
         [piece.lengths.astype("<u4") for piece in encoded],
         [piece.input_ids for piece in encoded],
         [piece.loss_mask.astype(info.mask_dtype, copy=False) for piece in encoded],
+        *([piece.columns[name] for piece in encoded] for name in sorted(encoded[0].columns)),
     ]
+    info.columns = {name: (values.dtype.name, [*values.shape[1:]]) for name, values in encoded[0].columns.items()}
     info.sequences = sum(len(piece.lengths) for piece in encoded)
     info.tokens = sum(len(piece.input_ids) for piece in encoded)
     # A checksum has one length, so what comes behind the JSON does not depend on it.
@@ -260,6 +296,111 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Pa
 
 def _encode(info: PartInfo) -> bytes:
     return json.dumps(asdict(info)).encode()
+
+
+# ---- all parts ----
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PartsTable:
+    """Where the sequences of all parts are.
+
+    Attributes:
+        paths: of the parts.
+        bounds: number of the first sequence of each part, and that of all, int64 [parts + 1].
+        mask_dtype: of the masks that are to come of it: float32 where any part has such.
+        bases: of the columns that are to come of it, by name: what is added to the values of each part, [parts] or
+            [parts, width].
+    """
+
+    paths: Sequence[str]
+    bounds: NDArray[np.int64]
+    mask_dtype: str
+    bases: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+
+class PartsReader:
+    """The sequences of all parts.
+
+    A plan takes sequences from anywhere, so any window of it touches most parts. Windows are large, and each part is
+    read once a window, from its beginning to its end; some stay open, the others are opened for it, one at a time.
+
+    Args:
+        table: of the parts.
+
+    Attributes:
+        window_tokens: about how many are read at a time.
+    """
+
+    mask_alignment: MaskAlignment = "token"
+
+    def __init__(self, table: PartsTable) -> None:
+        # 5 to 10 bytes of memory each, twice; of many parts, enough that opening each is worth it.
+        self.window_tokens = min(max(_TOKENS_A_PART * len(table.paths), 1 << 22), 1 << 24)
+        self._paths, self._bounds, self._mask_dtype = table.paths, table.bounds, np.dtype(table.mask_dtype)
+        self._bases = table.bases
+        self._held: dict[int, Part] = {}
+
+    def read(self, run: PackedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
+        """Ids and token-aligned masks of these packs, end to end, and columns by name, a row a sequence."""
+        order = np.argsort(run.sequences, kind="stable")
+        sequences, lengths = run.sequences[order], run.lengths[order].astype(np.int64)
+        begins = np.zeros(len(order), np.int64) if run.begins is None else run.begins[order]
+        ends = np.cumsum(lengths)
+        ids: NDArray[Any] | None = None
+        mask = np.empty(ends[-1], self._mask_dtype)
+        columns = {name: np.empty((len(order), *base.shape[1:]), base.dtype) for name, base in self._bases.items()}
+        for number, part, first, last, local in self._by_part(sequences):
+            where = slice(ends[first] - lengths[first], ends[last - 1])
+            if (begins[first:last] + lengths[first:last] > part.lengths[local]).any():
+                raise self._changed(part)
+            starts = part.starts[local] + begins[first:last]
+            if ids is None:
+                ids = np.empty(ends[-1], part.ids.dtype)
+            stops, all_of_them = starts + lengths[first:last], np.arange(last - first)
+            _native.gather_sequences(part.ids, starts, stops, all_of_them, ids[where])
+            found = np.empty(where.stop - where.start, part.mask.dtype)
+            _native.gather_sequences(part.mask, starts, stops, all_of_them, found)
+            mask[where] = found
+            for name, values in columns.items():
+                values[order[first:last]] = part.columns[name][local] + self._bases[name][number]
+        assert ids is not None
+        # From the order of the parts to the order of the plan.
+        place = np.empty(len(order), np.int64)
+        place[order] = np.arange(len(order))
+        given = np.empty_like(ids), np.empty_like(mask)
+        for source, out in zip((ids, mask), given, strict=True):
+            _native.gather_sequences(source, ends - lengths, ends, place, out)
+        return *given, columns
+
+    def count_trained(self, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
+        """How many of the tokens at these positions of these sequences are trained on."""
+        order = np.argsort(sequences, kind="stable")
+        sequences, positions = sequences[order], positions[order]
+        return sum(
+            int(np.count_nonzero(part.mask[part.starts[local] + positions[first:last]]))
+            for _, part, first, last, local in self._by_part(sequences)
+        )
+
+    def _by_part(self, sequences: NDArray[np.int64]) -> Iterator[tuple[int, Part, int, int, NDArray[np.int64]]]:
+        """Number and part, the range of these ascending numbers that each holds, and what they are called in it."""
+        cuts = np.searchsorted(sequences, self._bounds)
+        for number in np.flatnonzero(np.diff(cuts)).tolist():
+            first, last = cuts[number : number + 2].tolist()
+            yield number, self._open(number), first, last, sequences[first:last] - self._bounds[number]
+
+    def _open(self, number: int) -> Part:
+        if (held := self._held.get(number)) is not None:
+            return held
+        part = Part(self._paths[number])
+        if len(part.lengths) != self._bounds[number + 1] - self._bounds[number]:
+            raise self._changed(part)
+        if len(self._held) < _MAX_OPEN:
+            self._held[number] = part
+        return part
+
+    def _changed(self, part: Part) -> FormatError:
+        return FormatError(f"{part.path}: changed since its lengths were read; pass --resume, which makes it anew")
 
 
 # ---- tasks ----

@@ -50,8 +50,6 @@ from megatron_sft_idx.tokenize.encoding import RowEncoder
 from megatron_sft_idx.tokenize.gather import (
     PackedRun,
     PackReport,
-    PartsReader,
-    PartsTable,
     drop_build,
     gather_shard,
     output_prefixes,
@@ -66,6 +64,8 @@ from megatron_sft_idx.tokenize.local import Local, available_cpus
 from megatron_sft_idx.tokenize.parts import (
     MAX_LISTED,
     MadePart,
+    PartsReader,
+    PartsTable,
     TokenizingJob,
     make_parts,
     parts_of,

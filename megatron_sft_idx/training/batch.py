@@ -257,7 +257,8 @@ class BatchAssembler:
         arrays = out.arrays
         pairs, slots = self._shards(segments)
         placed = in_memory(pairs, slots, segments) or self._read(pairs, slots, segments)
-        where = (
+        loss_mask = arrays["loss_mask"]
+        _native.assemble(
             placed.arrays,
             segments.offsets,
             placed.slots,
@@ -265,13 +266,14 @@ class BatchAssembler:
             segments.lengths,
             self.sequence_multiple,
             self.pad_id,
+            arrays["tokens"],
+            arrays.get("labels"),
+            arrays.get("position_ids"),
+            loss_mask,
+            arrays["cu_seqlens"],
+            arrays.get("cu_seqlens_padded"),
+            arrays["max_seqlen"],
         )
-        boundaries = arrays["cu_seqlens"], arrays.get("cu_seqlens_padded"), arrays["max_seqlen"]
-        tokens, loss_mask = arrays["tokens"], arrays["loss_mask"]
-        if self.form == "wide":
-            _native.assemble_wide(*where, tokens, arrays["labels"], arrays["position_ids"], loss_mask, *boundaries)
-        else:
-            _native.assemble_narrow(*where, tokens, loss_mask, *boundaries)
         if self.padding_mask:
             arrays["padding_mask"][:] = _padding(
                 segments, self.seq_length if seq_length is None else seq_length, self.sequence_multiple

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from batch_twin import slow_batch
+from batch_twin import slow_batch, slow_column
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,6 +46,7 @@ class Case:
     width: int = 4
     multiple: int = 1
     pad_id: int = PAD
+    columns: tuple[Any, ...] = ()
     replaced: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -55,8 +57,8 @@ class Case:
         """Buffers full of something that no batch holds."""
         row, bounds = (self.rows, self.seq_length), (self.rows, self.width)
         wide = {"tokens": "i8", "labels": "i8", "position_ids": "i8", "loss_mask": "f4"}
-        dtypes = {"tokens": "i4", "loss_mask": narrow} if narrow else wide
-        out: dict[str, Any] = {name: np.full(row, 99, dtype) for name, dtype in dtypes.items()}
+        dtypes = {"tokens": "i4", "labels": None, "position_ids": None, "loss_mask": narrow} if narrow else wide
+        out: dict[str, Any] = {name: dtype and np.full(row, 99, dtype) for name, dtype in dtypes.items()}
         out["cu_seqlens"] = np.full(bounds, -9, "i4")
         out["cu_seqlens_padded"] = np.full(bounds, -9, "i4") if self.multiple > 1 else None
         out["max_seqlen"] = np.full(self.rows, -9, "i4")
@@ -64,9 +66,8 @@ class Case:
 
     def run(self, narrow: str | None = None) -> dict[str, np.ndarray]:
         out = self.outputs(narrow)
-        assemble = _native.assemble_narrow if narrow else _native.assemble_wide
         where = self.offsets, self.segment_shards, self.starts, self.lengths
-        assemble(self.shards, *where, self.multiple, self.pad_id, *out.values())
+        _native.assemble(self.shards, *where, self.multiple, self.pad_id, *out.values(), self.columns)
         return {name: array for name, array in out.items() if array is not None}
 
     def slow(self) -> dict[str, list[Any]]:
@@ -182,6 +183,105 @@ def test_a_shard_that_no_segment_names_may_be_absent() -> None:
 
 def test_mask_at_a_sequences_end_counts_for_nothing() -> None:
     assert not Case().run()["loss_mask"][[0, 0, 1], [4, 6, 7]].any()
+
+
+# ---- columns ----
+
+PER = {"token": 1, "sequence": 2, "pack": 3}
+
+
+def column_of(case: Case, per: str, shards: list[np.ndarray], slots: np.ndarray, starts: np.ndarray) -> tuple[Any, ...]:
+    """A column as ``assemble`` takes it, with an output full of something else."""
+    entries = {"token": (case.seq_length,), "sequence": (case.width - 1,), "pack": ()}[per]
+    shape, dtype = shards[0].shape[1:], shards[0].dtype
+    nbytes = int(np.prod(shape, dtype=int)) * dtype.itemsize
+    return PER[per], nbytes, tuple(shards), slots, starts, np.full((case.rows, *entries, *shape), 99, dtype)
+
+
+@settings(deadline=None, max_examples=300)
+@given(cases(), st.data())
+def test_columns_are_the_slow_ones(case: Case, data: st.DataObject) -> None:
+    """Several at once, of any kind, dtype and width, each in places of its own."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    expected = []
+    for _ in range(data.draw(st.integers(0, 3))):
+        per = data.draw(st.sampled_from(list(PER)))
+        dtype, shape = (
+            data.draw(st.sampled_from(["u1", "f2", "i4", "f4", "f8"])),
+            data.draw(st.sampled_from([(), (3,)])),
+        )
+        counts = rng.integers(1, 40, 2) + (case.lengths.max(initial=0) if per == "token" else 0)
+        shards = [rng.integers(1, 100, (count, *shape)).astype(dtype) for count in counts.tolist()]
+        entries = case.rows if per == "pack" else len(case.lengths)
+        slots = rng.integers(0, 2, entries).astype("i4")
+        taken = case.lengths if per == "token" else np.ones(entries, "i8")
+        starts = rng.integers(0, counts[slots] - taken + 1)
+        case.columns += (column_of(case, per, shards, slots, starts),)
+        places = zip(slots, starts, taken, strict=True)
+        parts = [shards[slot][start : start + count].tolist() for slot, start, count in places]
+        values = parts if per == "token" else [part[0] for part in parts]
+        rows = values if per == "pack" else [values[a:b] for a, b in pairwise(case.offsets)]
+        zero = np.zeros(shape).tolist()
+        expected.append(slow_column(per, rows, case.seq_length, case.width, case.multiple, zero))
+    assert_equal(case.run(), case.slow())
+    assert [column[-1].tolist() for column in case.columns] == expected
+
+
+PLACES = ints(0, 1, 0), longs(3, 0, 0)
+BAD_COLUMNS = [
+    ("token", ints(0, 2, 0), longs(3, 0, 0), "row 0: of a column 2 rows from 0 on of shard 2, which holds 0"),
+    ("token", ints(0, -1, 0), longs(3, 0, 0), "of shard -1, which holds 0"),
+    ("token", ints(0, 1, 0), longs(6, 0, 0), "5 rows from 6 on of shard 0, which holds 10"),
+    ("token", ints(0, 1, 1), longs(3, 0, 0), "row 1: of a column 8 rows from 0 on of shard 1, which holds 4"),
+    ("token", ints(0, 1, 0), longs(3, -1, 0), "rows from -1 on"),
+    ("token", ints(0, 1, 0), longs(3, HIGH, 0), f"rows from {HIGH} on"),
+    ("sequence", ints(0, 1, 0), longs(3, 4, 0), "1 rows from 4 on of shard 1, which holds 4"),
+    ("sequence", ints(0, 1, 0), longs(LOW, 0, 0), f"rows from {LOW} on"),
+    ("pack", ints(0, 1), longs(0, 4), "row 1: of a column 1 rows from 4 on of shard 1, which holds 4"),
+    ("pack", ints(0, 2**31 - 1), longs(0, 0), "row 1: of a column"),
+    ("pack", *PLACES, "a shard and a first row for each segment, or for each pack"),
+    ("token", ints(0, 0), longs(0, 0), "a shard and a first row"),
+]
+
+
+@pytest.mark.parametrize(("per", "slots", "starts", "word"), BAD_COLUMNS)
+def test_a_column_that_does_not_fit_is_refused_before_anything_is_written(
+    per: str, slots: np.ndarray, starts: np.ndarray, word: str
+) -> None:
+    case = Case()
+    case.replaced = out = case.outputs(None)
+    case.columns = (column_of(case, per, [np.ones((10, 2), "f4"), np.ones((4, 2), "f4")], slots, starts),)
+    with pytest.raises(ValueError, match=word):
+        case.run()
+    for array in (*out.values(), case.columns[0][-1]):
+        assert array is None or np.isin(array, (99, -9)).all()
+
+
+ROWS = np.ones((10, 2), "f4")
+MALFORMED_COLUMNS = [
+    ((0, 8, (ROWS,) * 2, *PLACES, np.ones((2, 8, 2), "f4")), ValueError, "1, 2 or 3"),
+    ((1, 0, (ROWS,) * 2, *PLACES, np.ones((2, 8, 2), "f4")), ValueError, "of a byte or more"),
+    ((1, 8, (ROWS,) * 2, *PLACES, np.ones((2, 8, 1), "f4")), ValueError, "the rows that the batch gives it"),
+    ((1, 8, (ROWS,) * 2, *PLACES, np.ones((2, 8, 4), "f4")[..., ::2]), ValueError, "an output is contiguous"),
+    ((1, 8, (ROWS,) * 2, *PLACES, np.ones(33, "f4")), ValueError, "the rows that the batch gives it"),
+    ((1, 8, (ROWS, ROWS[:, :1]), *PLACES, np.ones((2, 8, 2), "f4")), ValueError, "the rows of a shard are contiguous"),
+    ((1, 8, (ROWS, np.ones(3, "f4")), *PLACES, np.ones((2, 8, 2), "f4")), ValueError, "whole ones"),
+    ((2, 8, (ROWS,) * 2, *PLACES, np.ones((2, 4, 2), "f4")), ValueError, "the rows that the batch gives it"),
+    ((1, 8, (ROWS,) * 2, PLACES[1], PLACES[1], np.ones((2, 8, 2), "f4")), TypeError, "int32 and int64 places"),
+    ((1, 8, (ROWS,) * 2, PLACES[0], PLACES[0], np.ones((2, 8, 2), "f4")), TypeError, "int32 and int64 places"),
+    ([1, 8, (ROWS,) * 2, *PLACES, np.ones((2, 8, 2), "f4")], TypeError, "a column is a tuple"),
+    ((1, 8, (ROWS,) * 2, *PLACES, np.broadcast_to(np.float32(1), (2, 8, 2))), ValueError, "an output is contiguous"),
+]
+
+
+@pytest.mark.parametrize(("column", "error", "word"), MALFORMED_COLUMNS)
+def test_what_is_no_column_is_refused(column: Any, error: type[Exception], word: str) -> None:
+    with pytest.raises(error, match=word):
+        Case(columns=(column,)).run()
+    frozen = (1, 8, (ROWS,) * 2, *PLACES, np.ones((2, 8, 2), "f4"))
+    frozen[-1].flags.writeable = False
+    with pytest.raises(ValueError, match="not writeable"):
+        Case(columns=(frozen,)).run()
 
 
 # ---- refused ----

@@ -30,8 +30,8 @@ from megatron_sft_idx.chat.inputs import expand_inputs
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.tokenize import EncodingOptions, PackOptions, RowEncoder
 from megatron_sft_idx.tokenize.cut import Cutting, cut_input, read_pieces
-from megatron_sft_idx.tokenize.gather import PartsReader, PartsTable, plan_packs, write_packs
-from megatron_sft_idx.tokenize.parts import PartInfo, write_part
+from megatron_sft_idx.tokenize.gather import plan_packs, write_packs
+from megatron_sft_idx.tokenize.parts import PartInfo, PartsReader, PartsTable, write_part
 
 CAPACITY = 4096
 SHARDS = 4

@@ -1,0 +1,169 @@
+r"""Rows that judge answers: which of two is better, or whether one is good.
+
+They are read only where they are asked for, by ``RowOptions.kind``: trained as if they did not say so, they would teach
+what they warn of.
+
+``preference``: ``chosen`` and ``rejected`` (or ``chosen_response`` and ``rejected_response``), each one of
+
+- a string, an answer to the prompt; or a transcript of ``\n\nHuman:`` and ``\n\nAssistant:`` turns (Anthropic's)
+- one turn, ``{from, value}`` or ``{role, content}`` (LLaMA-Factory), an answer to the prompt
+- a list of messages (TRL): what goes on after the prompt, or, where it begins with a system's or user's message, all
+
+with the prompt in ``messages``, ``conversations`` or ``conversation``, in ``prompt`` as messages, or in the columns of
+Alpaca rows. ``messages`` beside ``rejected_response`` or ``rejected_messages`` alone (ms-swift) end with the chosen
+answer. The messages that both begin with are the prompt, and no more of them is trained on; as in TRL, whatever follows
+is the answer, of which the template's mask takes what the assistant says.
+
+``kto``: any row of chats beside ``label`` or ``kto_tag``, true or false, of which only what follows the last user's
+message, or the ``completion``, is trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final
+
+from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
+from megatron_sft_idx.chat.types import Conversation, TokenizedRow
+
+__all__ = ["read_judged"]
+
+_CHOSEN: Final = ("chosen", "chosen_response")
+_REJECTED: Final = ("rejected", "rejected_response", "rejected_messages")
+_TURNS: Final = ("messages", "conversations", "conversation")
+# Of each the first that says something; the second goes on after a newline.
+_PROMPTS: Final = (("instruction", "prompt", "query", "question"), ("input", "context"))
+_VERDICTS: Final = ("label", "kto_tag")
+_BEGINNERS: Final = ("system", "developer", "user", "human")
+_HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
+
+Turns = list[Any]
+
+
+def read_judged(data: dict[str, Any], options: RowOptions) -> tuple[list[Conversation | TokenizedRow], int | None]:
+    """Reads one row of the kind ``preference``, as its chosen and its rejected conversation, or ``kto``.
+
+    Returns:
+        What it holds, two conversations or one; and the label of ``kto``, 0 or 1.
+
+    Raises:
+        RowError: with the reason alone.
+    """
+    if options.kind == "kto":
+        source, label = _read_verdict(data, options)
+        return [source], label
+    prompt, chosen, rejected = _pair_of(data, options)
+    used = {*_CHOSEN, *_REJECTED, *_TURNS, *_PROMPTS[0], *_PROMPTS[1], "history", options.messages_key}
+    rest = {column: value for column, value in data.items() if column not in used}
+    alone = replace(options, kind="prompt-completion", messages_key=None)
+    read: list[Conversation | TokenizedRow] = []
+    for name, completion in (("chosen", chosen), ("rejected", rejected)):
+        try:
+            read.append(to_sequence_source({**rest, "prompt": prompt, "completion": completion}, alone))
+        except RowError as error:
+            raise RowError(f"{name}: {error}") from None
+    return read, None
+
+
+def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, Turns]:
+    """The turns that both conversations begin with, and what follows in the chosen and in the rejected one."""
+    turns = next((name for name in (options.messages_key, *_TURNS) if name and data.get(name)), None)
+    chosen_in = next((name for name in _CHOSEN if data.get(name)), None)
+    rejected_in = next((name for name in _REJECTED if data.get(name)), None)
+    if rejected_in is None or (chosen_in or turns) is None:
+        raise RowError(f"no preference row: it has no {'rejected' if rejected_in is None else 'chosen'}")
+    given = data[turns] if turns else None
+    if given is not None and not isinstance(given, list):
+        raise RowError(f"{turns} is no list of messages")
+    rejected, all_of_rejected = _answer(data[rejected_in], rejected_in)
+    if chosen_in is None:
+        assert given is not None
+        chosen, all_of_chosen, prompt = given, True, given[:-1]
+        all_of_rejected = all_of_rejected or rejected_in == "rejected_messages"
+    else:
+        chosen, all_of_chosen = _answer(data[chosen_in], chosen_in)
+        prompt = given if given is not None else _prompt_of(data)
+    if chosen_in and all_of_chosen and all_of_rejected:
+        _require_shared(data, prompt, chosen, rejected)
+    chosen = chosen if all_of_chosen else prompt + chosen
+    rejected = rejected if all_of_rejected else prompt + rejected
+    both = list(zip(chosen, rejected, strict=False))
+    shared = next((at for at, (one, other) in enumerate(both) if one != other), len(both))
+    if not shared:
+        raise RowError("chosen and rejected answer no common prompt: no message is before both")
+    if shared == min(len(chosen), len(rejected)):
+        raise RowError("chosen and rejected are the same, or one is the beginning of the other")
+    return chosen[:shared], chosen[shared:], rejected[shared:]
+
+
+def _answer(value: Any, column: str) -> tuple[Turns, bool]:
+    """Its turns, and whether they are all of a conversation rather than what follows the prompt."""
+    if isinstance(value, str):
+        return (list(_transcript(value)), True) if value.startswith(_HUMAN) else ([_said("assistant", value)], False)
+    if isinstance(value, dict):
+        return [value], False
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        raise RowError(f"{column} is neither a string, nor a turn, nor a list of messages")
+    return value, value[0].get("role", value[0].get("from")) in _BEGINNERS
+
+
+def _prompt_of(data: dict[str, Any]) -> Turns:
+    prompt = data.get("prompt")
+    if isinstance(prompt, list):
+        return prompt
+    if isinstance(prompt, str) and prompt.startswith(_HUMAN):
+        return list(_transcript(prompt))
+    found, history = _texts_of(data), data.get("history") or []
+    if not all(isinstance(text, str) for text in found.values()):
+        raise RowError(f"the prompt is neither a string nor a list of messages: {', '.join(found)}")
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise RowError("history is no list of [prompt, answer] pairs")
+    earlier = [_said(role, text) for pair in history for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return [*earlier, _said("user", "\n".join(found.values()))] if found else earlier
+
+
+def _texts_of(data: dict[str, Any]) -> dict[str, Any]:
+    """The columns that make a prompt of Alpaca's kind."""
+    names = (next((name for name in some if data.get(name)), None) for some in _PROMPTS)
+    return {name: data[name] for name in names if name is not None}
+
+
+def _require_shared(data: dict[str, Any], prompt: Turns, chosen: Turns, rejected: Turns) -> None:
+    """RowError where whole conversations stand beside a prompt that they do not begin with."""
+    if prompt in (chosen[: len(prompt)], chosen) and prompt:
+        return  # as UltraFeedback's messages, which are those of the chosen one
+    texts = [turn.get("content", turn.get("value")) for one, turn in zip(rejected, chosen, strict=False) if one == turn]
+    if missing := [name for name, text in _texts_of(data).items() if text not in texts]:
+        raise RowError(f"chosen and rejected are whole conversations, in which {missing[0]} is not a message of both")
+    if any(data.get(name) for name in _TURNS):
+        raise RowError("chosen and rejected are whole conversations that do not begin with the row's messages")
+
+
+def _transcript(text: str) -> Iterator[dict[str, str]]:
+    """Turns of Anthropic's transcripts; the last, where it says nothing, is what the answer goes on with."""
+    for human in text.split(_HUMAN)[1:]:
+        asked, *answers = human.split(_ASSISTANT)
+        yield _said("user", asked.strip())
+        yield from (_said("assistant", answer.strip()) for answer in answers if answer.strip())
+
+
+def _said(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
+def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[Conversation | TokenizedRow, int]:
+    column = next((name for name in _VERDICTS if data.get(name) is not None), None)
+    if column is None:
+        raise RowError(f"no row of KTO: it has no {' or '.join(_VERDICTS)}")
+    if data[column] not in (0, 1) or not isinstance(data[column], (bool, int)):
+        raise RowError(f"{column} is {str(data[column])[:40]!r}, expected true or false")
+    rest = {name: value for name, value in data.items() if name not in _VERDICTS}
+    source = to_sequence_source(rest, replace(options, kind="auto"))
+    if isinstance(source, Conversation) and "completion" not in data:
+        asked = [index for index, message in enumerate(source.messages) if message["role"] == "user"]
+        judged = asked[-1] + 1 if asked else 0
+        if judged == len(source.messages):
+            raise RowError("the row ends with a user's message, so there is no answer that its label could judge")
+        source.weights[:judged] = [0.0] * judged
+    return source, int(data[column])

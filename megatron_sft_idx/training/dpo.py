@@ -1,0 +1,84 @@
+"""Direct preference optimization over packed batches, whose packs hold each pair whole.
+
+The loss is that of Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretly a Reward Model"
+(2023), equation 7: ``-log sigmoid(beta * ((log p_c - log ref_c) - (log p_r - log ref_r)))`` for each pair, where p is
+the probability that the model gives to the trained tokens of a sequence, and ref what the reference model gives them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_sft_idx.training.batch import Tensors
+
+__all__ = ["PairLosses", "dpo_losses", "sequence_logp"]
+
+
+class PairLosses(NamedTuple):
+    """One value a pair, in the order of the batch, float32 or wider [pairs].
+
+    Packs differ in how many pairs they hold: divide the sum over a global batch by all its pairs, rather than take the
+    mean of means.
+
+    Attributes:
+        losses: with gradients.
+        chosen_rewards: beta times how much likelier than to the reference model the chosen answer is, logarithmic.
+        rejected_rewards: the same for the rejected one.
+    """
+
+    losses: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+
+
+def sequence_logp(logp: Tensor, batch: Tensors) -> Tensor:
+    """The log-probability of what is trained on in each sequence, weighted by the loss mask.
+
+    Args:
+        logp: of each label, [B, S] or what can be reshaped to it: minus the losses that ``GPTModel`` gives back when
+            it is handed labels.
+        batch: with ``loss_mask`` [B, S] and ``cu_seqlens`` [B, width], and ``cu_seqlens_padded`` where it has that.
+
+    Returns:
+        [B, width - 1]: entry k is that of the sequence that begins at ``cu_seqlens[:, k]``, 0 where there is none. The
+        reference model's, without gradients, are the sequence column ``ref_logp``.
+    """
+    mask, bounds = batch["loss_mask"], batch.get("cu_seqlens_padded", batch["cu_seqlens"])
+    positions = torch.arange(mask.shape[1], dtype=bounds.dtype, device=bounds.device).expand(mask.shape)
+    sequence = torch.searchsorted(bounds[:, 1:-1].contiguous(), positions.contiguous(), right=True)
+    weighted = logp.reshape(mask.shape) * mask
+    return weighted.new_zeros(len(bounds), bounds.shape[1] - 1).scatter_add(1, sequence, weighted)
+
+
+def dpo_losses(logp: Tensor, batch: Tensors, *, beta: float = 0.1) -> PairLosses:
+    """The loss of every pair in a packed batch.
+
+    Args:
+        logp: of each label under the model that learns, as for ``sequence_logp``.
+        batch: what ``sequence_logp`` takes, and two sequence columns aligned with ``cu_seqlens``: ``pair`` [B, n, 2],
+            number of the pair and 0 for chosen, 1 for rejected; ``ref_logp`` [B, n], of the reference model. n is at
+            least the number of sequences in each row and at most width - 1.
+        beta: how strongly the model is held to the reference.
+
+    Raises:
+        ValueError: a sequence that is trained on has no partner beside it: the pair was torn, or is none.
+    """
+    pair, reference = batch["pair"].to(torch.int64), batch["ref_logp"]
+    own = sequence_logp(logp, batch)[:, : pair.shape[1]]
+    trained = sequence_logp(torch.ones_like(batch["loss_mask"]), batch)[:, : pair.shape[1]] > 0
+    number, rejected = pair.unbind(-1)
+    # Where a chosen sequence stands beside its rejected one; what fills the column up behind the last is no pair.
+    whole = (number[:, :-1] == number[:, 1:]) & (rejected[:, :-1] == 0) & (rejected[:, 1:] == 1)
+    paired = torch.nn.functional.pad(whole, (0, 1)) | torch.nn.functional.pad(whole, (1, 0))
+    if bool((trained & ~paired).any()):
+        row, at = (trained & ~paired).nonzero()[0].tolist()
+        raise ValueError(
+            f"row {row}: sequence {at} (pair {int(number[row, at])}) is not beside its partner; pack by pairs:"
+            " pack_sequences(groups=...), or megatron-sft-idx preprocess --row-kind preference"
+        )
+    rewards = beta * (own - reference)
+    chosen, others = rewards[:, :-1][whole], rewards[:, 1:][whole]
+    return PairLosses(-torch.nn.functional.logsigmoid(chosen - others), chosen.detach(), others.detach())

@@ -1,0 +1,149 @@
+"""Rows that judge answers: pairs in the shapes that data comes in, and verdicts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_sft_idx.chat.chat_rows import RowError, RowOptions
+from megatron_sft_idx.chat.preferences import read_judged
+from megatron_sft_idx.chat.types import Conversation
+
+PAIRS, VERDICTS = RowOptions(kind="preference"), RowOptions(kind="kto")
+
+
+def said(*texts: str, roles: str = "ua") -> list[dict[str, str]]:
+    names = {"s": "system", "u": "user", "a": "assistant"}
+    return [{"role": names[roles[i % len(roles)]], "content": text} for i, text in enumerate(texts)]
+
+
+def turns(*texts: str, first: str = "human") -> list[dict[str, str]]:
+    speakers = ["human", "gpt"] if first == "human" else ["gpt", "human"]
+    return [{"from": speakers[i % 2], "value": text} for i, text in enumerate(texts)]
+
+
+HH = "\n\nHuman: Q\n\nAssistant:"
+Q, GOOD, BAD = said("Q"), said("A", roles="a"), said("B", roles="a")
+# All are the same pair: the question Q, answered by A, which is better, or by B.
+SHAPES: dict[str, dict[str, Any]] = {
+    "TRL, with its prompt": {"prompt": Q, "chosen": GOOD, "rejected": BAD},
+    "TRL, the prompt in both": {"chosen": said("Q", "A"), "rejected": said("Q", "B")},
+    "TRL, strings": {"prompt": "Q", "chosen": "A", "rejected": "B"},
+    "UltraFeedback": {
+        **{"prompt": "Q", "prompt_id": "x", "messages": said("Q", "A"), "score_chosen": 8.0, "score_rejected": 3.0},
+        **{"chosen": said("Q", "A"), "rejected": said("Q", "B")},
+    },
+    "whole beside a prompt": {"prompt": Q, "chosen": said("Q", "A"), "rejected": said("Q", "B")},
+    "LLaMA-Factory": {"conversations": turns("Q"), "chosen": turns("A", first="gpt")[0], "rejected": BAD[0]},
+    "LLaMA-Factory, OpenAI": {"messages": Q, "chosen": GOOD[0], "rejected": BAD[0]},
+    "LLaMA-Factory, Alpaca": {"instruction": "Q", "input": "", "chosen": "A", "rejected": "B"},
+    "ms-swift": {"messages": said("Q", "A"), "rejected_response": "B"},
+    "ms-swift, messages": {"messages": said("Q", "A"), "rejected_messages": said("Q", "B")},
+    "Orca": {"system": "", "question": "Q", "chosen": "A", "rejected": "B"},
+    "input alone": {"input": "Q", "chosen_response": "A", "rejected_response": "B"},
+    "Anthropic": {"chosen": f"{HH} A", "rejected": f"{HH} B"},
+    "Anthropic, the prompt apart": {"prompt": HH, "chosen": " A", "rejected": " B"},
+    "ShareGPT in both": {"chosen": turns("Q", "A"), "rejected": turns("Q", "B")},
+    "answers as lists": {"conversations": turns("Q"), "chosen": turns("A", first="gpt"), "rejected": BAD},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_pair_in_any_shape(name: str) -> None:
+    row = SHAPES[name]
+    before = repr(row)
+    (chosen, rejected), label = read_judged(row, PAIRS)
+    assert isinstance(chosen, Conversation)
+    assert isinstance(rejected, Conversation)
+    told = [[(turn["role"], turn["content"].strip()) for turn in one.messages] for one in (chosen, rejected)]
+    assert told == [[("user", "Q"), ("assistant", answer)] for answer in "AB"]
+    assert chosen.weights == rejected.weights == [0.0, 1.0]
+    assert label is None
+    assert repr(row) == before
+
+
+def test_only_what_follows_the_common_messages_is_trained_on() -> None:
+    before = said("Be kind", roles="s") + said("Q1", "A1", "Q2")
+    row = {
+        "chosen": before + said("A", "Q3", "A3", roles="au"),
+        "rejected": before + said("B", roles="a"),
+        "tools": "[]",
+    }
+    (chosen, rejected), _ = read_judged(row, PAIRS)
+    assert [chosen.weights, rejected.weights] == [[0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 1]]
+    # An answer that both begin with alike is part of the prompt.
+    row = {"messages": Q, "chosen": said("A", "Q", "C", roles="au"), "rejected": said("A", "Q", "D", roles="au")}
+    assert [one.weights for one in read_judged(row, PAIRS)[0]] == [[0, 0, 0, 1]] * 2
+
+
+def test_what_stands_beside_a_pair_is_read() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    row = {"system": "Be kind", "tools": tools, "history": [["H", "I"]], "instruction": "Q", "input": "more"}
+    (chosen, rejected), _ = read_judged({**row, "chosen": "A", "rejected": "B"}, PAIRS)
+    assert [turn["content"] for turn in chosen.messages] == ["Be kind", "H", "I", "Q\nmore", "A"]
+    assert chosen.tools == rejected.tools == tools
+    keyed = {"turns": Q, "messages": said("other"), "chosen": "A", "rejected": "B"}
+    (chosen, _), _ = read_judged(keyed, RowOptions(kind="preference", messages_key="turns"))
+    assert chosen.messages == said("Q", "A")
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": said("Q", "A")}, "it has no rejected"),
+        ({"prompt": "Q", "rejected": "B"}, "it has no chosen"),
+        ({"chosen": "A", "rejected": "B"}, "no message is before both"),
+        ({"chosen": said("Q", "A"), "rejected": said("P", "B")}, "no message is before both"),
+        ({"prompt": "Q", "chosen": "A", "rejected": "A"}, "are the same"),
+        ({"chosen": said("Q", "A"), "rejected": said("Q")}, "one is the beginning of the other"),
+        ({"prompt": "Q", "chosen": "A", "rejected": [1]}, "rejected is neither a string"),
+        ({"prompt": "Q", "chosen": 1.5, "rejected": "B"}, "chosen is neither a string"),
+        ({"prompt": 3, "chosen": "A", "rejected": "B"}, "prompt is neither|the prompt is neither"),
+        ({"messages": "Q", "chosen": "A", "rejected": "B"}, "messages is no list"),
+        ({"history": ["x"], "prompt": "Q", "chosen": "A", "rejected": "B"}, "history is no list"),
+        ({"prompt": "X", "chosen": said("Q", "A"), "rejected": said("Q", "B")}, "in which prompt is not a message"),
+        ({"messages": said("X"), "chosen": said("Q", "A"), "rejected": said("Q", "B")}, "do not begin with the row's"),
+        (
+            {"prompt": Q, "chosen": GOOD, "rejected": [{"role": "tool", "content": "B"}]},
+            "rejected: the assistant says nothing",
+        ),
+        ({"prompt": Q, "chosen": [{"role": "x", "content": "A"}], "rejected": BAD}, "chosen: .* has the role 'x'"),
+        ({"prompt": "Q", "chosen": "A", "rejected": "B", "images": ["a.png"]}, "images; only text"),
+        ({"prompt": "Q", "chosen": "A", "rejected": "B", "label": True}, "label is true"),
+    ],
+)
+def test_no_pair(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(RowError, match=words):
+        read_judged(row, PAIRS)
+
+
+@pytest.mark.parametrize("label", [True, False, 0, 1])
+@pytest.mark.parametrize("column", ["label", "kto_tag"])
+def test_a_verdict_is_on_the_last_answer(column: str, label: int) -> None:
+    (source,), found = read_judged({"messages": said("Q", "A", "Q", "B"), column: label}, VERDICTS)
+    assert source.weights == [0, 0, 0, 1]
+    assert found == int(label)
+    (source,), _ = read_judged({"prompt": Q, "completion": said("A", "Q", "B", roles="au"), column: label}, VERDICTS)
+    assert source.weights == [0, 1, 1, 1]
+    (source,), _ = read_judged({"prompt": "Q", "completion": "A", column: label}, VERDICTS)
+    assert source.messages == said("Q", "A")
+    (source,), found = read_judged({"input_ids": [1, 2], "loss_mask": [0, 1], column: label}, VERDICTS)
+    assert np.array_equal(source.loss_mask, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": said("Q", "A")}, "no row of KTO: it has no label or kto_tag"),
+        ({"messages": said("Q", "A"), "label": "good"}, "label is 'good', expected true or false"),
+        ({"messages": said("Q", "A"), "label": 2}, "label is '2'"),
+        ({"messages": said("Q", "A"), "label": 1.0}, "label is '1.0'"),
+        ({"messages": said("Q", "A", "P"), "label": True}, "ends with a user's message"),
+        ({"chosen": "A", "rejected": "B", "prompt": "Q", "label": True}, "a preference row"),
+    ],
+)
+def test_no_verdict(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(RowError, match=words):
+        read_judged(row, VERDICTS)
