@@ -43,6 +43,7 @@ __version__ = "0.1.0"
 # Where each public name lives. They are imported when first used: importing Megatron costs seconds, and reading or
 # packing does not need it.
 _HOMES = {
+    "ColumnSpec": "layout.column",
     "CorruptShardError": "errors",
     "FormatError": "errors",
     "LegacyPickleWriter": "formats.npy",
@@ -67,6 +68,7 @@ _HOMES = {
     "pack_sequences": "packing",
     "preprocess": "tokenize",
     "verify_shard": "check",
+    "write_column": "shard",
 }
 __all__ = sorted(_HOMES)  # noqa: PLE0605
 

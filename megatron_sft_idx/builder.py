@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.packs.run import Columns
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.writer import MaskAlignment
 
@@ -36,6 +36,7 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
         pad_id: the tokenizer's padding id, kept for readers.
         overwrite: replace what is at the prefix.
         metadata: JSON object for the header.
+        columns: what is written beside the tokens, by name; as of ``ShardWriter``.
 
     Raises:
         FormatError: an argument the format does not allow, or something is at the prefix already.
@@ -53,6 +54,7 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
         pad_id: int | None = None,
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
+        columns: Mapping[str, ColumnSpec] | None = None,
     ) -> None:
         path = os.fspath(bin_path)
         if multimodal:
@@ -72,6 +74,7 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
             pad_id=pad_id,
             overwrite=overwrite,
             metadata=metadata,
+            columns=columns,
         )
 
     def __enter__(self) -> SFTIndexedDatasetBuilder:
@@ -89,7 +92,7 @@ class SFTIndexedDatasetBuilder(IndexedDatasetBuilder):  # type: ignore[misc]
         seq_starts: ArrayLike,
         *,
         mask_alignment: MaskAlignment = "label",
-        columns: Columns | None = None,
+        columns: Mapping[str, ArrayLike] | None = None,
     ) -> None:
         """Add one pack; see ``ShardWriter.add_pack``."""
         self.writer.add_pack(tokens, loss_mask, seq_starts, mask_alignment=mask_alignment, columns=columns)

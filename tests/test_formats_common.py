@@ -15,9 +15,10 @@ import pytest
 from format_trips import run_of, spec_of
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from packs import Sample, samples, write_samples
 
-from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.errors import FormatError, SequenceError, ShardNotFoundError
 from megatron_sft_idx.formats.base import (
     ALIGNMENT_NOTES,
     MASK_ALIGNMENTS,
@@ -29,8 +30,9 @@ from megatron_sft_idx.formats.base import (
 )
 from megatron_sft_idx.formats.bridge import Padding
 from megatron_sft_idx.formats.registry import WRITABLE, create
+from megatron_sft_idx.layout.column import ColumnSpec, Per
 from megatron_sft_idx.packs.run import Column, PackRun, windows
-from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard import Shard, write_column
 from megatron_sft_idx.storage.publish import Kind, new_file, new_folder
 
 
@@ -209,13 +211,17 @@ def test_the_mode_is_that_of_any_new_file(tmp_path: Path) -> None:
 # ---- columns ----
 
 
+def column(per: Per, values: NDArray[Any]) -> Column:
+    return Column(ColumnSpec.of(per, values), values)
+
+
 def with_columns(packs: list[Sample]) -> PackRun:
     """These packs, with columns whose values tell their place."""
     run = run_of(packs)
     columns = {
-        "place": Column("token", np.arange(len(run.tokens))),
-        "source": Column("sequence", np.arange(2 * len(run.seq_starts)).reshape(-1, 2)),
-        "number": Column("pack", np.arange(len(run))),
+        "place": column("token", np.arange(len(run.tokens))),
+        "source": column("sequence", np.arange(2 * len(run.seq_starts)).reshape(-1, 2)),
+        "number": column("pack", np.arange(len(run))),
     }
     return dataclasses.replace(run, columns=columns)
 
@@ -227,8 +233,8 @@ def test_columns_go_with_the_packs_that_are_cut_out_and_joined(packs: list[Sampl
     parts = [run.part(0, cut), run.part(cut, len(packs))]
     assert [len(part.columns["source"].values) for part in parts] == [len(part.seq_starts) for part in parts]
     whole = PackRun.joined(parts)
-    for name, (per, values) in run.columns.items():
-        assert whole.columns[name].per == per
+    for name, (spec, values) in run.columns.items():
+        assert whole.columns[name].spec == spec
         assert whole.columns[name].values.tolist() == values.tolist()
     if packs:
         with pytest.raises(ValueError, match="different columns"):
@@ -245,7 +251,7 @@ def test_padding_inside_packs_keeps_the_columns_of_what_is_padded() -> None:
 @pytest.mark.parametrize(("per", "expected"), [("token", 6), ("sequence", 4), ("pack", 3)])
 def test_a_column_has_a_row_for_each(per: Any, expected: int) -> None:
     with pytest.raises(ValueError, match=f"column x: 5 rows, expected {expected}: one a {per}"):
-        dataclasses.replace(run_of(PACKS), columns={"x": Column(per, np.zeros(5))})
+        dataclasses.replace(run_of(PACKS), columns={"x": column(per, np.zeros(5))})
 
 
 @pytest.mark.parametrize("name", [name for name in WRITABLE if name != "parquet" or find_spec("pyarrow")])
@@ -265,20 +271,13 @@ def test_a_column_that_cannot_be_written_is_refused_or_named_as_lost(tmp_path: P
 @given(samples(least=1), st.integers(1, 60))
 def test_windows_of_a_shard_carry_the_rows_of_their_packs(packs: list[Sample], tokens: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        write_samples(Path(folder) / "x", packs)
-        shard, columns = Shard(Path(folder) / "x"), with_columns(packs).columns
+        prefix, columns = Path(folder) / "x", with_columns(packs).columns
+        write_samples(prefix, packs)
+        for name, (spec, values) in columns.items():
+            write_column(prefix, name, values, per=spec.per)
+        shard = Shard(prefix)
         found = [window.columns for window in windows(shard, tokens, columns)]
         for name, (_, values) in columns.items():
             assert np.concatenate([each[name].values for each in found]).tolist() == values.tolist()
-        with pytest.raises(ValueError, match="column x: 0 rows, expected"):
-            next(windows(shard, tokens, {"x": Column("sequence", np.zeros(0))}))
-
-
-def test_a_shard_refuses_columns_and_keeps_nothing_of_their_pack(tmp_path: Path) -> None:
-    columns = {"source": Column("sequence", np.zeros(1))}
-    with ShardWriter(tmp_path / "x") as writer:
-        for add in (writer.add_pack, lambda *pack, **with_: writer.add_packs(*pack, [2], [1], **with_)):
-            with pytest.raises(FormatError, match="columns source: a shard has no place for them yet"):
-                add([1, 2], [1, 0], [0], columns=columns)
-            add([1, 2], [1, 0], [0], columns={})
-        assert writer.num_packs == 2
+        with pytest.raises(ShardNotFoundError, match="no column other"):
+            next(windows(shard, tokens, ["other"]))

@@ -18,6 +18,7 @@ import xxhash
 from megatron_sft_idx import _native
 from megatron_sft_idx.check.pack_walk import CheckedFile, Stream
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, MASK_DTYPES, TOKEN_DTYPES, ShardPaths, align
+from megatron_sft_idx.layout.column import listed_columns
 from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, idx_nbytes, idx_places, pack_idx_header
 from megatron_sft_idx.layout.header import (
     CHECKSUM_NBYTES,
@@ -154,6 +155,7 @@ class Claims:
         sequence_offsets: where they begin in ``.seq.idx``, in bytes.
         token_offsets: likewise.
         nbytes: sizes of the files by the counts, by suffix; without those whose dtype code means nothing.
+        listed: checksums of the columns that the shard was written with, in hex, by name.
     """
 
     values: Mapping[str, Any]
@@ -169,9 +171,17 @@ class Claims:
     sequence_offsets: int
     token_offsets: int
     nbytes: Mapping[str, int]
+    listed: Mapping[str, str]
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], *, sound: bool = True, vocab_size: int | None = None) -> Claims:
+    def of(
+        cls,
+        values: Mapping[str, Any],
+        *,
+        sound: bool = True,
+        vocab_size: int | None = None,
+        listed: Mapping[str, str] | None = None,
+    ) -> Claims:
         """What fields say."""
         counts = {name: min(int(values[name]), MAX_COUNT) for name in ("num_packs", "num_sequences", "num_tokens")}
         index_nbytes, begin = 8 * (counts["num_packs"] + 1), int(values["header_nbytes"])
@@ -188,6 +198,7 @@ class Claims:
             sequence_offsets=begin,
             token_offsets=token_offsets,
             nbytes=data_nbytes({**values, **counts}) | {".seq.idx": token_offsets + index_nbytes},
+            listed=listed or {},
         )
 
     def kernel(self, most: int) -> _native.PackWalk:
@@ -236,7 +247,10 @@ def check_header(file: CheckedFile, findings: Findings) -> Claims | None:
         found = f"tokenizer.vocab_size {vocab_size!r:.40} in the JSON block"
         findings.add("P9", file.path, HEADER_FIXED_NBYTES, found, "a whole number from 1 on")
         vocab_size = None
-    return Claims.of(values, sound=not broken and not damaged, vocab_size=vocab_size)
+    listed = listed_columns(metadata or {})
+    if "columns" in (metadata or {}) and (not listed or len(listed) != len((metadata or {})["columns"])):
+        findings.add("C8", file.path, HEADER_FIXED_NBYTES, "columns that are no names with checksums", "those, or none")
+    return Claims.of(values, sound=not broken and not damaged, vocab_size=vocab_size, listed=listed)
 
 
 def _whole_with_magic(file: CheckedFile) -> bool:

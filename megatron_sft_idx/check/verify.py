@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
+from megatron_sft_idx.check.column_rules import check_columns
 from megatron_sft_idx.check.pack_walk import RUN_PACKS, CheckedFile, Meter, Run, Stream, walk_packs
 from megatron_sft_idx.check.rules import (
     Claims,
@@ -150,16 +151,25 @@ def verify_shard(
                 _check_all(paths, files, claims, findings, placed, vocab_size or claims.vocab_size, meter)
             elif placed:
                 check_corners(files, claims, findings)
-        elif files:
-            if idx := files.get(".idx"):
-                check_idx_alone(idx, findings)
-            findings.notes.append("there is no header that can be read, so the other files could not be held to it")
+        else:
+            _check_headless(files, findings)
+        if files:
+            check_columns(paths, claims, findings, Meter(advance) if full else None)
     order = {path: number for number, path in enumerate((paths.seq_idx, *paths.data))}
-    kept = sorted(findings.kept, key=lambda finding: (order[finding.path], finding.offset))
+    kept = sorted(
+        findings.kept, key=lambda finding: (order.get(finding.path, len(order)), finding.path, finding.offset)
+    )
     counts = {}
     if claims is not None:
         counts = {"packs": claims.num_packs, "sequences": claims.num_sequences, "tokens": claims.num_tokens}
     return Report(paths.prefix, full, tuple(kept), findings.omitted(), tuple(findings.notes), counts)
+
+
+def _check_headless(files: Mapping[str, CheckedFile], findings: Findings) -> None:
+    if idx := files.get(".idx"):
+        check_idx_alone(idx, findings)
+    if files:
+        findings.notes.append("there is no header that can be read, so the other files could not be held to it")
 
 
 def _open_files(paths: ShardPaths, findings: Findings) -> dict[str, CheckedFile]:

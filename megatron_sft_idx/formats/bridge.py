@@ -160,8 +160,8 @@ class Padding:
             return padded
 
         columns = {
-            name: Column(per, spread(values) if per == "token" else values)
-            for name, (per, values) in run.columns.items()
+            name: Column(spec, spread(values) if spec.per == "token" else values)
+            for name, (spec, values) in run.columns.items()
         }
         pack_lengths = _by_pack(stored, run)
         starts = begins - np.repeat(np.cumsum(pack_lengths) - pack_lengths, run.pack_sequences)

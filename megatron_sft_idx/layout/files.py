@@ -1,10 +1,12 @@
-"""The five files of a shard, the names they have while they are written, and the bytes of Megatron's index."""
+"""The files of a shard, the names they have while they are written, and the bytes of Megatron's index."""
 
 from __future__ import annotations
 
 import os
+import re
 import struct
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_sft_idx.errors import FormatError
@@ -15,6 +17,7 @@ __all__ = [
     "IDX_HEADER_NBYTES",
     "SUFFIXES",
     "ShardPaths",
+    "column_of",
     "idx_nbytes",
     "idx_places",
     "pack_idx_header",
@@ -26,6 +29,13 @@ DATA_SUFFIXES = (".bin", ".loss.bin", ".idx", ".seq.bin")
 # In the order of publication: a shard exists once its .seq.idx does.
 SUFFIXES = (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")
 _UNPUBLISHED = ".tmp"
+_COLUMN = re.compile(r"(.*)\.([a-z][a-z0-9_]*)\.col", re.DOTALL)
+
+
+def column_of(path: str) -> tuple[str, str] | None:
+    """Prefix and name of the column that a path would be of: ``X.source.col``; None for any other path."""
+    found = _COLUMN.fullmatch(path)
+    return (found[1], found[2]) if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +43,18 @@ class ShardPaths:
     """Paths of one shard's files.
 
     Attributes:
-        prefix: the path all five share, as ``--data-path`` takes it.
+        prefix: the path all share, as ``--data-path`` takes it.
         ending: added to the name of each while it is not published.
+        columns: names of the columns that are meant, beside the five files that every shard has.
     """
 
     prefix: str
     ending: str = ""
+    columns: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, prefix: str | os.PathLike[str] | ShardPaths) -> ShardPaths:
-        """Paths for a prefix; a path of one of the five files is taken for its prefix, and paths for themselves.
+        """Paths for a prefix; a path of one of its files is taken for its prefix, and paths for themselves.
 
         Raises:
             FormatError: the prefix is empty or names a folder only.
@@ -50,6 +62,8 @@ class ShardPaths:
         if isinstance(prefix, ShardPaths):
             return prefix
         path = os.fspath(prefix)
+        if column := column_of(path):
+            path = column[0]
         for suffix in (".seq.idx", ".loss.bin", ".seq.bin", ".idx", ".bin"):
             if path.endswith(suffix):
                 path = path[: -len(suffix)]
@@ -98,10 +112,19 @@ class ShardPaths:
         """The folder that holds the shard."""
         return Path(self.prefix).parent
 
+    def column(self, name: str) -> str:
+        """``X.<name>.col``: a column."""
+        return f"{self.prefix}.{name}.col{self.ending}"
+
+    def with_columns(self, names: Iterable[str]) -> ShardPaths:
+        """The same files, and these columns besides those that are meant already."""
+        return replace(self, columns=tuple(sorted({*self.columns, *names})))
+
     @property
     def all(self) -> tuple[str, ...]:
-        """The five files in the order of publication."""
-        return tuple(self.prefix + suffix + self.ending for suffix in SUFFIXES)
+        """The five files, and the columns, in the order of publication."""
+        files = [self.prefix + suffix + self.ending for suffix in SUFFIXES]
+        return (*files[:-1], *map(self.column, self.columns), files[-1])
 
     @property
     def data(self) -> tuple[str, ...]:
@@ -116,14 +139,14 @@ class ShardPaths:
     @property
     def unpublished(self) -> ShardPaths:
         """The same files under the names that they have until they are published."""
-        return ShardPaths(self.prefix, _UNPUBLISHED)
+        return replace(self, ending=_UNPUBLISHED)
 
     def missing(self) -> list[str]:
-        """Which of the five files are not there."""
+        """Which of the files are not there."""
         return [path for path in self.all if not os.path.isfile(path)]
 
     def present(self) -> list[str]:
-        """Which of the five files are there."""
+        """Which of the files are there."""
         return [path for path in self.all if os.path.lexists(path)]
 
 

@@ -33,6 +33,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
+from megatron_sft_idx.layout.column import ColumnSpec, check_name
 from megatron_sft_idx.layout.header import MASK_DTYPES, MAX_CAPACITY, TOKEN_DTYPES, align, mask_dtype_of, token_dtype_of
 
 __all__ = [
@@ -74,6 +75,7 @@ class BuildOptions:
         sequence_multiple: each sequence counts as its length rounded up to this.
         pad_id: the tokenizer's padding id; None where unknown.
         metadata: JSON object, as far as it was known when the build began.
+        columns: what is written beside the tokens, by name.
     """
 
     token_dtype: np.dtype[Any]
@@ -82,6 +84,7 @@ class BuildOptions:
     sequence_multiple: int
     pad_id: int | None
     metadata: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, ColumnSpec] = field(default_factory=dict)
 
     def encode(self) -> dict[str, Any]:
         """As JSON values; dtypes by their codes."""
@@ -92,6 +95,7 @@ class BuildOptions:
             "sequence_multiple": self.sequence_multiple,
             "pad_id": self.pad_id,
             "metadata": self.metadata,
+            **({"columns": {name: spec.encode() for name, spec in self.columns.items()}} if self.columns else {}),
         }
 
     @classmethod
@@ -112,6 +116,10 @@ class BuildOptions:
             raise torn(path, f"mask dtype code {codes[1]!r}")
         if not isinstance(metadata, dict):
             raise torn(path, "no metadata")
+        try:
+            columns = {check_name(name): ColumnSpec.decode(spec) for name, spec in options.get("columns", {}).items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise torn(path, f"columns: {error}") from None
         return cls(
             TOKEN_DTYPES[codes[0]],
             MASK_DTYPES[codes[1]],
@@ -119,6 +127,7 @@ class BuildOptions:
             whole("sequence_multiple", 1, optional=False),
             whole("pad_id", 0),
             metadata,
+            columns,
         )
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout.column import ColumnSpec
 
 if TYPE_CHECKING:
+    from megatron_sft_idx.shard.columns import ShardColumn
     from megatron_sft_idx.shard.reader import Pack, Shard
 
 __all__ = [
@@ -37,11 +39,11 @@ class Column(NamedTuple):
     """Values that travel beside the tokens.
 
     Attributes:
-        per: what has one row.
+        spec: what has one row, and the rest of what the column is.
         values: [rows], or [rows, width].
     """
 
-    per: Literal["token", "sequence", "pack"]
+    spec: ColumnSpec
     values: NDArray[Any]
 
 
@@ -51,14 +53,14 @@ Columns = Mapping[str, Column]
 
 def require_rows(columns: Columns, **rows: int) -> None:
     """ValueError unless each column has as many rows as there are of what it has one row for."""
-    for name, (per, values) in columns.items():
-        if len(values) != rows[per]:
-            raise ValueError(f"column {name}: {len(values)} rows, expected {rows[per]}: one a {per}")
+    for name, (spec, values) in columns.items():
+        if len(values) != rows[spec.per]:
+            raise ValueError(f"column {name}: {len(values)} rows, expected {rows[spec.per]}: one a {spec.per}")
 
 
-def sliced(columns: Columns, **rows: slice) -> Columns:
-    """The rows of columns that belong to some tokens, sequences and packs, as views."""
-    return {name: Column(per, values[rows[per]]) for name, (per, values) in columns.items()}
+def sliced(columns: Mapping[str, Column | ShardColumn], **rows: slice) -> Columns:
+    """The rows of columns that belong to some tokens, sequences and packs: views, or read now where none is mapped."""
+    return {name: Column(column.spec, column.values[rows[column.spec.per]]) for name, column in columns.items()}
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,8 @@ class PackRun:
     @classmethod
     def joined(cls, runs: Sequence[PackRun]) -> PackRun:
         """The packs of one or more runs as copies. ValueError where one has other columns than the first."""
-        per = {name: column.per for name, column in runs[0].columns.items()}
-        if any({name: column.per for name, column in run.columns.items()} != per for run in runs):
+        specs = {name: column.spec for name, column in runs[0].columns.items()}
+        if any({name: column.spec for name, column in run.columns.items()} != specs for run in runs):
             raise ValueError("runs with different columns")
         return cls(
             np.concatenate([run.tokens for run in runs]),
@@ -151,7 +153,10 @@ class PackRun:
             np.concatenate([run.pack_lengths for run in runs]),
             np.concatenate([run.pack_sequences for run in runs]),
             sum(run.unplaced for run in runs),
-            {name: Column(per[name], np.concatenate([run.columns[name].values for run in runs])) for name in per},
+            {
+                name: Column(spec, np.concatenate([run.columns[name].values for run in runs]))
+                for name, spec in specs.items()
+            },
         )
 
 
@@ -222,31 +227,27 @@ class Window:
         return self.first + pack, sequence - int(self.sequence_offsets[pack])
 
 
-def windows(shard: Shard, tokens: int | None = None, columns: Columns | None = None) -> Iterator[Window]:
+def windows(shard: Shard, tokens: int | None = None, columns: Iterable[str] = ()) -> Iterator[Window]:
     """All packs of a shard in order, in memory that does not grow with it.
 
     Args:
         shard: opened with any backend; with ``pread`` no page of it is mapped.
         tokens: of a window at most, unless a single pack has more; None for ``WINDOW_TOKENS``.
-        columns: of the whole shard.
+        columns: names of those whose values the windows have.
 
     Raises:
-        ValueError: a column has another number of rows than the shard has tokens, sequences or packs.
+        ShardNotFoundError: the shard has no such column.
         FormatError: offsets or starts that do not divide the tokens (rules O1, O2, P2 to P4).
     """
     shard.check_ends()
-    header = shard.header
-    require_rows(columns or {}, token=header.num_tokens, sequence=header.num_sequences, pack=header.num_packs)
-    first = 0
+    first, columns = 0, tuple(columns)
     while first < len(shard):
         window = read_window(shard, first, first + WINDOW_PACKS, tokens, columns)
         yield window
         first += len(window)
 
 
-def read_window(
-    shard: Shard, first: int, stop: int, tokens: int | None = None, columns: Columns | None = None
-) -> Window:
+def read_window(shard: Shard, first: int, stop: int, tokens: int | None = None, columns: Iterable[str] = ()) -> Window:
     """Packs from ``first`` on, before ``stop``: as many as fit a window, and at least one. Raises as ``windows``."""
     files, stop = shard.files, min(stop, len(shard))
     pack_bounds, sequence_offsets = files.token_offsets[first : stop + 1], files.sequence_offsets[first : stop + 1]
@@ -263,7 +264,7 @@ def read_window(
         where = f"{shard.prefix}: packs from {first} on: {error}"
         raise FormatError(f"{where} (rules O1, O2, P2 to P4); megatron-sft-idx verify says what is wrong") from None
     here = sliced(
-        columns or {},
+        {name: shard.columns.open(name) for name in columns},
         token=slice(token, token + int(pack_bounds[-1])),
         sequence=slice(sequence, last),
         pack=slice(first, first + count),

@@ -4,6 +4,7 @@ Numpy and the native kernels only, no torch and no Megatron. Every file of ours 
 removed by the code here, so that what a killed process leaves can always be told from what belongs to somebody else.
 """
 
+from megatron_sft_idx.shard.columns import ShardColumn, write_column
 from megatron_sft_idx.shard.prefix import check_free, remove_remains, remove_shard
 from megatron_sft_idx.shard.reader import Pack, Shard, read_header
 from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
@@ -13,6 +14,7 @@ __all__ = [
     "Pack",
     "Remains",
     "Shard",
+    "ShardColumn",
     "ShardWriter",
     "check_free",
     "find_remains",
@@ -20,4 +22,5 @@ __all__ = [
     "recover",
     "remove_remains",
     "remove_shard",
+    "write_column",
 ]

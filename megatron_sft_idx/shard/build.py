@@ -1,4 +1,4 @@
-"""One build: three data files that grow, the counts and hashes of what is in them, and the two indexes written last."""
+"""One build: data files and columns that grow, the counts and hashes of what is in them, the indexes written last."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from megatron_sft_idx.layout.journal import (
     pack_records,
     read_head,
 )
+from megatron_sft_idx.shard.columns import ColumnFiles
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.storage import OutputFile, open_regular
 from megatron_sft_idx.storage.hashing import HashedFile
@@ -55,6 +56,7 @@ class Build:
 
     Attributes:
         stage: checks and counts packs, and holds them until they are written.
+        columns: what is beside them.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Build:
         self._tokens = HashedFile(publication.open(paths.tokens, keep=keep))
         self._loss = HashedFile(publication.open(paths.loss, keep=keep))
         self._starts = HashedFile(publication.open(paths.starts, keep=keep))
+        self.columns = ColumnFiles(publication, options.columns, keep=keep)
 
     def write_staged(self) -> None:
         """Write what is staged, then record it in the journal."""
@@ -84,6 +87,7 @@ class Build:
         self._tokens.write(stage.tokens)
         self._loss.write(stage.mask)
         self._starts.write(stage.starts)
+        self.columns.write_staged()
         records = np.frombuffer(stage.records, np.uint32).reshape(-1, 2)
         for start in range(0, len(records), MAX_RECORDS):
             self._publication.journal.write(encode_block(PACK, records[start : start + MAX_RECORDS]))
@@ -130,6 +134,7 @@ class Build:
             return len(records) > 1 and all(self._replay_run(record) for record in records[:, np.newaxis])
         for file, data in zip((self._tokens, self._loss, self._starts), raw, strict=True):
             file.update(data)
+        self.columns.take_in(token=num_tokens, sequence=num_sequences, pack=len(records))
         self.stage.clear()
         return True
 
@@ -163,6 +168,7 @@ class Build:
             metadata={**metadata, "format_writer": FORMAT_WRITER},
             rebuilt=rebuilt,
         )
+        header = self.columns.finish(header)
         header = write_seq_idx(publication.open(paths.seq_idx), packs, header)
         # What is not of these packs was never part of the shard: the torn end of what a kill interrupted.
         for data in (self._tokens, self._loss, self._starts):

@@ -1,8 +1,9 @@
 """What is at a prefix, and what may go from there.
 
-What is replaced or removed is known to be of this package: a shard by the magic of its ``.seq.idx``, a journal by its
-own, everything else by the inode that a journal names. What a killed writer left is brought to an end by the next one
-that has the lock: half done it is dropped, complete but for renames it is finished forward, and so is a removal.
+What is replaced or removed is known to be of this package: a shard by the magic of its ``.seq.idx``, a column and a
+journal by their own, everything else by the inode that a journal names. What a killed writer left is brought to an
+end by the next one that has the lock: half done it is dropped, complete but for renames it is finished forward, and so
+is a removal.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.column import COLUMN_MAGIC
+from megatron_sft_idx.layout.files import column_of
 from megatron_sft_idx.layout.header import MAGIC
 from megatron_sft_idx.layout.journal import MAGICS, Head, encode_head
 from megatron_sft_idx.storage import OutputFile, naming, require_local, sync_folder
@@ -39,6 +42,7 @@ __all__ = [
     "empty_journal",
     "held",
     "inode_of",
+    "is_column",
     "is_journal",
     "is_only_name",
     "is_set_aside",
@@ -46,6 +50,7 @@ __all__ = [
     "lock_journal",
     "locked_journal",
     "name_held",
+    "named_by",
     "parts_held",
     "places_of",
     "publish_all",
@@ -58,6 +63,7 @@ __all__ = [
     "settle",
     "suffix_of",
     "unlink_locked",
+    "with_present",
 ]
 
 # Added to the name of a journal that is being written anew.
@@ -117,9 +123,9 @@ def check_free(
     """Find out whether a shard may be written at a prefix, before anything is.
 
     Args:
-        paths: of the shard.
+        paths: of the shard, with the columns that it will have.
         overwrite: whether a shard may be replaced.
-        only: the files that will be written; None for all five.
+        only: the files that will be written; None for all, so that columns of an older shard go with it.
         any_file: also files that are of no shard that can be recognised: a rebuild keeps them under another name.
         nbytes: what will be written at least.
 
@@ -132,6 +138,8 @@ def check_free(
     """
     require_local(paths.prefix, "writing a shard")
     resolve(paths.seq_idx)
+    if only is None:
+        paths = with_present(paths)
     longest = max(len(os.fsencode(os.path.basename(path))) for path in paths.unpublished.all)
     if longest > MAX_NAME_NBYTES:
         raise FormatError(f"{paths.prefix}: with what is added, a name of more than {MAX_NAME_NBYTES} bytes; choose a"
@@ -158,12 +166,52 @@ def check_free(
 def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
     """FormatError where a file that is present, or one under a temporary name, is not of this package."""
     head, is_shard = read_journal(paths), head_of(paths.seq_idx, len(MAGIC)) == MAGIC
-    ours = Kind("a file of a shard, which has a .seq.idx", lambda path: is_shard or _may_go(path, head))
+    ours = Kind("a file of a shard, which has a .seq.idx", lambda path: _is_ours(path, is_shard) or _may_go(path, head))
     temporary = Kind("a temporary file that a journal names", lambda path: _may_go(path, head))
     for path in present:
         check_place(path, ours, overwrite=True)
     for path in paths.unpublished.all:
         check_place(path, temporary, overwrite=True)
+
+
+def _is_ours(path: str, is_shard: bool) -> bool:
+    """Whether a published file is known to be of this package; ``is_shard`` where a ``.seq.idx`` is beside it."""
+    return is_column(path) if column_of(path) else is_shard
+
+
+def is_column(path: str) -> bool:
+    """Whether a file is a column of a shard."""
+    return head_of(path, len(COLUMN_MAGIC)) == COLUMN_MAGIC
+
+
+def with_present(paths: ShardPaths, head: Head | None = None) -> ShardPaths:
+    """The files that are meant, and the columns that lie at the prefix: one look at the folder.
+
+    Columns are known by their magic; temporary ones by the journal whose head is given, or as empty.
+    """
+    folder, name = os.path.split(paths.prefix)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder or ".") as entries:
+        for entry in [entry.name for entry in entries if entry.name.startswith(name + ".")]:
+            final = entry.removesuffix(paths.temporary(""))
+            if (found := column_of(final)) is None or found[0] != name:
+                continue
+            path = os.path.join(folder, entry)
+            if is_column(path) if entry == final else _is_regular(path) and _may_go(path, head):
+                paths = paths.with_columns([found[1]])
+    return paths
+
+
+def _is_regular(path: str) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    return False
+
+
+def named_by(paths: ShardPaths, head: Head) -> ShardPaths:
+    """The files that are meant, and the columns that a journal names."""
+    ending = paths.temporary("")
+    found = (column_of(paths.prefix + suffix.removesuffix(ending)) for suffix in (*head.files, *(head.done or {})))
+    return paths.with_columns(column[1] for column in found if column and column[0] == paths.prefix)
 
 
 def inode_of(path: str) -> int | None:
@@ -211,7 +259,7 @@ def is_only_name(path: str, inodes: Collection[int]) -> bool:
 
 def remove_temporaries(paths: ShardPaths, head: Head | None) -> None:
     """Remove the temporary files that a journal names, and empty ones."""
-    for path in paths.unpublished.all:
+    for path in with_present(paths, head).unpublished.all:
         if inode_of(path) is not None and _may_go(path, head):
             os.unlink(path)
     remove_shorter(paths)
@@ -251,7 +299,8 @@ def held(paths: ShardPaths, *, create: bool = True) -> Iterator[int]:
 
 
 def remove_shard(paths: ShardPaths) -> None:
-    """Remove the five files of a shard, ``.seq.idx`` first; a removal that is killed is finished by the next writer."""
+    """Remove the files of a shard, ``.seq.idx`` first; a removal that is killed is finished by the next writer."""
+    paths = with_present(paths)
     if not any(map(os.path.lexists, paths.all)):
         return
     with held(paths) as lock:
@@ -296,6 +345,8 @@ def settle(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[s
         if not overwrite or not all(map(_is_empty, paths.unpublished.all)):
             raise
         head = None
+    if head is not None:
+        paths = named_by(paths, head)
     if head is not None and head.work == "removal":
         _finish_removal(paths, head.files.values())
     elif head is not None and head.done is not None:
@@ -333,6 +384,7 @@ def rename_all(paths: ShardPaths, head: Head, *, durable: bool) -> None:
     Raises:
         FormatError: something else has appeared at one of the names; the rest and the journal stay as they are.
     """
+    paths = named_by(paths, head)
     for path in _remove_seq_idx(paths, head, durable=durable):
         if path == paths.seq_idx and durable:
             sync_folder(paths.folder)
@@ -342,8 +394,12 @@ def rename_all(paths: ShardPaths, head: Head, *, durable: bool) -> None:
 
 
 def _remove_seq_idx(paths: ShardPaths, head: Head, *, durable: bool) -> list[str]:
-    """The first of the steps: from here on the old shard is none. Returns the files that have yet to be renamed."""
+    """The first of the steps: from here on the old shard is none, and its columns are gone that no new ones replace.
+
+    Returns the files that have yet to be renamed.
+    """
     assert head.done is not None
+    paths = named_by(paths, head)
     pending = _pending(paths, head)
     for path in pending:
         if (inode := inode_of(path)) is not None and inode != head.done.get(suffix_of(paths, path)):
@@ -351,10 +407,15 @@ def _remove_seq_idx(paths: ShardPaths, head: Head, *, durable: bool) -> list[str
                 f"{path}: something else has appeared here since the build began, and was left alone; move it away,"
                 f" then finish the build: megatron-sft-idx rebuild {paths.prefix}"
             )
-    if paths.seq_idx in pending and inode_of(paths.seq_idx) is not None:
-        os.unlink(paths.seq_idx)
-        if durable:
-            sync_folder(paths.folder)
+    if paths.seq_idx in pending:
+        if inode_of(paths.seq_idx) is not None:
+            os.unlink(paths.seq_idx)
+            if durable:
+                sync_folder(paths.folder)
+        for suffix, inode in head.done.items():
+            path = paths.prefix + suffix
+            if paths.temporary(suffix) not in head.files and inode_of(path) == inode:
+                os.unlink(path)
     return pending
 
 

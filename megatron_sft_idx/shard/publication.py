@@ -1,9 +1,9 @@
-"""Publication: five files appear together, or none does.
+"""Publication: the files of a shard appear together, or none does.
 
 Files are written under temporary names in the shard's own folder. ``publish`` syncs them and renames the data files,
-then ``.idx``, then ``.seq.idx``, whose presence is what makes a shard. When a shard is replaced, its ``.seq.idx`` goes
-first, so that no mix of old and new files ever looks like a shard. The journal is removed last: from then on nothing
-of the build is left but the shard.
+then ``.idx``, then columns, then ``.seq.idx``, whose presence is what makes a shard. When a shard is replaced, its
+``.seq.idx`` goes first, then its columns, so that no mix of old and new files ever looks like a shard. The
+journal is removed last: from then on nothing of the build is left but the shard.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from megatron_sft_idx.shard.prefix import (
     inode_of,
     is_only_name,
     lock_journal,
+    named_by,
     remove_shorter,
     remove_temporaries,
     rename_all,
@@ -42,12 +43,12 @@ class Publication:
     """The temporary files of one shard in the making, its journal, and the lock on its prefix.
 
     Args:
-        paths: where the shard will be.
+        paths: where the shard will be, with the columns that it will have.
         content: what the journal's head says of the work.
         work: ``build``, ``copy`` or ``rebuild``.
         overwrite: whether a shard may be there already.
         durable: whether to wait for the disk.
-        only: the files that are written, by path; None for all five.
+        only: the files that are written, by path; None for all, and the columns of a shard that is replaced go with it.
         nbytes: what will be written at least, for which room is looked for.
         drops: what half done work may be dropped without leave to overwrite.
         lock: of the journal, where the caller has it already (``held``); the files at the prefix are then any files.
@@ -130,6 +131,7 @@ class Publication:
             if head is None:
                 raise FileNotFoundError(paths.journal)
             self._head, self._inodes = head, set(head.files.values())
+            self.paths = paths = named_by(paths, head)
             for path in paths.unpublished.all:
                 if not copied and not is_only_name(path, self._inodes):
                     raise FormatError(
@@ -209,7 +211,8 @@ class Publication:
         written = [path for path in paths.all if paths.temporary(path) in self._files]
         for path in written:
             self._files[paths.temporary(path)].sync()
-        found = {path: inode for path in written if (inode := inode_of(path)) is not None}
+        goes = [path for path in self._replaced if path not in paths.all]
+        found = {path: inode for path in (*written, *goes) if (inode := inode_of(path)) is not None}
         if strange := [path for path in found if found[path] != self._replaced.get(path)]:
             raise FormatError(
                 f"{paths.prefix}: {', '.join(strange)} exist already, which were not there when this was begun;"

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.column import check_name
+from megatron_sft_idx.shard.columns import ShardColumn, ShardColumns, open_column
 from megatron_sft_idx.shard.opening import Files, checked_packs, open_files, read_header, require_same, runs_of
 from megatron_sft_idx.storage import (
     Advice,
@@ -38,6 +40,7 @@ class Pack(TypedDict):
 
     ``input_ids`` uint16 or int32 [length]; ``loss_mask`` uint8 or float32 [length], label-aligned: position j says
     whether predicting token j + 1 counts; ``seq_boundaries`` int32 [sequences + 1]: 0, the other starts, length.
+    Columns that were asked for stand beside them under their names.
     """
 
     input_ids: NDArray[Any]
@@ -67,9 +70,11 @@ class Shard:
         copy: hand out writable copies instead of read-only views.
         index_cache: local folder for copies of the index files of a remote shard; None for what ``SFT_IDX_CACHE``
             names, else ``megatron-sft-idx`` in the user's cache folder.
+        columns: names of columns that packs come with: ``shard[i]["source"]`` has a row a sequence of the pack or a
+            token of it, or is the row of the pack, as the column has it.
 
     Raises:
-        ShardNotFoundError: some of the five files are missing.
+        ShardNotFoundError: some of the five files are missing, or a column that was asked for.
         FormatError: a rule of FORMAT.md is broken in the header or the sizes, or there is no such option.
         StorageError: an object store does not answer, or not to these credentials.
     """
@@ -83,23 +88,26 @@ class Shard:
         huge_pages: bool = False,
         copy: bool = False,
         index_cache: str | None = None,
+        columns: Iterable[str] = (),
     ) -> None:
         self._paths = ShardPaths.of(prefix)
         options = ReadOptions.of(self._paths.prefix, backend, advice=advice, huge_pages=huge_pages)
-        self._take(options, copy, index_cache)
+        self._take(options, copy, index_cache, tuple(columns))
         self._files: Files | None = self._open_files()
         self._shard_id = self._files.header.shard_id
+        for name in self._chosen:
+            self.columns.open(check_name(name))
 
-    def _take(self, options: ReadOptions, copy: bool, index_cache: str | None) -> None:
-        self._options, self._copy, self._index_cache = options, copy, index_cache
+    def _take(self, options: ReadOptions, copy: bool, index_cache: str | None, columns: tuple[str, ...]) -> None:
+        self._options, self._copy, self._index_cache, self._chosen = options, copy, index_cache, columns
 
-    def __getstate__(self) -> tuple[str, tuple[Any, ...], bool, bytes, str | None]:
-        return self._paths.prefix, tuple(self._options), self._copy, self._shard_id, self._index_cache
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self._paths.prefix, tuple(self._options), self._copy, self._shard_id, self._index_cache, self._chosen
 
-    def __setstate__(self, state: tuple[str, tuple[Any, ...], bool, bytes, str | None]) -> None:
-        prefix, options, copy, self._shard_id, index_cache = state
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        prefix, options, copy, self._shard_id, *rest = state
         self._paths = ShardPaths(prefix)
-        self._take(ReadOptions(*options), copy, index_cache)
+        self._take(ReadOptions(*options), copy, *rest)
         self._files = None
 
     def _open_files(self) -> Files:
@@ -115,9 +123,20 @@ class Shard:
             self._files = files
         return files
 
+    def _open_column(self, name: str) -> ShardColumn:
+        def same() -> None:
+            require_same(self.prefix, read_header(self._paths).shard_id, self._shard_id)
+
+        return open_column(self._paths, name, self.header, self.backend, same=same)
+
+    @cached_property
+    def columns(self) -> ShardColumns:
+        """The columns by name: those that the shard was written with, and those that were attached to it."""
+        return ShardColumns(self._paths, self.header, self._open_column)
+
     @property
     def prefix(self) -> str:
-        """The path the five files share."""
+        """The path the files share."""
         return self._paths.prefix
 
     @property
@@ -191,7 +210,15 @@ class Shard:
         tokens, loss = files.tokens[start:stop], files.loss[start:stop]
         if self._copy:
             tokens, loss = tokens.copy(), loss.copy()
-        return {"input_ids": tokens, "loss_mask": loss, "seq_boundaries": boundaries}
+        pack: Pack = {"input_ids": tokens, "loss_mask": loss, "seq_boundaries": boundaries}
+        if self._chosen:
+            spans = {"token": slice(start, stop), "sequence": slice(first, last), "pack": slice(i, i + 1)}
+            for name in self._chosen:
+                column = self.columns[name]
+                rows = column.values[spans[column.spec.per]]
+                rows = rows[0] if column.spec.per == "pack" else rows
+                pack[name] = rows.copy() if self._copy else rows  # type: ignore[literal-required]
+        return pack
 
     def __iter__(self) -> Iterator[Pack]:
         return (self[i] for i in range(len(self)))

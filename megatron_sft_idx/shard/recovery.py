@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
+from megatron_sft_idx.layout.header import MAX_COUNT, MAX_HEADER_NBYTES
 from megatron_sft_idx.layout.journal import (
     PACK,
     BuildOptions,
@@ -53,7 +53,7 @@ class Remains:
     Attributes:
         paths: of the shard it would have become.
         head: of the journal.
-        num_packs: packs of complete journal blocks that lie wholly in all three data files.
+        num_packs: packs of complete journal blocks that lie wholly in all data files and columns.
         num_sequences: their sequences.
         num_tokens: their tokens.
         num_recorded: packs of complete journal blocks, also those whose data did not reach the disk.
@@ -111,7 +111,15 @@ def read_remains(paths: ShardPaths) -> Remains:
         _nbytes(paths.unpublished.tokens) // options.token_dtype.itemsize,
         _nbytes(paths.unpublished.loss) // options.mask_dtype.itemsize,
     )
-    most_sequences = _nbytes(paths.unpublished.starts) // 4
+    most_sequences, most_packs = _nbytes(paths.unpublished.starts) // 4, MAX_COUNT
+    for name, spec in options.columns.items():
+        rows = max(0, _nbytes(paths.unpublished.column(name)) - spec.header_nbytes) // spec.row_nbytes
+        if spec.per == "token":
+            most_tokens = min(most_tokens, rows)
+        elif spec.per == "sequence":
+            most_sequences = min(most_sequences, rows)
+        else:
+            most_packs = min(most_packs, rows)
     recorded = packs = sequences = tokens = 0
     with open_regular(paths.journal) as stream:
         read_head(stream, paths.journal)
@@ -120,11 +128,12 @@ def read_remains(paths: ShardPaths) -> Remains:
             nbytes = stream.tell()
             if block.kind != PACK:
                 continue
-            if packs == recorded:  # all so far lie wholly in the three data files
+            if packs == recorded:  # all so far lie wholly in all files
                 token_ends = tokens + np.cumsum(block.records[:, 0], dtype=np.int64)
                 sequence_ends = sequences + np.cumsum(block.records[:, 1], dtype=np.int64)
                 # Sums ascend, so where both fit all before it does.
-                if fit := int(((token_ends <= most_tokens) & (sequence_ends <= most_sequences)).sum()):
+                fit = int(((token_ends <= most_tokens) & (sequence_ends <= most_sequences)).sum())
+                if fit := min(fit, most_packs - packs):
                     packs, tokens, sequences = packs + fit, int(token_ends[fit - 1]), int(sequence_ends[fit - 1])
             recorded += len(block.records)
     return Remains(paths, head, packs, sequences, tokens, recorded, nbytes, False)

@@ -13,9 +13,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import Header, ShardPaths, mask_dtype_of, token_dtype_of
+from megatron_sft_idx.layout.column import ColumnSpec, check_name, listed_columns
 from megatron_sft_idx.layout.header import MAX_CAPACITY, header_nbytes
 from megatron_sft_idx.layout.journal import BuildOptions
-from megatron_sft_idx.packs.run import Columns
 from megatron_sft_idx.shard.build import STAGE_TOKENS, Build
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.reader import Shard
@@ -28,7 +28,7 @@ MaskAlignment = Literal["label", "token"]
 class ShardWriter:
     """Writes a shard pack by pack.
 
-    A context manager: leaving it publishes the five files together, leaving it by an exception publishes nothing and
+    A context manager: leaving it publishes the files together, leaving it by an exception publishes nothing and
     removes what was written. A killed writer leaves temporary files and a journal, never something that looks like
     a shard. Memory stays at a few MiB for any number of packs.
 
@@ -41,6 +41,8 @@ class ShardWriter:
         pad_id: the tokenizer's padding id, kept for readers.
         overwrite: replace a shard, or the remains of an interrupted build, at this prefix.
         metadata: JSON object for the header: fingerprints, options, counts. Nothing that changes from run to run.
+        columns: what is written beside the tokens, by name; ``add_pack`` takes the values. The JSON block lists them
+            under ``columns``.
         durable: False skips fsync, for files that are thrown away anyway.
 
     Raises:
@@ -59,9 +61,10 @@ class ShardWriter:
         pad_id: int | None = None,
         overwrite: bool = False,
         metadata: Mapping[str, Any] | None = None,
+        columns: Mapping[str, ColumnSpec] | None = None,
         durable: bool = True,
     ) -> None:
-        self._paths = ShardPaths.of(prefix)
+        self._paths = ShardPaths.of(prefix).with_columns(map(check_name, columns or ()))
         options = BuildOptions(
             token_dtype_of(token_dtype)[1],
             mask_dtype_of(mask_dtype)[1],
@@ -69,23 +72,24 @@ class ShardWriter:
             _checked(sequence_multiple, "sequence_multiple", 1, MAX_CAPACITY),
             _checked(pad_id, "pad_id", 0, MAX_CAPACITY) if pad_id is not None else None,
             dict(metadata or {}),
+            dict(columns or {}),
         )
         header_nbytes(options.metadata)  # refuses what cannot be stored now, not after hours of writing
         self._publication = Publication(self._paths, options.encode(), overwrite=overwrite, durable=durable)
         with self._all_or_nothing():
             self._build = Build(self._publication, options)
-        self._stage = self._build.stage
+        self._stage, self._columns = self._build.stage, self._build.columns
         self._header: Header | None = None
         self.metadata: dict[str, Any] = dict(options.metadata)
 
     @property
     def prefix(self) -> str:
-        """The path the five files will share."""
+        """The path the files will share."""
         return self._paths.prefix
 
     @property
     def paths(self) -> ShardPaths:
-        """The five files; ``paths.unpublished`` until they are published."""
+        """The files; ``paths.unpublished`` until they are published."""
         return self._paths
 
     @property
@@ -141,7 +145,7 @@ class ShardWriter:
         seq_starts: ArrayLike,
         *,
         mask_alignment: MaskAlignment = "label",
-        columns: Columns | None = None,
+        columns: Mapping[str, ArrayLike] | None = None,
     ) -> None:
         """Add one pack.
 
@@ -153,13 +157,14 @@ class ShardWriter:
                 nothing predicts, is dropped and counted in ``dropped_first_tokens``.
             seq_starts: start of each sequence in the pack [sequences], the first 0.
             mask_alignment: which of the two ``loss_mask`` is.
-            columns: values beside the tokens; this version of the format has no place for them yet.
+            columns: values of every column that the writer was opened with, by name: [rows] or [rows, width], one row
+                a token or a sequence of the pack, or one for the pack.
 
         Raises:
             SequenceError: a rule of FORMAT.md is broken; nothing of the pack is kept.
         """
-        self._require_ready(mask_alignment, columns)
-        if type(tokens) is type(loss_mask) is type(seq_starts) is np.ndarray:
+        self._require_ready(mask_alignment)
+        if type(tokens) is type(loss_mask) is type(seq_starts) is np.ndarray and not (columns or self._columns.specs):
             # Arrays in a form that the stage takes go straight there. It keeps nothing of what it refuses, so what
             # is in another form, breaks a rule or has to wait for a flush goes the whole way below.
             try:
@@ -171,7 +176,7 @@ class ShardWriter:
         starts = self._array(integer_array, seq_starts, "seq_starts")
         ids = self._array(token_array, tokens, "tokens")
         lengths, sequences = np.array([ids.size]), np.array([starts.size])
-        self._add(ids, loss_mask, starts, lengths, sequences, mask_alignment)
+        self._add(ids, loss_mask, starts, lengths, sequences, mask_alignment, columns)
 
     def add_packs(
         self,
@@ -182,7 +187,7 @@ class ShardWriter:
         pack_sequences: ArrayLike,
         *,
         mask_alignment: MaskAlignment = "label",
-        columns: Columns | None = None,
+        columns: Mapping[str, ArrayLike] | None = None,
     ) -> None:
         """Add many packs at once: the arrays of ``add_pack`` end to end.
 
@@ -193,37 +198,51 @@ class ShardWriter:
             pack_lengths: tokens in each pack [packs].
             pack_sequences: sequences in each pack [packs].
             mask_alignment: as in ``add_pack``.
-            columns: as in ``add_pack``.
+            columns: as in ``add_pack``, for all packs end to end.
 
         Raises:
             SequenceError: a rule of FORMAT.md is broken in one of the packs; none of them is kept.
         """
-        self._require_ready(mask_alignment, columns)
+        self._require_ready(mask_alignment)
         starts = self._array(integer_array, seq_starts, "seq_starts")
         ids = self._array(token_array, tokens, "tokens")
         lengths = self._array(integer_array, pack_lengths, "pack_lengths")
         sequences = self._array(integer_array, pack_sequences, "pack_sequences")
-        self._add(ids, loss_mask, starts, lengths, sequences, mask_alignment)
+        self._add(ids, loss_mask, starts, lengths, sequences, mask_alignment, columns)
 
     def add_shard(self, shard: Shard) -> None:
-        """Add all packs of another shard, in bounded memory.
+        """Add all packs of another shard, in bounded memory, with the columns that this writer was opened with.
 
         Raises:
+            FormatError: the other shard lacks one of them, or was written with one that this writer does not take.
             SequenceError: a pack does not fit this writer's capacity or dtypes; the packs before it were added.
             CorruptShardError: the other shard's offsets do not cover its files (rules O1, O2).
         """
         files, tokens, sequences = shard.files, shard.token_offsets, shard.sequence_offsets
         shard.check_ends()
+        theirs = {
+            name: shard.columns.get(name) for name in {*self._columns.specs, *listed_columns(shard.header.metadata)}
+        }
+        for name, column in theirs.items():
+            mine = self._columns.specs.get(name)
+            if mine is None or column is None or column.spec.kind != mine.kind:
+                raise FormatError(f"{shard.prefix}: column {name} is not as {self.prefix} was opened for it")
         first = 0
         while first < len(shard):
             last = int(np.searchsorted(tokens, tokens[first] + STAGE_TOKENS, side="right")) - 1
             last = min(max(last, first + 1), first + STAGE_TOKENS)
+            rows = {
+                "token": slice(tokens[first], tokens[last]),
+                "sequence": slice(sequences[first], sequences[last]),
+                "pack": slice(first, last),
+            }
             self.add_packs(
                 files.tokens[tokens[first] : tokens[last]],
                 files.loss[tokens[first] : tokens[last]],
                 files.starts[sequences[first] : sequences[last]],
                 np.diff(tokens[first : last + 1]),
                 np.diff(sequences[first : last + 1]),
+                columns={name: column.values[rows[column.spec.per]] for name, column in theirs.items() if column},
             )
             first = last
 
@@ -241,16 +260,22 @@ class ShardWriter:
         lengths: NDArray[np.int64],
         sequences: NDArray[np.int64],
         mask_alignment: MaskAlignment,
+        columns: Mapping[str, ArrayLike] | None,
     ) -> None:
         mask = self._array(mask_array, loss_mask, "loss_mask")
         if mask.size != ids.size:
             reason = f"{mask.size} loss mask values for {ids.size} tokens; there is one a token"
             raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {reason}")
         try:
+            beside = self._columns.arrays(columns, token=ids.size, sequence=starts.size, pack=lengths.size)
+        except (TypeError, ValueError) as error:
+            raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {error}") from None
+        try:
             while not self._stage.add(ids, mask, starts, lengths, sequences, mask_alignment == "token"):
                 self.flush()
         except ValueError as error:
             raise SequenceError(self.prefix, None, str(error)) from None
+        self._columns.stage(beside)
 
     def flush(self) -> None:
         """Write what is staged, then record it in the journal."""
@@ -308,10 +333,8 @@ class ShardWriter:
             self._publication.set_aside()
         return header
 
-    def _require_ready(self, mask_alignment: str, columns: Columns | None) -> None:
+    def _require_ready(self, mask_alignment: str) -> None:
         self._require_open()
-        if columns:
-            raise FormatError(f"{self.prefix}: columns {', '.join(sorted(columns))}: a shard has no place for them yet")
         if self._header is not None:
             raise FormatError(f"{self.prefix}: this shard is complete; open another writer to write more packs")
         if mask_alignment not in ("label", "token"):

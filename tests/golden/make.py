@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_sft_idx.shard import ShardWriter
+from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.shard import ShardWriter, write_column
 
 
 def make(folder: Path) -> list[str]:
-    """Write both shards into ``folder`` and return their prefixes."""
+    """Write the shards into ``folder`` and return their prefixes."""
     flags, weights = str(folder / "flags"), str(folder / "weights")
     with ShardWriter(flags, token_dtype=np.uint16, capacity=16, sequence_multiple=2, pad_id=0,
                      metadata={"tokenizer": "demo", "é": [1, 2.5, None, True]}) as writer:
@@ -24,7 +25,16 @@ def make(folder: Path) -> list[str]:
         writer.add_pack([2**31 - 1, 0, 70000], [0.5, 1.25, 0.0], [0])
         writer.add_pack(range(300), [0.0, *[1.0] * 298, 0.0], [0, 1])
         writer.add_pack([1, 2, 3, 4], [0, 0, 0, 0], [0, 1, 2, 3])
-    return [flags, weights]
+    columns = str(folder / "columns")
+    source = ColumnSpec("sequence", np.uint32, 2, metadata={"files": [{"name": "a.jsonl"}, {"name": "é.jsonl"}]})
+    specs = {"source": source, "grade": ColumnSpec("pack", np.float16), "topk": ColumnSpec("token", np.int32, 3, "label")}
+    with ShardWriter(columns, token_dtype=np.uint16, columns=specs) as writer:
+        for packs in ((([5, 6, 7], [1, 0, 0], [0, 2]), [[0, 3], [1, 0]], [0.5], [[1, 2, 3], [4, 5, 6], [7, 8, 9]]),
+                      (([8], [0], [0]), [[1, 1]], [1.5], [[10, 11, 12]])):  # fmt: skip
+            pack, rows, grade, topk = packs
+            writer.add_pack(*pack, columns={"source": rows, "grade": grade, "topk": topk})
+    write_column(columns, "attached", np.array([-1, -2, -3], np.int64), per="sequence")
+    return [flags, weights, columns]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,368 @@
+"""Columns of a shard: written with it, attached to it later, opened and read by rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
+from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.column import (
+    FIXED_NBYTES,
+    Alignment,
+    ColumnHeader,
+    ColumnSpec,
+    Per,
+    check_name,
+    column_rows,
+    listed_columns,
+)
+from megatron_sft_idx.layout.files import column_of
+from megatron_sft_idx.layout.header import CHECKSUM_NBYTES
+from megatron_sft_idx.shard.opening import read_header
+from megatron_sft_idx.shard.prefix import held, is_column, with_present
+from megatron_sft_idx.shard.publication import Publication
+from megatron_sft_idx.storage import (
+    Array,
+    Backend,
+    ReopenedArray,
+    check_size,
+    is_remote,
+    open_array,
+    open_regular,
+    require_local,
+)
+from megatron_sft_idx.storage.hashing import HashedFile
+from megatron_sft_idx.storage.publish import Kind, new_file
+from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, open_store
+
+__all__ = ["ColumnFiles", "Rows", "ShardColumn", "ShardColumns", "open_column", "write_column"]
+
+
+# ---- written ----
+
+
+class ColumnFiles:
+    """The columns of a shard in the making: values first, and the headers when the shard is known.
+
+    Args:
+        publication: of the shard; its paths have these columns.
+        specs: by name.
+        keep: go on after what the files hold: ``take_in`` comes first.
+
+    Attributes:
+        specs: by name.
+    """
+
+    def __init__(self, publication: Publication, specs: Mapping[str, ColumnSpec], *, keep: bool = False) -> None:
+        self.specs = dict(specs)
+        self._files: dict[str, HashedFile] = {}
+        self._staged: dict[str, list[NDArray[Any]]] = {name: [] for name in specs}
+        for name, spec in self.specs.items():
+            file = publication.open(publication.paths.column(name), keep=keep)
+            if file.nbytes < spec.header_nbytes:
+                file.write(bytes(spec.header_nbytes - file.nbytes))
+            self._files[name] = HashedFile(file)
+
+    def arrays(self, columns: Mapping[str, ArrayLike] | None, **rows: int) -> dict[str, NDArray[Any]]:
+        """Values as they are stored, of so many rows a token, a sequence and a pack. ValueError: they do not fit."""
+        given = columns or {}
+        if given.keys() != self.specs.keys():
+            expected = ", ".join(sorted(self.specs)) or "none"
+            raise ValueError(f"columns {', '.join(sorted(given)) or 'none'}; this writer was opened for {expected}")
+        return {name: spec.array(name, given[name], rows[spec.per]) for name, spec in self.specs.items()}
+
+    def stage(self, values: Mapping[str, NDArray[Any]]) -> None:
+        """Keep values, which may change afterwards, until ``write_staged``."""
+        for name, array in values.items():
+            self._staged[name].append(array.copy())
+
+    def write_staged(self) -> None:
+        """Write what was staged."""
+        for name, arrays in self._staged.items():
+            for array in arrays:
+                self.write(name, array)
+            arrays.clear()
+
+    def write(self, name: str, values: NDArray[Any]) -> None:
+        """Append rows as they are stored."""
+        self._files[name].write(values.reshape(-1))
+
+    def take_in(self, **rows: int) -> None:
+        """The next rows of the files, which an interrupted build wrote."""
+        for name, spec in self.specs.items():
+            hashed = self._files[name]
+            nbytes = rows[spec.per] * spec.row_nbytes
+            hashed.update(hashed.file.read_at(spec.header_nbytes + hashed.nbytes, nbytes))
+
+    def finish(self, header: Header) -> Header:
+        """Write the headers, for a shard that has this one; returns its own, which lists the columns."""
+        listed: dict[str, str] = {}
+        for name, spec in self.specs.items():
+            hashed = self._files[name]
+            mine = ColumnHeader(spec, header.shard_id, column_rows(header, spec.per), hashed.checksum())
+            assert hashed.nbytes + spec.header_nbytes == mine.nbytes, name
+            raw = mine.encode()
+            hashed.file.cut(mine.nbytes)
+            hashed.file.write_at(raw, 0)
+            listed[name] = raw[-CHECKSUM_NBYTES:].hex()
+        metadata = {key: value for key, value in header.metadata.items() if key != "columns"}
+        return dataclasses.replace(header, metadata=metadata | ({"columns": listed} if listed else {}))
+
+
+_KIND = Kind("a column of a shard", is_column)
+
+
+def write_column(
+    prefix: str | os.PathLike[str],
+    name: str,
+    values: NDArray[Any] | Iterable[NDArray[Any]],
+    *,
+    per: Per,
+    alignment: Alignment = "token",
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> ColumnHeader:
+    """Attach a column to a shard that is there: ``X.<name>.col`` appears whole, or not at all.
+
+    It belongs to this shard alone: where another one is published at the prefix, it goes.
+
+    Args:
+        prefix: of the shard, on a local disk.
+        name: small letters, digits and underscores.
+        values: [rows] or [rows, width]: one row a token, a sequence or a pack of the shard, in its order; or arrays of
+            some rows each, one after the other, for what does not fit in memory. The dtype is that of the first.
+        per: ``token``, ``sequence`` or ``pack``.
+        alignment: what row j of a token column belongs to: ``token`` j, or the ``label`` there, which is token j + 1.
+        metadata: JSON object that is stored with it.
+        overwrite: replace a column of this name that was attached before.
+
+    Returns:
+        Its header.
+
+    Raises:
+        FormatError: the shard was written with a column of this name, or something else is in the way; another number
+            of rows than the shard has; a name, a dtype or a shape that the format does not have.
+        ShardNotFoundError: there is no such shard.
+        OSError: the disk says no.
+    """
+    paths = ShardPaths.of(prefix).with_columns([check_name(name)])
+    require_local(paths.prefix, "attaching a column")
+    path = paths.column(name)
+    header = read_header(paths)
+    whole = hasattr(values, "dtype") or not isinstance(values, Iterable)
+    pieces: Iterator[Any] = iter([values]) if whole else iter(cast(Iterable[Any], values))
+    first = np.asarray(next(pieces, ()))
+    spec = ColumnSpec.of(per, first, alignment=alignment, metadata=metadata or {})
+    with held(paths):
+        if read_header(paths) != header:
+            raise FormatError(f"{paths.prefix}: another shard was published here just now; try again")
+        if name in listed_columns(header.metadata):
+            raise FormatError(f"{path}: the shard was written with this column; choose another name")
+        expected = column_rows(header, per)
+        with new_file(path, _KIND, overwrite=overwrite) as new:
+            file = new.open()
+            file.write(bytes(spec.header_nbytes))
+            hashed, rows = HashedFile(file), 0
+            for piece in _all(first, pieces):
+                try:
+                    array = spec.array(name, piece, len(piece))
+                except (TypeError, ValueError) as error:
+                    raise FormatError(f"{path}: from row {rows} on: {error}") from None
+                rows += len(array)
+                hashed.write(array.reshape(-1))
+            if rows != expected:
+                raise FormatError(f"{path}: {rows} rows, expected {expected}: one a {per} of {paths.prefix}")
+            column = ColumnHeader(spec, header.shard_id, rows, hashed.checksum())
+            file.write_at(column.encode(), 0)
+            new.publish()
+    return column
+
+
+def _all(first: NDArray[Any], pieces: Iterable[Any]) -> Iterator[NDArray[Any]]:
+    yield first
+    yield from map(np.asarray, pieces)
+
+
+# ---- read ----
+
+
+class Rows:
+    """Rows of a column that is not mapped; every slice is read when it is asked for.
+
+    Args:
+        raw: all bytes of the file.
+        spec: of the column.
+        rows: how many there are.
+    """
+
+    def __init__(self, raw: Array, spec: ColumnSpec, rows: int) -> None:
+        self._raw, self._spec, self._rows = raw, spec, rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: slice, /) -> NDArray[Any]:
+        start, stop, _ = index.indices(self._rows)
+        stop = max(start, stop)
+        begin, size = self._spec.header_nbytes, self._spec.row_nbytes
+        found: NDArray[Any] = self._raw[begin + start * size : begin + stop * size].view(self._spec.dtype)
+        return found.reshape(self._spec.shape(stop - start))
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardColumn:
+    """A column of an open shard.
+
+    Attributes:
+        name: what it is called.
+        header: what its file says of itself.
+        values: its rows: a view of a memory map, or what reads a slice when it is asked for one.
+    """
+
+    name: str
+    header: ColumnHeader
+    values: NDArray[Any] | Rows
+
+    @property
+    def spec(self) -> ColumnSpec:
+        """Dtype, width, what has a row, and metadata."""
+        return self.header.spec
+
+    def __len__(self) -> int:
+        return self.header.rows
+
+
+def open_column(
+    paths: ShardPaths, name: str, header: Header, backend: Backend = "mmap", *, same: Callable[[], None] | None = None
+) -> ShardColumn:
+    """Open a column of a shard.
+
+    Args:
+        paths: of the shard.
+        name: of the column.
+        header: of the shard.
+        backend: how it is read.
+        same: raises where another shard is at the prefix by now; for ``reopen``.
+
+    Raises:
+        ShardNotFoundError: the shard has no such column.
+        CorruptShardError: a rule of FORMAT.md is broken: C1 to C6, C8.
+        StorageError: an object store does not answer.
+    """
+    path = paths.column(name)
+    if (file := _look(path)) is None:
+        raise _missing(paths, path, name, header)
+    column, checksum = file.header, file.checksum
+    if column.shard_id != header.shard_id:
+        detail = f"of shard {column.shard_id.hex()}, this one is {header.shard_id.hex()}; attach it to its own shard"
+        raise CorruptShardError(path, 16, "C6", detail)
+    if column.rows != (expected := column_rows(header, column.spec.per)):
+        detail = f"{column.rows} rows, expected {expected}: one a {column.spec.per}; restore the file"
+        raise CorruptShardError(path, 40, "C5", detail)
+    listed = listed_columns(header.metadata).get(name)
+    if listed is not None and listed != checksum:
+        detail = f"header checksum {checksum}, expected {listed} by .seq.idx; restore the file that was written with it"
+        raise CorruptShardError(path, column.spec.header_nbytes - CHECKSUM_NBYTES, "C8", detail)
+    check_size(path, file.nbytes, column.nbytes)
+    spec, u1 = column.spec, np.dtype("u1")
+    raw: Array
+    if file.info is not None:
+        raw = RemoteArray(*open_store(path), u1, file.nbytes, file.info.etag)
+    elif backend == "reopen":
+        raw = ReopenedArray(path, u1, file.nbytes, file.nbytes, same or (lambda: None))
+    else:
+        raw = open_array(path, u1, file.nbytes, nbytes=file.nbytes, backend=backend)
+    if isinstance(raw, np.ndarray):
+        return ShardColumn(name, column, raw[spec.header_nbytes :].view(spec.dtype).reshape(spec.shape(column.rows)))
+    return ShardColumn(name, column, Rows(raw, spec, column.rows))
+
+
+class _Found(NamedTuple):
+    """A column file: its header, the checksum of that in hex, its size, and the object that it is, where it is one."""
+
+    header: ColumnHeader
+    checksum: str
+    nbytes: int
+    info: ObjectInfo | None
+
+
+def _look(path: str) -> _Found | None:
+    """What is at a path; None for nothing. Errors as ``ColumnHeader.decode``."""
+    if is_remote(path):
+        store, key = open_store(path)
+        if (info := store.head(key)) is None:
+            return None
+        nbytes, etag = info.nbytes, info.etag
+        raw = bytes(store.read(key, 0, min(FIXED_NBYTES, nbytes), etag=etag))
+        raw = bytes(store.read(key, 0, min(ColumnHeader.peek(raw), nbytes), etag=etag))
+    else:
+        info = None
+        try:
+            with open_regular(path) as file:
+                nbytes, raw = os.fstat(file.fileno()).st_size, file.read(FIXED_NBYTES)
+                raw += file.read(min(ColumnHeader.peek(raw), nbytes) - len(raw))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    return _Found(ColumnHeader.decode(raw, path), raw[-CHECKSUM_NBYTES:].hex(), nbytes, info)
+
+
+def _missing(paths: ShardPaths, path: str, name: str, header: Header) -> ShardNotFoundError:
+    if name in listed_columns(header.metadata):
+        remedy = f"the shard was written with column {name} (rule C8): restore the file"
+    else:
+        remedy = f"the shard has no column {name}; write_column attaches one"
+    return ShardNotFoundError(paths.prefix, [path], remedy)
+
+
+class ShardColumns(Mapping[str, ShardColumn]):
+    """The columns of a shard by name, opened when they are asked for.
+
+    Those that it was written with are always there; local ones that were attached are looked for in its folder.
+
+    Args:
+        paths: of the shard.
+        header: of the shard.
+        open_one: opens one.
+    """
+
+    def __init__(self, paths: ShardPaths, header: Header, open_one: Callable[[str], ShardColumn]) -> None:
+        self._paths, self._header, self._open = paths, header, open_one
+        self._opened: dict[str, ShardColumn] = {}
+
+    def open(self, name: str) -> ShardColumn:
+        """The column of a name. Errors as ``open_column``."""
+        if name not in self._opened:
+            self._opened[name] = self._open(name)
+        return self._opened[name]
+
+    def __getitem__(self, name: str) -> ShardColumn:
+        try:
+            return self.open(name)
+        except ShardNotFoundError:
+            if name in listed_columns(self._header.metadata):
+                raise
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(column_names(self._paths, self._header))
+
+    def __len__(self) -> int:
+        return len(column_names(self._paths, self._header))
+
+
+def column_names(paths: ShardPaths, header: Header) -> list[str]:
+    """The columns of a shard: those that it lists, and those beside it that say that they belong to it."""
+    listed = set(listed_columns(header.metadata))
+    if is_remote(paths.prefix):
+        store, key = open_store(paths.prefix)
+        found = {column[1] for info in store.list(key + ".") if (column := column_of(info.key)) and column[0] == key}
+    else:
+        found = set(with_present(ShardPaths(paths.prefix)).columns)
+    files = {name: _look(paths.column(name)) for name in found - listed}
+    return sorted(listed | {name for name, file in files.items() if file and file.header.shard_id == header.shard_id})

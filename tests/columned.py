@@ -1,0 +1,64 @@
+"""Shards with columns of every kind, whose values tell the place they belong to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from packs import Sample
+
+from megatron_sft_idx.layout.column import COLUMN_DTYPES, ColumnSpec
+from megatron_sft_idx.shard import Shard, ShardWriter
+
+FILES = {"files": [{"name": f"{letter}.jsonl", "fingerprint": letter * 32} for letter in "abc"]}
+SOURCE = ColumnSpec("sequence", np.uint32, 2, metadata=FILES)
+# Each kind, and between them each dtype and narrow and wide rows.
+SPECS: dict[str, ColumnSpec] = {
+    "source": SOURCE,
+    **{
+        f"{per}_{dtype.name}": ColumnSpec(per, dtype, 1 + code % 4, "label" if code % 2 else "token", {"code": code})
+        for code, dtype in COLUMN_DTYPES.items()
+        for per in (("token", "sequence", "pack")[code % 3],)  # type: ignore[assignment]
+    },
+}
+
+
+def values_of(spec: ColumnSpec, first: int, rows: int) -> NDArray[Any]:
+    """Rows that tell their number, as far as the dtype holds it."""
+    numbers = np.arange(first, first + rows)
+    if spec.kind == SOURCE.kind and spec.metadata.get("files"):
+        return np.stack([numbers % len(spec.metadata["files"]), numbers], 1).astype(np.uint32)
+    wide = (numbers[:, None] * spec.width + np.arange(spec.width)) % 120
+    return (wide if spec.width > 1 else wide[:, 0]).astype(spec.dtype)
+
+
+def write_columned(
+    prefix: str | os.PathLike[str],
+    packs: Sequence[Sample],
+    specs: Mapping[str, ColumnSpec] = SPECS,
+    *,
+    first: int = 0,
+    **options: Any,
+) -> Any:
+    """Write packs with columns; the values count tokens, sequences and packs from ``first`` on."""
+    counts = {"token": first, "sequence": first, "pack": first}
+    with ShardWriter(prefix, columns=specs, **{"durable": False, **options}) as writer:
+        for pack in packs:
+            rows = {"token": len(pack.tokens), "sequence": len(pack.starts), "pack": 1}
+            columns = {name: values_of(spec, counts[spec.per], rows[spec.per]) for name, spec in specs.items()}
+            writer.add_pack(pack.tokens, pack.label_mask, pack.starts, columns=columns)
+            counts = {per: count + rows[per] for per, count in counts.items()}
+        return writer.finalize()
+
+
+def assert_columns(shard: Shard, specs: Mapping[str, ColumnSpec] = SPECS, *, first: int = 0) -> None:
+    """All columns are those of ``write_columned``, whole."""
+    assert sorted(shard.columns) == sorted(specs)
+    for name, spec in specs.items():
+        column = shard.columns[name]
+        assert column.spec == spec, name
+        expected = values_of(spec, first, len(column))
+        np.testing.assert_array_equal(column.values[:], expected, strict=True)
