@@ -121,7 +121,8 @@ def packing_permutation(count: int, seed: int) -> NDArray[np.int64]: ...
 
 # ---- micro-batches ----
 
-_Arrays = tuple[NDArray[Any], NDArray[Any]]
+# Tokens and masks, and what else is beside them.
+_Arrays = tuple[NDArray[Any], ...]
 _Shards = list[_Arrays] | list[_Arrays | None]
 # What has a row, bytes of a row, rows of each shard, the place of each segment's or pack's rows, output.
 _Column = tuple[int, int, tuple[NDArray[Any], ...], NDArray[np.int32], NDArray[np.int64], NDArray[Any]]

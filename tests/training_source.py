@@ -25,6 +25,7 @@ class StoredRows:
         self.most_sequences = max(header.most_sequences for header in headers)
         self.sequence_multiple = sequence_multiple
         self.pad_id = pad_id
+        self.columns: dict[str, Any] = {}
         self.fingerprint = "".join(shard.shard_id.hex() for shard in shards)
         self.firsts = np.cumsum([0, *(header.num_packs for header in headers)])
 

@@ -24,7 +24,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,12 +52,13 @@ from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live.live_training import LiveData, add_live_options, check_live_options, is_live, open_live
 from megatron_sft_idx.tokenize import encoding_options
-from megatron_sft_idx.training.attention import ATTENTION, Batch, layer_spec, model_inputs
+from megatron_sft_idx.training.attention import ATTENTION, Batch, laid_out, layer_spec, model_inputs
 from megatron_sft_idx.training.cpu import connect, current_device, megatron_device, seed_everything
 from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.provider import build_datasets
 from megatron_sft_idx.training.rows import rows_of
 from megatron_sft_idx.training.sampler import PackedBatchSampler
+from megatron_sft_idx.training.source_loss import file_names, files_of, mean_by_file, sums_by_file
 
 # Called with every batch that this process trains on, before it does.
 Observer = Callable[[Batch], None]
@@ -142,6 +143,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="begin anew, whatever an earlier run has acknowledged; --save is to be another folder then",
     )
     training.add_argument("--log-interval", type=int, default=1)
+    training.add_argument(
+        "--loss-by-source", action="store_true", help="tell the loss of each input file too; shards know theirs"
+    )
     training.add_argument("--metrics", type=Path, help="write each step's loss and gradient norm here as JSON lines")
     training.add_argument("--log", action=Renamed, const="--metrics", help=argparse.SUPPRESS)
 
@@ -160,6 +164,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         args.encoding = encoding_options(given(args)) if args.tokenizer_model else None
     except FormatError as error:
         parser.error(str(error))
+    if is_live(args) and args.loss_by_source:
+        parser.error("--loss-by-source: batches of live data have no columns; leave it out, or train on shards")
     if args.save and find_spec("psutil") is None:  # megatron.core would wait for ever as it writes a checkpoint
         parser.error("--save needs psutil: pip install 'megatron-sft-idx[megatron]'")
     check_checkpoints(args, parser)
@@ -268,19 +274,30 @@ def build_optimizer(args: argparse.Namespace, model: DistributedDataParallel) ->
     return get_megatron_optimizer(config, [model])
 
 
-def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def loss_function(
+    loss_mask: Tensor, files: Tensor | None, count: int, losses: Tensor
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The summed loss, what it is divided by once all micro-batches and ranks are summed, and both to report.
+
+    With the files of the positions, of which there are ``count``, both of each file are reported besides.
 
     As Megatron-LM counts: the weights of a micro-batch, summed and cut to a whole number; of a mask of 0 and 1 that is
     the number of trained tokens.
     """
     loss = (losses.float() * loss_mask).sum()
     trained = loss_mask.float().sum().int()
-    return loss, trained, {"lm loss": torch.stack([loss.detach(), trained])}
+    report = {"lm loss": torch.stack([loss.detach(), trained])}
+    if files is not None:
+        report["by source"] = sums_by_file(losses, loss_mask, files, count)
+    return loss, trained, report
 
 
 def forward_step(
-    args: argparse.Namespace, observe: Observer | None, batches: Iterator[Batch], model: DistributedDataParallel
+    args: argparse.Namespace,
+    observe: Observer | None,
+    sources: Sequence[str],
+    batches: Iterator[Batch],
+    model: DistributedDataParallel,
 ) -> tuple[Tensor, Any]:
     """One micro-batch through the model, as ``forward_backward_func`` wants it."""
     batch = next(batches)
@@ -288,7 +305,8 @@ def forward_step(
         observe(batch)
     batch = {key: value.to(current_device(), non_blocking=True) for key, value in batch.items()}
     inputs, loss_mask = model_inputs(batch, args.attention)
-    return model(**inputs), partial(loss_function, loss_mask)
+    files = laid_out({**batch, "files": files_of(batch)}, args.attention, ["files"])["files"] if sources else None
+    return model(**inputs), partial(loss_function, loss_mask, files, len(sources))
 
 
 def run_step(
@@ -298,11 +316,22 @@ def run_step(
     *,
     forward_only: bool = False,
     observe: Observer | None = None,
+    by_source: dict[str, float] | None = None,
 ) -> float:
-    """All micro-batches of a global batch, forward and, in training, backward; the mean loss of its trained tokens."""
+    """All micro-batches of a global batch, forward and, in training, backward; the mean loss of its trained tokens.
+
+    Args:
+        args: as ``parse_arguments`` gives them.
+        model: as ``build_model`` makes it.
+        batches: micro-batches of this process.
+        forward_only: do not train.
+        observe: is shown every micro-batch before it is used.
+        by_source: the names of the input files; their mean losses are put here.
+    """
+    sources = list(by_source or ())
     micro_batches = args.global_batch_size // (args.micro_batch_size * parallel_state.get_data_parallel_world_size())
     reports = get_forward_backward_func()(
-        forward_step_func=partial(forward_step, args, observe),
+        forward_step_func=partial(forward_step, args, observe, sources),
         data_iterator=batches,
         model=[model],
         num_microbatches=micro_batches,
@@ -312,6 +341,11 @@ def run_step(
     )
     total = torch.stack([report["lm loss"] for report in reports]).double().sum(0)
     torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    if by_source:
+        sums = torch.stack([report["by source"] for report in reports]).sum(0)
+        torch.distributed.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        by_source.clear()
+        by_source.update(mean_by_file(sums, sources))
     return float(total[0] / total[1].clamp(min=1))
 
 
@@ -394,6 +428,7 @@ def train(
     step: int = 0,
     observe: Observer | None = None,
     live: LiveData | None = None,
+    sources: Sequence[str] = (),
 ) -> list[float]:
     """Train from ``step`` to the last one, or to the end of live data; the loss of every step.
 
@@ -405,6 +440,7 @@ def train(
         step: steps already taken.
         observe: is shown every micro-batch before it is used.
         live: the batches' source, where it is live.
+        sources: names of the input files whose losses are told.
     """
     log, losses, saved = Log(args), [], step
     model.train()
@@ -422,10 +458,11 @@ def train(
             break
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        loss = run_step(args, model, itertools.chain([first], batches), observe=observe)
+        by_source = dict.fromkeys(sources, 0.0)
+        loss = run_step(args, model, itertools.chain([first], batches), observe=observe, by_source=by_source)
         _, norm, _ = optimizer.step()
         losses.append(loss)
-        log(now, loss=loss, grad_norm=float(norm))
+        log(now, loss=loss, grad_norm=float(norm), **{f"loss of {name}": loss for name, loss in by_source.items()})
         if args.save and args.save_interval and now % args.save_interval == 0:
             save_checkpoint(args.save, now, model, optimizer, live)
             saved = now
@@ -486,7 +523,8 @@ def pretrain(args: argparse.Namespace, observe: Observer | None = None) -> list[
         with open_live(args, args.encoding) as live:
             return fit(args, live, None, observe)
     samples = [steps * args.global_batch_size for steps in (args.train_iters, args.eval_iters, 0)]
-    training, validation, _ = build_datasets(args, samples, index_only_packing=args.repack, read=args.read)
+    options = {"index_only_packing": args.repack, "read": args.read, "columns": ("source",) * args.loss_by_source}
+    training, validation, _ = build_datasets(args, samples, **options)
     return fit(args, training, validation, observe)
 
 
@@ -503,7 +541,8 @@ def fit(args: argparse.Namespace, training: Any, validation: Any, observe: Obser
         print(f"nothing to train: --train-iters {args.train_iters}", flush=True)
     if step < args.train_iters:
         batches = live or load_batches(args, training, step * args.global_batch_size)
-        losses = train(args, model, optimizer, batches, step=step, observe=observe, live=live)
+        sources = file_names(rows_of(training).assembler.source_files) if args.loss_by_source else ()
+        losses = train(args, model, optimizer, batches, step=step, observe=observe, live=live, sources=sources)
     if args.eval_iters:
         loss = evaluate(args, model, load_batches(args, validation, 0))
         if torch.distributed.get_rank() == 0:

@@ -33,6 +33,7 @@ __all__ = [
     "COLUMN_DTYPES",
     "COLUMN_MAGIC",
     "MAX_WIDTH",
+    "PER",
     "Alignment",
     "ColumnHeader",
     "ColumnSpec",
@@ -52,7 +53,7 @@ COLUMN_VERSION = 1
 FIXED_NBYTES = 128
 MAX_COLUMN_HEADER_NBYTES = 16 << 20
 MAX_WIDTH = 1 << 16
-_PER: dict[Per, int] = {"token": 1, "sequence": 2, "pack": 3}
+PER: dict[Per, int] = {"token": 1, "sequence": 2, "pack": 3}
 # That of the loss mask is "label".
 _ALIGNMENTS: dict[Alignment, int] = {"label": 1, "token": 2}
 # Megatron's own codes (megatron.core.datasets.indexed_dataset.DType), and two that it has none for.
@@ -229,7 +230,7 @@ class ColumnHeader:
         spec, block = self.spec, encode_metadata(self.spec.metadata)
         alignment = _ALIGNMENTS[spec.alignment] if spec.per == "token" else 0
         raw = _STRUCT.pack(
-            COLUMN_MAGIC, COLUMN_VERSION, spec.header_nbytes, self.shard_id, _PER[spec.per], spec.encode()["dtype"],
+            COLUMN_MAGIC, COLUMN_VERSION, spec.header_nbytes, self.shard_id, PER[spec.per], spec.encode()["dtype"],
             alignment, 0, spec.width, self.rows, len(block), bytes(4), self.checksum, bytes(56),
         ) + block  # fmt: skip
         raw = raw.ljust(spec.header_nbytes - CHECKSUM_NBYTES, b"\0")
@@ -251,7 +252,7 @@ class ColumnHeader:
         _, _, _, shard_id, per, dtype, alignment, _, width, rows, json_nbytes, _, checksum, _ = _STRUCT.unpack_from(raw)
         metadata = decode_metadata(raw[FIXED_NBYTES : FIXED_NBYTES + json_nbytes])
         assert metadata is not None
-        per_name = next(name for name, code in _PER.items() if code == per)
+        per_name = next(name for name, code in PER.items() if code == per)
         named: Alignment = next((name for name, code in _ALIGNMENTS.items() if code == alignment), "token")
         return cls(ColumnSpec(per_name, COLUMN_DTYPES[dtype], width, named, metadata), shard_id, rows, checksum)
 
@@ -287,9 +288,9 @@ def broken_column(raw: bytes) -> Iterator[Broken]:
     stored, computed = raw[-CHECKSUM_NBYTES:], xxhash.xxh3_128_digest(raw[:-CHECKSUM_NBYTES])
     if stored != computed:
         yield Broken(size - CHECKSUM_NBYTES, "C3", f"header checksum {stored.hex()}", f"{computed.hex()} by its bytes")
-    alignments = tuple(_ALIGNMENTS.values()) if per == _PER["token"] else (0,)
+    alignments = tuple(_ALIGNMENTS.values()) if per == PER["token"] else (0,)
     for name, value, ok, expected in (
-        ("per", per, per in _PER.values(), "1 (token), 2 (sequence) or 3 (pack)"),
+        ("per", per, per in PER.values(), "1 (token), 2 (sequence) or 3 (pack)"),
         ("dtype", dtype, dtype in COLUMN_DTYPES, f"1 to {len(COLUMN_DTYPES)}"),
         ("alignment", alignment, alignment in alignments, " or ".join(map(str, alignments))),
         ("zero", zero, not zero, "0"),

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import Header
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.live.catalog import Catalog, Limits
 from megatron_sft_idx.live.catalog_watch import CatalogWatch, Stopped, Waiter
 from megatron_sft_idx.shard import Shard
@@ -135,6 +136,7 @@ class OpenShards:
         self.num_packs = 0  # how many will come nobody knows
         self.capacity, self.sequence_multiple = limits.capacity, limits.sequence_multiple
         self.most_sequences, self.pad_id, self.fingerprint = limits.max_sequences_per_pack, pad_id, ""
+        self.columns: dict[str, list[ColumnSpec]] = {}
         self._numbers: list[int] = []
         self._open: list[OpenPacks] = []
 

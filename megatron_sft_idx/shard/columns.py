@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -196,23 +197,23 @@ class Rows:
     """Rows of a column that is not mapped; every slice is read when it is asked for.
 
     Args:
-        raw: all bytes of the file.
+        items: an item a row.
         spec: of the column.
-        rows: how many there are.
     """
 
-    def __init__(self, raw: Array, spec: ColumnSpec, rows: int) -> None:
-        self._raw, self._spec, self._rows = raw, spec, rows
+    def __init__(self, items: Array, spec: ColumnSpec) -> None:
+        self._items, self._spec = items, spec
 
     def __len__(self) -> int:
-        return self._rows
+        return len(self._items)
 
     def __getitem__(self, index: slice, /) -> NDArray[Any]:
-        start, stop, _ = index.indices(self._rows)
-        stop = max(start, stop)
-        begin, size = self._spec.header_nbytes, self._spec.row_nbytes
-        found: NDArray[Any] = self._raw[begin + start * size : begin + stop * size].view(self._spec.dtype)
-        return found.reshape(self._spec.shape(stop - start))
+        return _as_rows(self._items[index], self._spec)
+
+
+def _as_rows(items: NDArray[Any], spec: ColumnSpec) -> NDArray[Any]:
+    rows: NDArray[Any] = items.view(spec.dtype).reshape(spec.shape(len(items)))
+    return rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,12 +223,22 @@ class ShardColumn:
     Attributes:
         name: what it is called.
         header: what its file says of itself.
-        values: its rows: a view of a memory map, or what reads a slice when it is asked for one.
+        items: its rows as they are stored, an item each: void where a row is several values.
     """
 
     name: str
     header: ColumnHeader
-    values: NDArray[Any] | Rows
+    items: Array
+
+    @cached_property
+    def values(self) -> NDArray[Any] | Rows:
+        """Its rows: a view of a memory map, or what reads a slice when it is asked for one."""
+        return _as_rows(self.items, self.spec) if isinstance(self.items, np.ndarray) else Rows(self.items, self.spec)
+
+    @cached_property
+    def held_items(self) -> NDArray[Any]:
+        """All ``items``: a view where they are mapped, else kept in memory."""
+        return self.items[:]
 
     @property
     def spec(self) -> ColumnSpec:
@@ -270,17 +281,16 @@ def open_column(
         detail = f"header checksum {checksum}, expected {listed} by .seq.idx; restore the file that was written with it"
         raise CorruptShardError(path, column.spec.header_nbytes - CHECKSUM_NBYTES, "C8", detail)
     check_size(path, file.nbytes, column.nbytes)
-    spec, u1 = column.spec, np.dtype("u1")
-    raw: Array
+    spec, items = column.spec, column.rows
+    item, begin = spec.dtype if spec.width == 1 else np.dtype((np.void, spec.row_nbytes)), spec.header_nbytes
+    array: Array
     if file.info is not None:
-        raw = RemoteArray(*open_store(path), u1, file.nbytes, file.info.etag)
+        array = RemoteArray(*open_store(path), item, items, file.info.etag, offset=begin)
     elif backend == "reopen":
-        raw = ReopenedArray(path, u1, file.nbytes, file.nbytes, same or (lambda: None))
+        array = ReopenedArray(path, item, items, file.nbytes, same or (lambda: None), offset=begin)
     else:
-        raw = open_array(path, u1, file.nbytes, nbytes=file.nbytes, backend=backend)
-    if isinstance(raw, np.ndarray):
-        return ShardColumn(name, column, raw[spec.header_nbytes :].view(spec.dtype).reshape(spec.shape(column.rows)))
-    return ShardColumn(name, column, Rows(raw, spec, column.rows))
+        array = open_array(path, item, items, nbytes=file.nbytes, offset=begin, backend=backend)
+    return ShardColumn(name, column, array)
 
 
 class _Found(NamedTuple):

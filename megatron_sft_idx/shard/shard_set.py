@@ -10,6 +10,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -20,13 +21,24 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.column import ColumnSpec, check_name
+from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.opening import checked_packs, runs_of
 from megatron_sft_idx.shard.prefix import is_journal
 from megatron_sft_idx.shard.reader import Pack, Shard, read_header, require_same
 from megatron_sft_idx.storage import BackendName, ReadOptions, announce, is_remote
 from megatron_sft_idx.storage.remote.store import exists, in_folder, matching, threads
 
-__all__ = ["OPENED_AT_ONCE", "HeldArrays", "ShardSet", "Source", "find_prefixes", "natural_key", "running_sums"]
+__all__ = [
+    "OPENED_AT_ONCE",
+    "HeldArrays",
+    "ShardSet",
+    "Source",
+    "find_prefixes",
+    "joined_columns",
+    "natural_key",
+    "running_sums",
+]
 
 # An open shard holds four maps, or five descriptors where it is read with pread. Some cluster file systems refuse a
 # process more than about 590 maps, of which torch and Megatron take their part; 256 descriptors is a common limit.
@@ -44,7 +56,7 @@ Source: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 _JOURNAL = ".journal"
 _WHOLE, _IN_PART = (".seq.idx",), (".seq.idx", ".seq.bin", ".loss.bin", _JOURNAL)
 
-_State: TypeAlias = tuple[str, tuple[Any, ...], bytes, "str | None"]
+_State: TypeAlias = tuple[str, tuple[Any, ...], bytes, "str | None", tuple[str, ...]]
 
 
 # ---- which shards ----
@@ -161,7 +173,8 @@ class ShardSet:
     set alone:
 
     - shards of a set that is small in number are mapped, as long as the system allows one map more;
-    - of one that is small in bytes, each is read into memory when it is first needed (``held``);
+    - of one that is small in bytes, each is read into memory when it is first needed (``held``), unless columns are
+      asked for;
     - of any other only the index arrays are, up to ``INDEX_NBYTES``; tokens and masks are read from files that are
       opened for each read and closed again.
 
@@ -176,6 +189,7 @@ class ShardSet:
             is that of the longest sequence.
         index_cache: local folder for the index files of remote shards; None for the usual one.
         alike: refuse shards that cannot be trained on together, of different tokenizers or dtypes of tokens.
+        columns: names of columns that packs and batches come with; every shard has them, and of one kind.
 
     Attributes:
         prefixes: of the shards, in order.
@@ -194,15 +208,18 @@ class ShardSet:
         same_capacity: bool = True,
         alike: bool = True,
         index_cache: str | None = None,
+        columns: Sequence[str] = (),
     ) -> None:
         if not prefixes:
             raise FormatError("an empty list of shards; name at least one")
         options = ReadOptions.of(os.fspath(prefixes[0]), backend)
-        self._take(tuple(ShardPaths.of(prefix).prefix for prefix in prefixes), options, b"", index_cache)
+        named = tuple(ShardPaths.of(prefix).prefix for prefix in prefixes)
+        self._take(named, options, b"", index_cache, tuple(columns))
         if alike:
             self._check(same_capacity)
         else:
             _ = self.headers
+        _ = self.columns
 
     @classmethod
     def open(
@@ -212,15 +229,22 @@ class ShardSet:
         backend: BackendName | ReadOptions = "mmap",
         same_capacity: bool = True,
         index_cache: str | None = None,
+        columns: Sequence[str] = (),
     ) -> ShardSet:
         """Open what ``find_prefixes`` finds; arguments and errors as there and in the constructor."""
         found = find_prefixes(source)
-        return cls(found, backend=backend, same_capacity=same_capacity, index_cache=index_cache)
+        shape: dict[str, Any] = {"same_capacity": same_capacity, "columns": columns}
+        return cls(found, backend=backend, index_cache=index_cache, **shape)
 
     def _take(
-        self, prefixes: tuple[str, ...], options: ReadOptions, fingerprint: bytes, index_cache: str | None
+        self,
+        prefixes: tuple[str, ...],
+        options: ReadOptions,
+        fingerprint: bytes,
+        index_cache: str | None,
+        columns: tuple[str, ...],
     ) -> None:
-        self.prefixes = prefixes
+        self.prefixes, self._chosen = prefixes, columns
         self._index_cache = index_cache
         self.remote = any(map(is_remote, prefixes))
         self._options = options
@@ -230,11 +254,12 @@ class ShardSet:
 
     def __getstate__(self) -> _State:
         # A path holds no zero byte; thousands of strings would each add their own few.
-        return "\0".join(self.prefixes), tuple(self._options), self._fingerprint, self._index_cache
+        options = tuple(self._options)
+        return "\0".join(self.prefixes), options, self._fingerprint, self._index_cache, self._chosen
 
     def __setstate__(self, state: _State) -> None:
-        prefixes, options, fingerprint, index_cache = state
-        self._take(tuple(prefixes.split("\0")), ReadOptions(*options), fingerprint, index_cache)
+        prefixes, options, fingerprint, index_cache, columns = state
+        self._take(tuple(prefixes.split("\0")), ReadOptions(*options), fingerprint, index_cache, columns)
 
     @classmethod
     def reopen(cls, state: _State) -> ShardSet:
@@ -248,8 +273,9 @@ class ShardSet:
         """The shards of several sets, one set after the other, read as the first one is."""
         found = cls.__new__(cls)
         prefixes = tuple(prefix for one in sets for prefix in one.prefixes)
-        found._take(prefixes, sets[0]._options, b"", sets[0]._index_cache)
+        found._take(prefixes, sets[0]._options, b"", sets[0]._index_cache, sets[0]._chosen)
         found.headers = [header for one in sets for header in one.headers]
+        found.columns = joined_columns(sets)
         return found
 
     def _check(self, same_capacity: bool) -> None:
@@ -284,6 +310,27 @@ class ShardSet:
                 " shard was published over one of them: start again"
             )
         return headers
+
+    @cached_property
+    def columns(self) -> dict[str, list[ColumnSpec]]:
+        """The columns that were asked for, as each shard has them.
+
+        Raises:
+            ShardNotFoundError: a shard has no such column.
+            FormatError: it is of another kind in another shard.
+        """
+        names, numbers = self._chosen, range(len(self.prefixes))
+
+        def look(number: int) -> list[ColumnSpec]:
+            paths, header = ShardPaths(self.prefixes[number]), self.headers[number]
+            return [open_column(paths, check_name(name), header, "reopen").spec for name in names]
+
+        if not names:
+            return {}
+        with ThreadPoolExecutor(OPENED_AT_ONCE, "opening") if self.remote else nullcontext() as pool:
+            found = list(pool.map(look, numbers) if pool else map(look, numbers))
+        columns = {name: [specs[place] for specs in found] for place, name in enumerate(names)}
+        return _alike(self.prefixes, columns)
 
     @property
     def _fingerprint(self) -> bytes:
@@ -331,7 +378,7 @@ class ShardSet:
         """The shards in memory, where that is how they are read; ``need`` reads them."""
         headers = self.headers
         alike = len({(header.token_dtype, header.mask_dtype) for header in headers}) == 1
-        if self._mapped or self.remote or self._options.backend == "reopen" or not alike:
+        if self._mapped or self.remote or self._options.backend == "reopen" or not alike or self._chosen:
             return None
         if (
             sum(sum(digest.nbytes for digest in header.digests[:2]) + header.index_nbytes for header in headers)
@@ -392,7 +439,8 @@ class ShardSet:
 
     def _open(self, number: int, options: ReadOptions) -> Shard:
         """FormatError where another one was published over it."""
-        shard = Shard(self.prefixes[number], backend=options, index_cache=self._index_cache)
+        columns = self._chosen
+        shard = Shard(self.prefixes[number], backend=options, index_cache=self._index_cache, columns=columns)
         require_same(shard.prefix, shard.shard_id, self.headers[number].shard_id)
         return shard
 
@@ -490,6 +538,30 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
     view = array.view()
     view.flags.writeable = False
     return view
+
+
+def joined_columns(sets: Sequence[ShardSet]) -> dict[str, list[ColumnSpec]]:
+    """The columns of all shards of several sets. FormatError: one is of another kind in another shard."""
+    prefixes = [prefix for one in sets for prefix in one.prefixes]
+    return _alike(prefixes, {name: [spec for one in sets for spec in one.columns[name]] for name in sets[0].columns})
+
+
+def _alike(prefixes: Sequence[str], columns: dict[str, list[ColumnSpec]]) -> dict[str, list[ColumnSpec]]:
+    for name, specs in columns.items():
+        for prefix, spec in zip(prefixes, specs, strict=True):
+            if spec.kind != specs[0].kind:
+                raise FormatError(
+                    f"{prefix}: column {name} is {_kind(spec)}, in {prefixes[0]} {_kind(specs[0])}; shards that are"
+                    " read together have columns of one kind: attach it anew, or leave it out"
+                )
+    return columns
+
+
+def _kind(spec: ColumnSpec) -> str:
+    """What a column is, to be read."""
+    items = f" x {spec.width}" if spec.width > 1 else ""
+    belongs = f", aligned to {spec.alignment}s" if spec.per == "token" else ""
+    return f"{spec.dtype}{items} a {spec.per}{belongs}"
 
 
 def _digest(headers: Sequence[Header]) -> bytes:

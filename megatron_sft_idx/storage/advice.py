@@ -97,8 +97,8 @@ def announce(runs: Runs) -> None:
             of_files |= mine
     if of_files.any():
         reopened = [runs.arrays[slot] for slot in runs.slots[of_files].tolist()]
-        files = [array.file for array in reopened if isinstance(array, ReopenedArray)]
-        _native.advise_ranges(tuple(files), begins[of_files], nbytes[of_files])
+        files, offsets = zip(*((a.file, a.offset) for a in reopened if isinstance(a, ReopenedArray)), strict=True)
+        _native.advise_ranges(files, begins[of_files] + np.array(offsets, np.int64), nbytes[of_files])
 
 
 # Items of a stretch, as a power of two: some MiB, as much as is read around a fault where disks are set up for that.

@@ -430,19 +430,29 @@ class ReopenedArray(CopiedArray):
     Args:
         path: the file.
         dtype: of its items.
-        count: how many items there are, from the first byte on.
+        count: how many items there are.
         nbytes: size the file must have.
         confirm: raises where other content was published at the path. It is called after a look at the file, so what
             it finds published is what was looked at, or the file changes again.
+        offset: where the first item begins, in bytes.
 
     Raises:
         CorruptShardError: the file has another size (rule F2).
         OSError: there is no such file.
     """
 
-    def __init__(self, path: str, dtype: np.dtype[Any], count: int, nbytes: int, confirm: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        path: str,
+        dtype: np.dtype[Any],
+        count: int,
+        nbytes: int,
+        confirm: Callable[[], None],
+        *,
+        offset: int = 0,
+    ) -> None:
         super().__init__(dtype, count)
-        self._path, self._file_nbytes, self._confirm = path, nbytes, confirm
+        self._path, self._file_nbytes, self._confirm, self.offset = path, nbytes, confirm, offset
         self.file = self._look()
 
     def _look(self) -> _native.StampedFile:
@@ -463,7 +473,7 @@ class ReopenedArray(CopiedArray):
     def read_bytes(self, offset: int, out: NDArray[np.uint8]) -> None:
         """See ``CopiedArray``. FormatError, OSError: what is there now is not this array."""
         for _ in range(_MOST_LOOKS):
-            if self.file.read(offset, out):
+            if self.file.read(self.offset + offset, out):
                 return
             self.look_again()
         raise self.restless()
@@ -510,11 +520,12 @@ def _read_files(
     arrays: Sequence[ReopenedArray], starts: NDArray[np.int64], counts: NDArray[np.int64], out: NDArray[Any]
 ) -> None:
     size = out.dtype.itemsize
+    begins, nbytes = np.array([array.offset for array in arrays], np.int64) + starts * size, counts * size
     done, looks = 0, 0
     while True:
         files = tuple([array.file for array in arrays[done:]])
         room = out[int(counts[:done].sum()) :] if done else out
-        more = _native.read_ranges(files, starts[done:] * size, counts[done:] * size, room)
+        more = _native.read_ranges(files, begins[done:], nbytes[done:], room)
         done, looks = done + more, 0 if more else looks
         if done == len(arrays):
             return

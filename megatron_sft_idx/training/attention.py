@@ -7,6 +7,7 @@ kernels of Transformer Engine, which need a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -24,7 +25,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-__all__ = ["ATTENTION", "Batch", "SegmentAttention", "block_mask", "layer_spec", "model_inputs", "packed_seq_params"]
+__all__ = [
+    "ATTENTION",
+    "Batch",
+    "SegmentAttention",
+    "block_mask",
+    "laid_out",
+    "layer_spec",
+    "model_inputs",
+    "packed_seq_params",
+]
 
 ATTENTION = ("thd", "mask", "unpacked", "te")
 
@@ -92,14 +102,13 @@ def model_inputs(batch: Batch, attention: str) -> tuple[dict[str, Any], Tensor]:
     """What ``GPTModel`` takes for a batch, and the loss mask in the shape of the losses it gives back."""
     masked = None
     params = None
+    whole, batch = batch, laid_out(batch, attention)
+    length = batch["tokens"].shape[1]
     if attention in ("thd", "te"):
-        params = packed_seq_params(batch)
-        batch = {key: batch[key].reshape(1, -1) for key in _TOKENWISE}
+        params = packed_seq_params(whole)
     elif attention == "mask":
-        masked = block_mask(_bounds(batch), batch["tokens"].shape[1])
+        masked = block_mask(_bounds(whole), length)
     else:
-        batch = _unpacked(batch)
-        length = batch["tokens"].shape[1]
         masked = torch.ones(1, 1, length, length, dtype=torch.bool, device=batch["tokens"].device).triu(1)
     inputs = {
         "input_ids": batch["tokens"],
@@ -109,6 +118,13 @@ def model_inputs(batch: Batch, attention: str) -> tuple[dict[str, Any], Tensor]:
         "packed_seq_params": params,
     }
     return inputs, batch["loss_mask"]
+
+
+def laid_out(batch: Batch, attention: str, keys: Sequence[str] = _TOKENWISE) -> Batch:
+    """What has a value a position, [rows, length] each, in the shape in which the model takes it and gives losses."""
+    if attention in ("thd", "te"):
+        return {key: batch[key].reshape(1, -1) for key in keys}
+    return {key: batch[key] for key in keys} if attention == "mask" else _unpacked(batch, keys)
 
 
 def packed_seq_params(batch: Batch) -> PackedSeqParams:
@@ -146,7 +162,7 @@ def _bounds(batch: Batch) -> Tensor:
     return batch.get("cu_seqlens_padded", batch["cu_seqlens"])
 
 
-def _unpacked(batch: Batch) -> Batch:
+def _unpacked(batch: Batch, keys: Sequence[str]) -> Batch:
     """Every segment as a row of its own, filled up at the end, where causal attention never looks from before."""
     spans = [
         (row, start, stop)
@@ -155,6 +171,5 @@ def _unpacked(batch: Batch) -> Batch:
         if start < stop
     ]
     return {
-        key: pad_sequence([batch[key][row, start:stop] for row, start, stop in spans], batch_first=True)
-        for key in _TOKENWISE
+        key: pad_sequence([batch[key][row, start:stop] for row, start, stop in spans], batch_first=True) for key in keys
     }

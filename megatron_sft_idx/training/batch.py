@@ -13,11 +13,17 @@ and there are two kinds of boundaries, which Transformer Engine takes side by si
 - ``cu_seqlens``: running sums of the sequences' own lengths. Sequence k has ``cu_seqlens[k + 1] - cu_seqlens[k]``
   tokens from position ``cu_seqlens_padded[k]`` on. The tail has length 0 and so has every entry after it, so the last
   value is the number of tokens, not S: an S there would be a sequence that lies behind the row's end.
+
+Columns that are asked for lie beside the tokens, zeros where there is nothing: those of tokens as the mask does, those
+of sequences by their numbers in the row (row k is of the sequence that begins at the k-th boundary), those of packs one
+a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -27,12 +33,14 @@ import torch
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout.column import PER, ColumnSpec, Per
 from megatron_sft_idx.storage import advise_order
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Fetcher, Placed, advise, in_memory, place
-from megatron_sft_idx.training.sources import PackSource, Pair, Segments
+from megatron_sft_idx.training.sources import Arrays, PackSource, Segments
 
-__all__ = ["Batch", "BatchAssembler", "BatchLayout", "Form", "Tensors", "widen"]
+__all__ = ["Batch", "BatchAssembler", "BatchColumn", "BatchLayout", "Form", "Tensors", "segments_of", "widen"]
 
 # ---- tensors and where they lie ----
 
@@ -52,6 +60,27 @@ class _Field(NamedTuple):
     nbytes: int
 
 
+class BatchColumn(NamedTuple):
+    """A column as batches have it.
+
+    Attributes:
+        name: its key.
+        per: what has one row: ``token``, ``sequence`` or ``pack``.
+        dtype: of numpy, as a string.
+        width: items of a row; the last dimension where it is above 1.
+    """
+
+    name: str
+    per: Per
+    dtype: str
+    width: int
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row."""
+        return np.dtype(self.dtype).itemsize * self.width
+
+
 @dataclass(frozen=True)
 class BatchLayout:
     """What a micro-batch consists of.
@@ -64,6 +93,7 @@ class BatchLayout:
         form: ``wide`` is what Megatron takes: tokens, labels, position_ids int64, loss_mask float32. ``narrow`` has
             int32 tokens and a uint8 loss_mask alone, ``narrow-weighted`` a float32 one; ``widen`` makes the rest.
         padding_mask: whether there is one: bool, True on padding, inside sequences and behind them.
+        columns: that are there besides, [rows, seq_length], [rows, width - 1] or [rows] by what has a value in them.
     """
 
     rows: int
@@ -72,6 +102,7 @@ class BatchLayout:
     padded: bool = False
     form: Form = "wide"
     padding_mask: bool = False
+    columns: tuple[BatchColumn, ...] = ()
 
     @cached_property
     def fields(self) -> tuple[_Field, ...]:
@@ -90,9 +121,14 @@ class BatchLayout:
         tensors.append(("max_seqlen", torch.int32, (self.rows,)))
         if self.padding_mask:
             tensors.append(("padding_mask", torch.bool, row))
+        places = {"token": row, "sequence": (self.rows, self.width - 1), "pack": (self.rows,)}
+        for column in self.columns:
+            items = () if column.width == 1 else (column.width,)
+            dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
+            tensors.append((column.name, dtype, (*places[column.per], *items)))
         fields, offset = [], 0
         for name, dtype, shape in tensors:
-            nbytes = int(np.prod(shape)) * dtype.itemsize
+            nbytes = math.prod(shape) * dtype.itemsize
             fields.append(_Field(name, dtype, shape, offset, nbytes))
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return tuple(fields)
@@ -108,7 +144,7 @@ class BatchLayout:
         whole = storage.untyped_storage()
 
         def view(f: _Field) -> torch.Tensor:  # in one step, which takes half the time of slicing and viewing
-            strides = (f.shape[1], 1) if len(f.shape) == 2 else (1,)
+            strides = tuple(math.prod(f.shape[axis:]) for axis in range(1, len(f.shape) + 1))
             return torch.empty(0, dtype=f.dtype).set_(whole, f.offset // f.dtype.itemsize, f.shape, strides)
 
         return {f.name: view(f) for f in self.fields}
@@ -165,12 +201,14 @@ class BatchAssembler:
         pad_id: a valid token id; None for the source's, or 0 where it knows none.
         form: ``wide``, or one of the narrow ones (see ``BatchLayout``).
         padding_mask: whether batches have one, for MoE routers.
+        columns: names of those of the source's columns that batches have.
         random_access: switch the kernel's read-ahead off for the maps that are read. Good only together with
             ``will_need`` a few batches ahead: by itself it makes cold reads several times slower.
         fetch_nbytes: of remote shards, what ``will_need`` may fetch ahead.
 
     Raises:
         ValueError: arguments that do not go together, or a source whose rows need not fit.
+        FormatError: the source has no such column.
     """
 
     def __init__(
@@ -183,6 +221,7 @@ class BatchAssembler:
         pad_id: int | None = None,
         form: Form = "wide",
         padding_mask: bool = False,
+        columns: Sequence[str] = (),
         random_access: bool = False,
         fetch_nbytes: int = BUDGET_NBYTES,
     ) -> None:
@@ -199,6 +238,10 @@ class BatchAssembler:
                 f" when sequences are padded to {sequence_multiple}: pack again with a sequence multiple of"
                 f" {sequence_multiple}"
             )
+        for name in columns:
+            if name not in source.columns:
+                opened = ", ".join(source.columns) or "none"
+                raise FormatError(f"column {name}: not among those that the shards were opened with: {opened}")
         self.source = source
         self.seq_length = seq_length
         self.sequence_multiple = sequence_multiple
@@ -207,6 +250,13 @@ class BatchAssembler:
         self.form: Form = form
         self.padding_mask = padding_mask
         self.random_access = random_access
+        specs = [(name, source.columns[name][0]) for name in columns]
+        self.columns = tuple(BatchColumn(name, spec.per, spec.dtype.str, spec.width) for name, spec in specs)
+        # Where in the source's arrays they are: those of tokens lie, and are read, with the tokens.
+        order = list(source.columns)
+        self._places = {column: 2 + order.index(column.name) for column in self.columns}
+        self._with_tokens = [0, 1, *(place for column, place in self._places.items() if column.per == "token")]
+        self._files: _SourceFiles | None = None
         # Address of each shard's tokens that were advised on: shards may close and be mapped again elsewhere.
         self._advised: dict[int, int] = {}
         self._layouts: dict[int, BatchLayout] = {}
@@ -214,17 +264,34 @@ class BatchAssembler:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is so in this process only."""
-        return {**self.__dict__, "_advised": {}}
+        return {**self.__dict__, "_advised": {}, "_files": None}
 
     def layout(self, rows: int, seq_length: int | None = None) -> BatchLayout:
         """What a batch of so many packs consists of; ``seq_length`` for rows of another length than the others."""
         layout = self._layouts.get(rows) if seq_length in (None, self.seq_length) else None
         if layout is None:
             length = self.seq_length if seq_length is None else seq_length
-            layout = BatchLayout(rows, length, self.width, self.sequence_multiple > 1, self.form, self.padding_mask)
+            padded, shape = self.sequence_multiple > 1, (rows, length, self.width)
+            layout = BatchLayout(*shape, padded, self.form, self.padding_mask, self.columns)
             if length == self.seq_length:
                 self._layouts[rows] = layout
         return layout
+
+    @property
+    def source_files(self) -> list[dict[str, Any]]:
+        """What the numbers of files in the column ``source`` of batches name: the tables of all shards, united.
+
+        Raises:
+            FormatError: batches have no such column, or it is not what ``preprocess`` writes.
+        """
+        if all(column.name != "source" for column in self.columns):
+            raise FormatError("batches without the column source do not say which files they are from; ask for it")
+        return self._united().files
+
+    def _united(self) -> _SourceFiles:
+        if self._files is None:
+            self._files = _SourceFiles.of(self.source.columns["source"])
+        return self._files
 
     def plan(self, packs: NDArray[np.int64] | Sequence[int]) -> Segments:
         """Where the sequences of these packs lie: what ``fill`` and ``will_need`` work on."""
@@ -255,8 +322,9 @@ class BatchAssembler:
         if out.layout != (mine := self.layout(out.layout.rows, seq_length)):
             raise ValueError(f"buffers of {out.layout}, this assembler fills {mine}")
         arrays = out.arrays
-        pairs, slots = self._shards(segments)
-        placed = in_memory(pairs, slots, segments) or self._read(pairs, slots, segments)
+        found, slots = self._shards(segments)
+        near = self._near_tokens(found)
+        placed = in_memory(near, slots, segments) or self._read(near, slots, segments)
         loss_mask = arrays["loss_mask"]
         _native.assemble(
             placed.arrays,
@@ -273,7 +341,10 @@ class BatchAssembler:
             arrays["cu_seqlens"],
             arrays.get("cu_seqlens_padded"),
             arrays["max_seqlen"],
+            tuple(self._columns(segments, found, slots, placed, arrays)) if self.columns else (),
         )
+        if "source" in arrays:
+            self._united().renumber(arrays["source"], segments)
         if self.padding_mask:
             arrays["padding_mask"][:] = _padding(
                 segments, self.seq_length if seq_length is None else seq_length, self.sequence_multiple
@@ -293,7 +364,8 @@ class BatchAssembler:
 
         Returns:
             tokens, labels, position_ids int64 [B, S], loss_mask float32 [B, S], cu_seqlens int32 [B, W], max_seqlen
-            int32 [B], and with a sequence multiple above 1 cu_seqlens_padded int32 [B, W].
+            int32 [B], and with a sequence multiple above 1 cu_seqlens_padded int32 [B, W]. Columns are of their own
+            dtypes and, with w items a row, [B, S], [B, W - 1] or [B], or, where w is above 1, that and [w].
         """
         segments = self.plan(packs)
         return self.fill(segments, Batch(self.layout(len(segments.offsets) - 1)) if out is None else out, masked)
@@ -309,41 +381,115 @@ class BatchAssembler:
         Of local shards the kernel is asked to read them from disk. Of remote ones they are fetched, for ``fill`` to
         take when it is given the same object.
         """
-        pairs, slots = self._shards(segments)
-        if _any_remote(pairs):
-            self._fetcher.announce(segments, slots, pairs)
+        found, slots = self._shards(segments)
+        arrays = self._near_tokens(found)
+        if _any_remote(arrays):
+            self._fetcher.announce(segments, slots, arrays)
         else:
-            advise(pairs, slots, segments)
+            advise(arrays, slots, segments)
 
     def forget_needs(self) -> None:
         """Let go what was fetched for batches that will not be filled."""
         self._fetcher.forget()
 
-    def _read(self, pairs: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) -> Placed:
-        if _any_remote(pairs):
-            segments, pairs = self._fetcher.gather(segments, slots, pairs)
-        return place(pairs, slots, segments)
+    def _read(self, arrays: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments) -> Placed:
+        if _any_remote(arrays):
+            segments, arrays = self._fetcher.gather(segments, slots, arrays)
+        return place(arrays, slots, segments)
 
-    def _shards(self, segments: Segments) -> tuple[list[Pair], NDArray[np.int32]]:
+    def _near_tokens(self, found: Sequence[Arrays]) -> Sequence[Arrays]:
+        """Tokens, masks and what else has a row a token."""
+        if not self.columns:
+            return found
+        return [tuple(arrays[place] for place in self._with_tokens) for arrays in found]
+
+    def _columns(
+        self,
+        segments: Segments,
+        found: Sequence[Arrays],
+        slots: NDArray[np.int32],
+        placed: Placed,
+        out: dict[str, NDArray[Any]],
+    ) -> Iterator[tuple[Any, ...]]:
+        """The columns as the kernel takes them."""
+        for column, index in self._places.items():
+            rows: Iterable[NDArray[Any]]
+            starts: NDArray[np.int64] | None
+            if column.per == "token":
+                near = self._with_tokens.index(index)
+                rows, own, starts = (arrays[near] for arrays in placed.arrays), placed.slots, placed.starts
+            else:
+                by_pack = column.per == "pack"
+                rows, own = (arrays[index][:] for arrays in found), slots[segments.offsets[:-1]] if by_pack else slots
+                starts = segments.packs if by_pack else segments.sequences
+                if starts is None:
+                    raise ValueError(
+                        f"column {column.name}: nothing says which {column.per}s of their shards these are"
+                    )
+            yield PER[column.per], column.row_nbytes, tuple(rows), own, starts, out[column.name]
+
+    def _shards(self, segments: Segments) -> tuple[list[Arrays], NDArray[np.int32]]:
         """The shards that are read, and for each sequence which of them is its own."""
         used, slots = segments.in_slots()
         if used and used[0] < 0:
             raise ValueError(f"a sequence is said to lie in shard {used[0]}")
-        pairs = [self.source.arrays(shard) for shard in used]
+        found = [self.source.arrays(shard) for shard in used]
         if self.random_access:
-            for shard, pair in zip(used, pairs, strict=True):
-                self._advise(shard, pair)
-        return pairs, slots
+            for shard, arrays in zip(used, self._near_tokens(found), strict=True):
+                self._advise(shard, arrays)
+        return found, slots
 
-    def _advise(self, shard: int, pair: Pair) -> None:
-        tokens, loss = pair
-        if not isinstance(tokens, np.ndarray) or not isinstance(loss, np.ndarray):
+    def _advise(self, shard: int, arrays: Arrays) -> None:
+        mapped = [array for array in arrays if isinstance(array, np.ndarray)]
+        if len(mapped) < len(arrays):
             return
-        address = tokens.ctypes.data
+        address = mapped[0].ctypes.data
         if self._advised.get(shard) != address:
-            for array in (tokens, loss):
+            for array in mapped:
                 advise_order(array, "random")
             self._advised[shard] = address
+
+
+class _SourceFiles(NamedTuple):
+    """The files of the column ``source``: each shard numbers its own, batches number all.
+
+    Attributes:
+        files: of all shards, each once.
+        numbers: int64, of the shards' tables end to end, the number here; None where all shards have one table.
+        firsts: int64 [shards + 1], where the table of each shard begins in ``numbers``.
+    """
+
+    files: list[dict[str, Any]]
+    numbers: NDArray[np.int64] | None
+    firsts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, specs: Sequence[ColumnSpec]) -> _SourceFiles:
+        """Of the column in every shard. FormatError: it is of another kind, or names no files."""
+        tables = [spec.metadata.get("files") for spec in specs]
+        if specs[0].kind[:3] != ("sequence", "<u4", 2) or not all(isinstance(table, list) for table in tables):
+            raise FormatError("column source: not two uint32 a sequence with a table of files, as preprocess writes it")
+        places: dict[str, int] = {}
+        known = {json.dumps(table, sort_keys=True): table for table in tables}
+        numbers = {
+            key: [places.setdefault(json.dumps(file, sort_keys=True), len(places)) for file in table or ()]
+            for key, table in known.items()
+        }
+        each = [numbers[json.dumps(table, sort_keys=True)] for table in tables]
+        flat = np.concatenate([np.array(one, np.int64) for one in each]) if len(known) > 1 else None
+        return cls([json.loads(file) for file in places], flat, np.cumsum([0, *map(len, each)]))
+
+    def renumber(self, values: NDArray[np.uint32], segments: Segments) -> None:
+        """From the numbers of each shard to those here, in a batch [packs, width - 1, 2]. ValueError: no such file."""
+        if self.numbers is None:
+            return
+        counts = np.diff(segments.offsets)
+        cells = np.repeat(np.arange(len(counts)), counts), np.arange(len(segments.shards)), 0
+        cells[1][:] -= np.repeat(segments.offsets[:-1], counts)
+        first, last = self.firsts[segments.shards], self.firsts[segments.shards + 1]
+        if ((found := first + values[cells]) >= last).any():
+            raise ValueError("column source names files that the table of its shard does not have")
+        values[cells] = self.numbers[found]
 
 
 def _padding(segments: Segments, seq_length: int, multiple: int) -> NDArray[np.bool_]:
@@ -359,8 +505,8 @@ def _padding(segments: Segments, seq_length: int, multiple: int) -> NDArray[np.b
     return outside
 
 
-def _any_remote(pairs: Sequence[Pair]) -> bool:
-    return any(isinstance(tokens, RemoteArray) for tokens, _ in pairs)
+def _any_remote(shards: Sequence[Arrays]) -> bool:
+    return any(isinstance(arrays[0], RemoteArray) for arrays in shards)
 
 
 def widen(batch: Tensors, pad_id: int, device: torch.device | str | None = None) -> Tensors:
@@ -375,11 +521,9 @@ def widen(batch: Tensors, pad_id: int, device: torch.device | str | None = None)
     """
     batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} if device else dict(batch)
     tokens = batch["tokens"].long()
-    places = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device).expand(tokens.shape).contiguous()
-    logical = batch["cu_seqlens"]
-    physical = batch.get("cu_seqlens_padded", logical)
-    segment = torch.searchsorted(physical[:, 1:].contiguous(), places, right=True)
-    positions = places - physical.gather(1, segment)
+    places = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+    logical, segment = batch["cu_seqlens"], segments_of(batch)
+    positions = places - batch.get("cu_seqlens_padded", logical).gather(1, segment)
     last = positions >= logical.diff(dim=1).gather(1, segment) - 1
     labels = torch.full_like(tokens, pad_id)
     labels[:, :-1] = tokens[:, 1:]
@@ -391,3 +535,11 @@ def widen(batch: Tensors, pad_id: int, device: torch.device | str | None = None)
         "loss_mask": batch["loss_mask"].float(),
     }
     return {**wide, **{name: tensor for name, tensor in batch.items() if name not in wide}}
+
+
+def segments_of(batch: Tensors) -> torch.Tensor:
+    """The number, inside its row, of the sequence that each position lies in, int64 [B, S]; the tail counts as one."""
+    bounds = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
+    shape = batch["tokens"].shape
+    places = torch.arange(shape[1], dtype=bounds.dtype, device=bounds.device).expand(shape)
+    return torch.searchsorted(bounds[:, 1:].contiguous(), places.contiguous(), right=True)

@@ -20,7 +20,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
-from megatron_sft_idx.shard.shard_set import ShardSet
+from megatron_sft_idx.shard.shard_set import ShardSet, joined_columns
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.sources import PlanOptions, require_fit
 
@@ -51,6 +51,8 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         sequence_multiple: pad each sequence to a multiple of this inside its row. None takes what the parallelism
             needs: 2 x ``context_parallel_size`` where that is above 1, times ``sequence_parallel_size`` where set.
         pad_id: fills up rows; None takes the shards', then the tokenizer's, then 0.
+        columns: names of columns that rows come with, beside what Megatron's own data sets give; every shard has them.
+            ``docs/megatron.md`` says how a forward step takes them.
         padding_mask: whether rows have one, bool [sequence_length], True on padding: for forward steps that hand it to
             ``GPTModel``, whose MoE routers then count tokens alone.
         tokenizer_fingerprint: of the tokenizer the model is trained with; shards that were made with another one are
@@ -73,6 +75,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
     single_sequences: bool = False
     sequence_multiple: int | None = None
     pad_id: int | None = None
+    columns: tuple[str, ...] = ()
     padding_mask: bool = False
     tokenizer_fingerprint: str | None = None
     vocab_size: int | None = None
@@ -94,6 +97,11 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
             raise FormatError("neither blend nor blend_per_split is given; name the shards to train on (--data-path)")
         if self.single_sequences:
             self.index_only_packing, self.packing_method, self.max_sequences_per_pack = True, "sequential", 1
+            if self.columns:
+                raise FormatError(
+                    f"columns {', '.join(self.columns)}: Megatron's packing scheduler hands on none; leave them out, or"
+                    " train on packs"
+                )
         self.read = ReadOptions.of("read", self.read)
         # Megatron wants it off for object storage, where nothing is mapped here either.
         if not self.mmap_bin_files and self.read.backend == "mmap" and not self._all_remote():
@@ -180,6 +188,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
                 backend=self.read,
                 same_capacity=not self.index_only_packing,
                 index_cache=self.object_storage_cache_path,
+                columns=self.columns,
             )
         return self._opened[path]
 
@@ -254,6 +263,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
 
     def _check_together(self, checked: dict[str, ShardSet]) -> None:
         """FormatError where paths differ in what their shards agree on within each."""
+        joined_columns(list(checked.values()))
         for what, value_of, remedy in (
             ("tokenizer is", lambda header: header.tokenizer, "tokenize them with one"),
             ("capacity is", self._capacity_of, "pack them again for one --seq-length, or set index_only_packing"),

@@ -23,22 +23,22 @@ from numpy.typing import NDArray
 from megatron_sft_idx.storage import Runs, announce, read_runs
 from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.storage.remote.store import threads
-from megatron_sft_idx.training.sources import Pair, Segments
+from megatron_sft_idx.training.sources import Arrays, Segments
 
 __all__ = ["BUDGET_NBYTES", "Fetcher", "Placed", "Ranges", "advise", "coalesce", "in_memory", "place"]
 
 # ---- in maps, or read for one batch ----
 
 
-_Arrays = tuple[NDArray[Any], NDArray[Any]]
+_Arrays = tuple[NDArray[Any], ...]
 
 
 class Placed(NamedTuple):
     """The sequences of ``Segments`` in arrays.
 
     Attributes:
-        arrays: pairs of tokens and label-aligned loss mask.
-        slots: int32 [segments], which pair each sequence lies in.
+        arrays: tokens, label-aligned loss mask, and columns that have a row a token, together.
+        slots: int32 [segments], in which of these each sequence lies.
         starts: int64 [segments], its first token there.
     """
 
@@ -47,11 +47,11 @@ class Placed(NamedTuple):
     starts: NDArray[np.int64]
 
 
-def in_memory(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) -> Placed | None:
+def in_memory(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments) -> Placed | None:
     """These sequences in the arrays of their shards; None where those are not all in memory or mapped.
 
     Args:
-        shards: tokens and loss mask of each shard that is used.
+        shards: tokens, loss mask and the columns of tokens of each shard that is used.
         slots: int32 [segments], which of them each sequence lies in.
         segments: the sequences.
     """
@@ -59,7 +59,7 @@ def in_memory(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segmen
     return Placed(mapped, slots, segments.starts) if len(mapped) == len(shards) else None
 
 
-def place(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) -> Placed:
+def place(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments) -> Placed:
     """These sequences in memory, read where they are not there; arguments as of ``in_memory``.
 
     Raises:
@@ -69,7 +69,7 @@ def place(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) 
     return in_memory(shards, slots, segments) or _read(shards, slots, segments)
 
 
-def advise(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) -> None:
+def advise(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments) -> None:
     """Have these sequences read from disk in the background; arguments as of ``in_memory``.
 
     Batches are announced in the order in which they will be read, and within one come tokens, then masks: as ``place``
@@ -78,13 +78,13 @@ def advise(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments)
     if not shards:  # an empty batch
         return
     runs = Stretches.join(segments, slots)
-    arrays = [tokens for tokens, _ in shards] + [loss for _, loss in shards]
-    both = np.concatenate([runs.slots, runs.slots + len(shards)])
-    announce(Runs(arrays, both, np.tile(runs.starts, 2), np.tile(runs.counts, 2)))
+    arrays, kinds = [array for column in zip(*shards, strict=True) for array in column], len(shards[0])
+    slots = np.concatenate([runs.slots + kind * len(shards) for kind in range(kinds)])
+    announce(Runs(arrays, slots, np.tile(runs.starts, kinds), np.tile(runs.counts, kinds)))
 
 
-def _mapped(shards: Sequence[Pair]) -> list[_Arrays]:
-    return [(ids, loss) for ids, loss in shards if isinstance(ids, np.ndarray) and isinstance(loss, np.ndarray)]
+def _mapped(shards: Sequence[Arrays]) -> list[_Arrays]:
+    return [arrays for arrays in shards if all(isinstance(array, np.ndarray) for array in arrays)]  # type: ignore[misc]
 
 
 class Stretches(NamedTuple):
@@ -113,23 +113,22 @@ class Stretches(NamedTuple):
         return cls(slots[first], starts[first], stops[last] - starts[first], np.cumsum(begins) - 1)
 
 
-def _read(shards: Sequence[Pair], slots: NDArray[np.int32], segments: Segments) -> Placed:
-    """One pair of arrays for each dtype of masks, with the runs that have it end to end."""
+def _read(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments) -> Placed:
+    """Arrays for each dtype of masks, with the runs that have it end to end."""
     runs = Stretches.join(segments, slots)
     of_run = [shards[slot] for slot in runs.slots.tolist()]
-    kinds = list(dict.fromkeys(loss.dtype for _, loss in shards))
-    kind_of_run = np.array([kinds.index(loss.dtype) for _, loss in of_run], np.int32)
+    kinds = list(dict.fromkeys(arrays[1].dtype for arrays in shards))
+    kind_of_run = np.array([kinds.index(arrays[1].dtype) for arrays in of_run], np.int32)
     placed, places = [], np.empty(len(of_run), np.int64)
-    for kind, dtype in enumerate(kinds):
+    for kind in range(len(kinds)):
         mine = np.flatnonzero(kind_of_run == kind)
         starts, counts = runs.starts[mine], runs.counts[mine]
         places[mine] = np.cumsum(counts) - counts
-        pairs = [of_run[run] for run in mine.tolist()]
-        total = max(int(counts.sum()), 0)
-        tokens, loss = np.empty(total, pairs[0][0].dtype), np.empty(total, dtype)
-        read_runs([pair[0] for pair in pairs], starts, counts, tokens)
-        read_runs([pair[1] for pair in pairs], starts, counts, loss)
-        placed.append((tokens, loss))
+        together, total = [], max(int(counts.sum()), 0)
+        for arrays in zip(*(of_run[run] for run in mine.tolist()), strict=True):
+            together.append(np.empty(total, arrays[0].dtype))
+            read_runs(arrays, starts, counts, together[-1])
+        placed.append(tuple(together))
     return Placed(placed, kind_of_run[runs.of], places[runs.of] + segments.starts - runs.starts[runs.of])
 
 
@@ -226,7 +225,7 @@ class _Batch:
 
     segments: Segments
     moved: Segments
-    arrays: list[Pair]
+    arrays: list[Arrays]
     readings: list[_Reading]
     requests: list[Future[None]] | None = None
     nbytes: int = field(init=False)
@@ -235,28 +234,28 @@ class _Batch:
         self.nbytes = sum(reading.out.nbytes for reading in self.readings)
 
     @classmethod
-    def plan(cls, segments: Segments, slots: NDArray[np.int32], arrays: Sequence[Pair]) -> _Batch:
+    def plan(cls, segments: Segments, slots: NDArray[np.int32], arrays: Sequence[Arrays]) -> _Batch:
         starts, readings = segments.starts.copy(), []
         found = list(arrays)  # the remote ones are replaced
-        for shard, pair in enumerate(arrays):
-            if not isinstance(pair[0], RemoteArray):
+        for shard, mine in enumerate(arrays):
+            if not isinstance(mine[0], RemoteArray):
                 continue
             here = np.flatnonzero(slots == shard)
             first, lengths = segments.starts[here], segments.lengths[here]
-            if first.min() < 0 or lengths.min() < 0 or int((first + lengths).max()) > len(pair[0]):
-                raise ValueError(f"sequences outside the {len(pair[0])} tokens of shard {shard}")
+            if first.min() < 0 or lengths.min() < 0 or int((first + lengths).max()) > len(mine[0]):
+                raise ValueError(f"sequences outside the {len(mine[0])} tokens of shard {shard}")
             ranges = coalesce(first, lengths)
             starts[here] = ranges.places
-            tokens, loss = (_Reading(array, ranges) for array in pair if isinstance(array, RemoteArray))
-            found[shard] = tokens.out, loss.out
-            readings += [tokens, loss]
+            begun = [_Reading(array, ranges) for array in mine if isinstance(array, RemoteArray)]
+            found[shard] = tuple(reading.out for reading in begun)
+            readings += begun
         return cls(segments, replace(segments, starts=starts), found, readings)
 
     def start(self) -> None:
         if self.requests is None:
             self.requests = [request for reading in self.readings for request in reading.start()]
 
-    def wait(self) -> tuple[Segments, list[Pair]]:
+    def wait(self) -> tuple[Segments, list[Arrays]]:
         self.start()
         try:
             for request in self.requests or ():
@@ -302,7 +301,7 @@ class Fetcher:
             self._made = _Line()
         return self._made
 
-    def announce(self, segments: Segments, slots: NDArray[np.int32], arrays: Sequence[Pair]) -> None:
+    def announce(self, segments: Segments, slots: NDArray[np.int32], arrays: Sequence[Arrays]) -> None:
         """Fetch ahead what these segments need, when there is room; returns at once."""
         batch, line = _Batch.plan(segments, slots, arrays), self._line
         with line.lock:
@@ -310,8 +309,8 @@ class Fetcher:
             self._start(line)
 
     def gather(
-        self, segments: Segments, slots: NDArray[np.int32], arrays: Sequence[Pair]
-    ) -> tuple[Segments, list[Pair]]:
+        self, segments: Segments, slots: NDArray[np.int32], arrays: Sequence[Arrays]
+    ) -> tuple[Segments, list[Arrays]]:
         """The segments as they lie in memory, and what they lie in; waits until all is there.
 
         Raises:

@@ -42,6 +42,7 @@ class PlacedPlan:
         starts: int64 [sequences], first token in the shard's token file.
         lengths: int32 [sequences], tokens.
         shards: int32 [sequences], which shard.
+        sequences: int64 [sequences], the number of each in its shard; [0] where the plan is not ``numbered``.
     """
 
     most_sequences: int
@@ -49,11 +50,12 @@ class PlacedPlan:
     starts: NDArray[np.int64]
     lengths: NDArray[np.int32]
     shards: NDArray[np.int32]
+    sequences: NDArray[np.int64]
 
     @classmethod
-    def empty(cls, packs: int, sequences: int, most_sequences: int) -> PlacedPlan:
-        """A plan to be filled in."""
-        return cls(most_sequences, *(np.empty(count, dtype) for count, dtype in _layout(packs, sequences)))
+    def empty(cls, packs: int, sequences: int, most_sequences: int, numbered: bool = False) -> PlacedPlan:
+        """A plan to be filled in; ``numbered`` where it shall say which sequences of their shards these are."""
+        return cls(most_sequences, *(np.empty(count, dtype) for count, dtype in _layout(packs, sequences, numbered)))
 
     @property
     def num_packs(self) -> int:
@@ -61,8 +63,9 @@ class PlacedPlan:
         return len(self.offsets) - 1
 
 
-def _layout(packs: int, sequences: int) -> list[tuple[int, Any]]:
-    return [(packs + 1, "<i8"), (sequences, "<i8"), (sequences, "<i4"), (sequences, "<i4")]
+def _layout(packs: int, sequences: int, numbered: bool) -> list[tuple[int, Any]]:
+    numbers = sequences if numbered else 0
+    return [(packs + 1, "<i8"), (sequences, "<i8"), (sequences, "<i4"), (sequences, "<i4"), (numbers, "<i8")]
 
 
 def plan_path(folder: str, key: str) -> str:
@@ -121,11 +124,12 @@ def _publish(path: str, plan: PlacedPlan) -> None:
         "packs": plan.num_packs,
         "sequences": len(plan.starts),
         "most_sequences": plan.most_sequences,
+        "numbered": len(plan.sequences) > 0,
     }
     with new_file(path, _KIND, overwrite=False) as new:
         with contextlib.closing(new.open()) as file:
             file.write(json.dumps(fields).encode().ljust(_HEADER_NBYTES))
-            for array in (plan.offsets, plan.starts, plan.lengths, plan.shards):
+            for array in (plan.offsets, plan.starts, plan.lengths, plan.shards, plan.sequences):
                 file.write(array.data)
         new.publish()
 
@@ -137,11 +141,12 @@ def _load(path: str) -> PlacedPlan:
         fields = json.loads(raw)
         revision = fields["revision"]
         packs, sequences, most = (int(fields[name]) for name in ("packs", "sequences", "most_sequences"))
+        numbered = bool(fields.get("numbered"))
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(f"{path}: not a packing plan ({error}); remove it, and it is made anew") from None
     if revision != _REVISION:
         raise FormatError(f"{path}: plan revision {revision}, expected {_REVISION}; remove it, and it is made anew")
-    layout = [(count, np.dtype(code)) for count, code in _layout(packs, sequences)]
+    layout = [(count, np.dtype(code)) for count, code in _layout(packs, sequences, numbered)]
     nbytes = _HEADER_NBYTES + sum(count * dtype.itemsize for count, dtype in layout)
     if (found := os.path.getsize(path)) != nbytes:
         raise FormatError(f"{path}: {found} bytes, expected {nbytes}; it was cut short: remove it, and it is made anew")

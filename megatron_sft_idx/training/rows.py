@@ -126,6 +126,7 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             width=self.width,
             pad_id=self.pad_id,
             padding_mask=self.padding_mask,
+            columns=tuple(self.source.columns),
         )
 
     def packs(self, samples: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:

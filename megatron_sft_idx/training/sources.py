@@ -20,17 +20,18 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.npy import read_legacy
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packing import PackPlan, pack_sequences
-from megatron_sft_idx.shard.shard_set import OPENED_AT_ONCE, ShardSet, running_sums
+from megatron_sft_idx.shard.shard_set import OPENED_AT_ONCE, ShardSet, joined_columns, running_sums
 from megatron_sft_idx.storage import Array
 from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.training.plan_cache import PlacedPlan, load_or_make
 
 __all__ = [
+    "Arrays",
     "JoinedPacks",
     "LegacySource",
     "PackSource",
-    "Pair",
     "PlanOptions",
     "PlannedPacks",
     "Segments",
@@ -45,7 +46,8 @@ __all__ = [
 # ---- packs as lists of sequences ----
 
 
-Pair: TypeAlias = tuple[Array, Array]
+# Tokens and label-aligned loss mask of a shard, then its columns.
+Arrays: TypeAlias = tuple[Array, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class Segments:
         starts: int64 [segments], its first token there.
         lengths: int64 [segments], its tokens.
         used: the values of ``shards``, ascending, where they are known already; None where nobody looked.
+        sequences: int64 [segments], the number of each sequence in its shard; None where columns cannot be found.
+        packs: int64 [packs], the number of each pack in its shard; None where these are no packs of shards.
     """
 
     offsets: NDArray[np.int64]
@@ -65,6 +69,8 @@ class Segments:
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     used: list[int] | None = None
+    sequences: NDArray[np.int64] | None = None
+    packs: NDArray[np.int64] | None = None
 
     def in_slots(self) -> tuple[list[int], NDArray[np.int32]]:
         """As the function of that name, of ``shards``."""
@@ -81,6 +87,7 @@ class PackSource(Protocol):
         most_sequences: sequences in the row that has most.
         pad_id: the tokenizer's padding id, None where unknown.
         fingerprint: hex; equal content and options, equal fingerprint.
+        columns: that ``arrays`` gives, in their order: what each is in every shard, alike but for metadata.
     """
 
     num_packs: int
@@ -89,15 +96,17 @@ class PackSource(Protocol):
     most_sequences: int
     pad_id: int | None
     fingerprint: str
+    columns: dict[str, list[ColumnSpec]]
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; the first axis is of packs."""
         ...
 
-    def arrays(self, shard: int) -> Pair:
-        """Tokens and label-aligned loss mask of a shard, whole: numpy's where mapped or in memory, or read by slices.
+    def arrays(self, shard: int) -> Arrays:
+        """Tokens, label-aligned loss mask and columns of a shard, whole: numpy's where mapped, or read by slices.
 
-        A number is what ``segments`` says; several shards may lie in one pair of arrays.
+        A number is what ``segments`` says; several shards may lie in one set of arrays. Columns are one-dimensional,
+        an item a row; those of sequences and of packs are in memory or mapped.
         """
         ...
 
@@ -138,7 +147,13 @@ def interleaved(members: NDArray[np.int64], ask: Callable[[int, NDArray[np.int64
     taken = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], counts)
     columns = [(part.shards, part.starts, part.lengths) for part in parts]
     shards, starts, lengths = (np.concatenate(column)[taken] for column in zip(*columns, strict=True))
-    return Segments(offsets, shards, starts, lengths)
+    numbered = [part.sequences for part in parts if part.sequences is not None]
+    sequences = np.concatenate(numbered)[taken] if len(numbered) == len(parts) else None
+    known, packs = [part.packs for part in parts if part.packs is not None], None
+    if len(known) == len(parts):
+        packs = np.empty(len(members), np.int64)
+        packs[order] = np.concatenate(known)
+    return Segments(offsets, shards, starts, lengths, None, sequences, packs)
 
 
 # ---- packs of shards ----
@@ -172,11 +187,22 @@ def _fingerprint(shards: ShardSet, **options: Any) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps([shards.fingerprint, options], sort_keys=True).encode())
 
 
-def _whole(shards: ShardSet, shard: int) -> Pair:
+def _whole(shards: ShardSet, shard: int) -> Arrays:
     if shards.held is not None:
         return shards.held.tokens, shards.held.loss
-    files = shards.shard(shard).files
-    return files.tokens, files.loss
+    opened = shards.shard(shard)
+    columns = (opened.columns.open(name) for name in shards.columns)
+    beside = (column.items if column.spec.per == "token" else column.held_items for column in columns)
+    return opened.files.tokens, opened.files.loss, *beside
+
+
+def _refuse_pack_columns(shards: ShardSet) -> None:
+    for name, (spec, *_) in shards.columns.items():
+        if spec.per == "pack":
+            raise FormatError(
+                f"{shards.prefixes[0]}: column {name} has a value a pack, and packs that are made when training starts"
+                " are others; leave it out, or train on the packs as they are stored"
+            )
 
 
 class StoredPacks:
@@ -197,6 +223,7 @@ class StoredPacks:
         self.sequence_multiple = math.gcd(*(header.sequence_multiple for header in headers))
         self.most_sequences = max(header.most_sequences for header in headers)
         self.pad_id = _pad_id(shards)
+        self.columns = shards.columns
         self.fingerprint = _fingerprint(shards, packs=[self.first, self.last])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -234,10 +261,17 @@ class StoredPacks:
             raise
         # Slots are the numbers where shards are used from the first on, as the only one is.
         own = own if dense(numbers) else np.array(numbers, np.int32)[own]
-        return Segments(offsets, own, starts, lengths, numbers if len(packs) else None)
+        sequences = None
+        if self.columns:
+            firsts = np.empty(len(packs), np.int64)
+            for slot, (sequence_offsets, *_) in enumerate(indexes):
+                here = slots == slot
+                firsts[here] = sequence_offsets[local[here]]
+            sequences = np.repeat(firsts - offsets[:-1], np.diff(offsets)) + np.arange(offsets[-1])
+        return Segments(offsets, own, starts, lengths, numbers if len(packs) else None, sequences, local)
 
-    def arrays(self, shard: int) -> Pair:
-        """Tokens and label-aligned loss mask of one shard, whole."""
+    def arrays(self, shard: int) -> Arrays:
+        """Tokens, label-aligned loss mask and columns of one shard, whole."""
         return _whole(self.shards, shard)
 
     def num_tokens(self) -> int:
@@ -299,7 +333,7 @@ class PlannedPacks:
 
     Raises:
         SequenceError: sequences that do not fit the capacity, with their count.
-        FormatError: an empty range, or the cache holds a plan that was cut short.
+        FormatError: an empty range, a column of packs, or the cache holds a plan that was cut short.
     """
 
     def __init__(
@@ -311,11 +345,15 @@ class PlannedPacks:
         first: int = 0,
         last: int | None = None,
     ) -> None:
+        _refuse_pack_columns(shards)
         self.shards, self.options = shards, options
+        self.columns = shards.columns
         self.cache = None if cache is None else os.fspath(cache)
         self.first, self.last = _range("sequences", shards, shards.num_sequences, first, last)
         self.fingerprint = _fingerprint(shards, sequences=[self.first, self.last], plan=asdict(options))
-        self.plan = load_or_make(self.cache, self.fingerprint, self._make)
+        self._numbered = any(specs[0].per == "sequence" for specs in self.columns.values())
+        key = self.fingerprint + "-numbered" * self._numbered
+        self.plan = load_or_make(self.cache, key, self._make)
         self.num_packs = self.plan.num_packs
         self.capacity = options.capacity
         self.sequence_multiple = options.sequence_multiple
@@ -336,15 +374,16 @@ class PlannedPacks:
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(ends - begins)])
         taken = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], ends - begins)
         shards, starts, lengths = plan.shards[taken], plan.starts[taken], plan.lengths[taken].astype(np.int64)
+        sequences = plan.sequences[taken] if self._numbered else None
         if (held := self.shards.held) is not None:
             self.shards.need(held, set(shards.tolist()))
             return Segments(offsets, np.zeros_like(shards), starts + held.tokens_before[shards], lengths)
         if self.shards.remote:
             self.shards.opened(in_slots(shards)[0])
-        return Segments(offsets, shards, starts, lengths)
+        return Segments(offsets, shards, starts, lengths, None, sequences)
 
-    def arrays(self, shard: int) -> Pair:
-        """Tokens and label-aligned loss mask of one shard, whole."""
+    def arrays(self, shard: int) -> Arrays:
+        """Tokens, label-aligned loss mask and columns of one shard, whole."""
         return _whole(self.shards, shard)
 
     def _make(self) -> PlacedPlan:
@@ -354,7 +393,7 @@ class PlannedPacks:
         _require_fit(self.shards, lengths, options)
         made = options.pack(lengths)
         starts = _joined([starts[:-1] for _, starts in parts])
-        plan = PlacedPlan.empty(made.num_packs, len(lengths), made.most_sequences)
+        plan = PlacedPlan.empty(made.num_packs, len(lengths), made.most_sequences, self._numbered)
         plan.offsets[:] = made.offsets
         bounds = self.shards.sequences_before
         for begin in range(0, len(lengths), _CHUNK):  # bounds what fancy indexing allocates
@@ -365,6 +404,8 @@ class PlannedPacks:
                 plan.shards[here] = np.searchsorted(bounds, chosen + self.first, side="right") - 1
             else:
                 plan.shards[here] = parts[0][0]
+            if self._numbered:
+                plan.sequences[here] = chosen + self.first - bounds[plan.shards[here]]
         return plan
 
     def num_tokens(self) -> int:
@@ -393,6 +434,7 @@ class JoinedPacks:
         self.pad_id = next((source.pad_id for source in sources if source.pad_id is not None), None)
         self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps([source.fingerprint for source in sources]).encode())
         sets = [source.shards for source in sources]
+        self.columns = joined_columns(sets)
         self._shards_before = running_sums(len(shards.prefixes) for shards in sets)
         self._stored: StoredPacks | None = None
         if all(isinstance(source, StoredPacks) for source in sources):
@@ -412,8 +454,8 @@ class JoinedPacks:
 
         return interleaved(members, ask)
 
-    def arrays(self, shard: int) -> Pair:
-        """Tokens and label-aligned loss mask of one shard, whole."""
+    def arrays(self, shard: int) -> Arrays:
+        """Tokens, label-aligned loss mask and columns of one shard, whole."""
         if self._stored is not None:
             return self._stored.arrays(shard)
         member = int(np.searchsorted(self._shards_before, shard, side="right")) - 1
@@ -439,6 +481,7 @@ def require_fit(shards: ShardSet, options: PlanOptions) -> None:
 
     Reads headers alone where they rule that out.
     """
+    _refuse_pack_columns(shards)
     try:
         options.pack(np.zeros(0, np.int64))
     except (ValueError, TypeError) as error:
@@ -496,6 +539,7 @@ class LegacySource:
         self.sequence_multiple = 1
         self.most_sequences = int(packs.pack_sequences.max(initial=0))
         self.pad_id = pad_id
+        self.columns: dict[str, list[ColumnSpec]] = {}
         content = StreamHash()
         for array in (packs.tokens, packs.loss_mask, packs.token_offsets, packs.sequence_offsets, self._starts):
             content.update(array)

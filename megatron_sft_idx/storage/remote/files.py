@@ -24,13 +24,16 @@ class RemoteArray:
     Args:
         store: that holds the object.
         key: of the object.
-        dtype: of its items, which begin at its first byte.
+        dtype: of its items.
         count: how many items there are.
         etag: of the object.
+        offset: where the first item begins, in bytes.
     """
 
-    def __init__(self, store: RemoteStore, key: str, dtype: np.dtype[Any], count: int, etag: str) -> None:
-        self._store, self._key, self._etag = store, key, etag
+    def __init__(
+        self, store: RemoteStore, key: str, dtype: np.dtype[Any], count: int, etag: str, *, offset: int = 0
+    ) -> None:
+        self._store, self._key, self._etag, self._offset = store, key, etag, offset
         self.dtype, self._count = dtype, count
 
     def __len__(self) -> int:
@@ -45,7 +48,7 @@ class RemoteArray:
     def fetch(self, start: int, stop: int) -> NDArray[Any]:
         """Items from ``start`` on and before ``stop``, which are only known to be right after ``confirm``."""
         size = self.dtype.itemsize
-        raw = self._store.fetch(self._key, start * size, (stop - start) * size, etag=self._etag)
+        raw = self._store.fetch(self._key, self._offset + start * size, (stop - start) * size, etag=self._etag)
         out = np.frombuffer(raw, self.dtype)
         if not out.flags.aligned:
             out = out.copy()
