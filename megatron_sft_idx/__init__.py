@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # what type checkers know the names below by
     from megatron_sft_idx.formats.npy import LegacyPickleWriter as LegacyPickleWriter
     from megatron_sft_idx.formats.packed_dataset import PackedDataset as PackedDataset
     from megatron_sft_idx.formats.packed_dataset import open_dataset as open_dataset
+    from megatron_sft_idx.inspect.text import show_pack as show_pack
     from megatron_sft_idx.live.live_loader import LiveDataset as LiveDataset
     from megatron_sft_idx.live.live_loader import LiveLoader as LiveLoader
     from megatron_sft_idx.packing import PackPlan as PackPlan
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # what type checkers know the names below by
     from megatron_sft_idx.tokenize import preprocess as preprocess
     from megatron_sft_idx.training.sft_dataset import PackedSFTDataset as PackedSFTDataset
     from megatron_sft_idx.training.sft_dataset import PackedSFTDatasetConfig as PackedSFTDatasetConfig
+    from megatron_sft_idx.training.torch_packs import as_torch as as_torch
 
 __version__ = "0.1.0"
 
@@ -64,9 +66,11 @@ _HOMES = {
     "ShardWriter": "shard",
     "StorageError": "errors",
     "UnsupportedVersionError": "errors",
+    "as_torch": "training.torch_packs",
     "open_dataset": "formats.packed_dataset",
     "pack_sequences": "packing",
     "preprocess": "tokenize",
+    "show_pack": "inspect.text",
     "verify_shard": "check",
     "write_column": "shard",
 }

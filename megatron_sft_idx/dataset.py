@@ -186,6 +186,9 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
     def __len__(self) -> int:
         return len(self.shard)
 
+    def __repr__(self) -> str:
+        return repr(self.shard).replace("Shard", type(self).__name__, 1)
+
     @overload
     def __getitem__(self, idx: int | np.integer[Any]) -> Pack: ...
 

@@ -48,7 +48,8 @@ class ShardNotFoundError(SFTIndexError, FileNotFoundError):
         super().__init__(prefix, self.missing, remedy)
 
     def __str__(self) -> str:
-        return f"{self.prefix}: no shard here, missing {', '.join(self.missing)} (rule F1); {self.remedy}"
+        missing = ", ".join(self.missing) if len(self.missing) < 5 else f"{self.missing[0]} and the other four"
+        return f"{self.prefix}: no shard here, missing {missing} (rule F1); {self.remedy}"
 
 
 class FormatError(SFTIndexError, ValueError):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import html
 import inspect
 import io
+import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +19,9 @@ import pytest
 from chats import CHATS, TOKENIZER, files_of, remains, write_rows
 from chats import preprocess as run_command
 
-from megatron_sft_idx import FormatError, SequenceError, preprocess
+from megatron_sft_idx import FormatError, SequenceError, as_torch, open_dataset, preprocess, show_pack
 from megatron_sft_idx.cli.main import build_parser
+from megatron_sft_idx.shard import Pack, Shard, ShardWriter
 
 ROWS: list[dict[str, Any]] = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
 USUAL: dict[str, Any] = {"tokenizer": TOKENIZER, "seq_length": 1024, "turns": "whole", "workers": 0, "log_interval": 0}
@@ -159,3 +163,127 @@ def test_both_names_of_the_tokenizer_are_taken_and_one_is_shown(tmp_path: Path) 
     text = verbs.choices["preprocess"].format_help().partition("examples:")[0]
     assert "--tokenizer PATH" in text
     assert "--tokenizer-model" not in text
+
+
+# ---- what it holds ----
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> str:
+    prefix = tmp_path_factory.mktemp("demo") / "chats"
+    preprocess(ROWS, out=prefix, **USUAL)
+    return str(prefix)
+
+
+def test_a_shard_says_what_it_holds(demo: str) -> None:
+    header = Shard(demo).header
+    share = 100 * header.num_trained_tokens / header.num_tokens
+    assert repr(Shard(demo)) == (
+        f"<Shard {demo}: {header.num_packs} packs of up to 1,024 tokens, 318 sequences, {header.num_tokens:,} tokens,"
+        f" {share:.1f}% trained; backend mmap>"
+    )
+
+
+def test_a_pack_in_a_notebook_has_its_trained_tokens_marked(demo: str) -> None:
+    from megatron_sft_idx.chat.tokenizer import load_tokenizer
+
+    tokenizer, pack = load_tokenizer(str(TOKENIZER)), open_dataset(demo)[0]
+    shown = show_pack(pack, TOKENIZER)
+    page = shown._repr_html_()
+    (ids, mask) = Shard(demo).sequences(0)[0]
+    said = tokenizer.decode(ids[1:][mask[:-1] > 0].tolist())
+    assert said in html.unescape("".join(re.findall(r"<mark[^>]*>(.*?)</mark>", page, re.DOTALL)))
+    assert page.count("<pre") == len(pack["seq_boundaries"]) - 1
+    assert html.unescape(re.sub(r"<[^>]+>", "", page)).startswith("── sequence 0, positions 0 to ")
+    assert "[[" in repr(shown)
+    assert repr(show_pack(pack, tokenizer)) == repr(shown)
+    assert str(pack["input_ids"][0]) in show_pack(pack)._repr_html_()
+    script: Pack = {
+        "input_ids": np.array([1, 2], np.uint16),
+        "loss_mask": np.array([1, 0], np.uint8),
+        "seq_boundaries": np.array([0, 2], np.int32),
+    }
+
+    class Hostile:
+        def decode(self, ids: list[int]) -> str:
+            return "<script>"
+
+    assert "<script>" not in show_pack(script, Hostile())._repr_html_()
+
+
+# ---- a loop of one's own ----
+
+
+def loss_by_hand(model: Any, packs: list[Pack]) -> float:
+    """The mean over the predictions that masks count, each sequence alone in front of the model."""
+    torch = pytest.importorskip("torch")
+    losses = []
+    for pack in packs:
+        for start, stop in itertools.pairwise(pack["seq_boundaries"].tolist()):
+            ids, mask = pack["input_ids"][start:stop].astype(np.int64), pack["loss_mask"][start:stop]
+            logits = model(torch.from_numpy(ids)[None]).logits[0].log_softmax(-1)
+            losses += [-logits[j, ids[j + 1]].item() for j in np.flatnonzero(mask).tolist()]
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("layout", ["padded", "flattened", "flash"])
+def test_a_model_of_transformers_has_the_loss_of_our_masks(demo: str, layout: Any, attention: str) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=Shard(demo).header.vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.5,  # so that what a token attends to matters
+        attn_implementation=attention,
+    )
+    torch.manual_seed(1)
+    model = transformers.LlamaForCausalLM(config).eval()
+    ds, packs = as_torch(demo, layout), open_dataset(demo)[3:6]
+    batch = ds.collate([ds[i] for i in (3, 4, 5)])
+    assert {tensor.dtype for key, tensor in batch.items() if key in ("input_ids", "labels", "position_ids")} == {
+        torch.int64
+    }
+    with torch.no_grad():
+        expected = loss_by_hand(model, packs)
+        assert model(**batch).loss.item() == pytest.approx(expected, rel=1e-5)
+        # It would be noticed: labels one further, and sequences that see each other.
+        moved = batch | {"labels": batch["labels"].roll(1, -1)}
+        assert model(**moved).loss.item() != pytest.approx(expected, rel=1e-3)
+        if layout != "padded":
+            seeing = {key: batch[key] for key in ("input_ids", "labels")}
+            assert model(**seeing).loss.item() != pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_plain_loader_serves_every_pack_once(demo: str, workers: int) -> None:
+    data = pytest.importorskip("torch.utils.data")
+    ds = as_torch(open_dataset(demo))
+    loader = data.DataLoader(ds, batch_size=4, shuffle=True, collate_fn=ds.collate, num_workers=workers)
+    found = sorted(ids for batch in loader for ids in batch["input_ids"][0].tolist())
+    assert found == sorted(ids for pack in Shard(demo) for ids in pack["input_ids"].tolist())
+
+
+def test_flash_attention_is_told_where_sequences_are(demo: str) -> None:
+    pytest.importorskip("torch")
+    ds = as_torch(Shard(demo), "flash")
+    batch = ds.collate([ds[0], ds[1]])
+    lengths = [len(ids) for i in (0, 1) for ids, _ in Shard(demo).sequences(i)]
+    assert batch["cu_seq_lens_q"].tolist() == [0, *itertools.accumulate(lengths)]
+    assert batch["max_length_k"] == max(lengths)
+    assert batch["position_ids"][0].tolist() == [place for length in lengths for place in range(length)]
+
+
+def test_weights_have_no_place_in_labels(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    for number, weight in enumerate((1.0, 0.5)):
+        with ShardWriter(str(tmp_path / str(number)), mask_dtype=np.float32) as writer:
+            writer.add_pack(np.array([7, 8, 9], np.int32), np.array([0, weight, 0], np.float32), [0])
+    assert as_torch(str(tmp_path / "0"))[0]["labels"].tolist() == [-100, -100, 9]
+    with pytest.raises(FormatError, match=r"pack 0: weights other than 0 and 1.*loss_mask"):
+        as_torch(str(tmp_path / "1"))[0]
+    with pytest.raises(FormatError, match="layout 'packed': choose one of padded, flattened, flash"):
+        as_torch(str(tmp_path / "0"), "packed")  # type: ignore[arg-type]

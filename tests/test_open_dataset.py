@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chats import SUFFIXES as FILES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packs import Sample, assert_holds, assert_is, demo_samples, write_samples
@@ -161,8 +162,15 @@ def test_a_shard_by_any_of_its_names(tmp_path: Path) -> None:
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="an empty list"):
         open_dataset([])
-    with pytest.raises(FormatError, match=r"nothing of this name. Looked for sft-idx: .*; npy: "):
+    with pytest.raises(ShardNotFoundError) as missing:
         open_dataset(tmp_path / "no")
+    assert str(missing.value) == (
+        f"{tmp_path}/no: no shard here, missing {tmp_path}/no.bin and the other four (rule F1);"
+        " nothing else has this name either; check the prefix: the path without .seq.idx"
+    )
+    assert missing.value.missing == [f"{tmp_path}/no{suffix}" for suffix in FILES]
+    with pytest.raises(FormatError, match=r"nothing of this name. Looked for sft-idx: .*; npy: "):
+        open_dataset(tmp_path / "no*")
     with pytest.raises(FormatError, match="found an empty folder"):
         open_dataset(tmp_path)
     for number in range(7):
@@ -173,6 +181,16 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         open_dataset(tmp_path, format="csv")
     with pytest.raises(ShardNotFoundError):
         open_dataset(tmp_path / "no", format="sft-idx")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_says_what_it_holds(tmp_path: Path, kind: str) -> None:
+    write_kind(kind, tmp_path, SIZES)
+    ds = open_dataset(tmp_path)
+    tokens, trained = sum(len(p.tokens) for p in PACKS), sum(map(np.count_nonzero, (p.label_mask for p in PACKS)))
+    share = f", {100 * trained / tokens:.1f}% trained" if kind == "sft-idx" else ""
+    counts = f"23 packs of up to {ds.capacity:,} tokens, {ds.num_sequences:,} sequences, {tokens:,} tokens{share}"
+    assert repr(ds) == f"<PackedDataset {kind} {ds.paths[0]} and 4 more: {counts}>"
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ class PackedSpec:
         sequence_multiple: sequences rounded up to this still fit the capacity.
         pad_id: the tokenizer's padding id, None where unknown.
         metadata: what else the file says of itself, JSON-able.
+        num_trained_tokens: positions whose loss mask is above zero; None where only reading them all would tell.
     """
 
     num_packs: int
@@ -99,6 +100,7 @@ class PackedSpec:
     sequence_multiple: int = 1
     pad_id: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    num_trained_tokens: int | None = None
 
     def stated(self) -> dict[str, Any]:
         """What files of other formats say of their packs in a place of ours, JSON-able."""

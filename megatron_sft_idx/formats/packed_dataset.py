@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, TypedDict, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.base import MaskAlignment, PackedSpec
 from megatron_sft_idx.formats.registry import MAX_OPEN, JoinedReader, Source, find, joined_spec
 from megatron_sft_idx.formats.sft_idx import FORMAT, spec_of
 from megatron_sft_idx.formats.sft_idx import Reader as ShardReader
+from megatron_sft_idx.layout.header import shown_counts
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
@@ -130,6 +131,7 @@ def open_dataset(
         options: of the format's reader; for shards ``backend``, ``advice`` and ``huge_pages`` of ``Shard``.
 
     Raises:
+        ShardNotFoundError: nothing at all has this name.
         FormatError: nothing known is there, a path could be two things, paths are of different formats, or what is
             there breaks a rule of its format.
         SequenceError: a pack breaks a rule; also later, when it is read.
@@ -203,7 +205,12 @@ class PackedDataset:
         return self._before[-1]
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.format}, {list(self.paths)!r})"
+        more = f" and {len(self.paths) - 1:,} more" if len(self.paths) > 1 else ""
+        try:
+            held = shown_counts(self._parts.spec)
+        except SFTIndexError:  # of different tokenizers, or gone by now
+            held = f"{len(self):,} packs"
+        return f"<{type(self).__name__} {self.format} {self.paths[0]}{more}: {held}>"
 
     @overload
     def __getitem__(self, index: int | np.integer[Any]) -> Pack: ...

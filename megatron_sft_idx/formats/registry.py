@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.formats.base import MaskAlignment, PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.run import PackRun
+from megatron_sft_idx.shard.opening import where_to_look
 from megatron_sft_idx.shard.prefix import check_free, places_of
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.shard.shard_set import find_prefixes, natural_key
@@ -142,6 +143,7 @@ def find(source: Source, name: str | None = None) -> tuple[str, list[str]]:
         name: the format, where it is known; None has it recognised by content.
 
     Raises:
+        ShardNotFoundError: nothing at all has this name.
         FormatError: nothing known is there, a path could be two things, or paths are of different formats.
     """
     entries = [source] if isinstance(source, str | os.PathLike) else list(source)
@@ -223,7 +225,7 @@ def _several(paths: list[str], name: str | None) -> list[tuple[str, str]]:
     return [(kind, path) for path, kind in known.items()]
 
 
-def _unknown(path: str, tried: Sequence[str] = ()) -> FormatError:
+def _unknown(path: str, tried: Sequence[str] = ()) -> SFTIndexError:
     """What was looked for, and what is there instead."""
     looked = "; ".join(f"{name}: {words}" for name, (_, words) in _MODULES.items())
     if tried:
@@ -235,8 +237,12 @@ def _unknown(path: str, tried: Sequence[str] = ()) -> FormatError:
         there = f"a file of {os.path.getsize(path)} bytes that begins with {head!r}"
     elif os.path.isdir(path):
         there = "an empty folder"
+    elif os.path.lexists(path):
+        there = "neither a file nor a folder"
+    elif not glob.has_magic(path) and (paths := _shard_paths(path)) is not None:
+        return ShardNotFoundError(path, paths.missing(), f"nothing else has this name either; {where_to_look(paths)}")
     else:
-        there = "neither a file nor a folder" if os.path.lexists(path) else "nothing of this name"
+        there = "nothing of this name"
     return FormatError(
         f"{path}: no known packed data; found {there}. Looked for {looked}."
         " Say which it is with format (--from) to hear what is wrong with it"
@@ -245,10 +251,16 @@ def _unknown(path: str, tried: Sequence[str] = ()) -> FormatError:
 
 def prefix_of(path: str) -> str:
     """The path without one of the suffixes that a shard's files have."""
+    paths = _shard_paths(path)
+    return path if paths is None else paths.prefix
+
+
+def _shard_paths(path: str) -> ShardPaths | None:
+    """The files of a shard that this may be a path of; None for a folder, or nothing but a suffix."""
     try:
-        return ShardPaths.of(path).prefix
+        return ShardPaths.of(path)
     except FormatError:
-        return path  # a folder, or nothing but a suffix
+        return None
 
 
 def places(path: str, name: str, role: str, *, written: bool = False) -> list[Place]:
@@ -383,6 +395,7 @@ class JoinedReader:
 def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
     """What is known of files together, the first of which is at ``path``. FormatError: of different tokenizers."""
     first = specs[0]
+    trained = [spec.num_trained_tokens for spec in specs if spec.num_trained_tokens is not None]
     pads = {spec.pad_id for spec in specs} - {None}
     tokenizers = {_tokenizer_of(spec) for spec in specs} - {None}
     for what, values in (("pad ids", pads), ("tokenizers", tokenizers)):
@@ -400,6 +413,7 @@ def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
         capacity=max(spec.capacity for spec in specs),
         sequence_multiple=math.gcd(*(spec.sequence_multiple for spec in specs)),
         pad_id=next(iter(pads), None),
+        num_trained_tokens=sum(trained) if len(trained) == len(specs) else None,
         # What all of them say.
         metadata={
             key: value

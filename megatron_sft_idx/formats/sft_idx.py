@@ -45,6 +45,7 @@ def spec_of(header: Header) -> PackedSpec:
         capacity=header.capacity,
         sequence_multiple=header.sequence_multiple,
         pad_id=header.pad_id,
+        num_trained_tokens=header.num_trained_tokens,
         # The writer's revision is of the file that was read, not of what will be written.
         metadata={key: value for key, value in header.metadata.items() if key != "format_writer"},
     )

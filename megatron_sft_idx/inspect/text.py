@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from html import escape
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.packs.run import windows
-from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.storage.progress import Update
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "marked_runs",
     "on_one_line",
     "shortened",
+    "show_pack",
     "shown_nbytes",
     "trained_tokens",
 ]
@@ -119,14 +122,61 @@ def mark_pack(
     lines = []
     for number, (start, stop) in enumerate(pairwise(boundaries)):
         weights = trained_tokens(loss_mask[start:stop])
-        rule = (
-            f"── sequence {number}, positions {start} to {stop - 1}, "
-            f"{np.count_nonzero(weights)} of {stop - start} tokens trained ──"
-        )
+        rule = _rule(number, start, stop, weights)
         lines.append(f"{DIM}{rule}{RESET}" if color else rule)
         marked = (_marked(text, weight, color) for text, weight, _ in marked_runs(ids[start:stop], weights, decode))
         lines.append("".join(marked).removesuffix("\n"))
     return "\n".join(lines)
+
+
+class MarkedPack:
+    """A pack as people read it: printed as ``mark_pack`` has it, in a notebook with trained text highlighted."""
+
+    def __init__(self, pack: Pack, decode: Decode) -> None:
+        self._pack, self._decode = pack, decode
+
+    def __repr__(self) -> str:
+        pack = self._pack
+        return mark_pack(pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"].tolist(), self._decode)
+
+    def _repr_html_(self) -> str:
+        pack, parts = self._pack, []
+        for number, (start, stop) in enumerate(pairwise(pack["seq_boundaries"].tolist())):
+            weights = trained_tokens(pack["loss_mask"][start:stop])
+            runs = marked_runs(pack["input_ids"][start:stop], weights, self._decode)
+            text = "".join(
+                f'<mark title="weight {weight:g}">{escape(text)}</mark>' if weight else escape(text)
+                for text, weight, _ in runs
+            )
+            parts.append(f"<small>{_rule(number, start, stop, weights)}</small>")
+            parts.append(f'<pre style="white-space: pre-wrap; overflow-wrap: anywhere">{text}</pre>')
+        return f"<div>{''.join(parts)}</div>"
+
+
+def show_pack(pack: Pack, tokenizer: Any = None) -> MarkedPack:
+    """A pack to be looked at, printed or at the end of a notebook's cell; what is trained on is marked.
+
+    Args:
+        pack: ``ds[i]`` of any dataset of this package.
+        tokenizer: what made its ids: a local folder or file, or an object with ``decode``, such as one of
+            transformers'; None shows ids.
+
+    Raises:
+        FormatError: there is no tokenizer at the path.
+    """
+    if tokenizer is None:
+        return MarkedPack(pack, ids_as_text)
+    if isinstance(tokenizer, (str, os.PathLike)):
+        from megatron_sft_idx.chat.tokenizer.tokenizer import load_tokenizer
+
+        tokenizer = load_tokenizer(os.fspath(tokenizer), backend="tokenizers")
+    return MarkedPack(pack, tokenizer.decode)
+
+
+def _rule(number: int, start: int, stop: int, weights: NDArray[np.float32]) -> str:
+    """What is said above a sequence."""
+    trained = np.count_nonzero(weights)
+    return f"── sequence {number}, positions {start} to {stop - 1}, {trained} of {stop - start} tokens trained ──"
 
 
 def marked_runs(

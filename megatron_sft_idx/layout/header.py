@@ -295,6 +295,16 @@ class Header:
         return _header_of(field_values(raw), raw)
 
 
+def shown_counts(of: Any) -> str:
+    """What a header, or what is known of data of another format, counts, for people; trained tokens may be unknown."""
+    trained = of.num_trained_tokens
+    share = "" if trained is None else f", {100 * trained / max(1, of.num_tokens):.1f}% trained"
+    return (
+        f"{of.num_packs:,} packs of up to {of.capacity:,} tokens, {of.num_sequences:,} sequences,"
+        f" {of.num_tokens:,} tokens{share}"
+    )
+
+
 def data_nbytes(values: Mapping[str, Any]) -> dict[str, int]:
     """Sizes of the data files by a header's fields, by suffix; without those whose dtype code means nothing."""
     sizes = {".idx": idx_nbytes(values["num_packs"]), ".seq.bin": 4 * values["num_sequences"]}

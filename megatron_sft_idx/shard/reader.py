@@ -17,6 +17,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import check_name
+from megatron_sft_idx.layout.header import shown_counts
 from megatron_sft_idx.shard.columns import ShardColumn, ShardColumns, open_column
 from megatron_sft_idx.shard.opening import Files, checked_packs, open_files, read_header, require_same, runs_of
 from megatron_sft_idx.storage import (
@@ -174,7 +175,8 @@ class Shard:
         return self.files.num_packs
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.prefix!r}, backend={self.backend!r})"
+        held = f": {shown_counts(self._files.header)}" if self._files is not None else ""
+        return f"<{type(self).__name__} {self.prefix}{held}; backend {self.backend}>"
 
     @overload
     def __getitem__(self, index: int | np.integer[Any]) -> Pack: ...
