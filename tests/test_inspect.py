@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chats import ROOT, TOKENIZER, command, files_of, preprocess
+from chats import CHATS, ROOT, TOKENIZER, command, files_of, preprocess
 from object_folders import serve_folder
 from packs import demo_samples, sample_of, write_samples
 from tokenizers import Tokenizer
@@ -102,6 +102,8 @@ def test_color_is_for_terminals_that_have_it(
     monkeypatch.setenv("NO_COLOR", no_color)
     with contextlib.redirect_stdout(Terminal()) as out:
         assert main(["inspect", str(chats), "--pack", "0"]) == 0
+        inputs = ["--input", str(CHATS), "--tokenizer", str(TOKENIZER), "--seq-length", "1024", "--output-prefix", "x"]
+        assert main(["preprocess", *inputs, "--turns", "whole", "--dry-run"]) == 0
     assert ("\x1b[" in out.getvalue(), "[[" in out.getvalue()) == (colored, not colored)
 
 

@@ -293,11 +293,19 @@ def test_no_option_is_one_of_torchruns(script: ModuleType) -> None:
             1,
             r"pretrain_sft.py: error: --vocab-size 128: the data's tokenizer has 2000 tokens.*",
         ),
+        (
+            ["--global-batch-size", "3"],
+            1,
+            r"pretrain_sft.py: error: global batch size 3 is no multiple .*; make it one.*",
+        ),
+        (["--split", "abc"], 1, r"pretrain_sft.py: error: split 'abc': expected parts of all packs, such as 98,1,1"),
+        (["--num-attention-heads", "7"], 2, r"pretrain_sft.py: error: --hidden-size \d+ is no multiple of --num-.*"),
+        (["--micro-batch-size", "0"], 2, r"pretrain_sft.py: error: .*'0': expected a whole number from 1 .*"),
         (["--load", "nowhere"], 2, r"pretrain_sft.py: error: --load nowhere: no checkpoint is here.*"),
     ],
 )
 def test_errors_are_one_line(more: list[str], code: int, line: str, data: Path) -> None:
-    ranks = 2 if "--data-path" in more else 1
+    ranks = 2 if more[0] in ("--data-path", "--global-batch-size") else 1
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if ranks > 1 else []
     done = subprocess.run(
         [sys.executable, *torchrun, str(ROOT / "tools/pretrain_sft.py"), *options(data, *more)],

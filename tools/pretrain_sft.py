@@ -47,7 +47,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_sft_idx.cli.options import add_read_options, given, read_options
+from megatron_sft_idx.cli.options import add_read_options, given, positive, read_options
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live.live_training import LiveData, add_live_options, check_live_options, is_live, open_live
@@ -97,15 +97,15 @@ def build_parser() -> argparse.ArgumentParser:
     data.add_argument("--split", default="1,0,0", help="parts for training, validation and test, such as 98,1,1")
     data.add_argument("--data-cache-path", help="folder for indices that are built once")
     data.add_argument("--object-storage-cache-path", help="folder for the index files of shards at s3:// or msc://")
-    data.add_argument("--seq-length", type=int, required=True, help="positions of a training row")
+    data.add_argument("--seq-length", type=positive, required=True, help="positions of a training row")
     data.add_argument("--repack", action="store_true", help="plan packs for --seq-length at start-up; rewrites nothing")
     add_read_options(data)
 
     model = parser.add_argument_group("model")
-    model.add_argument("--num-layers", type=int, default=2)
-    model.add_argument("--hidden-size", type=int, default=64)
-    model.add_argument("--num-attention-heads", type=int, default=4)
-    model.add_argument("--vocab-size", type=int, help="rows of the embedding; default: enough for the tokenizer")
+    model.add_argument("--num-layers", type=positive, default=2)
+    model.add_argument("--hidden-size", type=positive, default=64)
+    model.add_argument("--num-attention-heads", type=positive, default=4)
+    model.add_argument("--vocab-size", type=positive, help="rows of the embedding; default: enough for the tokenizer")
     model.add_argument("--init-method-std", type=float, default=0.02)
     model.add_argument("--bf16", action="store_true", help="train in bfloat16; te needs it")
     model.add_argument(
@@ -117,8 +117,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     training = parser.add_argument_group("training")
-    training.add_argument("--micro-batch-size", type=int, default=1)
-    training.add_argument("--global-batch-size", type=int, default=4)
+    training.add_argument("--micro-batch-size", type=positive, default=1)
+    training.add_argument("--global-batch-size", type=positive, default=4)
     training.add_argument("--balance-attention", action="store_true", help="give processes equal attention to compute")
     training.add_argument("--train-iters", type=int, help="steps; default: 50, but to be given with live data")
     training.add_argument("--eval-iters", type=int, default=0, help="validation steps after training")
@@ -168,6 +168,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--loss-by-source: batches of live data have no columns; leave it out, or train on shards")
     if args.save and find_spec("psutil") is None:  # megatron.core would wait for ever as it writes a checkpoint
         parser.error("--save needs psutil: pip install 'megatron-sft-idx[megatron]'")
+    if args.hidden_size % args.num_attention_heads:
+        parser.error(f"--hidden-size {args.hidden_size} is no multiple of --num-attention-heads")
     check_checkpoints(args, parser)
     args.read = read_options(args, parser)
     args.train_iters = 50 if args.train_iters is None else args.train_iters

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_sft_idx.chat.tokenizer.tokenizer import load_tokenizer
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, natural, positive, writable
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, in_color, natural, positive, writable
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.diff import compare_shards, diff_lines
 from megatron_sft_idx.inspect.page import PAGE, make_page
@@ -164,9 +164,7 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
     pack = shard[arguments.pack]
     ids, mask, bounds = pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"].tolist()
     if not arguments.json:
-        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        color = sys.stdout.isatty() and not plain
-        print(mark_pack(ids, mask, bounds, decode or ids_as_text, color=color))
+        print(mark_pack(ids, mask, bounds, decode or ids_as_text, color=in_color()))
         return 0
     sequences = []
     for sequence, (some, labels) in enumerate(shard.sequences(arguments.pack)):

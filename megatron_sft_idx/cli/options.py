@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from copy import copy
 from pathlib import Path
 from typing import Any, get_args
@@ -25,6 +26,7 @@ __all__ = [
     "add_read_options",
     "add_staging",
     "given",
+    "in_color",
     "local_path",
     "natural",
     "nbytes",
@@ -68,6 +70,11 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 def given(arguments: argparse.Namespace) -> dict[str, Any]:
     """The parsed options by the names of ``tokenize.preprocess``, which calls the tokenizer what it is."""
     return {**vars(arguments), "tokenizer": arguments.tokenizer_model}
+
+
+def in_color() -> bool:
+    """Whether what is printed may be coloured: by a terminal that can, and nobody who said no (no-color.org)."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def positive(text: str) -> int:

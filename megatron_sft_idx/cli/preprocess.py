@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatron_sft_idx.cli.options import (
     add_output_options,
     add_packing_options,
     given,
+    in_color,
     natural,
 )
 from megatron_sft_idx.errors import FormatError
@@ -264,5 +264,5 @@ def _show(seen: Preview) -> None:
     if len(seen.first_ids):
         print("the first sequence, trained tokens marked:\n")
         boundaries = [0, len(seen.first_ids)]
-        print(mark_pack(seen.first_ids, seen.first_mask, boundaries, seen.decode, color=sys.stdout.isatty()))
+        print(mark_pack(seen.first_ids, seen.first_mask, boundaries, seen.decode, color=in_color()))
     print("\nnothing was written")

@@ -512,7 +512,8 @@ class LiveChunks(LiveShards):
             except OSError as error:
                 self._may_mark = False
                 logger.warning(
-                    "%s: completed chunks cannot be marked here (%s), so their producer will not delete them",
+                    "%s: completed chunks cannot be marked here (%s), so their producer will not delete them; let this"
+                    " process write in the folder",
                     self.folder,
                     error.strerror,
                 )

@@ -174,7 +174,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     if args.save is None and leads:
         logger.warning(
             "%s: no --save: a run without checkpoints acknowledges nothing, so no shard is removed behind it and a"
-            " producer with --max-ahead-shards or --max-ahead-gb comes to wait for it without end",
+            " producer with --max-ahead-shards or --max-ahead-gb comes to wait for it without end; give --save",
             folder,
         )
     ending: AbstractContextManager[None] = nullcontext()

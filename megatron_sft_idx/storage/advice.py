@@ -236,7 +236,7 @@ def ask_huge_pages(path: str, array: Array) -> None:
         except OSError as error:  # a kernel without them
             why = error.strerror
     if why:
-        logger.warning("%s: no huge pages: %s; reading goes on with small ones", path, why)
+        logger.warning("%s: no huge pages: %s; reading goes on with small ones, as it does unasked", path, why)
 
 
 def _obstacle(path: str) -> str | None:

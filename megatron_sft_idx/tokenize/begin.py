@@ -41,6 +41,14 @@ __all__ = [
 ]
 
 _MAX_NBYTES = 1 << 28
+# Options, as ``_differences`` calls them, that decide over what a chat template makes of a row.
+_IN_TEMPLATE = tuple(
+    f"{name.replace('_', ' ')} "
+    for name in (
+        *("allow_control_tokens", "partial_markers", "template_date", "template_kwargs"),
+        *("train_on", "train_on_thinking", "train_on_tool_calls", "turns"),
+    )
+)
 _VERSION = 2
 _LOCK = "run.journal"
 _BEGIN = b'{"version":'
@@ -298,7 +306,10 @@ _Start = tuple[RunState, Shard | None, bool]
 def option_differences(found: Mapping[str, Any], encoder: RowEncoder) -> list[str]:
     """What of the options that decide over tokens and masks is another in ``found``, a header's metadata."""
     wanted = encoder.describe()
-    return list(_differences({key: found.get(key) for key in wanted}, wanted))
+    differs = list(_differences({key: found.get(key) for key in wanted}, wanted))
+    # A template's fingerprint covers options too: where one of those is named, it says no more.
+    others = [each for each in differs if not each.startswith("chat template ")]
+    return others if any(each.startswith(_IN_TEMPLATE) for each in others) else differs
 
 
 def packing_differences(found: Mapping[str, Any], packing: PackOptions) -> list[str]:

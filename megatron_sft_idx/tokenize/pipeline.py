@@ -501,7 +501,9 @@ class Summary:
                 f" {packing.untrained_by_cut:,} labels lost to cuts"
             )
         if packing.masked_packs:
-            lines.append(f"warning         {packing.masked_packs:,} packs have no token to train on")
+            lines.append(
+                f"warning         {packing.masked_packs:,} packs have no token to train on: inspect names them"
+            )
         for name, count in (corpus.notes if corpus else {}).items():
             lines.append(f"note            {count:,} {_NOTES.get(name, name.replace('_', ' '))}")
         lines.append("seconds         " + ", ".join(f"{stage} {taken:.1f}" for stage, taken in self.seconds.items()))

@@ -208,7 +208,13 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
         if masked := shards.total("num_masked_packs"):
             what = "sequences" if len(shards) == shards.num_sequences else "packs"
             log_single_rank(
-                logger, logging.WARNING, "%s: %d of %d %s train no token at all", path, masked, len(shards), what
+                logger,
+                logging.WARNING,
+                "%s: %d of %d %s train no token at all; megatron-sft-idx inspect names them",
+                path,
+                masked,
+                len(shards),
+                what,
             )
         if self.index_only_packing:
             require_fit(shards, self.plan_options)
@@ -254,6 +260,8 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
     def _check_split(self, path: str, split: Split, ends: tuple[float, float], shards: ShardSet) -> None:
         what = "sequences" if self.index_only_packing else "packs"
         count = shards.num_sequences if self.index_only_packing else len(shards)
+        if not ends[0] <= ends[1]:  # no number, or none above 0
+            raise FormatError(f"split {self.split!r}: expected parts of all {what}, such as 98,1,1")
         # As Megatron's builder rounds.
         if round(ends[0] * float(count)) >= round(ends[1] * float(count)):
             raise FormatError(

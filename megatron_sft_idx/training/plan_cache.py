@@ -100,7 +100,12 @@ def load_or_make(folder: str | None, key: str, make: Callable[[], PlacedPlan]) -
         except (OSError, FormatError) as error:
             if os.path.exists(path):  # where there are no locks, another process may have been faster
                 return _load(path)
-            logger.warning("%s: the packing plan cannot be cached (%s); every process packs for itself", path, error)
+            logger.warning(
+                "%s: the packing plan cannot be cached (%s), so every process packs for itself; name a folder that"
+                " can be written: path_to_cache (--data-cache-path)",
+                path,
+                error,
+            )
             return plan
     return _load(path)
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.training.rows import rows_of
 
 __all__ = ["PADDING", "PackedBatchSampler", "deal"]
@@ -111,7 +112,7 @@ class PackedBatchSampler:
             ``BlendedDataset``, which knows no such rows; its ``rows_of`` do.
 
     Raises:
-        ValueError: numbers that do not go together.
+        FormatError: numbers that do not go together.
     """
 
     def __init__(
@@ -133,32 +134,32 @@ class PackedBatchSampler:
         # Only where costs are asked for: a blend's rows open all of its members.
         self._rows: Any = dataset if not balance_attention or hasattr(dataset, "attention_costs") else rows_of(dataset)
         if micro_batch_size < 1 or not 0 <= data_parallel_rank < data_parallel_size:
-            raise ValueError(
+            raise FormatError(
                 f"micro-batch size {micro_batch_size}, rank {data_parallel_rank} of {data_parallel_size}; sizes are at"
                 " least 1 and ranks count from 0"
             )
         if not 0 <= consumed_samples < self.total_samples:
-            raise ValueError(
+            raise FormatError(
                 f"{consumed_samples} of {self.total_samples} samples are consumed, nothing is left; build the data set"
                 " with a larger number of samples"
             )
         self._window = micro_batch_size * data_parallel_size
         if global_batch_size is not None and (global_batch_size < 1 or global_batch_size % self._window):
-            raise ValueError(
+            raise FormatError(
                 f"global batch size {global_batch_size} is no multiple of micro-batch size {micro_batch_size} x"
-                f" {data_parallel_size} data-parallel ranks"
+                f" {data_parallel_size} data-parallel ranks; make it one of {self._window}"
             )
         if balance_attention:
             if global_batch_size is None:
-                raise ValueError("balance_attention deals out global batches: give global_batch_size")
+                raise FormatError("balance_attention deals out global batches: give global_batch_size")
             if consumed_samples % global_batch_size:
-                raise ValueError(
+                raise FormatError(
                     f"{consumed_samples} consumed samples end inside a global batch of {global_batch_size}; with"
                     " balance_attention go on from the end of one"
                 )
             self._window = global_batch_size
         if not drop_last and hasattr(dataset, "dataset_index"):
-            raise ValueError(
+            raise FormatError(
                 "drop_last=False fills up with masked rows, which Megatron's BlendedDataset has not; sample and load"
                 " rows_of(dataset) (megatron_sft_idx.training.rows) instead"
             )

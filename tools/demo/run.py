@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from megatron_sft_idx import SFTIndexedDataset
+from megatron_sft_idx.cli.options import in_color
 from megatron_sft_idx.inspect.text import mark_pack
 
 CHATS = "tools/demo/chats.jsonl"
@@ -97,7 +98,7 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(f"{TOKENIZER}/tokenizer.json")
     check_sequences(dataset, tokenizer)
 
-    color = sys.stdout.isatty()
+    color = in_color()
     print(f"\nPack 0; what is {'green' if color else 'in [[ ]]'} is trained on:\n")
     pack = dataset[0]
     ids, mask, boundaries = pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"]
