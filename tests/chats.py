@@ -18,6 +18,8 @@ CHATS = ROOT / "tools/demo/chats.jsonl"
 TOKENIZER = ROOT / "tools/demo/tokenizer"
 GENERATION_TEMPLATE = ROOT / "tools/demo/chat_template_generation.jinja"
 SUFFIXES = (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")
+# What preprocess makes.
+MADE = SUFFIXES
 
 
 class Outcome(NamedTuple):
@@ -65,8 +67,10 @@ def write_rows(path: Path, rows: Any) -> Path:
 
 
 def files_of(prefix: Path) -> dict[str, bytes]:
-    """The bytes of a shard, by suffix."""
-    return {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in SUFFIXES}
+    """The bytes of a shard and of its columns, by suffix."""
+    columns = [path.name.removeprefix(prefix.name) for path in prefix.parent.glob(f"{prefix.name}.*.col")]
+    suffixes = (*SUFFIXES, *(suffix for suffix in columns if suffix.count(".") == 2))
+    return {suffix: Path(f"{prefix}{suffix}").read_bytes() for suffix in suffixes}
 
 
 def sequences_of(prefix: Path) -> list[tuple[np.ndarray, np.ndarray]]:

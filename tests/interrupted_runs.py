@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import CHATS, SUFFIXES, Outcome, files_of, preprocess, remains, write_rows
+from chats import CHATS, MADE, Outcome, files_of, preprocess, remains, write_rows
 from packs import opens
 
 from megatron_sft_idx.produce import production
@@ -109,7 +109,7 @@ class Case:
         resumed = self.run(prefix, "--resume", *more)
         assert resumed.code == 0, resumed
         assert files_of(prefix) == self.files
-        assert remains(prefix.parent) == sorted(f"x{suffix}" for suffix in SUFFIXES)
+        assert remains(prefix.parent) == sorted(f"x{suffix}" for suffix in MADE)
         counts = self.counts_of(prefix)
         if counts["corpus"]["reused"]:
             # The corpus was finished; its header has the number of bad rows only.

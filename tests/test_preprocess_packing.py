@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from chats import SUFFIXES, command, files_of, preprocess, remains, sequences_of
+from chats import MADE, command, files_of, preprocess, remains, sequences_of
 
 from megatron_sft_idx.shard import Shard
 
@@ -25,7 +25,7 @@ def test_overlong_is_an_error_that_keeps_the_corpus_for_the_next_run(tmp_path):
     again = preprocess(tmp_path / "x", "--overlong", "split", rows=LONG, capacity=256)
     assert again.code == 0, again
     assert "corpus reused" in again.out
-    assert remains(tmp_path) == sorted(f"x{suffix}" for suffix in SUFFIXES)
+    assert remains(tmp_path) == sorted(f"x{suffix}" for suffix in MADE)
 
 
 def test_a_corpus_of_other_input_is_not_reused(tmp_path):

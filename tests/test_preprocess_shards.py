@@ -7,7 +7,7 @@ import signal
 
 import numpy as np
 import pytest
-from chats import CHATS, SUFFIXES, command, files_of, preprocess, remains
+from chats import CHATS, MADE, command, files_of, preprocess, remains
 from interrupted_runs import be_quick
 from kills import killed_at
 
@@ -107,7 +107,7 @@ def test_shards_that_are_done_are_kept_and_the_others_made(tmp_path):
     assert (other.code, "packing seed was 0, is 3" in other.err) == (1, True)
     assert preprocess(prefix, *THREE, "--resume").code == 0
     assert os.stat(prefix.parent / f"{PARTS[0]}.bin").st_ino == first
-    assert remains(prefix.parent) == sorted(f"{name}{suffix}" for name in PARTS for suffix in SUFFIXES)
+    assert remains(prefix.parent) == sorted(f"{name}{suffix}" for name in PARTS for suffix in MADE)
     for name in PARTS:
         assert files_of(prefix.parent / name) == files_of(tmp_path / "calm" / name)
     found = preprocess(prefix, *THREE, "--resume")
@@ -118,7 +118,7 @@ def test_a_shard_that_was_lost_is_made_again(tmp_path):
     prefix = tmp_path / "x"
     assert preprocess(prefix, *THREE, "--input", CHATS).code == 0
     before = {name: files_of(tmp_path / name) for name in PARTS}
-    for suffix in SUFFIXES:
+    for suffix in MADE:
         (tmp_path / f"{PARTS[1]}{suffix}").unlink()
     assert preprocess(prefix, *THREE, "--input", CHATS, "--resume").code == 0
     assert {name: files_of(tmp_path / name) for name in PARTS} == before

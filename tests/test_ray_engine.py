@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from chats import CHATS, ROOT, SUFFIXES, TOKENIZER, files_of, preprocess, remains, write_rows
+from chats import CHATS, MADE, ROOT, TOKENIZER, files_of, preprocess, remains, write_rows
 from interrupted_runs import some_rows
 from ray_clusters import cluster_of, killing, require_ray
 
@@ -70,7 +70,7 @@ def test_same_bytes_and_counts_as_here_with_a_worker_and_a_node_killed(nodes, ca
     assert done.code == 0, done
     nodes.mend()
     assert len(killed) == 1
-    assert remains(there.parent) == sorted(f"{name}{suffix}" for name in NAMES for suffix in SUFFIXES)
+    assert remains(there.parent) == sorted(f"{name}{suffix}" for name in NAMES for suffix in MADE)
     for name in NAMES:
         assert files_of(there.parent / name) == files_of(tmp_path / "local" / name)
     assert counts(tmp_path / "r.json") == counts(tmp_path / "l.json")
@@ -108,7 +108,7 @@ def test_a_corpus_that_is_kept_is_the_local_one(nodes, case, tmp_path):
         assert engine(tmp_path / where / "x", *options, "--keep-corpus", *SHARDS).code == 0
     for name in ("x.unpacked", *NAMES):
         assert files_of(tmp_path / "ray" / name) == files_of(tmp_path / "local" / name)
-    wanted = sorted(f"{name}{suffix}" for name in ("x.unpacked", *NAMES) for suffix in SUFFIXES)
+    wanted = sorted(f"{name}{suffix}" for name in ("x.unpacked", *NAMES) for suffix in MADE)
     assert remains(tmp_path / "ray") == wanted
 
 

@@ -102,6 +102,13 @@ def add_parser(verbs: Verbs) -> None:
         help="keep the tokenised corpus, an unpacked shard, at PREFIX.unpacked",
     )
     group.add_argument(
+        "--source",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="write the column source: of every sequence, which row of which file it was made from"
+        " (default: %(default)s)",
+    )
+    group.add_argument(
         "--resume",
         action="store_true",
         help="go on with a run that was interrupted or killed, to the same bytes; refused where input or options"

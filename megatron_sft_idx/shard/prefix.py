@@ -82,7 +82,7 @@ def lock_journal(paths: ShardPaths, *, create: bool, shared: bool = False) -> in
     return lock_file(paths.journal, MAGICS, create=create, shared=shared, busy=busy)
 
 
-def places_of(prefix: str, role: str, *, written: bool = False) -> list[Place]:
+def places_of(prefix: str | ShardPaths, role: str, *, written: bool = False) -> list[Place]:
     """The files of a shard, there or not, for ``require_apart``; one that is written has other names first."""
     paths = ShardPaths.of(prefix)
     before = [paths.journal, *paths.unpublished.all] if written else []

@@ -124,6 +124,10 @@ class Job(NamedTuple):
         """Prefix of the tokenised corpus, where it is kept."""
         return corpus_prefix(self.options.prefix)
 
+    def written(self, prefix: str) -> ShardPaths:
+        """The files that the run writes at a prefix of its own."""
+        return ShardPaths.of(prefix).with_columns(["source"] if self.encoder.options.source else [])
+
     @property
     def folder(self) -> RunFolder:
         """Of the parts."""
@@ -404,7 +408,7 @@ def begin(job: Job) -> _Start:
 def _begin(job: Job, there: RunState | None) -> _Start:
     """A run that does not go on with an interrupted one; all parts of the same input serve it, and so does a corpus."""
     for prefix in job.outputs:
-        check_free(ShardPaths.of(prefix), overwrite=job.options.overwrite)
+        check_free(job.written(prefix), overwrite=job.options.overwrite)
     if not job.options.overwrite:
         for prefix in (*job.outputs, *([job.corpus] if job.options.keep_corpus else [])):
             if os.path.lexists(journal := ShardPaths.of(prefix).journal):
@@ -471,7 +475,7 @@ def _require_same_shards(job: Job) -> None:
     for prefix in job.outputs:
         paths = ShardPaths.of(prefix)
         if paths.missing():
-            check_free(paths, overwrite=False)
+            check_free(job.written(prefix), overwrite=False)
             continue
         found = read_header(prefix).metadata
         if differs := packing_differences(found, job.options.packing) or option_differences(found, job.encoder):
@@ -546,5 +550,5 @@ def _find_corpus(job: Job, *, overwrite: bool) -> Shard | None:
     if job.options.keep_corpus:
         if not paths.missing() and not overwrite:
             raise _is_other(job.corpus, differs)
-        check_free(paths, overwrite=overwrite)
+        check_free(job.written(job.corpus), overwrite=overwrite)
     return None

@@ -56,7 +56,7 @@ class EncodingOptions:
     span_by_span: bool = False
     straddling: Literal["include", "exclude"] = "include"
     on_bad_row: Literal["error", "skip"] = "error"
-    source: bool = True
+    source: bool = False
     tokenizer_proof: str = ""
 
 

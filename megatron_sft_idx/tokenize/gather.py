@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.packs.split import part_prefix, refuse_other_splits
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, read_header
@@ -203,9 +204,10 @@ def output_prefixes(prefix: str, shards: int) -> list[str]:
     return [prefix] if shards == 1 else [part_prefix(prefix, number, shards) for number in range(shards)]
 
 
-def require_outputs_apart(prefixes: Sequence[str], reads: Iterable[Place]) -> None:
-    """FormatError where shards at these prefixes would replace what is read for them."""
-    require_apart([place for path in prefixes for place in places_of(path, "the output", written=True)], reads)
+def require_outputs_apart(prefixes: Sequence[str], reads: Iterable[Place], columns: Iterable[str] = ()) -> None:
+    """FormatError where shards at these prefixes, with these columns, would replace what is read for them."""
+    paths = [ShardPaths.of(prefix).with_columns(columns) for prefix in prefixes]
+    require_apart([place for each in paths for place in places_of(each, "the output", written=True)], reads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +222,7 @@ class Output:
         options: how its packs came about.
         metadata: of its header.
         overwrite: whether it may replace another one.
+        columns: that are beside its tokens, by name.
     """
 
     prefix: str
@@ -229,6 +232,7 @@ class Output:
     options: PackOptions
     metadata: dict[str, Any]
     overwrite: bool
+    columns: Mapping[str, ColumnSpec]
 
     def found(self) -> Header | None:
         """The header of this very shard, where it is set aside, or published and not to be replaced."""
@@ -239,7 +243,8 @@ class Output:
             return None
         else:
             header = read_header(self.prefix)
-        same = {**header.metadata, "format_writer": None} == {**self.metadata, "format_writer": None}
+        written: dict[str, Any] = {"format_writer": None, "columns": None}
+        same = header.metadata | written == self.metadata | written
         return header if same else None
 
     def writer(self) -> ShardWriter:
@@ -253,6 +258,7 @@ class Output:
             pad_id=self.pad_id,
             overwrite=self.overwrite,
             metadata=self.metadata,
+            columns=self.columns,
         )
 
 
@@ -429,6 +435,7 @@ class CorpusReader:
 
     Attributes:
         lengths: tokens of each sequence, int64 [sequences].
+        columns: what is known of each besides, by name.
     """
 
     mask_alignment: MaskAlignment = "label"
@@ -438,6 +445,12 @@ class CorpusReader:
         self._tokens, self._loss = source.files.tokens[:], source.files.loss[:]
         self._bounds = source.sequence_bounds()
         self.lengths = np.diff(self._bounds)
+        self.columns = dict(source.columns)
+        if others := [name for name, column in self.columns.items() if column.spec.per != "sequence"]:
+            raise FormatError(
+                f"{source.prefix}: column {others[0]} has a row a {self.columns[others[0]].spec.per}; packing carries"
+                " those of sequences only"
+            )
 
     def read(self, run: PackedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
         """Ids and label-aligned masks of these packs, end to end, and columns by name, a row a sequence."""
@@ -451,7 +464,7 @@ class CorpusReader:
             _native.gather_sequences(array, starts, starts + lengths, in_order, out)
         # Where a sequence was cut its last label is gone; elsewhere this is zero already (rule P6).
         mask[np.cumsum(lengths) - 1] = 0
-        return ids, mask, {}
+        return ids, mask, {name: column.values[:][run.sequences] for name, column in self.columns.items()}
 
     def count_trained(self, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
         """How many of the tokens at these positions of these sequences are trained on; none is a first one."""
@@ -556,7 +569,7 @@ def publish_shards(
             if keep and (found := output.found()) is not None:
                 headers[number] = found
             else:
-                check_free(ShardPaths.of(output.prefix), overwrite=output.overwrite)
+                check_free(ShardPaths.of(output.prefix).with_columns(output.columns), overwrite=output.overwrite)
         missing = [number for number in range(len(outputs)) if number not in headers]
         for number in missing if keep else ():
             drop_build(ShardPaths.of(outputs[number].prefix))
@@ -602,10 +615,11 @@ def pack_shard(
     """
     for path in (source.prefix, prefix):
         require_local(path, "packing")
-    require_outputs_apart(output_prefixes(prefix, shards), places_of(source.prefix, "the shard to be packed"))
+    reader, header = CorpusReader(source), source.header
+    reads = places_of(ShardPaths.of(source.prefix).with_columns(reader.columns), "the shard to be packed")
+    require_outputs_apart(output_prefixes(prefix, shards), reads, reader.columns)
     if shards > 1:
         refuse_other_splits(prefix, shards)
-    reader, header = CorpusReader(source), source.header
     packing = plan_packs(reader.lengths, options, shards=shards, source=source.prefix)
     # Packed shards call the sequences by their input where they were tokenised from it, else by their id.
     identity = (None if "packing" in header.metadata else header.source) or header.shard_id.hex()
@@ -618,6 +632,7 @@ def pack_shard(
         mask_dtype=header.mask_dtype.name,
         pad_id=header.pad_id,
         overwrite=overwrite,
+        columns={name: column.spec for name, column in reader.columns.items()},
     )
     total = len(packing.cuts.lengths)
     with Progress("packing", total, unit="seq", log_interval=log_interval, items="sequences") as progress:

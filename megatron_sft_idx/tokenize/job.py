@@ -90,6 +90,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     output_shards: int = 1,
     staging: str = STAGING,
     keep_corpus: bool = False,
+    source: bool = False,
     overwrite: bool = False,
     resume: bool = False,
     summary: StrPath | None = None,
@@ -185,6 +186,7 @@ def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
             require_assistant=given["train_on"] != "all",
         ),
         **{name: given[name] for name in same},
+        source=given.get("source", False),  # produce has no such option
     )
 
 

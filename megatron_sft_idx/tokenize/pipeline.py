@@ -31,6 +31,7 @@ from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, total_bytes
 from megatron_sft_idx.chat.pieces import iter_pieces
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free
 from megatron_sft_idx.storage import is_remote
@@ -110,7 +111,8 @@ class _Run:
         begin_at = time.monotonic()
         files = expand_inputs(options.inputs)
         prefixes = [*output_prefixes(options.prefix, options.output_shards), corpus_prefix(options.prefix)]
-        require_outputs_apart(prefixes, [Place(file.path, "the input") for file in files])
+        columns = ["source"] if options.encoding.source else []
+        require_outputs_apart(prefixes, [Place(file.path, "the input") for file in files], columns)
         self.options, self.log, self.stack = options, log, stack
         self.pool: Local | None = None
         if options.engine == "local":
@@ -126,6 +128,10 @@ class _Run:
         self.report = CorpusReport()
         self.paths: list[str] = []
         self.lengths: list[NDArray[np.uint32]] = []
+        # Of each part, the number of its file and how many rows of that are in others; of each file, its content.
+        self.places: list[tuple[int, int]] = []
+        self.contents = [StreamHash() for _ in files]
+        self.columns: dict[str, ColumnSpec] = {}
         self.mask_dtype = "uint8"
         self.fingerprint = ""
         self.reused = 0
@@ -199,7 +205,11 @@ class _Run:
         with self._timed("tokenising"):
             self._tokenize(engine, anew=anew)
             self.folder.write(replace(self.state, tokenized=True))
-        table = PartsTable(self.paths, np.cumsum([0, *map(len, self.lengths)], dtype=np.int64), self.mask_dtype)
+        bounds, bases = np.cumsum([0, *map(len, self.lengths)], dtype=np.int64), {}
+        if options.encoding.source:
+            bases["source"] = np.array(self.places, np.uint32)
+            self.columns["source"] = _source_column(self.job.files, self.contents)
+        table = PartsTable(self.paths, bounds, self.mask_dtype, bases)
         lengths = np.concatenate(self.lengths).astype(np.int64)
         self.lengths.clear()  # gigabytes of a large corpus
         sources = {"fingerprint": self.fingerprint, "rows": self.report.rows, "skipped": self.report.skipped}
@@ -247,7 +257,9 @@ class _Run:
                     for part in parts:
                         before = lines[stretch.number] if stretch.nbytes is not None else 0
                         self._take(part, stretch.name, before)
-                        pieces.update("".join(part.info.pieces).encode())
+                        self.places.append((stretch.number, lines[stretch.number]))
+                        for stream in (pieces, self.contents[stretch.number]):
+                            stream.update("".join(part.info.pieces).encode())
                         lines[stretch.number] += part.info.lines
         self.fingerprint = pieces.hex()
         if not any(map(len, self.lengths)):
@@ -298,6 +310,7 @@ class _Run:
             mask_dtype=table.mask_dtype,
             pad_id=self.encoder.tokenizer.pad_id,
             overwrite=self.state.overwrite,
+            columns=self.columns,
         )
         with self._progress("packing", len(packing.cuts.lengths)) as progress:
 
@@ -332,6 +345,7 @@ class _Run:
                 pad_id=self.encoder.tokenizer.pad_id,
                 overwrite=self.state.overwrite,
                 metadata=metadata,
+                columns=self.columns,
             ) as writer,
         ):
             write_packs(PartsReader(table), run, writer, progress.update)
@@ -347,6 +361,13 @@ class _Run:
             keep=options.resume,
             log_interval=options.log_interval,
         )
+
+
+def _source_column(files: Sequence[InputFile], contents: Sequence[StreamHash]) -> ColumnSpec:
+    """What the column ``source`` is: it names files without their folders, as text whatever bytes a name has."""
+    names = [os.fsencode(os.path.basename(file.path)).decode(errors="backslashreplace") for file in files]
+    listed = [{"name": name, "fingerprint": one.hex()} for name, one in zip(names, contents, strict=True)]
+    return ColumnSpec("sequence", np.uint32, 2, metadata={"files": listed})
 
 
 # ---- what became of the input, for people and for programs ----
