@@ -5,6 +5,7 @@ Older Megatron called its memory-mapped reader ``MMapIndexedDataset``; that name
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -85,9 +86,10 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         backend: of ``Shard``, such as ``"pread"``; None goes by ``mmap``.
         advice: of ``Shard``. Its ``schedule``, ``willneed`` and ``dontneed`` are there as ``ds.shard``.
         huge_pages: of ``Shard``.
+        columns: of ``Shard``: names of columns that packs come with.
 
     Raises:
-        ShardNotFoundError: some of the five files are missing.
+        ShardNotFoundError: some of the five files are missing, or a column.
         FormatError: a rule of FORMAT.md is broken, or an argument is not supported.
     """
 
@@ -106,6 +108,7 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         backend: BackendName | ReadOptions | None = None,
         advice: Advice = "normal",
         huge_pages: bool = False,
+        columns: Sequence[str] = (),
     ) -> None:
         config = object_storage_config or s3_config
         self.initialize(
@@ -120,6 +123,7 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
             backend=backend,
             advice=advice,
             huge_pages=huge_pages,
+            columns=columns,
         )
 
     def initialize(
@@ -136,6 +140,7 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         backend: BackendName | ReadOptions | None = None,
         advice: Advice = "normal",
         huge_pages: bool = False,
+        columns: Sequence[str] = (),
     ) -> None:
         """Open the shard; arguments as the constructor's."""
         if multimodal:
@@ -149,7 +154,7 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
             advice=advice,
             huge_pages=huge_pages,
         )
-        shard = Shard(path_prefix, backend=backend, copy=copy, index_cache=cache)
+        shard = Shard(path_prefix, backend=backend, copy=copy, index_cache=cache, columns=columns)
         self._take(shard, object_storage_config)
 
     def _take(self, shard: Shard, object_storage_config: Any) -> None:

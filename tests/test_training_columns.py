@@ -12,19 +12,22 @@ import numpy as np
 import pytest
 import torch
 from batch_twin import slow_column
-from columned import SPECS, write_columned
+from blends import build, config_of
+from columned import FILES, SPECS, write_columned
 from object_folders import serve_folder
 from packs import Sample, write_samples
 from torch.utils.data import DataLoader
 from training_source import random_samples
 
+from megatron_sft_idx.dataset import SFTIndexedDataset
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
+from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.shard import Shard, write_column
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler, widen
 from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
-from megatron_sft_idx.training.rows import BlendedRows, EpochOrder, PackedRows
+from megatron_sft_idx.training.rows import BlendedRows, EpochOrder, PackedRows, rows_of
 from megatron_sft_idx.training.sampler import PackedBatchSampler
 from megatron_sft_idx.training.sources import JoinedPacks, PlannedPacks, PlanOptions, StoredPacks
 
@@ -316,6 +319,48 @@ def test_a_blend_brings_the_columns_of_all_its_parts(tmp_path: Path, planned: bo
         assert all(torch.equal(batch[name][i], tensor) for name, tensor in row.items())
     copied = pickle.loads(pickle.dumps(members[0]))
     assert all(torch.equal(tensor, copied[2][name]) for name, tensor in members[0][2].items())
+
+
+def test_data_sets_of_megatrons_builder_bring_them(tmp_path: Path) -> None:
+    """A blend of packs, with workers and pickled; packed at start-up too; what the shards differ in is refused."""
+    for number in range(2):
+        write_columned(tmp_path / f"x-{number}", numbered_samples(30, 1 + 1000 * number), SOME, capacity=CAPACITY)
+    paths = [str(tmp_path / f"x-{number}") for number in range(2)]
+    names = ("token_float64", "source")
+    for options in ({}, {"index_only_packing": True}):
+        config = config_of((paths, [0.5, 0.5]), sequence_length=CAPACITY, columns=names, **options)
+        blended, _, _ = build(config, (40, 0, 0))
+        row = blended[3]
+        assert list(row)[-2:] == list(names)
+        width = config.cu_seqlens_width
+        assert [tuple(row[name].shape) for name in names] == [(CAPACITY, 3), (width - 1, 2)]
+        rows = rows_of(blended)
+        assert rows.assembler.source_files == FILES["files"]
+        loader = DataLoader(blended.datasets[0], batch_size=4, num_workers=1, collate_fn=whole_batch)
+        for name, tensor in next(iter(loader)).items():
+            assert torch.equal(tensor, torch.stack([blended.datasets[0][i][name] for i in range(4)]))
+    with pytest.raises(FormatError, match="columns source: Megatron's packing scheduler hands on none"):
+        config_of(paths[0], sequence_length=CAPACITY, columns=("source",), single_sequences=True)
+    write_columned(tmp_path / "y", numbered_samples(3), {"source": ColumnSpec("sequence", "u4")}, capacity=CAPACITY)
+    with pytest.raises(FormatError, match=r"y: column source is uint32 a sequence, in .*x-0 uint32 x 2 a sequence;"):
+        config_of(([paths[0], str(tmp_path / "y")], None), sequence_length=CAPACITY, columns=("source",))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_data_sets_bring_them_with_packs(tmp_path: Path, count: int) -> None:
+    write_shards(tmp_path, count)
+    paths = [str(tmp_path / f"x-{number}") for number in range(count)]
+    stored = [pack for path in paths for pack in Shard(path, columns=NAMES)]
+    sets: list[Any] = [open_dataset(paths, columns=NAMES), open_dataset(paths, columns=NAMES, copy=True)]
+    sets += [pickle.loads(pickle.dumps(sets[0]))]
+    if count == 1:
+        sets += [SFTIndexedDataset(paths[0], columns=NAMES), SFTIndexedDataset(paths[0], mmap=False, columns=NAMES)]
+        sets += [pickle.loads(pickle.dumps(sets[-1]))]
+    for ds in sets:
+        for i in (0, len(stored) - 1):
+            assert ds[i].keys() == stored[i].keys()
+            assert all(np.array_equal(ds[i][name], values) for name, values in stored[i].items())
+    assert all(values.flags.writeable for values in sets[1][0].values() if values.ndim)
 
 
 # ---- refused ----

@@ -39,11 +39,12 @@ class JoinedShards:
         prefixes: of the shards.
         backend: of ``ShardSet``.
         copy: hand out writable copies instead of read-only views.
+        columns: that packs come with.
         reading: ``advice`` and ``huge_pages`` of ``Shard``.
 
     Raises:
-        ShardNotFoundError: a shard is not there.
-        FormatError: a header breaks a rule.
+        ShardNotFoundError: a shard is not there, or a column of it.
+        FormatError: a header breaks a rule, or columns of one name are of different kinds.
     """
 
     name = FORMAT
@@ -54,10 +55,11 @@ class JoinedShards:
         *,
         backend: BackendName | ReadOptions = "mmap",
         copy: bool = False,
+        columns: Sequence[str] = (),
         **reading: Any,
     ) -> None:
         options = ReadOptions.of(os.fspath(prefixes[0]), backend, **reading)
-        self._shards = ShardSet(prefixes, backend=options, alike=False)
+        self._shards = ShardSet(prefixes, backend=options, alike=False, columns=columns)
         self._copy = copy
         self.notes: list[str] = []
 
@@ -84,7 +86,7 @@ class JoinedShards:
         """Pack ``index`` of shard ``number``."""
         pack = self._shards.pack(number, index)
         if self._copy:
-            pack["input_ids"], pack["loss_mask"] = np.array(pack["input_ids"]), np.array(pack["loss_mask"])
+            pack.update({name: np.array(values) for name, values in pack.items()})  # type: ignore[typeddict-item]
         return pack
 
     def shard(self, number: int) -> Shard:
@@ -93,7 +95,7 @@ class JoinedShards:
 
 
 # What several shards read as one understand.
-_SHARED_OPTIONS = {"backend", "copy", *ReadOptions._fields}
+_SHARED_OPTIONS = {"backend", "columns", "copy", *ReadOptions._fields}
 
 
 class Options(TypedDict, total=False):
@@ -104,6 +106,7 @@ class Options(TypedDict, total=False):
     backend: BackendName | ReadOptions
     cache_nbytes: int
     capacity: int | None
+    columns: Sequence[str]
     copy: bool
     huge_pages: bool
     index_cache: str | None
@@ -128,7 +131,8 @@ def open_dataset(
         mask_alignment: of the loss masks in the files, where a format does not say: ``"label"``, ``"token"`` or
             ``"rolled-right"``. What ``ds[i]`` hands out is label-aligned in any case.
         max_open: how many files or folders are held open at once; shards take care of themselves (``ShardSet``).
-        options: of the format's reader; for shards ``backend``, ``advice`` and ``huge_pages`` of ``Shard``.
+        options: of the format's reader; for shards ``backend``, ``advice``, ``huge_pages`` and ``columns`` of
+            ``Shard``.
 
     Raises:
         ShardNotFoundError: nothing at all has this name.

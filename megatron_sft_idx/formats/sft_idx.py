@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -60,8 +60,9 @@ class Reader(PackedReader):
         backend: of ``Shard``.
         copy: hand out writable copies instead of read-only views.
         index_cache: local folder for the index files of a remote shard; None for the usual one.
-        advice: of ``Shard``, as is the next.
+        advice: of ``Shard``, as are the next two.
         huge_pages: ask for huge pages.
+        columns: that packs come with.
 
     Raises:
         ShardNotFoundError, FormatError: see ``Shard``.
@@ -83,6 +84,7 @@ class Reader(PackedReader):
         index_cache: str | None = None,
         advice: Advice = "normal",
         huge_pages: bool = False,
+        columns: Sequence[str] = (),
     ) -> None:
         self._paths = ShardPaths.of(path)
         super().__init__(self._paths.prefix, mask_alignment)
@@ -90,12 +92,13 @@ class Reader(PackedReader):
         self.identity = self.header.shard_id.hex()
         self._options = ReadOptions.of(self.path, backend, advice=advice, huge_pages=huge_pages)
         self._copy = copy
-        self._index_cache = index_cache
+        self._index_cache, self._columns = index_cache, tuple(columns)
 
     @cached_property
     def shard(self) -> Shard:
         """The shard, open."""
-        shard = Shard(self._paths, backend=self._options, copy=self._copy, index_cache=self._index_cache)
+        cache, columns = self._index_cache, self._columns
+        shard = Shard(self._paths, backend=self._options, copy=self._copy, index_cache=cache, columns=columns)
         require_same(self.path, shard.shard_id, self.header.shard_id)
         return shard
 

@@ -36,7 +36,11 @@ _SPLITS = ("train", "valid", "test")
 
 
 def train_valid_test_datasets_provider(
-    train_val_test_num_samples: Sequence[int | None], vp_stage: int | None = None, *, args: Namespace | None = None
+    train_val_test_num_samples: Sequence[int | None],
+    vp_stage: int | None = None,
+    *,
+    args: Namespace | None = None,
+    columns: Sequence[str] = (),
 ) -> list[Any]:
     """Training, validation and test data, as ``pretrain()`` asks for them.
 
@@ -44,6 +48,7 @@ def train_valid_test_datasets_provider(
         train_val_test_num_samples: rows wanted of each; None is one epoch, 0 is none.
         vp_stage: the virtual pipeline stage, which makes no difference: every stage needs the boundaries.
         args: Megatron's arguments; None asks ``megatron.training`` for them.
+        columns: names of columns that rows come with.
 
     Raises:
         FormatError: arguments or shards that cannot be trained on, on every rank.
@@ -54,6 +59,7 @@ def train_valid_test_datasets_provider(
         args = get_args()
     require_arguments(args)
     options: dict[str, Any] = {
+        "columns": tuple(columns),
         "single_sequences": _is_scheduled(args),
         "tokenizer_fingerprint": _tokenizer_fingerprint(args),
         "vocab_size": getattr(args, "padded_vocab_size", None),
