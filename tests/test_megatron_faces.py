@@ -147,7 +147,7 @@ def test_the_builders_own_parameters() -> None:
         "(self, bin_path: 'str', dtype: 'Any' = <class 'numpy.int32'>, multimodal: 'bool' = False, *,"
         " capacity: 'int | None' = None, mask_dtype: 'Any' = <class 'numpy.uint8'>,"
         " sequence_multiple: 'int' = 1, pad_id: 'int | None' = None, overwrite: 'bool' = False,"
-        " metadata: 'Mapping[str, Any] | None' = None) -> 'None'"
+        " metadata: 'Mapping[str, Any] | None' = None, columns: 'Mapping[str, ColumnSpec] | None' = None) -> 'None'"
     )
 
 

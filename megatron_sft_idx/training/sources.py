@@ -196,6 +196,10 @@ def _whole(shards: ShardSet, shard: int) -> Arrays:
     return opened.files.tokens, opened.files.loss, *beside
 
 
+def _has_sequence_columns(shards: ShardSet) -> bool:
+    return any(specs[0].per == "sequence" for specs in shards.columns.values())
+
+
 def _refuse_pack_columns(shards: ShardSet) -> None:
     for name, (spec, *_) in shards.columns.items():
         if spec.per == "pack":
@@ -223,7 +227,7 @@ class StoredPacks:
         self.sequence_multiple = math.gcd(*(header.sequence_multiple for header in headers))
         self.most_sequences = max(header.most_sequences for header in headers)
         self.pad_id = _pad_id(shards)
-        self.columns = shards.columns
+        self.columns, self._numbered = shards.columns, _has_sequence_columns(shards)
         self.fingerprint = _fingerprint(shards, packs=[self.first, self.last])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -262,7 +266,7 @@ class StoredPacks:
         # Slots are the numbers where shards are used from the first on, as the only one is.
         own = own if dense(numbers) else np.array(numbers, np.int32)[own]
         sequences = None
-        if self.columns:
+        if self._numbered:
             firsts = np.empty(len(packs), np.int64)
             for slot, (sequence_offsets, *_) in enumerate(indexes):
                 here = slots == slot
@@ -347,11 +351,10 @@ class PlannedPacks:
     ) -> None:
         _refuse_pack_columns(shards)
         self.shards, self.options = shards, options
-        self.columns = shards.columns
+        self.columns, self._numbered = shards.columns, _has_sequence_columns(shards)
         self.cache = None if cache is None else os.fspath(cache)
         self.first, self.last = _range("sequences", shards, shards.num_sequences, first, last)
         self.fingerprint = _fingerprint(shards, sequences=[self.first, self.last], plan=asdict(options))
-        self._numbered = any(specs[0].per == "sequence" for specs in self.columns.values())
         key = self.fingerprint + "-numbered" * self._numbered
         self.plan = load_or_make(self.cache, key, self._make)
         self.num_packs = self.plan.num_packs
