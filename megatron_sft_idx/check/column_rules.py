@@ -11,7 +11,7 @@ import numpy as np
 from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, Stream
 from megatron_sft_idx.check.rules import Claims, Findings
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.column import FIXED_NBYTES, ColumnHeader, ColumnSpec, broken_column, column_count
+from megatron_sft_idx.layout.column import FIXED_NBYTES, ColumnHeader, broken_column, column_count, is_source
 from megatron_sft_idx.layout.files import column_of
 from megatron_sft_idx.layout.header import CHECKSUM_NBYTES
 from megatron_sft_idx.storage import is_remote
@@ -85,7 +85,7 @@ def _check_column(
         checksum, listed = raw[-CHECKSUM_NBYTES:].hex(), claims.listed.get(name)
         if listed is not None and listed != checksum:
             add("C8", len(raw) - CHECKSUM_NBYTES, f"header checksum {checksum}", f"{listed}, as .seq.idx lists it")
-    if name == "source" and not _is_source(column.spec):
+    if name == "source" and not is_source(column.spec):
         add(
             "C9",
             FIXED_NBYTES,
@@ -95,14 +95,6 @@ def _check_column(
         name = ""
     if meter is not None:
         _check_values(Stream(file, meter, len(raw)), column, name, findings, add)
-
-
-def _is_source(spec: ColumnSpec) -> bool:
-    files = spec.metadata.get("files")
-    named = isinstance(files, list) and all(
-        isinstance(file, dict) and isinstance(file.get("name"), str) for file in files
-    )
-    return named and spec.kind[:3] == ("sequence", "<u4", 2)
 
 
 def _check_values(

@@ -58,8 +58,9 @@ def add_parser(verbs: Verbs) -> None:
         "merge",
         help="many shards to one",
         description="Copy the packs of many shards into one, in the order given. They must have one token and mask"
-        " dtype, capacity, sequence multiple, pad id, tokenizer and chat template; what a shard does not record is"
-        " taken to be as in the others, and said. Sources are held to their checksums: a corrupt one is refused.",
+        " dtype, capacity, sequence multiple, pad id, tokenizer, chat template and columns; what a shard does not"
+        " record is taken to be as in the others, and said. Sources are held to their checksums: a corrupt one is"
+        " refused.",
         epilog=_MERGE_EXAMPLES,
         formatter_class=HelpFormatter,
     )
@@ -70,6 +71,9 @@ def add_parser(verbs: Verbs) -> None:
         "--mixed-capacity", action="store_true", help="let capacities differ; the merged shard has the largest"
     )
     parser.add_argument("--mixed-templates", action="store_true", help="let chat templates differ")
+    parser.add_argument(
+        "--allow-loss", action="store_true", help="leave out columns that some shards lack or have of another kind"
+    )
     _add_output_options(parser, "path that the five files share, also s3:// or msc://; --data-path takes it")
     add_staging(parser)
     parser.set_defaults(run=_merge)
@@ -89,7 +93,7 @@ def add_parser(verbs: Verbs) -> None:
         "--nbytes",
         type=nbytes,
         metavar="SIZE",
-        help="most bytes of a part's five files, such as 2GiB, headers not counted; a larger pack is alone in its part",
+        help="most bytes of a part's files, such as 2GiB, headers not counted; a larger pack is alone in its part",
     )
     size.add_argument("--shards", type=positive, metavar="N", help="number of parts, of equally many packs")
     _add_output_options(parser, "what the parts' prefixes begin with: PREFIX-00000-of-00012", local_path)
@@ -128,6 +132,7 @@ def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> N
         overwrite=arguments.overwrite,
         mixed_capacity=arguments.mixed_capacity,
         mixed_templates=arguments.mixed_templates,
+        allow_loss=arguments.allow_loss,
         watch=shown(arguments.log_interval),
     )
     output.publish()

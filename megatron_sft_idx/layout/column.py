@@ -42,6 +42,7 @@ __all__ = [
     "check_name",
     "column_count",
     "column_rows",
+    "is_source",
     "listed_columns",
 ]
 
@@ -178,6 +179,15 @@ class ColumnSpec:
             return cls(value["per"], COLUMN_DTYPES[value["dtype"]], value["width"], value["alignment"], metadata)
         except (FormatError, KeyError, TypeError) as error:
             raise ValueError(f"no column: {error}") from None
+
+
+def is_source(spec: ColumnSpec) -> bool:
+    """Whether a column says of each sequence which of the files that it names it came from, and which row of that."""
+    files = spec.metadata.get("files")
+    named = isinstance(files, list) and all(
+        isinstance(file, dict) and isinstance(file.get("name"), str) for file in files
+    )
+    return named and spec.kind[:3] == ("sequence", "<u4", 2)
 
 
 def column_count(per: Per, tokens: int, sequences: int, packs: int) -> int:

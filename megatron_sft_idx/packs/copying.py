@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import CorruptShardError
+from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths, token_dtype_of
+from megatron_sft_idx.layout.column import ColumnSpec, Per, check_name
 from megatron_sft_idx.layout.files import DATA_SUFFIXES
 from megatron_sft_idx.layout.header import header_nbytes
 from megatron_sft_idx.layout.journal import PACK, BuildOptions, encode_block
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.build import FORMAT_WRITER, JournalPacks, write_idx, write_seq_idx
+from megatron_sft_idx.shard.columns import ColumnFiles, Rows, open_column
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.reader import require_same
 from megatron_sft_idx.storage import Array, PreadArray, require_local
 from megatron_sft_idx.storage.hashing import HashedFile, StreamHash
 from megatron_sft_idx.storage.progress import Advance
 
-__all__ = ["CheckedArray", "CopyWriter", "SourceShard", "TrainedCount", "copied_nbytes", "nbytes_of"]
+__all__ = [
+    "CheckedArray",
+    "CopyWriter",
+    "Renumber",
+    "SourceColumn",
+    "SourceShard",
+    "TrainedCount",
+    "copied_nbytes",
+    "nbytes_of",
+]
 
 
 # Read, hashed twice (for the source and for the copy) and written while it is in the processor's cache. Measured on
@@ -42,39 +53,42 @@ class CheckedArray:
 
     Attributes:
         path: of the file.
-        array: its items.
-        itemsize: of an item, in bytes.
-        checksum: xxh3_128 of all items, as the shard's header has it.
+        array: its items, or its rows.
+        itemsize: of one of them, in bytes.
+        checksum: xxh3_128 of all of them, as the header has it.
         advance: called with the bytes of every piece.
+        rule: what another checksum breaks.
     """
 
     path: str
-    array: Array
+    array: Array | Rows
     itemsize: int
     checksum: bytes
     advance: Advance
+    rule: str = "F3"
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[NDArray[Any]]:
         """Items ``[start, stop)`` in pieces of some hundred KiB; all items are held to their checksum at the end.
 
         Raises:
-            CorruptShardError: the checksum of all items is another (rule F3), or the file was cut short (F2).
+            CorruptShardError: the checksum of all items is another (rule F3, of a column C7), or the file was cut
+                short (F2).
         """
         stop = len(self.array) if stop is None else stop
         whole = (start, stop) == (0, len(self.array))
         stream = StreamHash()
-        step = _PIECE_NBYTES // self.itemsize
+        step = max(1, _PIECE_NBYTES // self.itemsize)
         for first in range(start, stop, step):
             piece = self.array[first : min(first + step, stop)]
             if whole:
-                stream.update(piece)
+                stream.update(piece.reshape(-1))
             yield piece
             self.advance(piece.nbytes)
         if whole and stream.checksum() != self.checksum:
             raise CorruptShardError(
                 self.path,
                 0,
-                "F3",
+                self.rule,
                 f"checksum of all bytes is {stream.hex()}, the header says {self.checksum.hex()};"
                 " the file was changed or is of another shard: restore it. Nothing was written",
             )
@@ -90,9 +104,22 @@ def nbytes_of(header: Header) -> int:
     return sum(digest.nbytes for digest in header.digests) + header.seq_idx_nbytes - header.nbytes
 
 
-def copied_nbytes(header: Header, num_tokens: int, num_sequences: int) -> int:
-    """Bytes of so many tokens, their masks, and the starts of so many sequences."""
-    return num_tokens * (header.token_dtype.itemsize + header.mask_dtype.itemsize) + num_sequences * 4
+def copied_nbytes(header: Header, columns: Iterable[ColumnSpec], *, token: int, sequence: int, pack: int) -> int:
+    """Bytes of so many tokens, their masks, the starts of so many sequences, and the rows of columns."""
+    rows: dict[Per, int] = {"token": token, "sequence": sequence, "pack": pack}
+    beside = sum(rows[spec.per] * spec.row_nbytes for spec in columns)
+    return token * (header.token_dtype.itemsize + header.mask_dtype.itemsize) + sequence * 4 + beside
+
+
+class SourceColumn(NamedTuple):
+    """A column of an open source: what it is, and its rows."""
+
+    spec: ColumnSpec
+    rows: CheckedArray
+
+
+# What becomes of the rows of a column on their way, by its name.
+Renumber = Mapping[str, Callable[[NDArray[Any]], NDArray[Any]]]
 
 
 class SourceShard:
@@ -102,12 +129,13 @@ class SourceShard:
         prefix: of the shard.
         shard_id: it must have.
         advance: called with the bytes of every piece that is read.
+        columns: names of those that go along.
 
     Raises:
         ShardNotFoundError, FormatError: as ``Shard``, or it is not the shard it was.
     """
 
-    def __init__(self, prefix: str, shard_id: bytes, advance: Advance) -> None:
+    def __init__(self, prefix: str, shard_id: bytes, advance: Advance, columns: Iterable[str] = ()) -> None:
         # Maps would be as fast, but pages of a shard larger than memory would count as this process's.
         require_local(prefix, "merging or splitting")
         self.prefix = prefix
@@ -129,6 +157,12 @@ class SourceShard:
         behind = self.header.seq_idx_nbytes - self.header.nbytes
         arrays = PreadArray(paths.seq_idx, np.dtype("u1"), behind, self.header.nbytes)
         self.arrays = CheckedArray(paths.seq_idx, arrays, 1, self.header.arrays_checksum, advance)
+        self.columns: dict[str, SourceColumn] = {}
+        for name in columns:
+            column, path = open_column(paths, name, self.header, "pread"), paths.column(name)
+            nbytes, checksum = column.spec.row_nbytes, column.header.checksum
+            rows = CheckedArray(path, column.values, nbytes, checksum, advance, "C7")
+            self.columns[name] = SourceColumn(column.spec, rows)
 
     def verify_indexes(self) -> None:
         """Hold both indexes to their checksums. CorruptShardError as in ``CheckedArray.pieces``."""
@@ -136,9 +170,9 @@ class SourceShard:
         self.arrays.verify()
 
     def verify(self) -> None:
-        """Read every byte behind the header. CorruptShardError where one breaks F2, F3, O1 or O2."""
+        """Read every byte behind the headers. CorruptShardError where one breaks F2, F3, C7, O1 or O2."""
         self.verify_indexes()
-        for content in (self.tokens, self.loss, self.starts):
+        for content in (self.tokens, self.loss, self.starts, *(column.rows for column in self.columns.values())):
             content.verify()
         for _ in self.records(0, self.header.num_packs):
             pass
@@ -234,6 +268,7 @@ class CopyWriter:
         prefix: the path the five files will share.
         like: dtypes, capacity, multiple, pad id, metadata and flags of the new shard; its counts and checksums are
             of no concern.
+        columns: what is written beside the tokens, by name: each source has them.
         overwrite: replace what is at the prefix.
         durable: False skips fsync.
         nbytes: what will be written, for which room is looked for.
@@ -245,9 +280,17 @@ class CopyWriter:
     """
 
     def __init__(
-        self, prefix: str, like: Header, *, overwrite: bool, durable: bool, nbytes: int = 0, drops: Collection[str] = ()
+        self,
+        prefix: str,
+        like: Header,
+        columns: Mapping[str, ColumnSpec],
+        *,
+        overwrite: bool,
+        durable: bool,
+        nbytes: int = 0,
+        drops: Collection[str] = (),
     ) -> None:
-        self._paths = ShardPaths.of(prefix)
+        self._paths = ShardPaths.of(prefix).with_columns(map(check_name, columns))
         self._like = dataclasses.replace(like, metadata={**like.metadata, "format_writer": FORMAT_WRITER})
         header_nbytes(self._like.metadata)
         # What a ShardWriter of such a shard would have been begun with; an empty shard may have no capacity.
@@ -258,6 +301,7 @@ class CopyWriter:
             like.sequence_multiple,
             like.pad_id,
             dict(like.metadata),
+            dict(columns),
         )
         self._totals = np.zeros(2, np.int64)  # tokens, sequences
         self._most = np.zeros(2, np.int64)  # in one pack
@@ -270,6 +314,7 @@ class CopyWriter:
                 HashedFile(self._publication.open(path))
                 for path in (self._paths.tokens, self._paths.loss, self._paths.starts)
             )
+            self._columns = ColumnFiles(self._publication, columns)
         except BaseException:
             self._publication.abandon()
             raise
@@ -282,16 +327,24 @@ class CopyWriter:
     ) -> None:
         self._publication.abandon()
 
-    def append(self, source: SourceShard, first: int, stop: int, trained: TrainedCount | None = None) -> None:
-        """Append the packs ``[first, stop)`` of a source.
+    def append(
+        self,
+        source: SourceShard,
+        first: int,
+        stop: int,
+        trained: TrainedCount | None = None,
+        renumber: Renumber | None = None,
+    ) -> None:
+        """Append the packs ``[first, stop)`` of a source; of a column, what ``renumber`` makes of its rows.
 
         The journal takes them after their data is written and, where they are all of the source, known to be right:
         what is recovered from a killed merge is never what a corrupt source held.
 
         Raises:
-            CorruptShardError: the source breaks F2, F3, O1 or O2.
+            CorruptShardError: the source breaks F2, F3, C7, O1 or O2.
         """
         token_span, sequence_span = source.spans(first, stop)
+        spans: dict[Per, tuple[int, int]] = {"token": token_span, "sequence": sequence_span, "pack": (first, stop)}
         for piece in source.tokens.pieces(*token_span):
             self._tokens.write(piece)
         for piece in source.loss.pieces(*token_span):
@@ -300,6 +353,12 @@ class CopyWriter:
                 trained.add(piece)
         for piece in source.starts.pieces(*sequence_span):
             self._starts.write(piece)
+        for name, spec in self._columns.specs.items():
+            found, change = source.columns[name], (renumber or {}).get(name)
+            if found.spec.kind != spec.kind:
+                raise FormatError(f"{found.rows.path}: another column was attached here meanwhile; start again")
+            for piece in found.rows.pieces(*spans[spec.per]):
+                self._columns.write(name, piece if change is None else change(piece))
         for records in source.records(first, stop):
             self._num_packs += len(records)
             self._totals += records.sum(axis=0)
@@ -334,7 +393,7 @@ class CopyWriter:
             most_sequences=most,
             digests=(self._tokens.digest(), self._loss.digest(), idx_digest, self._starts.digest()),
         )
-        header = write_seq_idx(seq_idx, packs, header)
+        header = write_seq_idx(seq_idx, packs, self._columns.finish(header))
         if publish:
             self._publication.publish()
         else:

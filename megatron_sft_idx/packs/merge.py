@@ -13,7 +13,9 @@ from typing import Any
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, nbytes_of
+from megatron_sft_idx.packs.joined_columns import JoinedColumns
 from megatron_sft_idx.shard import check_free, read_header
+from megatron_sft_idx.shard.columns import columns_beside
 from megatron_sft_idx.shard.prefix import places_of
 from megatron_sft_idx.storage.progress import Watch, unwatched
 from megatron_sft_idx.storage.publish import require_apart
@@ -127,7 +129,7 @@ def origin_entry(runs: Iterable[Run]) -> list[dict[str, Any]]:
 # What a part of a split says of the whole.
 SPLIT = "split"
 # Keys of the JSON block that count or name what is in one shard: not true of a merged one, nor of a part.
-PER_SHARD = frozenset({"notes", "packing", "sources", ORIGIN, SPLIT})
+PER_SHARD = frozenset({"columns", "notes", "packing", "sources", ORIGIN, SPLIT})
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +308,7 @@ def merge(
     overwrite: bool = False,
     mixed_capacity: bool = False,
     mixed_templates: bool = False,
+    allow_loss: bool = False,
     durable: bool = True,
     watch: Watch = unwatched,
 ) -> MergeReport:
@@ -316,19 +319,25 @@ def merge(
     JSON block keeps what the sources have in common and lists where its packs come from (``origin``). Memory
     is a few MiB for packs of any number and size, and some hundred bytes a source; one source is open at a time.
 
+    Columns go along, attached ones too, and are written with the merged shard: all sources must have them, of one kind.
+    Of ``source``, the tables of files become one, in which a file is the same where its name and fingerprint are; of
+    ``pair``, the numbers of each shard go on behind those of the shards before, but for parts of one split, which
+    keep theirs. Of the metadata of other columns what is the same in all shards stays.
+
     Args:
         sources: prefixes, in order. One may be given twice; its packs are then there twice.
         prefix: of the merged shard.
         overwrite: replace what is at the prefix.
         mixed_capacity: let capacities differ; the largest is that of the merged shard.
         mixed_templates: let chat templates differ.
+        allow_loss: leave out columns that some of the shards lack, have of another kind, or cannot be opened.
         durable: False skips fsync, for files that are thrown away anyway.
         watch: called as the reading begins, with the bytes there are to read.
 
     Raises:
-        ShardNotFoundError: a source is not there.
+        ShardNotFoundError: a source, or a column that it lists, is not there.
         FormatError: sources do not go together, or something is at the prefix.
-        CorruptShardError: a source breaks F2, F3, O1 or O2; nothing is published.
+        CorruptShardError: a source breaks F2, F3, O1, O2 or a rule of columns; nothing is published.
         OSError: the disk says no; nothing is published, and what was written is removed.
     """
     paths = ShardPaths.of(prefix)
@@ -337,24 +346,26 @@ def merge(
     require_apart(places_of(paths.prefix, "the output", written=True), read)
     check_free(paths, overwrite=overwrite)
     agreement = Agreement(mixed_capacity=mixed_capacity, mixed_templates=mixed_templates)
+    columns, beside = JoinedColumns(allow_loss=allow_loss), columns_beside(prefixes)
     ids, total, trained_tokens, masked_packs = [], 0, 0, 0
     for source in prefixes:
         header = read_header(source)
         agreement.add(source, header)
+        columns.add(source, header, beside[source])
         ids.append(header.shard_id)
         total += nbytes_of(header)
         trained_tokens += header.num_trained_tokens
         masked_packs += header.num_masked_packs
-    with (
-        watch("merging", total) as advance,
-        CopyWriter(paths.prefix, agreement.header(), overwrite=overwrite, durable=durable, nbytes=total) as writer,
-    ):
+    specs, total = columns.specs(), total + columns.nbytes()
+    new = CopyWriter(paths.prefix, agreement.header(), specs, overwrite=overwrite, durable=durable, nbytes=total)
+    with new as writer, watch("merging", total) as advance:
         for source, shard_id in zip(prefixes, ids, strict=True):
-            shard = SourceShard(source, shard_id, advance)
+            shard = SourceShard(source, shard_id, advance, specs)
             shard.verify_indexes()
-            writer.append(shard, 0, shard.header.num_packs)
+            writer.append(shard, 0, shard.header.num_packs, renumber=columns.renumber(shard))
+        columns.require_same()
         header = writer.finalize(trained_tokens, masked_packs)
-    notes = agreement.notes()
+    notes = [*agreement.notes(), *columns.notes()]
     if again := len(prefixes) - len(set(prefixes)):
         notes.append(f"given more than once, so there more than once: {again:,} of the shards")
     return MergeReport(paths.prefix, header, len(prefixes), notes)

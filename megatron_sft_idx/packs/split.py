@@ -7,13 +7,14 @@ import dataclasses
 import glob
 import os
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec
 from megatron_sft_idx.layout.files import idx_nbytes
 from megatron_sft_idx.layout.header import ARRAY_ALIGNMENT
 from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, TrainedCount, copied_nbytes, nbytes_of
@@ -26,6 +27,7 @@ from megatron_sft_idx.packs.merge import (
     slice_runs,
 )
 from megatron_sft_idx.shard import Shard, check_free, read_header
+from megatron_sft_idx.shard.columns import column_names, open_column
 from megatron_sft_idx.shard.prefix import is_set_aside, parts_held, places_of, publish_all, read_journal, remove_remains
 from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage.progress import Watch, unwatched
@@ -48,7 +50,7 @@ class Parts:
 
     Attributes:
         packs: most packs in a part; the last has what is left.
-        nbytes: most bytes of the five files of a part, headers not counted; a larger pack is a part of its own.
+        nbytes: most bytes of the files of a part, headers not counted; a larger pack is a part of its own.
         shards: how many parts; their packs differ by one at most, and some are empty where there are fewer packs.
     """
 
@@ -93,8 +95,10 @@ def split(
     """Write the packs of one shard, in their order, as shards ``PREFIX-00000-of-00012`` and so on.
 
     The source is read twice: once to hold every byte to its checksum before anything is published, once to copy it.
-    All parts are whole before the first is published: a split that was killed leaves those it was done with under
-    temporary names, and ``resume`` goes on behind them. Memory is a few MiB for packs of any number and size.
+    Columns go along, attached ones too, and are written with the parts; their metadata, such as the files that
+    ``source`` names, stay as they are. All parts are whole before the first is published: a split that was killed
+    leaves those it was done with under temporary names, and ``resume`` goes on behind them. Memory is a few MiB for
+    packs of any number and size.
 
     Args:
         source: prefix of the shard.
@@ -106,16 +110,18 @@ def split(
         watch: called as the reading begins, with the bytes there are to read.
 
     Raises:
-        ShardNotFoundError: the source is not there.
+        ShardNotFoundError: the source, or a column that it lists, is not there.
         FormatError: something is at the prefix of a part, or of a part of another split.
-        CorruptShardError: the source breaks F2, F3, O1 or O2; nothing is published.
+        CorruptShardError: the source breaks F2, F3, O1, O2 or a rule of columns; nothing is published.
         OSError: the disk says no. Of this and of any other error nothing is left that this split has written.
     """
     source, prefix = ShardPaths.of(source).prefix, ShardPaths.of(prefix).prefix
     header = read_header(source)
-    total = nbytes_of(header) + copied_nbytes(header, header.num_tokens, header.num_sequences)
-    with watch("splitting", total) as advance:
-        shard = SourceShard(source, header.shard_id, advance)
+    columns = _columns_of(source, header)
+    specs = {name: column.spec for name, column in columns.items()}
+    nbytes = nbytes_of(header) + sum(column.nbytes for column in columns.values())
+    with watch("splitting", nbytes + _copied_nbytes(header, specs.values())) as advance:
+        shard = SourceShard(source, header.shard_id, advance, specs)
         planned = list(_plan(shard, prefix, parts))
         outputs = [place for part in planned for place in places_of(part.paths.prefix, "the output", written=True)]
         require_apart([*outputs, Place(f"{prefix}-parts.journal", "the output")], places_of(source, "the source"))
@@ -125,14 +131,15 @@ def split(
             leave = {part for part in planned if overwrite or (resume and part.may_overwrite())}
             for part in planned:
                 check_free(part.paths, overwrite=part in kept or part in leave)
-            require_space(prefix, 0 if kept else nbytes_of(header), 6 * (len(planned) - len(kept)))
+            require_space(prefix, 0 if kept else nbytes, (6 + len(columns)) * (len(planned) - len(kept)))
             shard.verify()
             made: list[ShardPaths] = []
             try:
                 for part in planned:
                     if part in kept:
                         (first, stop), (start, end) = shard.spans(part.first, part.stop)
-                        advance(copied_nbytes(header, stop - first, end - start))
+                        there = {"token": stop - first, "sequence": end - start, "pack": part.stop - part.first}
+                        advance(copied_nbytes(header, specs.values(), **there))
                     else:
                         drops = ("build",) if resume else ()
                         _copy(part, shard, overwrite=part in leave, durable=durable, drops=drops)
@@ -147,11 +154,24 @@ def split(
     return SplitReport([part.paths.prefix for part in planned], len(kept))
 
 
+def _columns_of(source: str, header: Header) -> dict[str, ColumnHeader]:
+    """What the columns of a shard are, by name."""
+    paths = ShardPaths.of(source)
+    return {name: open_column(paths, name, header, "pread").header for name in column_names(paths, header)}
+
+
+def _copied_nbytes(header: Header, columns: Iterable[ColumnSpec]) -> int:
+    """Of all packs."""
+    counts = {"token": header.num_tokens, "sequence": header.num_sequences, "pack": header.num_packs}
+    return copied_nbytes(header, columns, **counts)
+
+
 def _copy(part: _Part, shard: SourceShard, *, overwrite: bool, durable: bool, drops: Collection[str]) -> None:
     """Copy a part, and set it aside."""
     runs = slice_runs(runs_of(shard.header), part.first, part.stop, shard.spans)
     like = _header_of(part, shard.header, origin_entry(runs))
-    with CopyWriter(part.paths.prefix, like, overwrite=overwrite, durable=durable, drops=drops) as writer:
+    specs = {name: column.spec for name, column in shard.columns.items()}
+    with CopyWriter(part.paths.prefix, like, specs, overwrite=overwrite, durable=durable, drops=drops) as writer:
         trained = TrainedCount(records[:, 0] for records in shard.records(part.first, part.stop))
         writer.append(shard, part.first, part.stop, trained)
         writer.finalize(trained.num_trained_tokens, trained.num_masked_packs, publish=False)
@@ -165,7 +185,7 @@ def _header_of(part: _Part, whole: Header, origin: list[dict[str, Any]]) -> Head
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The packs ``[first, stop)``, and where they go."""
+    """The packs ``[first, stop)``, where they go, and by name the checksums of the columns that are split."""
 
     shard_id: bytes
     prefix: str
@@ -173,6 +193,7 @@ class _Part:
     of: int
     first: int
     stop: int
+    columns: tuple[tuple[str, str], ...]
 
     @property
     def paths(self) -> ShardPaths:
@@ -186,19 +207,24 @@ class _Part:
             "parts": self.of,
             "first_pack": self.first,
             "num_packs": self.stop - self.first,
+            **({"columns": dict(self.columns)} if self.columns else {}),
         }
 
     def is_there(self) -> bool:
         """Whether this very part was published, or set aside: a shard appears whole or not at all.
 
         Raises:
-            FormatError: the shard that is there lacks files, or breaks a rule.
+            FormatError, ShardNotFoundError: the shard that is there lacks files or columns, or breaks a rule.
         """
         if is_set_aside(self.paths):
             return complete_header(self.paths).metadata.get(SPLIT) == self.entry()
-        return (
-            os.path.exists(self.paths.seq_idx) and Shard(self.paths.prefix).header.metadata.get(SPLIT) == self.entry()
-        )
+        if not os.path.exists(self.paths.seq_idx):
+            return False
+        header = Shard(self.paths.prefix).header
+        same = bool(header.metadata.get(SPLIT) == self.entry())
+        for name, _ in self.columns if same else ():
+            open_column(self.paths, name, header, "pread")
+        return same
 
     def may_overwrite(self) -> bool:
         """Whether a split that was interrupted here had leave to replace what is here."""
@@ -209,8 +235,9 @@ class _Part:
 def _plan(shard: SourceShard, prefix: str, parts: Parts) -> Iterator[_Part]:
     bounds = list(_bounds(shard, parts))
     count = len(bounds) - 1
+    columns = tuple((name, column.rows.checksum.hex()) for name, column in shard.columns.items())
     for number, (first, stop) in enumerate(pairwise(bounds)):
-        yield _Part(shard.header.shard_id, prefix, number, count, first, stop)
+        yield _Part(shard.header.shard_id, prefix, number, count, first, stop, columns)
 
 
 def _bounds(shard: SourceShard, parts: Parts) -> Iterator[int]:
@@ -234,13 +261,12 @@ def _bounds(shard: SourceShard, parts: Parts) -> Iterator[int]:
 
 
 def _bounds_by_nbytes(shard: SourceShard, nbytes: int) -> Iterator[int]:
-    header = shard.header
-    token_nbytes = header.token_dtype.itemsize + header.mask_dtype.itemsize
+    header, specs = shard.header, [column.spec for column in shard.columns.values()]
 
     def before(pack: int) -> int:
         """Bytes of all packs before one."""
         (_, tokens), (_, sequences) = shard.spans(0, pack)
-        return tokens * token_nbytes + sequences * 4 + pack * _PACK_NBYTES
+        return copied_nbytes(header, specs, token=tokens, sequence=sequences, pack=pack) + pack * _PACK_NBYTES
 
     first = 0
     yield first

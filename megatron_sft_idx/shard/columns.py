@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -14,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import (
+    COLUMN_MAGIC,
     FIXED_NBYTES,
     Alignment,
     ColumnHeader,
@@ -26,7 +28,7 @@ from megatron_sft_idx.layout.column import (
 from megatron_sft_idx.layout.files import column_of
 from megatron_sft_idx.layout.header import CHECKSUM_NBYTES
 from megatron_sft_idx.shard.opening import read_header
-from megatron_sft_idx.shard.prefix import held, is_column, with_present
+from megatron_sft_idx.shard.prefix import held, is_column
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.storage import (
     Array,
@@ -42,7 +44,17 @@ from megatron_sft_idx.storage.hashing import HashedFile
 from megatron_sft_idx.storage.publish import Kind, new_file
 from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, open_store
 
-__all__ = ["ColumnFiles", "Rows", "ShardColumn", "ShardColumns", "open_column", "write_column"]
+__all__ = [
+    "ColumnFiles",
+    "Rows",
+    "ShardColumn",
+    "ShardColumns",
+    "column_names",
+    "columns_beside",
+    "open_column",
+    "read_column_header",
+    "write_column",
+]
 
 
 # ---- written ----
@@ -294,16 +306,20 @@ def open_column(
 
 
 class _Found(NamedTuple):
-    """A column file: its header, the checksum of that in hex, its size, and the object that it is, where it is one."""
+    """A column file: its header, the bytes and checksum of that, its size, and the object that it is, if it is one."""
 
     header: ColumnHeader
+    raw: bytes
     checksum: str
     nbytes: int
     info: ObjectInfo | None
 
 
-def _look(path: str) -> _Found | None:
-    """What is at a path; None for nothing. Errors as ``ColumnHeader.decode``."""
+def _look(path: str, *, strangers: bool = True) -> _Found | None:
+    """What is at a path; None for nothing, and without ``strangers`` for what does not begin as a column does.
+
+    Errors as ``ColumnHeader.decode``.
+    """
     if is_remote(path):
         store, key = open_store(path)
         if (info := store.head(key)) is None:
@@ -319,7 +335,15 @@ def _look(path: str) -> _Found | None:
                 raw += file.read(min(ColumnHeader.peek(raw), nbytes) - len(raw))
         except (FileNotFoundError, NotADirectoryError):
             return None
-    return _Found(ColumnHeader.decode(raw, path), raw[-CHECKSUM_NBYTES:].hex(), nbytes, info)
+    if not strangers and raw[: len(COLUMN_MAGIC)] != COLUMN_MAGIC:
+        return None
+    return _Found(ColumnHeader.decode(raw, path), raw, raw[-CHECKSUM_NBYTES:].hex(), nbytes, info)
+
+
+def read_column_header(path: str) -> tuple[ColumnHeader, bytes] | None:
+    """The header of a column file and its bytes; None where nothing is there, or what is no column."""
+    found = _look(path, strangers=False)
+    return found and (found.header, found.raw)
 
 
 def _missing(paths: ShardPaths, path: str, name: str, header: Header) -> ShardNotFoundError:
@@ -366,13 +390,40 @@ class ShardColumns(Mapping[str, ShardColumn]):
         return len(column_names(self._paths, self._header))
 
 
-def column_names(paths: ShardPaths, header: Header) -> list[str]:
-    """The columns of a shard: those that it lists, and those beside it that say that they belong to it."""
+def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | None = None) -> list[str]:
+    """The columns of a shard: those that it lists, and those beside it that say that they belong to it.
+
+    Args:
+        paths: of the shard.
+        header: of the shard.
+        beside: names of the files that lie there, by ``columns_beside``; None to look.
+
+    Raises:
+        CorruptShardError: a file beginning as a column does is damaged.
+        StorageError: an object store does not answer.
+    """
     listed = set(listed_columns(header.metadata))
-    if is_remote(paths.prefix):
-        store, key = open_store(paths.prefix)
-        found = {column[1] for info in store.list(key + ".") if (column := column_of(info.key)) and column[0] == key}
-    else:
-        found = set(with_present(ShardPaths(paths.prefix)).columns)
-    files = {name: _look(paths.column(name)) for name in found - listed}
+    if beside is None:
+        beside = columns_beside([paths.prefix])[paths.prefix]
+    files = {name: _look(paths.column(name), strangers=False) for name in {*beside} - listed}
     return sorted(listed | {name for name, file in files.items() if file and file.header.shard_id == header.shard_id})
+
+
+def columns_beside(prefixes: Iterable[str]) -> dict[str, set[str]]:
+    """Names of the columns that files at prefixes would be of, whatever they hold: one look at each local folder."""
+    found: dict[str, set[str]] = {prefix: set() for prefix in prefixes}
+    local: dict[str, dict[str, str]] = {}
+    for prefix, mine in found.items():
+        if is_remote(prefix):
+            store, key = open_store(prefix)
+            columns = (column_of(info.key) for info in store.list(key + "."))
+            mine.update(column[1] for column in columns if column and column[0] == key)
+        else:
+            folder, name = os.path.split(prefix)
+            local.setdefault(folder, {})[name] = prefix
+    for folder, names in local.items():
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder or ".") as entries:
+            for entry in entries:
+                if (column := column_of(entry.name)) and column[0] in names:
+                    found[names[column[0]]].add(column[1])
+    return found

@@ -1,0 +1,367 @@
+"""Columns go along where whole ranges of packs are moved: merged, split and copied; all of them or the verb refuses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import columned
+import numpy as np
+import packs as samples
+import pytest
+from chats import command
+from columned import SOURCE, SPECS, values_of
+from kills import killed_at
+from numpy.typing import NDArray
+from packs import assert_holds, demo_samples
+
+from megatron_sft_idx.check import verify_shard
+from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
+from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.packs import copying
+from megatron_sft_idx.packs.merge import merge
+from megatron_sft_idx.packs.split import Parts, split
+from megatron_sft_idx.shard import Shard, find_remains, recover, write_column
+
+PACKS = demo_samples(40)
+PAIR = ColumnSpec("sequence", np.uint32, 2)
+FEW = {"source": SOURCE, "grade": ColumnSpec("pack", "f4"), "topk": ColumnSpec("token", "i4", 2, metadata={"k": 2})}
+
+
+def write_columned(prefix: Path, packs: Sequence[Any], specs: Mapping[str, ColumnSpec], **options: Any) -> None:
+    columned.write_columned(prefix, packs, specs, capacity=64, **options)
+
+
+def write_samples(prefix: Path, packs: Sequence[Any]) -> None:
+    samples.write_samples(prefix, packs, capacity=64)
+
+
+def attach(prefix: Path, name: str, per: Any, **options: Any) -> NDArray[np.float32]:
+    """A column whose values count its rows."""
+    header = Shard(prefix).header
+    rows = {"token": header.num_tokens, "sequence": header.num_sequences, "pack": header.num_packs}[per]
+    values = np.arange(rows, dtype=np.float32)
+    write_column(prefix, name, values, per=per, **options)
+    return values
+
+
+def files_of(folder: Path, name: str = "x") -> dict[str, bytes]:
+    return {path.name.removeprefix(name): path.read_bytes() for path in folder.glob(f"{name}.*")}
+
+
+def lines_of(prefix: Path | str) -> list[tuple[str, int]]:
+    """File and line of every sequence, as ``source`` says them."""
+    column = Shard(prefix).columns["source"]
+    files = [file["name"] for file in column.spec.metadata["files"]]
+    return [(files[file], line) for file, line in column.values.tolist()]
+
+
+def pairs_of(prefix: Path | str) -> list[tuple[int, int]]:
+    return [tuple(row) for row in Shard(prefix).columns["pair"].values.tolist()]
+
+
+# ---- split, and merged again ----
+
+
+@pytest.mark.parametrize("parts", [Parts(shards=3), Parts(packs=9), Parts(shards=50), Parts(nbytes=4000)])
+def test_a_shard_split_and_merged_has_the_columns_byte_for_byte(
+    tmp_path: Path, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "_PIECE_NBYTES", 20)
+    write_columned(tmp_path / "x", PACKS, {**SPECS, "pair": PAIR})
+    late = {per: attach(tmp_path / "x", f"late_{per}", per) for per in ("token", "sequence", "pack")}
+    report = split(tmp_path / "x", tmp_path / "y", parts)
+    before = {"token": 0, "sequence": 0, "pack": 0}
+    for prefix in report.prefixes:
+        shard = Shard(prefix)
+        assert (
+            sorted(shard.columns) == sorted(shard.header.metadata["columns"]) == sorted(Shard(tmp_path / "x").columns)
+        )
+        counts = {"token": len(shard.files.tokens), "sequence": len(shard.files.starts), "pack": len(shard)}
+        for per, values in late.items():
+            mine = shard.columns[f"late_{per}"].values[:]
+            np.testing.assert_array_equal(mine, values[before[per] : before[per] + counts[per]], strict=True)
+        before = {per: before[per] + count for per, count in counts.items()}
+        assert verify_shard(prefix, full=True).ok
+        sizes = sum(os.path.getsize(path) for path in tmp_path.glob(f"{Path(prefix).name}.*"))
+        headers = shard.header.nbytes + sum(c.spec.header_nbytes for c in shard.columns.values())
+        assert parts.nbytes is None or len(shard) == 1 or sizes - headers <= parts.nbytes
+    merge(report.prefixes, tmp_path / "z", durable=False)
+    after, old = files_of(tmp_path, "z"), files_of(tmp_path)
+    assert after.keys() == old.keys()
+    assert [name for name in old if name != ".seq.idx" and old[name] != after[name]] == []
+    assert verify_shard(tmp_path / "z", full=True).ok
+
+
+def test_a_split_goes_on_with_parts_of_the_same_columns_only(tmp_path: Path) -> None:
+    write_columned(tmp_path / "x", PACKS, FEW)
+    attach(tmp_path / "x", "late", "pack")
+    parts = Parts(shards=2)
+    split(tmp_path / "x", tmp_path / "y", parts)
+    assert split(tmp_path / "x", tmp_path / "y", parts, resume=True).num_kept == 2
+    os.rename(tmp_path / "y-00000-of-00002.late.col", tmp_path / "aside")
+    with pytest.raises(ShardNotFoundError, match=r"late \(rule C8\)"):
+        split(tmp_path / "x", tmp_path / "y", parts, resume=True)
+    os.rename(tmp_path / "aside", tmp_path / "y-00000-of-00002.late.col")
+    write_column(tmp_path / "x", "late", np.ones(40), per="pack", overwrite=True)
+    with pytest.raises(FormatError, match="--overwrite"):
+        split(tmp_path / "x", tmp_path / "y", parts, resume=True)
+    split(tmp_path / "x", tmp_path / "y", parts, overwrite=True)
+    assert Shard(tmp_path / "y-00001-of-00002").columns["late"].values[:].tolist() == [1] * 20
+
+
+# ---- merged ----
+
+
+def tables(*names: str) -> ColumnSpec:
+    files = [{"name": f"{name[0]}.jsonl", "fingerprint": name * 8} for name in names]
+    return ColumnSpec("sequence", np.uint32, 2, metadata={"files": files})
+
+
+def test_the_files_of_all_sources_are_one_table_and_every_sequence_keeps_its_line(tmp_path: Path) -> None:
+    # The files "b" are one, "b2" is another of the same name; the last table is as the first.
+    given = [tables("a", "b"), tables("b", "b2", "c"), tables("c", "a"), tables("a", "b")]
+    for i, spec in enumerate(given):
+        write_columned(tmp_path / f"s{i}", PACKS[10 * i : 10 * i + 10], {"source": spec}, first=100 * i)
+    sources = [tmp_path / f"s{i}" for i in range(4)]
+    merge(sources, tmp_path / "x", durable=False)
+    column = Shard(tmp_path / "x").columns["source"]
+    fingerprints = [file["fingerprint"][:2] for file in column.spec.metadata["files"]]
+    assert fingerprints == ["aa", "bb", "b2", "cc"]
+    assert lines_of(tmp_path / "x") == [line for source in sources for line in lines_of(source)]
+    assert verify_shard(tmp_path / "x", full=True).ok
+    # What is merged in two steps is what is merged in one.
+    merge(sources[:3], tmp_path / "y", durable=False)
+    merge([tmp_path / "y", sources[3]], tmp_path / "z", durable=False)
+    assert files_of(tmp_path, "x") == files_of(tmp_path, "z")
+
+
+def test_files_without_fingerprints_are_not_taken_for_one_another(tmp_path: Path) -> None:
+    spec = ColumnSpec("sequence", np.uint32, 2, metadata={"files": [{"name": "a"}, {"name": "b"}]})
+    other = ColumnSpec("sequence", np.uint32, 2, metadata={"files": [{"name": "a"}]})
+    for name, table in (("r", spec), ("s", other), ("t", spec)):
+        write_columned(tmp_path / name, PACKS[:3], {"source": table})
+    merge([tmp_path / name for name in "rst"], tmp_path / "x", durable=False)
+    assert [file["name"] for file in Shard(tmp_path / "x").columns["source"].spec.metadata["files"]] == list("abaab")
+    assert lines_of(tmp_path / "x") == [line for name in "rst" for line in lines_of(tmp_path / name)]
+    merge([tmp_path / "r", tmp_path / "t"], tmp_path / "y", durable=False)
+    assert [file["name"] for file in Shard(tmp_path / "y").columns["source"].spec.metadata["files"]] == list("ab")
+
+
+def write_pairs(prefix: Path, packs: Sequence[Any], numbers: Sequence[int]) -> None:
+    """The sequences of the packs are chosen and rejected by turns."""
+    write_samples(prefix, packs)
+    count = Shard(prefix).header.num_sequences
+    values = [[numbers[i // 2 % len(numbers)] + i // 2 // len(numbers) * 1000, i % 2] for i in range(count)]
+    write_column(prefix, "pair", np.array(values, np.uint32), per="sequence")
+
+
+def test_pairs_of_different_shards_stay_apart(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "s", PACKS[:10], [3, 0, 1])
+    write_pairs(tmp_path / "t", PACKS[10:20], [0, 2])
+    first, second = pairs_of(tmp_path / "s"), pairs_of(tmp_path / "t")
+    shift = max(first)[0] + 1
+    merge([tmp_path / "s", tmp_path / "t", tmp_path / "s"], tmp_path / "x", durable=False)
+    third = shift + max(second)[0] + 1
+    expected = [*first, *((n + shift, i) for n, i in second), *((n + third, i) for n, i in first)]
+    assert pairs_of(tmp_path / "x") == expected
+    # Parts of one split have their numbers from one shard, and go on with them; turned round they do not.
+    parts = split(tmp_path / "x", tmp_path / "y", Parts(shards=4)).prefixes
+    merge(parts, tmp_path / "z", durable=False)
+    assert pairs_of(tmp_path / "z") == expected
+    merge(parts[::-1], tmp_path / "r", durable=False)
+    counts = [len({n for n, _ in pairs_of(prefix)}) for prefix in parts]
+    assert len({n for n, _ in pairs_of(tmp_path / "r")}) == sum(counts)
+
+
+def test_more_pairs_than_numbers_are_refused(tmp_path: Path) -> None:
+    write_pairs(tmp_path / "s", PACKS[:1], [2**32 - 1])
+    with pytest.raises(FormatError, match=r"s\.pair\.col: pair 8,589,934,591 of all shards"):
+        merge([tmp_path / "s", tmp_path / "s"], tmp_path / "x", durable=False)
+    assert not list(tmp_path.glob("x.*"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "match"),
+    [
+        (None, r"t: no column note, which .*s has; a merged shard has the columns that all have"),
+        (
+            ColumnSpec("pack", "f4"),
+            r"t: column note is float32 x 1 a pack, in .*s uint16 x 2 a token, aligned with lab",
+        ),
+        (ColumnSpec("token", "u2", 1, "label"), r"t: column note is uint16 x 1 a token, .*s uint16 x 2"),
+        (ColumnSpec("token", "i2", 2, "label"), r"t: column note is int16 x 2"),
+        (ColumnSpec("token", "u2", 2), r"t: column note is uint16 x 2 a token, aligned with tokens, in"),
+    ],
+)
+def test_columns_that_do_not_go_together_are_refused_and_left_out_with_leave(
+    tmp_path: Path, spec: ColumnSpec | None, match: str
+) -> None:
+    note = ColumnSpec("token", "u2", 2, "label")
+    write_columned(tmp_path / "s", PACKS[:20], {"source": SOURCE, "note": note})
+    write_columned(tmp_path / "t", PACKS[20:], {"source": SOURCE, **({"note": spec} if spec else {})})
+    sources = [tmp_path / "s", tmp_path / "t"]
+    with pytest.raises(FormatError, match=match):
+        merge(sources, tmp_path / "x", durable=False)
+    with pytest.raises(FormatError, match="column note"):
+        merge(sources[::-1], tmp_path / "x", durable=False)
+    assert not list(tmp_path.glob("x.*"))
+    report = merge(sources, tmp_path / "x", allow_loss=True, durable=False)
+    assert [said for said in report.notes if said.startswith("column note left out, as was allowed: ")]
+    assert list(Shard(tmp_path / "x").columns) == ["source"]
+    done = command("merge", *map(str, sources), "--output-prefix", str(tmp_path / "y"), "--allow-loss")
+    assert "note            column note left out, as was allowed: " in done.out
+
+
+def test_metadata_that_all_have_stay_and_others_are_said(tmp_path: Path) -> None:
+    for name, teacher in (("s", "big"), ("t", "small")):
+        metadata = {"teacher": teacher, "temperature": 1}
+        write_columned(tmp_path / name, PACKS[:5], {"topk": ColumnSpec("token", "i4", 4, metadata=metadata)})
+    report = merge([tmp_path / "s", tmp_path / "t"], tmp_path / "x", durable=False)
+    assert Shard(tmp_path / "x").columns["topk"].spec.metadata == {"temperature": 1}
+    assert "column topk: not the same in all shards, so left out of its metadata: teacher" in report.notes
+    assert not [note for note in report.notes if "columns" in note]
+
+
+def test_damaged_columns_are_never_carried(tmp_path: Path) -> None:
+    write_columned(tmp_path / "s", PACKS[:20], FEW)
+    attach(tmp_path / "s", "late", "pack")
+    works = [
+        lambda: merge([tmp_path / "s", tmp_path / "s"], tmp_path / "out/x", durable=False),
+        lambda: split(tmp_path / "s", tmp_path / "out/x", Parts(shards=2), durable=False),
+    ]
+    for name, rule in (("topk", "C7"), ("late", "C7"), ("source", "C3|C4")):
+        path = tmp_path / f"s.{name}.col"
+        good = path.read_bytes()
+        place = len(good) - 1 if rule == "C7" else 130
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        for work in works:
+            with pytest.raises(CorruptShardError, match=rf"s\.{name}\.col: .*\(rule ({rule})\)"):
+                work()
+        path.write_bytes(good)
+    os.rename(tmp_path / "s.topk.col", tmp_path / "aside")
+    for work in works:
+        with pytest.raises(ShardNotFoundError, match="C8"):
+            work()
+    assert not list(tmp_path.glob("out/*"))
+    # What is left of a shard is no less for a column that is lost.
+    report = merge([tmp_path / "s"], tmp_path / "x", allow_loss=True, durable=False)
+    assert sorted(Shard(tmp_path / "x").columns) == ["grade", "late", "source"]
+    assert [note for note in report.notes if "column topk left out" in note]
+
+
+def test_files_of_others_are_no_columns_and_stay(tmp_path: Path) -> None:
+    write_columned(tmp_path / "s", PACKS[:20], FEW)
+    write_samples(tmp_path / "other", PACKS[:7])
+    attach(tmp_path / "other", "stray", "pack")
+    os.rename(tmp_path / "other.stray.col", tmp_path / "s.stray.col")
+    for name in ("s.notes.col", "x.notes.col", "x-00000-of-00002.notes.col"):
+        (tmp_path / name).write_text("mine")
+    before = files_of(tmp_path, "s")
+    merge([tmp_path / "s", tmp_path / "s"], tmp_path / "x", durable=False)
+    split(tmp_path / "s", tmp_path / "x", Parts(shards=2), durable=False)
+    assert sorted(Shard(tmp_path / "x").columns) == sorted(Shard(tmp_path / "x-00000-of-00002").columns) == sorted(FEW)
+    assert files_of(tmp_path, "s") == before
+    assert {(tmp_path / name).read_text() for name in ("x.notes.col", "x-00000-of-00002.notes.col")} == {"mine"}
+
+
+def test_a_folder_is_looked_at_as_often_for_many_shards_as_for_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(12):
+        write_columned(tmp_path / f"s{i}", PACKS[i : i + 1], {"source": SOURCE}, first=i)
+        attach(tmp_path / f"s{i}", "late", "pack")
+    looks: list[Any] = []
+    look = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda folder=".": looks.append(folder) or look(folder))
+    counts = []
+    for few in (2, 12):
+        looks.clear()
+        merge([tmp_path / f"s{i}" for i in range(few)], tmp_path / f"out{few}/x", durable=False)
+        counts.append(len(looks))
+    assert counts[0] == counts[1] < 12
+    assert sorted(Shard(tmp_path / "out12/x").columns) == ["late", "source"]
+
+
+# ---- killed ----
+
+
+def test_a_merge_that_is_killed_leaves_the_shard_with_all_it_lists_or_none(tmp_path: Path) -> None:
+    for i in range(3):
+        write_columned(tmp_path / f"s{i}", PACKS[5 * i : 5 * i + 5], FEW, first=50 * i)
+    sources = [tmp_path / f"s{i}" for i in range(3)]
+    merge(sources, tmp_path / "whole/x")
+    whole = files_of(tmp_path / "whole")
+    step, recovered = 0, 0
+    while True:
+        folder = tmp_path / f"k{step}"
+        folder.mkdir()
+        write_columned(folder / "x", PACKS[:3], {"source": SOURCE, "other": ColumnSpec("pack", "u1")})
+        old = files_of(folder)
+        killed = killed_at(step, lambda folder=folder: merge(sources, folder / "x", overwrite=True))  # type: ignore[misc]
+        if not killed:
+            break
+        if (folder / "x.seq.idx").exists():
+            found = {name: raw for name, raw in files_of(folder).items() if not name.endswith((".tmp", ".journal"))}
+            assert found in (old, whole)
+        else:
+            left = find_remains(folder / "x")
+            if left is not None and left.done:
+                recover(folder / "x", overwrite=True)
+                recovered += 1
+                assert files_of(folder) == whole
+        merge(sources, folder / "x", overwrite=True)
+        assert files_of(folder) == whole
+        step += 1
+    assert files_of(folder) == whole
+    assert step > 20
+    assert recovered > 3
+
+
+def test_packs_of_a_killed_merge_are_recovered_with_their_columns(tmp_path: Path) -> None:
+    for i in range(3):
+        write_columned(tmp_path / f"s{i}", PACKS[5 * i : 5 * i + 5], FEW)
+    sources = [str(tmp_path / f"s{i}") for i in range(3)]
+    step, kept = 0, set()
+    while killed_at(step, lambda prefix=tmp_path / f"x{step}": merge(sources, prefix)):  # type: ignore[misc]
+        prefix, step = tmp_path / f"x{step}", step + 1
+        if (prefix.parent / f"{prefix.name}.journal").exists() and not Path(f"{prefix}.seq.idx").exists():
+            left = find_remains(prefix)
+            if left is None or not (left.num_packs or left.done):
+                continue
+            recover(prefix, overwrite=True)
+            shard = Shard(prefix)
+            kept.add(len(shard))
+            assert verify_shard(prefix, full=True).ok
+            assert_holds(shard, PACKS[: len(shard)])
+            for name, spec in FEW.items():
+                parts = [values_of(spec, 0, len(Shard(source).columns[name])) for source in sources]
+                values = shard.columns[name].values[:]
+                np.testing.assert_array_equal(values, np.concatenate(parts)[: len(values)])
+    assert 15 in kept
+
+
+def test_a_split_that_is_killed_leaves_whole_parts_or_none(tmp_path: Path) -> None:
+    write_columned(tmp_path / "s", PACKS[:12], FEW)
+    attach(tmp_path / "s", "late", "sequence")
+    step = 0
+    while True:
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        killed = killed_at(step, lambda folder=folder: split(tmp_path / "s", folder / "x", Parts(shards=2)))  # type: ignore[misc]
+        for path in folder.glob("*.seq.idx"):
+            prefix = str(path).removesuffix(".seq.idx")
+            assert verify_shard(prefix, full=True).ok
+            assert sorted(Shard(prefix).columns) == ["grade", "late", "source", "topk"]
+        if not killed:
+            break
+        split(tmp_path / "s", folder / "x", Parts(shards=2), resume=True)
+        merge([folder / f"x-0000{i}-of-00002" for i in range(2)], folder / "y", durable=False)
+        for name in [*FEW, "late"]:
+            assert (folder / f"y.{name}.col").read_bytes() == (tmp_path / f"s.{name}.col").read_bytes()
+        step += 1
+    assert len(list(folder.iterdir())) == 2 * (len(SUFFIXES) + 4)
+    assert step > 30
