@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from columned import SOURCE, write_columned
 from doc_blocks import Block
 from house import LAYERS
 from megatron.core import utils as megatron_utils
@@ -21,6 +23,7 @@ from training_twin import lone_process
 
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.training.provider import train_valid_test_datasets_provider
+from megatron_sft_idx.training.rows import rows_of
 
 
 class FollowsTheirs:
@@ -102,8 +105,31 @@ def check_layers(block: Block, _folder: Path, _monkeypatch: pytest.MonkeyPatch) 
     assert named[1:] == [names - {"__main__"} for names in reversed(LAYERS)]
 
 
+def check_columns(block: Block, tmp_path: Path, _monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, Any] = {}
+    exec(block.text, names)
+    write_columned(tmp_path / "x", demo_samples(8), {"source": SOURCE}, capacity=32)
+    with lone_process() as script:
+        args = script.parse_arguments(["--data-path", str(tmp_path / "x"), "--seq-length", "32"])
+        train, *_ = names["with_source"]([8, 0, 0], args=args)
+        assert names["with_source"].is_distributed
+        batches = [default_collate([train[i], train[i + 1]]) for i in range(0, 8, 2)]
+        taken = names["WithFiles"](iter([dict(batch) for batch in batches]))
+        count = len(rows_of(train).assembler.source_files)
+        for batch, whole in zip(taken, batches, strict=True):
+            assert batch.keys() == whole.keys() - {"source"}
+            ones = torch.ones_like(batch["loss_mask"])
+            found = names["sums_by_file"](ones, batch["loss_mask"], taken.files, count)[:, 0]
+            slow = [0.0] * count
+            for row, bounds in enumerate(whole["cu_seqlens"].tolist()):
+                for k, (start, stop) in enumerate(pairwise(bounds)):
+                    slow[int(whole["source"][row, k, 0])] += float(whole["loss_mask"][row, start:stop].sum())
+            assert found.tolist() == slow
+
+
 CHECKS: dict[str, Callable[[Block, Path, pytest.MonkeyPatch], None]] = {
     "python bridge": check_bridge,
+    "python columns": check_columns,
     "python get_batch": check_get_batch,
     "python tp_rank": check_tp_rank,
     "text files": check_files,
