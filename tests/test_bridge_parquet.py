@@ -175,7 +175,7 @@ def test_batches_of_their_data_set_are_those_of_our_loader(bridge: Bridge, shard
 
 def test_the_class_of_the_docs_reads_the_shard_itself(bridge: Bridge, shards: Path) -> None:
     assert command("convert", shards / "x", shards / "same.parquet", "--to", "parquet").code == 0
-    (block,) = (block for block in blocks_of("docs/formats.md") if block.kind == "python bridge")
+    (block,) = (block for block in blocks_of("docs/bridge.md") if block.kind == "python bridge")
     names: dict[str, Any] = {}
     exec(block.text, names)
     options = {"max_seq_length": CAPACITY, "prompt_template": "{input} {output}", "label_key": "output"}

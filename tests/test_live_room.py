@@ -158,7 +158,7 @@ def test_ranks_that_fall_behind_are_dealt_less() -> None:
     [
         (1, 1, 1, 1, 2),  # a row of one group and the first of the next
         (1, 1, 4, 8, 2),  # --max-ahead-shards 1 is too few for anyone
-        (2, 1, 2, 8, 4),  # the README's data on two ranks
+        (2, 1, 2, 8, 4),  # the data of docs/streaming.md on two ranks
         (3, 1, 2, 8, 6),
         (2, 1, 9, 8, 4),
         (2, 1, 10, 8, 6),  # a step of ten packs may take of three shards with eight

@@ -1,4 +1,4 @@
-"""The class of docs/formats.md on an older Megatron-Bridge's packed data set and collate, taken out of its wheel."""
+"""The class of docs/bridge.md on an older Megatron-Bridge's packed data set and collate, taken out of its wheel."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def bridge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_class_of_the_docs_feeds_their_collate(tmp_path: Path) -> None:
     packs = demo_samples()
     write_samples(tmp_path / "x", packs)
-    (block,) = (block for block in blocks_of("docs/formats.md") if block.kind == "python bridge")
+    (block,) = (block for block in blocks_of("docs/bridge.md") if block.kind == "python bridge")
     names: dict[str, Any] = {}
     exec(block.text, names)
     make = partial(names["PackedShard"], str(tmp_path / "x"), SimpleNamespace(eos_id=60_000), **THEIR_OPTIONS)

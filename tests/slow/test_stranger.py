@@ -1,4 +1,4 @@
-"""A stranger clones the repository and pastes the README from top to bottom, each line as it stands."""
+"""A stranger clones the repository and pastes the README, then the pages, each line as it stands."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from doc_blocks import ROOT, RUN, blocks_of, complaint, outputs, paste
+from doc_blocks import PAGES, ROOT, RUN, blocks_of, complaint, outputs, paste
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,8 @@ def test_the_readme_in_a_clean_clone(tmp_path: Path, install: str) -> None:
     git = ["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(folder)]
     if subprocess.run(git, capture_output=True, check=False).returncode:
         pytest.skip("not a git checkout, so there is nothing to clone")
-    blocks = blocks_of("README.md")
+    pages = [blocks_of(page) for page in PAGES]
+    blocks = [block for page in pages for block in page]
     # A stranger's environment has nothing of this run's. Of the test suite, which takes its time and is at work
     # already, one module is enough to see that `make test` runs.
     environment = {name: os.environ[name] for name in os.environ if not name.startswith("PY")}
@@ -29,7 +30,7 @@ def test_the_readme_in_a_clean_clone(tmp_path: Path, install: str) -> None:
         pasted = [block for block in pasted if block.kind in RUN or "pip install" in block.text]
         pasted = [replace(block, text=block.text.replace(" '.[", " --editable '.[")) for block in pasted]
     said = paste(pasted, folder, environment, 3600)
-    wrong = [complaint(shown, said[block]) for block, shown in outputs(blocks) if block in said]
+    wrong = [complaint(shown, said[block]) for page in pages for block, shown in outputs(page) if block in said]
     assert not any(wrong), "\n\n".join(filter(None, wrong))
     # `make` compiles in the clone as well; what pip installed without --editable lies elsewhere.
     assert list(folder.glob("megatron_sft_idx/_native.*.so"))
