@@ -33,7 +33,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, check_name
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.journal import BuildOptions
-from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, recover, remove_shard, write_column
+from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, pair_numbers, recover, remove_shard, write_column
 from megatron_sft_idx.shard import build as build_module
 
 SPECIFICATION = (Path(__file__).parent.parent / "megatron_sft_idx" / "FORMAT.md").read_text(encoding="utf-8")
@@ -400,9 +400,55 @@ def test_a_broken_rule_is_named(
 
 
 def test_every_rule_of_columns_is_broken_here() -> None:
-    rules = set(re.findall(r"^- \*\*(C\d)\*\* ", SPECIFICATION, re.MULTILINE))
-    assert {rule for rule, *_ in BROKEN} == rules
-    assert len(rules) == 9
+    rules = set(re.findall(r"^- \*\*(C\d+)\*\* ", SPECIFICATION, re.MULTILINE))
+    assert {rule for rule, *_ in BROKEN} | {"C10"} == rules
+    assert len(rules) == 10
+
+
+def paired(count: int) -> np.ndarray:
+    return np.stack([np.arange(count) // 2 + 5, np.arange(count) % 2], 1).astype(np.uint32)
+
+
+# Changes of a column ``pair`` of 100 sequences, which sequences the findings begin at, and how many breaches there are.
+TORN: list[tuple[Callable[[np.ndarray], np.ndarray], list[int], int]] = [
+    (lambda rows: rows, [], 0),
+    (lambda rows: rows[::-1], [*range(0, 100, 2)], 50),
+    (lambda rows: np.roll(rows, 1, axis=0), [*range(0, 100, 2)], 50),
+    (lambda rows: np.where(np.arange(100)[:, None] == 31, [[21, 1]], rows), [30], 1),
+    (lambda rows: np.where(np.arange(100)[:, None] == 98, [[54, 2]], rows), [98], 1),
+]
+
+
+@pytest.mark.parametrize(("change", "rows", "count"), TORN)
+def test_sequences_that_are_no_pairs_are_told_by_rule_c10(
+    tmp_path: Path, change: Callable[[np.ndarray], np.ndarray], rows: list[int], count: int
+) -> None:
+    write_samples(tmp_path / "x", PACKS)
+    write_column(tmp_path / "x", "pair", change(paired(100)).astype(np.uint32), per="sequence")
+    report = verify_shard(tmp_path / "x", full=True)
+    found = [finding for finding in report.findings if finding.rule == "C10"]
+    begin = Shard(tmp_path / "x").columns["pair"].spec.header_nbytes
+    assert [finding.offset for finding in found] == [begin + 8 * row for row in rows][: len(found)]
+    assert len(found) + report.omitted.get("C10", 0) == count
+    assert report.ok == (not rows)
+    if not rows:
+        np.testing.assert_array_equal(pair_numbers(Shard(tmp_path / "x")), paired(100)[:, 0])
+        return
+    with pytest.raises(CorruptShardError, match=rf"byte {found[0].offset}: sequences from {rows[0]} on are .*rule C10"):
+        pair_numbers(Shard(tmp_path / "x"))
+
+
+def test_a_pair_without_its_second_and_another_column_of_that_name_are_told_too(tmp_path: Path) -> None:
+    odd = [pack for pack in PACKS if len(pack.starts) % 2][:1]
+    count = len(odd[0].starts)
+    for name, rows in (("x", paired(count)), ("y", paired(count)[:, 0]), ("z", paired(count).astype(np.float32))):
+        write_samples(tmp_path / name, odd)
+        write_column(tmp_path / name, "pair", rows, per="sequence")
+        assert {finding.rule for finding in verify_shard(tmp_path / name, full=True).findings} == {"C10"}
+        with pytest.raises(CorruptShardError, match="C10"):
+            pair_numbers(Shard(tmp_path / name))
+    write_samples(tmp_path / "w", odd)
+    assert pair_numbers(Shard(tmp_path / "w")) is None
 
 
 def test_no_byte_of_a_column_can_change_unnoticed(tmp_path: Path) -> None:

@@ -10,17 +10,20 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from blends import build, config_of
 from megatron.core.models.gpt import GPTModel
 from training_twin import Pair, batch_of, lone_process, random_sequences
 
-from megatron_sft_idx.packing import pack_sequences
-from megatron_sft_idx.shard import ShardWriter
+from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceError
+from megatron_sft_idx.layout.column import PAIR
+from megatron_sft_idx.packing import PackPlan, pack_sequences
+from megatron_sft_idx.shard import Shard, ShardWriter, write_column
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.attention import model_inputs
 from megatron_sft_idx.training.batch import BatchAssembler, Tensors
 from megatron_sft_idx.training.cpu import seed_everything
 from megatron_sft_idx.training.dpo import PairLosses, dpo_losses, sequence_logp
-from megatron_sft_idx.training.sources import StoredPacks
+from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks
 
 VOCABULARY, LENGTH, PAIRS, BETA = 256, 96, 14, 0.1
 TOLERANCE = 1e-6
@@ -81,38 +84,37 @@ def alone(script: ModuleType, sequences: list[Pair]) -> Alone:
     return torch.stack(refs), torch.stack(losses), gradients(model)
 
 
-def packed(
-    folder: Path, sequences: list[Pair], groups: np.ndarray, multiple: int = 1
-) -> tuple[Tensors, list[int], np.ndarray]:
-    """All packs as one batch, with the column ``pair``; which sequence stands where, and where each pack begins."""
+def packed(folder: Path, sequences: list[Pair], groups: np.ndarray, multiple: int = 1) -> PackPlan:
+    """Write all packs with the column ``pair``."""
     lengths = [len(ids) for ids, _ in sequences]
     plan = pack_sequences(lengths, LENGTH, groups=groups, sequence_multiple=multiple, seed=1)
-    with ShardWriter(folder / "x", capacity=LENGTH, sequence_multiple=multiple, durable=False) as writer:
+    options = {"capacity": LENGTH, "sequence_multiple": multiple, "durable": False, "columns": {"pair": PAIR}}
+    with ShardWriter(folder / "x", **options) as writer:
         for first, last in pairwise(plan.offsets):
             row = plan.sequences[first:last]
             ids, masks = (np.concatenate(parts) for parts in zip(*(sequences[s] for s in row), strict=True))
-            writer.add_pack(ids, masks, np.cumsum([0, *(lengths[s] for s in row[:-1])]))
+            pair = np.stack([row // 2, row % 2], 1)
+            writer.add_pack(ids, masks, np.cumsum([0, *(lengths[s] for s in row[:-1])]), columns={"pair": pair})
         writer.finalize()
-    batch = BatchAssembler(StoredPacks(ShardSet.open(folder / "x")), LENGTH, sequence_multiple=multiple).assemble(
-        range(plan.num_packs)
-    )
-    column = np.stack([plan.sequences // 2, plan.sequences % 2], 1)
-    batch["pair"] = by_row(torch.from_numpy(column), plan.offsets)
-    return batch, plan.sequences.tolist(), plan.offsets
+    return plan
 
 
-def by_row(values: torch.Tensor, offsets: np.ndarray) -> torch.Tensor:
-    """A sequence column as a batch holds it: a row a pack, zeros behind its last sequence."""
-    rows = [values[first:last] for first, last in pairwise(offsets)]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+def batch_from(folder: Path, columns: tuple[str, ...], multiple: int = 1) -> Tensors:
+    """All packs of a shard as one batch."""
+    source = StoredPacks(ShardSet.open(folder / "x", columns=columns))
+    assembler = BatchAssembler(source, LENGTH, sequence_multiple=multiple, columns=columns)
+    return assembler.assemble(range(source.num_packs))
 
 
-def reference_column(script: ModuleType, batch: Tensors, offsets: np.ndarray) -> torch.Tensor:
-    """The column ``ref_logp`` of a shard: what the reference model says of each sequence, in their order."""
-    reference = model_of(script, 1)
+def attach_reference(script: ModuleType, folder: Path, multiple: int) -> torch.Tensor:
+    """The column ``ref_logp``: what the reference model says of each sequence, in their order."""
+    batch, reference = batch_from(folder, (), multiple), model_of(script, 1)
     with torch.no_grad():
         logp = sequence_logp(logp_of(reference, batch), batch)
-    return torch.cat([row[:count] for row, count in zip(logp, np.diff(offsets), strict=True)])
+    counts = np.diff(Shard(folder / "x").sequence_offsets)
+    column = torch.cat([row[:count] for row, count in zip(logp, counts, strict=True)])
+    write_column(folder / "x", "ref_logp", column.numpy(), per="sequence")
+    return column
 
 
 def losses_of(script: ModuleType, batch: Tensors) -> tuple[PairLosses, torch.Tensor]:
@@ -131,13 +133,12 @@ def test_pairs_in_packs_are_pairs_one_by_one(
     script: ModuleType, sequences: list[Pair], alone: Alone, multiple: int, tmp_path: Path
 ) -> None:
     refs, losses, gradient = alone
-    batch, order, offsets = packed(tmp_path, sequences, np.arange(len(sequences)) // 2, multiple)
-    assert len(offsets) - 1 < PAIRS / 2
-    column = reference_column(script, batch, offsets)
-    batch["ref_logp"] = by_row(column, offsets)
-    found, packed_gradient = losses_of(script, batch)
-    pairs = torch.tensor(order[::2]) // 2
-    apart = [difference(column, refs[order]), difference(found.losses, losses[pairs])]
+    plan = packed(tmp_path, sequences, np.arange(len(sequences)) // 2, multiple)
+    assert plan.num_packs < PAIRS / 2
+    column = attach_reference(script, tmp_path, multiple)
+    found, packed_gradient = losses_of(script, batch_from(tmp_path, ("pair", "ref_logp"), multiple))
+    pairs = torch.from_numpy(plan.sequences[::2] // 2)
+    apart = [difference(column, refs[plan.sequences]), difference(found.losses, losses[pairs])]
     apart.append(difference(packed_gradient, gradient))
     print(f"multiple {multiple}: reference {apart[0]:.1e}, losses {apart[1]:.1e}, gradient {apart[2]:.1e}")
     assert max(apart) < TOLERANCE
@@ -146,12 +147,11 @@ def test_pairs_in_packs_are_pairs_one_by_one(
 
 
 def test_torn_pairs_are_told(script: ModuleType, sequences: list[Pair], tmp_path: Path) -> None:
-    batch, order, _ = packed(tmp_path, sequences, np.arange(len(sequences)))
-    assert any(order[at + 1] != order[at] + 1 for at in range(0, len(order) - 1, 2))
+    plan = packed(tmp_path, sequences, np.arange(len(sequences)))
+    assert (plan.sequences[1::2] != plan.sequences[::2] + 1).any()
+    batch = batch_from(tmp_path, ("pair",))
     batch["ref_logp"] = torch.zeros(batch["pair"].shape[:2])
-    with pytest.raises(
-        ValueError, match=r"row \d+: sequence \d+ \(pair \d+\) is not beside its partner; pack by pairs"
-    ):
+    with pytest.raises(ValueError, match=r"row \d+: sequence \d+ \(pair \d+\) is not beside its partner"):
         losses_of(script, batch)
 
 
@@ -162,10 +162,12 @@ def test_the_check_finds_what_is_wrong(
     """Torn pairs whose column was made up to look whole, a reference in another order, forgotten boundaries."""
     refs, _, gradient = alone
     tear = wrong == "partners"
-    batch, order, offsets = packed(tmp_path, sequences, np.arange(len(sequences)) // (1 if tear else 2))
-    batch["ref_logp"] = by_row(refs[order[::-1] if wrong == "reference" else order], offsets)
+    plan = packed(tmp_path, sequences, np.arange(len(sequences)) // (1 if tear else 2))
+    column = refs[plan.sequences[::-1].copy() if wrong == "reference" else plan.sequences]
+    write_column(tmp_path / "x", "ref_logp", column.numpy(), per="sequence")
+    batch = batch_from(tmp_path, ("pair", "ref_logp"))
     if tear:  # neighbours, whosever they are
-        for row, count in enumerate(np.diff(offsets) // 2 * 2):
+        for row, count in enumerate(np.diff(plan.offsets) // 2 * 2):
             batch["pair"][row, :count] = torch.stack([torch.arange(count) // 2, torch.arange(count) % 2], 1)
             batch["loss_mask"][row, int(batch["cu_seqlens"][row, count]) :] = 0
     if wrong == "boundaries":
@@ -177,3 +179,49 @@ def test_the_check_finds_what_is_wrong(
     else:
         packed_gradient = losses_of(script, batch)[1]
     assert difference(packed_gradient, gradient) > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("ends", [(0, None), (3, 21)])
+def test_packing_at_start_up_keeps_pairs_together(
+    sequences: list[Pair], tmp_path: Path, ends: tuple[int, int | None]
+) -> None:
+    packed(tmp_path, sequences, np.arange(len(sequences)) // 2)
+    shards = ShardSet.open(tmp_path / "x", columns=("pair",))
+    source = PlannedPacks(shards, PlanOptions(2 * LENGTH), cache=tmp_path / "cache", first=ends[0], last=ends[1])
+    batch = BatchAssembler(source, 2 * LENGTH, columns=("pair",)).assemble(range(source.num_packs))
+    found = []
+    for row, count in zip(batch["pair"].tolist(), np.diff(source.plan.offsets).tolist(), strict=True):
+        assert [pair[1] for pair in row[:count]] == [0, 1] * (count // 2)
+        assert [pair[0] for pair in row[:count:2]] == [pair[0] for pair in row[1:count:2]]
+        found += [pair[0] for pair in row[:count:2]]
+    stored = Shard(tmp_path / "x").columns["pair"].values[:, 0][ends[0] // 2 * 2 : ends[1] and ends[1] // 2 * 2 : 2]
+    assert sorted(found) == sorted(stored.tolist())
+    with pytest.raises(SequenceError, match=r"\d+ of 14 pairs are longer than 24 tokens"):
+        PlannedPacks(shards, PlanOptions(24))
+    torn = paired_wrong(tmp_path)
+    with pytest.raises(CorruptShardError, match="C10"):
+        PlannedPacks(ShardSet.open(torn, columns=("pair",)), PlanOptions(LENGTH))
+
+
+def paired_wrong(folder: Path) -> Path:
+    """A shard whose sequences are all chosen ones."""
+    with ShardWriter(folder / "y", columns={"pair": PAIR}, durable=False) as writer:
+        writer.add_pack(np.arange(6), np.zeros(6), [0, 3], columns={"pair": [[0, 0], [0, 0]]})
+        writer.finalize()
+    return folder / "y"
+
+
+def test_judged_answers_are_not_trained_on_as_if_they_were_not(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    with ShardWriter(tmp_path / "x", capacity=LENGTH, columns={"pair": PAIR}, durable=False) as writer:
+        for number in range(20):
+            (ids, mask), (more, masked) = random_sequences(rng, [20, 30], VOCABULARY)
+            writer.add_pack(
+                np.concatenate([ids, more]), np.concatenate([mask, masked]), [0, 20],
+                columns={"pair": [[number, 0], [number, 1]]},
+            )  # fmt: skip
+        writer.finalize()
+    train, *_ = build(config_of(str(tmp_path / "x"), sequence_length=LENGTH, columns=("pair",)))
+    assert {"pair", "cu_seqlens"} <= train[0].keys()
+    with pytest.raises(FormatError, match="its answers are judged, by the column pair; ask for it in columns"):
+        build(config_of(str(tmp_path / "x"), sequence_length=LENGTH))

@@ -115,7 +115,8 @@ def _refuse_columns(data: dict[str, Any], options: RowOptions) -> None:
     if pair and options.messages_key not in pair:
         raise RowError(
             f"a preference row ({', '.join(pair)}), but supervised fine-tuning takes one answer; keep the chosen one"
-            " alone, as messages, or name the column that holds it as messages with --messages-key"
+            " alone, as messages, name the column that holds it as messages with --messages-key, or make pairs of such"
+            " rows with --row-kind preference"
         )
     for column in _VERDICTS:
         verdict = data.get(column)
@@ -123,7 +124,8 @@ def _refuse_columns(data: dict[str, Any], options: RowOptions) -> None:
         if isinstance(verdict, bool) or (verdict in (0, 1) and "completion" in data and isinstance(verdict, int)):
             raise RowError(
                 f"{column} is {str(verdict).lower()}: a row of KTO, which says whether its answer is good, but"
-                " supervised fine-tuning trains on every answer; keep the good ones, without that column"
+                " supervised fine-tuning trains on every answer; keep the good ones, without that column, or keep the"
+                " column too with --row-kind kto"
             )
 
 

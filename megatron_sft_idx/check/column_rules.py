@@ -1,17 +1,27 @@
-"""The columns of a shard, held against rules C1 to C9 of FORMAT.md."""
+"""The columns of a shard, held against rules C1 to C10 of FORMAT.md."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, Stream
 from megatron_sft_idx.check.rules import Claims, Findings
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.column import FIXED_NBYTES, ColumnHeader, broken_column, column_count, is_source
+from megatron_sft_idx.layout.column import (
+    FIXED_NBYTES,
+    PAIR,
+    ColumnHeader,
+    broken_column,
+    column_count,
+    is_source,
+    torn_pairs,
+)
 from megatron_sft_idx.layout.files import column_of
 from megatron_sft_idx.layout.header import CHECKSUM_NBYTES
 from megatron_sft_idx.storage import is_remote
@@ -93,6 +103,9 @@ def _check_column(
             "uint32 x 2 a sequence, and files with names in its JSON",
         )
         name = ""
+    if name == "pair" and column.spec.kind != PAIR.kind:
+        add("C10", FIXED_NBYTES, f"a column of {column.spec.kind[:3]}", "uint32 x 2 a sequence")
+        name = ""
     if meter is not None:
         _check_values(Stream(file, meter, len(raw)), column, name, findings, add)
 
@@ -100,7 +113,7 @@ def _check_column(
 def _check_values(
     stream: Stream, column: ColumnHeader, name: str, findings: Findings, add: Callable[[str, int, object, object], None]
 ) -> None:
-    """C7, and C9: each row of ``source`` is of a file that is named."""
+    """C7; C9: each row of ``source`` is of a file that is named; C10: sequences are chosen and rejected in turn."""
     begin = stream.position
     if name == "source":
         files, row = len(column.spec.metadata["files"]), 0
@@ -111,6 +124,23 @@ def _check_values(
                 add("C9", begin + 8 * (row + i), f"file {numbers[i]}", f"less than {files}")
             findings.add_uncounted("C9", len(bad[findings.most :]))
             row += len(items)
+    if name == "pair":
+        row, rest = 0, np.empty((0, 2), np.uint32)
+        for items in stream.pieces("<u8"):
+            rows = np.concatenate([rest, items.view("<u4").reshape(-1, 2)])
+            whole = len(rows) // 2 * 2
+            _tell_torn(rows[:whole], row, begin, findings, add)
+            row, rest = row + whole, rows[whole:]
+        _tell_torn(rest, row, begin, findings, add)
     found = stream.finish()
     if stream.file.nbytes == column.nbytes and stream.file.shrunk is None and found != column.checksum:
         add("C7", begin, f"checksum {found.hex()} of the values", column.checksum.hex())
+
+
+def _tell_torn(
+    rows: NDArray[Any], row: int, begin: int, findings: Findings, add: Callable[[str, int, object, object], None]
+) -> None:
+    torn = torn_pairs(rows)
+    for i in torn[: findings.most].tolist():
+        add("C10", begin + 8 * (row + i), f"rows {rows[i : i + 2].tolist()}", "[n, 0] and [n, 1], chosen and rejected")
+    findings.add_uncounted("C10", len(torn[findings.most :]))

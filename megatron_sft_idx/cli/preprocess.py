@@ -154,9 +154,11 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
     group.add_argument("--tokenizer-type", choices=("HuggingFaceTokenizer",), help=argparse.SUPPRESS)
     group.add_argument(
         "--row-kind",
-        choices=("auto", "messages", "alpaca", "prompt-completion", "tokenized"),
+        choices=("auto", "messages", "alpaca", "prompt-completion", "tokenized", "preference", "kto"),
         default="auto",
-        help="how rows are read (default: by their columns)",
+        help="how rows are read (default: by their columns); preference takes chosen and rejected, which stay in one"
+        " pack and are dropped together where they are overlong, kto a label, true or false; of both, only what"
+        " follows the prompt is trained on",
     )
     group.add_argument(
         "--messages-key", metavar="NAME", help="column that holds the turns (default: by its usual names)"

@@ -33,6 +33,7 @@ __all__ = [
     "COLUMN_DTYPES",
     "COLUMN_MAGIC",
     "MAX_WIDTH",
+    "PAIR",
     "PER",
     "Alignment",
     "ColumnHeader",
@@ -44,6 +45,7 @@ __all__ = [
     "column_rows",
     "is_source",
     "listed_columns",
+    "torn_pairs",
 ]
 
 Per = Literal["token", "sequence", "pack"]
@@ -206,6 +208,17 @@ def listed_columns(metadata: Mapping[str, Any]) -> dict[str, str]:
     if not isinstance(listed, dict):
         return {}
     return {name: str(value) for name, value in listed.items() if _NAME.fullmatch(name) and name not in _TAKEN}
+
+
+# The column ``pair``: the number of a pair, and 0 for its chosen sequence or 1 for its rejected one.
+PAIR = ColumnSpec("sequence", np.uint32, 2)
+
+
+def torn_pairs(rows: NDArray[Any]) -> NDArray[np.int64]:
+    """Which of these rows of a column ``pair`` [n, 2] begin no pair: chosen, 0, and right behind it its rejected, 1."""
+    chosen, rejected = rows[: len(rows) // 2 * 2 : 2], rows[1::2]
+    torn = (chosen[:, 0] != rejected[:, 0]) | (chosen[:, 1] != 0) | (rejected[:, 1] != 1)
+    return 2 * np.flatnonzero(np.append(torn, np.ones(len(rows) % 2, bool)))
 
 
 _STRUCT = struct.Struct("<8sII16sBBBBIQI4s16s56s")

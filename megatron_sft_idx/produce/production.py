@@ -216,6 +216,8 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
         OSError: the disk says no.
     """
     begin = time.monotonic()
+    if (kind := options.encoding.rows.kind) in ("preference", "kto"):
+        raise FormatError(f"--row-kind {kind}: the shards of a catalog have no columns; make one with preprocess")
     catalog = Catalog(options.catalog)
     encoder = RowEncoder(replace(options.encoding, source=False))
     with _held(catalog), contextlib.closing(InputLog(os.path.join(catalog.folder, INPUTS))) as taken:

@@ -4,7 +4,7 @@ Numpy and the native kernels only, no torch and no Megatron. Every file of ours 
 removed by the code here, so that what a killed process leaves can always be told from what belongs to somebody else.
 """
 
-from megatron_sft_idx.shard.columns import ShardColumn, write_column
+from megatron_sft_idx.shard.columns import ShardColumn, pair_numbers, write_column
 from megatron_sft_idx.shard.prefix import check_free, remove_remains, remove_shard
 from megatron_sft_idx.shard.reader import Pack, Shard, read_header
 from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
@@ -18,6 +18,7 @@ __all__ = [
     "ShardWriter",
     "check_free",
     "find_remains",
+    "pair_numbers",
     "read_header",
     "recover",
     "remove_remains",

@@ -7,7 +7,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +17,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import (
     COLUMN_MAGIC,
     FIXED_NBYTES,
+    PAIR,
     Alignment,
     ColumnHeader,
     ColumnSpec,
@@ -24,6 +25,7 @@ from megatron_sft_idx.layout.column import (
     check_name,
     column_rows,
     listed_columns,
+    torn_pairs,
 )
 from megatron_sft_idx.layout.files import column_of
 from megatron_sft_idx.layout.header import CHECKSUM_NBYTES
@@ -44,6 +46,9 @@ from megatron_sft_idx.storage.hashing import HashedFile
 from megatron_sft_idx.storage.publish import Kind, new_file
 from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, open_store
 
+if TYPE_CHECKING:
+    from megatron_sft_idx.shard.reader import Shard
+
 __all__ = [
     "ColumnFiles",
     "Rows",
@@ -52,6 +57,7 @@ __all__ = [
     "column_names",
     "columns_beside",
     "open_column",
+    "pair_numbers",
     "read_column_header",
     "write_column",
 ]
@@ -388,6 +394,26 @@ class ShardColumns(Mapping[str, ShardColumn]):
 
     def __len__(self) -> int:
         return len(column_names(self._paths, self._header))
+
+
+def pair_numbers(shard: Shard) -> NDArray[np.uint32] | None:
+    """The number of each sequence's pair by the column ``pair``, [sequences]; None where the shard has no such column.
+
+    Raises:
+        CorruptShardError: sequences are no pairs (C10).
+    """
+    if (column := shard.columns.get("pair")) is None:
+        return None
+    rows, path = column.values[:], ShardPaths.of(shard.prefix).column("pair")
+    if column.spec.kind != PAIR.kind:
+        raise CorruptShardError(path, FIXED_NBYTES, "C10", f"{column.spec}, expected {PAIR}")
+    if (torn := torn_pairs(rows)).size:
+        at, found = int(torn[0]), rows[torn[0] : torn[0] + 2].tolist()
+        offset = column.spec.header_nbytes + at * column.spec.row_nbytes
+        detail = f"sequences from {at} on are {found}, expected chosen [n, 0] before its rejected [n, 1]"
+        raise CorruptShardError(path, offset, "C10", detail)
+    numbers: NDArray[np.uint32] = rows[:, 0]
+    return numbers
 
 
 def column_names(paths: ShardPaths, header: Header, beside: Collection[str] | None = None) -> list[str]:

@@ -126,7 +126,7 @@ class Job(NamedTuple):
 
     def written(self, prefix: str) -> ShardPaths:
         """The files that the run writes at a prefix of its own."""
-        return ShardPaths.of(prefix).with_columns(["source"] if self.encoder.options.source else [])
+        return ShardPaths.of(prefix).with_columns(self.encoder.options.columns)
 
     @property
     def folder(self) -> RunFolder:

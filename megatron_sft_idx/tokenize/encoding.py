@@ -59,6 +59,12 @@ class EncodingOptions:
     source: bool = False
     tokenizer_proof: str = ""
 
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns that shards made of these rows have."""
+        judged = {"preference": ["pair"], "kto": ["label"]}.get(self.rows.kind, [])
+        return [*(["source"] if self.source else []), *judged]
+
 
 @dataclass(slots=True)
 class EncodedPiece:
@@ -74,7 +80,8 @@ class EncodedPiece:
         notes: counts by name.
         straddling: a token that brings characters of a header into what is trained on; "" where none does.
         columns: values of each sequence by name, [sequences] or [sequences, width]. ``source`` is uint32 [sequences,
-            2]: 0, and the number of the row, counted from the first of the piece; of JSON lines, of the line.
+            2]: 0, and the number of the row, counted from the first of the piece; of JSON lines, of the line. ``label``
+            is uint8, where rows are of KTO.
     """
 
     input_ids: NDArray[Any]
@@ -174,6 +181,7 @@ class RowEncoder:
         """Encode the rows of one piece, in order."""
         sequences: list[Encoded] = []
         places: list[int] = []
+        labels: dict[int, int | None] = {}
         bad_rows: list[SequenceError] = []
         batch: list[tuple[int, _Prepared]] = []
         rows = 0
@@ -182,7 +190,9 @@ class RowEncoder:
             try:
                 if isinstance(data, SequenceError):
                     raise data
-                batch.append((position, self._prepare(data)))
+                prepared, label = self._prepare(data)
+                batch.append((position, prepared))
+                labels[position] = label
             except ValueError as error:
                 bad_rows.append(_at(error, piece.path, position))
                 if self.options.on_bad_row == "error":
@@ -197,17 +207,22 @@ class RowEncoder:
             source = np.zeros((len(places), 2), np.uint32)
             source[:, 1] = np.array(places, np.int64) - piece.first
             done.columns["source"] = source
+        if self.options.rows.kind == "kto":
+            done.columns["label"] = np.array([labels[position] for position in places], np.uint8)
         return done
 
-    def _prepare(self, data: Any) -> _Prepared:
-        if self.options.rows.kind == "preference":
-            chosen, rejected = (self._draw(source) for source in read_judged(data, self.options.rows)[0])
-            assert isinstance(chosen, _Drawn)
-            assert isinstance(rejected, _Drawn)
-            if len(chosen.rendered) + len(rejected.rendered) > 2:
-                raise RowError("an answer makes several sequences with --turns split; a pair is one of each")
-            return _Drawn(chosen.rendered + rejected.rendered, chosen.template)
-        return self._draw(to_sequence_source(data, self.options.rows))
+    def _prepare(self, data: Any) -> tuple[_Prepared, int | None]:
+        """A row, ready to be tokenised, and its label where it is one of KTO."""
+        if self.options.rows.kind not in ("preference", "kto"):
+            return self._draw(to_sequence_source(data, self.options.rows)), None
+        sources, label = read_judged(data, self.options.rows)
+        drawn = [self._draw(source) for source in sources]
+        if label is not None:
+            return drawn[0], label
+        rendered = [text for one in drawn if isinstance(one, _Drawn) for text in one.rendered]
+        if len(rendered) != 2 or not isinstance(drawn[0], _Drawn):
+            raise RowError("an answer makes several sequences with --turns split; a pair is one of each")
+        return _Drawn(rendered, drawn[0].template), None
 
     def _draw(self, source: Conversation | TokenizedRow) -> _Prepared:
         if isinstance(source, TokenizedRow):

@@ -24,7 +24,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.packs.split import part_prefix, refuse_other_splits
-from megatron_sft_idx.shard import Shard, ShardWriter, check_free, read_header
+from megatron_sft_idx.shard import Shard, ShardWriter, check_free, pair_numbers, read_header
 from megatron_sft_idx.shard.prefix import (
     is_set_aside,
     lock_journal,
@@ -68,7 +68,7 @@ class PackOptions:
 
     Attributes:
         capacity: most token positions a pack may hold.
-        method: of ``pack_sequences``, or ``none`` for one sequence a pack in the order of the input.
+        method: of ``pack_sequences``, or ``none`` for one sequence or pair a pack in the order of the input.
         effort: of ``pack_sequences``.
         overlong: what becomes of sequences longer than the capacity.
         sequence_multiple: count each sequence as its length rounded up to this.
@@ -341,7 +341,7 @@ def plan_packs(
         options: how they are packed.
         shards: into how many shards.
         source: what errors call the sequences.
-        groups: numbers of the groups that stay together, as for ``pack_sequences``, and are dropped together.
+        groups: of pairs, which stay together, as for ``pack_sequences``, and are dropped together.
 
     Raises:
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
@@ -355,22 +355,22 @@ def plan_packs(
             " fits; raise it"
         )
     one_a_pack = options.method == "none"
-    long, remedies = lengths > longest, "drop, truncate or split"
+    rooms, what, together, remedies = lengths, "sequences", 1, "drop, truncate or split"
     if groups is not None:
         if options.overlong in ("truncate", "split"):
             raise FormatError(
                 f"{source}: --overlong {options.overlong} would part a pair or compare answers that are cut; choose"
                 " --overlong drop, which drops both"
             )
-        long, remedies = _overlong_groups(lengths, groups, options), "drop"
+        rooms, what, together, remedies = _group_sizes(lengths, groups, options), "pairs", 2, "drop"
+    long = rooms > longest
     count = int(long.sum())
     if count and options.overlong == "error":
-        in_pairs = "" if groups is None else " or in pairs that are"
         raise SequenceError(
             source,
             None,
-            f"{count} of {len(lengths)} sequences are longer than {longest} tokens{in_pairs}, the longest has"
-            f" {lengths.max()}; choose --overlong {remedies}, or a larger --seq-length",
+            f"{count // together} of {len(lengths) // together} {what} are longer than {longest} tokens, the longest"
+            f" has {rooms.max()}; choose --overlong {remedies}, or a larger --seq-length",
         )
     cuts = _cut(lengths, long, longest, options.overlong)
     if not len(cuts.lengths):
@@ -382,10 +382,10 @@ def plan_packs(
         options.capacity,
         method="sequential" if one_a_pack else options.method,
         effort=options.effort,
-        max_sequences_per_pack=1 if one_a_pack else options.max_sequences_per_pack,
+        max_sequences_per_pack=together if one_a_pack else options.max_sequences_per_pack,
         sequence_multiple=options.sequence_multiple,
         seed=options.seed,
-        groups=None if one_a_pack else groups,
+        groups=groups,
     )
     if plan.num_packs < shards:
         raise FormatError(
@@ -395,15 +395,14 @@ def plan_packs(
     return Packing(options, cuts, plan, shards)
 
 
-def _overlong_groups(
+def _group_sizes(
     lengths: NDArray[np.int64], groups: NDArray[np.integer[Any]], options: PackOptions
-) -> NDArray[np.bool_]:
-    """Whether each sequence is in a group that no pack holds; one a pack, in one of which a sequence is too long."""
+) -> NDArray[np.int64]:
+    """What the group of each sequence takes in a pack, in tokens."""
     starts = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
     multiple = options.sequence_multiple
-    rounded = -(-lengths // multiple) * multiple
-    sizes = (np.maximum if options.method == "none" else np.add).reduceat(rounded, starts)
-    return np.repeat(sizes > options.longest_sequence, np.diff(starts, append=len(lengths)))
+    sizes = np.add.reduceat(-(-lengths // multiple) * multiple, starts)
+    return np.repeat(sizes, np.diff(starts, append=len(lengths)))
 
 
 def _cut(lengths: NDArray[np.int64], long: NDArray[np.bool_], longest: int, overlong: str) -> Cuts:
@@ -620,7 +619,7 @@ def pack_shard(
     require_outputs_apart(output_prefixes(prefix, shards), reads, reader.columns)
     if shards > 1:
         refuse_other_splits(prefix, shards)
-    packing = plan_packs(reader.lengths, options, shards=shards, source=source.prefix)
+    packing = plan_packs(reader.lengths, options, shards=shards, source=source.prefix, groups=pair_numbers(source))
     # Packed shards call the sequences by their input where they were tokenised from it, else by their id.
     identity = (None if "packing" in header.metadata else header.source) or header.shard_id.hex()
     outputs = packing.outputs(

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
-from megatron_sft_idx.chat.chat_rows import RowOptions
+from megatron_sft_idx.chat.chat_rows import RowKind, RowOptions
 from megatron_sft_idx.chat.template import MaskOptions
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.packs.buckets import STAGING
@@ -73,7 +73,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     partial_markers: Literal["error", "keep"] = "error",
     straddling: Literal["include", "exclude"] = "include",
     span_by_span: bool = False,
-    row_kind: Literal["auto", "messages", "alpaca", "prompt-completion", "tokenized"] = "auto",
+    row_kind: RowKind = "auto",
     messages_key: str | None = None,
     mask_alignment: Literal["token", "label"] = "token",
     on_bad_row: Literal["error", "skip"] = "error",

@@ -311,12 +311,14 @@ class PartsTable:
         mask_dtype: of the masks that are to come of it: float32 where any part has such.
         bases: of the columns that are to come of it, by name: what is added to the values of each part, [parts] or
             [parts, width].
+        pairs: whether sequences 2k and 2k + 1 are a pair, which the column ``pair`` says then.
     """
 
     paths: Sequence[str]
     bounds: NDArray[np.int64]
     mask_dtype: str
     bases: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    pairs: bool = False
 
 
 class PartsReader:
@@ -338,7 +340,7 @@ class PartsReader:
         # 5 to 10 bytes of memory each, twice; of many parts, enough that opening each is worth it.
         self.window_tokens = min(max(_TOKENS_A_PART * len(table.paths), 1 << 22), 1 << 24)
         self._paths, self._bounds, self._mask_dtype = table.paths, table.bounds, np.dtype(table.mask_dtype)
-        self._bases = table.bases
+        self._bases, self._pairs = table.bases, table.pairs
         self._held: dict[int, Part] = {}
 
     def read(self, run: PackedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
@@ -371,6 +373,8 @@ class PartsReader:
         given = np.empty_like(ids), np.empty_like(mask)
         for source, out in zip((ids, mask), given, strict=True):
             _native.gather_sequences(source, ends - lengths, ends, place, out)
+        if self._pairs:
+            columns["pair"] = np.stack([run.sequences // 2, run.sequences % 2], 1)
         return *given, columns
 
     def count_trained(self, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> int:

@@ -31,7 +31,7 @@ from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, total_bytes
 from megatron_sft_idx.chat.pieces import iter_pieces
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.column import PAIR, ColumnSpec
 from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free
 from megatron_sft_idx.storage import is_remote
@@ -111,8 +111,8 @@ class _Run:
         begin_at = time.monotonic()
         files = expand_inputs(options.inputs)
         prefixes = [*output_prefixes(options.prefix, options.output_shards), corpus_prefix(options.prefix)]
-        columns = ["source"] if options.encoding.source else []
-        require_outputs_apart(prefixes, [Place(file.path, "the input") for file in files], columns)
+        inputs = [Place(file.path, "the input") for file in files]
+        require_outputs_apart(prefixes, inputs, options.encoding.columns)
         self.options, self.log, self.stack = options, log, stack
         self.pool: Local | None = None
         if options.engine == "local":
@@ -209,7 +209,12 @@ class _Run:
         if options.encoding.source:
             bases["source"] = np.array(self.places, np.uint32)
             self.columns["source"] = _source_column(self.job.files, self.contents)
-        table = PartsTable(self.paths, bounds, self.mask_dtype, bases)
+        if "label" in options.encoding.columns:
+            bases["label"] = np.zeros(len(self.paths), np.uint8)
+            self.columns["label"] = ColumnSpec("sequence", np.uint8)
+        if pairs := "pair" in options.encoding.columns:
+            self.columns["pair"] = PAIR
+        table = PartsTable(self.paths, bounds, self.mask_dtype, bases, pairs)
         lengths = np.concatenate(self.lengths).astype(np.int64)
         self.lengths.clear()  # gigabytes of a large corpus
         sources = {"fingerprint": self.fingerprint, "rows": self.report.rows, "skipped": self.report.skipped}
@@ -300,7 +305,10 @@ class _Run:
         self, engine: Local | Cluster, table: PartsTable, lengths: NDArray[np.int64], metadata: dict[str, Any]
     ) -> PackReport:
         options, reader = self.options, PartsReader(table)
-        packing = plan_packs(lengths, options.packing, shards=options.output_shards, source=options.prefix)
+        pairs = np.arange(len(lengths)) // 2 if table.pairs else None
+        packing = plan_packs(
+            lengths, options.packing, shards=options.output_shards, source=options.prefix, groups=pairs
+        )
         outputs = packing.outputs(
             os.path.abspath(options.prefix) if isinstance(engine, Cluster) else options.prefix,
             metadata,
@@ -331,11 +339,12 @@ class _Run:
             return publish_shards(options.prefix, outputs, write, keep=options.resume)
 
     def _join(self, table: PartsTable, lengths: NDArray[np.int64], metadata: dict[str, Any]) -> None:
-        """Join the parts, in the order of the input, into an unpacked shard."""
+        """Join the parts, in the order of the input, into an unpacked shard; pairs stay together there too."""
         if self.options.resume:
             drop_build(ShardPaths.of(self.job.corpus))
-        numbers = np.arange(len(lengths) + 1)
-        run = PackedRun(numbers, numbers[:-1], None, lengths.astype(np.uint32), int(lengths.max()))
+        numbers, together = np.arange(len(lengths) + 1), 2 if table.pairs else 1
+        longest = together * int(lengths.max())
+        run = PackedRun(numbers[::together], numbers[:-1], None, lengths.astype(np.uint32), longest)
         with (
             self._progress("joining", len(lengths)) as progress,
             ShardWriter(

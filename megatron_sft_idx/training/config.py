@@ -20,6 +20,7 @@ from megatron.core.utils import log_single_rank
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header
+from megatron_sft_idx.layout.column import listed_columns
 from megatron_sft_idx.shard.shard_set import ShardSet, joined_columns
 from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.sources import PlanOptions, require_fit
@@ -205,6 +206,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
 
     def _check_shards(self, path: str, shards: ShardSet) -> None:
         self._check_tokenizer(shards)
+        self._check_judged(shards)
         if masked := shards.total("num_masked_packs"):
             what = "sequences" if len(shards) == shards.num_sequences else "packs"
             log_single_rank(
@@ -255,6 +257,18 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
                 raise FormatError(
                     f"{prefix}: tokenized with {found}, the tokenizer of this job is {self.tokenizer_fingerprint};"
                     " take the tokenizer the shard was made with, or tokenize again"
+                )
+
+    def _check_judged(self, shards: ShardSet) -> None:
+        """FormatError where answers that are judged would be trained on as if they were not."""
+        for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
+            listed, options = listed_columns(header.metadata), header.metadata.get("options")
+            of_kto = isinstance(options, dict) and options.get("row_kind") == "kto"
+            told = listed.keys() & ({"pair", "label"} if of_kto else {"pair"})
+            if missing := told.difference(self.columns):
+                raise FormatError(
+                    f"{prefix}: its answers are judged, by the column {missing.pop()}; ask for it in columns, and take"
+                    " a loss that goes by it, such as training.dpo's: without, the rejected ones are learnt too"
                 )
 
     def _check_split(self, path: str, split: Split, ends: tuple[float, float], shards: ShardSet) -> None:

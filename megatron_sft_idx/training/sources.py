@@ -22,6 +22,7 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.npy import read_legacy
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packing import PackPlan, pack_sequences
+from megatron_sft_idx.shard import pair_numbers
 from megatron_sft_idx.shard.shard_set import OPENED_AT_ONCE, ShardSet, joined_columns, running_sums
 from megatron_sft_idx.storage import Array
 from megatron_sft_idx.storage.hashing import StreamHash
@@ -309,7 +310,7 @@ class PlanOptions:
     max_sequences_per_pack: int | None = None
     seed: int = 0
 
-    def pack(self, lengths: NDArray[np.int64]) -> PackPlan:
+    def pack(self, lengths: NDArray[np.int64], groups: NDArray[np.int64] | None = None) -> PackPlan:
         """Pack sequences of these lengths. ValueError, TypeError: an option that cannot be, or a length that is not."""
         return pack_sequences(
             lengths,
@@ -318,6 +319,7 @@ class PlanOptions:
             max_sequences_per_pack=self.max_sequences_per_pack,
             sequence_multiple=self.sequence_multiple,
             seed=self.seed,
+            groups=groups,
         )
 
 
@@ -325,8 +327,9 @@ class PlannedPacks:
     """Index-only packing: the sequences of shards, packed when training starts. A ``PackSource``.
 
     The shards may be a tokenised corpus (one sequence a pack) or packs of another capacity; no token is copied or
-    rewritten. The plan says which sequences share a row. With a cache folder one process makes it and everyone maps
-    it; without one, every process that needs it makes its own, the same one.
+    rewritten. The plan says which sequences share a row; where ``pair`` is among the columns, those of a pair do, and a
+    range that begins or ends inside a pair begins or ends before it. With a cache folder one process makes the plan and
+    everyone maps it; without one, every process that needs it makes its own, the same one.
 
     Args:
         shards: whose sequences.
@@ -353,9 +356,12 @@ class PlannedPacks:
         self.shards, self.options = shards, options
         self.columns, self._numbered = shards.columns, _has_sequence_columns(shards)
         self.cache = None if cache is None else os.fspath(cache)
+        # Every shard with the column holds whole pairs (C10), so pairs begin at even numbers.
+        together = 2 if "pair" in self.columns else 1
+        first, last = first // together * together, None if last is None else last // together * together
         self.first, self.last = _range("sequences", shards, shards.num_sequences, first, last)
         self.fingerprint = _fingerprint(shards, sequences=[self.first, self.last], plan=asdict(options))
-        key = self.fingerprint + "-numbered" * self._numbered
+        key = self.fingerprint + "-numbered" * self._numbered + "-pairs" * (together - 1)
         self.plan = load_or_make(self.cache, key, self._make)
         self.num_packs = self.plan.num_packs
         self.capacity = options.capacity
@@ -394,7 +400,12 @@ class PlannedPacks:
         options = self.options
         parts, lengths = _starts(self.shards, self.first, self.last)
         _require_fit(self.shards, lengths, options)
-        made = options.pack(lengths)
+        if "pair" in self.columns:
+            for number, _ in parts:
+                pair_numbers(self.shards.shard(number))  # refuses what is no pairs
+            made = options.pack(lengths, np.arange(len(lengths)) // 2)
+        else:
+            made = options.pack(lengths)
         starts = _joined([starts[:-1] for _, starts in parts])
         plan = PlacedPlan.empty(made.num_packs, len(lengths), made.most_sequences, self._numbered)
         plan.offsets[:] = made.offsets
@@ -497,12 +508,16 @@ def require_fit(shards: ShardSet, options: PlanOptions) -> None:
 def _require_fit(shards: ShardSet, lengths: NDArray[np.int64], options: PlanOptions) -> None:
     name = shards.prefixes[0]
     usable = options.capacity // options.sequence_multiple * options.sequence_multiple
+    what = "sequences"
+    if "pair" in shards.columns:
+        rounded = -(-lengths // options.sequence_multiple) * options.sequence_multiple
+        lengths, what = rounded[::2] + rounded[1::2], "pairs"
     longest = int(lengths.max())
     if longest > usable:
         raise SequenceError(
             name,
             None,
-            f"{int((lengths > usable).sum())} of {len(lengths)} sequences are longer than {usable} tokens, the"
+            f"{int((lengths > usable).sum())} of {len(lengths)} {what} are longer than {usable} tokens, the"
             f" longest has {longest}; raise the sequence length, or cut them first with the pack verb's --overlong",
         )
 
