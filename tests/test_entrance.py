@@ -22,6 +22,7 @@ from chats import preprocess as run_command
 from megatron_sft_idx import FormatError, SequenceError, as_torch, open_dataset, preprocess, show_pack
 from megatron_sft_idx.cli.main import build_parser
 from megatron_sft_idx.shard import Pack, Shard, ShardWriter
+from megatron_sft_idx.tokenize import available_cpus
 
 ROWS: list[dict[str, Any]] = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
 USUAL: dict[str, Any] = {"tokenizer": TOKENIZER, "seq_length": 1024, "turns": "whole", "workers": 0, "log_interval": 0}
@@ -152,6 +153,24 @@ def test_every_option_of_the_command_is_one_of_the_function() -> None:
         assert action.required or action.default == default or (action.default, default) == ({}, None), name
         choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else None
         assert choices == (tuple(action.choices) if action.choices else None), name
+
+
+def test_the_summary_says_what_the_run_went_by(tmp_path: Path) -> None:
+    summary = tmp_path / "s.json"
+    preprocess([str(CHATS)], out=tmp_path / "x", summary=summary, **{**USUAL, "workers": None}, train_on="last-turn")
+    options = json.loads(summary.read_text())["options"]
+    assert (
+        options.items()
+        >= {
+            "inputs": [str(CHATS)],
+            "tokenizer": str(TOKENIZER),
+            "train_on": "last-turn",
+            "turns": "whole",
+            "overlong": "error",
+            "capacity": 1024,
+            "workers": available_cpus(),
+        }.items()
+    )
 
 
 def test_both_names_of_the_tokenizer_are_taken_and_one_is_shown(tmp_path: Path) -> None:

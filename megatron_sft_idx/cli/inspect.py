@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 
 from megatron_sft_idx.chat.tokenizer.tokenizer import load_tokenizer
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, in_color, natural, positive, writable
+from megatron_sft_idx.cli.options import (
+    TOKENIZER_MODEL,
+    HelpFormatter,
+    Verbs,
+    add_log_interval,
+    in_color,
+    natural,
+    positive,
+    writable,
+)
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.diff import compare_shards, diff_lines
 from megatron_sft_idx.inspect.page import PAGE, make_page
@@ -72,6 +81,8 @@ def add_parser(verbs: Verbs) -> None:
     parser.add_argument("shard", metavar="PREFIX", help="prefix of the shard, or a folder or glob with one")
     parser.add_argument(
         "--tokenizer",
+        TOKENIZER_MODEL,
+        dest="tokenizer",
         metavar="PATH",
         help="folder or file of the tokenizer that made the ids, to show text; refused where the shard names another",
     )

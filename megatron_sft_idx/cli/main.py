@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 bad data or a disk that says no, 2 wrong usage, 130 interr
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import threading
@@ -20,12 +21,21 @@ from megatron_sft_idx.errors import SFTIndexError
 
 __all__ = ["main"]
 
-# Modules, each with a verb or two; one is imported when it is asked for, since all of them take a tenth of a second.
-_VERBS = (
-    *("preprocess", "pack", "produce", "convert", "inspect", "verify"),
-    *("rebuild", "merge", "copy", "bench_read", "raw_index"),
-)
-_OTHERWISE_CALLED = {"bench-read": "bench_read", "create-raw-index": "raw_index", "split": "merge"}
+# What people want to do, the verbs for it, and the module of each: one is imported when it is asked for, since all of
+# them take a tenth of a second.
+_VERBS = {
+    "make": {"preprocess": "preprocess", "pack": "pack", "produce": "produce"},
+    "look": {"inspect": "inspect", "verify": "verify"},
+    "train on": {"bench-read": "bench_read"},
+    "mend": {"rebuild": "rebuild"},
+    "move": {
+        "convert": "convert",
+        "merge": "merge",
+        "split": "merge",
+        "copy": "copy",
+        "create-raw-index": "raw_index",
+    },
+}
 
 _EXAMPLE = """\
 example:
@@ -34,7 +44,23 @@ example:
         --seq-length 4096 --output-prefix data/train
 
 megatron-sft-idx <verb> --help explains each verb, with examples.
+@FILE stands for the arguments in a file, one a line.
 """
+
+
+class _Formatter(HelpFormatter):
+    """Lists verbs by what they are for."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if not isinstance(action, argparse._SubParsersAction):
+            return super()._format_action(action)
+        lines, shown = [], {each.dest: each for each in action._get_subactions()}
+        for purpose, verbs in _VERBS.items():
+            lines.append(f"{'':{self._current_indent}}{purpose}:\n")
+            self._indent()
+            lines += [self._format_action(shown[verb]) for verb in verbs if verb in shown]
+            self._dedent()
+        return "".join(lines)
 
 
 def build_parser(verb: str = "") -> argparse.ArgumentParser:
@@ -43,12 +69,12 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
         prog="megatron-sft-idx",
         description="Packed SFT data for Megatron: five memory-mapped files a shard, exact loss masks.",
         epilog=_EXAMPLE,
-        formatter_class=HelpFormatter,
+        formatter_class=_Formatter,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     verbs = parser.add_subparsers(title="verbs", metavar="<verb>", required=True)
-    named = _OTHERWISE_CALLED.get(verb, verb)
-    for module in (named,) if named in _VERBS else _VERBS:
+    modules = {name: module for group in _VERBS.values() for name, module in group.items()}
+    for module in [modules[verb]] if verb in modules else dict.fromkeys(modules.values()):
         import_module(f"megatron_sft_idx.cli.{module}").add_parser(verbs)
     parser.set_defaults(prints_result=False)
     return parser
@@ -75,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None, output: StandardOutput) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+    argv = _expanded(sys.argv[1:] if argv is None else argv)
     parser = build_parser(*argv[:1])
     try:
         arguments = parser.parse_args(argv)
@@ -91,6 +117,18 @@ def _run(argv: Sequence[str] | None, output: StandardOutput) -> int:
     if (lost := output.finish(product=product)) and not isinstance(lost, BrokenPipeError):
         print(f"megatron-sft-idx: {message_of(lost)}; the work itself is done", file=sys.stderr)
     return code
+
+
+def _expanded(argv: Sequence[str]) -> list[str]:
+    """The arguments, ``@FILE`` replaced by the lines of a file that is there; what else begins with @ stays."""
+    expanded = []
+    for word in argv:
+        if word.startswith("@") and os.path.isfile(word[1:]):
+            with open(word[1:], encoding="utf-8", errors="surrogateescape", newline=None) as file:
+                expanded += [line for line in file.read().split("\n") if line.strip()]
+        else:
+            expanded.append(word)
+    return expanded
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import asdict
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_output_options, add_packing_options, local_path
 from megatron_sft_idx.formats.registry import places
@@ -64,7 +65,7 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
     )
     seconds = {"packing": time.monotonic() - begin}
     counts = (options.capacity, None, report, seconds)
-    summary = Summary(arguments.output_prefix, *counts, shards=arguments.output_shards)
+    summary = Summary(arguments.output_prefix, *counts, shards=arguments.output_shards, options=asdict(options))
     output.publish()
     print(summary)
     if arguments.summary is not None:

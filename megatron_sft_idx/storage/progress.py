@@ -32,14 +32,14 @@ class Progress:
     Args:
         what: the stage, as a verb: ``tokenising``.
         total: units in all.
-        unit: their name; ``B`` is shown in powers of 1024.
+        unit: their name; ``B`` is shown in powers of 1024, others of 1000.
         log_interval: units of ``items`` between two plain lines where stderr is no terminal; 0 for silence.
         items: what ``log_interval`` and the second number of a line count.
     """
 
     def __init__(self, what: str, total: int, *, unit: str, log_interval: int, items: str) -> None:
         self._what, self._total, self._unit, self._items = what, total, unit, items
-        self._interval = log_interval
+        self._interval, self._divisor = log_interval, 1024 if unit == "B" else 1000
         self._done = self._count = self._logged = 0
         self._before = (0, 0)
         self._begin = time.monotonic()
@@ -47,7 +47,9 @@ class Progress:
         if log_interval and sys.stderr.isatty():
             from tqdm import tqdm  # not needed by those who only name the types
 
-            self._bar = tqdm(total=total, unit=unit, unit_scale=True, unit_divisor=1024, desc=what, smoothing=0.1)
+            self._bar = tqdm(
+                total=total, unit=unit, unit_scale=True, unit_divisor=self._divisor, desc=what, smoothing=0.1
+            )
 
     def __enter__(self) -> Progress:
         return self
@@ -87,10 +89,12 @@ class Progress:
         done, count = self._done - self._before[0], self._count - self._before[1]
         rate = done / seconds
         left = tqdm.format_interval((self._total - self._done) / rate) if rate else "?"
+        # Where items are the units, one rate says it.
+        beside = "" if done == count else f" {tqdm.format_sizeof(rate, self._unit, self._divisor)}/s,"
         share = 100 * self._done / self._total if self._total else 100.0
         print(
-            f"{self._what}: {self._count:,} {self._items}, {share:.1f}%, {count / seconds:,.0f} {self._items}/s, "
-            f"{tqdm.format_sizeof(rate, self._unit, 1024)}/s, {left} left",
+            f"{self._what}: {self._count:,} {self._items}, {share:.1f}%, {count / seconds:,.0f} {self._items}/s,"
+            f"{beside} {left} left",
             file=sys.stderr,
             flush=True,
         )

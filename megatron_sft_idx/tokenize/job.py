@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from megatron_sft_idx.chat.chat_rows import RowKind, RowOptions
@@ -28,6 +28,7 @@ from megatron_sft_idx.storage.publish import Place, files_of
 from megatron_sft_idx.tokenize.begin import PreprocessOptions, corpus_prefix
 from megatron_sft_idx.tokenize.encoding import EncodingOptions
 from megatron_sft_idx.tokenize.gather import PackOptions
+from megatron_sft_idx.tokenize.local import available_cpus
 from megatron_sft_idx.tokenize.output import Output
 from megatron_sft_idx.tokenize.pipeline import Summary, check_summary, make_shards
 
@@ -231,10 +232,22 @@ def run_job(
             log=lambda line: print(line, file=sys.stderr, flush=True),
         )
     output.publish(*(beside if options.keep_corpus else []))
-    made.prefix = options.prefix
+    made.prefix, made.options = options.prefix, dict(_effective(replace(options, inputs=inputs)))
     if summary is not None:
         made.write(summary, overwrite=replaces)
     return made
+
+
+def _effective(options: Any) -> Iterator[tuple[str, Any]]:
+    """Options and those inside them, by name; of a template its file, and of the rest what was found out, nothing."""
+    for name in (each.name for each in fields(options)):
+        value = getattr(options, name)
+        if is_dataclass(value):
+            yield from _effective(value)
+        elif name == "workers" and value is None:
+            yield name, available_cpus()
+        elif name not in ("chat_template", "tokenizer_proof"):
+            yield name, dict(value) if isinstance(value, Mapping) else value
 
 
 def reads_of(inputs: Iterable[str], encoding: EncodingOptions) -> list[Place]:

@@ -480,6 +480,7 @@ class Summary:
         seconds: by stage.
         found: the shard was there already; nothing was written.
         shards: how many the packs are cut into.
+        options: what the run was told, or went by where it was told nothing.
     """
 
     prefix: str
@@ -489,6 +490,7 @@ class Summary:
     seconds: dict[str, float] = field(default_factory=dict)
     found: bool = False
     shards: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
