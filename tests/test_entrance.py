@@ -124,6 +124,8 @@ def test_rows_with_arrays_are_read(tmp_path: Path) -> None:
         ({"straddling": "exlude"}, "straddling: 'exlude', choose one of include, exclude"),
         ({"seq_length": 0}, "seq_length: 0, expected a whole number from 1"),
         ({"seq_length": "1024"}, "seq_length: '1024', expected a whole number"),
+        ({"overwrite": "no"}, "overwrite: 'no', expected True or False"),
+        ({"tokenizer": object()}, r"tokenizer: a object, expected a path; .*save_pretrained\(FOLDER\)"),
         ({"workers": -1}, "workers: -1, expected a whole number from 0"),
         ({"packing": "best"}, "packing: 'best', choose one of auto, "),
         ({"resume": True, "overwrite": True}, "choose one"),
@@ -201,6 +203,15 @@ def test_a_shard_says_what_it_holds(demo: str) -> None:
         f"<Shard {demo}: {header.num_packs} packs of up to 1,024 tokens, 318 sequences, {header.num_tokens:,} tokens,"
         f" {share:.1f}% trained; backend mmap>"
     )
+
+
+def test_whoever_reads_pays_for_reading_alone(demo: str) -> None:
+    """A quarter of a second, no warning, and none of the libraries that take seconds to import."""
+    script = "import sys; from megatron_sft_idx import open_dataset; open_dataset(sys.argv[1])[0]; print(*sys.modules)"
+    run = [sys.executable, "-W", "error", "-c", script, demo]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not {"torch", "megatron", "transformers", "pyarrow", "tokenizers", "jinja2"} & set(done.stdout.split())
 
 
 def test_a_pack_in_a_notebook_has_its_trained_tokens_marked(demo: str) -> None:

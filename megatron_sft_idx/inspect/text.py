@@ -149,7 +149,7 @@ class MarkedPack:
                 for text, weight, _ in runs
             )
             parts.append(f"<small>{_rule(number, start, stop, weights)}</small>")
-            parts.append(f'<pre style="white-space: pre-wrap; overflow-wrap: anywhere">{text}</pre>')
+            parts.append(f'<pre style="line-height: 1.5; white-space: pre-wrap; overflow-wrap: anywhere">{text}</pre>')
         return f"<div>{''.join(parts)}</div>"
 
 

@@ -148,7 +148,14 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
 
 
 def _require_choice(name: str, value: Any, hint: Any) -> None:
-    """FormatError unless a value is one of its choices, or as large as it has to be; argparse asks the same."""
+    """FormatError unless a value is of its kind, one of its choices, and as large as it has to be, as argparse asks."""
+    if hint is bool and not isinstance(value, bool):
+        raise FormatError(f"{name}: {value!r}, expected True or False")
+    if hint is StrPath and not isinstance(value, (str, os.PathLike)):
+        raise FormatError(
+            f"{name}: a {type(value).__name__}, expected a path; an object that was loaded is saved by its"
+            " save_pretrained(FOLDER)"
+        )
     if get_origin(hint) is Literal and value not in get_args(hint):
         raise FormatError(f"{name}: {value!r}, choose one of {', '.join(get_args(hint))}")
     if hint in (int, int | None) and value is not None:
