@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chats import CHATS, TOKENIZER, files_of, preprocess, write_rows
+from chats import CHATS, TOKENIZER, command, files_of, preprocess, write_rows
+from packs import demo_samples, write_samples
 
 from megatron_sft_idx.chat.pieces import JsonPiece
 from megatron_sft_idx.chat.template import MaskOptions
-from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard import Shard, write_column
+from megatron_sft_idx.tokenize import cut
 from megatron_sft_idx.tokenize.cut import Cutting
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
 
@@ -22,10 +24,13 @@ CAPACITY = 256
 BAD = {"messages": [{"role": "user", "content": "nobody answers"}]}
 
 
-@pytest.fixture(autouse=True)
-def _small_parts(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def _small_parts():
     """Files of some kilobytes are cut into many parts, as large ones are."""
-    monkeypatch.setattr(Cutting, "of", classmethod(lambda cls, files: cls(3000, 2)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut, "PIECE_NBYTES", 3000)
+        patch.setattr(Cutting, "of", classmethod(lambda cls, files: cls(3000, 2)))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +145,99 @@ def test_a_shard_without(tmp_path):
     )
     assert other.code == 1
     assert "source was None, is True" in other.err
+
+
+# ---- inspect ----
+
+
+@pytest.fixture(scope="module")
+def repeated(tmp_path_factory):
+    """A shard of two files with rows that occur again, in one of them and in both, and long ones that are cut."""
+    folder = tmp_path_factory.mktemp("inspect")
+    rows = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
+    some = [write_rows(folder / "a.jsonl", [*rows[:40], *rows[:7]]), write_rows(folder / "b.jsonl", rows[35:90])]
+    return built(folder / "x", some)
+
+
+def test_counts_by_file(repeated):
+    found = {file["name"]: file for file in json.loads(command("inspect", repeated, "--json").out)["sources"]}
+    shard = Shard(repeated, columns=["source"])
+    each = [
+        (file, row, ids.tobytes(), len(ids), int(np.count_nonzero(mask)))
+        for number in range(len(shard))
+        for (file, row), (ids, mask) in zip(shard[number]["source"].tolist(), shard.sequences(number), strict=True)
+    ]
+    kinds = [{ids for file, _, ids, _, _ in each if file == which} for which in (0, 1)]
+    for which, name in enumerate(("a.jsonl", "b.jsonl")):
+        mine = [one for one in each if one[0] == which]
+        tokens = sum(length for *_, length, _ in mine)
+        assert found[name] == {
+            "name": name,
+            "rows": len({row for _, row, *_ in mine}),
+            "sequences": len(mine),
+            "tokens": tokens,
+            "trained": sum(trained for *_, trained in mine) / tokens,
+            "cut": sum(length == CAPACITY for *_, length, _ in mine),
+            "copies": len(mine) - len(kinds[which]),
+            "elsewhere": len(kinds[0] & kinds[1]),
+        }
+    assert found["a.jsonl"]["copies"] >= 7 <= found["a.jsonl"]["cut"]
+    assert found["b.jsonl"]["elsewhere"] >= 5
+    out = command("inspect", repeated).out
+    assert "\n2 input files\n" in out
+    (line,) = (line for line in out.splitlines() if line.endswith("  a.jsonl"))
+    assert line.startswith(f"{47:>10}")
+    assert ", 2 times, a.jsonl:" in out
+
+
+def test_places_by_name(repeated):
+    shard = Shard(repeated, columns=["source"])
+    for number in range(0, len(shard), 7):
+        rules = [line for line in command("inspect", repeated, "--pack", number).out.splitlines() if "── seq" in line]
+        named = [f"{'ab'[file]}.jsonl:{row + 1}" for file, row in shard[number]["source"].tolist()]
+        assert [line.split(")")[0] for line in rules] == [f"── sequence {i} ({name}" for i, name in enumerate(named)]
+        shown = json.loads(command("inspect", repeated, "--pack", number, "--json").out)["sequences"]
+        assert [one["source"] for one in shown] == named
+        for place, name in enumerate(named):
+            assert f"{name}: pack {number}, sequence {place}\n" in command("inspect", repeated, "--row", name).out
+    found = command("inspect", repeated, "--tokenizer", TOKENIZER, "--find", "user", "--limit", 1, "--json")
+    (match,) = json.loads(found.out)["matches"]
+    file, row = shard[match["pack"]]["source"][match["sequence"]].tolist()
+    assert match["source"] == f"{'ab'[file]}.jsonl:{row + 1}"
+
+
+@pytest.mark.parametrize("place", ["c.jsonl:1", "a.jsonl", "a.jsonl:0", "a.jsonl:x", ":", "a.jsonl:-1"])
+def test_a_place_that_is_none(repeated, place):
+    said = command("inspect", repeated, "--row", place)
+    assert (said.code, "such as a.jsonl:1; files are a.jsonl, b.jsonl" in said.err) == (1, True)
+
+
+def test_a_row_that_became_nothing(repeated):
+    assert command("inspect", repeated, "--row", "a.jsonl:900").code == 1
+    assert json.loads(command("inspect", repeated, "--row", "a.jsonl:900", "--json").out)["sequences"] == []
+
+
+def test_a_column_of_that_name_that_is_another(tmp_path):
+    write_samples(tmp_path / "x", demo_samples(), capacity=4096)
+    number = Shard(tmp_path / "x").header.num_sequences
+    none = command("inspect", tmp_path / "x", "--row", "a.jsonl:1")
+    assert "has no column source" in none.err
+    for values, metadata in (
+        (np.zeros((number, 2), np.uint32), {"files": [{"name": 5}, "a", {}, None]}),
+        (np.full((number, 2), 2**32 - 1, np.uint32), {"files": "abc"}),
+        (np.zeros(number, np.float32), {}),
+    ):
+        write_column(tmp_path / "x", "source", values, per="sequence", metadata=metadata, overwrite=True)
+        for options in ([], ["--json"], ["--pack", 0], ["--html", tmp_path / "page.html", "--overwrite"]):
+            assert command("inspect", tmp_path / "x", *options).code == 0, options
+
+
+def test_the_page_names_places(repeated, tmp_path):
+    assert command("inspect", repeated, "--html", tmp_path / "page.html").code == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    first = Shard(repeated, columns=["source"])[0]["source"][0].tolist()
+    assert f", from {'ab'[first[0]]}.jsonl:{first[1] + 1}</h4>" in page
+    places = json.loads(page.split('id="places">')[1].split("</script>")[0])
+    whole = Shard(repeated).columns["source"].values
+    assert np.array_equal(np.stack([places["files"], places["rows"]], 1), whole)
+    assert (places["names"], sum(places["counts"])) == (["a.jsonl", "b.jsonl"], len(whole))

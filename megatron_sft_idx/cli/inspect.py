@@ -26,6 +26,7 @@ from megatron_sft_idx.cli.options import (
 )
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.diff import compare_shards, diff_lines
+from megatron_sft_idx.inspect.origin import find_row, parse_place, sources_of
 from megatron_sft_idx.inspect.page import PAGE, make_page
 from megatron_sft_idx.inspect.summary import Survey, summary_dict, summary_lines, survey_shard
 from megatron_sft_idx.inspect.text import (
@@ -63,9 +64,9 @@ examples:
   what differs between two shards, down to the mask of one token:
     megatron-sft-idx inspect data/train --diff data/train-again
 
-Packs, sequences and tokens are counted from 0. Memory does not grow with the shard.
+Packs, sequences and tokens are counted from 0, lines of input files from 1. Memory does not grow with the shard.
 
-exit code: 0 done, and for --find found, for --diff equal; 1 not found, not equal, or bad data; 2 wrong usage.
+exit code: 0 done, and for --find and --row found, for --diff equal; 1 not found, not equal, or bad data; 2 wrong usage.
 """
 
 
@@ -88,6 +89,7 @@ def add_parser(verbs: Verbs) -> None:
     )
     show = parser.add_mutually_exclusive_group()
     show.add_argument("--pack", type=natural, metavar="N", help="show pack N instead of the summary")
+    show.add_argument("--row", metavar="FILE:LINE", help="show where the sequences are that a row was made into")
     show.add_argument("--find", metavar="TEXT", help="show where TEXT occurs in a sequence, letter by letter as it is")
     show.add_argument("--diff", metavar="OTHER", help="show what differs from the shard at this prefix")
     show.add_argument("--html", type=writable, metavar="FILE", help="write a page that needs nothing else")
@@ -116,6 +118,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     decode = _decoder(shard, arguments.tokenizer)
     for what, show in (
         (arguments.pack, _show_pack),
+        (arguments.row, _show_row),
         (arguments.find, _find),
         (arguments.diff, _diff),
         (arguments.html, _write_page),
@@ -174,13 +177,15 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
         raise FormatError(f"{shard.prefix}: pack {arguments.pack}, the shard has {len(shard)}, counted from 0")
     pack = shard[arguments.pack]
     ids, mask, bounds = pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"].tolist()
+    sources = sources_of(shard, arguments.pack)
     if not arguments.json:
-        print(mark_pack(ids, mask, bounds, decode or ids_as_text, color=in_color()))
+        print(mark_pack(ids, mask, bounds, decode or ids_as_text, sources=sources, color=in_color()))
         return 0
     sequences = []
     for sequence, (some, labels) in enumerate(shard.sequences(arguments.pack)):
         shown: dict[str, Any] = {"start": bounds[sequence], "input_ids": some.tolist()}
         shown["trained"] = trained_tokens(labels).astype(mask.dtype).tolist()
+        shown |= {"source": sources[sequence]} if sources else {}
         sequences.append(shown | ({"text": decode(some.tolist())} if decode else {}))
     _print_json({"prefix": shard.prefix, "pack": arguments.pack, "tokens": len(ids), "sequences": sequences})
     return 0
@@ -191,11 +196,13 @@ def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) ->
     with _progress(shard, arguments, "searching") as progress:
         matches = find_text(shard, arguments.find, decode or ids_as_text, tell=progress.update)
         for match in islice(matches, arguments.limit):
-            found.append(match._asdict())
+            from_row = sources_of(shard, match.pack)[match.sequence : match.sequence + 1]
+            found.append(match._asdict() | ({"source": from_row[0]} if from_row else {}))
             if not arguments.json:
                 before, text, after = map(on_one_line, (match.before, match.text, match.after))
                 trained = ", trained" if match.trained else ""
-                place = f"pack {match.pack}, sequence {match.sequence}, token {match.token}{trained}"
+                at = "".join(f" ({name})" for name in from_row)
+                place = f"pack {match.pack}, sequence {match.sequence}{at}, token {match.token}{trained}"
                 print(f"{place}: {before}[[{text}]]{after}", flush=True)
     stopped = len(found) == arguments.limit
     if arguments.json:
@@ -204,6 +211,20 @@ def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) ->
         print(f"{shard.prefix}: not found in any of {shard.header.num_sequences:,} sequences")
     elif stopped:
         print(f"stopped after {len(found)}: --limit says how many")
+    return 0 if found else 1
+
+
+def _show_row(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:
+    del decode  # --pack shows the text
+    found = list(islice(find_row(shard, *parse_place(shard, arguments.row)), arguments.limit))
+    if arguments.json:
+        places = [{"pack": pack, "sequence": sequence} for pack, sequence in found]
+        _print_json({"prefix": shard.prefix, "row": arguments.row, "sequences": places})
+    else:
+        for pack, sequence in found:
+            print(f"{arguments.row}: pack {pack}, sequence {sequence}")
+        if not found:
+            print(f"{shard.prefix}: no sequence was made from {arguments.row}")
     return 0 if found else 1
 
 

@@ -22,10 +22,10 @@ import numpy as np
 from markupsafe import Markup, escape
 from numpy.typing import NDArray
 
-from megatron_sft_idx.inspect.summary import PERMILLE, Survey, file_nbytes, fingerprints, losses
+from megatron_sft_idx.inspect.origin import SOURCE, sources_of
+from megatron_sft_idx.inspect.summary import PERMILLE, Survey, fingerprints, losses
 from megatron_sft_idx.inspect.tally import Profile, Tally
 from megatron_sft_idx.inspect.text import Decode, counted, ids_as_text, marked_runs, shortened, trained_tokens
-from megatron_sft_idx.layout import Header
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.storage.publish import Kind, head_of
 
@@ -40,6 +40,8 @@ _DRAWN, _BINS = 48, 48
 _TEXT_NBYTES = (520_000, 260_000, 60_000, 0)
 # What a run, and a sequence, costs beside its text.
 _RUN_NBYTES, _SEQUENCE_NBYTES = 24, 260
+# Files in the table of sources; sequences that the page finds by their line, some 10 bytes each.
+_MOST_FILES, _MOST_FOUND = 40, 20_000
 _MOST_CHARACTERS = 400  # of a name or value: whoever wrote the shard decides how long they are
 # Sequences of a pack take these in turn; the style sheet has their colours.
 _HUES = 4
@@ -59,7 +61,10 @@ class DrawnPack(NamedTuple):
 
 
 class ShownSequence(NamedTuple):
-    """A sequence as text, or its beginning: ``runs`` of text and weight; ``hidden`` tokens at its end are left out."""
+    """A sequence as text, or its beginning: ``runs`` of text and weight; ``hidden`` tokens at its end are left out.
+
+    ``source`` is where it came from, where that is known.
+    """
 
     number: int
     start: int
@@ -67,6 +72,7 @@ class ShownSequence(NamedTuple):
     trained: int
     runs: Sequence[tuple[str, float]]
     hidden: int
+    source: str
 
 
 class ShownPack(NamedTuple):
@@ -112,7 +118,7 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: i
         "script": script,
         "style_hash": _csp_hash(style),
         "script_hash": _csp_hash(script),
-        "origin": list(_origin(header)),
+        "origin": list(_origin(survey)),
     }
     if not header.num_packs:
         return context
@@ -126,6 +132,7 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: i
         packs.append(_shown_pack(shard, number, decode or ids_as_text, left // (len(numbers) - done)))
         left -= packs[-1].nbytes
     shown = {(pack.drawn.number, sequence.number) for pack in packs for sequence in pack.sequences}
+    files = [] if survey.sources is None else sorted(survey.sources.table(), key=lambda file: -file.tokens)
     return context | {
         "lede": _lede(survey),
         "figures": list(_figures(survey)),
@@ -133,10 +140,26 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: i
         "charts": list(_charts(survey)),
         "cost": _cost(survey),
         "packs": packs,
-        # Pack and number of the sequences that are both linked to and shown.
-        "anchors": shown & {(place.pack, place.sequence) for place in odd},
+        # Pack and number of the sequences that are shown.
+        "anchors": shown,
+        "files": files[:_MOST_FILES],
+        "files_left": len(files) - len(files[:_MOST_FILES]),
+        "places": _places(shard, survey),
         "decoded": decode is not None,
     }
+
+
+def _places(shard: Shard, survey: Survey) -> Markup:
+    """What finds a sequence by the line it came from: names of files, and file, row and sequences of a pack."""
+    if survey.names is None:
+        return Markup("null")
+    found: dict[str, Any] = {"names": survey.names, "files": None}
+    if survey.header.num_sequences <= _MOST_FOUND and len(survey.names) <= _MOST_FILES:
+        places = shard.columns[SOURCE].values[:]
+        found |= {"files": places[:, 0].tolist(), "rows": places[:, 1].tolist()}
+        found["counts"] = np.diff(shard.sequence_offsets).tolist()
+    # No part of it ends the element that it stands in.
+    return Markup(json.dumps(found, separators=(",", ":")).replace("<", "\\u003c"))
 
 
 def _spread(count: int, most: int) -> list[int]:
@@ -174,7 +197,7 @@ def _figures(survey: Survey) -> Iterator[tuple[str, str, str]]:
     share = 100 * header.num_trained_tokens / header.num_tokens
     yield "trained", f"{share:.1f}%", f"{_brief(header.num_trained_tokens)} tokens"
     yield "filled", f"{100 * survey.fill:.1f}%", f"of {header.capacity:,} positions"
-    total = sum(file_nbytes(header).values())
+    total = sum(survey.nbytes.values())
     yield "on disk", _bytes(total), f"{total / header.num_tokens:.2f} bytes a token"
 
 
@@ -236,7 +259,8 @@ def _cost(survey: Survey) -> Chart:
     return Chart("", caption, profile(survey.cost, header.num_packs, f"attention cost by pack: {caption}"))
 
 
-def _origin(header: Header) -> Iterator[tuple[str, str | int]]:
+def _origin(survey: Survey) -> Iterator[tuple[str, str | int]]:
+    header = survey.header
     yield from ((name, shortened(value, _MOST_CHARACTERS)) for name, value in fingerprints(header).items())
     if header.rebuilt:
         yield "rebuilt", "the header was derived from the data; what only it knew is lost"
@@ -246,7 +270,7 @@ def _origin(header: Header) -> Iterator[tuple[str, str | int]]:
     for block in ("options", "packing"):
         if isinstance(found := header.metadata.get(block), dict) and found:
             yield block, shortened(json.dumps(found, ensure_ascii=False), 4 * _MOST_CHARACTERS)
-    yield from ((f"{suffix}, bytes", nbytes) for suffix, nbytes in file_nbytes(header).items())
+    yield from ((f"{suffix}, bytes", nbytes) for suffix, nbytes in survey.nbytes.items())
 
 
 @cache
@@ -278,7 +302,7 @@ def _csp_hash(text: str) -> str:
 def _shown_pack(shard: Shard, number: int, decode: Decode, nbytes: int) -> ShownPack:
     """One pack, whose text fills about ``nbytes`` of the page at most."""
     left = nbytes
-    pack = shard[number]
+    pack, sources = shard[number], sources_of(shard, number)
     ids, mask = pack["input_ids"], pack["loss_mask"]
     shown: list[ShownSequence] = []
     for index, (start, stop) in enumerate(pairwise(pack["seq_boundaries"].tolist())):
@@ -290,7 +314,8 @@ def _shown_pack(shard: Shard, number: int, decode: Decode, nbytes: int) -> Shown
         runs, tokens, used = _cut(marked_runs(ids[start:stop][:left], weights[:left], decode), left)
         left -= used
         trained = int(np.count_nonzero(weights))
-        shown.append(ShownSequence(index, start, stop, trained, runs, stop - start - tokens))
+        source = sources[index] if sources else ""
+        shown.append(ShownSequence(index, start, stop, trained, runs, stop - start - tokens, source))
     return ShownPack(_drawn_pack(shard, number), shown, nbytes - max(left, 0))
 
 

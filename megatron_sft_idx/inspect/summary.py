@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.inspect.origin import SOURCE, SourceCounts, place_name, source_names
 from megatron_sft_idx.inspect.tally import HashSample, Profile, Tally, Top
 from megatron_sft_idx.inspect.text import counted, shortened
 from megatron_sft_idx.layout import Header
@@ -29,7 +30,6 @@ __all__ = [
     "Odd",
     "Place",
     "Survey",
-    "file_nbytes",
     "fingerprints",
     "locate_sequence",
     "losses",
@@ -94,16 +94,18 @@ class Survey:
 
     Attributes:
         header: the shard's own.
+        nbytes: of its files, by suffix.
         sequence_lengths: tokens of every sequence.
         pack_lengths: tokens of every pack.
         sequences: of every pack.
         cost: attention pairs of every pack, by its place in the shard.
         trained: of every pack that was read, the trained share of its tokens, in thousandths, rounded.
         read_packs: packs whose ids and masks were read.
+        sources: counts by input file; None where the shard does not say where its sequences came from.
     """
 
     def __init__(self, shard: Shard) -> None:
-        self._shard, self.header = shard, shard.header
+        self._shard, self.header, self.nbytes = shard, shard.header, _file_nbytes(shard)
         longest = self.header.longest_pack
         self.sequence_lengths, self.pack_lengths = Tally(longest), Tally(longest)
         self.sequences, self.trained = Tally(self.header.most_sequences), Tally(PERMILLE)
@@ -112,6 +114,8 @@ class Survey:
         self._masked, self._single, self._longest = (Top(_PLACES) for _ in range(3))
         self._costliest, self._most_sequences, self._emptiest = (Top(_PLACES) for _ in range(3))
         self._repeats = HashSample()
+        self.names = source_names(shard)
+        self.sources = None if self.names is None else SourceCounts(self.names, shard.header)
 
     @property
     def complete(self) -> bool:
@@ -149,6 +153,8 @@ class Survey:
         self._most_sequences.add(first, counts)
         self._longest.add(window.sequence, lengths)
         self._emptiest.add(first, -pack_lengths)
+        if self.sources is not None:
+            self.sources.add_index(window)
 
     def _require_most(self, name: str, found: NDArray[np.int64], said: int) -> None:
         if (most := int(found.max())) > said:
@@ -163,7 +169,10 @@ class Survey:
         trained, lengths = _native.count_positive(loss, window.pack_bounds), np.diff(window.pack_bounds)
         self._masked.add(window.first, trained == 0)
         self.trained.add((2 * trained * PERMILLE + lengths) // (2 * lengths))
-        self._repeats.add(_native.hash_runs(ids, window.bounds), window.sequence)
+        hashes = _native.hash_runs(ids, window.bounds)
+        self._repeats.add(hashes, window.sequence)
+        if self.sources is not None:
+            self.sources.add_content(window, loss, hashes)
         self.read_packs += len(window)
 
     @cached_property
@@ -173,7 +182,7 @@ class Survey:
         single = [Place(pack, None, "has a sequence of one token") for is_so, pack in self._single.found if is_so]
         copies, repeated = self._repeated()
         longest = [
-            Place(*locate_sequence(self._shard, number)[:2], counted(length, "token"))
+            Place(*locate_sequence(self._shard, number)[:2], counted(length, "token") + self._from(number))
             for length, number in self._longest.found
         ]
         # A pack that is as full as can be is nowhere the odd one, though it be among the least filled.
@@ -195,8 +204,15 @@ class Survey:
         for group in groups:
             for number in group.sequences[:2]:
                 pack, sequence, length = locate_sequence(self._shard, number)
-                places.append(Place(pack, sequence, f"{counted(length, 'token')}, {group.times:,} times"))
+                note = f"{counted(length, 'token')}, {group.times:,} times{self._from(number)}"
+                places.append(Place(pack, sequence, note))
         return extra, places
+
+    def _from(self, number: int) -> str:
+        """``, chats.jsonl:1``: where sequence ``number`` among all of the shard came from."""
+        if self.names is None:
+            return ""
+        return f", {place_name(self.names, self._shard.columns[SOURCE].values[number : number + 1][0].tolist())}"
 
 
 def _packs(found: Sequence[tuple[int, int]], unit: str) -> list[Place]:
@@ -230,7 +246,7 @@ def survey_shard(shard: Shard, *, content_tokens: int = CONTENT_TOKENS, tell: Up
     survey = Survey(shard)
     # Every stride-th window is read; the first always is.
     stride = max(1, -(-shard.header.num_tokens // max(1, content_tokens)))
-    for number, window in enumerate(windows(shard)):
+    for number, window in enumerate(windows(shard, columns=[] if survey.sources is None else [SOURCE])):
         survey.add_index(window)
         if number % stride == 0:
             survey.add_content(window)
@@ -265,10 +281,12 @@ def losses(header: Header) -> dict[str, int]:
     return {name: value for name, value in found.items() if type(value) is int and 0 <= value < 2**63}
 
 
-def file_nbytes(header: Header) -> dict[str, int]:
-    """Size of each of the five files by suffix."""
+def _file_nbytes(shard: Shard) -> dict[str, int]:
+    """Size of each of the five files, and of the columns, by suffix."""
+    header = shard.header
     sizes = {suffix: digest.nbytes for suffix, digest in zip(DATA_SUFFIXES, header.digests, strict=True)}
-    return sizes | {".seq.idx": header.seq_idx_nbytes}
+    columns = {f".{name}.col": column.header.nbytes for name, column in shard.columns.items()}
+    return sizes | {".seq.idx": header.seq_idx_nbytes} | columns
 
 
 # ---- told ----
@@ -278,7 +296,7 @@ def summary_lines(prefix: str, survey: Survey) -> list[str]:
     """As a person reads it."""
     header = survey.header
     if not header.num_packs:
-        return [f"{prefix}: an empty shard: no packs", *_table(_kept(header)), "", *_table(_provenance(header))]
+        return [f"{prefix}: an empty shard: no packs", *_table(_kept(survey)), "", *_table(_provenance(header))]
     return [
         f"{prefix}",
         *_table(_facts(survey)),
@@ -289,6 +307,7 @@ def summary_lines(prefix: str, survey: Survey) -> list[str]:
         _row("sequences a pack", survey.sequences),
         _row("trained %", survey.trained, 0.1),
         "",
+        *_source_lines(survey),
         *_odd_lines(survey),
         *_table(_provenance(header)),
     ]
@@ -304,16 +323,16 @@ def _facts(survey: Survey) -> Iterator[tuple[str, str]]:
     yield "trained tokens", f"{header.num_trained_tokens:,} ({share:.1f}%; masks {header.mask_dtype.name})"
     yield "fill", f"{100 * survey.fill:.2f}%"
     yield "attention", f"the costliest pack costs {survey.cost_spread:.2f} times the mean"
-    yield from _kept(header)
+    yield from _kept(survey)
     if not survey.complete:
         yield "sampled", f"masks and ids of {survey.read_packs:,} packs, evenly spread; all else is of all packs"
 
 
-def _kept(header: Header) -> Iterator[tuple[str, str]]:
+def _kept(survey: Survey) -> Iterator[tuple[str, str]]:
+    header, sizes = survey.header, survey.nbytes
     yield "capacity", f"{header.capacity:,}, sequence multiple {header.sequence_multiple}"
     for name, count in losses(header).items():
         yield name, f"{count:,}"
-    sizes = file_nbytes(header)
     yield "on disk", f"{sum(sizes.values()):,} bytes: " + ", ".join(f"{k} {v:,}" for k, v in sizes.items())
 
 
@@ -335,6 +354,26 @@ def _row(name: str, tally: Tally, scale: float = 1) -> str:
 
     values = [tally.least, *(tally.quantile(share) for share in (0.05, 0.5, 0.95)), tally.largest]
     return f"{name:22}" + "".join(f"{shown(value * scale):>10}" for value in values) + f"{tally.mean * scale:>12,.1f}"
+
+
+_SHOWN_FILES = 20
+
+
+def _source_lines(survey: Survey) -> Iterator[str]:
+    """A table of the largest files."""
+    if survey.sources is None:
+        return
+    files = sorted(survey.sources.table(), key=lambda file: -file.tokens)
+    about = "" if survey.complete and survey.sources.exact else "; rows, trained %, copies and elsewhere by a sample"
+    yield f"{counted(len(files), 'input file')}{about}"
+    yield f"{'rows':>10}{'sequences':>11}{'tokens':>14}{'trained %':>11}{'cut':>8}{'copies':>8}{'elsewhere':>11}"
+    for file in files[:_SHOWN_FILES]:
+        share = "" if file.trained is None else f"{100 * file.trained:.1f}"
+        counts = f"{file.rows:>10,}{file.sequences:>11,}{file.tokens:>14,}{share:>11}{file.cut:>8,}{file.copies:>8,}"
+        yield f"{counts}{file.elsewhere:>11,}  {shortened(file.name, 60)}"
+    if len(files) > _SHOWN_FILES:
+        yield f"and {len(files) - _SHOWN_FILES:,} more, see --json"
+    yield ""
 
 
 def _odd_lines(survey: Survey) -> Iterator[str]:
@@ -369,6 +408,7 @@ def summary_dict(prefix: str, survey: Survey) -> dict[str, Any]:
         "costliest_pack_over_mean": round(survey.cost_spread, 4),
         "packs_read": survey.read_packs,
         "losses": losses(header),
+        "sources": None if survey.sources is None else [file._asdict() for file in survey.sources.table()],
         "odd": [
             {
                 "kind": odd.kind,
@@ -380,6 +420,6 @@ def summary_dict(prefix: str, survey: Survey) -> dict[str, Any]:
         ],
         "fingerprints": fingerprints(header),
         "rebuilt": header.rebuilt,
-        "nbytes": file_nbytes(header),
+        "nbytes": survey.nbytes,
         "metadata": header.metadata,
     }

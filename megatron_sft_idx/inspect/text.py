@@ -102,6 +102,7 @@ def mark_pack(
     boundaries: Sequence[int] | NDArray[np.integer],
     decode: Decode,
     *,
+    sources: Sequence[str] = (),
     color: bool = False,
 ) -> str:
     """Renders a pack: a rule above every sequence, trained text marked, nothing left out.
@@ -113,6 +114,7 @@ def mark_pack(
         loss_mask: label-aligned mask, [length].
         boundaries: ``[0, start_1, ..., length]``.
         decode: makes text of ids and keeps special tokens.
+        sources: where each sequence came from, where that is known.
         color: mark with a green background for terminals, instead of ``[[`` and ``]]``.
 
     Returns:
@@ -122,7 +124,7 @@ def mark_pack(
     lines = []
     for number, (start, stop) in enumerate(pairwise(boundaries)):
         weights = trained_tokens(loss_mask[start:stop])
-        rule = _rule(number, start, stop, weights)
+        rule = _rule(number, start, stop, weights, sources[number] if sources else "")
         lines.append(f"{DIM}{rule}{RESET}" if color else rule)
         marked = (_marked(text, weight, color) for text, weight, _ in marked_runs(ids[start:stop], weights, decode))
         lines.append("".join(marked).removesuffix("\n"))
@@ -173,10 +175,12 @@ def show_pack(pack: Pack, tokenizer: Any = None) -> MarkedPack:
     return MarkedPack(pack, tokenizer.decode)
 
 
-def _rule(number: int, start: int, stop: int, weights: NDArray[np.float32]) -> str:
+def _rule(number: int, start: int, stop: int, weights: NDArray[np.float32], source: str = "") -> str:
     """What is said above a sequence."""
-    trained = np.count_nonzero(weights)
-    return f"── sequence {number}, positions {start} to {stop - 1}, {trained} of {stop - start} tokens trained ──"
+    trained, source = np.count_nonzero(weights), f" ({source})" if source else ""
+    return (
+        f"── sequence {number}{source}, positions {start} to {stop - 1}, {trained} of {stop - start} tokens trained ──"
+    )
 
 
 def marked_runs(
