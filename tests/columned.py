@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from packs import Sample
 
-from megatron_sft_idx.layout.column import COLUMN_DTYPES, ColumnSpec
+from megatron_sft_idx.layout.column import COLUMN_DTYPES, PAIR, ColumnSpec
 from megatron_sft_idx.shard import Shard, ShardWriter
 
 FILES = {"files": [{"name": f"{letter}.jsonl", "fingerprint": letter * 32} for letter in "abc"]}
@@ -31,6 +31,8 @@ def values_of(spec: ColumnSpec, first: int, rows: int) -> NDArray[Any]:
     numbers = np.arange(first, first + rows)
     if spec.kind == SOURCE.kind and spec.metadata.get("files"):
         return np.stack([numbers % len(spec.metadata["files"]), numbers], 1).astype(np.uint32)
+    if spec == PAIR:
+        return np.stack([numbers // 2, numbers % 2], 1).astype(np.uint32)
     wide = (numbers[:, None] * spec.width + np.arange(spec.width)) % 120
     return (wide if spec.width > 1 else wide[:, 0]).astype(spec.dtype)
 

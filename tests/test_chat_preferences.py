@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from megatron_sft_idx.chat.chat_rows import RowError, RowOptions
 from megatron_sft_idx.chat.preferences import read_judged
@@ -147,3 +149,30 @@ def test_a_verdict_is_on_the_last_answer(column: str, label: int) -> None:
 def test_no_verdict(row: dict[str, Any], words: str) -> None:
     with pytest.raises(RowError, match=words):
         read_judged(row, VERDICTS)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 2) | st.sampled_from(["", "Q", "A", HH, "user", "assistant", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "text", "weight"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+TURNS = st.lists(st.sampled_from([*said("Q", "A", "B"), *turns("Q", "A"), {"role": "user"}, 3]), max_size=3)
+COLUMNS = "chosen rejected rejected_response rejected_messages messages conversations prompt input history label system"
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.dictionaries(st.sampled_from(COLUMNS.split()), JSON | TURNS | st.just(SHAPES["Anthropic"]["chosen"])))
+def test_any_row_is_judged_answers_or_refused(row: dict[str, Any]) -> None:
+    for options in (PAIRS, VERDICTS):
+        try:
+            sources, label = read_judged(row, options)
+        except RowError:
+            continue
+        assert len(sources) == (2 if options is PAIRS else 1)
+        assert (label is None) == (options is PAIRS)
+        for source in sources:
+            assert isinstance(source, Conversation)
+            assert any(source.weights)

@@ -19,7 +19,7 @@ from packs import assert_holds, demo_samples
 
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
-from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.column import PAIR, ColumnSpec
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs import copying
 from megatron_sft_idx.packs.merge import merge
@@ -27,7 +27,6 @@ from megatron_sft_idx.packs.split import Parts, split
 from megatron_sft_idx.shard import Shard, find_remains, recover, write_column
 
 PACKS = demo_samples(40)
-PAIR = ColumnSpec("sequence", np.uint32, 2)
 FEW = {"source": SOURCE, "grade": ColumnSpec("pack", "f4"), "topk": ColumnSpec("token", "i4", 2, metadata={"k": 2})}
 
 
@@ -71,7 +70,9 @@ def test_a_shard_split_and_merged_has_the_columns_byte_for_byte(
     tmp_path: Path, parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copying, "_PIECE_NBYTES", 20)
-    write_columned(tmp_path / "x", PACKS, {**SPECS, "pair": PAIR})
+    # Whole pairs in every pack, so that wherever a shard is split there are (C10).
+    whole = [pack for pack in PACKS if len(pack.starts) % 2 == 0]
+    write_columned(tmp_path / "x", whole, {**SPECS, "pair": PAIR})
     late = {per: attach(tmp_path / "x", f"late_{per}", per) for per in ("token", "sequence", "pack")}
     report = split(tmp_path / "x", tmp_path / "y", parts)
     before = {"token": 0, "sequence": 0, "pack": 0}

@@ -129,6 +129,9 @@ def test_an_overlong_answer_takes_its_pair_with_it(tmp_path):
         refused = preprocess(tmp_path / "x", *PREFERENCE, "--overlong", overlong, rows=rows, capacity=512)
         assert refused.code == 1
         assert f"--overlong {overlong} would part a pair" in refused.err
+    refused = preprocess(tmp_path / "x", *PREFERENCE, "--max-sequences-per-pack", 1, rows=rows, capacity=512)
+    assert refused.code == 1
+    assert "--max-sequences-per-pack 1 would part every pair; choose 2 or more" in refused.err
     summary = tmp_path / "s.json"
     done = preprocess(tmp_path / "x", *PREFERENCE, "--overlong", "drop", "--summary", summary, rows=rows, capacity=512)
     assert done.code == 0, done

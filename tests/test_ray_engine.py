@@ -87,6 +87,24 @@ def test_a_sequence_a_turn_is_the_same_bytes_as_here(nodes, case, tmp_path):
     assert summary["packing"]["sequences"] > summary["corpus"]["rows"]
 
 
+@pytest.mark.parametrize("kind", ["preference", "kto"])
+def test_judged_answers_and_their_columns_are_the_same_bytes_as_here(nodes, tmp_path, kind):
+    asked = [{"prompt": f"Q {number}", "label": number % 3 > 0} for number in range(90)]
+    answers = {"kto": ("completion",), "preference": ("chosen", "rejected")}[kind]
+    rows = [
+        {name: value for name, value in row.items() if kind == "kto" or name != "label"}
+        | {name: f"{name} " * (1 + number % 7) for name in answers}
+        for number, row in enumerate(asked)
+    ]
+    options = ("--input", write_rows(tmp_path / "rows.jsonl", rows), "--row-kind", kind, *SHARDS)
+    assert preprocess(tmp_path / "local" / "x", *options, "--seq-length", 256).code == 0
+    assert run_on(nodes, tmp_path / "ray" / "x", *options, "--seq-length", 256).code == 0
+    for name in NAMES:
+        made = files_of(tmp_path / "local" / name)
+        assert {"preference": ".pair.col", "kto": ".label.col"}[kind] in made
+        assert files_of(tmp_path / "ray" / name) == made
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overlong", ["error", "drop", "truncate", "split"])
 def test_overlong_sequences(nodes, case, tmp_path, overlong):

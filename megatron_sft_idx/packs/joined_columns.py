@@ -11,19 +11,14 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, is_source, listed_columns
+from megatron_sft_idx.layout.column import PAIR, ColumnHeader, ColumnSpec, is_source, listed_columns
 from megatron_sft_idx.packs.copying import Renumber, SourceColumn, SourceShard
 from megatron_sft_idx.shard.columns import column_names, open_column
 
-__all__ = ["JoinedColumns", "is_pair"]
+__all__ = ["JoinedColumns"]
 
 _FILES = "files"
 _MAX_NUMBER = int(np.iinfo(np.uint32).max)
-
-
-def is_pair(spec: ColumnSpec) -> bool:
-    """Whether a column of the name ``pair`` numbers pairs."""
-    return spec.kind[:3] == ("sequence", "<u4", 2)
 
 
 class _Files:
@@ -149,7 +144,7 @@ class JoinedColumns:
         if column is not None and is_source(column.spec):
             changes["source"] = _renumber_files(column, self._files_again.add(column.spec.metadata[_FILES]))
         column = source.columns.get("pair")
-        if column is not None and is_pair(column.spec):
+        if column is not None and column.spec.kind == PAIR.kind:
             changes["pair"] = self._pairs.renumber(source, column)
         return changes
 

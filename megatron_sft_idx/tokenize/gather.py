@@ -362,6 +362,8 @@ def plan_packs(
                 f"{source}: --overlong {options.overlong} would part a pair or compare answers that are cut; choose"
                 " --overlong drop, which drops both"
             )
+        if options.max_sequences_per_pack == 1:
+            raise FormatError(f"{source}: --max-sequences-per-pack 1 would part every pair; choose 2 or more")
         rooms, what, together, remedies = _group_sizes(lengths, groups, options), "pairs", 2, "drop"
     long = rooms > longest
     count = int(long.sum())
