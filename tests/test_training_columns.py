@@ -23,7 +23,7 @@ from megatron_sft_idx.dataset import SFTIndexedDataset
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.shard import Shard, write_column
+from megatron_sft_idx.shard import Shard, ShardWriter, write_column
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler, widen
 from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
@@ -288,6 +288,49 @@ def test_sequences_keep_their_values_when_they_are_packed_at_start_up(
                     assert mine.tolist() == values[name], name
                 at, seen = at + length, seen + 1
         assert seen == shards.num_sequences - 8
+
+
+def pack_on_disk(prefix: Path, source: PlannedPacks, specs: dict[str, ColumnSpec]) -> None:
+    """The packs of a plan as a shard of their own, sequence by sequence, from packs of one sequence each."""
+    shards = [Shard(path, columns=tuple(specs)) for path in source.shards.prefixes]
+    shape: dict[str, Any] = {"capacity": source.capacity, "sequence_multiple": source.sequence_multiple}
+    with ShardWriter(prefix, pad_id=3, durable=False, columns=specs, **shape) as writer:
+        segments = source.segments(np.arange(source.num_packs))
+        for begin, end in pairwise(segments.offsets.tolist()):
+            places = zip(segments.shards[begin:end].tolist(), segments.starts[begin:end].tolist(), strict=True)
+            found = [shards[shard][int(np.searchsorted(shards[shard].token_offsets, start))] for shard, start in places]
+            starts = np.cumsum([0, *(len(pack["input_ids"]) for pack in found)])[:-1]
+            whole = {name: np.concatenate([pack[name] for pack in found]) for name in found[0]}  # type: ignore[literal-required]
+            beside = {name: whole[name] for name in specs}
+            writer.add_pack(whole["input_ids"], whole["loss_mask"], starts, columns=beside)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_packs_planned_at_start_up_give_the_batches_of_packs_on_disk(tmp_path: Path, seed: int) -> None:
+    """Of any columns, plans and sequence multiples."""
+    rng = np.random.default_rng(seed)
+    names = rng.permutation(list(SOME))[: rng.integers(1, len(SOME) + 1)].tolist()
+    specs, multiple, first = {name: SOME[name] for name in names}, int(rng.choice([1, 2, 8])), 1
+    for number in range(int(rng.integers(1, 4))):
+        alone = [
+            Sample(pack.tokens[a:b], pack.mask[a:b], [0])
+            for pack in numbered_samples(int(rng.integers(1, 12)), first)
+            for a, b in pairwise(pack.bounds)
+        ]
+        write_columned(tmp_path / f"x-{number}", alone, specs, first=first, capacity=LENGTH, pad_id=3)
+        first = alone[-1].tokens[-1] + 1
+    options = PlanOptions(LENGTH, multiple, seed=seed, max_sequences_per_pack=int(rng.integers(2, 9)))
+    planned = PlannedPacks(shards_of(tmp_path, names), options)
+    pack_on_disk(tmp_path / "packed", planned, specs)
+    stored = StoredPacks(ShardSet.open(tmp_path / "packed", columns=names))
+    assert stored.num_packs == planned.num_packs
+    shape: dict[str, Any] = {"sequence_multiple": multiple, "width": 12, "columns": names}
+    with_plan, from_disk = (BatchAssembler(source, LENGTH, **shape) for source in (planned, stored))
+    order = rng.permutation(stored.num_packs)
+    for begin in range(0, len(order), 3):
+        batch, other = (assembler.assemble(order[begin : begin + 3]) for assembler in (with_plan, from_disk))
+        assert batch.keys() == other.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in batch.items())
 
 
 def test_a_plan_without_columns_of_sequences_is_what_it_was(tmp_path: Path) -> None:

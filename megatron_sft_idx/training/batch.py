@@ -540,6 +540,6 @@ def widen(batch: Tensors, pad_id: int, device: torch.device | str | None = None)
 def segments_of(batch: Tensors) -> torch.Tensor:
     """The number, inside its row, of the sequence that each position lies in, int64 [B, S]; the tail counts as one."""
     bounds = batch.get("cu_seqlens_padded", batch["cu_seqlens"])
-    shape = batch["tokens"].shape
+    shape = batch["loss_mask"].shape
     places = torch.arange(shape[1], dtype=bounds.dtype, device=bounds.device).expand(shape)
     return torch.searchsorted(bounds[:, 1:].contiguous(), places.contiguous(), right=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_sft_idx.training.batch import Tensors
+from megatron_sft_idx.training.batch import Tensors, segments_of
 
 __all__ = ["PairLosses", "dpo_losses", "sequence_logp"]
 
@@ -46,11 +46,9 @@ def sequence_logp(logp: Tensor, batch: Tensors) -> Tensor:
         [B, width - 1]: entry k is that of the sequence that begins at ``cu_seqlens[:, k]``, 0 where there is none. The
         reference model's, without gradients, are the sequence column ``ref_logp``.
     """
-    mask, bounds = batch["loss_mask"], batch.get("cu_seqlens_padded", batch["cu_seqlens"])
-    positions = torch.arange(mask.shape[1], dtype=bounds.dtype, device=bounds.device).expand(mask.shape)
-    sequence = torch.searchsorted(bounds[:, 1:-1].contiguous(), positions.contiguous(), right=True)
+    mask, (rows, width) = batch["loss_mask"], batch["cu_seqlens"].shape
     weighted = logp.reshape(mask.shape) * mask
-    return weighted.new_zeros(len(bounds), bounds.shape[1] - 1).scatter_add(1, sequence, weighted)
+    return weighted.new_zeros(rows, width - 1).scatter_add(1, segments_of(batch), weighted)
 
 
 def dpo_losses(logp: Tensor, batch: Tensors, *, beta: float = 0.1) -> PairLosses:
