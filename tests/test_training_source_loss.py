@@ -108,10 +108,11 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
         ("table", ColumnSpec("sequence", np.uint32, 2)),
     ):
         with ShardWriter(tmp_path / name, capacity=8, durable=False, columns={"source": spec}) as writer:
-            writer.add_pack([1, 2], [1, 0], [0], columns={"source": [[0, 0]]})
+            writer.add_pack([1, 2], [1, 0], [0], columns={"source": [[5, 6]]})
         assembler = BatchAssembler(
             StoredPacks(ShardSet.open(tmp_path / name, columns=("source",))), 8, columns=("source",)
         )
+        assert assembler.assemble([0])["source"].tolist() == [[[5, 6]] + [[0, 0]] * (assembler.width - 2)]
         with pytest.raises(FormatError, match="column source: not two uint32 a sequence with a table of files"):
             _ = assembler.source_files
     plain = BatchAssembler(StoredPacks(ShardSet.open(tmp_path / "kind")), 8)

@@ -256,7 +256,6 @@ class BatchAssembler:
         order = list(source.columns)
         self._places = {column: 2 + order.index(column.name) for column in self.columns}
         self._with_tokens = [0, 1, *(place for column, place in self._places.items() if column.per == "token")]
-        self._files: _SourceFiles | None = None
         # Address of each shard's tokens that were advised on: shards may close and be mapped again elsewhere.
         self._advised: dict[int, int] = {}
         self._layouts: dict[int, BatchLayout] = {}
@@ -264,7 +263,7 @@ class BatchAssembler:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is so in this process only."""
-        return {**self.__dict__, "_advised": {}, "_files": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_files"} | {"_advised": {}}
 
     def layout(self, rows: int, seq_length: int | None = None) -> BatchLayout:
         """What a batch of so many packs consists of; ``seq_length`` for rows of another length than the others."""
@@ -286,12 +285,14 @@ class BatchAssembler:
         """
         if all(column.name != "source" for column in self.columns):
             raise FormatError("batches without the column source do not say which files they are from; ask for it")
-        return self._united().files
-
-    def _united(self) -> _SourceFiles:
         if self._files is None:
-            self._files = _SourceFiles.of(self.source.columns["source"])
-        return self._files
+            raise FormatError("column source: not two uint32 a sequence with a table of files, as preprocess writes it")
+        return self._files.files
+
+    @cached_property
+    def _files(self) -> _SourceFiles | None:
+        """None for a column of another kind, which is carried as it is."""
+        return _SourceFiles.of(self.source.columns["source"])
 
     def plan(self, packs: NDArray[np.int64] | Sequence[int]) -> Segments:
         """Where the sequences of these packs lie: what ``fill`` and ``will_need`` work on."""
@@ -343,8 +344,8 @@ class BatchAssembler:
             arrays["max_seqlen"],
             tuple(self._columns(segments, found, slots, placed, arrays)) if self.columns else (),
         )
-        if "source" in arrays:
-            self._united().renumber(arrays["source"], segments)
+        if "source" in arrays and self._files is not None:
+            self._files.renumber(arrays["source"], segments)
         if self.padding_mask:
             arrays["padding_mask"][:] = _padding(
                 segments, self.seq_length if seq_length is None else seq_length, self.sequence_multiple
@@ -464,11 +465,11 @@ class _SourceFiles(NamedTuple):
     firsts: NDArray[np.int64]
 
     @classmethod
-    def of(cls, specs: Sequence[ColumnSpec]) -> _SourceFiles:
-        """Of the column in every shard. FormatError: it is of another kind, or names no files."""
+    def of(cls, specs: Sequence[ColumnSpec]) -> _SourceFiles | None:
+        """Of the column in every shard; None where it is of another kind, or names no files."""
         tables = [spec.metadata.get("files") for spec in specs]
         if specs[0].kind[:3] != ("sequence", "<u4", 2) or not all(isinstance(table, list) for table in tables):
-            raise FormatError("column source: not two uint32 a sequence with a table of files, as preprocess writes it")
+            return None
         places: dict[str, int] = {}
         known = {json.dumps(table, sort_keys=True): table for table in tables}
         numbers = {
