@@ -32,23 +32,38 @@ USUAL: dict[str, Any] = {"tokenizer": TOKENIZER, "seq_length": 1024, "turns": "w
 
 
 @pytest.fixture(scope="module")
-def by_command(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def by_command(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What the command makes of a file of this name: what reading a shard tells of its source is the name too."""
     folder = tmp_path_factory.mktemp("command")
-    assert run_command(folder / "x", rows=ROWS).code == 0
-    return files_of(folder / "x")
+    rows = write_rows(folder / request.param, ROWS)
+    assert run_command(folder / "made/x", "--input", rows).code == 0
+    return all_in(folder / "made")
 
 
-@pytest.mark.parametrize("given", ["path", "paths", "list", "generator", "stdin"])
+def all_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("given", "by_command"),
+    [
+        ("path", "rows.jsonl"),
+        ("paths", "rows.jsonl"),
+        ("list", "rows.jsonl"),
+        ("rows", "rows.jsonl"),
+        ("pipe", "stdin"),
+    ],
+    indirect=["by_command"],
+)
 def test_files_and_rows_make_the_bytes_of_the_command(
     given: str, tmp_path: Path, by_command: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_rows(tmp_path / "rows.jsonl", ROWS)
     piped = io.TextIOWrapper(io.BytesIO(path.read_bytes()))
     monkeypatch.setattr(sys, "stdin", piped)
-    rows: Any = {"path": path, "paths": [str(path)], "list": ROWS, "generator": (row for row in ROWS), "stdin": "-"}
+    rows: Any = {"path": path, "paths": [str(path)], "list": ROWS, "rows": iter(ROWS), "pipe": "-"}
     made = preprocess(rows[given], out=tmp_path / "new/x", **USUAL)
-    assert files_of(tmp_path / "new/x") == by_command
-    assert remains(tmp_path / "new") == sorted(f"x{suffix}" for suffix in by_command)
+    assert all_in(tmp_path / "new") == by_command
     assert str(made).startswith(f"wrote {tmp_path}/new/x\nrows            318")
     assert made.packing.tokens == made.to_dict()["packing"]["tokens"] > 0
 
@@ -61,18 +76,19 @@ def test_a_dataset_makes_the_bytes_of_the_command_on_its_saved_folder(tmp_path: 
     saved.save_to_disk(tmp_path / "saved")
     assert run_command(tmp_path / "there/x", "--input", tmp_path / "saved").code == 0
     preprocess(saved, out=tmp_path / "here/x", **USUAL)
-    assert files_of(tmp_path / "here/x") == files_of(tmp_path / "there/x")
+    assert all_in(tmp_path / "here") == all_in(tmp_path / "there")
     with pytest.raises(FormatError, match=r"rows: a DatasetDict, expected .* one split of a dataset"):
         preprocess(datasets.DatasetDict(train=saved), out=tmp_path / "other", **USUAL)
 
 
+@pytest.mark.parametrize("by_command", ["stdin"], indirect=True)
 def test_the_command_reads_a_pipe(
     tmp_path: Path, by_command: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = write_rows(tmp_path / "rows.jsonl", ROWS).read_bytes()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    assert run_command(tmp_path / "x", "--input", "-").code == 0
-    assert files_of(tmp_path / "x") == by_command
+    assert run_command(tmp_path / "new/x", "--input", "-").code == 0
+    assert all_in(tmp_path / "new") == by_command
     refused = run_command(tmp_path / "y", "--input", "-", CHATS)
     assert (refused.code, "--input - takes everything from the pipe" in refused.err) == (1, True)
 
