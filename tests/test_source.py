@@ -21,6 +21,7 @@ from megatron_sft_idx.tokenize.cut import Cutting
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
 
 CAPACITY = 256
+ROW = {"messages": [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]}
 BAD = {"messages": [{"role": "user", "content": "nobody answers"}]}
 
 
@@ -241,3 +242,66 @@ def test_the_page_names_places(repeated, tmp_path):
     whole = Shard(repeated).columns["source"].values
     assert np.array_equal(np.stack([places["files"], places["rows"]], 1), whole)
     assert (places["names"], sum(places["counts"])) == (["a.jsonl", "b.jsonl"], len(whole))
+
+
+# ---- weights ----
+
+
+def weighted(folder: Path, *options: object):
+    rows = [json.loads(line) for line in CHATS.read_text(encoding="utf-8").splitlines()]
+    for name, some in (("a.jsonl", rows[:40]), ("b.jsonl", rows[40:70]), ("c.jsonl", rows[70:90])):
+        write_rows(folder / name, some)
+    paths = [folder / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
+    return preprocess(folder / "x", "--source", "--input", *paths, *options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_weights_of_files(tmp_path, workers):
+    (tmp_path / "plain").mkdir()
+    assert weighted(tmp_path / "plain").code == 0
+    options = ("--source-weight", "a.jsonl=0.25", f"{tmp_path / 'c.jsonl'}=0", "--workers", workers)
+    assert weighted(tmp_path, *options).code == 0
+    assert weighted(tmp_path, *options, "--resume").out.startswith("found ")
+    plain, shard = Shard(tmp_path / "plain/x"), Shard(tmp_path / "x", columns=["source"])
+    assert (plain.header.mask_dtype.name, shard.header.mask_dtype.name) == ("uint8", "float32")
+    assert shard.header.metadata["options"]["source_weights"] == [0.25, 1.0, 0.0]
+    for number in range(len(shard)):
+        for file, before, after in zip(
+            shard[number]["source"][:, 0].tolist(), plain.sequences(number), shard.sequences(number), strict=True
+        ):
+            assert np.array_equal(before[0], after[0])
+            assert np.array_equal(before[1] * np.float32([0.25, 1, 0][file]), after[1])
+    other = weighted(tmp_path, "--source-weight", "a.jsonl=0.5", "--resume")
+    assert (other.code, "source weights was [0.25, 1.0, 0.0], is [0.5, 1.0, 1.0]" in other.err) == (1, True)
+
+
+def test_weights_of_one_are_none(tmp_path):
+    (tmp_path / "plain").mkdir()
+    assert weighted(tmp_path / "plain").code == weighted(tmp_path, "--source-weight", "b.jsonl=1.0").code == 0
+    assert files_of(tmp_path / "x") == files_of(tmp_path / "plain/x")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["d.jsonl=2"], "no file of the input is called so"),
+        (["a.jsonl=2", "a.jsonl=2"], "it has a weight already"),
+        (["a.jsonl"], "expected FILE=WEIGHT"),
+        (["a.jsonl=-1"], "expected FILE=WEIGHT"),
+        (["a.jsonl=nan"], "expected FILE=WEIGHT"),
+        (["a.jsonl=inf"], "expected FILE=WEIGHT"),
+        (["=2"], "expected FILE=WEIGHT"),
+    ],
+)
+def test_weights_that_are_none(tmp_path, given, message):
+    said = weighted(tmp_path, "--source-weight", *given)
+    assert (said.code, message in said.err) == (1, True), said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "c.jsonl"]
+
+
+def test_a_name_that_two_files_have_is_no_name(tmp_path):
+    (tmp_path / "more").mkdir()
+    some = [write_rows(folder / "a.jsonl", [ROW]) for folder in (tmp_path, tmp_path / "more")]
+    said = preprocess(tmp_path / "x", "--input", *some, "--source-weight", "a.jsonl=2")
+    assert (said.code, "are called so, name one by its path" in said.err) == (1, True)
+    assert preprocess(tmp_path / "x", "--input", *some, "--source-weight", f"{some[1]}=2").code == 0

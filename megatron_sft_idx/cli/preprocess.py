@@ -109,6 +109,14 @@ def add_parser(verbs: Verbs) -> None:
         " (default: %(default)s)",
     )
     group.add_argument(
+        "--source-weight",
+        nargs="+",
+        default=(),
+        metavar="FILE=W",
+        help="multiply the loss of each row of a file by W, named as it is in --input or by its name alone; masks that"
+        " are not 0 and 1 then are float32 (default: 1)",
+    )
+    group.add_argument(
         "--resume",
         action="store_true",
         help="go on with a run that was interrupted or killed, to the same bytes; refused where input or options"

@@ -50,6 +50,7 @@ _IN_TEMPLATE = tuple(
     )
 )
 _VERSION = 2
+_MOST_WEIGHT = 1000
 _LOCK = "run.journal"
 _BEGIN = b'{"version":'
 _KIND = Kind("the record of a run", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
@@ -66,7 +67,7 @@ class PreprocessOptions:
     Attributes:
         inputs: files, globs and ``save_to_disk`` folders.
         prefix: where the packed shard goes, or what the prefixes of several begin with.
-        encoding: rows to sequences.
+        encoding: rows to sequences, but for the weights of files.
         packing: sequences to packs.
         engine: ``local`` runs on this machine, ``ray`` on a Ray cluster. Changes no byte of the output.
         ray_address: of the cluster; None starts one on this machine, and stops it.
@@ -76,6 +77,7 @@ class PreprocessOptions:
         resume: go on with a run that was interrupted, if it was of the same input and options.
         keep_corpus: leave the tokenised corpus beside the packed shard, at ``PREFIX.unpacked``.
         log_interval: rows between two lines of progress where there is no terminal; 0 for silence.
+        source_weights: ``FILE=WEIGHT``: what masks of rows of a file of the input are multiplied with.
     """
 
     inputs: Sequence[str]
@@ -90,6 +92,34 @@ class PreprocessOptions:
     resume: bool = False
     keep_corpus: bool = False
     log_interval: int = 0
+    source_weights: Sequence[str] = ()
+
+    def encoding_of(self, files: Sequence[InputFile]) -> EncodingOptions:
+        """Rows to sequences, with the weights of these files.
+
+        Raises:
+            FormatError: a weight that is none, or of no file, of several, or of one that has another.
+        """
+        weights: dict[int, float] = {}
+        for entry in self.source_weights:
+            name, _, text = entry.rpartition("=")
+            try:
+                weight = float(text)
+            except ValueError:
+                weight = -1.0
+            if not name or not 0 <= weight <= _MOST_WEIGHT:
+                form = f"FILE=WEIGHT, such as chats.jsonl=0.5, from 0 to {_MOST_WEIGHT:,}"
+                raise FormatError(f"--source-weight {entry}: expected {form}")
+            found = [n for n, file in enumerate(files) if name in (file.path, os.path.basename(file.path))]
+            if len(found) != 1 or found[0] in weights:
+                several = ", ".join(files[n].path for n in found)
+                why = f"{several} are called so, name one by its path" if len(found) > 1 else "it has a weight already"
+                known = ", ".join(file.path for file in files)
+                why = why if found else f"no file of the input is called so; they are {known}"
+                raise FormatError(f"--source-weight {entry}: {why}")
+            weights[found[0]] = weight
+        each = tuple(weights.get(n, 1.0) for n in range(len(files)))
+        return replace(self.encoding, source_weights=each if set(each) != {1.0} else ())
 
 
 def corpus_prefix(prefix: str) -> str:

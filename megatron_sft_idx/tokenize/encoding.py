@@ -43,6 +43,7 @@ class EncodingOptions:
         straddling: whether a token that begins before its span and ends in it is trained on.
         on_bad_row: ``error`` stops at the first row that cannot be used, ``skip`` counts and lists it.
         source: say of every sequence which row it was made from.
+        source_weights: what masks are multiplied with, by the number of the input file; empty for 1 everywhere.
         tokenizer_proof: of the tokenizer as loaded before, so that no worker proves again what one process did.
     """
 
@@ -57,6 +58,7 @@ class EncodingOptions:
     straddling: Literal["include", "exclude"] = "include"
     on_bad_row: Literal["error", "skip"] = "error"
     source: bool = False
+    source_weights: tuple[float, ...] = ()
     tokenizer_proof: str = ""
 
     @property
@@ -174,11 +176,12 @@ class RowEncoder:
                 "train_on_tool_calls": masks.train_on_tool_calls,
                 "turns": masks.turns,
             }
-            | ({"source": True} if self.options.source else {}),
+            | ({"source": True} if self.options.source else {})
+            | ({"source_weights": [*self.options.source_weights]} if self.options.source_weights else {}),
         }
 
-    def encode(self, piece: Piece) -> EncodedPiece:
-        """Encode the rows of one piece, in order."""
+    def encode(self, piece: Piece, file: int = 0) -> EncodedPiece:
+        """Encode the rows of one piece, in order; ``file`` is the number of its file."""
         sequences: list[Encoded] = []
         places: list[int] = []
         labels: dict[int, int | None] = {}
@@ -202,7 +205,8 @@ class RowEncoder:
                 batch = []
         self._encode_batch(piece, batch, sequences, places, bad_rows)
         bad_rows.sort(key=lambda error: error.position or 0)
-        done = self._join(sequences, rows, piece.num_bytes, bad_rows)
+        weight = self.options.source_weights[file] if self.options.source_weights else 1.0
+        done = self._join(sequences, rows, piece.num_bytes, bad_rows, weight)
         if self.options.source:
             source = np.zeros((len(places), 2), np.uint32)
             source[:, 1] = np.array(places, np.int64) - piece.first
@@ -287,7 +291,7 @@ class RowEncoder:
             return outcomes
 
     def _join(
-        self, sequences: Sequence[Encoded], rows: int, num_bytes: int, bad_rows: list[SequenceError]
+        self, sequences: Sequence[Encoded], rows: int, num_bytes: int, bad_rows: list[SequenceError], weight: float
     ) -> EncodedPiece:
         notes: Counter[str] = Counter()
         for sequence in sequences:
@@ -295,6 +299,8 @@ class RowEncoder:
                 notes.update(sequence.notes)
         ids = np.concatenate([np.empty(0, np.int32), *(s.input_ids for s in sequences)]).astype(self.token_dtype)
         mask = np.concatenate([np.empty(0, np.float32), *(s.loss_mask for s in sequences)])
+        if weight != 1:
+            mask = (mask * weight).astype(np.float32)
         if ((mask == 0) | (mask == 1)).all():
             mask = mask.astype(np.uint8)
         lengths = np.array([len(s.input_ids) for s in sequences], np.int64)

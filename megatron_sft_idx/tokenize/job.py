@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
@@ -92,6 +92,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     staging: str = STAGING,
     keep_corpus: bool = False,
     source: bool = False,
+    source_weight: Sequence[str] = (),
     overwrite: bool = False,
     resume: bool = False,
     summary: StrPath | None = None,
@@ -143,6 +144,7 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
         encoding=encoding_options(given),
         packing=packing_options(given),
         engine=engine,
+        source_weights=tuple(given["source_weight"]),
         **{name: given[name] for name in same},
     )
 

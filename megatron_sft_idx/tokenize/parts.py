@@ -522,7 +522,7 @@ def _make_part(job: TokenizingJob, key: tuple[int, int], pieces: list[Piece], th
     info.token_dtype = encoder.token_dtype.name
     encoded: list[EncodedPiece] = []
     for piece in pieces:
-        encoded.append(encoder.encode(piece))
+        encoded.append(encoder.encode(piece, key[0]))
         info.add(piece, encoded[-1])
         if info.bad_rows and job.encoding.on_bad_row == "error":
             return MadePart("", info, np.empty(0, np.uint32))

@@ -119,7 +119,7 @@ class _Run:
             # Workers import meanwhile what they need.
             workers = available_cpus() if options.workers is None else options.workers
             self.pool = stack.enter_context(Local(workers))
-        self.encoder = RowEncoder(options.encoding)
+        self.encoder = RowEncoder(options.encoding_of(files))
         self.job = Job(options, files, self.encoder, Cutting.of(files), log)
         self.folder = self.job.folder
         self.done = find_done(self.job)
@@ -583,7 +583,7 @@ def preview(options: PreprocessOptions) -> Preview:
         SFTIndexError: an input, an option, or something in the way at the prefix.
     """
     files = expand_inputs(options.inputs)
-    encoder = RowEncoder(options.encoding)
+    encoder = RowEncoder(options.encoding_of(files))
     for prefix in output_prefixes(options.prefix, options.output_shards):
         check_free(ShardPaths.of(prefix), overwrite=options.overwrite)
     pieces = [encoder.encode(piece) for piece in islice(iter_pieces(files, piece_nbytes=_SAMPLE_NBYTES), 1)]
