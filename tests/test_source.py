@@ -305,3 +305,33 @@ def test_a_name_that_two_files_have_is_no_name(tmp_path):
     said = preprocess(tmp_path / "x", "--input", *some, "--source-weight", "a.jsonl=2")
     assert (said.code, "are called so, name one by its path" in said.err) == (1, True)
     assert preprocess(tmp_path / "x", "--input", *some, "--source-weight", f"{some[1]}=2").code == 0
+
+
+# ---- pack --source ----
+
+
+def test_some_sources_are_packed(tmp_path):
+    assert weighted(tmp_path, "--keep-corpus").code == 0
+    for source in ("x", "x.unpacked"):
+        said = command(
+            *("pack", tmp_path / source, "--source", "a.jsonl", "--source", "c.jsonl", "--seq-length", 2048),
+            *("--overlong", "split", "--output-prefix", tmp_path / "some", "--overwrite"),
+        )
+        assert said.code == 0, said
+        assert "\nleft out        30 sequences of other sources\n" in said.out
+        wanted = Counter({place: count for place, count in sources(tmp_path / "x").items() if place[0] != 1})
+        assert sources(tmp_path / "some") == wanted
+        shard = Shard(tmp_path / "some")
+        assert (shard.header.metadata["packing"]["sources"], shard.header.metadata["packing"]["left_out"]) == (
+            ["a.jsonl", "c.jsonl"],
+            30,
+        )
+    other = command(
+        *("pack", tmp_path / "x", "--source", "d.jsonl", "--seq-length", 2048, "--output-prefix", tmp_path / "none")
+    )
+    assert (other.code, "--source d.jsonl: no such file in it; it has a.jsonl, b.jsonl" in other.err) == (1, True)
+    write_samples(tmp_path / "bare", demo_samples(), capacity=4096)
+    other = command(
+        *("pack", tmp_path / "bare", "--source", "a", "--seq-length", 4096, "--output-prefix", tmp_path / "none")
+    )
+    assert (other.code, "has no column source" in other.err) == (1, True)

@@ -33,6 +33,14 @@ def add_parser(verbs: Verbs) -> None:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("source", type=local_path, metavar="SOURCE", help="prefix of the shard to be packed")
+    parser.add_argument(
+        "--source",
+        dest="sources",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="take the sequences of this input file only, by the name in the column source; may be given again",
+    )
     add_packing_options(parser)
     add_output_options(parser)
     parser.set_defaults(run=_run)
@@ -50,8 +58,8 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
         summary=arguments.summary,
     )
     source = Shard(arguments.source)
-    # What is cut off is not known before the plan.
-    whole = options.overlong not in ("drop", "truncate")
+    # What is cut off, or of other sources, is not known before the plan.
+    whole = options.overlong not in ("drop", "truncate") and not arguments.sources
     nbytes = source.header.num_tokens * (source.header.token_dtype.itemsize + source.header.mask_dtype.itemsize)
     output.prepare(places(arguments.source, "sft-idx", "the source"), nbytes=nbytes if whole else 0)
     begin = time.monotonic()
@@ -62,6 +70,7 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
         shards=arguments.output_shards,
         overwrite=arguments.overwrite,
         log_interval=arguments.log_interval,
+        sources=arguments.sources,
     )
     seconds = {"packing": time.monotonic() - begin}
     counts = (options.capacity, None, report, seconds)

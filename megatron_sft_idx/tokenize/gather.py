@@ -108,6 +108,7 @@ class PackReport:
         overlong: sequences longer than the capacity.
         dropped_tokens: tokens of dropped sequences, or behind the cut of truncated ones.
         untrained_by_cut: positions that were trained on and whose label now lies behind a cut.
+        left_out: sequences of input files that were not to be taken.
     """
 
     sequences: int
@@ -123,6 +124,7 @@ class PackReport:
     overlong: int
     dropped_tokens: int
     untrained_by_cut: int
+    left_out: int = 0
 
     @classmethod
     def of(cls, headers: Sequence[Header]) -> PackReport:
@@ -143,6 +145,7 @@ class PackReport:
             overlong=packing["overlong_sequences"],
             dropped_tokens=packing["dropped_tokens"],
             untrained_by_cut=packing["untrained_by_cut"],
+            left_out=packing.get("left_out", 0),
         )
 
 
@@ -434,6 +437,10 @@ def _cut(lengths: NDArray[np.int64], long: NDArray[np.bool_], longest: int, over
 class CorpusReader:
     """The sequences of a shard, whatever its packs are.
 
+    Args:
+        source: the shard.
+        taken: numbers of the sequences that are read, which are called 0, 1 and so on then; None for all.
+
     Attributes:
         lengths: tokens of each sequence, int64 [sequences].
         columns: what is known of each besides, by name.
@@ -442,10 +449,11 @@ class CorpusReader:
     mask_alignment: MaskAlignment = "label"
     window_tokens = 1 << 20  # are read at a time
 
-    def __init__(self, source: Shard) -> None:
+    def __init__(self, source: Shard, taken: NDArray[np.int64] | None = None) -> None:
         self._tokens, self._loss = source.files.tokens[:], source.files.loss[:]
-        self._bounds = source.sequence_bounds()
-        self.lengths = np.diff(self._bounds)
+        self._bounds, lengths = source.sequence_bounds(), np.diff(source.sequence_bounds())
+        self._taken = np.arange(len(lengths)) if taken is None else taken
+        self.lengths = lengths[self._taken]
         self.columns = dict(source.columns)
         if others := [name for name, column in self.columns.items() if column.spec.per != "sequence"]:
             raise FormatError(
@@ -455,7 +463,8 @@ class CorpusReader:
 
     def read(self, run: PackedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
         """Ids and label-aligned masks of these packs, end to end, and columns by name, a row a sequence."""
-        starts = self._bounds[run.sequences]
+        sequences = self._taken[run.sequences]
+        starts = self._bounds[sequences]
         if run.begins is not None:
             starts = starts + run.begins
         lengths = run.lengths.astype(np.int64)
@@ -465,11 +474,11 @@ class CorpusReader:
             _native.gather_sequences(array, starts, starts + lengths, in_order, out)
         # Where a sequence was cut its last label is gone; elsewhere this is zero already (rule P6).
         mask[np.cumsum(lengths) - 1] = 0
-        return ids, mask, {name: column.values[:][run.sequences] for name, column in self.columns.items()}
+        return ids, mask, {name: column.values[:][sequences] for name, column in self.columns.items()}
 
     def count_trained(self, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
         """How many of the tokens at these positions of these sequences are trained on; none is a first one."""
-        labels = (self._bounds[sequences] + positions - 1).tolist()
+        labels = (self._bounds[self._taken[sequences]] + positions - 1).tolist()
         return sum(int(self._loss[label : label + 1][0] != 0) for label in labels)
 
 
@@ -596,6 +605,7 @@ def pack_shard(
     overwrite: bool = False,
     keep: bool = False,
     log_interval: int = 0,
+    sources: Sequence[str] = (),
 ) -> PackReport:
     """Pack the sequences of ``source`` into a new shard at ``prefix``, or several.
 
@@ -609,19 +619,24 @@ def pack_shard(
         overwrite: replace what is at the prefixes.
         keep: leave shards that are there and are the very ones that would be made.
         log_interval: sequences between two lines of progress where there is no terminal; 0 for silence.
+        sources: names of input files; sequences of others are left out. None for all.
 
     Raises:
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
-        FormatError: an option that cannot be, nothing left to pack, or ``prefix`` is that of the source.
+        FormatError: an option that cannot be, a file that the shard does not name, nothing left to pack, or ``prefix``
+            is that of the source.
     """
     for path in (source.prefix, prefix):
         require_local(path, "packing")
-    reader, header = CorpusReader(source), source.header
+    taken, header = _of_sources(source, sources) if sources else None, source.header
+    reader, groups = CorpusReader(source, taken), pair_numbers(source)
+    if taken is not None and groups is not None:
+        groups = groups[taken]
     reads = places_of(ShardPaths.of(source.prefix).with_columns(reader.columns), "the shard to be packed")
     require_outputs_apart(output_prefixes(prefix, shards), reads, reader.columns)
     if shards > 1:
         refuse_other_splits(prefix, shards)
-    packing = plan_packs(reader.lengths, options, shards=shards, source=source.prefix, groups=pair_numbers(source))
+    packing = plan_packs(reader.lengths, options, shards=shards, source=source.prefix, groups=groups)
     # Packed shards call the sequences by their input where they were tokenised from it, else by their id.
     identity = (None if "packing" in header.metadata else header.source) or header.shard_id.hex()
     outputs = packing.outputs(
@@ -635,6 +650,9 @@ def pack_shard(
         overwrite=overwrite,
         columns={name: column.spec for name, column in reader.columns.items()},
     )
+    if taken is not None:
+        for output in outputs:
+            output.metadata["packing"] |= {"sources": sorted(sources), "left_out": header.num_sequences - len(taken)}
     total = len(packing.cuts.lengths)
     with Progress("packing", total, unit="seq", log_interval=log_interval, items="sequences") as progress:
         return publish_shards(
@@ -643,3 +661,17 @@ def pack_shard(
             lambda numbers: (write_shard(reader, outputs[n], packing.run(n), progress.update) for n in numbers),
             keep=keep,
         )
+
+
+def _of_sources(source: Shard, names: Iterable[str]) -> NDArray[np.int64]:
+    """Numbers of the sequences that were made from files of these names, as the column ``source`` names them."""
+    column = source.columns.get("source")
+    files = None if column is None else column.spec.metadata.get("files")
+    if column is None or column.spec.kind[:3] != ("sequence", "<u4", 2) or not isinstance(files, list):
+        raise FormatError(f"{source.prefix}: has no column source, which preprocess writes, and so no files to choose")
+    listed = [file.get("name") if isinstance(file, dict) else None for file in files]
+    if unknown := sorted({*names} - {*listed}):
+        known = ", ".join(map(str, listed[:5])) + (", ..." if len(listed) > 5 else "")
+        raise FormatError(f"{source.prefix}: --source {unknown[0]}: no such file in it; it has {known}")
+    wanted = [number for number, name in enumerate(listed) if name in {*names}]
+    return np.flatnonzero(np.isin(column.values[:][:, 0], wanted))

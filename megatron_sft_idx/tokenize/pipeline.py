@@ -527,6 +527,8 @@ class Summary:
             f"fill            {100 * packing.fill:.3f}% of {self.capacity:,} positions a pack",
             f"a pack has      up to {packing.longest:,} tokens, {packing.most_sequences:,} sequences",
         ]
+        if packing.left_out:
+            lines.append(f"left out        {packing.left_out:,} sequences of other sources")
         if packing.overlong:
             lines.append(
                 f"overlong        {packing.overlong:,} sequences: {packing.dropped_tokens:,} tokens dropped,"
