@@ -441,3 +441,20 @@ def test_columns_of_packs_mean_nothing_to_packs_made_at_start_up(tmp_path: Path)
     write_columned(tmp_path / "x-0", numbered_samples(3), SPECS, capacity=LENGTH)
     with pytest.raises(FormatError, match=r"x-0: column pack_int8 has a value a pack, .* are others; leave it out"):
         PlannedPacks(shards_of(tmp_path, ("pack_int8",)), PlanOptions(LENGTH))
+
+
+def test_a_column_that_is_replaced_meanwhile_is_not_read_as_the_old_one(tmp_path: Path) -> None:
+    """Where files are opened for each read; maps and descriptors stay with what was opened."""
+    header = write_samples(tmp_path / "x", numbered_samples(5), capacity=LENGTH)
+    values = np.arange(header.num_tokens, dtype=np.float32)
+    for backend in ("mmap", "pread", "reopen"):
+        write_column(tmp_path / "x", "score", values, per="token", overwrite=True)
+        opened: Any = ShardSet.open(tmp_path / "x", columns=["score"], backend=backend)  # type: ignore[arg-type]
+        assembler = BatchAssembler(StoredPacks(opened), LENGTH, columns=["score"])
+        before = assembler.assemble([1])["score"]
+        write_column(tmp_path / "x", "score", values + 1, per="token", overwrite=True)
+        if backend == "reopen":
+            with pytest.raises(FormatError, match=r"x.score.col: another column was attached since"):
+                assembler.assemble([1])
+        else:
+            assert torch.equal(assembler.assemble([1])["score"], before)

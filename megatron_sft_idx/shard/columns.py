@@ -299,13 +299,20 @@ def open_column(
         detail = f"header checksum {checksum}, expected {listed} by .seq.idx; restore the file that was written with it"
         raise CorruptShardError(path, column.spec.header_nbytes - CHECKSUM_NBYTES, "C8", detail)
     check_size(path, file.nbytes, column.nbytes)
+
+    def confirm() -> None:
+        if same is not None:
+            same()
+        if (now := _look(path)) is None or now.checksum != checksum:
+            raise FormatError(f"{path}: another column was attached since this one was opened; open the shard again")
+
     spec, items = column.spec, column.rows
     item, begin = spec.dtype if spec.width == 1 else np.dtype((np.void, spec.row_nbytes)), spec.header_nbytes
     array: Array
     if file.info is not None:
         array = RemoteArray(*open_store(path), item, items, file.info.etag, offset=begin)
     elif backend == "reopen":
-        array = ReopenedArray(path, item, items, file.nbytes, same or (lambda: None), offset=begin)
+        array = ReopenedArray(path, item, items, file.nbytes, confirm, offset=begin)
     else:
         array = open_array(path, item, items, nbytes=file.nbytes, offset=begin, backend=backend)
     return ShardColumn(name, column, array)
