@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from types import TracebackType
@@ -28,6 +28,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.layout.column import ColumnSpec, check_name, column_count
 from megatron_sft_idx.layout.header import MAX_CAPACITY
 from megatron_sft_idx.packs.run import Columns, PackRun
 from megatron_sft_idx.shard.reader import Pack
@@ -49,12 +50,14 @@ __all__ = [
     "all_trained",
     "checked_alignment",
     "checked_run",
+    "fewer_tokens",
     "file_identity",
     "joined_ranges",
     "label_aligned",
     "npy_header",
     "npy_header_bytes",
     "require_same_length",
+    "stated_columns",
     "stated_int",
     "stated_of",
     "unplaced_note",
@@ -88,6 +91,7 @@ class PackedSpec:
         pad_id: the tokenizer's padding id, None where unknown.
         metadata: what else the file says of itself, JSON-able.
         num_trained_tokens: positions whose loss mask is above zero; None where only reading them all would tell.
+        columns: what comes with the packs, by name.
     """
 
     num_packs: int
@@ -101,6 +105,7 @@ class PackedSpec:
     pad_id: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     num_trained_tokens: int | None = None
+    columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
 
     def stated(self) -> dict[str, Any]:
         """What files of other formats say of their packs in a place of ours, JSON-able."""
@@ -111,7 +116,13 @@ class PackedSpec:
             "sequence_multiple": self.sequence_multiple,
             "pad_id": self.pad_id,
             "metadata": dict(self.metadata),
+            **({"columns": {name: spec.encode() for name, spec in self.columns.items()}} if self.columns else {}),
         }
+
+    def column_nbytes(self) -> int:
+        """Bytes that the values of all columns take."""
+        counts = self.num_tokens, self.num_sequences, self.num_packs
+        return sum(column_count(spec.per, *counts) * spec.row_nbytes for spec in self.columns.values())
 
 
 class PackedReader(ABC):
@@ -127,6 +138,7 @@ class PackedReader(ABC):
         path: what was opened.
         identity: differs where the content does, as far as can be told without reading it all: an id, or sizes and
             times of change.
+        columns: that its packs come with, by name.
         notes: what the file does not say and was understood, or was set right on the way, as sentences for people.
 
     Raises:
@@ -141,6 +153,7 @@ class PackedReader(ABC):
         self.path = os.fspath(path)
         self.alignment = checked_alignment(self.path, mask_alignment)
         self.notes: list[str] = []
+        self.columns: dict[str, ColumnSpec] = {}
         if self.label_only and self.alignment != "label":
             raise FormatError(f"{self.path}: {self.label_only.format(mask_alignment)}")
 
@@ -204,12 +217,14 @@ class PackedWriter(ABC):
     Attributes:
         format: the format's name, as ``--to`` takes it.
         binary: whether the format's masks are 0 and 1 and nothing else.
+        carries: whether the format has a place for columns.
         lost: what of these packs was let go: a sentence for each of ``"masks"``, ``"packs"`` (which sequences share
             one) and ``"columns"`` that it is true of.
     """
 
     format: ClassVar[str]
     binary: ClassVar[bool] = False
+    carries: bool = False
     _output: New
 
     def __init__(self, path: str | os.PathLike[str], spec: PackedSpec | None, *, allow_loss: bool) -> None:
@@ -217,6 +232,18 @@ class PackedWriter(ABC):
         self._counts, self._changed_weights = Counts(), 0
         self._complete = self._published = False
         self.lost: dict[str, str] = {}
+        if spec is not None and spec.columns and not self.carries:
+            self._leave_out(spec.columns)
+
+    def _leave_out(self, columns: Iterable[str]) -> None:
+        """Note that columns are not written. FormatError where loss is not allowed."""
+        names = ", ".join(sorted(columns))
+        if not self._allow_loss:
+            raise FormatError(
+                f"{self._path}: columns {names}: {self.format} has no place for them; pass allow_loss (--allow-loss)"
+                " to leave them out"
+            )
+        self.lost["columns"] = f"columns {names}: the format has no place for them"
 
     def write(self, run: PackRun) -> None:
         """Append packs.
@@ -226,15 +253,12 @@ class PackedWriter(ABC):
                 not allowed.
             SequenceError: a pack does not fit what was announced.
         """
-        if run.columns:
-            names = ", ".join(sorted(run.columns))
-            if not self._allow_loss:
-                raise FormatError(
-                    f"{self._path}: columns {names}: {self.format} has no place for them; pass allow_loss"
-                    " (--allow-loss) to leave them out"
-                )
-            self.lost["columns"] = f"columns {names}: the format has no place for them"
+        if run.columns and not self.carries:
+            self._leave_out(run.columns)
             run = dataclasses.replace(run, columns={})
+        announced = {} if self._spec is None else self._spec.columns
+        if self.carries and {name: spec for name, (spec, _) in run.columns.items()} != announced:
+            raise FormatError(f"{self._path}: packs with other columns than were announced; announce them")
         if self.binary and run.loss_mask.dtype != np.uint8:
             run = dataclasses.replace(run, loss_mask=self._binary(run))
         self._append(run)
@@ -539,6 +563,32 @@ def stated_int(stated: Mapping[str, Any], key: str, least: int = 1, most: int = 
     """A whole number within bounds that a file says of itself; None where it says none."""
     value = stated.get(key)
     return value if type(value) is int and least <= value <= most else None
+
+
+def stated_columns(stated: Mapping[str, Any], path: str, chosen: Sequence[str] | None) -> dict[str, ColumnSpec]:
+    """The columns that a file says it has (``PackedSpec.stated``), as far as they are asked for.
+
+    Args:
+        stated: what it says.
+        path: of the file, for errors.
+        chosen: names; None for all.
+
+    Raises:
+        FormatError: what it says is no column's, or one that is asked for is not there.
+    """
+    found = stated.get("columns", {})
+    try:
+        columns = {check_name(name): ColumnSpec.decode(value) for name, value in found.items()}
+    except (AttributeError, FormatError, TypeError, ValueError) as error:
+        raise FormatError(f"{path}: what it says of its columns is wrong: {error}; write it again") from None
+    if missing := [name for name in chosen or () if name not in columns]:
+        raise FormatError(f"{path}: it has no column {missing[0]}, but {', '.join(columns) or 'none'}")
+    return columns if chosen is None else {name: columns[name] for name in chosen}
+
+
+def fewer_tokens(tokens: int, columns: Mapping[str, ColumnSpec]) -> int:
+    """So many tokens, or as many as take the memory of those with their columns: at least one."""
+    return max(1, 8 * tokens // (8 + sum(spec.row_nbytes for spec in columns.values() if spec.per == "token")))
 
 
 def stated_of(stated: Mapping[str, Any], longest: int, capacity: int) -> dict[str, Any]:

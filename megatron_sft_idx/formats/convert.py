@@ -14,7 +14,15 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PADDED, MaskAlignment, PackedSpec, PackedWriter
 from megatron_sft_idx.formats.bridge import PaddedPacks, Padding, check_packs_summary, publish_with_summary
-from megatron_sft_idx.formats.registry import JoinedReader, Source, check_destination, create, find, places
+from megatron_sft_idx.formats.registry import (
+    JoinedReader,
+    Source,
+    check_destination,
+    create,
+    find,
+    places,
+    reader_options,
+)
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.progress import Update
@@ -28,9 +36,10 @@ COLUMNS = {"tokens": "token ids", "masks": "loss masks", "sequences": "sequence 
 
 
 class Content:
-    """A running hash of packs, column by column, so that it does not matter in which runs they come.
+    """A running hash of packs, array by array, so that it does not matter in which runs they come.
 
-    Values are brought to one form first: ids int32, masks float32, lengths and counts int64, all little-endian.
+    Values are brought to one form first: ids int32, masks float32, lengths and counts int64, all little-endian;
+    those of columns have their own.
 
     Attributes:
         num_packs: packs so far.
@@ -41,6 +50,7 @@ class Content:
 
     def __init__(self) -> None:
         self._hashes = {column: StreamHash() for column in COLUMNS}
+        self._columns: dict[str, StreamHash] = {}
         self.num_packs = self.num_sequences = self.num_tokens = self.num_trained_tokens = 0
 
     def add(self, run: PackRun) -> None:
@@ -53,16 +63,22 @@ class Content:
         self._update("masks", run.loss_mask, "<f4")
         self._update("sequences", run.sequence_lengths(), "<i8")
         self._update("packs", run.pack_sequences, "<i8")
+        for name, (spec, values) in run.columns.items():
+            self._columns.setdefault(name, StreamHash()).update(np.ascontiguousarray(values, spec.dtype).reshape(-1))
 
     def _update(self, column: str, values: NDArray[Any], dtype: str) -> None:
         self._hashes[column].update(np.ascontiguousarray(values, dtype))
 
     def differs(self, other: Content, ignored: Collection[str] = ()) -> list[str]:
         """Names of the columns that are not the same, but for those ignored."""
+        ours, theirs = dict(self._hashes), dict(other._hashes)
+        if "columns" not in ignored:
+            ours, theirs = ours | self._columns, theirs | other._columns
         return [
-            name
-            for column, name in COLUMNS.items()
-            if column not in ignored and self._hashes[column].checksum() != other._hashes[column].checksum()
+            COLUMNS.get(column, f"column {column}")
+            for column in ours | theirs
+            if column not in ignored
+            and not (column in ours and column in theirs and ours[column].checksum() == theirs[column].checksum())
         ]
 
 
@@ -160,22 +176,29 @@ def convert(
         check_packs_summary(summary_path(destination), overwrite=options.overwrite, padded=options.padding is not None)
     if name == "npy" and options.capacity is not None:
         reading["capacity"] = options.capacity  # its packers exceed what they were given, which its reader knows
+    if "columns" in reader_options(name):
+        reading.setdefault("columns", None)  # all that there are
     parts = JoinedReader(name, paths, mask_alignment=options.mask_alignment, max_open=1, options=reading)
     padding, content = options.padding, Content()
+    apart = parts.columns_apart
+    if apart and not options.allow_loss:
+        raise FormatError(f"{next(iter(apart.values()))}; pass allow_loss (--allow-loss) to leave it out")
     spec, summary = _planned(parts, destination, options, begun)
     with create(
         destination, to, spec, overwrite=options.overwrite, allow_loss=options.allow_loss, **options.writer
     ) as writer:
         runs = parts.runs() if padding is None else map(padding.pad, parts.runs())
+        runs = (_as_written(run, spec) for run in runs)
         for run in _counted(runs, begun and begun("converting", spec.num_tokens)):
-            _write(writer, run, spec)
+            writer.write(run)
             content.add(run)
         writer.complete()
         if options.verify:
-            _verify(destination, writer, content, begun and begun("verifying", spec.num_tokens))
+            _verify(destination, writer, content, spec, begun and begun("verifying", spec.num_tokens))
         if to == "parquet":
             publish_with_summary(writer, summary_path(destination), summary, overwrite=options.overwrite)
-    return ConvertReport(name, parts.paths, content, spec, parts.notes, [*writer.lost.values()], options.verify)
+    lost = [*apart.values(), *writer.lost.values()]
+    return ConvertReport(name, parts.paths, content, spec, parts.notes, lost, options.verify)
 
 
 def summary_path(destination: str) -> str:
@@ -225,11 +248,15 @@ def _spec_for_output(parts: JoinedReader, options: ConvertOptions) -> PackedSpec
     return dataclasses.replace(spec, capacity=options.capacity)
 
 
-def _write(writer: PackedWriter, run: PackRun, spec: PackedSpec) -> None:
-    """Write a run in the dtypes of the whole, which the files of several sources may be narrower than."""
+def _as_written(run: PackRun, spec: PackedSpec) -> PackRun:
+    """A run in the dtypes of the whole, which the files of several sources may be narrower than, and with its columns.
+
+    Those are the ones that all sources have.
+    """
     tokens = run.tokens.astype(spec.token_dtype, copy=False)
     mask = run.loss_mask.astype(spec.mask_dtype, copy=False)
-    writer.write(dataclasses.replace(run, tokens=tokens, loss_mask=mask))
+    columns = {name: run.columns[name] for name in spec.columns}
+    return dataclasses.replace(run, tokens=tokens, loss_mask=mask, columns=columns)
 
 
 def _counted(runs: Iterable[PackRun], progress: Update | None) -> Iterable[PackRun]:
@@ -239,12 +266,15 @@ def _counted(runs: Iterable[PackRun], progress: Update | None) -> Iterable[PackR
             progress(len(run.tokens), len(run.pack_lengths))
 
 
-def _verify(path: str, writer: PackedWriter, expected: Content, progress: Update | None) -> None:
+def _verify(path: str, writer: PackedWriter, expected: Content, spec: PackedSpec, progress: Update | None) -> None:
     """FormatError unless what was written is what went in, but for what its format has no place for."""
-    found = Content()
-    for run in _counted(writer.reread().runs(), progress):
+    found, reader = Content(), writer.reread()
+    for run in _counted(reader.runs(), progress):
         found.add(run)
-    if different := expected.differs(found, writer.lost):
+    different = expected.differs(found, writer.lost)
+    if "columns" not in writer.lost and reader.columns != spec.columns:
+        different.append("kinds of columns")
+    if different:
         raise FormatError(
             f"{path}: read again, its {', '.join(different)} are not those of the source: {found.num_packs} packs with"
             f" {found.num_tokens} tokens, {found.num_trained_tokens} trained on; expected {expected.num_packs},"

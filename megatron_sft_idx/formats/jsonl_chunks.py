@@ -12,16 +12,22 @@ A folder of ``chunk_00000.jsonl``, ``chunk_00001.jsonl``, ...; one pack a line:
 ================  ===================================================================================
 
 Other fields are left alone. There is no place for loss weights, capacity or padding id.
+
+Columns of a shard are in a field ``columns``: by name, a value or a list of values for each token, each sequence, or
+the pack; ``"NaN"``, ``"Infinity"`` and ``"-Infinity"`` where JSON has no number. A file ``columns.json`` beside the
+chunks says what they are.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,11 +43,14 @@ from megatron_sft_idx.formats.base import (
     PackedSpec,
     PackedWriter,
     checked_run,
+    fewer_tokens,
     file_identity,
+    stated_columns,
 )
-from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun
+from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun
 from megatron_sft_idx.shard.reader import Pack
-from megatron_sft_idx.storage import OutputFile, open_regular
+from megatron_sft_idx.storage import OutputFile, open_regular, read_most
 from megatron_sft_idx.storage.publish import Kind, new_folder, require_space
 
 __all__ = [
@@ -49,6 +58,7 @@ __all__ = [
     "FIELDS",
     "FORMAT",
     "KIND",
+    "SPECS",
     "UNTRAINED",
     "ChunkFile",
     "Line",
@@ -62,6 +72,7 @@ __all__ = [
     "line_bounds",
     "parse",
     "read_line",
+    "read_specs",
     "recognise",
     "run_of",
 ]
@@ -78,6 +89,11 @@ _BLANK = b" \t\r\n"  # JSON's white space
 _MOST_BLANK_NBYTES = 64
 
 FIELDS = ("input_ids", "labels", "position_ids", "lengths", "pack_length", "num_samples")
+# Beside the chunks, where they have columns: what these are.
+SPECS = "columns.json"
+_MOST_SPECS_NBYTES = 64 << 20
+_NO_NUMBER = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+_NO_NUMBERS = tuple(_NO_NUMBER.values())
 # What labels hold where nothing is trained: PyTorch's index to ignore.
 UNTRAINED = -100
 
@@ -272,15 +288,17 @@ class Line(NamedTuple):
         tokens: ids, integers [length].
         trained: token-aligned mask, bool [length].
         lengths: tokens in each sequence, int64 [sequences].
+        columns: that were asked for, by name.
     """
 
     tokens: NDArray[Any]
     trained: NDArray[np.bool_]
     lengths: NDArray[np.int64]
+    columns: dict[str, Column]
 
 
-def parse(raw: bytes) -> Line:
-    """The pack in one line. ValueError says which field is wrong, and how."""
+def parse(raw: bytes, columns: Mapping[str, ColumnSpec] | None = None) -> Line:
+    """The pack in one line, with these columns. ValueError says which field is wrong, and how."""
     row = orjson.loads(raw)
     if not isinstance(row, dict):
         raise ValueError(f"found {type(row).__name__}, expected an object with {', '.join(FIELDS)}")
@@ -304,7 +322,59 @@ def parse(raw: bytes) -> Line:
             f"labels[{at}] is {labels[at]} where input_ids has {tokens[at]}; a label is -100 or the id at its own"
             " place, labels that are shifted already have to be shifted back"
         )
-    return Line(tokens, trained, lengths)
+    beside, counts = row.get("columns"), {"token": len(tokens), "sequence": len(lengths), "pack": 1}
+    values = {name: _column(beside, name, spec, counts[spec.per]) for name, spec in (columns or {}).items()}
+    return Line(tokens, trained, lengths, values)
+
+
+def _column(beside: Any, name: str, spec: ColumnSpec, count: int) -> Column:
+    """The values of a column in a line. ValueError where they are not those of so many rows."""
+    rows = beside.get(name) if isinstance(beside, dict) else None
+    if spec.per == "pack":
+        rows = [rows]
+    if spec.width > 1 and isinstance(rows, list):
+        if any(not isinstance(row, list) or len(row) != spec.width for row in rows):
+            raise ValueError(f"column {name} is no list of {spec.width} values a {spec.per}")
+        rows = list(chain.from_iterable(rows))
+    if spec.dtype.kind == "f":
+        if not isinstance(rows, list) or not all(type(value) in (int, float) or value in _NO_NUMBERS for value in rows):
+            raise ValueError(f"column {name} is no list of numbers")
+        with np.errstate(over="raise"):
+            values: NDArray[Any] = np.array([float(value) for value in rows])
+    else:
+        values = _integers(rows, f"column {name}")
+    if len(values) != count * spec.width:
+        raise ValueError(f"column {name} has {len(values)} values, expected {count} x {spec.width}: one a {spec.per}")
+    return Column(spec, spec.array(name, values.reshape(spec.shape(count)), count))
+
+
+def _plain(values: NDArray[Any]) -> Any:
+    """Values of a column as what JSON holds of them, exactly."""
+    if values.dtype.kind != "f":
+        return values.tolist() if values.ndim == 0 else np.ascontiguousarray(values)
+    if np.isfinite(values).all():
+        return float(values) if values.ndim == 0 else np.ascontiguousarray(values, np.float64)
+    flat = [value if math.isfinite(value) else _NO_NUMBER[str(value)] for value in values.reshape(-1).tolist()]
+    if values.ndim == 2:
+        return [flat[i : i + values.shape[1]] for i in range(0, len(flat), values.shape[1])]
+    return flat if values.ndim else flat[0]
+
+
+def read_specs(folder: str, chosen: Sequence[str] | None) -> dict[str, ColumnSpec]:
+    """The columns that the chunks of a folder have, as far as they are asked for. Errors as ``stated_columns``."""
+    if chosen is not None and not chosen:
+        return {}
+    path = os.path.join(folder, SPECS)
+    try:
+        raw = read_most(path, _MOST_SPECS_NBYTES + 1)
+        stated = orjson.loads(raw) if len(raw) <= _MOST_SPECS_NBYTES else None
+    except FileNotFoundError:
+        stated = {}
+    except ValueError as error:
+        raise FormatError(f"{path}: not JSON: {error}") from None
+    if not isinstance(stated, dict):
+        raise FormatError(f"{path}: no object, or one of more than {_MOST_SPECS_NBYTES} bytes")
+    return stated_columns(stated, path, chosen)
 
 
 def run_of(path: str, first_pack: int, lines: Sequence[Line]) -> PackRun:
@@ -323,6 +393,10 @@ def run_of(path: str, first_pack: int, lines: Sequence[Line]) -> PackRun:
         [len(line.lengths) for line in lines],
         mask_alignment="token",
         token_dtype=np.int32,
+        columns={
+            name: Column(spec, np.concatenate([line.columns[name].values for line in lines]))
+            for name, (spec, _) in lines[0].columns.items()
+        },
     )
 
 
@@ -382,10 +456,12 @@ def _is_chunk(path: str) -> bool:
     """Whether a file is a chunk by its name and its first line, an empty one, or the mark beside a chunk."""
     name = os.path.basename(path)
     try:
+        if name == SPECS:
+            return bool(read_specs(os.path.dirname(path), None))
         if name.endswith(COMPLETED):
             return is_chunk_name(name.removesuffix(COMPLETED)) and not os.path.getsize(path)
         return is_chunk_name(name) and (not os.path.getsize(path) or _begins_packed(path))
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError, FormatError):
         return False
 
 
@@ -401,6 +477,7 @@ class Reader(PackedReader):
         path: the folder, or one file.
         mask_alignment: labels say themselves which tokens are trained on; only the default is taken.
         allow_gaps: chunks in between are missing because their producer freed them.
+        columns: names of those that packs come with; None for all.
 
     Raises:
         FormatError: no chunks, a gap between them, or a chunk that ends in the middle of a line.
@@ -410,7 +487,12 @@ class Reader(PackedReader):
     label_only = "labels name the tokens to train on, shifted once here in any case; leave mask alignment {!r} out"
 
     def __init__(
-        self, path: str | os.PathLike[str], *, mask_alignment: MaskAlignment = "label", allow_gaps: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        mask_alignment: MaskAlignment = "label",
+        allow_gaps: bool = False,
+        columns: Sequence[str] | None = (),
     ) -> None:
         super().__init__(path, mask_alignment)
         self.alignment = "token"
@@ -424,6 +506,7 @@ class Reader(PackedReader):
         self._starts = np.concatenate([starts for starts, _ in bounds])
         self._stops = np.concatenate([stops for _, stops in bounds])
         self._first_packs = np.cumsum([0, *(len(starts) for starts, _ in bounds)]).tolist()
+        self.columns = read_specs(self.path if os.path.isdir(self.path) else os.path.dirname(self.path), columns)
         names = [os.path.basename(chunk) for chunk in self._paths]
         self.identity = xxhash.xxh3_128_hexdigest(f"{names} {file_identity(*self._paths)}".encode())
 
@@ -441,6 +524,7 @@ class Reader(PackedReader):
             token_dtype=np.dtype(np.int32),
             mask_dtype=np.dtype(np.uint8),
             capacity=max(counts.longest, 1),
+            columns=self.columns,
         )
 
     def __len__(self) -> int:
@@ -455,11 +539,11 @@ class Reader(PackedReader):
 
     def _runs(self) -> Iterator[PackRun]:
         held: list[Line] = []
-        tokens = 0
+        tokens, most = 0, fewer_tokens(RUN_TOKENS, self.columns)
         for index, line in enumerate(self._lines(0, len(self))):
             held.append(line)
             tokens += len(line.tokens)
-            if tokens >= RUN_TOKENS or index == len(self) - 1:
+            if tokens >= most or index == len(self) - 1:
                 yield run_of(self.path, index + 1 - len(held), held)
                 held, tokens = [], 0
 
@@ -476,8 +560,8 @@ class Reader(PackedReader):
         start, stop = int(self._starts[index]), int(self._stops[index])
         raw = read_line(fd, self._paths[chunk], start, stop)
         try:
-            return parse(raw)
-        except (ValueError, RecursionError) as error:
+            return parse(raw, self.columns)
+        except (ArithmeticError, ValueError, RecursionError) as error:
             line = f"{os.path.basename(self._paths[chunk])}, pack {index - self._first_packs[chunk]} in it"
             raise SequenceError(self.path, index, f"{line}: {error}") from None
 
@@ -498,6 +582,7 @@ class Writer(PackedWriter):
 
     format = FORMAT
     binary = True
+    carries = True
 
     def __init__(
         self,
@@ -514,8 +599,13 @@ class Writer(PackedWriter):
             raise FormatError(f"{self._path}: samples_per_chunk {samples_per_chunk}, expected at least 1 pack")
         self._num_chunks = self._num_lines = 0
         # A digit and a comma for every id, label and position.
-        require_space(self._path, 6 * spec.num_tokens, -(-spec.num_packs // samples_per_chunk))
+        nbytes = 6 * spec.num_tokens + spec.column_nbytes()
+        require_space(self._path, nbytes, -(-spec.num_packs // samples_per_chunk))
         self._output = new_folder(path, KIND, overwrite=overwrite)
+        if spec.columns:
+            with contextlib.closing(self._output.open(SPECS)) as file:
+                columns = {name: column.encode() for name, column in spec.columns.items()}
+                file.write(orjson.dumps({"columns": columns}, option=orjson.OPT_SORT_KEYS))
         self._chunk = self._next_chunk()
 
     def _next_chunk(self) -> OutputFile:
@@ -532,9 +622,12 @@ class Writer(PackedWriter):
         lengths = run.sequence_lengths()
         positions = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         token = sequence = 0
-        for length, count in zip(run.pack_lengths.tolist(), run.pack_sequences.tolist(), strict=True):
+        sizes = zip(run.pack_lengths.tolist(), run.pack_sequences.tolist(), strict=True)
+        for pack, (length, count) in enumerate(sizes):
             here, sequences = slice(token, token + length), slice(sequence, sequence + count)
             token, sequence = here.stop, sequences.stop
+            rows: dict[str, slice | int] = {"token": here, "sequence": sequences, "pack": pack}
+            columns = {name: _plain(values[rows[spec.per]]) for name, (spec, values) in run.columns.items()}
             self._write_line(
                 {
                     "input_ids": tokens[here],
@@ -543,10 +636,11 @@ class Writer(PackedWriter):
                     "lengths": lengths[sequences],
                     "pack_length": length,
                     "num_samples": count,
+                    **({"columns": columns} if columns else {}),
                 }
             )
 
-    def _write_line(self, pack: dict[str, NDArray[np.int64] | int]) -> None:
+    def _write_line(self, pack: dict[str, Any]) -> None:
         if self._num_lines == self._samples_per_chunk:
             self._chunk.close()
             self._chunk = self._next_chunk()
@@ -558,4 +652,4 @@ class Writer(PackedWriter):
 
     def reread(self) -> Reader:
         """A reader of all of it."""
-        return Reader(self._output.temporary)
+        return Reader(self._output.temporary, columns=None)

@@ -6,8 +6,12 @@
 ``packed_len.npy``   [packs]                 uint32, tokens in each pack
 ``seq_offsets.npy``  [packs + 1]             uint32, CSR offsets of the sequences by pack
 ``seq_starts.npy``   [sequences]             uint32, where each sequence starts in its pack
+``NAME.col.npy``     see below               one for each column of a shard
 ``manifest.json``    written last            format, counts, dtypes; here also alignment, padding id, checksums
 ===================  ======================  ========================================================
+
+The values of a column are [packs, pack_size], padded as the ids are, [sequences] or [packs], with one more dimension
+where a row has several; what else they are is in the manifest.
 
 A plain manifest does not say how its masks are aligned. The plan this format comes from rolls them right over whole
 packs before they are written, which trains the wrong tokens: such folders need ``mask_alignment="rolled-right"``.
@@ -24,7 +28,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -41,15 +45,18 @@ from megatron_sft_idx.formats.base import (
     PackedWriter,
     checked_alignment,
     checked_run,
+    fewer_tokens,
     file_identity,
     joined_ranges,
     npy_header,
     npy_header_bytes,
     require_same_length,
+    stated_columns,
     stated_of,
 )
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.header import MAX_CAPACITY
-from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun
+from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_array, open_regular, read_most
 from megatron_sft_idx.storage.hashing import HashedFile
@@ -106,6 +113,17 @@ def read_manifest(folder: str) -> dict[str, Any]:
     return {**manifest, "fingerprint": xxhash.xxh3_128_hexdigest(raw)}
 
 
+def column_name(name: str) -> str:
+    """The file of a column."""
+    return f"{name}.col.npy"
+
+
+def column_shape(spec: ColumnSpec, packs: int, pack_size: int, sequences: int) -> tuple[int, ...]:
+    """The shape of its array."""
+    rows = {"token": (packs, pack_size), "sequence": (sequences,), "pack": (packs,)}[spec.per]
+    return (*rows, spec.width) if spec.width > 1 else rows
+
+
 class _NpyHeader(NamedTuple):
     """What a ``.npy`` says of its array, and where that begins, in bytes."""
 
@@ -160,6 +178,7 @@ class Reader(PackedReader):
     Args:
         path: the folder.
         mask_alignment: of its masks, where the manifest does not say.
+        columns: names of those that packs come with; None for all that the manifest names.
 
     Raises:
         FormatError: no such folder, or its manifest and arrays do not go together.
@@ -167,9 +186,18 @@ class Reader(PackedReader):
 
     format = FORMAT
 
-    def __init__(self, path: str | os.PathLike[str], *, mask_alignment: MaskAlignment = "label") -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        mask_alignment: MaskAlignment = "label",
+        columns: Sequence[str] | None = (),
+    ) -> None:
         super().__init__(path, mask_alignment)
         self._manifest = read_manifest(self.path)
+        stated = self._manifest.get(STATED)
+        self._stated = stated if isinstance(stated, dict) else {}
+        self.columns = stated_columns(self._stated, self.path, columns)
         self._settle_alignment(self._manifest.get("mask_alignment"))
         headers = {name: _read_header(os.path.join(self.path, f"{name}.npy")) for name in ARRAYS}
         self._num_packs, self._pack_size = self._check_shapes(headers)
@@ -177,6 +205,7 @@ class Reader(PackedReader):
         self._ids, self._mask = arrays["input_ids"], arrays["loss_mask"]
         self._lengths, self._offsets, self._starts = (arrays[name] for name in ARRAYS[2:])
         self._check_ends()
+        self._values = {name: self._open_column(name, spec) for name, spec in self.columns.items()}
         # Ids of other types are held to the range of int32.
         token = np.uint16 if self._ids.dtype.newbyteorder("=") == np.uint16 else np.int32
         mask = np.float32 if self._mask.dtype.kind == "f" else np.uint8
@@ -211,6 +240,15 @@ class Reader(PackedReader):
                 raise self._wrong(f"{name}.npy holds {headers[name].dtype}, expected integers")
         return num_packs, pack_size
 
+    def _open_column(self, name: str, spec: ColumnSpec) -> NDArray[Any]:
+        """The values of a column; FormatError unless they are as many, and of the kind, that the manifest says."""
+        header = _read_header(path := os.path.join(self.path, column_name(name)))
+        expected = column_shape(spec, self._num_packs, self._pack_size, len(self._starts))
+        if (header.shape, header.dtype) != (expected, spec.dtype):
+            found = f"{header.dtype} of shape {header.shape}"
+            raise self._wrong(f"{column_name(name)} is {found}, expected {spec.dtype} of shape {expected}")
+        return _open_npy(path, header)
+
     def _wrong(self, reason: str) -> FormatError:
         return FormatError(f"{self.path}: {reason}")
 
@@ -227,7 +265,6 @@ class Reader(PackedReader):
             lengths = self._lengths_of(first, min(first + _SCAN, self._num_packs))
             tokens += int(lengths.sum())
             longest = max(longest, int(lengths.max()))
-        stated = self._manifest.get(STATED)
         return PackedSpec(
             num_packs=self._num_packs,
             num_sequences=len(self._starts),
@@ -235,7 +272,8 @@ class Reader(PackedReader):
             longest_pack=longest,
             token_dtype=self._dtypes[0],
             mask_dtype=self._dtypes[1],
-            **stated_of(stated if isinstance(stated, dict) else {}, longest, self._pack_size),
+            columns=self.columns,
+            **stated_of(self._stated, longest, self._pack_size),
         )
 
     def _lengths_of(self, first: int, last: int) -> NDArray[np.int64]:
@@ -251,7 +289,7 @@ class Reader(PackedReader):
         return self._num_packs
 
     def _runs(self) -> Iterator[PackRun]:
-        rows = max(1, RUN_TOKENS // self._pack_size)
+        rows = max(1, fewer_tokens(RUN_TOKENS, self.columns) // self._pack_size)
         return (self._run(i, min(i + rows, self._num_packs)) for i in range(0, self._num_packs, rows))
 
     def read(self, index: int) -> Pack:
@@ -266,6 +304,16 @@ class Reader(PackedReader):
             found = f"{offsets[pack]}, {offsets[pack + 1]}"
             reason = f"seq_offsets {found}, expected ascending and at most {len(self._starts)}"
             raise SequenceError(self.path, first + pack, reason)
+        rows = {"sequence": slice(offsets[0], offsets[-1]), "pack": slice(first, last)}
+        columns = {
+            name: Column(
+                spec,
+                self._gathered(self._values[name], first, lengths)
+                if spec.per == "token"
+                else self._values[name][rows[spec.per]],
+            )
+            for name, spec in self.columns.items()
+        }
         token_dtype, mask_dtype = self._dtypes
         return checked_run(
             self.path,
@@ -278,12 +326,13 @@ class Reader(PackedReader):
             mask_alignment=self.alignment,
             token_dtype=token_dtype,
             mask_dtype=mask_dtype,
+            columns=columns,
         )
 
     def _gathered(self, rows: NDArray[Any], first: int, lengths: NDArray[np.int64]) -> NDArray[Any]:
         """What is before the padding in some rows, end to end, in native byte order."""
         starts = np.arange(first, first + len(lengths)) * self._pack_size
-        values = joined_ranges(rows.reshape(-1), starts, starts + lengths)
+        values = joined_ranges(rows.reshape(-1, *rows.shape[2:]), starts, starts + lengths)
         return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
@@ -304,7 +353,8 @@ def _is_part(path: str) -> bool:
         read_manifest(folder)
     except (SFTIndexError, OSError):
         return False
-    return name == MANIFEST or (name in _FILES and head_of(path, len(_NPY_MAGIC)) == _NPY_MAGIC)
+    ours = name in _FILES or name.endswith(column_name(""))
+    return name == MANIFEST or (ours and head_of(path, len(_NPY_MAGIC)) == _NPY_MAGIC)
 
 
 KIND = Kind("a folder of padded arrays", _is_part)
@@ -362,6 +412,7 @@ class MemmapShardWriter(PackedWriter):
             that readers shift them once. None writes a manifest that does not say it.
         overwrite: replace such a folder.
         extra: more keys for the manifest, JSON-able.
+        columns: of ``Writer``, which ``write_bin`` has no values for.
 
     Raises:
         FormatError: sizes or a dtype that the format does not have, or something is at ``output_dir``.
@@ -370,6 +421,7 @@ class MemmapShardWriter(PackedWriter):
 
     format = FORMAT
     binary = True
+    carries = True
 
     def __init__(
         self,
@@ -382,6 +434,7 @@ class MemmapShardWriter(PackedWriter):
         mask_alignment: MaskAlignment | None = None,
         overwrite: bool = False,
         extra: Mapping[str, Any] | None = None,
+        columns: Mapping[str, ColumnSpec] | None = None,
     ) -> None:
         super().__init__(output_dir, None, allow_loss=False)
         self._dtype = np.dtype(dtype).newbyteorder("<")
@@ -399,6 +452,13 @@ class MemmapShardWriter(PackedWriter):
         self._extra = dict(extra or {})
         self._row = np.zeros(self._pack_size, self._dtype)
         self._mask_row = np.zeros(self._pack_size, np.uint8)
+        columns = columns or {}
+        self._column_rows = {
+            name: np.zeros(spec.shape(self._pack_size), spec.dtype)
+            for name, spec in columns.items()
+            if spec.per == "token"
+        }
+        sizes = self._num_bins, self._pack_size, self._total
         self._output = new_folder(self._path, KIND, overwrite=overwrite)
         self._files: dict[str, _ArrayFile] = {}
         self._manifest: dict[str, Any] = {}
@@ -411,6 +471,7 @@ class MemmapShardWriter(PackedWriter):
                 ("packed_len", _INDEX, (index,)),
                 ("seq_offsets", _INDEX, (index + 1,)),
                 ("seq_starts", _INDEX, (self._total,)),
+                *((f"{name}.col", spec.dtype, column_shape(spec, *sizes)) for name, spec in columns.items()),
             ):
                 self._files[name] = _ArrayFile(self._output, name, kind, shape)
             self._files["seq_offsets"].write(bytes(_INDEX.itemsize))
@@ -448,14 +509,17 @@ class MemmapShardWriter(PackedWriter):
 
     def _append(self, run: PackRun) -> None:
         self._require_room(run)
+        padded = [(self._row, run.tokens, "input_ids"), (self._mask_row, run.loss_mask, "loss_mask")]
+        for name, row in self._column_rows.items():
+            padded.append((row, run.columns[name].values, f"{name}.col"))
         for start, length in zip(run.token_offsets.tolist(), run.pack_lengths.tolist(), strict=False):
-            for row, values, name in (
-                (self._row, run.tokens[start : start + length], "input_ids"),
-                (self._mask_row, run.loss_mask[start : start + length], "loss_mask"),
-            ):
-                row[:length] = values
+            for row, values, name in padded:
+                row[:length] = values[start : start + length]
                 row[length:] = 0
-                self._files[name].write(row.view(np.uint8).data)
+                self._files[name].write(row.reshape(-1).view(np.uint8).data)
+        for name, (_, values) in run.columns.items():
+            if name not in self._column_rows:
+                self._files[f"{name}.col"].write(values.tobytes())
         sequence_ends = self._counts.sequences + run.sequence_offsets[1:]
         self._files["packed_len"].write(run.pack_lengths.astype(_INDEX).tobytes())
         self._files["seq_offsets"].write(sequence_ends.astype(_INDEX).tobytes())
@@ -534,7 +598,7 @@ class MemmapShardWriter(PackedWriter):
 
     def reread(self) -> Reader:
         """A reader of all of it."""
-        return Reader(self._output.temporary)
+        return Reader(self._output.temporary, columns=None)
 
     def abandon(self) -> None:
         """Remove what was written; nothing where it is finalized or abandoned already."""
@@ -578,6 +642,7 @@ class Writer(MemmapShardWriter):
             mask_alignment="label",
             overwrite=overwrite,
             extra={STATED: spec.stated()},
+            columns=spec.columns,
         )
         self._spec, self._allow_loss = spec, allow_loss
 

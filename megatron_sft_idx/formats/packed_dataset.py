@@ -131,8 +131,8 @@ def open_dataset(
         mask_alignment: of the loss masks in the files, where a format does not say: ``"label"``, ``"token"`` or
             ``"rolled-right"``. What ``ds[i]`` hands out is label-aligned in any case.
         max_open: how many files or folders are held open at once; shards take care of themselves (``ShardSet``).
-        options: of the format's reader; for shards ``backend``, ``advice``, ``huge_pages`` and ``columns`` of
-            ``Shard``.
+        options: of the format's reader: for shards ``backend``, ``advice`` and ``huge_pages`` of ``Shard``; for these,
+            Parquet, memmap folders and JSON lines ``columns``, names of those that packs come with.
 
     Raises:
         ShardNotFoundError: nothing at all has this name.

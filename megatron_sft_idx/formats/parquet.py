@@ -6,6 +6,10 @@
 ``seq_start_id``  list of int32 or int64: where the pack's sequences start, the first 0
 =============  ==========================================================================
 
+A column of a shard is one more list column, of the same name: in each row the values of the pack's tokens, of its
+sequences, or of itself, end to end, so many for each as the column is wide. The schema's metadata say which columns
+these are, and the rest of what they are.
+
 Other columns are left alone, and so are row groups of any size, compression and encoding that pyarrow reads. What the
 columns cannot say (capacity, padding id, dtypes) is in the schema's metadata, written here and optional when reading.
 
@@ -22,7 +26,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -33,18 +37,22 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.formats.base import (
+    PADDED,
     Counts,
     MaskAlignment,
     PackedReader,
     PackedSpec,
     PackedWriter,
     checked_run,
+    fewer_tokens,
     require_same_length,
+    stated_columns,
     stated_int,
     stated_of,
 )
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.header import MAX_CAPACITY, MAX_COUNT
-from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun, fitting
+from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fitting
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import naming, open_regular
 from megatron_sft_idx.storage.publish import Kind, new_file
@@ -139,17 +147,21 @@ def pyarrow_errors(path: str) -> Iterator[None]:
         raise FormatError(f"{path}: not a readable Parquet file: {reason}; copy or write it again") from None
 
 
-def checked_schema(schema: pa.Schema, path: str) -> None:
-    """FormatError unless the three columns are there, once each, and are lists of numbers."""
+def checked_schema(schema: pa.Schema, path: str, columns: Mapping[str, ColumnSpec] | None = None) -> None:
+    """FormatError unless the three columns are there, once each, and are lists of numbers; and so those of a shard."""
     import pyarrow as pa
 
-    names = schema.names
-    if wrong := [name for name in COLUMNS if names.count(name) != 1]:
+    names, columns = schema.names, columns or {}
+    if wrong := [name for name in (*COLUMNS, *columns) if names.count(name) != 1]:
         found = ", ".join(names[:20]) or "none"
         raise FormatError(
             f"{path}: no column {', '.join(wrong)} (or more than one of that name), expected one each of"
-            f" {', '.join(COLUMNS)}; found {found}. Chats that are not tokenised yet go through preprocess"
+            f" {', '.join((*COLUMNS, *columns))}; found {found}. Chats that are not tokenised yet go through preprocess"
         )
+    for name, spec in columns.items():
+        kind = schema.field(name).type
+        if kind != (expected := pa.list_(pa.from_numpy_dtype(spec.dtype))):
+            raise FormatError(f"{path}: column {name} is {kind}, expected {expected} as its metadata say")
     for name in COLUMNS:
         kind = schema.field(name).type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
@@ -161,6 +173,18 @@ def checked_schema(schema: pa.Schema, path: str) -> None:
         if not good:
             numbers = "numbers" if name == "loss_mask" else "integers"
             raise FormatError(f"{path}: column {name} is {kind}, expected a list of {numbers}: one a token")
+
+
+def _rows_of(
+    rows: pa.Table | pa.RecordBatch, path: str, name: str, spec: ColumnSpec, first_pack: int, counts: NDArray[np.int64]
+) -> Column:
+    """The values of a column of a shard. SequenceError unless each pack has as many as ``counts`` rows take."""
+    values, found = _lists(rows.column(name), path, name, first_pack)
+    if (wrong := found != counts * spec.width).any():
+        row = int(np.argmax(wrong))
+        reason = f"{found[row]} values in {name}, expected {counts[row]} x {spec.width}: {spec.width} a {spec.per}"
+        raise SequenceError(path, first_pack + row, reason)
+    return Column(spec, values.astype(spec.dtype, copy=False).reshape(spec.shape(int(counts.sum()))))
 
 
 def _lists(
@@ -203,9 +227,10 @@ class Reader(PackedReader):
         mask_alignment: of its masks, where the schema's metadata does not say.
         opener: opens the path where it is no local file.
         cache_nbytes: memory for decoded row groups; the last one is kept whatever its size.
+        columns: names of those that packs come with; None for all that the file says it has.
 
     Raises:
-        FormatError: not a Parquet file, or one without the three columns.
+        FormatError: not a Parquet file, or one without the three columns or those that are asked for.
         SFTIndexError: pyarrow is not installed.
     """
 
@@ -218,6 +243,7 @@ class Reader(PackedReader):
         mask_alignment: MaskAlignment = "label",
         opener: Opener | None = None,
         cache_nbytes: int = 256 << 20,
+        columns: Sequence[str] | None = (),
     ) -> None:
         super().__init__(path, mask_alignment)
         self._cache: OrderedDict[int, PackRun] = OrderedDict()
@@ -226,9 +252,11 @@ class Reader(PackedReader):
         with pyarrow_errors(self.path):
             self._open(opener)
             self._stated = decode(self._file.schema_arrow.metadata, self.path)
-            checked_schema(self._file.schema_arrow, self.path)
+            self.columns = stated_columns(self._stated, self.path, columns)
+            self._names = [*COLUMNS, *self.columns]
+            checked_schema(self._file.schema_arrow, self.path, self.columns)
             self._first_packs = self._row_group_offsets()
-            self._num_values = {name: self._values_by_group(name) for name in COLUMNS}
+            self._num_values = {name: self._values_by_group(name) for name in self._names}
             mask_type = str(self._file.schema_arrow.field("loss_mask").type.value_type)
         self._settle_alignment(self._stated.get("mask_alignment"))
         token_dtype = np.uint16 if self._stated.get("token_dtype") == "uint16" else np.int32
@@ -300,6 +328,7 @@ class Reader(PackedReader):
         return PackedSpec(
             **counts,
             longest_pack=longest,
+            columns=self.columns,
             token_dtype=self._dtypes[0],
             mask_dtype=self._dtypes[1],
             **stated_of(stated, longest, 1),
@@ -347,6 +376,7 @@ class Reader(PackedReader):
             found = {"input_ids": int(lengths[row]), "loss_mask": int(mask_lengths[row])}
             require_same_length(self.path, first_pack + row, **found)
         token_dtype, mask_dtype = self._dtypes
+        counts = {"token": lengths, "sequence": sequences, "pack": np.ones(len(lengths), np.int64)}
         return checked_run(
             self.path,
             first_pack,
@@ -358,11 +388,15 @@ class Reader(PackedReader):
             mask_alignment=self.alignment,
             token_dtype=token_dtype,
             mask_dtype=mask_dtype,
+            columns={
+                name: _rows_of(rows, self.path, name, spec, first_pack, counts[spec.per])
+                for name, spec in self.columns.items()
+            },
         )
 
     def _decode(self, group: int) -> PackRun:
         first = self._first_packs[group]
-        for name in COLUMNS:
+        for name in self._names:
             if (count := self._num_values[name][group]) > _MOST_GROUP_VALUES:
                 raise FormatError(
                     f"{self.path}: row group {group} claims {count} values in {name}, at most {_MOST_GROUP_VALUES};"
@@ -370,7 +404,7 @@ class Reader(PackedReader):
                 )
         with pyarrow_errors(self.path):
             # Without threads: a forked process has none of the pool's.
-            rows = self._file.read_row_group(group, columns=list(COLUMNS), use_threads=False)
+            rows = self._file.read_row_group(group, columns=self._names, use_threads=False)
             run = self._of(rows, first)
         expected = (self._first_packs[group + 1] - first, *(self._num_values[name][group] for name in _COUNTED))
         self._require_counts(f"row group {group}", (len(run), len(run.tokens), len(run.seq_starts)), expected)
@@ -390,7 +424,7 @@ class Reader(PackedReader):
             self._cached_nbytes -= self._cache.popitem(last=False)[1].nbytes
 
     def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        """All rows, about ``RUN_TOKENS`` tokens at a time whatever the row groups are."""
+        """All rows, about ``RUN_TOKENS`` tokens at a time whatever the row groups are, fewer of many values each."""
         with pyarrow_errors(self.path):
             import pyarrow as pa
 
@@ -403,20 +437,21 @@ class Reader(PackedReader):
         """Row groups to read in one go, and how many rows of them at once: small groups together, large ones alone."""
         groups: list[int] = []
         tokens = packs = 0
+        most = fewer_tokens(RUN_TOKENS, self.columns)
         for group, count in enumerate(self._num_values["input_ids"]):
-            if groups and tokens + count > RUN_TOKENS:
-                yield groups, max(1, packs * RUN_TOKENS // max(tokens, RUN_TOKENS))
+            if groups and tokens + count > most:
+                yield groups, max(1, packs * most // max(tokens, most))
                 groups, tokens, packs = [], 0, 0
             groups.append(group)
             tokens += count
             packs += self._first_packs[group + 1] - self._first_packs[group]
         if groups:
-            yield groups, max(1, packs * RUN_TOKENS // max(tokens, RUN_TOKENS))
+            yield groups, max(1, packs * most // max(tokens, most))
 
     def _runs(self) -> Iterator[PackRun]:
         """Memory is bounded by the mean length of the packs in a row group, not by its size."""
         counts = Counts()
-        for batch in self._batches(list(COLUMNS)):
+        for batch in self._batches(self._names):
             first = counts.packs
             run = self._of(batch, first)
             capacity = self.spec.capacity
@@ -484,6 +519,7 @@ class Writer(PackedWriter):
 
     format = FORMAT
     binary = True
+    carries = True
 
     def __init__(
         self,
@@ -495,7 +531,11 @@ class Writer(PackedWriter):
         row_group_size: int = 1000,
         compression: str = "zstd",
     ) -> None:
+        self.carries = PADDED not in spec.metadata  # what is padded is for Megatron-Bridge, which knows no columns
         super().__init__(path, spec, allow_loss=allow_loss)
+        spec = spec if self.carries else dataclasses.replace(spec, columns={})
+        if taken := sorted(spec.columns.keys() & set(COLUMNS)):
+            raise FormatError(f"{self._path}: column {taken[0]}: packs in Parquet have another of this name; rename it")
         if row_group_size < 1:
             raise FormatError(f"{self._path}: row group size {row_group_size}, expected at least 1 pack")
         self._row_group_size = row_group_size
@@ -507,8 +547,11 @@ class Writer(PackedWriter):
 
             if compression != "none" and not (compression in _CODECS and pa.Codec.is_available(compression)):
                 raise FormatError(f"{self._path}: compression {compression!r}, choose none, {', '.join(_CODECS)}")
+        self._most_tokens = fewer_tokens(_MOST_GROUP_TOKENS, spec.columns)
         self._types = [pa.list_(pa.int32()), pa.list_(pa.uint8()), pa.list_(pa.int32())]
-        self._schema = pa.schema(list(zip(COLUMNS, self._types, strict=True)), metadata={KEY: _metadata(spec)})
+        self._types += [pa.list_(pa.from_numpy_dtype(column.dtype)) for column in spec.columns.values()]
+        names = [*COLUMNS, *spec.columns]
+        self._schema = pa.schema(list(zip(names, self._types, strict=True)), metadata={KEY: _metadata(spec)})
         self._output = new_file(path, KIND, overwrite=overwrite)
         try:
             with naming(self._output.temporary):
@@ -521,7 +564,7 @@ class Writer(PackedWriter):
         first = 0
         while first < len(run):
             # Row groups are cut by packs and tokens alone: runs of any size give the same file.
-            room = min(fitting(run.token_offsets[first:], _MOST_GROUP_TOKENS - self._held_tokens), len(run) - first)
+            room = min(fitting(run.token_offsets[first:], self._most_tokens - self._held_tokens), len(run) - first)
             last = first + max(0, min(room, self._row_group_size - self._held_packs))
             if last == first and not self._held:
                 last = first + 1  # one pack that is longer than a group may be
@@ -547,7 +590,11 @@ class Writer(PackedWriter):
         run = PackRun.joined(held)
         held.clear()  # the encoder needs several times as much: not both at once
         starts = run.seq_starts.astype(np.int32)
-        columns = ((run.tokens, run.pack_lengths), (run.loss_mask, run.pack_lengths), (starts, run.pack_sequences))
+        columns = [(run.tokens, run.pack_lengths), (run.loss_mask, run.pack_lengths), (starts, run.pack_sequences)]
+        counts = {"token": run.pack_lengths, "sequence": run.pack_sequences, "pack": np.ones_like(run.pack_lengths)}
+        for name in self._schema.names[len(COLUMNS) :]:
+            kind, values = run.columns[name]
+            columns.append((values.reshape(-1), counts[kind.per] * kind.width))
         arrays = [_list_array(*column, kind) for column, kind in zip(columns, self._types, strict=True)]
         table = pa.Table.from_arrays(arrays, schema=self._schema)
         with naming(self._output.temporary):
@@ -562,7 +609,7 @@ class Writer(PackedWriter):
 
     def reread(self) -> Reader:
         """A reader of all of it."""
-        return Reader(self._output.temporary)
+        return Reader(self._output.temporary, columns=None)
 
     def abandon(self) -> None:
         """Remove what was written; nothing where it is finalized or abandoned already."""

@@ -18,6 +18,7 @@ import numpy as np
 from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.formats.base import MaskAlignment, PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.shard.opening import where_to_look
@@ -36,6 +37,7 @@ __all__ = [
     "check_destination",
     "create",
     "find",
+    "joined_columns",
     "joined_spec",
     "open_reader",
     "places",
@@ -330,7 +332,7 @@ class JoinedReader:
 
     def __getstate__(self) -> dict[str, Any]:
         # What was learned of the content (``spec``) is found again where it is asked for.
-        return {key: value for key, value in self.__dict__.items() if key not in ("_held", "spec")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_held", "spec", "columns_apart")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -377,6 +379,17 @@ class JoinedReader:
         """
         return joined_spec(self.paths[0], [self.reader(number).spec for number in range(len(self.paths))])
 
+    @cached_property
+    def columns_apart(self) -> dict[str, str]:
+        """Columns of the files that cannot be one of all of them, by name: a sentence each."""
+        specs = [self.reader(number).columns for number in range(len(self.paths))]
+        joined, apart = joined_columns(specs), {}
+        for path, columns in zip(self.paths, specs, strict=True):
+            for name in columns.keys() - joined.keys():
+                remedy = "sources with it are converted one by one, or made one shard first (merge)"
+                apart[name] = f"{path}: column {name} is not that of all sources, or counts anew in each; {remedy}"
+        return dict(sorted(apart.items()))
+
     @property
     def notes(self) -> list[str]:
         """What was understood of the files opened so far; each sentence once."""
@@ -390,6 +403,16 @@ class JoinedReader:
         """All packs of all files in order, each file closed before the next is opened."""
         for number in range(len(self.paths)):
             yield from self.reader(number).runs()
+
+
+def joined_columns(specs: Sequence[Mapping[str, ColumnSpec]]) -> dict[str, ColumnSpec]:
+    """The columns that packs of several files have as one: alike in all, and with no numbers that begin anew."""
+    first, *others = specs
+    return {
+        name: spec
+        for name, spec in first.items()
+        if not others or (name != "pair" and all(other.get(name) == spec for other in others))
+    }
 
 
 def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
@@ -414,6 +437,7 @@ def joined_spec(path: str, specs: Sequence[PackedSpec]) -> PackedSpec:
         sequence_multiple=math.gcd(*(spec.sequence_multiple for spec in specs)),
         pad_id=next(iter(pads), None),
         num_trained_tokens=sum(trained) if len(trained) == len(specs) else None,
+        columns=joined_columns([spec.columns for spec in specs]),
         # What all of them say.
         metadata={
             key: value

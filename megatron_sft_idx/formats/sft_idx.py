@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
 
 from megatron_sft_idx.errors import SFTIndexError, StorageError
-from megatron_sft_idx.formats.base import MaskAlignment, PackedReader, PackedSpec, PackedWriter, checked_run
+from megatron_sft_idx.formats.base import (
+    MaskAlignment,
+    PackedReader,
+    PackedSpec,
+    PackedWriter,
+    checked_run,
+    fewer_tokens,
+)
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun, windows
 from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard.columns import column_names
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions
 from megatron_sft_idx.storage.publish import require_space
@@ -46,8 +55,8 @@ def spec_of(header: Header) -> PackedSpec:
         sequence_multiple=header.sequence_multiple,
         pad_id=header.pad_id,
         num_trained_tokens=header.num_trained_tokens,
-        # The writer's revision is of the file that was read, not of what will be written.
-        metadata={key: value for key, value in header.metadata.items() if key != "format_writer"},
+        # The writer's revision and the list of columns are of the files that were read, not of what will be written.
+        metadata={key: value for key, value in header.metadata.items() if key not in ("format_writer", "columns")},
     )
 
 
@@ -62,7 +71,7 @@ class Reader(PackedReader):
         index_cache: local folder for the index files of a remote shard; None for the usual one.
         advice: of ``Shard``, as are the next two.
         huge_pages: ask for huge pages.
-        columns: that packs come with.
+        columns: that packs come with; None for all that the shard has.
 
     Raises:
         ShardNotFoundError, FormatError: see ``Shard``.
@@ -84,7 +93,7 @@ class Reader(PackedReader):
         index_cache: str | None = None,
         advice: Advice = "normal",
         huge_pages: bool = False,
-        columns: Sequence[str] = (),
+        columns: Sequence[str] | None = (),
     ) -> None:
         self._paths = ShardPaths.of(path)
         super().__init__(self._paths.prefix, mask_alignment)
@@ -92,20 +101,23 @@ class Reader(PackedReader):
         self.identity = self.header.shard_id.hex()
         self._options = ReadOptions.of(self.path, backend, advice=advice, huge_pages=huge_pages)
         self._copy = copy
-        self._index_cache, self._columns = index_cache, tuple(columns)
+        self._index_cache = index_cache
+        self._chosen = tuple(column_names(self._paths, self.header) if columns is None else columns)
+        if self._chosen:
+            self.columns = {name: self.shard.columns.open(name).spec for name in self._chosen}
 
     @cached_property
     def shard(self) -> Shard:
         """The shard, open."""
-        cache, columns = self._index_cache, self._columns
-        shard = Shard(self._paths, backend=self._options, copy=self._copy, index_cache=cache, columns=columns)
+        cache, chosen = self._index_cache, self._chosen
+        shard = Shard(self._paths, backend=self._options, copy=self._copy, index_cache=cache, columns=chosen)
         require_same(self.path, shard.shard_id, self.header.shard_id)
         return shard
 
     @property
     def spec(self) -> PackedSpec:
-        """What the header says."""
-        return spec_of(self.header)
+        """What the header says, and the headers of the columns."""
+        return dataclasses.replace(spec_of(self.header), columns=self.columns)
 
     def __len__(self) -> int:
         return self.header.num_packs
@@ -115,7 +127,7 @@ class Reader(PackedReader):
         return self.shard[index]
 
     def _runs(self) -> Iterator[PackRun]:
-        for window in windows(self.shard, RUN_TOKENS):
+        for window in windows(self.shard, fewer_tokens(RUN_TOKENS, self.columns), self.columns):
             yield checked_run(
                 self.path,
                 window.first,
@@ -140,10 +152,12 @@ class Writer(PackedWriter):
     """
 
     format = FORMAT
+    carries = True
 
     def __init__(self, path: str, spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False) -> None:
         super().__init__(path, spec, allow_loss=allow_loss)
-        require_space(self._path, spec.num_tokens * (spec.token_dtype.itemsize + spec.mask_dtype.itemsize))
+        nbytes = spec.num_tokens * (spec.token_dtype.itemsize + spec.mask_dtype.itemsize) + spec.column_nbytes()
+        require_space(self._path, nbytes)
         self._writer = ShardWriter(
             self._path,
             token_dtype=spec.token_dtype,
@@ -153,17 +167,19 @@ class Writer(PackedWriter):
             pad_id=spec.pad_id,
             overwrite=overwrite,
             metadata=spec.metadata,
+            columns=spec.columns,
         )
 
     def _append(self, run: PackRun) -> None:
-        self._writer.add_packs(run.tokens, run.loss_mask, run.seq_starts, run.pack_lengths, run.pack_sequences)
+        arrays = run.tokens, run.loss_mask, run.seq_starts, run.pack_lengths, run.pack_sequences
+        self._writer.add_packs(*arrays, columns={name: column.values for name, column in run.columns.items()})
 
     def _finish(self) -> None:
         self._writer.complete()
 
     def reread(self) -> Reader:
-        """A reader of the five files under the names that they have until they are published."""
-        return Reader(self._writer.paths.unpublished)
+        """A reader of the files under the names that they have until they are published."""
+        return Reader(self._writer.paths.unpublished, columns=tuple(self._spec.columns if self._spec else ()))
 
     def publish(self) -> None:
         """Publish the shard."""

@@ -117,7 +117,7 @@ class PackRun:
         return np.diff(self.seq_starts + begins, append=len(self.tokens))
 
     def pack(self, index: int) -> Pack:
-        """Pack ``index`` of the run, its ids and mask as read-only views."""
+        """Pack ``index`` of the run with its columns; but for the boundaries, as read-only views."""
         start, stop = self.token_offsets[index : index + 2].tolist()
         first, last = self.sequence_offsets[index : index + 2].tolist()
         boundaries = np.empty(last - first + 1, np.int32)
@@ -125,7 +125,11 @@ class PackRun:
         boundaries[-1] = stop - start
         tokens, mask = self.tokens[start:stop], self.loss_mask[start:stop]
         tokens.flags.writeable = mask.flags.writeable = False
-        return {"input_ids": tokens, "loss_mask": mask, "seq_boundaries": boundaries}
+        pack: Pack = {"input_ids": tokens, "loss_mask": mask, "seq_boundaries": boundaries}
+        rows: dict[str, slice | int] = {"token": slice(start, stop), "sequence": slice(first, last), "pack": index}
+        for name, (spec, values) in self.columns.items():
+            pack[name] = values[rows[spec.per]]  # type: ignore[literal-required]
+        return pack
 
     def part(self, first: int, last: int) -> PackRun:
         """Packs ``first`` up to ``last``, as views; what had no place in a mask is not counted again."""
