@@ -14,7 +14,7 @@ LIMITS = {
     "row": (38, "megatron_sft_idx.shard.writer"),
     "item": (7, "megatron_sft_idx.dataset"),
     "batch": (15, "megatron_sft_idx.training.batch"),
-    "conversion": (16, "megatron_sft_idx.formats.memmap"),
+    "conversion": (18, "megatron_sft_idx.formats.memmap"),
 }
 
 
