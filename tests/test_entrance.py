@@ -161,7 +161,7 @@ def test_every_option_of_the_command_is_one_of_the_function() -> None:
     options = {action.dest: action for action in parser._actions if action.help is not argparse.SUPPRESS}
     for name, option in (("rows", "input"), ("out", "output_prefix"), ("tokenizer", "tokenizer_model")):
         options[name] = options.pop(option)
-    del options["help"], options["dry_run"]
+    del options["help"], options["dry_run"], options["full"]
     parameters = inspect.signature(preprocess).parameters
     hints = get_type_hints(preprocess)
     assert options.keys() == parameters.keys()

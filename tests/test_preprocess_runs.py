@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from chats import CHATS, ROOT, TOKENIZER, command, files_of, preprocess, sequences_of, write_rows
+from chats import CHATS, ROOT, TOKENIZER, command, files_of, preprocess, remains, sequences_of, write_rows
 
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.tokenize import cut, dry_run
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,42 @@ def test_dry_run_shows_and_writes_nothing(tmp_path):
     assert "[[" in done.out
     assert "nothing was written" in done.out
     assert not (tmp_path / "new").exists()
+
+
+def test_dry_run_looks_at_every_file_and_says_what_would_stop_a_run(tmp_path, chats):
+    good, bad = write_rows(tmp_path / "good.jsonl", chats), write_rows(tmp_path / "bad.jsonl", [{"messages": []}])
+    given = ("--input", good, bad, "--seq-length", 64)
+    done = preprocess(tmp_path / "x", *given, "--dry-run")
+    assert done.code == 0, done
+    assert done.out.count("  first rows    ") == 2
+    assert "  first rows    1 (1 cannot be used): 0 sequences, 0 tokens, 0 trained" in done.out
+    assert f"bad row         {bad}:1: messages is empty" in done.out
+    assert "would stop      1 rows cannot be used; --on-bad-row skip goes on without them" in done.out
+    assert "sequences are longer than 64 tokens; choose --overlong drop, truncate or split" in done.out
+    assert preprocess(tmp_path / "x", *given).code == 1
+    more = ("--on-bad-row", "skip", "--overlong", "split")
+    assert "would stop" not in preprocess(tmp_path / "x", *given, *more, "--dry-run").out
+    assert remains(tmp_path) == ["bad.jsonl", "good.jsonl"]
+
+
+def test_full_dry_run_knows_what_only_the_last_rows_hold_and_the_packs_there_would_be(tmp_path, chats, monkeypatch):
+    monkeypatch.setattr(dry_run, "_MOST_NBYTES", 2000)
+    monkeypatch.setattr(cut, "PIECE_NBYTES", 1500)
+    source = write_rows(tmp_path / "rows.jsonl", [*chats, {"messages": []}])
+    assert "would stop" not in preprocess(tmp_path / "x", "--input", source, "--dry-run").out
+    seen = {}
+    for workers in (0, 2):
+        given = ("--input", source, "--workers", workers, "--dry-run", "--full")
+        seen[workers] = preprocess(tmp_path / "x", *given).out
+        assert "would stop      1 rows cannot be used" in seen[workers]
+    assert seen[0] == seen[2]
+    done = preprocess(tmp_path / "x", "--input", source, "--on-bad-row", "skip", "--summary", tmp_path / "s.json")
+    assert done.code == 0
+    packing = json.loads((tmp_path / "s.json").read_text())["packing"]
+    counts = f"{packing['sequences']:,} sequences, {packing['tokens']:,} tokens, "
+    assert f"  all rows      {len(chats) + 1} (1 cannot be used): {counts}" in seen[0]
+    assert f"packs           {packing['packs']:,} ({packing['method']}), {100 * packing['fill']:.3f}% filled" in seen[0]
+    assert preprocess(tmp_path / "y", "--full").code == 2
 
 
 def test_bad_rows_can_be_skipped_and_are_listed(tmp_path, chats):

@@ -160,7 +160,14 @@ def add_packing_options(parser: argparse.ArgumentParser) -> None:
         " (2 x its size, x tensor parallel size under sequence parallelism) fits (default: %(default)s)",
     )
     group.add_argument("--max-sequences-per-pack", type=positive, metavar="N", help="at most N (default: no limit)")
-    group.add_argument("--seed", type=natural, default=0, metavar="N", help="of every shuffle (default: %(default)s)")
+    group.add_argument(
+        "--drop-untrained",
+        action="store_true",
+        help="leave out sequences, and cuts of --overlong split, with no token to train on",
+    )
+    group.add_argument(
+        "--seed", type=natural, default=0, metavar="N", help="of every shuffle and lot (default: %(default)s)"
+    )
 
 
 def local_path(text: str) -> str:

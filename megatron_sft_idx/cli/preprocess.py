@@ -16,6 +16,7 @@ from megatron_sft_idx.cli.options import (
     given,
     in_color,
     natural,
+    positive,
 )
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.text import mark_pack
@@ -23,6 +24,7 @@ from megatron_sft_idx.tokenize import (
     Output,
     Preview,
     available_cpus,
+    downloaded,
     inputs_of,
     preprocess_options,
     preview,
@@ -40,6 +42,11 @@ examples:
   several files, long chats cut in pieces, the tokenised corpus kept for other capacities:
     megatron-sft-idx preprocess --input 'raw/*.jsonl.zst' more.parquet --tokenizer ./tok \\
         --seq-length 8192 --overlong split --keep-corpus --output-prefix data/train
+
+  one shard to train on and one to validate with, no duplicates, the rows of one file twice:
+    megatron-sft-idx preprocess --input chats.jsonl more.parquet --tokenizer ./Qwen3-8B \\
+        --seq-length 4096 --output-prefix data/train --dedup exact --valid-fraction 0.05 \\
+        --input-weight more.parquet=2
 
   go on after a kill, a power failure or Ctrl-C, with all that was tokenised:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
@@ -74,6 +81,7 @@ def add_parser(verbs: Verbs) -> None:
     )
     _add_input_options(parser)
     add_mask_options(parser)
+    _add_selection_options(parser)
     add_packing_options(parser)
     add_output_options(parser)
     group = parser.add_argument_group("running")
@@ -122,7 +130,7 @@ def add_parser(verbs: Verbs) -> None:
         help="go on with a run that was interrupted or killed, to the same bytes; refused where input or options"
         " changed, and says what",
     )
-    group.add_argument("--dry-run", action="store_true", help="encode the first rows, show them, write nothing")
+    _add_dry_run_options(group)
     parser.set_defaults(run=_run)
 
 
@@ -136,6 +144,69 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         help="files, globs, save_to_disk folders; also s3://, msc://; - for what comes in a pipe",
     )
     add_row_options(group)
+    group.add_argument(
+        "--download",
+        action="store_true",
+        help="take what is not here for names on the Hugging Face hub, and fetch it into its cache: --tokenizer"
+        " OWNER/NAME, --input OWNER/NAME/data/train-*.parquet; @REVISION may follow NAME; needs huggingface_hub",
+    )
+
+
+def _add_dry_run_options(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="encode the first rows of every file, show what they become and what would stop a run, write nothing",
+    )
+    group.add_argument(
+        "--full",
+        action="store_true",
+        help="with --dry-run: encode all rows, for every bad one, all lengths, and the packs there would be",
+    )
+
+
+def _add_selection_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "which rows",
+        "Done in this order, and counted. Lots are drawn from what a row says and --seed, so that rows that say the"
+        " same share one: copies of a row are never on both sides of a split, and other rows change nothing.",
+    )
+    group.add_argument(
+        "--max-rows",
+        type=positive,
+        metavar="N",
+        help="the first N usable rows of the input; reads no more than it must",
+    )
+    group.add_argument(
+        "--dedup",
+        choices=("none", "exact"),
+        default="none",
+        help="exact leaves out rows that say what an earlier one says, whatever their other columns hold; 50 bytes of"
+        " memory a row (default: %(default)s)",
+    )
+    group.add_argument(
+        "--sample", type=float, default=1.0, metavar="SHARE", help="take this share of the rows (default: all)"
+    )
+    group.add_argument(
+        "--valid-fraction",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="keep this share of the conversations apart, whole, in a shard at PREFIX.valid (default: none)",
+    )
+    group.add_argument(
+        "--input-weight",
+        nargs="+",
+        default=(),
+        metavar="FILE=W",
+        help="train on each row of a file W times: 2 is twice, 0.5 every other row, 1.5 all once and half of them"
+        " again; a file of the input, a glob or a folder (default: 1)",
+    )
+    group.add_argument(
+        "--shuffle",
+        action="store_true",
+        help="shuffle the rows by --seed, for --packing sequential and none; the other methods do so by themselves",
+    )
 
 
 def add_workers_option(group: argparse._ActionsContainer) -> None:
@@ -254,32 +325,42 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    known, rows = {**given(arguments), "out": arguments.output_prefix}, arguments.input
     try:
-        options = preprocess_options({**given(arguments), "out": arguments.output_prefix})
+        rows = downloaded(known, rows) if arguments.download else rows
+        options = preprocess_options(known)
     except FormatError as error:
         parser.error(str(error))
+    if arguments.full and not arguments.dry_run:
+        parser.error("--full goes with --dry-run: a run reads all rows anyway")
     if not arguments.dry_run:
-        print(run_job(arguments.input, options, staging=arguments.staging, summary=arguments.summary))
+        print(run_job(rows, options, staging=arguments.staging, summary=arguments.summary))
         return
     output = Output(options.prefix, staging=arguments.staging)
-    with inputs_of(arguments.input, output.local) as inputs:
-        _show(preview(replace(options, inputs=inputs, prefix=output.local)))
+    with inputs_of(rows, output.local) as inputs:
+        _show(preview(replace(options, inputs=inputs, prefix=output.local), full=arguments.full))
 
 
 def _show(seen: Preview) -> None:
-    for file in seen.files:
+    which = "all rows" if seen.full else "first rows"
+    for file, looked in zip(seen.files, seen.looked, strict=True):
         print(f"input           {file.path}: {file.kind}, {file.num_bytes:,} bytes")
-    tokens = int(seen.lengths.sum())
-    print(
-        f"first rows      {seen.rows:,}: {len(seen.lengths):,} sequences,"
-        f" {tokens:,} tokens, {seen.trained_tokens:,} trained"
-    )
-    if len(seen.lengths):
-        print(f"lengths         {seen.lengths.min():,} to {seen.lengths.max():,}, {seen.overlong:,} longer than a pack")
-    for error in seen.bad_rows[:20]:
+        lengths = looked.lengths
+        bad = f" ({looked.bad:,} cannot be used)" if looked.bad else ""
+        print(
+            f"  {which:<14}{looked.rows:,}{bad}: {len(lengths):,} sequences, {lengths.sum():,} tokens,"
+            f" {looked.trained_tokens:,} trained"
+        )
+        if len(lengths):
+            print(f"  lengths       {lengths.min():,} to {lengths.max():,}")
+    for error in [error for looked in seen.looked for error in looked.bad_rows][:20]:
         print(f"bad row         {error}")
-    if len(seen.first_ids):
+    if seen.packs:
+        print(f"packs           {seen.packs}")
+    for reason in seen.stops:
+        print(f"would stop      {reason}")
+    if first := next((looked.first for looked in seen.looked if looked.first), None):
+        ids, mask = first
         print("the first sequence, trained tokens marked:\n")
-        boundaries = [0, len(seen.first_ids)]
-        print(mark_pack(seen.first_ids, seen.first_mask, boundaries, seen.decode, color=in_color()))
+        print(mark_pack(ids, mask, [0, len(ids)], seen.decode, color=in_color()))
     print("\nnothing was written")

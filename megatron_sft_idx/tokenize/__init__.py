@@ -1,9 +1,9 @@
 """Chats to shards: one engine, on this machine or on a Ray cluster; ``pipeline`` goes through it all.
 
 The input is cut into stretches (``cut``); a task makes a part of each, whole or not there (``parts``); packs are
-planned on the lengths and gathered from the parts (``gather``). Tasks run in ``local`` or on ``ray``; what an
-interrupted run left is found by ``begin``. Only ``encoding`` knows how a chat becomes tokens, and
-nothing here knows how a shard lies on disk.
+planned on the lengths of the rows that are asked for (``selection``) and gathered from the parts (``gather``). Tasks
+run in ``local`` or on ``ray``; what an interrupted run left is found by ``begin``. Only ``encoding`` knows how a chat
+becomes tokens, and nothing here knows how a shard lies on disk.
 """
 
 from megatron_sft_idx.tokenize.begin import (
@@ -12,10 +12,12 @@ from megatron_sft_idx.tokenize.begin import (
     option_differences,
     packing_differences,
 )
+from megatron_sft_idx.tokenize.dry_run import Preview, preview
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.gather import PackOptions, PackReport, output_prefixes, pack_shard
 from megatron_sft_idx.tokenize.job import (
     Rows,
+    downloaded,
     encoding_options,
     inputs_of,
     packing_options,
@@ -27,7 +29,7 @@ from megatron_sft_idx.tokenize.job import (
 from megatron_sft_idx.tokenize.local import NOT_YET, Local, NotYet, available_cpus
 from megatron_sft_idx.tokenize.output import Output
 from megatron_sft_idx.tokenize.parts import encode_piece, remember_encoder
-from megatron_sft_idx.tokenize.pipeline import CorpusReport, Preview, Summary, check_summary, make_shards, preview
+from megatron_sft_idx.tokenize.pipeline import CorpusReport, Summary, check_summary, make_shards
 
 __all__ = [
     "NOT_YET",
@@ -47,6 +49,7 @@ __all__ = [
     "available_cpus",
     "check_summary",
     "corpus_prefix",
+    "downloaded",
     "encode_piece",
     "encoding_options",
     "inputs_of",

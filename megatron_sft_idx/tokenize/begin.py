@@ -78,6 +78,7 @@ class PreprocessOptions:
         keep_corpus: leave the tokenised corpus beside the packed shard, at ``PREFIX.unpacked``.
         log_interval: rows between two lines of progress where there is no terminal; 0 for silence.
         source_weights: ``FILE=WEIGHT``: what masks of rows of a file of the input are multiplied with.
+        input_weights: ``FILE=WEIGHT``, how often the rows of a file are trained on (``file_weights``).
     """
 
     inputs: Sequence[str]
@@ -93,6 +94,7 @@ class PreprocessOptions:
     keep_corpus: bool = False
     log_interval: int = 0
     source_weights: Sequence[str] = ()
+    input_weights: Sequence[str] = ()
 
     def encoding_of(self, files: Sequence[InputFile]) -> EncodingOptions:
         """Rows to sequences, with the weights of these files.
@@ -121,6 +123,11 @@ class PreprocessOptions:
         each = tuple(weights.get(n, 1.0) for n in range(len(files)))
         return replace(self.encoding, source_weights=each if set(each) != {1.0} else ())
 
+    @property
+    def has_valid(self) -> bool:
+        """Whether conversations are kept apart, in a shard of their own."""
+        return self.packing.selection is not None and self.packing.selection.valid_fraction > 0
+
 
 def corpus_prefix(prefix: str) -> str:
     """Where the tokenised corpus of a packed shard lies."""
@@ -147,7 +154,7 @@ class Job(NamedTuple):
     @property
     def outputs(self) -> list[str]:
         """Prefixes of the packed shards."""
-        return output_prefixes(self.options.prefix, self.options.output_shards)
+        return output_prefixes(self.options.prefix, self.options.output_shards, valid=self.options.has_valid)
 
     @property
     def corpus(self) -> str:
@@ -359,7 +366,8 @@ def _corpus_differences(header: Header, job: Job, *, corpus: bool) -> list[str]:
         return differs
     if corpus and "packing" in header.metadata:
         return ["it is packed"]
-    found, wanted = header.metadata.get("sources", {}).get("fingerprint"), source_fingerprint(job.files)
+    sources = header.metadata.get("sources", {})
+    found, wanted = sources.get("fingerprint"), source_fingerprint(job.files, sources.get("pieces"))
     return [] if found == wanted else [f"the content of the input was {found}, is {wanted}"]
 
 

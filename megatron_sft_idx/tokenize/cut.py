@@ -233,9 +233,9 @@ def _blocks(stretch: Stretch) -> Iterator[tuple[bytes, int]]:
         ) from None
 
 
-def source_fingerprint(files: Sequence[InputFile]) -> str:
-    """Hash of the content of all inputs in order: reads them, tokenises nothing."""
+def source_fingerprint(files: Sequence[InputFile], pieces: int | None = None) -> str:
+    """Hash of the content of all inputs in order, or of their first pieces: reads them, tokenises nothing."""
     stream = StreamHash()
-    for piece in iter_pieces(files, piece_nbytes=PIECE_NBYTES):
+    for piece in islice(iter_pieces(files, piece_nbytes=PIECE_NBYTES), pieces):
         stream.update(piece.fingerprint().encode())
     return stream.hex()

@@ -20,6 +20,7 @@ from megatron_sft_idx.chat.tokenizer import Tokenizer, append_eod, load_tokenize
 from megatron_sft_idx.chat.types import Conversation, Encoded, Rendered, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import token_dtype_for_vocabulary
+from megatron_sft_idx.tokenize.selection import row_hash
 
 __all__ = ["EncodedPiece", "EncodingOptions", "RowEncoder"]
 
@@ -44,6 +45,7 @@ class EncodingOptions:
         on_bad_row: ``error`` stops at the first row that cannot be used, ``skip`` counts and lists it.
         source: say of every sequence which row it was made from.
         source_weights: what masks are multiplied with, by the number of the input file; empty for 1 everywhere.
+        content: say of every sequence what its row says, as a hash.
         tokenizer_proof: of the tokenizer as loaded before, so that no worker proves again what one process did.
     """
 
@@ -59,6 +61,7 @@ class EncodingOptions:
     on_bad_row: Literal["error", "skip"] = "error"
     source: bool = False
     source_weights: tuple[float, ...] = ()
+    content: bool = False
     tokenizer_proof: str = ""
 
     @property
@@ -83,7 +86,8 @@ class EncodedPiece:
         straddling: a token that brings characters of a header into what is trained on; "" where none does.
         columns: values of each sequence by name, [sequences] or [sequences, width]. ``source`` is uint32 [sequences,
             2]: 0, and the number of the row, counted from the first of the piece; of JSON lines, of the line. ``label``
-            is uint8, where rows are of KTO.
+            is uint8, where rows are of KTO. ``content`` is uint32 [sequences, 5]: the hash of its row (``row_hash``),
+            and its number in that.
     """
 
     input_ids: NDArray[Any]
@@ -177,7 +181,8 @@ class RowEncoder:
                 "turns": masks.turns,
             }
             | ({"source": True} if self.options.source else {})
-            | ({"source_weights": [*self.options.source_weights]} if self.options.source_weights else {}),
+            | ({"source_weights": [*self.options.source_weights]} if self.options.source_weights else {})
+            | ({"content": True} if self.options.content else {}),
         }
 
     def encode(self, piece: Piece, file: int = 0) -> EncodedPiece:
@@ -186,6 +191,7 @@ class RowEncoder:
         places: list[int] = []
         labels: dict[int, int | None] = {}
         bad_rows: list[SequenceError] = []
+        contents: dict[int, NDArray[np.uint32]] = {}
         batch: list[tuple[int, _Prepared]] = []
         rows = 0
         for position, data in piece.rows():
@@ -193,9 +199,11 @@ class RowEncoder:
             try:
                 if isinstance(data, SequenceError):
                     raise data
-                prepared, label = self._prepare(data)
-                batch.append((position, prepared))
+                sources, label = self._read(data)
+                batch.append((position, self._prepare(sources)))
                 labels[position] = label
+                if self.options.content:
+                    contents[position] = row_hash(sources, label)
             except ValueError as error:
                 bad_rows.append(_at(error, piece.path, position))
                 if self.options.on_bad_row == "error":
@@ -213,20 +221,28 @@ class RowEncoder:
             done.columns["source"] = source
         if self.options.rows.kind == "kto":
             done.columns["label"] = np.array([labels[position] for position in places], np.uint8)
+        if self.options.content:
+            done.columns["content"] = content = np.zeros((len(places), 5), np.uint32)
+            for at, position in enumerate(places):
+                content[at, :4] = contents[position]
+                content[at, 4] = content[at - 1, 4] + 1 if at and places[at - 1] == position else 0
         return done
 
-    def _prepare(self, data: Any) -> tuple[_Prepared, int | None]:
-        """A row, ready to be tokenised, and its label where it is one of KTO."""
-        if self.options.rows.kind not in ("preference", "kto"):
-            return self._draw(to_sequence_source(data, self.options.rows)), None
-        sources, label = read_judged(data, self.options.rows)
+    def _read(self, data: Any) -> tuple[list[Conversation | TokenizedRow], int | None]:
+        """What a row holds, two of a pair and else one, and its label where it is one of KTO."""
+        if self.options.rows.kind in ("preference", "kto"):
+            return read_judged(data, self.options.rows)
+        return [to_sequence_source(data, self.options.rows)], None
+
+    def _prepare(self, sources: Sequence[Conversation | TokenizedRow]) -> _Prepared:
+        """A row, ready to be tokenised."""
         drawn = [self._draw(source) for source in sources]
-        if label is not None:
-            return drawn[0], label
+        if len(drawn) == 1:
+            return drawn[0]
         rendered = [text for one in drawn if isinstance(one, _Drawn) for text in one.rendered]
         if len(rendered) != 2 or not isinstance(drawn[0], _Drawn):
             raise RowError("an answer makes several sequences with --turns split; a pair is one of each")
-        return _Drawn(rendered, drawn[0].template), None
+        return _Drawn(rendered, drawn[0].template)
 
     def _draw(self, source: Conversation | TokenizedRow) -> _Prepared:
         if isinstance(source, TokenizedRow):

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -40,6 +40,7 @@ from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.progress import Progress, Update
 from megatron_sft_idx.storage.publish import Place, require_apart
 from megatron_sft_idx.tokenize.parts import PartsReader, PartsTable
+from megatron_sft_idx.tokenize.selection import Cuts, Selection, cut_overlong, group_sizes, which_train
 
 __all__ = [
     "CorpusReader",
@@ -73,7 +74,8 @@ class PackOptions:
         overlong: what becomes of sequences longer than the capacity.
         sequence_multiple: count each sequence as its length rounded up to this.
         max_sequences_per_pack: at most so many; None for no limit.
-        seed: of every shuffle.
+        seed: of every shuffle and lot.
+        selection: of rows, and of what trains nothing; None takes all.
     """
 
     capacity: int
@@ -83,6 +85,11 @@ class PackOptions:
     sequence_multiple: int = 1
     max_sequences_per_pack: int | None = None
     seed: int = 0
+    selection: Selection | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """For headers: a selection only where there is one."""
+        return {name: value for name, value in asdict(self).items() if name != "selection" or value is not None}
 
     @property
     def longest_sequence(self) -> int:
@@ -109,6 +116,7 @@ class PackReport:
         dropped_tokens: tokens of dropped sequences, or behind the cut of truncated ones.
         untrained_by_cut: positions that were trained on and whose label now lies behind a cut.
         left_out: sequences of input files that were not to be taken.
+        selected: rows by what became of them, where some were selected; and what was left out as it trains nothing.
     """
 
     sequences: int
@@ -125,6 +133,7 @@ class PackReport:
     dropped_tokens: int
     untrained_by_cut: int
     left_out: int = 0
+    selected: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, headers: Sequence[Header]) -> PackReport:
@@ -146,34 +155,11 @@ class PackReport:
             dropped_tokens=packing["dropped_tokens"],
             untrained_by_cut=packing["untrained_by_cut"],
             left_out=packing.get("left_out", 0),
+            selected=packing.get("selected", {}),
         )
 
 
 # ---- plan ----
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Cuts:
-    """What is packed: whole sequences, or runs of tokens cut from them.
-
-    Attributes:
-        lengths: tokens of each, int64 [cuts].
-        sequences: number of the sequence each is cut from, int64 [cuts]; None where cut ``i`` is all of sequence ``i``.
-        begins: where in that sequence each begins, int64 [cuts]; None where all begin at 0.
-        overlong: sequences that were longer than a pack.
-        dropped_tokens: tokens of dropped sequences, or behind the cut of truncated ones.
-        parted: sequences that go on behind a cut, int64; one entry a cut.
-        parted_at: the position in the sequence behind that cut, int64: whether its token is trained on decides
-            whether the cut loses a label.
-    """
-
-    lengths: NDArray[np.int64]
-    sequences: NDArray[np.int64] | None
-    begins: NDArray[np.int64] | None
-    overlong: int
-    dropped_tokens: int
-    parted: NDArray[np.int64]
-    parted_at: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,9 +188,13 @@ class PackedRun:
         return PackedRun(offsets - offsets[0], self.sequences[cuts], begins, self.lengths[cuts], self.longest)
 
 
-def output_prefixes(prefix: str, shards: int) -> list[str]:
-    """Where the shards of a run go: the prefix itself, or ``PREFIX-00000-of-00008`` and so on."""
-    return [prefix] if shards == 1 else [part_prefix(prefix, number, shards) for number in range(shards)]
+def output_prefixes(prefix: str, shards: int, *, valid: bool = False) -> list[str]:
+    """Where the shards of a run go: the prefix itself, or ``PREFIX-00000-of-00008`` and so on.
+
+    ``valid`` adds the one of the conversations that are kept apart, ``PREFIX.valid``.
+    """
+    trained = [prefix] if shards == 1 else [part_prefix(prefix, number, shards) for number in range(shards)]
+    return [*trained, f"{prefix}.valid"] if valid else trained
 
 
 def require_outputs_apart(prefixes: Sequence[str], reads: Iterable[Place], columns: Iterable[str] = ()) -> None:
@@ -271,12 +261,14 @@ class Packing:
 
     Attributes:
         options: what was asked for.
+        selected: rows by what became of them, where some were selected.
         cuts: what is packed.
         plan: into which packs.
         shards: into how many shards, of as many packs each, give or take one.
     """
 
     options: PackOptions
+    selected: Mapping[str, int]
     cuts: Cuts
     plan: PackPlan
     shards: int
@@ -312,15 +304,20 @@ class Packing:
             common: the other fields of ``Output``.
         """
         made = []
+        selected = {} if self.options.selection is None else {"selected": dict(self.selected)}
         for number, path in enumerate(output_prefixes(prefix, self.shards)):
-            packing: dict[str, Any] = asdict(self.options) | {
-                "source": source,
-                "overlong_sequences": self.cuts.overlong,
-                "dropped_tokens": self.cuts.dropped_tokens,
-                "untrained_by_cut": untrained_by_cut,
-                "lower_bound": self.plan.lower_bound,
-                "chosen": self.plan.method,
-            }
+            packing: dict[str, Any] = (
+                self.options.describe()
+                | selected
+                | {
+                    "source": source,
+                    "overlong_sequences": self.cuts.overlong,
+                    "dropped_tokens": self.cuts.dropped_tokens,
+                    "untrained_by_cut": untrained_by_cut,
+                    "lower_bound": self.plan.lower_bound,
+                    "chosen": self.plan.method,
+                }
+            )
             if self.shards > 1:
                 first, last = self._packs(number)
                 part = {"part": number, "parts": self.shards, "first_pack": first, "num_packs": last - first}
@@ -336,6 +333,9 @@ def plan_packs(
     shards: int,
     source: str,
     groups: NDArray[np.integer[Any]] | None = None,
+    chosen: NDArray[np.int64] | None = None,
+    selected: Mapping[str, int] | None = None,
+    reader: CorpusReader | PartsReader | None = None,
 ) -> Packing:
     """Plan all packs, global over the lengths of all sequences.
 
@@ -345,49 +345,39 @@ def plan_packs(
         shards: into how many shards.
         source: what errors call the sequences.
         groups: of pairs, which stay together, as for ``pack_sequences``, and are dropped together.
+        chosen: numbers of the sequences to pack, int64, some of them more than once; None for all.
+        selected: counts of rows, for the header.
+        reader: of the sequences, where what trains nothing is left out.
 
     Raises:
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
         FormatError: groups that would be truncated or split, no sequence fits or is left to pack, or there are fewer
             packs than shards.
     """
-    longest = options.longest_sequence
-    if not longest:
-        raise FormatError(
-            f"--seq-length {options.capacity} is below --sequence-multiple {options.sequence_multiple}: no sequence"
-            " fits; raise it"
-        )
-    one_a_pack = options.method == "none"
-    rooms, what, together, remedies = lengths, "sequences", 1, "drop, truncate or split"
-    if groups is not None:
-        if options.overlong in ("truncate", "split"):
-            raise FormatError(
-                f"{source}: --overlong {options.overlong} would part a pair or compare answers that are cut; choose"
-                " --overlong drop, which drops both"
-            )
-        if options.max_sequences_per_pack == 1:
-            raise FormatError(f"{source}: --max-sequences-per-pack 1 would part every pair; choose 2 or more")
-        rooms, what, together, remedies = _group_sizes(lengths, groups, options), "pairs", 2, "drop"
-    long = rooms > longest
-    count = int(long.sum())
-    if count and options.overlong == "error":
-        raise SequenceError(
-            source,
-            None,
-            f"{count // together} of {len(lengths) // together} {what} are longer than {longest} tokens, the longest"
-            f" has {rooms.max()}; choose --overlong {remedies}, or a larger --seq-length",
-        )
-    cuts = _cut(lengths, long, longest, options.overlong)
-    if not len(cuts.lengths):
-        raise FormatError(f"{source}: no sequence is left to pack ({count} were longer than the capacity)")
+    if chosen is not None:
+        lengths, groups = lengths[chosen], None if groups is None else groups[chosen]
+    cuts = _cuts_of(lengths, groups, options, source)
     if groups is not None and cuts.sequences is not None:
         groups = groups[cuts.sequences]
+    if chosen is not None:
+        numbers = chosen if cuts.sequences is None else chosen[cuts.sequences]
+        cuts = replace(cuts, sequences=numbers, parted=chosen[cuts.parted])
+    counts, why = dict(selected or {}), f"{cuts.overlong} were longer than the capacity"
+    if options.selection is not None and options.selection.drop_untrained and reader is not None:
+        trains = which_train(cuts, groups, reader.are_trained)
+        counts["untrained_sequences"] = int((~trains).sum())
+        counts["untrained_tokens"] = int(cuts.lengths[~trains].sum())
+        cuts, groups = cuts.only(trains), None if groups is None else groups[trains]
+        why += f", {counts['untrained_sequences']} have no token to train on"
+    if not len(cuts.lengths):
+        raise FormatError(f"{source}: no sequence is left to pack ({why})")
+    one_a_pack = options.method == "none"
     plan = pack_sequences(
         cuts.lengths,
         options.capacity,
         method="sequential" if one_a_pack else options.method,
         effort=options.effort,
-        max_sequences_per_pack=together if one_a_pack else options.max_sequences_per_pack,
+        max_sequences_per_pack=(1 if groups is None else 2) if one_a_pack else options.max_sequences_per_pack,
         sequence_multiple=options.sequence_multiple,
         seed=options.seed,
         groups=groups,
@@ -397,38 +387,39 @@ def plan_packs(
             f"{source}: {plan.num_packs} packs cannot fill --output-shards {shards}: stock Megatron opens no empty"
             f" shard; ask for {plan.num_packs} or fewer"
         )
-    return Packing(options, cuts, plan, shards)
+    return Packing(options, counts, cuts, plan, shards)
 
 
-def _group_sizes(
-    lengths: NDArray[np.int64], groups: NDArray[np.integer[Any]], options: PackOptions
-) -> NDArray[np.int64]:
-    """What the group of each sequence takes in a pack, in tokens."""
-    starts = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
-    multiple = options.sequence_multiple
-    sizes = np.add.reduceat(-(-lengths // multiple) * multiple, starts)
-    return np.repeat(sizes, np.diff(starts, append=len(lengths)))
-
-
-def _cut(lengths: NDArray[np.int64], long: NDArray[np.bool_], longest: int, overlong: str) -> Cuts:
-    """Apply the policy for overlong sequences."""
-    nothing, count = np.empty(0, np.int64), int(long.sum())
-    if not count:
-        return Cuts(lengths, None, None, 0, 0, nothing, nothing)
-    if overlong == "drop":
-        kept = np.flatnonzero(~long)
-        return Cuts(lengths[kept], kept, None, count, int(lengths[long].sum()), nothing, nothing)
-    if overlong == "truncate":
-        parted = np.flatnonzero(long)
-        dropped = int((lengths[parted] - longest).sum())
-        at = np.full(len(parted), longest, np.int64)
-        return Cuts(np.minimum(lengths, longest), None, None, count, dropped, parted, at)
-    parts = -(-lengths // longest)
-    sequences = np.repeat(np.arange(len(lengths)), parts)
-    begins = (np.arange(len(sequences)) - np.repeat(np.cumsum(parts) - parts, parts)) * longest
-    inner = begins > 0
-    each = np.minimum(lengths[sequences] - begins, longest)
-    return Cuts(each, sequences, begins, count, 0, sequences[inner], begins[inner])
+def _cuts_of(
+    lengths: NDArray[np.int64], groups: NDArray[np.integer[Any]] | None, options: PackOptions, source: str
+) -> Cuts:
+    """What is left of sequences once those longer than a pack are dealt with; errors as of ``plan_packs``."""
+    longest = options.longest_sequence
+    if not longest:
+        raise FormatError(
+            f"--seq-length {options.capacity} is below --sequence-multiple {options.sequence_multiple}: no sequence"
+            " fits; raise it"
+        )
+    rooms, what, together, remedies = lengths, "sequences", 1, "drop, truncate or split"
+    if groups is not None:
+        if options.overlong in ("truncate", "split"):
+            raise FormatError(
+                f"{source}: --overlong {options.overlong} would part a pair or compare answers that are cut; choose"
+                " --overlong drop, which drops both"
+            )
+        if options.max_sequences_per_pack == 1:
+            raise FormatError(f"{source}: --max-sequences-per-pack 1 would part every pair; choose 2 or more")
+        rooms, what, together, remedies = group_sizes(lengths, groups, options.sequence_multiple), "pairs", 2, "drop"
+    long = rooms > longest
+    count = int(long.sum())
+    if count and options.overlong == "error":
+        raise SequenceError(
+            source,
+            None,
+            f"{count // together} of {len(lengths) // together} {what} are longer than {longest} tokens, the longest"
+            f" has {rooms.max()}; choose --overlong {remedies}, or a larger --seq-length",
+        )
+    return cut_overlong(lengths, long, longest, options.overlong)
 
 
 # ---- sequences, where they lie ----
@@ -480,6 +471,19 @@ class CorpusReader:
         """How many of the tokens at these positions of these sequences are trained on; none is a first one."""
         labels = (self._bounds[self._taken[sequences]] + positions - 1).tolist()
         return sum(int(self._loss[label : label + 1][0] != 0) for label in labels)
+
+    def are_trained(
+        self, sequences: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Whether any label is trained on in each of these cuts, which ascend, bool [cuts]."""
+        starts = self._bounds[self._taken[sequences]] + begins
+        found = np.empty(len(starts), bool)
+        # As many at a time as hold about a window of tokens; the label behind a cut is not of it.
+        for some in np.split(np.arange(len(starts)), np.flatnonzero(np.diff(starts // self.window_tokens)) + 1):
+            low, ends = starts[some[0]], starts[some] + lengths[some]
+            before = np.cumsum(np.append(0, self._loss[low : ends.max()] != 0))
+            found[some] = before[ends - 1 - low] > before[starts[some] - low]
+        return found
 
 
 # ---- packs, written ----
@@ -560,7 +564,7 @@ def _wait_for_lock(paths: ShardPaths) -> None:
 
 def publish_shards(
     prefix: str, outputs: Sequence[Output], write: Callable[[Sequence[int]], Iterable[Header]], *, keep: bool
-) -> PackReport:
+) -> list[Header]:
     """Write all output shards of a run and publish them together: what they replace stays until all are whole.
 
     Args:
@@ -593,7 +597,7 @@ def publish_shards(
                         remove_remains(paths)
             raise
         publish_all([paths for output in outputs if is_set_aside(paths := ShardPaths.of(output.prefix))])
-    return PackReport.of([headers[number] for number in range(len(outputs))])
+    return [headers[number] for number in range(len(outputs))]
 
 
 def pack_shard(
@@ -636,7 +640,7 @@ def pack_shard(
     require_outputs_apart(output_prefixes(prefix, shards), reads, reader.columns)
     if shards > 1:
         refuse_other_splits(prefix, shards)
-    packing = plan_packs(reader.lengths, options, shards=shards, source=source.prefix, groups=groups)
+    packing = plan_packs(reader.lengths, options, shards=shards, source=source.prefix, groups=groups, reader=reader)
     # Packed shards call the sequences by their input where they were tokenised from it, else by their id.
     identity = (None if "packing" in header.metadata else header.source) or header.shard_id.hex()
     outputs = packing.outputs(
@@ -655,12 +659,13 @@ def pack_shard(
             output.metadata["packing"] |= {"sources": sorted(sources), "left_out": header.num_sequences - len(taken)}
     total = len(packing.cuts.lengths)
     with Progress("packing", total, unit="seq", log_interval=log_interval, items="sequences") as progress:
-        return publish_shards(
+        headers = publish_shards(
             prefix,
             outputs,
             lambda numbers: (write_shard(reader, outputs[n], packing.run(n), progress.update) for n in numbers),
             keep=keep,
         )
+    return PackReport.of(headers)
 
 
 def _of_sources(source: Shard, names: Iterable[str]) -> NDArray[np.int64]:

@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from megatron_sft_idx.chat.chat_rows import RowKind, RowOptions
 from megatron_sft_idx.chat.template import MaskOptions
-from megatron_sft_idx.errors import FormatError, SequenceError
+from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.packs.buckets import STAGING
 from megatron_sft_idx.storage import is_remote, open_regular
 from megatron_sft_idx.storage.publish import Place, files_of
@@ -31,10 +32,12 @@ from megatron_sft_idx.tokenize.gather import PackOptions
 from megatron_sft_idx.tokenize.local import available_cpus
 from megatron_sft_idx.tokenize.output import Output
 from megatron_sft_idx.tokenize.pipeline import Summary, check_summary, make_shards
+from megatron_sft_idx.tokenize.selection import Selection, selection_options
 
 __all__ = [
     "Rows",
     "StrPath",
+    "downloaded",
     "encoding_options",
     "inputs_of",
     "packing_options",
@@ -84,7 +87,14 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     overlong: Literal["error", "drop", "truncate", "split"] = "error",
     sequence_multiple: int = 1,
     max_sequences_per_pack: int | None = None,
+    drop_untrained: bool = False,
     seed: int = 0,
+    max_rows: int | None = None,
+    sample: float = 1.0,
+    dedup: Literal["none", "exact"] = "none",
+    valid_fraction: float = 0.0,
+    input_weight: Sequence[str] = (),
+    shuffle: bool = False,
     workers: int | None = None,
     engine: Literal["local", "ray"] = "local",
     ray_address: str | None = None,
@@ -97,6 +107,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     resume: bool = False,
     summary: StrPath | None = None,
     log_interval: int = 10_000,
+    download: bool = False,
 ) -> Summary:
     """Tokenise chats, mark the tokens to train on by the chat template, pack, and write a shard.
 
@@ -114,6 +125,8 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
         OSError: the disk says no.
     """
     given = dict(locals())
+    rows = given.pop("rows")
+    rows = downloaded(given, rows) if download else rows
     return run_job(rows, preprocess_options(given), staging=staging, summary=summary)
 
 
@@ -137,14 +150,22 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
             "--engine ray writes to a file system that all nodes share; name a prefix there, and send the shards"
             " afterwards: megatron-sft-idx copy"
         )
+    encoding, packing = encoding_options(given), packing_options(given)
+    selection = selection_options(given)
+    if (of_rows := selection is not None and selection.of_rows) and given["keep_corpus"]:
+        raise FormatError(
+            "--keep-corpus keeps all that is tokenised, for pack, which knows no rows: it does not go with --max-rows,"
+            " --sample, --dedup, --valid-fraction, --input-weight or --shuffle"
+        )
     same = ("ray_address", "workers", "output_shards", "overwrite", "resume", "keep_corpus", "log_interval")
     return PreprocessOptions(
         inputs=(),
         prefix=prefix,
-        encoding=encoding_options(given),
-        packing=packing_options(given),
+        encoding=replace(encoding, content=of_rows),
+        packing=replace(packing, selection=selection),
         engine=engine,
         source_weights=tuple(given["source_weight"]),
+        input_weights=tuple(given["input_weight"]),
         **{name: given[name] for name in same},
     )
 
@@ -203,10 +224,12 @@ def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
 def packing_options(given: Mapping[str, Any]) -> PackOptions:
     """How sequences become packs, by the names of ``preprocess``."""
     same = ("overlong", "sequence_multiple", "max_sequences_per_pack", "seed")
+    selection = Selection(drop_untrained=True) if given["drop_untrained"] else None
     return PackOptions(
         capacity=given["seq_length"],
         method=given["packing"],
         effort=given["packing_effort"],
+        selection=selection,
         **{name: given[name] for name in same},
     )
 
@@ -227,7 +250,12 @@ def run_job(
     """
     replaces, summary = options.overwrite or options.resume, summary if summary is None else os.fspath(summary)
     output = Output(
-        options.prefix, shards=options.output_shards, staging=staging, overwrite=options.overwrite, summary=summary
+        options.prefix,
+        shards=options.output_shards,
+        valid=options.has_valid,
+        staging=staging,
+        overwrite=options.overwrite,
+        summary=summary,
     )
     if summary is not None:
         check_summary(summary, overwrite=replaces)
@@ -257,6 +285,69 @@ def _effective(options: Any) -> Iterator[tuple[str, Any]]:
             yield name, available_cpus()
         elif name not in ("chat_template", "tokenizer_proof"):
             yield name, dict(value) if isinstance(value, Mapping) else value
+
+
+# ---- from the hub ----
+
+# OWNER/NAME, of data followed by a glob of its files; with @REVISION behind the name.
+_HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?:/(.+))?")
+# What tokenizers are made of, and their templates; no weights.
+_TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "additional_chat_templates/*")
+
+
+def downloaded(given: dict[str, Any], rows: Rows) -> Rows:
+    """Fetch what is not here and has the form of a name on the Hugging Face hub, into its cache.
+
+    Args:
+        given: options, by the names of ``preprocess``; the tokenizer is replaced.
+        rows: of ``preprocess``.
+
+    Returns:
+        The rows, paths of what was fetched in the place of names.
+
+    Raises:
+        SFTIndexError: huggingface_hub is not installed, or there is nothing to be had of this name.
+    """
+    tokenizer = given["tokenizer"]
+    if isinstance(tokenizer, str) and (found := _on_hub(tokenizer)) is not None and found[2] is None:
+        given["tokenizer"] = _fetch(tokenizer, found, "model", _TOKENIZER_FILES)
+    entries = [rows] if isinstance(rows, (str, os.PathLike)) else rows
+    if not isinstance(entries, (list, tuple)) or not all(isinstance(entry, (str, os.PathLike)) for entry in entries):
+        return rows
+    paths = []
+    for path in map(os.fspath, entries):
+        if (found := _on_hub(path)) is None:
+            paths.append(path)
+        elif found[2] is None:
+            raise FormatError(
+                f"{path}: say which of its files, for a split may not be trained on: {path}/data/train-*.parquet; they"
+                f" are listed at https://huggingface.co/datasets/{found[0]}/tree/main"
+            )
+        else:
+            paths.append(os.path.join(_fetch(path, found, "dataset", [found[2]]), found[2]))
+    return paths
+
+
+def _on_hub(name: str) -> tuple[str, str | None, str | None] | None:
+    """Repository, revision and files of a name that is nothing here."""
+    if is_remote(name) or os.path.lexists(name) or glob.glob(name) or name.startswith((".", "/")):
+        return None
+    found = _HUB_NAME.fullmatch(name)
+    return None if found is None else (found[1], found[2], found[3])
+
+
+def _fetch(name: str, found: tuple[str, str | None, str | None], kind: str, files: Sequence[str]) -> str:
+    """Path of the folder with these files of a repository."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise SFTIndexError(f"--download {name}: needs huggingface_hub: pip install huggingface_hub") from None
+    try:
+        folder = snapshot_download(found[0], repo_type=kind, revision=found[1], allow_patterns=list(files))
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise SFTIndexError(f"--download {name}: {reason}") from None
+    return str(folder)
 
 
 def reads_of(inputs: Iterable[str], encoding: EncodingOptions) -> list[Place]:

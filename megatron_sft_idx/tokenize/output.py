@@ -27,6 +27,7 @@ class Output:
     Args:
         prefix: as the user gave it.
         shards: how many the output is cut into.
+        valid: there is one for validation too.
         staging: the local folder for a remote prefix.
         overwrite: replace what is there.
         summary: a JSON file that is written too.
@@ -40,12 +41,13 @@ class Output:
         prefix: str,
         *,
         shards: int = 1,
+        valid: bool = False,
         staging: str = STAGING,
         overwrite: bool = False,
         summary: str | None = None,
     ) -> None:
         self.prefix, self._summary = prefix, summary
-        self._suffixes = output_prefixes("", shards)
+        self._suffixes = output_prefixes("", shards, valid=valid)
         self._staged = StagedOutput(prefix, staging, overwrite=overwrite) if is_remote(prefix) else None
         self.local = self._staged.local if self._staged else prefix
 

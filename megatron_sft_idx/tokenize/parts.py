@@ -29,7 +29,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -332,6 +332,7 @@ class PartsReader:
 
     Attributes:
         window_tokens: about how many are read at a time.
+        bounds: of the table.
     """
 
     mask_alignment: MaskAlignment = "token"
@@ -339,7 +340,7 @@ class PartsReader:
     def __init__(self, table: PartsTable) -> None:
         # 5 to 10 bytes of memory each, twice; of many parts, enough that opening each is worth it.
         self.window_tokens = min(max(_TOKENS_A_PART * len(table.paths), 1 << 22), 1 << 24)
-        self._paths, self._bounds, self._mask_dtype = table.paths, table.bounds, np.dtype(table.mask_dtype)
+        self._paths, self.bounds, self._mask_dtype = table.paths, table.bounds, np.dtype(table.mask_dtype)
         self._bases, self._pairs = table.bases, table.pairs
         self._held: dict[int, Part] = {}
 
@@ -386,18 +387,38 @@ class PartsReader:
             for _, part, first, last, local in self._by_part(sequences)
         )
 
+    def are_trained(
+        self, sequences: NDArray[np.int64], begins: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> NDArray[np.bool_]:
+        """Whether any token but the first, which nothing predicts, is trained on in each of these cuts, bool [cuts]."""
+        order = np.argsort(sequences, kind="stable")
+        found = np.empty(len(order), bool)
+        for _, part, first, last, local in self._by_part(sequences[order]):
+            cuts = order[first:last]
+            starts = part.starts[local] + begins[cuts]
+            before = np.cumsum(np.append(0, part.mask != 0))
+            found[cuts] = before[starts + lengths[cuts]] > before[starts + 1]
+        return found
+
+    def column(self, name: str, width: int) -> NDArray[np.uint32]:
+        """One column of all sequences, as it is in the parts, uint32 [sequences, width]."""
+        values = np.empty((int(self.bounds[-1]), width), np.uint32)
+        for number, (first, last) in enumerate(pairwise(self.bounds.tolist())):
+            values[first:last] = self._open(number).columns[name]
+        return values
+
     def _by_part(self, sequences: NDArray[np.int64]) -> Iterator[tuple[int, Part, int, int, NDArray[np.int64]]]:
         """Number and part, the range of these ascending numbers that each holds, and what they are called in it."""
-        cuts = np.searchsorted(sequences, self._bounds)
+        cuts = np.searchsorted(sequences, self.bounds)
         for number in np.flatnonzero(np.diff(cuts)).tolist():
             first, last = cuts[number : number + 2].tolist()
-            yield number, self._open(number), first, last, sequences[first:last] - self._bounds[number]
+            yield number, self._open(number), first, last, sequences[first:last] - self.bounds[number]
 
     def _open(self, number: int) -> Part:
         if (held := self._held.get(number)) is not None:
             return held
         part = Part(self._paths[number])
-        if len(part.lengths) != self._bounds[number + 1] - self._bounds[number]:
+        if len(part.lengths) != self.bounds[number + 1] - self.bounds[number]:
             raise self._changed(part)
         if len(self._held) < _MAX_OPEN:
             self._held[number] = part
@@ -467,9 +488,9 @@ def _encoder_of(options: EncodingOptions) -> RowEncoder:
     return _held[1]
 
 
-def encode_piece(options: EncodingOptions, piece: Piece) -> EncodedPiece:
-    """Encode the rows of one piece, in order."""
-    return _encoder_of(options).encode(piece)
+def encode_piece(options: EncodingOptions, piece: Piece, file: int = 0) -> EncodedPiece:
+    """Encode the rows of one piece, in order; ``file`` is the number of its file."""
+    return _encoder_of(options).encode(piece, file)
 
 
 def parts_of(folder: str) -> dict[tuple[int, int], tuple[str, ...]]:

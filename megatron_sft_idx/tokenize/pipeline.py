@@ -21,19 +21,18 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, total_bytes
-from megatron_sft_idx.chat.pieces import iter_pieces
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import PAIR, ColumnSpec
 from megatron_sft_idx.packs.split import refuse_other_splits
-from megatron_sft_idx.shard import Shard, ShardWriter, check_free
+from megatron_sft_idx.shard import Shard, ShardWriter
+from megatron_sft_idx.shard.prefix import parts_held
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.progress import Progress
@@ -49,7 +48,9 @@ from megatron_sft_idx.tokenize.begin import Job, PreprocessOptions, begin, corpu
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input
 from megatron_sft_idx.tokenize.encoding import RowEncoder
 from megatron_sft_idx.tokenize.gather import (
+    Output,
     PackedRun,
+    Packing,
     PackReport,
     drop_build,
     gather_shard,
@@ -73,10 +74,10 @@ from megatron_sft_idx.tokenize.parts import (
     remember_encoder,
 )
 from megatron_sft_idx.tokenize.ray import Cluster, ray_cluster
+from megatron_sft_idx.tokenize.selection import Selection, file_weights, select_rows
 
-__all__ = ["CorpusReport", "Preview", "Summary", "check_summary", "make_shards", "preview"]
+__all__ = ["CorpusReport", "Summary", "check_summary", "make_shards"]
 
-_SAMPLE_NBYTES = 1 << 18
 # Bad rows that are shown as they come.
 _MAX_SHOWN = 20
 # Nothing fits any more: all that this run has made is given back.
@@ -106,11 +107,28 @@ def make_shards(options: PreprocessOptions, log: Callable[[str], None] = lambda 
         remember_encoder(None)
 
 
+def _with_weights(options: PreprocessOptions, files: Sequence[InputFile]) -> PreprocessOptions:
+    """The options, with the weights of files by their numbers: what a shard says of itself has no paths."""
+    if not options.input_weights:
+        return options
+    weights = file_weights(options.input_weights, [file.path for file in files])
+    if options.encoding.rows.kind == "preference" and max(weights) > 1:
+        raise FormatError("--input-weight: a preference pair is trained on once, as its number says; ask for 1 at most")
+    selection = replace(options.packing.selection or Selection(), weights=weights)
+    return replace(options, packing=replace(options.packing, selection=selection))
+
+
+# A prefix, the number of its shards, the sequences in them, None for all, and counts of the rows that these are of.
+_Share = tuple[str, int, NDArray[np.int64] | None, dict[str, int]]
+
+
 class _Run:
     def __init__(self, options: PreprocessOptions, log: Callable[[str], None], stack: contextlib.ExitStack) -> None:
         begin_at = time.monotonic()
         files = expand_inputs(options.inputs)
-        prefixes = [*output_prefixes(options.prefix, options.output_shards), corpus_prefix(options.prefix)]
+        options = _with_weights(options, files)
+        outputs = output_prefixes(options.prefix, options.output_shards, valid=options.has_valid)
+        prefixes = [*outputs, corpus_prefix(options.prefix)]
         inputs = [Place(file.path, "the input") for file in files]
         require_outputs_apart(prefixes, inputs, options.encoding.columns)
         self.options, self.log, self.stack = options, log, stack
@@ -134,6 +152,8 @@ class _Run:
         self.columns: dict[str, ColumnSpec] = {}
         self.mask_dtype = "uint8"
         self.fingerprint = ""
+        self.pieces = 0
+        self.valid: PackReport | None = None
         self.reused = 0
         self.keep_parts = False  # whatever ends the run
 
@@ -158,18 +178,27 @@ class _Run:
 
     def _found(self, headers: Sequence[Header]) -> Summary:
         self.log(f"{self.options.prefix}: done already, with the same input and options")
-        # The run may have been killed as it removed its parts; a folder of somebody else stays.
+        # The run may have been killed as it removed its lock and its parts; a folder of somebody else stays.
+        if len(headers) > 1:
+            with contextlib.suppress(FormatError, OSError), parts_held(self.options.prefix):
+                pass
         with contextlib.suppress(FormatError, OSError):
             if os.listdir(self.folder.path):
                 with self.folder.locked():
                     self.folder.clear()
         self.report = CorpusReport.of(headers[0])
-        return self._summary(PackReport.of(headers), found=True)
+        return self._summary(self._report(headers), found=True)
+
+    def _report(self, headers: Sequence[Header]) -> PackReport:
+        """Of the shards to train on; that of the other one is kept."""
+        shards = self.options.output_shards
+        self.valid = PackReport.of(headers[shards:]) if headers[shards:] else None
+        return PackReport.of(headers[:shards])
 
     def _summary(self, packing: PackReport, *, found: bool = False) -> Summary:
         options = self.options
         counts = (options.packing.capacity, self.report, packing, self.seconds)
-        return Summary(options.prefix, *counts, found=found, shards=options.output_shards)
+        return Summary(options.prefix, *counts, found=found, shards=options.output_shards, valid=self.valid)
 
     @contextlib.contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
@@ -217,7 +246,13 @@ class _Run:
         table = PartsTable(self.paths, bounds, self.mask_dtype, bases, pairs)
         lengths = np.concatenate(self.lengths).astype(np.int64)
         self.lengths.clear()  # gigabytes of a large corpus
-        sources = {"fingerprint": self.fingerprint, "rows": self.report.rows, "skipped": self.report.skipped}
+        sources: dict[str, Any] = {
+            "fingerprint": self.fingerprint,
+            "rows": self.report.rows,
+            "skipped": self.report.skipped,
+        }
+        if self.selection.max_rows is not None:
+            sources["pieces"] = self.pieces
         metadata = {**self.encoder.describe(), "sources": sources, "notes": self.report.notes}
         with self._timed("packing"):
             if not options.keep_corpus:
@@ -225,6 +260,16 @@ class _Run:
             self._join(table, lengths, metadata)
             self.folder.remove_parts()
             return self._pack_corpus(Shard(self.job.corpus))
+
+    @property
+    def selection(self) -> Selection:
+        """Of the rows; where none is asked for, one that takes all."""
+        return self.options.packing.selection or Selection()
+
+    def _has_enough(self) -> bool:
+        """Whether no more rows are asked for than those that the parts taken hold."""
+        most = self.selection.max_rows
+        return most is not None and self.report.rows - self.report.skipped >= most
 
     def _progress(self, what: str, total: int, *, unit: str = "seq", items: str = "sequences") -> Progress:
         return Progress(what, total, unit=unit, log_interval=self.options.log_interval, items=items)
@@ -245,6 +290,8 @@ class _Run:
         def stretches() -> Iterator[Stretch]:
             readers = engine.workers if isinstance(engine, Cluster) else 0
             for stretch in cut_input(job.files, job.cutting, readers=readers):
+                if self._has_enough():
+                    return
                 cut.append(replace(stretch, dealt=()))
                 yield replace(stretch, found=there.get((stretch.number, stretch.part), ()))
 
@@ -260,6 +307,8 @@ class _Run:
                 for parts in tasks:
                     stretch = cut.popleft()
                     for part in parts:
+                        if self._has_enough():
+                            break
                         before = lines[stretch.number] if stretch.nbytes is not None else 0
                         self._take(part, stretch.name, before)
                         self.places.append((stretch.number, lines[stretch.number]))
@@ -296,6 +345,7 @@ class _Run:
         if info.mask_dtype == "float32":
             self.mask_dtype = "float32"
         self.paths.append(part.path)
+        self.pieces += len(info.pieces)
         self.lengths.append(part.lengths)
         self.reused += part.reused
 
@@ -306,24 +356,37 @@ class _Run:
     ) -> PackReport:
         options, reader = self.options, PartsReader(table)
         pairs = np.arange(len(lengths)) // 2 if table.pairs else None
-        packing = plan_packs(
-            lengths, options.packing, shards=options.output_shards, source=options.prefix, groups=pairs
-        )
-        outputs = packing.outputs(
-            os.path.abspath(options.prefix) if isinstance(engine, Cluster) else options.prefix,
-            metadata,
-            self.fingerprint,
-            reader.count_trained(packing.cuts.parted, packing.cuts.parted_at),
-            token_dtype=self.encoder.token_dtype.name,
-            mask_dtype=table.mask_dtype,
-            pad_id=self.encoder.tokenizer.pad_id,
-            overwrite=self.state.overwrite,
-            columns=self.columns,
-        )
-        with self._progress("packing", len(packing.cuts.lengths)) as progress:
+        prefix = os.path.abspath(options.prefix) if isinstance(engine, Cluster) else options.prefix
+        outputs: list[Output] = []
+        runs: list[tuple[Packing, int]] = []
+        for name, shards, chosen, selected in self._shares(prefix, reader):
+            packing = plan_packs(
+                lengths,
+                options.packing,
+                shards=shards,
+                source=options.prefix,
+                groups=pairs,
+                chosen=chosen,
+                selected=selected,
+                reader=reader,
+            )
+            outputs += packing.outputs(
+                name,
+                metadata,
+                self.fingerprint,
+                reader.count_trained(packing.cuts.parted, packing.cuts.parted_at),
+                token_dtype=self.encoder.token_dtype.name,
+                mask_dtype=table.mask_dtype,
+                pad_id=self.encoder.tokenizer.pad_id,
+                overwrite=self.state.overwrite,
+                columns=self.columns,
+            )
+            runs += [(packing, number) for number in range(shards)]
+        total = sum(len(packing.cuts.lengths) for packing, number in runs if not number)
+        with self._progress("packing", total) as progress:
 
             def write(numbers: Sequence[int]) -> Iterator[Header]:
-                tasks = ((outputs[number], packing.run(number)) for number in numbers)
+                tasks = ((outputs[number], runs[number][0].run(runs[number][1])) for number in numbers)
                 # One alone is written here, where its progress can be seen; a cluster's disks are for its nodes.
                 if isinstance(engine, Local) and (len(numbers) == 1 or not engine.workers):
                     yield from (write_shard(reader, *task, progress.update) for task in tasks)
@@ -336,7 +399,18 @@ class _Run:
                     done=lambda header: progress.update(header.num_sequences, header.num_sequences),
                 )
 
-            return publish_shards(options.prefix, outputs, write, keep=options.resume)
+            return self._report(publish_shards(options.prefix, outputs, write, keep=options.resume))
+
+    def _shares(self, prefix: str, reader: PartsReader) -> Iterator[_Share]:
+        """What is packed by a plan of its own: what is trained on, and what is kept apart to validate with."""
+        if not self.selection.of_rows:
+            yield prefix, self.options.output_shards, None, {}
+            return
+        files = np.repeat(np.array(self.places)[:, 0], np.diff(reader.bounds))
+        chosen = select_rows(reader.column("content", 5), files, self.selection, self.options.packing.seed)
+        yield prefix, self.options.output_shards, chosen.train, chosen.counts
+        if self.options.has_valid:
+            yield output_prefixes(prefix, 1, valid=True)[-1], 1, chosen.valid, chosen.counts
 
     def _join(self, table: PartsTable, lengths: NDArray[np.int64], metadata: dict[str, Any]) -> None:
         """Join the parts, in the order of the input, into an unpacked shard; pairs stay together there too."""
@@ -382,6 +456,16 @@ def _source_column(files: Sequence[InputFile], contents: Sequence[StreamHash]) -
 # ---- what became of the input, for people and for programs ----
 
 
+_SELECTED = (
+    ("max_rows", "first", "taken, the rest left out by --max-rows"),
+    ("duplicates", "duplicates", "left out by --dedup, which say what an earlier row says"),
+    ("not_sampled", "not sampled", "left out by --sample"),
+    ("valid", "validation", "kept apart by --valid-fraction"),
+    ("weighted_out", "weighted out", "left out by --input-weight"),
+    ("repeats", "repeats", "of rows, by --input-weight"),
+    ("train", "to train on", "rows"),
+    ("untrained_sequences", "untrained", "sequences, or cuts of them, left out: no token to train on"),
+)
 _NOTES = {
     "content_empty": "messages without a content rendered with an empty one: the chat template fails without",
     "content_left_out": "messages without a content rendered without one, as transformers does",
@@ -481,6 +565,7 @@ class Summary:
         found: the shard was there already; nothing was written.
         shards: how many the packs are cut into.
         options: what the run was told, or went by where it was told nothing.
+        valid: what became of the sequences that are kept apart, in a shard of their own; None where there are none.
     """
 
     prefix: str
@@ -491,6 +576,7 @@ class Summary:
     found: bool = False
     shards: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    valid: PackReport | None = None
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -519,6 +605,8 @@ class Summary:
             lines.append(f"rows            {corpus.rows:,}{reused}")
             if corpus.skipped:
                 lines.append(f"  skipped       {corpus.skipped:,}")
+        selected = packing.selected
+        lines += [f"  {name:<14}{selected[key]:,} {what}" for key, name, what in _SELECTED if selected.get(key)]
         lines += [
             f"sequences       {packing.sequences:,}",
             f"packs           {packing.packs:,} (no packing has fewer than {packing.lower_bound:,}; {packing.method})",
@@ -536,7 +624,13 @@ class Summary:
             )
         if packing.masked_packs:
             lines.append(
-                f"warning         {packing.masked_packs:,} packs have no token to train on: inspect names them"
+                f"warning         {packing.masked_packs:,} packs have no token to train on: inspect names them,"
+                " --drop-untrained leaves such sequences out"
+            )
+        if (valid := self.valid) is not None:
+            lines.append(
+                f"validation      {valid.sequences:,} sequences, {valid.tokens:,} tokens, {valid.trained_tokens:,}"
+                f" trained, in {valid.packs:,} packs: {self.prefix}.valid"
             )
         for name, count in (corpus.notes if corpus else {}).items():
             lines.append(f"note            {count:,} {_NOTES.get(name, name.replace('_', ' '))}")
@@ -546,60 +640,3 @@ class Summary:
 
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.1f}%" if whole else "0%"
-
-
-# ---- a look at what a run would do ----
-
-
-@dataclass(frozen=True, slots=True)
-class Preview:
-    """A run's first rows.
-
-    Attributes:
-        files: all inputs.
-        rows: rows looked at: those in the first quarter MiB of input.
-        bad_rows: which of them cannot be used, and why.
-        lengths: tokens of each sequence they make, int64 [sequences].
-        trained_tokens: how many of those tokens are trained on.
-        overlong: sequences longer than the capacity.
-        first_ids: ids of the first sequence.
-        first_mask: its label-aligned mask.
-        decode: ids to text.
-    """
-
-    files: Sequence[InputFile]
-    rows: int
-    bad_rows: Sequence[SequenceError]
-    lengths: NDArray[np.int64]
-    trained_tokens: int
-    overlong: int
-    first_ids: NDArray[Any]
-    first_mask: NDArray[Any]
-    decode: Callable[[Sequence[int]], str]
-
-
-def preview(options: PreprocessOptions) -> Preview:
-    """Check everything a run needs, and encode its first rows.
-
-    Raises:
-        SFTIndexError: an input, an option, or something in the way at the prefix.
-    """
-    files = expand_inputs(options.inputs)
-    encoder = RowEncoder(options.encoding_of(files))
-    for prefix in output_prefixes(options.prefix, options.output_shards):
-        check_free(ShardPaths.of(prefix), overwrite=options.overwrite)
-    pieces = [encoder.encode(piece) for piece in islice(iter_pieces(files, piece_nbytes=_SAMPLE_NBYTES), 1)]
-    lengths = np.concatenate([np.empty(0, np.int64), *(piece.lengths for piece in pieces)])
-    first = int(lengths[0]) if len(lengths) else 0
-    mask = pieces[0].loss_mask if pieces else np.empty(0, np.uint8)
-    return Preview(
-        files=files,
-        rows=sum(piece.rows for piece in pieces),
-        bad_rows=[error for piece in pieces for error in piece.bad_rows],
-        lengths=lengths,
-        trained_tokens=int(np.count_nonzero(mask)),
-        overlong=int((lengths > options.packing.longest_sequence).sum()),
-        first_ids=pieces[0].input_ids[:first] if first else np.empty(0, np.int32),
-        first_mask=np.append(mask[1:first], mask.dtype.type(0)) if first else mask,
-        decode=encoder.tokenizer.decode,
-    )

@@ -124,7 +124,8 @@ def read_tokenizer_files(path: str | Path) -> TokenizerFiles:
     if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(path)) and not str(path).startswith("."):
         raise FormatError(
             f"{path}: not a local folder; if it is a model on the Hugging Face hub, download its tokenizer "
-            f"first: hf download {path} --include '*token*' 'chat_template*' --local-dir DIR, then give DIR"
+            f"first: hf download {path} --include '*token*' 'chat_template*' --local-dir DIR, then give DIR;"
+            " preprocess --download does it"
         )
     raise FormatError(f"{path}: no such file or folder; expected a tokenizer.json or the folder that holds one")
 

@@ -1,0 +1,188 @@
+"""A look at what a run would do, before hours of it: at the first rows of every input, or at all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, total_bytes
+from megatron_sft_idx.chat.pieces import iter_pieces
+from megatron_sft_idx.errors import SFTIndexError
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.shard import check_free
+from megatron_sft_idx.storage.progress import Progress
+from megatron_sft_idx.tokenize.begin import PreprocessOptions
+from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input, read_pieces
+from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
+from megatron_sft_idx.tokenize.gather import output_prefixes, plan_packs
+from megatron_sft_idx.tokenize.local import Local, available_cpus
+from megatron_sft_idx.tokenize.parts import encode_piece, remember_encoder
+
+__all__ = ["Preview", "preview"]
+
+# Of all files together, and at most of one: about a second of tokenising.
+_SAMPLE_NBYTES, _MOST_NBYTES = 1 << 22, 1 << 18
+_LISTED = 20
+
+
+@dataclass(slots=True)
+class _Looked:
+    """What some rows of one file become.
+
+    Attributes:
+        number: of the file.
+        num_bytes: of the file, that hold them.
+        rows: how many, bad ones included.
+        bad: how many cannot be used.
+        bad_rows: the first of these, as messages.
+        runs: tokens of each sequence they make, as they were looked at, int64 each.
+        trained_tokens: how many of those tokens are trained on.
+        first: ids of the first sequence, and its label-aligned mask; None where there is none.
+    """
+
+    number: int
+    num_bytes: int = 0
+    rows: int = 0
+    bad: int = 0
+    bad_rows: list[str] = field(default_factory=list)
+    runs: list[NDArray[np.int64]] = field(default_factory=list)
+    trained_tokens: int = 0
+    first: tuple[NDArray[Any], NDArray[Any]] | None = None
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sequence, int64 [sequences]."""
+        return np.concatenate([np.empty(0, np.int64), *self.runs])
+
+    def add(self, other: _Looked) -> None:
+        self.num_bytes += other.num_bytes
+        self.rows += other.rows
+        self.bad += other.bad
+        self.bad_rows += other.bad_rows[: _LISTED - len(self.bad_rows)]
+        self.runs += other.runs
+        self.trained_tokens += other.trained_tokens
+        self.first = self.first or other.first
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What would become of the rows that were looked at.
+
+    Attributes:
+        files: all inputs.
+        looked: what was seen of each.
+        full: all rows were looked at, not only the first ones of every file.
+        stops: why a run would stop, as sentences; of what was not looked at nothing is known.
+        packs: what packing would make, as a sentence; empty where not all rows were looked at.
+        decode: ids to text.
+    """
+
+    files: Sequence[InputFile]
+    looked: Sequence[_Looked]
+    full: bool
+    stops: Sequence[str]
+    packs: str
+    decode: Callable[[Sequence[int]], str]
+
+
+def _look_at(shared: tuple[EncodingOptions, Cutting], stretch: Stretch) -> _Looked:
+    encoding, cutting = shared
+    looked = _Looked(stretch.number)
+    for piece in read_pieces(stretch, cutting):
+        done = encode_piece(encoding, piece, stretch.number)
+        first = None
+        if len(done.lengths):
+            mask = done.loss_mask[: done.lengths[0]]
+            first = done.input_ids[: len(mask)].copy(), np.append(mask[1:], mask.dtype.type(0))
+        bad_rows = [str(error) for error in done.bad_rows[:_LISTED]]
+        trained = int(np.count_nonzero(done.loss_mask))
+        looked.add(
+            _Looked(
+                stretch.number,
+                piece.num_bytes,
+                done.rows,
+                len(done.bad_rows),
+                bad_rows,
+                [done.lengths],
+                trained,
+                first,
+            )
+        )
+    return looked
+
+
+def _first_rows(files: Sequence[InputFile]) -> Iterator[Stretch]:
+    nbytes = min(_SAMPLE_NBYTES // len(files), _MOST_NBYTES)
+    for number, file in enumerate(files):
+        dealt = tuple(islice(iter_pieces([file], piece_nbytes=max(nbytes, 1)), 1))
+        if dealt:
+            yield Stretch(file, file.path, number, dealt=dealt)
+
+
+def preview(options: PreprocessOptions, *, full: bool = False) -> Preview:
+    """Check everything a run needs, and encode the first rows of every input.
+
+    Args:
+        options: of the run.
+        full: encode all rows, on this machine, to know every bad row, all lengths and the packs.
+
+    Raises:
+        SFTIndexError: an input, an option, or something in the way at the prefix.
+    """
+    files = expand_inputs(options.inputs)
+    encoder = RowEncoder(replace(options.encoding_of(files), on_bad_row="skip", content=False))
+    for prefix in output_prefixes(options.prefix, options.output_shards, valid=options.has_valid):
+        check_free(ShardPaths.of(prefix), overwrite=options.overwrite)
+    looked = [_Looked(number) for number in range(len(files))]
+    cutting = Cutting.of(files)
+    stretches = cut_input(files, cutting) if full else _first_rows(files)
+    remember_encoder(encoder.options, encoder)
+    workers = (available_cpus() if options.workers is None else options.workers) if full else 0
+    total = total_bytes(files) if full else 0
+    log_interval = options.log_interval if full else 0
+    try:
+        with (
+            Local(workers) as pool,
+            Progress("looking", total, unit="B", log_interval=log_interval, items="rows") as progress,
+        ):
+
+            def done(found: _Looked) -> None:
+                progress.update(found.num_bytes, found.rows)
+
+            shared = (encoder.options, cutting)
+            for found in pool.map_in_order(_look_at, shared, stretches, name_of=str, done=done):
+                looked[found.number].add(found)
+    finally:
+        remember_encoder(None)
+    stops, packs = _outlook(options, looked, full=full)
+    return Preview(files, looked, full, stops, packs, encoder.tokenizer.decode)
+
+
+def _outlook(options: PreprocessOptions, looked: Sequence[_Looked], *, full: bool) -> tuple[list[str], str]:
+    """Why a run would stop, and what packing would make."""
+    stops = []
+    bad, lengths = sum(each.bad for each in looked), np.concatenate([each.lengths for each in looked])
+    if bad and options.encoding.on_bad_row == "error":
+        stops.append(f"{bad:,} rows cannot be used; --on-bad-row skip goes on without them")
+    if not full or not len(lengths):
+        longest = options.packing.longest_sequence
+        if (overlong := int((lengths > longest).sum())) and options.packing.overlong == "error":
+            stops.append(
+                f"{overlong:,} of {len(lengths):,} sequences are longer than {longest:,} tokens; choose --overlong"
+                " drop, truncate or split, or a larger --seq-length"
+            )
+        return stops, ""
+    if options.packing.selection is not None:
+        return stops, ""
+    try:
+        pairs = np.arange(len(lengths)) // 2 if options.encoding.rows.kind == "preference" else None
+        shards, prefix = options.output_shards, options.prefix
+        plan = plan_packs(lengths, options.packing, shards=shards, source=prefix, groups=pairs).plan
+    except SFTIndexError as error:
+        return [*stops, str(error)], ""
+    return stops, f"{plan.num_packs:,} ({plan.method}), {100 * plan.fill:.3f}% filled"

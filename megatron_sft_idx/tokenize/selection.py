@@ -1,0 +1,297 @@
+"""What is packed: which rows, how often, which are kept apart for validation; and what of sequences that are too long.
+
+A row's lot is drawn from a hash of what it says (its messages, weights, tools and template variables, or the ids and
+masks it came with) and the seed. So it is the same on any machine and in any order, does not change as other rows are
+added, and rows that say the same share it: no copy of a validation row is trained on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+import xxhash
+from numpy.typing import NDArray
+
+from megatron_sft_idx.chat.types import Conversation, TokenizedRow
+from megatron_sft_idx.errors import FormatError
+
+__all__ = [
+    "Cuts",
+    "Selected",
+    "Selection",
+    "cut_overlong",
+    "file_weights",
+    "group_sizes",
+    "row_hash",
+    "select_rows",
+    "selection_options",
+    "which_train",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is asked for, in the order in which it is done.
+
+    Attributes:
+        max_rows: only so many usable rows, the first of the input; None for all.
+        dedup: ``exact`` leaves out rows that say what an earlier one says.
+        sample: the share of rows to take, by lot.
+        valid_fraction: the share of rows that go to the validation shard, by lot.
+        weights: how often a row of each file is trained on, by the number of the file; empty where all are once.
+        shuffle: put the rows in an order drawn by the seed.
+        drop_untrained: leave out sequences, or what was cut from them, with no token to train on.
+    """
+
+    max_rows: int | None = None
+    dedup: Literal["none", "exact"] = "none"
+    sample: float = 1.0
+    valid_fraction: float = 0.0
+    weights: list[float] = field(default_factory=list)
+    shuffle: bool = False
+    drop_untrained: bool = False
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether it is to be known which row says what."""
+        return replace(self, drop_untrained=False) != Selection()
+
+
+def selection_options(given: Mapping[str, Any]) -> Selection | None:
+    """By the names of ``preprocess``; None where all is taken as it comes. FormatError: a share that is none."""
+    for name, least, most in (("sample", 0.0, 1.0), ("valid_fraction", -1.0, 1.0)):
+        value = given[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value <= most or value < 0:
+            raise FormatError(f"--{name.replace('_', '-')} {value}: expected a share of the rows, such as 0.1")
+    if given["valid_fraction"] == 1:
+        raise FormatError("--valid-fraction 1: nothing would be left to train on")
+    same = ("max_rows", "dedup", "sample", "valid_fraction", "shuffle", "drop_untrained")
+    selection = Selection(**{name: given[name] for name in same}, weights=[1.0] * bool(given["input_weight"]))
+    return None if selection == Selection() else selection
+
+
+def file_weights(given: Sequence[str], files: Sequence[str]) -> list[float]:
+    """How often rows of each file are trained on.
+
+    Args:
+        given: ``FILE=WEIGHT``, where a file is one of the input, a glob of such, or a folder that they lie in.
+        files: paths of the input.
+
+    Raises:
+        FormatError: not of this form, of no file of the input, or two of one file.
+    """
+    weights: dict[int, float] = {}
+    for entry in given:
+        name, _, number = entry.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = -1.0
+        if not name or not 0 <= weight <= 1000:
+            raise FormatError(f"--input-weight {entry}: expected FILE=WEIGHT, such as chats.jsonl=1.5, from 0 to 1000")
+        folder = name.rstrip("/") + "/"
+        found = [i for i, path in enumerate(files) if path == name or fnmatch(path, name) or path.startswith(folder)]
+        if not found:
+            raise FormatError(f"--input-weight {entry}: no file of the input is called so; they are {', '.join(files)}")
+        if twice := next((files[i] for i in found if i in weights), None):
+            raise FormatError(f"--input-weight {entry}: {twice} has a weight already")
+        weights |= dict.fromkeys(found, weight)
+    return [weights.get(i, 1.0) for i in range(len(files))]
+
+
+def row_hash(row: Sequence[Conversation | TokenizedRow], label: int | None = None) -> NDArray[np.uint32]:
+    """Of what a row says, whatever its columns are called and whatever stands beside them: uint32 [4].
+
+    Args:
+        row: what it holds: one conversation, or the two of a pair.
+        label: of KTO, the lowest bit of the hash, of which lots do not depend: two rows that differ in it alone are no
+            duplicates, but share their lot.
+    """
+    stream = xxhash.xxh3_128()
+    for each in row:
+        if isinstance(each, TokenizedRow):
+            stream.update(each.input_ids.tobytes() + each.loss_mask.tobytes())
+        else:
+            said = [each.messages, each.weights, each.tools, each.kwargs]
+            stream.update(_as_json(said))
+    words = np.frombuffer(stream.digest(), "<u4").copy()
+    words[0] = words[0] & 0xFFFFFFFE | (label or 0)
+    return words
+
+
+def _as_json(value: Any) -> bytes:
+    try:
+        # What JSON has no word for, as tables have it, counts by how Python shows it.
+        return orjson.dumps(value, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+    except TypeError:  # numbers beyond 64 bits, lone surrogates
+        return json.dumps(value, default=repr, sort_keys=True).encode()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selected:
+    """What was selected.
+
+    Attributes:
+        train: numbers of the sequences to train on, int64, in the order of packing.
+        valid: likewise of those kept apart.
+        counts: of rows, by name, for the summary.
+    """
+
+    train: NDArray[np.int64]
+    valid: NDArray[np.int64]
+    counts: dict[str, int]
+
+
+def select_rows(
+    contents: NDArray[np.uint32], files: NDArray[np.integer[Any]], selection: Selection, seed: int
+) -> Selected:
+    """Decide over all rows of a run, in some 100 bytes a row.
+
+    Args:
+        contents: of each sequence the hash of its row and its number in it, uint32 [sequences, 5]; all of a row end
+            to end, in the order of the input.
+        files: number of the file of each, [sequences].
+        selection: what is asked for.
+        seed: of every lot.
+
+    Raises:
+        FormatError: nothing is left to train on, or to validate with.
+    """
+    starts = np.flatnonzero(contents[:, 4] == 0)
+    sizes = np.diff(starts, append=len(contents))
+    keys = np.ascontiguousarray(contents[starts, :4]).view("<u8")
+    kept = np.arange(min(len(starts), selection.max_rows or len(starts)))
+    counts = {} if selection.max_rows is None else {"max_rows": len(kept)}
+    if selection.dedup == "exact":
+        unique = kept[first_occurrences(keys[kept])]
+        counts["duplicates"], kept = len(kept) - len(unique), unique
+    if selection.sample < 1:
+        sampled = kept[draw_lots(keys[kept], seed, "sample") < selection.sample]
+        counts["not_sampled"], kept = len(kept) - len(sampled), sampled
+    is_valid = draw_lots(keys[kept], seed, "valid") < selection.valid_fraction
+    train, valid = kept[~is_valid], kept[is_valid]
+    counts["valid"] = len(valid)
+    if selection.weights:
+        weights = np.array(selection.weights)[files[starts[train]]]
+        whole = np.floor(weights).astype(np.int64)
+        times = whole + (draw_lots(keys[train], seed, "weight") < weights - whole)
+        counts["weighted_out"] = int((times == 0).sum())
+        counts["repeats"] = int(np.maximum(times - 1, 0).sum())
+        # Copies of a row are far from each other: all rows once, then those that come twice, and so on.
+        train = np.concatenate([train[times > done] for done in range(max(times.max(initial=0), 1))])
+    counts["train"] = len(train)
+    if selection.shuffle:
+        train = np.random.default_rng(seed).permutation(train)
+    for name, rows in (("train on", train), ("validate with", valid)):
+        if not len(rows) and (name == "train on" or selection.valid_fraction):
+            raise FormatError(f"no row is left to {name}, of {len(starts)} usable ones: ask for more of them")
+    return Selected(_sequences_of(train, starts, sizes), _sequences_of(valid, starts, sizes), counts)
+
+
+def first_occurrences(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """Numbers of the rows whose key, uint64 [rows, 2], no earlier one has; ascending."""
+    order = np.lexsort((keys[:, 1], keys[:, 0]))  # which is stable
+    of_one = (keys[order[1:]] == keys[order[:-1]]).all(1)
+    return np.sort(order[np.append(np.ones(min(len(order), 1), bool), ~of_one)])
+
+
+def draw_lots(keys: NDArray[np.uint64], seed: int, what_for: str) -> NDArray[np.float64]:
+    """A number from 0 to below 1 for each key, uint64 [rows, 2]; other seeds and purposes draw others."""
+    lots = (keys[:, 0] >> np.uint64(1)) ^ np.uint64(xxhash.xxh3_64_intdigest(f"{what_for} {seed}".encode()))
+    # The finalizer of SplitMix64 (Steele, Lea and Flood 2014), with the key's other half mixed in between.
+    for half in (np.uint64(0), keys[:, 1]):
+        lots = lots ^ half
+        lots = (lots ^ (lots >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        lots = (lots ^ (lots >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        lots = lots ^ (lots >> np.uint64(31))
+    return np.asarray((lots >> np.uint64(11)) * 2.0**-53)
+
+
+def _sequences_of(rows: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Numbers of the sequences of these rows, end to end."""
+    each = sizes[rows]
+    within = np.arange(int(each.sum())) - np.repeat(np.cumsum(each) - each, each)
+    return np.repeat(starts[rows], each) + within
+
+
+# ---- what of sequences ----
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cuts:
+    """What is packed: whole sequences, or runs of tokens cut from them.
+
+    Attributes:
+        lengths: tokens of each, int64 [cuts].
+        sequences: number of the sequence each is cut from, int64 [cuts]; None where cut ``i`` is all of sequence ``i``.
+        begins: where in that sequence each begins, int64 [cuts]; None where all begin at 0.
+        overlong: sequences that were longer than a pack.
+        dropped_tokens: tokens of dropped sequences, or behind the cut of truncated ones.
+        parted: sequences that go on behind a cut, int64; one entry a cut.
+        parted_at: the position in the sequence behind that cut, int64: whether its token is trained on decides
+            whether the cut loses a label.
+    """
+
+    lengths: NDArray[np.int64]
+    sequences: NDArray[np.int64] | None
+    begins: NDArray[np.int64] | None
+    overlong: int
+    dropped_tokens: int
+    parted: NDArray[np.int64]
+    parted_at: NDArray[np.int64]
+
+    def only(self, which: NDArray[np.bool_]) -> Cuts:
+        """Those of them, bool [cuts]."""
+        numbers = np.flatnonzero(which)
+        sequences = numbers if self.sequences is None else self.sequences[numbers]
+        begins = None if self.begins is None else self.begins[numbers]
+        return replace(self, lengths=self.lengths[numbers], sequences=sequences, begins=begins)
+
+
+def cut_overlong(lengths: NDArray[np.int64], long: NDArray[np.bool_], longest: int, overlong: str) -> Cuts:
+    """Apply the policy for overlong sequences."""
+    nothing, count = np.empty(0, np.int64), int(long.sum())
+    if not count:
+        return Cuts(lengths, None, None, 0, 0, nothing, nothing)
+    if overlong == "drop":
+        kept = np.flatnonzero(~long)
+        return Cuts(lengths[kept], kept, None, count, int(lengths[long].sum()), nothing, nothing)
+    if overlong == "truncate":
+        parted = np.flatnonzero(long)
+        dropped = int((lengths[parted] - longest).sum())
+        at = np.full(len(parted), longest, np.int64)
+        return Cuts(np.minimum(lengths, longest), None, None, count, dropped, parted, at)
+    parts = -(-lengths // longest)
+    sequences = np.repeat(np.arange(len(lengths)), parts)
+    begins = (np.arange(len(sequences)) - np.repeat(np.cumsum(parts) - parts, parts)) * longest
+    inner = begins > 0
+    each = np.minimum(lengths[sequences] - begins, longest)
+    return Cuts(each, sequences, begins, count, 0, sequences[inner], begins[inner])
+
+
+def group_sizes(lengths: NDArray[np.int64], groups: NDArray[np.integer[Any]], multiple: int) -> NDArray[np.int64]:
+    """What the group of each sequence takes in a pack, in tokens, each sequence rounded up to ``multiple``."""
+    starts = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
+    sizes = np.add.reduceat(-(-lengths // multiple) * multiple, starts)
+    return np.repeat(sizes, np.diff(starts, append=len(lengths)))
+
+
+def which_train(
+    cuts: Cuts,
+    groups: NDArray[np.integer[Any]] | None,
+    are_trained: Callable[..., NDArray[np.bool_]],
+) -> NDArray[np.bool_]:
+    """Which cuts have a token to train on, bool [cuts]; of a group all have where one has."""
+    sequences = np.arange(len(cuts.lengths)) if cuts.sequences is None else cuts.sequences
+    begins = np.zeros(len(sequences), np.int64) if cuts.begins is None else cuts.begins
+    trains = are_trained(sequences, begins, cuts.lengths)
+    if groups is None or not len(trains):
+        return trains
+    starts = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
+    return np.repeat(np.logical_or.reduceat(trains, starts), np.diff(starts, append=len(trains)))
