@@ -26,7 +26,7 @@ from megatron_sft_idx.cli.options import (
 )
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.diff import compare_shards, diff_lines
-from megatron_sft_idx.inspect.origin import find_row, parse_place, sources_of
+from megatron_sft_idx.inspect.origin import SOURCE, find_row, parse_place, sources_of
 from megatron_sft_idx.inspect.page import PAGE, make_page
 from megatron_sft_idx.inspect.summary import Survey, summary_dict, summary_lines, survey_shard
 from megatron_sft_idx.inspect.text import (
@@ -68,6 +68,10 @@ Packs, sequences and tokens are counted from 0, lines of input files from 1. Mem
 
 exit code: 0 done, and for --find and --row found, for --diff equal; 1 not found, not equal, or bad data; 2 wrong usage.
 """
+
+
+# Of a row of a column, in a line.
+_MOST_VALUES = 8
 
 
 def add_parser(verbs: Verbs) -> None:
@@ -180,6 +184,10 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
     sources = sources_of(shard, arguments.pack)
     if not arguments.json:
         print(mark_pack(ids, mask, bounds, decode or ids_as_text, sources=sources, color=in_color()))
+        of_pack, of_sequences = _columns_of(shard, arguments.pack)
+        for what, values in (("the pack", of_pack), *((f"sequence {i}", row) for i, row in enumerate(of_sequences))):
+            if values:
+                print(f"columns of {what}: " + ", ".join(f"{name} {_few(value)}" for name, value in values.items()))
         return 0
     sequences = []
     for sequence, (some, labels) in enumerate(shard.sequences(arguments.pack)):
@@ -187,8 +195,33 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
         shown["trained"] = trained_tokens(labels).astype(mask.dtype).tolist()
         shown |= {"source": sources[sequence]} if sources else {}
         sequences.append(shown | ({"text": decode(some.tolist())} if decode else {}))
-    _print_json({"prefix": shard.prefix, "pack": arguments.pack, "tokens": len(ids), "sequences": sequences})
+    shown = {"prefix": shard.prefix, "pack": arguments.pack, "tokens": len(ids), "sequences": sequences}
+    of_pack, of_sequences = _columns_of(shard, arguments.pack)
+    for told, values in zip(sequences, of_sequences, strict=True):
+        told.update({"columns": values} if values else {})
+    _print_json(shown | ({"columns": of_pack} if of_pack else {}))
     return 0
+
+
+def _columns_of(shard: Shard, pack: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Values of the columns that a pack has, and those that each of its sequences has besides its source, by name."""
+    first, last = shard.sequence_offsets[pack : pack + 2].tolist()
+    of_pack: dict[str, Any] = {}
+    of_sequences: list[dict[str, Any]] = [{} for _ in range(last - first)]
+    for name, column in shard.columns.items():
+        if column.spec.per == "pack":
+            of_pack[name] = column.values[pack : pack + 1].tolist()[0]
+        elif column.spec.per == "sequence" and name != SOURCE:
+            for values, row in zip(of_sequences, column.values[first:last].tolist(), strict=True):
+                values[name] = row
+    return of_pack, of_sequences
+
+
+def _few(value: Any) -> str:
+    """A value, or the first few of many."""
+    if isinstance(value, list) and len(value) > _MOST_VALUES:
+        return f"[{', '.join(map(str, value[:_MOST_VALUES]))}, ... {len(value):,} values]"
+    return str(value)
 
 
 def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:

@@ -41,6 +41,7 @@ def add_parser(verbs: Verbs) -> None:
         metavar="NAME",
         help="take the sequences of this input file only, by the name in the column source; may be given again",
     )
+    parser.add_argument("--allow-loss", action="store_true", help="leave out columns that have a row a pack")
     add_packing_options(parser)
     add_output_options(parser)
     parser.set_defaults(run=_run)
@@ -71,6 +72,7 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
         overwrite=arguments.overwrite,
         log_interval=arguments.log_interval,
         sources=arguments.sources,
+        allow_loss=arguments.allow_loss,
     )
     seconds = {"packing": time.monotonic() - begin}
     counts = (options.capacity, None, report, seconds)

@@ -50,7 +50,6 @@ __all__ = [
     "all_trained",
     "checked_alignment",
     "checked_run",
-    "fewer_tokens",
     "file_identity",
     "joined_ranges",
     "label_aligned",
@@ -584,11 +583,6 @@ def stated_columns(stated: Mapping[str, Any], path: str, chosen: Sequence[str] |
     if missing := [name for name in chosen or () if name not in columns]:
         raise FormatError(f"{path}: it has no column {missing[0]}, but {', '.join(columns) or 'none'}")
     return columns if chosen is None else {name: columns[name] for name in chosen}
-
-
-def fewer_tokens(tokens: int, columns: Mapping[str, ColumnSpec]) -> int:
-    """So many tokens, or as many as take the memory of those with their columns: at least one."""
-    return max(1, 8 * tokens // (8 + sum(spec.row_nbytes for spec in columns.values() if spec.per == "token")))
 
 
 def stated_of(stated: Mapping[str, Any], longest: int, capacity: int) -> dict[str, Any]:

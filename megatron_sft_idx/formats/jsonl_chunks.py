@@ -43,12 +43,11 @@ from megatron_sft_idx.formats.base import (
     PackedSpec,
     PackedWriter,
     checked_run,
-    fewer_tokens,
     file_identity,
     stated_columns,
 )
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun
+from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import OutputFile, open_regular, read_most
 from megatron_sft_idx.storage.publish import Kind, new_folder, require_space

@@ -45,7 +45,6 @@ from megatron_sft_idx.formats.base import (
     PackedWriter,
     checked_alignment,
     checked_run,
-    fewer_tokens,
     file_identity,
     joined_ranges,
     npy_header,
@@ -56,7 +55,7 @@ from megatron_sft_idx.formats.base import (
 )
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.header import MAX_CAPACITY
-from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun
+from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_array, open_regular, read_most
 from megatron_sft_idx.storage.hashing import HashedFile

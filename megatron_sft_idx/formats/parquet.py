@@ -44,7 +44,6 @@ from megatron_sft_idx.formats.base import (
     PackedSpec,
     PackedWriter,
     checked_run,
-    fewer_tokens,
     require_same_length,
     stated_columns,
     stated_int,
@@ -52,7 +51,7 @@ from megatron_sft_idx.formats.base import (
 )
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.header import MAX_CAPACITY, MAX_COUNT
-from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fitting
+from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens, fitting
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import naming, open_regular
 from megatron_sft_idx.storage.publish import Kind, new_file

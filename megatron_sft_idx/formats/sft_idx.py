@@ -15,10 +15,9 @@ from megatron_sft_idx.formats.base import (
     PackedSpec,
     PackedWriter,
     checked_run,
-    fewer_tokens,
 )
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun, windows
+from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun, fewer_tokens, windows
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.columns import column_names
 from megatron_sft_idx.shard.reader import Pack, read_header, require_same

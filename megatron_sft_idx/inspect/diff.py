@@ -20,6 +20,7 @@ from megatron_sft_idx.inspect.text import counted, shortened
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.packs.run import Window, read_window, windows
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard.columns import ShardColumn
 from megatron_sft_idx.storage.progress import Update
 
 __all__ = ["Comparison", "Difference", "compare_shards", "diff_lines", "set_differences"]
@@ -28,6 +29,8 @@ __all__ = ["Comparison", "Difference", "compare_shards", "diff_lines", "set_diff
 _MOST, _MOST_PACKS = 1 << 20, 1 << 18
 _UPPER = np.uint64(0xFFFFFFFF00000000)
 _MOST_FIELDS = 40
+# Of columns, compared at a time.
+_PIECE_NBYTES = 1 << 22
 _OTHER = {"here": "there", "there": "here"}
 
 
@@ -110,6 +113,7 @@ class Comparison:
         first: the first few differences.
         pack_set: of shards that differ by more than single values: the packs as a set.
         sequences: of the same: the sequences as a set.
+        columns: what differs in columns, by name, in a few words.
     """
 
     header: dict[str, tuple[Any, Any]]
@@ -121,11 +125,12 @@ class Comparison:
     first: list[Difference] = field(default_factory=list)
     pack_set: SetDifference | None = None
     sequences: SequenceDifference | None = None
+    columns: dict[str, str] = field(default_factory=dict)
 
     @property
     def same(self) -> bool:
-        """Whether packs, ids, masks and boundaries are equal; headers may still say other things."""
-        return not self.differing_packs and self.packs[0] == self.packs[1]
+        """Whether packs, ids, masks, boundaries and columns are equal; headers may still say other things."""
+        return not self.differing_packs and self.packs[0] == self.packs[1] and not self.columns
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -149,6 +154,7 @@ def compare_shards(here: Shard, there: Shard, *, most: int = 20, tell: Update | 
         FormatError: indexes that do not divide the tokens.
     """
     result = Comparison(_header_differences(here.header, there.header), (len(here), len(there)))
+    result.columns = _column_differences(here, there)
     here.check_ends()
     there.check_ends()
     shared, first = min(len(here), len(there)), 0
@@ -239,6 +245,45 @@ def _header_differences(here: Header, there: Header) -> dict[str, tuple[Any, Any
     return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
 
 
+def _column_differences(here: Shard, there: Shard) -> dict[str, str]:
+    """What differs in the columns of two shards, by name; values bit by bit."""
+    found = {}
+    for name in sorted({*here.columns, *there.columns}):
+        left, right = here.columns.get(name), there.columns.get(name)
+        if left is None or right is None:
+            found[name] = f"only {'there' if left is None else 'here'}"
+        elif left.spec.kind != right.spec.kind:
+            found[name] = f"{_kind(left)} here, {_kind(right)} there"
+        elif len(left) != len(right):
+            found[name] = f"{counted(len(left), 'row')} here, {len(right):,} there"
+        elif said := _value_difference(left, right):
+            found[name] = said
+        elif left.spec.metadata != right.spec.metadata:
+            found[name] = "the same values, other metadata"
+    return found
+
+
+def _kind(column: ShardColumn) -> str:
+    per, dtype, width, alignment = column.spec.kind
+    labels = ", aligned with labels" if alignment == "label" else ""
+    return f"{np.dtype(dtype).name} x {width} a {per}{labels}"
+
+
+def _value_difference(left: ShardColumn, right: ShardColumn) -> str | None:
+    """The first row of two columns that differs, and how many do."""
+    at_once, first, count = max(1, _PIECE_NBYTES // left.spec.row_nbytes), 0, 0
+    for begin in range(0, len(left), at_once):
+        pieces = [column.items[begin : begin + at_once].view(np.uint8) for column in (left, right)]
+        differs = (pieces[0] != pieces[1]).reshape(-1, left.spec.row_nbytes).any(axis=1)
+        if differs.any():
+            first = first if count else begin + int(np.argmax(differs))
+            count += int(np.count_nonzero(differs))
+    if not count:
+        return None
+    values = [_short(column.values[first : first + 1].tolist()[0]) for column in (left, right)]
+    return f"{counted(count, 'row')} of {len(left):,} differ, the first is {first}: {values[0]} here, {values[1]} there"
+
+
 def _flat(values: Mapping[str, Any], prefix: str = "metadata") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in values.items():
@@ -323,7 +368,8 @@ def diff_lines(comparison: Comparison, here: str, there: str) -> list[str]:
         lines.append(f"header: {shortened(name, 100)}: {_short(value)} here, {_short(other)} there")
     if len(fields) > _MOST_FIELDS:
         lines.append(f"header: {len(fields) - _MOST_FIELDS:,} fields more")
-    if comparison.same:
+    lines += [f"column {name}: {said}" for name, said in comparison.columns.items()]
+    if not comparison.differing_packs and comparison.packs[0] == comparison.packs[1]:
         lines.append(f"the packs are equal: {counted(comparison.packs[0], 'pack')}, ids, masks and boundaries")
         return lines
     if "shard id" not in fields:

@@ -23,7 +23,7 @@ from markupsafe import Markup, escape
 from numpy.typing import NDArray
 
 from megatron_sft_idx.inspect.origin import SOURCE, sources_of
-from megatron_sft_idx.inspect.summary import PERMILLE, Survey, fingerprints, losses
+from megatron_sft_idx.inspect.summary import PERMILLE, Survey, column_lines, fingerprints, losses
 from megatron_sft_idx.inspect.tally import Profile, Tally
 from megatron_sft_idx.inspect.text import Decode, counted, ids_as_text, marked_runs, shortened, trained_tokens
 from megatron_sft_idx.shard import Pack, Shard
@@ -271,6 +271,7 @@ def _origin(survey: Survey) -> Iterator[tuple[str, str | int]]:
         if isinstance(found := header.metadata.get(block), dict) and found:
             yield block, shortened(json.dumps(found, ensure_ascii=False), 4 * _MOST_CHARACTERS)
     yield from ((f"{suffix}, bytes", nbytes) for suffix, nbytes in survey.nbytes.items())
+    yield from column_lines(survey)
 
 
 @cache

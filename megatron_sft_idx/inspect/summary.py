@@ -20,6 +20,7 @@ from megatron_sft_idx.inspect.origin import SOURCE, SourceCounts, place_name, so
 from megatron_sft_idx.inspect.tally import HashSample, Profile, Tally, Top
 from megatron_sft_idx.inspect.text import counted, shortened
 from megatron_sft_idx.layout import Header
+from megatron_sft_idx.layout.column import listed_columns
 from megatron_sft_idx.layout.files import DATA_SUFFIXES
 from megatron_sft_idx.packs.run import Window, windows
 from megatron_sft_idx.shard import Shard
@@ -30,6 +31,7 @@ __all__ = [
     "Odd",
     "Place",
     "Survey",
+    "column_lines",
     "fingerprints",
     "locate_sequence",
     "losses",
@@ -95,6 +97,7 @@ class Survey:
     Attributes:
         header: the shard's own.
         nbytes: of its files, by suffix.
+        columns: what is known of each, by its name.
         sequence_lengths: tokens of every sequence.
         pack_lengths: tokens of every pack.
         sequences: of every pack.
@@ -106,6 +109,7 @@ class Survey:
 
     def __init__(self, shard: Shard) -> None:
         self._shard, self.header, self.nbytes = shard, shard.header, _file_nbytes(shard)
+        self.columns = _columns(shard)
         longest = self.header.longest_pack
         self.sequence_lengths, self.pack_lengths = Tally(longest), Tally(longest)
         self.sequences, self.trained = Tally(self.header.most_sequences), Tally(PERMILLE)
@@ -289,7 +293,26 @@ def _file_nbytes(shard: Shard) -> dict[str, int]:
     return sizes | {".seq.idx": header.seq_idx_nbytes} | columns
 
 
+def _columns(shard: Shard) -> dict[str, dict[str, Any]]:
+    """Kind, size of the file, and whether the shard was written with it, of each column."""
+    listed, found = listed_columns(shard.header.metadata), {}
+    for name, column in shard.columns.items():
+        spec = column.spec
+        found[name] = {"per": spec.per, "dtype": spec.dtype.name, "width": spec.width, "alignment": spec.alignment,
+                       "nbytes": column.header.nbytes, "listed": name in listed}  # fmt: skip
+    return found
+
+
 # ---- told ----
+
+
+def column_lines(survey: Survey) -> Iterator[tuple[str, str]]:
+    """Each column, and what it is in a few words."""
+    for name, column in survey.columns.items():
+        labels = ", aligned with labels" if column["alignment"] == "label" else ""
+        origin = "written with the shard" if column["listed"] else "attached"
+        kind = f"{column['dtype']} x {column['width']} a {column['per']}{labels}"
+        yield f"column {name}", f"{kind}, {column['nbytes']:,} bytes, {origin}"
 
 
 def summary_lines(prefix: str, survey: Survey) -> list[str]:
@@ -334,6 +357,7 @@ def _kept(survey: Survey) -> Iterator[tuple[str, str]]:
     for name, count in losses(header).items():
         yield name, f"{count:,}"
     yield "on disk", f"{sum(sizes.values()):,} bytes: " + ", ".join(f"{k} {v:,}" for k, v in sizes.items())
+    yield from column_lines(survey)
 
 
 def _provenance(header: Header) -> Iterator[tuple[str, str]]:
@@ -421,5 +445,6 @@ def summary_dict(prefix: str, survey: Survey) -> dict[str, Any]:
         "fingerprints": fingerprints(header),
         "rebuilt": header.rebuilt,
         "nbytes": survey.nbytes,
+        "columns": survey.columns,
         "metadata": header.metadata,
     }

@@ -24,6 +24,7 @@ __all__ = [
     "Columns",
     "PackRun",
     "Window",
+    "fewer_tokens",
     "read_window",
     "run_bounds",
     "windows",
@@ -162,6 +163,11 @@ class PackRun:
                 for name, spec in specs.items()
             },
         )
+
+
+def fewer_tokens(tokens: int, columns: Mapping[str, ColumnSpec]) -> int:
+    """So many tokens, or as many as take the memory of those with their columns: at least one."""
+    return max(1, 8 * tokens // (8 + sum(spec.row_nbytes for spec in columns.values() if spec.per == "token")))
 
 
 def run_bounds(token_offsets: NDArray[Any], tokens: int = RUN_TOKENS) -> Iterator[tuple[int, int]]:

@@ -23,6 +23,7 @@ from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packing import PackPlan, pack_sequences
+from megatron_sft_idx.packs.run import fewer_tokens
 from megatron_sft_idx.packs.split import part_prefix, refuse_other_splits
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, pair_numbers, read_header
 from megatron_sft_idx.shard.prefix import (
@@ -40,7 +41,7 @@ from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.progress import Progress, Update
 from megatron_sft_idx.storage.publish import Place, require_apart
 from megatron_sft_idx.tokenize.parts import PartsReader, PartsTable
-from megatron_sft_idx.tokenize.selection import Cuts, Selection, cut_overlong, group_sizes, which_train
+from megatron_sft_idx.tokenize.selection import Cuts, Selection, cut_overlong, group_sizes, sequences_of, which_train
 
 __all__ = [
     "CorpusReader",
@@ -117,6 +118,7 @@ class PackReport:
         untrained_by_cut: positions that were trained on and whose label now lies behind a cut.
         left_out: sequences of input files that were not to be taken.
         selected: rows by what became of them, where some were selected; and what was left out as it trains nothing.
+        lost_columns: columns of the source that were left out, as was allowed.
     """
 
     sequences: int
@@ -134,6 +136,7 @@ class PackReport:
     untrained_by_cut: int
     left_out: int = 0
     selected: dict[str, int] = field(default_factory=dict)
+    lost_columns: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, headers: Sequence[Header]) -> PackReport:
@@ -431,29 +434,35 @@ class CorpusReader:
     Args:
         source: the shard.
         taken: numbers of the sequences that are read, which are called 0, 1 and so on then; None for all.
+        allow_loss: leave out columns of packs, which are an error else.
 
     Attributes:
         lengths: tokens of each sequence, int64 [sequences].
-        columns: what is known of each besides, by name.
+        columns: what is known of each, and of its tokens, besides, by name.
+        lost: columns that are left out, by name: those of packs.
     """
 
     mask_alignment: MaskAlignment = "label"
     window_tokens = 1 << 20  # are read at a time
 
-    def __init__(self, source: Shard, taken: NDArray[np.int64] | None = None) -> None:
+    def __init__(self, source: Shard, taken: NDArray[np.int64] | None = None, *, allow_loss: bool = False) -> None:
         self._tokens, self._loss = source.files.tokens[:], source.files.loss[:]
         self._bounds, lengths = source.sequence_bounds(), np.diff(source.sequence_bounds())
         self._taken = np.arange(len(lengths)) if taken is None else taken
         self.lengths = lengths[self._taken]
-        self.columns = dict(source.columns)
-        if others := [name for name, column in self.columns.items() if column.spec.per != "sequence"]:
+        columns = dict(source.columns)
+        self.lost = sorted(name for name, column in columns.items() if column.spec.per == "pack")
+        if self.lost and not allow_loss:
             raise FormatError(
-                f"{source.prefix}: column {others[0]} has a row a {self.columns[others[0]].spec.per}; packing carries"
-                " those of sequences only"
+                f"{source.prefix}: columns {', '.join(self.lost)}: they have a row a pack, and these packs will be"
+                " others; pass allow_loss (--allow-loss) to leave them out"
             )
+        self.columns = {name: column for name, column in columns.items() if name not in self.lost}
+        specs = {name: column.spec for name, column in self.columns.items()}
+        self.window_tokens = fewer_tokens(self.window_tokens, specs)
 
     def read(self, run: PackedRun) -> tuple[NDArray[Any], NDArray[Any], dict[str, NDArray[Any]]]:
-        """Ids and label-aligned masks of these packs, end to end, and columns by name, a row a sequence."""
+        """Ids and label-aligned masks of these packs, end to end, and columns by name, a row a sequence or token."""
         sequences = self._taken[run.sequences]
         starts = self._bounds[sequences]
         if run.begins is not None:
@@ -465,7 +474,18 @@ class CorpusReader:
             _native.gather_sequences(array, starts, starts + lengths, in_order, out)
         # Where a sequence was cut its last label is gone; elsewhere this is zero already (rule P6).
         mask[np.cumsum(lengths) - 1] = 0
-        return ids, mask, {name: column.values[:][sequences] for name, column in self.columns.items()}
+        columns = {}
+        for name, column in self.columns.items():
+            items, spec = column.held_items, column.spec
+            if spec.per == "sequence":
+                found = items[sequences]
+            else:
+                found = np.empty(len(ids), items.dtype)
+                # As bytes: rows may be of any width.
+                begins, nbytes = starts * spec.row_nbytes, lengths * spec.row_nbytes
+                _native.gather_sequences(items.view(np.uint8), begins, begins + nbytes, in_order, found.view(np.uint8))
+            columns[name] = found.view(spec.dtype).reshape(spec.shape(len(found)))
+        return ids, mask, columns
 
     def count_trained(self, sequences: NDArray[np.int64], positions: NDArray[np.int64]) -> int:
         """How many of the tokens at these positions of these sequences are trained on; none is a first one."""
@@ -610,6 +630,7 @@ def pack_shard(
     keep: bool = False,
     log_interval: int = 0,
     sources: Sequence[str] = (),
+    allow_loss: bool = False,
 ) -> PackReport:
     """Pack the sequences of ``source`` into a new shard at ``prefix``, or several.
 
@@ -624,16 +645,17 @@ def pack_shard(
         keep: leave shards that are there and are the very ones that would be made.
         log_interval: sequences between two lines of progress where there is no terminal; 0 for silence.
         sources: names of input files; sequences of others are left out. None for all.
+        allow_loss: leave out columns of packs; those of sequences and tokens go with their sequences.
 
     Raises:
         SequenceError: sequences longer than the capacity, where they are not to be dropped, truncated or split.
-        FormatError: an option that cannot be, a file that the shard does not name, nothing left to pack, or ``prefix``
-            is that of the source.
+        FormatError: an option that cannot be, a file that the shard does not name, nothing left to pack, a column of
+            packs without leave to lose it, or ``prefix`` is that of the source.
     """
     for path in (source.prefix, prefix):
         require_local(path, "packing")
-    taken, header = _of_sources(source, sources) if sources else None, source.header
-    reader, groups = CorpusReader(source, taken), pair_numbers(source)
+    taken, header = sequences_of(source, sources) if sources else None, source.header
+    reader, groups = CorpusReader(source, taken, allow_loss=allow_loss), pair_numbers(source)
     if taken is not None and groups is not None:
         groups = groups[taken]
     reads = places_of(ShardPaths.of(source.prefix).with_columns(reader.columns), "the shard to be packed")
@@ -665,18 +687,4 @@ def pack_shard(
             lambda numbers: (write_shard(reader, outputs[n], packing.run(n), progress.update) for n in numbers),
             keep=keep,
         )
-    return PackReport.of(headers)
-
-
-def _of_sources(source: Shard, names: Iterable[str]) -> NDArray[np.int64]:
-    """Numbers of the sequences that were made from files of these names, as the column ``source`` names them."""
-    column = source.columns.get("source")
-    files = None if column is None else column.spec.metadata.get("files")
-    if column is None or column.spec.kind[:3] != ("sequence", "<u4", 2) or not isinstance(files, list):
-        raise FormatError(f"{source.prefix}: has no column source, which preprocess writes, and so no files to choose")
-    listed = [file.get("name") if isinstance(file, dict) else None for file in files]
-    if unknown := sorted({*names} - {*listed}):
-        known = ", ".join(map(str, listed[:5])) + (", ..." if len(listed) > 5 else "")
-        raise FormatError(f"{source.prefix}: --source {unknown[0]}: no such file in it; it has {known}")
-    wanted = [number for number, name in enumerate(listed) if name in {*names}]
-    return np.flatnonzero(np.isin(column.values[:][:, 0], wanted))
+    return replace(PackReport.of(headers), lost_columns=reader.lost)

@@ -622,6 +622,9 @@ class Summary:
                 f"overlong        {packing.overlong:,} sequences: {packing.dropped_tokens:,} tokens dropped,"
                 f" {packing.untrained_by_cut:,} labels lost to cuts"
             )
+        if packing.lost_columns:
+            names = ", ".join(packing.lost_columns)
+            lines.append(f"lost            columns {names}: they have a row a pack of the source")
         if packing.masked_packs:
             lines.append(
                 f"warning         {packing.masked_packs:,} packs have no token to train on: inspect names them,"

@@ -8,7 +8,7 @@ added, and rows that say the same share it: no copy of a validation row is train
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.types import Conversation, TokenizedRow
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.shard import Shard
 
 __all__ = [
     "Cuts",
@@ -31,6 +32,7 @@ __all__ = [
     "row_hash",
     "select_rows",
     "selection_options",
+    "sequences_of",
     "which_train",
 ]
 
@@ -295,3 +297,17 @@ def which_train(
         return trains
     starts = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
     return np.repeat(np.logical_or.reduceat(trains, starts), np.diff(starts, append=len(trains)))
+
+
+def sequences_of(source: Shard, names: Iterable[str]) -> NDArray[np.int64]:
+    """Numbers of the sequences that were made from files of these names, as the column ``source`` names them."""
+    column = source.columns.get("source")
+    files = None if column is None else column.spec.metadata.get("files")
+    if column is None or column.spec.kind[:3] != ("sequence", "<u4", 2) or not isinstance(files, list):
+        raise FormatError(f"{source.prefix}: has no column source, which preprocess writes, and so no files to choose")
+    listed = [file.get("name") if isinstance(file, dict) else None for file in files]
+    if unknown := sorted({*names} - {*listed}):
+        known = ", ".join(map(str, listed[:5])) + (", ..." if len(listed) > 5 else "")
+        raise FormatError(f"{source.prefix}: --source {unknown[0]}: no such file in it; it has {known}")
+    wanted = [number for number, name in enumerate(listed) if name in {*names}]
+    return np.flatnonzero(np.isin(column.values[:][:, 0], wanted))

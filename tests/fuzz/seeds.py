@@ -20,6 +20,8 @@ import zstandard
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
+from columned import SPECS, write_columned  # noqa: E402
+from fuzz.fuzz_column import PACKS as COLUMNED  # noqa: E402
 from fuzz.fuzz_memmap import NAMES  # noqa: E402
 from fuzz.fuzz_recover import NAMES as KILLED  # noqa: E402
 from fuzz.fuzz_shard import join as join_shard  # noqa: E402 - the folders above are where these are found
@@ -60,6 +62,15 @@ def shards() -> Iterator[dict[str, bytes]]:
             prefix = Path(folder) / f"x{count}"
             write_samples(prefix, demo_samples(count), token_dtype=token, mask_dtype=mask, metadata={"a": ["é", 1.5]})
             yield five_files(prefix)
+
+
+def columns() -> Iterator[bytes]:
+    """Of each kind, beside the shard of the target."""
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = Path(folder) / "x"
+        write_columned(prefix, COLUMNED)
+        for name in sorted(SPECS):
+            yield Path(f"{prefix}.{name}.col").read_bytes()
 
 
 def journals() -> Iterator[bytes]:
@@ -169,6 +180,7 @@ def inputs() -> Iterator[tuple[str, list[bytes]]]:
     array = b"[" + b", ".join(rows[:2] + ODD_JSON) + b"]\n"
     frame = zstandard.ZstdCompressor(level=19)
     yield "header", [files[".seq.idx"] for files in whole]
+    yield "column", list(columns())
     yield "journal", list(journals())
     yield "shard", [join_shard(files) for files in whole]
     yield "json-lines", [lines, rows[2], b"\xef\xbb\xbf\n\n"]

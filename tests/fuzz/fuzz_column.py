@@ -1,0 +1,60 @@
+"""A column beside a good shard: whatever its file says, its rows come from inside it, or it is refused and found."""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+
+import numpy as np
+import xxhash
+from fuzz.contract import refused, scratch
+from packs import demo_samples, write_samples
+
+from megatron_sft_idx.check import verify_shard
+from megatron_sft_idx.layout.column import COLUMN_MAGIC, ColumnHeader, column_rows
+from megatron_sft_idx.shard import Shard
+
+PACKS = demo_samples(3)
+_LEAST_NBYTES = 192
+
+
+@cache
+def _shard() -> str:
+    """The prefix of the shard."""
+    prefix = str(scratch("column") / "x")
+    write_samples(prefix, PACKS)
+    return prefix
+
+
+def repair_column(data: bytes, shard_id: bytes) -> bytes:
+    """With magic, version, shard id and checksum as readers want them; all else is as it was."""
+    raw = bytearray(data.ljust(_LEAST_NBYTES, b"\0"))
+    size = ColumnHeader.peek(COLUMN_MAGIC + raw[8:])
+    if size % 64 or not _LEAST_NBYTES <= size <= len(raw):
+        size = _LEAST_NBYTES
+    raw[:8] = COLUMN_MAGIC
+    raw[8:32] = struct.pack("<II", 1, size) + shard_id
+    raw[size - 16 : size] = xxhash.xxh3_128_digest(bytes(raw[: size - 16]))
+    return bytes(raw)
+
+
+def run(data: bytes) -> None:
+    prefix = _shard()
+    path, good = f"{prefix}.a.col", Shard(prefix).header
+    for raw in (data, repair_column(data, good.shard_id)):
+        with open(path, "wb") as file:
+            file.write(raw)
+        opened = False
+        with refused(path):
+            mapped, copied = (Shard(prefix, columns=["a"], backend=backend) for backend in ("mmap", "pread"))
+            column = mapped.columns["a"]
+            assert len(column) == column_rows(good, column.spec.per)
+            assert column.header.encode() + column.values[:].tobytes() == raw
+            for pack, other in zip(mapped, copied, strict=True):
+                assert np.asarray(pack["a"]).tobytes() == np.asarray(other["a"]).tobytes()  # type: ignore[typeddict-item]
+            opened = True
+        report = verify_shard(prefix, full=True)
+        # Of a file that does not begin as a column does nothing is known.
+        assert opened or not report.ok or raw[:8] != COLUMN_MAGIC
+        if opened and xxhash.xxh3_128_digest(raw[column.spec.header_nbytes :]) == column.header.checksum:
+            assert report.ok, report.findings
