@@ -176,6 +176,29 @@ def test_a_column_that_was_changed_is_found_or_read_as_it_is(tmp_path: Path, nam
             list(open_reader(str(there), name, columns=None).runs())
 
 
+@pytest.mark.parametrize("value", ["1e300", '"nan"', "null", "true", "[1]", '"1"'])
+def test_json_values_that_the_column_does_not_hold_are_refused(tmp_path: Path, value: str) -> None:
+    write_columned(
+        tmp_path / "x", PACKS[:2], {"grade": ColumnSpec("pack", "f4"), "label": ColumnSpec("sequence", "u1")}
+    )
+    convert(str(tmp_path / "x"), str(tmp_path / "y"), "jsonl-chunks")
+    chunk = tmp_path / "y" / "chunk_00000.jsonl"
+    good = chunk.read_text()
+    assert '"grade":0.0' in good
+    for bad in (good.replace('"grade":0.0', f'"grade":{value}'), good.replace('"label":[0', f'"label":[{value}')):
+        assert bad != good
+        chunk.write_text(bad)
+        with pytest.raises(SequenceError, match="pack 0"):
+            list(open_reader(str(tmp_path / "y"), "jsonl-chunks", columns=None).runs())
+
+
+def test_a_shard_that_is_read_as_a_stock_dataset_says_what_is_left_out(tmp_path: Path) -> None:
+    write_columned(tmp_path / "x", PACKS[:4], {"source": SOURCE})
+    options = ConvertOptions(source_format="megatron", reader={"mask_rule": "all"})
+    report = convert(str(tmp_path / "x"), str(tmp_path / "y"), "sft-idx", options)
+    assert any("masks and columns are left out" in note for note in report.notes)
+
+
 def test_a_result_with_other_values_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_columned(tmp_path / "x", PACKS[:4], {"grade": ColumnSpec("pack", "f4")})
     write_columned(tmp_path / "y", PACKS[:4], {"grade": ColumnSpec("pack", "f4")}, first=1)

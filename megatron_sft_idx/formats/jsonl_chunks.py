@@ -338,13 +338,13 @@ def _column(beside: Any, name: str, spec: ColumnSpec, count: int) -> Column:
     if spec.dtype.kind == "f":
         if not isinstance(rows, list) or not all(type(value) in (int, float) or value in _NO_NUMBERS for value in rows):
             raise ValueError(f"column {name} is no list of numbers")
-        with np.errstate(over="raise"):
-            values: NDArray[Any] = np.array([float(value) for value in rows])
+        values: NDArray[Any] = np.array([float(value) for value in rows])
     else:
         values = _integers(rows, f"column {name}")
     if len(values) != count * spec.width:
         raise ValueError(f"column {name} has {len(values)} values, expected {count} x {spec.width}: one a {spec.per}")
-    return Column(spec, spec.array(name, values.reshape(spec.shape(count)), count))
+    with np.errstate(over="raise"):
+        return Column(spec, spec.array(name, values.reshape(spec.shape(count)), count))
 
 
 def _plain(values: NDArray[Any]) -> Any:

@@ -162,6 +162,11 @@ class Reader(PackedReader):
         files = [paths.idx, paths.tokens]
         self._masks: _Items | None = None
         self.notes.append("one sequence a pack: the format knows items only; pack them with the pack verb")
+        if os.path.isfile(paths.seq_idx):
+            self.notes.append(
+                f"{paths.seq_idx} is beside it: this is a packed SFT shard, whose packs are taken for sequences, and"
+                " whose masks and columns are left out; read it as sft-idx to have them"
+            )
         if mask_path is None:
             self.notes.append("every token is trained on, as the mask rule says")
         else:
