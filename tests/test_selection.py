@@ -140,18 +140,19 @@ def test_a_shuffle_is_a_permutation_of_whole_rows():
 
 def test_weights_find_their_files():
     files = ["raw/a.jsonl", "raw/b.jsonl", "c.parquet"]
-    assert file_weights(["raw=2", "c.parquet=0.5"], files) == [2, 2, 0.5]
-    assert file_weights(["*.jsonl=1.5"], files) == [1.5, 1.5, 1]
+    assert file_weights("--weight", ["raw=2", "c.parquet=0.5"], files) == [2, 2, 0.5]
+    assert file_weights("--weight", ["*.jsonl=1.5"], files) == [1.5, 1.5, 1]
+    assert file_weights("--weight", ["a.jsonl=2"], files) == [2, 1, 1]
     for entry, said in (
-        ("a.jsonl=2", "no file of the input is called so"),
+        ("d.jsonl=2", "no file of the input is called so"),
         ("raw/a.jsonl", "expected FILE=WEIGHT"),
         ("raw/a.jsonl=-1", "expected FILE=WEIGHT"),
         ("raw/a.jsonl=nan", "expected FILE=WEIGHT"),
     ):
         with pytest.raises(FormatError, match=said):
-            file_weights([entry], files)
-    with pytest.raises(FormatError, match=r"raw/a\.jsonl has a weight already"):
-        file_weights(["raw=2", "raw/a.jsonl=3"], files)
+            file_weights("--weight", [entry], files)
+    with pytest.raises(FormatError, match=r"it has a weight already: raw/a\.jsonl"):
+        file_weights("--weight", ["raw=2", "raw/a.jsonl=3"], files)
 
 
 def test_rows_say_the_same_whatever_they_are_called():

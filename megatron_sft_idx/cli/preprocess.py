@@ -121,8 +121,8 @@ def add_parser(verbs: Verbs) -> None:
         nargs="+",
         default=(),
         metavar="FILE=W",
-        help="multiply the loss of each row of a file by W, named as it is in --input or by its name alone; masks that"
-        " are not 0 and 1 then are float32 (default: 1)",
+        help="multiply the loss of each row of a file by W, named as for --input-weight; masks that are not 0 and 1"
+        " then are float32 (default: 1)",
     )
     group.add_argument(
         "--resume",
@@ -200,7 +200,7 @@ def _add_selection_options(parser: argparse.ArgumentParser) -> None:
         default=(),
         metavar="FILE=W",
         help="train on each row of a file W times: 2 is twice, 0.5 every other row, 1.5 all once and half of them"
-        " again; a file of the input, a glob or a folder (default: 1)",
+        " again; a file as it is in --input, its name alone, a glob or a folder (default: 1)",
     )
     group.add_argument(
         "--shuffle",

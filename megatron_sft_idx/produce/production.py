@@ -12,7 +12,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -146,7 +146,7 @@ class ProduceOptions:
         """All that decides over the bytes of the shards, but for the content of the input."""
         source = "a growing folder" if self.watch is not None else "a pipe" if self.from_stdin else f"{num_files} files"
         return encoder.describe() | {
-            "packing": asdict(self.packing),
+            "packing": self.packing.describe(),
             "sharding": self.sharding(),
             "input": {"input": source},
         }

@@ -27,6 +27,7 @@ from megatron_sft_idx.tokenize.cut import Cutting, source_fingerprint
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.gather import PackOptions, drop_build, output_prefixes
 from megatron_sft_idx.tokenize.parts import PART_MAGIC
+from megatron_sft_idx.tokenize.selection import file_weights
 
 __all__ = [
     "Job",
@@ -50,7 +51,6 @@ _IN_TEMPLATE = tuple(
     )
 )
 _VERSION = 2
-_MOST_WEIGHT = 1000
 _LOCK = "run.journal"
 _BEGIN = b'{"version":'
 _KIND = Kind("the record of a run", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
@@ -97,30 +97,8 @@ class PreprocessOptions:
     input_weights: Sequence[str] = ()
 
     def encoding_of(self, files: Sequence[InputFile]) -> EncodingOptions:
-        """Rows to sequences, with the weights of these files.
-
-        Raises:
-            FormatError: a weight that is none, or of no file, of several, or of one that has another.
-        """
-        weights: dict[int, float] = {}
-        for entry in self.source_weights:
-            name, _, text = entry.rpartition("=")
-            try:
-                weight = float(text)
-            except ValueError:
-                weight = -1.0
-            if not name or not 0 <= weight <= _MOST_WEIGHT:
-                form = f"FILE=WEIGHT, such as chats.jsonl=0.5, from 0 to {_MOST_WEIGHT:,}"
-                raise FormatError(f"--source-weight {entry}: expected {form}")
-            found = [n for n, file in enumerate(files) if name in (file.path, os.path.basename(file.path))]
-            if len(found) != 1 or found[0] in weights:
-                several = ", ".join(files[n].path for n in found)
-                why = f"{several} are called so, name one by its path" if len(found) > 1 else "it has a weight already"
-                known = ", ".join(file.path for file in files)
-                why = why if found else f"no file of the input is called so; they are {known}"
-                raise FormatError(f"--source-weight {entry}: {why}")
-            weights[found[0]] = weight
-        each = tuple(weights.get(n, 1.0) for n in range(len(files)))
+        """Rows to sequences, with the weights of these files; errors as of ``file_weights``."""
+        each = tuple(file_weights("--source-weight", self.source_weights, [file.path for file in files]))
         return replace(self.encoding, source_weights=each if set(each) != {1.0} else ())
 
     @property

@@ -111,7 +111,7 @@ def _with_weights(options: PreprocessOptions, files: Sequence[InputFile]) -> Pre
     """The options, with the weights of files by their numbers: what a shard says of itself has no paths."""
     if not options.input_weights:
         return options
-    weights = file_weights(options.input_weights, [file.path for file in files])
+    weights = file_weights("--input-weight", options.input_weights, [file.path for file in files])
     if options.encoding.rows.kind == "preference" and max(weights) > 1:
         raise FormatError("--input-weight: a preference pair is trained on once, as its number says; ask for 1 at most")
     selection = replace(options.packing.selection or Selection(), weights=weights)

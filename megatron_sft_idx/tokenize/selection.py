@@ -8,6 +8,7 @@ added, and rows that say the same share it: no copy of a validation row is train
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
@@ -35,6 +36,9 @@ __all__ = [
     "sequences_of",
     "which_train",
 ]
+
+
+_MOST_WEIGHT = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +82,17 @@ def selection_options(given: Mapping[str, Any]) -> Selection | None:
     return None if selection == Selection() else selection
 
 
-def file_weights(given: Sequence[str], files: Sequence[str]) -> list[float]:
-    """How often rows of each file are trained on.
+def file_weights(option: str, given: Sequence[str], files: Sequence[str]) -> list[float]:
+    """A number for each file of the input; 1 for those that are not named.
 
     Args:
-        given: ``FILE=WEIGHT``, where a file is one of the input, a glob of such, or a folder that they lie in.
+        option: what errors call it.
+        given: ``FILE=WEIGHT``, where a file is a path as it is in the input, a glob of such, a folder that they lie in,
+            or the name alone where one file has it.
         files: paths of the input.
 
     Raises:
-        FormatError: not of this form, of no file of the input, or two of one file.
+        FormatError: a weight that is none, or of no file, of several of a name, or of one that has another.
     """
     weights: dict[int, float] = {}
     for entry in given:
@@ -95,16 +101,22 @@ def file_weights(given: Sequence[str], files: Sequence[str]) -> list[float]:
             weight = float(number)
         except ValueError:
             weight = -1.0
-        if not name or not 0 <= weight <= 1000:
-            raise FormatError(f"--input-weight {entry}: expected FILE=WEIGHT, such as chats.jsonl=1.5, from 0 to 1000")
+        if not name or not 0 <= weight <= _MOST_WEIGHT:
+            form = f"FILE=WEIGHT, such as chats.jsonl=0.5, from 0 to {_MOST_WEIGHT:,}"
+            raise FormatError(f"{option} {entry}: expected {form}")
         folder = name.rstrip("/") + "/"
-        found = [i for i, path in enumerate(files) if path == name or fnmatch(path, name) or path.startswith(folder)]
+        found = [n for n, path in enumerate(files) if path == name or fnmatch(path, name) or path.startswith(folder)]
         if not found:
-            raise FormatError(f"--input-weight {entry}: no file of the input is called so; they are {', '.join(files)}")
-        if twice := next((files[i] for i in found if i in weights), None):
-            raise FormatError(f"--input-weight {entry}: {twice} has a weight already")
+            found = [n for n, path in enumerate(files) if os.path.basename(path) == name]
+            if len(found) > 1:
+                several = ", ".join(files[n] for n in found)
+                raise FormatError(f"{option} {entry}: {several} are called so, name one by its path")
+        if not found:
+            raise FormatError(f"{option} {entry}: no file of the input is called so; they are {', '.join(files)}")
+        if twice := next((files[n] for n in found if n in weights), None):
+            raise FormatError(f"{option} {entry}: it has a weight already: {twice}")
         weights |= dict.fromkeys(found, weight)
-    return [weights.get(i, 1.0) for i in range(len(files))]
+    return [weights.get(n, 1.0) for n in range(len(files))]
 
 
 def row_hash(row: Sequence[Conversation | TokenizedRow], label: int | None = None) -> NDArray[np.uint32]:
