@@ -57,7 +57,8 @@ TO_A_BUCKET = (
     f"preprocess {_ROWS} --output-prefix [URL/out] --staging [stage]",
 )
 # What is free text and no path.
-WORDS = {"messages_key", "template_date", "chat_template_kwargs", "ray_address", "find"}
+WORDS = {"messages_key", "template_date", "chat_template_kwargs", "ray_address", "find", "row"}
+WORDS |= {"source_weight", "sources", "input_weight"}
 # Other inputs, whose result is another.
 OTHERS = {"rows.jsonl": "more.jsonl", "s": "t", "t": "s", "stock": "stock2", "masks": "masks2"}
 # Slots for a folder that files are put into, beside what is there.

@@ -39,7 +39,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 def named(read: str) -> list[Path]:
     """The files, or the folder, that a place in a recipe stands for."""
-    return [path for path in (Path(read), *(Path(read + suffix) for suffix in SUFFIXES)) if path.exists()]
+    columns = Path(".").glob(f"{read}.*.col")
+    return [path for path in (Path(read), *(Path(read + suffix) for suffix in SUFFIXES), *columns) if path.exists()]
 
 
 @pytest.mark.parametrize("text", READING)
@@ -61,8 +62,9 @@ def test_input_whose_name_is_not_utf8(world: World, text: str, above: bool) -> N
             assert list(judge_words(cell, outcome)) == []
         assert list(judge_bystanders(before, after, may_go=set())) == []
         for name, content in results(world, cell).items() if outcome.code == 0 else ():
-            # Headers and pages, and what says how a catalog was made, tell where the input was.
-            if content is not None and not name.endswith((".seq.idx", ".json", ".jsonl", ".html")) and "/_" not in name:
+            # Headers and pages, and what says how a catalog was made, tell where the input was; a column, its name.
+            told = (".seq.idx", ".source.col", ".json", ".jsonl", ".html")
+            if content is not None and not name.endswith(told) and "/_" not in name:
                 copied = name.replace("/s.", f"/{NOT_UTF8}.") if text.startswith("copy") and not above else name
                 assert name in after or copied in after, name
                 assert what(after.get(name, after.get(copied, (0, 0, 0)))) == content, name

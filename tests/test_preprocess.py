@@ -12,7 +12,7 @@ import pytest
 from chats import (
     CHATS,
     GENERATION_TEMPLATE,
-    MADE,
+    SUFFIXES,
     TOKENIZER,
     files_of,
     preprocess,
@@ -304,7 +304,7 @@ def test_a_program_writes_over_nothing_that_it_reads(tmp_path):
         tokenize.make_shards(options)
     os.unlink(tmp_path / "x.bin")
     tokenize.make_shards(options)
-    for suffix in MADE:
+    for suffix in SUFFIXES:
         os.link(tmp_path / f"x{suffix}", tmp_path / f"y{suffix}")
     before = files_of(tmp_path / "x")
     with pytest.raises(FormatError, match="is both the output and the shard to be packed"):

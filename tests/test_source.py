@@ -335,3 +335,18 @@ def test_some_sources_are_packed(tmp_path):
         *("pack", tmp_path / "bare", "--source", "a", "--seq-length", 4096, "--output-prefix", tmp_path / "none")
     )
     assert (other.code, "has no column source" in other.err) == (1, True)
+
+
+@pytest.mark.parametrize("suffix", [".source.col", ".unpacked.source.col"])
+def test_the_place_of_the_column_is_taken(tmp_path, suffix):
+    for option in ("--summary", "--chat-template"):
+        said = weighted(tmp_path, "--keep-corpus", option, tmp_path / f"x{suffix}")
+        assert said.code in (1, 2), said
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    assert weighted(tmp_path, "--keep-corpus").code == 0
+    said = command(
+        *("pack", tmp_path / "x", "--seq-length", 2048, "--output-prefix", tmp_path / "y"),
+        *("--summary", tmp_path / "y.source.col"),
+    )
+    assert (said.code, "is both" in said.err) == (1, True), said
+    assert not list(tmp_path.glob("y*"))

@@ -7,8 +7,9 @@ import time
 from dataclasses import asdict
 
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_output_options, add_packing_options, local_path
-from megatron_sft_idx.formats.registry import places
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard.prefix import places_of
 from megatron_sft_idx.tokenize import Output, Summary, check_summary, pack_shard, packing_options
 
 __all__ = ["add_parser"]
@@ -62,7 +63,9 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
     # What is cut off, or of other sources, is not known before the plan.
     whole = options.overlong not in ("drop", "truncate") and not arguments.sources
     nbytes = source.header.num_tokens * (source.header.token_dtype.itemsize + source.header.mask_dtype.itemsize)
-    output.prepare(places(arguments.source, "sft-idx", "the source"), nbytes=nbytes if whole else 0)
+    columns = list(source.columns)
+    reads = places_of(ShardPaths.of(arguments.source).with_columns(columns), "the source")
+    output.prepare(reads, columns=columns, nbytes=nbytes if whole else 0)
     begin = time.monotonic()
     report = pack_shard(
         source,

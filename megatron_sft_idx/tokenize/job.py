@@ -263,7 +263,13 @@ def run_job(
         reads = reads_of(inputs, options.encoding)
         sizes = [os.path.getsize(place.path) for place in reads if place.role == _INPUT and os.path.isfile(place.path)]
         beside = [corpus_prefix("")]
-        output.prepare(reads, beside=beside, resume=options.resume, nbytes=sum(sizes) // _LEAST_SHARE)
+        output.prepare(
+            reads,
+            beside=beside,
+            columns=options.encoding.columns,
+            resume=options.resume,
+            nbytes=sum(sizes) // _LEAST_SHARE,
+        )
         made = make_shards(
             replace(options, inputs=inputs, prefix=output.local),
             log=lambda line: print(line, file=sys.stderr, flush=True),

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from megatron_sft_idx.errors import SFTIndexError
-from megatron_sft_idx.formats.registry import places
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.buckets import STAGING, StagedOutput
 from megatron_sft_idx.packs.transfer import shard_nbytes
+from megatron_sft_idx.shard.prefix import places_of
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.progress import shown
 from megatron_sft_idx.storage.publish import Place, check_lock, require_apart, require_space
@@ -52,13 +52,20 @@ class Output:
         self.local = self._staged.local if self._staged else prefix
 
     def prepare(
-        self, reads: Iterable[Place], *, beside: Sequence[str] = (), resume: bool = False, nbytes: int = 0
+        self,
+        reads: Iterable[Place],
+        *,
+        beside: Sequence[str] = (),
+        columns: Iterable[str] = (),
+        resume: bool = False,
+        nbytes: int = 0,
     ) -> None:
         """Before the work: SFTIndexError where it could not be published in the end.
 
         Args:
             reads: the files that the verb reads.
             beside: what else is written, by what is added to the prefix.
+            columns: that the shards will have.
             resume: it may go on with what an earlier run left.
             nbytes: what will be written at least, where nothing of it is there.
         """
@@ -66,7 +73,8 @@ class Output:
         if len(self._suffixes) > 1:
             check_lock(f"{local}-parts.journal", ())
         ends = (*self._suffixes, *beside)
-        writes = [place for end in ends for place in places(self.local + end, "sft-idx", _ROLE, written=True)]
+        shards = [ShardPaths.of(self.local + end).with_columns(columns) for end in ends]
+        writes = [place for each in shards for place in places_of(each, _ROLE, written=True)]
         if self._summary is not None:
             writes.append(Place(self._summary, "--summary"))
         require_apart(writes, reads)
