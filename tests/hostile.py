@@ -19,12 +19,15 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from chats import command, write_rows
+from columned import SOURCE, write_columned
 from packs import demo_samples, sample_of, write_samples
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from megatron_sft_idx.cli.main import build_parser
 from megatron_sft_idx.formats.registry import WRITABLE
+from megatron_sft_idx.shard import write_column
 
 _TEXT = "--tokenizer-model <tok> --seq-length 16 --workers 0"
 _ROWS = f"--input <rows.jsonl> {_TEXT}"
@@ -35,10 +38,10 @@ RECIPES = (
     f"produce --watch <incoming> {_TEXT} --chat-template <t.jinja> --catalog [live] --tokens-per-shard 99",
     "pack <s> --seq-length 32 --output-prefix [out] --summary [said.json]",
     "pack <s> --seq-length 32 --output-prefix [out] --output-shards 2",
-    "merge <s> <t> --output-prefix [out]",
-    "split <s> --shards 2 --output-prefix [out]",
-    "copy <s> [out]",
-    "copy <s> <t> [into/]",
+    "merge <c> <d> --output-prefix [out]",
+    "split <c> --shards 2 --output-prefix [out]",
+    "copy <c> [out]",
+    "copy <c> <d> [into/]",
     *(f"convert <s> [out] --allow-loss --to {name}" for name in WRITABLE),
     "convert <stock> [out] --from megatron --mask-path <masks> --to sft-idx",
     "inspect <s> --tokenizer <tok> --html [page.html]",
@@ -51,8 +54,8 @@ RECIPES = (
 )
 # To an object store, whose URL is put in the place of URL.
 TO_A_BUCKET = (
-    "copy <s> [URL/out]",
-    "merge <s> <t> --output-prefix [URL/out] --staging [stage]",
+    "copy <c> [URL/out]",
+    "merge <c> <d> --output-prefix [URL/out] --staging [stage]",
     "pack <s> --seq-length 32 --output-prefix [URL/out] --staging [stage]",
     f"preprocess {_ROWS} --output-prefix [URL/out] --staging [stage]",
 )
@@ -60,7 +63,7 @@ TO_A_BUCKET = (
 WORDS = {"messages_key", "template_date", "chat_template_kwargs", "ray_address", "find", "row"}
 WORDS |= {"source_weight", "sources", "input_weight"}
 # Other inputs, whose result is another.
-OTHERS = {"rows.jsonl": "more.jsonl", "s": "t", "t": "s", "stock": "stock2", "masks": "masks2"}
+OTHERS = {"rows.jsonl": "more.jsonl", "s": "t", "t": "s", "c": "d", "d": "c", "stock": "stock2", "masks": "masks2"}
 # Slots for a folder that files are put into, beside what is there.
 CONTAINERS = ("live", "acks", "into/")
 
@@ -93,9 +96,14 @@ def build_world(root: Path) -> None:
         with within(here):
             made = command(*Recipe(f"preprocess {_ROWS} --output-prefix {shard}").argv({"rows.jsonl": f"{rows}.jsonl"}))
         assert made.code == 0, made.err
-    for suffix in (".bin", ".loss.bin", ".seq.bin", ".seq.idx"):
-        shutil.copy(here / f"s{suffix}", here / f"lost{suffix}")
     samples = demo_samples(4)
+    # With columns: written with the shard, and attached.
+    for name, packs in (("c", samples[1:]), ("d", samples[:0:-1])):
+        write_columned(here / name, packs, {"source": SOURCE})
+        write_column(here / name, "late", np.arange(len(packs)), per="pack")
+    for path in here.glob("c.*"):
+        if path.suffix != ".idx" or path.name == "c.seq.idx":
+            shutil.copy(path, here / path.name.replace("c.", "lost.", 1))
     for name, packs in (
         ("stock", samples),
         ("stock2", samples[::-1]),

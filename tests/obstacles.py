@@ -35,6 +35,8 @@ KNOWN = (
         "{}.lock",
         "{}.done",
         "{}.seq.idx.failed",
+        "{}.notes.col",
+        "{}.notes.col.tmp",
     ),
 )
 PATIENCE = 20
@@ -329,8 +331,9 @@ def results(world: World, cell: Cell) -> dict[str, Any]:
     for pattern, (slot, content) in world.calm(cell.recipe).made.items():
         value = cell.value if cell.value is not None and slot == cell.slot else slot
         if cell.recipe.text.startswith("copy") and slot == cell.slot and _is_folder(world, value):
-            value = os.path.join(value, "s") if slot == "out" else value
-            value = "project/s" if cell.way == "link to a folder" and cell.name == "out" else value
+            name = cell.recipe.reads[0]
+            value = os.path.join(value, name) if slot == "out" else value
+            value = f"project/{name}" if cell.way == "link to a folder" and cell.name == "out" else value
         value = value.rstrip("/")
         if (
             slot == "out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,29 @@ import packs as samples
 import pytest
 from chats import command
 from columned import SOURCE, SPECS, values_of
+from disks import filled, mounted
 from kills import killed_at
 from numpy.typing import NDArray
+from object_folders import serve_folder
 from packs import assert_holds, demo_samples
 
 from megatron_sft_idx.check import verify_shard
-from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
+from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError, StorageError
 from megatron_sft_idx.layout.column import PAIR, ColumnSpec
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.packs import copying
+from megatron_sft_idx.packs import copying, transfer
+from megatron_sft_idx.packs import split as split_module
+from megatron_sft_idx.packs.buckets import copy_shard
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.split import Parts, split
+from megatron_sft_idx.packs.transfer import Source
 from megatron_sft_idx.shard import Shard, find_remains, recover, write_column
+from megatron_sft_idx.shard import prefix as prefix_module
+from megatron_sft_idx.shard.opening import missing_files
+from megatron_sft_idx.storage.remote.store import RemoteStore
 
 PACKS = demo_samples(40)
+PAIRED = [pack for pack in demo_samples(60) if len(pack.starts) % 2 == 0]
 FEW = {"source": SOURCE, "grade": ColumnSpec("pack", "f4"), "topk": ColumnSpec("token", "i4", 2, metadata={"k": 2})}
 
 
@@ -161,8 +171,8 @@ def write_pairs(prefix: Path, packs: Sequence[Any], numbers: Sequence[int]) -> N
 
 
 def test_pairs_of_different_shards_stay_apart(tmp_path: Path) -> None:
-    write_pairs(tmp_path / "s", PACKS[:10], [3, 0, 1])
-    write_pairs(tmp_path / "t", PACKS[10:20], [0, 2])
+    write_pairs(tmp_path / "s", PAIRED[:10], [3, 0, 1])
+    write_pairs(tmp_path / "t", PAIRED[10:20], [0, 2])
     first, second = pairs_of(tmp_path / "s"), pairs_of(tmp_path / "t")
     shift = max(first)[0] + 1
     merge([tmp_path / "s", tmp_path / "t", tmp_path / "s"], tmp_path / "x", durable=False)
@@ -173,13 +183,14 @@ def test_pairs_of_different_shards_stay_apart(tmp_path: Path) -> None:
     parts = split(tmp_path / "x", tmp_path / "y", Parts(shards=4)).prefixes
     merge(parts, tmp_path / "z", durable=False)
     assert pairs_of(tmp_path / "z") == expected
+    assert all(verify_shard(prefix, full=True).ok for prefix in [tmp_path / "x", *parts, tmp_path / "z"])
     merge(parts[::-1], tmp_path / "r", durable=False)
     counts = [len({n for n, _ in pairs_of(prefix)}) for prefix in parts]
     assert len({n for n, _ in pairs_of(tmp_path / "r")}) == sum(counts)
 
 
 def test_more_pairs_than_numbers_are_refused(tmp_path: Path) -> None:
-    write_pairs(tmp_path / "s", PACKS[:1], [2**32 - 1])
+    write_pairs(tmp_path / "s", PAIRED[:1], [2**32 - 1])
     with pytest.raises(FormatError, match=r"s\.pair\.col: pair 8,589,934,591 of all shards"):
         merge([tmp_path / "s", tmp_path / "s"], tmp_path / "x", durable=False)
     assert not list(tmp_path.glob("x.*"))
@@ -366,3 +377,220 @@ def test_a_split_that_is_killed_leaves_whole_parts_or_none(tmp_path: Path) -> No
         step += 1
     assert len(list(folder.iterdir())) == 2 * (len(SUFFIXES) + 4)
     assert step > 30
+
+
+# ---- copied ----
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "store").mkdir()
+    return serve_folder(tmp_path / "store", tmp_path / "msc.json", monkeypatch)
+
+
+def names_of(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_copies_bring_all_columns_and_send_nothing_twice(store: str, tmp_path: Path, remote: bool) -> None:
+    write_columned(tmp_path / "x", PACKS, SPECS)
+    attach(tmp_path / "x", "late", "token")
+    there = tmp_path / ("store" if remote else "there")
+    target = f"{store}/x" if remote else str(there / "x")
+    told: list[int] = []
+    first = copy_shard(str(tmp_path / "x"), target, on_progress=told.append)
+    assert files_of(there) == files_of(tmp_path)
+    assert (first.nbytes_sent, first.nbytes_found) == (sum(told), 0) == (sum(map(len, files_of(tmp_path).values())), 0)
+    assert copy_shard(str(tmp_path / "x"), target).nbytes_sent == 0
+    copy_shard(target, str(tmp_path / "back/x"))
+    assert files_of(tmp_path / "back") == files_of(tmp_path)
+    for name, spec in SPECS.items():
+        column = Shard(target, columns=[name]).columns[name]
+        np.testing.assert_array_equal(column.values[:], values_of(spec, 0, len(column)), strict=True)
+    pack = Shard(target, columns=["source", "late"])[3]
+    assert pack["source"].shape == (len(PACKS[3].starts), 2)
+    np.testing.assert_array_equal(pack["late"], Shard(tmp_path / "x", columns=["late"])[3]["late"])
+    # What was attached since is all that is sent; the shard stays open to readers.
+    attach(tmp_path / "x", "later", "pack")
+    index = os.stat(there / "x.seq.idx")
+    again = copy_shard(str(tmp_path / "x"), target)
+    assert again.nbytes_sent == os.path.getsize(tmp_path / "x.later.col")
+    assert os.stat(there / "x.seq.idx").st_ino == index.st_ino
+    assert files_of(there) == files_of(tmp_path)
+    # A listed column that was lost or damaged there is brought again.
+    for damage in (lambda path: path.unlink(), lambda path: path.write_bytes(b"\x89SFTCOL\n" + bytes(300))):
+        damage(there / "x.source.col")
+        if not remote:
+            with pytest.raises(SFTIndexError, match=r"x\.source\.col"):
+                Shard(target, columns=["source"])
+        assert missing_files(target) == ([] if (there / "x.source.col").exists() else [f"{target}.source.col"])
+        copy_shard(str(tmp_path / "x"), target, overwrite=not remote)
+        assert files_of(there) == files_of(tmp_path)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_columns_of_another_shard_go_with_it_and_those_of_this_one_stay(
+    store: str, tmp_path: Path, remote: bool
+) -> None:
+    there = tmp_path / ("store" if remote else "there")
+    target = f"{store}/x" if remote else str(there / "x")
+    write_columned(tmp_path / "old", PACKS[:9], {"source": SOURCE, "other": ColumnSpec("pack", "u1")})
+    attach(tmp_path / "old", "old_late", "pack")
+    write_columned(tmp_path / "new", PACKS, {"source": SOURCE})
+    copy_shard(str(tmp_path / "old"), target)
+    (there / "x.mine.col").write_text("a list of mine")
+    with pytest.raises(FormatError, match="--overwrite"):
+        copy_shard(str(tmp_path / "new"), target)
+    copy_shard(str(tmp_path / "new"), target, overwrite=True)
+    assert {**files_of(tmp_path, "new"), ".mine.col": b"a list of mine"} == files_of(there)
+    # Attached there, to this very shard: it outlives a repair.
+    attach(tmp_path / "new", "late", "pack")
+    os.rename(tmp_path / "new.late.col", there / "x.late.col")
+    if remote:
+        (there / "x.bin").unlink()
+    else:
+        (there / "x.bin").write_bytes(bytes((there / "x.bin").stat().st_size))
+    copy_shard(str(tmp_path / "new"), target, overwrite=not remote)
+    assert files_of(there).keys() == {*files_of(tmp_path, "new"), ".mine.col", ".late.col"}
+    assert (there / "x.bin").read_bytes() == (tmp_path / "new.bin").read_bytes()
+    # A file of somebody else under the name of a column is never replaced.
+    attach(tmp_path / "new", "mine", "pack")
+    for overwrite in (False, True):
+        with pytest.raises(FormatError, match=r"mine\.col"):
+            copy_shard(str(tmp_path / "new"), target, overwrite=overwrite)
+    assert (there / "x.mine.col").read_text() == "a list of mine"
+
+
+def test_a_column_that_lies_alone_is_replaced_with_leave_only(tmp_path: Path) -> None:
+    write_columned(tmp_path / "old", PACKS[:9], {"other": ColumnSpec("pack", "u1")})
+    write_columned(tmp_path / "new", PACKS, {"source": SOURCE})
+    (tmp_path / "there").mkdir()
+    os.rename(tmp_path / "old.other.col", tmp_path / "there/x.other.col")
+    done = command("copy", str(tmp_path / "new"), str(tmp_path / "there/x"))
+    assert (done.code, "x.other.col" in done.err) == (1, True)
+    assert names_of(tmp_path / "there") == ["x.other.col"]
+    assert command("copy", str(tmp_path / "new"), str(tmp_path / "there/x"), "--overwrite").code == 0
+    assert files_of(tmp_path / "there") == files_of(tmp_path, "new")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_damaged_column_is_not_copied(store: str, tmp_path: Path, remote: bool) -> None:
+    write_columned(tmp_path / "x", PACKS, FEW)
+    target = f"{store}/x" if remote else str(tmp_path / "there/x")
+    path = tmp_path / "x.topk.col"
+    good = path.read_bytes()
+    path.write_bytes(good[:-1] + b"\x7f")
+    with pytest.raises(CorruptShardError, match=r"x\.topk\.col: .*rule C7"):
+        copy_shard(str(tmp_path / "x"), target)
+    path.unlink()
+    with pytest.raises(ShardNotFoundError, match="C8"):
+        copy_shard(str(tmp_path / "x"), target)
+    assert not Path(target + ".seq.idx").exists()
+    path.write_bytes(good)
+    copy_shard(str(tmp_path / "x"), target)
+
+
+def test_attached_columns_that_may_not_be_listed_are_said_to_be_left(
+    store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_columned(tmp_path / "x", PACKS[:5], FEW)
+    attach(tmp_path / "x", "late", "pack")
+    copy_shard(str(tmp_path / "x"), f"{store}/x")
+
+    def denied(*_: Any) -> Any:
+        raise StorageError("the store", "access denied")
+
+    monkeypatch.setattr(RemoteStore, "list", denied)
+    copied = copy_shard(f"{store}/x", str(tmp_path / "back/x"))
+    (note,) = copied.notes
+    assert note.endswith("columns that were attached could not be looked for: the store: access denied")
+    assert files_of(tmp_path / "back").keys() == files_of(tmp_path).keys() - {".late.col"}
+
+
+def test_a_copy_that_is_killed_is_no_shard_or_a_whole_one_and_goes_on(tmp_path: Path) -> None:
+    write_columned(tmp_path / "old", PACKS[:4], {"source": SOURCE, "other": ColumnSpec("pack", "u1")})
+    write_columned(tmp_path / "new", PACKS, FEW)
+    attach(tmp_path / "new", "late", "token")
+    old, new = files_of(tmp_path, "old"), files_of(tmp_path, "new")
+    step, killed = 0, True
+    while killed:
+        target = tmp_path / str(step) / "x"
+        copy_shard(str(tmp_path / "old"), str(target))
+        killed = killed_at(step, lambda target=target: copy_shard(str(tmp_path / "new"), str(target), overwrite=True))  # type: ignore[misc]
+        found = files_of(target.parent)
+        if ".seq.idx" in found:
+            assert {name: found[name] for name in found if not name.endswith((".tmp", ".journal"))} in (old, new)
+        copy_shard(str(tmp_path / "new"), str(target), overwrite=True)
+        assert files_of(target.parent) == new
+        step += 1
+    assert step > 30
+
+
+def test_a_copy_goes_on_with_what_has_arrived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_CHUNK_NBYTES", 64)
+    write_columned(tmp_path / "x", PACKS, FEW)
+    size = (tmp_path / "x.topk.col").stat().st_size
+    begins: list[tuple[str, int]] = []
+    chunks = Source.chunks
+
+    def seen(self: Source, suffix: str, offset: int = 0) -> Any:
+        begins.append((suffix, offset))
+        yield from chunks(self, suffix, offset)
+
+    def killed_inside_the_column() -> None:
+        def advance(nbytes: int) -> None:
+            arriving = tmp_path / "there/x.topk.col.tmp"
+            if arriving.exists() and arriving.stat().st_size > size // 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        copy_shard(str(tmp_path / "x"), str(tmp_path / "there/x"), on_progress=advance)
+
+    child = os.fork()
+    if child == 0:
+        killed_inside_the_column()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    monkeypatch.setattr(Source, "chunks", seen)
+    copy_shard(str(tmp_path / "x"), str(tmp_path / "there/x"))
+    assert files_of(tmp_path / "there") == files_of(tmp_path)
+    arrived = {suffix: offset for suffix, offset in begins if suffix not in (".seq.idx", ".grade.col")}
+    assert arrived[".bin"] == (tmp_path / "x.bin").stat().st_size
+    assert size // 2 < arrived[".topk.col"] < size
+
+
+# ---- no room ----
+
+
+@pytest.mark.parametrize("verb", ["merge", "split", "copy"])
+def test_a_disk_that_fills_up_inside_a_column_leaves_no_shard_and_room_again(
+    tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = {"wide": ColumnSpec("token", "f4", 512), "source": SOURCE}
+    write_columned(tmp_path / "s", PACKS, wide)
+    need = sum(map(len, files_of(tmp_path, "s").values()))
+
+    def work(prefix: Path) -> None:
+        if verb == "copy":
+            copy_shard(str(tmp_path / "s"), str(prefix))
+        elif verb == "merge":
+            merge([tmp_path / "s"], prefix)
+        else:
+            split(tmp_path / "s", prefix, Parts(shards=2))
+
+    with mounted("size=8m") as disk:
+        with filled(disk, need // 2), pytest.raises(OSError, match="No space left"):
+            work(disk / "x")
+        assert names_of(disk) == []  # found before the work
+        # Others fill the disk after it was found to have room.
+        for module in (prefix_module, split_module):
+            monkeypatch.setattr(module, "require_space", lambda *_: None)
+        for room in range(40_000, need - 40_000, need if verb == "copy" else need // 5):
+            with filled(disk, room), pytest.raises(OSError, match="No space left"):
+                work(disk / "x")
+            assert not list(disk.glob("*.seq.idx"))
+            assert verb == "copy" or names_of(disk) == []  # what has arrived of a copy stays for the next
+        work(disk / "x")
+        for path in disk.glob("*.seq.idx"):
+            assert verify_shard(str(path).removesuffix(".seq.idx"), full=True).ok
+        assert len(names_of(disk)) == (14 if verb == "split" else 7)

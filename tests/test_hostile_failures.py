@@ -93,7 +93,7 @@ def test_a_killed_run_is_finished_by_the_next(world: World, text: str) -> None:
 
 # --- what a run may remove ---
 
-READING_SHARDS = [text for text in WRITING if "<s>" in text]
+READING_SHARDS = [text for text in WRITING if {*Recipe(text).reads} & {"s", "c"}]
 READING_ROWS = [text for text in WRITING if "<rows.jsonl>" in text]
 
 
@@ -103,7 +103,7 @@ def test_input_that_is_bad_in_the_end_destroys_no_older_result(world: World, tex
     world.calm(recipe), world.old(recipe)
     with within(world.fresh()):
         if text in READING_SHARDS:
-            with open("s.bin", "r+b") as tokens:
+            with open(f"{recipe.reads[0]}.bin", "r+b") as tokens:
                 tokens.seek(-1, os.SEEK_END)
                 tokens.write(b"\xff")
         else:
@@ -116,7 +116,7 @@ def test_input_that_is_bad_in_the_end_destroys_no_older_result(world: World, tex
     after = world.look()
     if outcome.code == 0:  # a verb that holds its source to no checksum
         return
-    bad = "s.bin" if text in READING_SHARDS else "rows.jsonl"
+    bad = f"{recipe.reads[0]}.bin" if text in READING_SHARDS else "rows.jsonl"
     assert list(judge_words(Cell(recipe, (), name=bad), outcome)) == []
     assert list(judge_bystanders(before, after, may_go=set())) == []
     assert undocumented(world, recipe, after.keys() - before.keys()) == []

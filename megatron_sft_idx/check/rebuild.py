@@ -1,6 +1,7 @@
 """``rebuild``: what is left of a shard, to a shard again.
 
-Indexes come back from each other, from the data, or from a killed build's journal. ``restore`` says what can be brought
+Indexes come back from each other, from the data, or from a killed build's journal; columns come back from nothing, and
+are left as they are. ``restore`` says what can be brought
 back; here is what is done about it: what is wrong is found, new files are written beside the old ones, and take their
 places complete, synced and checked.
 """
@@ -18,9 +19,11 @@ from megatron_sft_idx.check.restore import Damaged, Known, Replacement, derive, 
 from megatron_sft_idx.check.verify import Report, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.column import listed_columns
+from megatron_sft_idx.layout.files import column_of
 from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
-from megatron_sft_idx.shard.opening import where_to_look
-from megatron_sft_idx.shard.prefix import held, lock_journal, read_journal
+from megatron_sft_idx.shard.opening import read_header, where_to_look
+from megatron_sft_idx.shard.prefix import held, lock_journal, named_by, read_journal, with_present
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover
 from megatron_sft_idx.storage import read_most, require_local
 from megatron_sft_idx.storage.progress import Watch, unwatched
@@ -34,7 +37,7 @@ _USUAL_HEADER_NBYTES = 1 << 16
 
 @dataclass(frozen=True)
 class FileState:
-    """One of the five files.
+    """One of the files of a shard: of the five, or a column.
 
     Attributes:
         path: of the file.
@@ -55,7 +58,7 @@ class Rebuilt:
 
     Attributes:
         prefix: of the shard.
-        files: the five, in the order of publication.
+        files: the five, in the order of publication, then the columns.
         kept: where the files are that rebuilt ones took the place of.
         note: what else there is to say.
         dry_run: nothing was written; ``rebuilt`` then means that it would be.
@@ -69,8 +72,13 @@ class Rebuilt:
 
     @property
     def whole(self) -> bool:
-        """Whether a complete, verified shard is at the prefix, or would be."""
+        """Whether a complete, verified shard is at the prefix, or would be, with all its columns."""
         return not any(file.state == "lost" for file in self.files)
+
+    @property
+    def opens(self) -> bool:
+        """Whether the five files are whole, or would be."""
+        return not any(file.state == "lost" and column_of(file.path) is None for file in self.files)
 
     @property
     def changed(self) -> bool:
@@ -91,8 +99,10 @@ def rebuild(
     Every byte is read. A good file is never touched, and a file that is replaced is kept under another name. With a
     good ``.seq.idx`` header every other file is brought back exactly or not at all. Without one the indexes are
     derived from the data and marked as rebuilt, except where the damaged header's own checksum proves what it said.
-    Where a killed build left a journal, its complete packs become the shard. What is ambiguous is refused. Memory does
-    not grow with the number of packs.
+    Where a killed build left a journal, its complete packs become the shard. What is ambiguous is refused. A column
+    that is damaged, or listed and not there, is said to be lost. Where the ``.seq.idx`` is derived and nothing proves
+    what it listed, columns that belong to the shard are from then on like attached ones. Memory does not grow with the
+    number of packs.
 
     Args:
         prefix: the path that the five files share.
@@ -117,9 +127,10 @@ def rebuild(
         raise ShardNotFoundError(paths.prefix, list(paths.all), f"nothing to rebuild from; {where_to_look(paths)}")
     with _locked(paths, dry_run=dry_run) as lock:
         raw, header, error = _read_header(paths)
-        faults = _faults(paths, header, error, watch)
+        faults, checked = _faults(paths, header, error, watch)
         if not faults:
-            return Rebuilt(paths.prefix, _states(paths, header, faults, {}), note="nothing to do", dry_run=dry_run)
+            states = (*_states(paths, header, faults, {}), *_column_states(paths, header, checked))
+            return Rebuilt(paths.prefix, states, note="nothing to do", dry_run=dry_run)
         with Replacement(paths, lock) as new:
             shard = Damaged(paths, faults, known or Known(), new, watch)
             if header is not None:
@@ -128,10 +139,14 @@ def rebuild(
                 _require_data(paths, faults)
                 done = derive(shard, raw, error)
             kept = new.publish()
-        report = Rebuilt(paths.prefix, _states(paths, header, faults, done), tuple(kept), dry_run=dry_run)
-        if report.whole and not dry_run:
-            _require_rules(paths, _verified(paths, watch, "verifying"), "rebuilt")
-        return report
+        report, note = Rebuilt(paths.prefix, _states(paths, header, faults, done)), ""
+        if report.opens and not dry_run:
+            _require_rules(paths, checked := _verified(paths, watch, "verifying"), "rebuilt")
+            if header is None:
+                header = read_header(paths)
+                note = _unlisted(paths, header)
+        files = (*report.files, *_column_states(paths, header, checked))
+        return Rebuilt(paths.prefix, files, tuple(kept), note, dry_run)
 
 
 # ---- what is wrong ----
@@ -153,8 +168,12 @@ def _read_header(paths: ShardPaths) -> tuple[bytes | None, Header | None, SFTInd
         return raw, None, error
 
 
-def _faults(paths: ShardPaths, header: Header | None, error: SFTIndexError | None, watch: Watch) -> dict[str, str]:
-    """What is wrong, by path; a path that is not in it is good, as far as can be told.
+def _faults(
+    paths: ShardPaths, header: Header | None, error: SFTIndexError | None, watch: Watch
+) -> tuple[dict[str, str], Report]:
+    """What is wrong with the five files, by path, and all that was found.
+
+    A path that is not in it is good, as far as can be told.
 
     Raises:
         FormatError: every file is what a good header says, and breaks a rule all the same.
@@ -167,7 +186,7 @@ def _faults(paths: ShardPaths, header: Header | None, error: SFTIndexError | Non
                 idx_lengths(paths.idx, os.stat(paths.tokens).st_size)
             except CorruptShardError as corrupt:
                 faults[paths.idx] = _detail(corrupt)
-        return faults
+        return faults, verify_shard(paths.prefix)
     report = _verified(paths, watch, "reading")
     faults = dict(missing)
     for finding in report.findings:
@@ -175,7 +194,7 @@ def _faults(paths: ShardPaths, header: Header | None, error: SFTIndexError | Non
             faults.setdefault(finding.path, finding.what)
     if not faults:
         _require_rules(paths, report, _AS_WRITTEN)
-    return faults
+    return faults, report
 
 
 def _detail(error: SFTIndexError) -> str:
@@ -186,13 +205,13 @@ def _detail(error: SFTIndexError) -> str:
 
 
 def _verified(paths: ShardPaths, watch: Watch, what: str) -> Report:
-    with watch(what, sum(os.stat(path).st_size for path in paths.present())) as advance:
+    with watch(what, sum(os.stat(path).st_size for path in with_present(paths).present())) as advance:
         return verify_shard(paths.prefix, full=True, advance=advance)
 
 
 def _require_rules(paths: ShardPaths, report: Report, what: str) -> None:
-    """FormatError unless a shard keeps every rule, which checksums alone do not tell."""
-    for first in report.findings[:1]:
+    """FormatError unless the five files keep every rule, which checksums alone do not tell."""
+    for first in [finding for finding in report.findings if column_of(finding.path) is None][:1]:
         raise FormatError(
             f"{paths.prefix}: {what}, and yet rules are broken in {report.num_findings} places: it was written so; the"
             f" first is byte {first.offset} of {first.path}: {first.what}; move {paths.seq_idx} away to have the"
@@ -210,6 +229,34 @@ def _states(
         return FileState(path, "lost", fault, _why_lost(paths, path, header)) if fault else FileState(path, "good")
 
     return tuple(state(path) for path in paths.all)
+
+
+def _column_states(paths: ShardPaths, header: Header | None, checked: Report) -> tuple[FileState, ...]:
+    """Columns that are there or listed: good, or lost, since nothing else holds what they hold."""
+    faults = {finding.path: finding for finding in reversed(checked.findings) if column_of(finding.path)}
+    listed = {} if header is None else listed_columns(header.metadata)
+
+    def state(path: str) -> FileState:
+        if (fault := faults.get(path)) is None:
+            return FileState(path, "good")
+        return FileState(path, "lost", fault.what, f"a column cannot be derived; {fault.remedy}")
+
+    paths = with_present(paths.with_columns(listed))
+    return tuple(state(paths.column(name)) for name in paths.columns)
+
+
+def _unlisted(paths: ShardPaths, header: Header) -> str:
+    """What became of the columns of a shard whose ``.seq.idx`` is derived; empty where it lists them as before."""
+    if not header.rebuilt:
+        return ""
+    notes = []
+    if there := with_present(paths).columns:
+        notes.append(f"the new .seq.idx lists no columns; {', '.join(there)} stay beside it, like attached ones")
+    rebuilt = header.metadata.get("rebuilt")
+    unproven = rebuilt.get("unproven", {}).get("metadata", {}) if isinstance(rebuilt, dict) else {}
+    if gone := sorted(listed_columns(unproven).keys() - {*there}):
+        notes.append(f"the damaged one listed {', '.join(gone)}, which are not here")
+    return "; ".join(notes)
 
 
 def _why_lost(paths: ShardPaths, path: str, header: Header | None) -> str:
@@ -289,7 +336,7 @@ def _recovered(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch)
         with watch("recovering", remains.num_tokens) as advance:
             recover(paths.prefix, overwrite=remains.done, progress=advance)
         _require_rules(paths, _verified(paths, watch, "verifying"), "rebuilt")
-    files = tuple(FileState(path, "rebuilt", remedy="from the journal") for path in paths.all)
+    files = tuple(FileState(path, "rebuilt", remedy="from the journal") for path in named_by(paths, remains.head).all)
     return Rebuilt(paths.prefix, files, note=how, dry_run=dry_run)
 
 
@@ -301,10 +348,10 @@ def _left_alone(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch
     """
     _, header, error = _read_header(paths)
     beside = f"{paths.journal} and the .tmp files are of a build that was to replace it: run it again to do so"
-    if not (faults := _faults(paths, header, error, watch)):
-        return Rebuilt(
-            paths.prefix, _states(paths, header, faults, {}), note=f"nothing to do; {beside}", dry_run=dry_run
-        )
+    faults, checked = _faults(paths, header, error, watch)
+    if not faults:
+        states = (*_states(paths, header, faults, {}), *_column_states(paths, header, checked))
+        return Rebuilt(paths.prefix, states, note=f"nothing to do; {beside}", dry_run=dry_run)
     raise FormatError(
         f"{paths.prefix}: a damaged shard is here, and beside it what a killed build of {remains.num_packs} packs left"
         " that was to replace it; move the five files away to recover the build, or the .journal and .tmp files to"

@@ -11,6 +11,7 @@ import numpy as np
 from megatron_sft_idx.check import Known, Rebuilt, rebuild
 from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, local_path, natural, positive
 from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout.files import column_of
 from megatron_sft_idx.storage.progress import Advance, Progress
 
 __all__ = ["add_parser"]
@@ -32,8 +33,8 @@ examples:
   a build was killed: its journal is found by itself, and every pack it completed is kept:
     megatron-sft-idx rebuild data/train
 
-Good files are never touched. A file that is replaced stays beside the new one with .damaged added to its name. Tokens
-and loss masks cannot be derived from anything: restore them from a copy.
+Good files are never touched. A file that is replaced stays beside the new one with .damaged added to its name. Tokens,
+loss masks and columns cannot be derived from anything: restore them from a copy.
 """
 
 
@@ -82,12 +83,19 @@ def _run(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> Non
 
     report = rebuild(arguments.prefix, known, copied=arguments.copied, dry_run=arguments.dry_run, watch=watch)
     _show(report)
-    if not report.whole:
+    if not report.opens:
         raise FormatError(f"{report.prefix}: no whole shard can be made of what is left; see the lines above")
+    if not report.whole:
+        raise FormatError(
+            f"{report.prefix}: columns are lost, the rest is whole; see the lines above, or write it without them:"
+            f" megatron-sft-idx merge {report.prefix} --allow-loss --output-prefix NEW"
+        )
 
 
 def _show(report: Rebuilt) -> None:
     for file in report.files:
+        if file.state == "good" and column_of(file.path):
+            continue
         state = f"would be {file.state}" if report.dry_run and file.state == "rebuilt" else file.state
         print(": ".join(part for part in (file.path, state, file.fault, file.remedy) if part))
     for path in report.kept:

@@ -13,6 +13,7 @@ size, syntax, version and the type of every field are checked, and anything wron
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -23,8 +24,10 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args,
 
 import orjson
 
-from megatron_sft_idx.errors import FormatError, SFTIndexError, UnsupportedVersionError
+from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError, UnsupportedVersionError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.column import listed_columns
+from megatron_sft_idx.shard import read_header
 from megatron_sft_idx.storage import read_most, require_local
 from megatron_sft_idx.storage.publish import Kind, write_file
 
@@ -329,8 +332,10 @@ class Catalog:
 
     def shard_nbytes(self, number: int) -> int:
         """What a shard takes on disk; 0 where it is gone."""
-        total = 0
-        for path in ShardPaths.of(self.shard_prefix(number)).all:
+        total, paths = 0, ShardPaths.of(self.shard_prefix(number))
+        with contextlib.suppress(FormatError, ShardNotFoundError):
+            paths = paths.with_columns(listed_columns(read_header(paths).metadata))
+        for path in paths.all:
             try:
                 total += os.stat(path).st_size
             except FileNotFoundError:

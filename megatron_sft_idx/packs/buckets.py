@@ -1,8 +1,9 @@
 """Shards into object stores: data first, ``.seq.idx`` last, which makes a shard there too.
 
-Objects are replaced one by one, so two uploads of different shards to one prefix would mix their files. Each first
-makes an object, ``X.upload``, which one of them can; whoever finds another shard's leaves. Uploads of the same shard do
-not disturb each other. One that was killed leaves its claim behind: the next one of the same shard takes it over.
+Columns of an older shard go once its ``.seq.idx`` has. Objects are replaced one by one, so two uploads of different
+shards to one prefix would mix their files. Each first makes an object, ``X.upload``, which one of them can; whoever
+finds another shard's leaves. Uploads of the same shard do not disturb each other. One that was killed leaves its claim
+behind: the next one of the same shard takes it over.
 """
 
 from __future__ import annotations
@@ -11,19 +12,19 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import xxhash
 
 from megatron_sft_idx.errors import FormatError, StorageError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
+from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.header import MAGIC
-from megatron_sft_idx.packs.transfer import Copied, Source, download
+from megatron_sft_idx.packs.transfer import Copied, HeldBytes, Source, download
 from megatron_sft_idx.shard import remove_shard
+from megatron_sft_idx.shard.columns import columns_beside, is_of_another_shard
 from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.remote import RemotePath, open_store
 
@@ -56,25 +57,33 @@ def upload(
         StorageError: the store cannot be reached, or does not let these credentials.
     """
     job = _Upload(source, prefix, on_progress)
-    nbytes = sum(digest.nbytes for digest in source.digests.values())
+    nbytes = source.nbytes
     if job.is_published(overwrite=overwrite):
         on_progress(nbytes)
-        return Copied(job.prefix, 0, nbytes)
+        return Copied(job.prefix, 0, nbytes, notes=source.notes)
     with job.claimed(overwrite=overwrite):
         # Another upload may have ended between the first look and the claim.
         if job.is_published(overwrite=overwrite):
             on_progress(nbytes)
         else:
             job.send(overwrite=overwrite)
-    return Copied(job.prefix, job.sent, nbytes - job.sent, job.clear())
+    return Copied(job.prefix, job.sent, nbytes - job.sent, job.clear(), source.notes)
 
 
 def copy_shard(
-    source: str, target: str, *, overwrite: bool = False, on_progress: Advance = lambda nbytes: None
+    source: str,
+    target: str,
+    *,
+    overwrite: bool = False,
+    beside: Collection[str] | None = None,
+    on_progress: Advance = lambda nbytes: None,
 ) -> Copied:
-    """Copy the shard at a prefix to another, either of them local or remote; see ``upload`` and ``download``."""
+    """Copy the shard at a prefix to another, either of them local or remote; see ``upload`` and ``download``.
+
+    ``beside`` are names of the columns whose files lie at the source, by ``columns_beside``; None to look.
+    """
     copy = upload if is_remote(target) else download
-    return copy(Source(source), target, overwrite=overwrite, on_progress=on_progress)
+    return copy(Source(source, beside), target, overwrite=overwrite, on_progress=on_progress)
 
 
 def _remote_prefix(prefix: str) -> str:
@@ -91,10 +100,11 @@ class _Target:
     Attributes:
         prefix: as people write it.
         key: in its bucket.
+        suffixes: of the files that will be there, in the order of publication.
     """
 
-    def __init__(self, prefix: str) -> None:
-        self.prefix = _remote_prefix(prefix)
+    def __init__(self, prefix: str, suffixes: Sequence[str] = SUFFIXES) -> None:
+        self.prefix, self.suffixes = _remote_prefix(prefix), tuple(suffixes)
         self.store, self.key = open_store(self.prefix)
 
     def stored(self, suffix: str) -> tuple[int, str | None] | None:
@@ -106,12 +116,15 @@ class _Target:
         """FormatError where an object that is of no shard has a name of the shard's: such are never replaced.
 
         An object is known by the checksum that our writer records with it, or by a ``.seq.idx`` beside it that has our
-        magic: a shard may have been uploaded by other means.
+        magic, a column by its own: a shard may have been uploaded by other means.
         """
         index = self.stored(".seq.idx")
-        if index and index[0] >= len(MAGIC) and self._read(".seq.idx", len(MAGIC)) == MAGIC:
-            return
-        for suffix in SUFFIXES:
+        is_shard = index and index[0] >= len(MAGIC) and self._read(".seq.idx", len(MAGIC)) == MAGIC
+        for suffix in self.suffixes:
+            if is_shard and suffix in SUFFIXES:
+                continue
+            if suffix not in SUFFIXES and is_of_another_shard(self.prefix + suffix, b""):
+                continue
             found = index if suffix == ".seq.idx" else self.stored(suffix)
             if found and found[1] is None:
                 raise FormatError(
@@ -169,7 +182,7 @@ class _Target:
         The shard is there without it, and not everybody who may write may also list what is unfinished.
         """
         try:
-            return sum(self.store.abort_uploads(self.key + suffix) for suffix in SUFFIXES)
+            return sum(self.store.abort_uploads(self.key + suffix) for suffix in self.suffixes)
         except StorageError:
             return 0
 
@@ -179,10 +192,10 @@ class _Target:
 
 class _Upload(_Target):
     def __init__(self, source: Source, prefix: str, on_progress: Advance) -> None:
-        super().__init__(prefix)
+        super().__init__(prefix, [*source.files])
         self._source, self._on_progress = source, on_progress
         self._shard_id = source.header.shard_id.hex()
-        self._expected = {s: (digest.nbytes, digest.checksum.hex()) for s, digest in source.digests.items()}
+        self._expected = {suffix: (content.nbytes, content.checksum) for suffix, content in source.files.items()}
         self.sent = 0
 
     @contextlib.contextmanager
@@ -205,7 +218,7 @@ class _Upload(_Target):
         """
         found = self.stored(".seq.idx")
         if found is not None and found == self._expected[".seq.idx"]:
-            return all(map(self._is_there, DATA_SUFFIXES))
+            return all(map(self._is_there, self.suffixes[:-1]))
         if found is not None and not overwrite:
             raise FormatError(
                 f"{self.prefix}.seq.idx: another shard is here; choose another prefix, or pass overwrite (--overwrite)"
@@ -215,60 +228,78 @@ class _Upload(_Target):
     def send(self, *, overwrite: bool) -> None:
         """Send what is not there, and publish."""
         self.require_ours()
-        present = {suffix: self.stored(suffix) for suffix in SUFFIXES}
+        present = {suffix: self.stored(suffix) for suffix in self.suffixes}
         kept = {suffix for suffix, found in present.items() if found == self._expected[suffix]}
         foreign = [suffix for suffix, found in present.items() if found and suffix not in kept]
-        # Beside a .seq.idx of this shard they are this shard's, damaged.
-        if foreign and not overwrite and ".seq.idx" not in kept:
+        # Beside a .seq.idx of this shard they are this shard's, damaged, but for columns that were attached there.
+        if (".seq.idx" not in kept or {*foreign} & self._source.attached) and foreign and not overwrite:
             names = ", ".join(self.prefix + suffix for suffix in foreign)
             raise FormatError(
                 f"{self.prefix}: {names} exist already and are not of this shard; choose another prefix,"
                 " or pass overwrite (--overwrite)"
             )
-        if present[".seq.idx"]:
+        same = present.keys() - kept <= self._source.attached  # what makes the shard is all there
+        if present[".seq.idx"] and not same:
             self.store.delete(self.key + ".seq.idx")
-        for suffix in SUFFIXES[:-1]:
+        if ".seq.idx" not in kept:
+            self._delete_columns()
+        for suffix in self.suffixes[:-1]:
             if suffix in kept:
                 self._on_progress(self._expected[suffix][0])
             else:
                 self._put(suffix)
-        self._publish()
+        if same:
+            self._on_progress(self._expected[".seq.idx"][0])
+        else:
+            self._publish()
+
+    def _delete_columns(self) -> None:
+        """Remove the columns of another shard, which is no more; nobody who may not list objects is kept from writing.
+
+        One that stays is of no shard: its header names that of another.
+        """
+        with contextlib.suppress(StorageError):
+            for name in sorted(columns_beside([self.prefix])[self.prefix]):
+                suffix = f".{name}.col"
+                strange = suffix not in self.suffixes
+                if strange and is_of_another_shard(self.prefix + suffix, self._source.header.shard_id):
+                    self.store.delete(self.key + suffix)
 
     def _put(self, suffix: str) -> None:
         self.claim(self._shard_id)
-        digest = self._source.digests[suffix]
+        nbytes, checksum = self._expected[suffix]
         try:
-            self.store.put(self.key + suffix, self._checked(suffix), digest.nbytes, digest.checksum.hex())
+            self.store.put(self.key + suffix, self._checked(suffix), nbytes, checksum)
         except StorageError:
             # The answer may have been lost, or another upload of this shard have been faster.
             if not self._is_there(suffix):
                 raise
-        self.sent += digest.nbytes
+        self.sent += nbytes
 
     def _checked(self, suffix: str) -> Iterator[bytes | memoryview]:
-        """The chunks of a file; CorruptShardError (rule F3) after the last one unless they are what they must be."""
-        stream = StreamHash()
+        """The chunks of a file; CorruptShardError after the last one unless they are what they must be."""
+        held = HeldBytes(self._source.files[suffix])
         for chunk in self._source.chunks(suffix):
-            stream.update(chunk)
+            held.update(chunk)
             yield chunk
             self._on_progress(len(chunk))
-        if stream.digest() != self._source.digests[suffix]:
+        if not held.are_all():
             raise self._source.corrupt(suffix)
 
     def _publish(self) -> None:
         self.claim(self._shard_id)
-        if changed := [suffix for suffix in DATA_SUFFIXES if not self._is_there(suffix)]:
+        if changed := [suffix for suffix in self.suffixes[:-1] if not self._is_there(suffix)]:
             raise FormatError(
                 f"{self.prefix}{changed[0]}: is not what was uploaded a moment ago; another upload writes here:"
                 " run the command again when it is done"
             )
-        digest = self._source.digests[".seq.idx"]
-        created = self.store.create(self.key + ".seq.idx", self._source.seq_idx, digest.checksum.hex())
+        nbytes, checksum = self._expected[".seq.idx"]
+        created = self.store.create(self.key + ".seq.idx", self._source.seq_idx, checksum)
         if created:
-            self.sent += digest.nbytes
+            self.sent += nbytes
         else:  # this one's first attempt, whose answer was lost, or another upload of the same shard
             self.is_published(overwrite=False)
-        self._on_progress(digest.nbytes)
+        self._on_progress(nbytes)
 
     def _is_there(self, suffix: str) -> bool:
         return self.stored(suffix) == self._expected[suffix]

@@ -1,33 +1,46 @@
 """Whole shards into local folders, held to their checksums on the way: what arrives has the bytes that were sent.
 
-The files of each are published together, ``.seq.idx`` last. What has arrived of an interrupted copy is named by its
-journal; the next copy of the same shard goes on from there. Nothing here looks inside a shard or mends it.
+The files of each, columns among them, are published together, ``.seq.idx`` last. What has arrived of an interrupted
+copy is named by its journal; the next copy of the same shard goes on from there. Nothing here looks inside a shard or
+mends it.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import xxhash
 
-from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
+from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError, StorageError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths
-from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES
-from megatron_sft_idx.shard import check_free, recover
-from megatron_sft_idx.shard.prefix import places_of, read_journal
+from megatron_sft_idx.layout.column import listed_columns
+from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES, column_of
+from megatron_sft_idx.layout.header import CHECKSUM_NBYTES
+from megatron_sft_idx.shard import check_free, read_header, recover
+from megatron_sft_idx.shard.columns import column_names, columns_beside, is_of_another_shard, open_column
+from megatron_sft_idx.shard.prefix import places_of, read_journal, with_present
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.storage import check_size, is_remote, open_regular
-from megatron_sft_idx.storage.hashing import StreamHash, has_digest
+from megatron_sft_idx.storage.hashing import StreamHash, digest_file
 from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.publish import require_apart
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
 from megatron_sft_idx.storage.remote.files import read_ahead
 from megatron_sft_idx.storage.remote.store import threads
 
-__all__ = ["Copied", "Source", "check_destinations", "destinations", "download", "shard_nbytes"]
+__all__ = [
+    "Copied",
+    "FileContent",
+    "HeldBytes",
+    "Source",
+    "check_destinations",
+    "destinations",
+    "download",
+    "shard_nbytes",
+]
 
 _READ_NBYTES = 1 << 20
 _CHUNK_NBYTES = 8 << 20
@@ -41,44 +54,129 @@ class Copied(NamedTuple):
         nbytes_sent: bytes of the files that were written.
         nbytes_found: bytes of those that were there already.
         uploads_aborted: unfinished uploads of earlier attempts that were removed.
+        notes: what could not be found out, a sentence each.
     """
 
     prefix: str
     nbytes_sent: int
     nbytes_found: int
     uploads_aborted: int = 0
+    notes: tuple[str, ...] = ()
+
+
+class FileContent(NamedTuple):
+    """What a file of a shard holds.
+
+    Attributes:
+        head: bytes that are known already: the header of a column.
+        rest: size and checksum of those behind them.
+    """
+
+    head: bytes
+    rest: FileDigest
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self.head) + self.rest.nbytes
+
+    @property
+    def checksum(self) -> str:
+        """In hex, what stands for all of it: of a column, the checksum of its header, which has that of the rest."""
+        return (self.head[-CHECKSUM_NBYTES:] or self.rest.checksum).hex()
+
+    def is_at(self, path: str) -> bool:
+        """Whether a local file is this one; it is read only where the size fits."""
+        if not os.path.isfile(path) or os.path.islink(path) or os.path.getsize(path) != self.nbytes:
+            return False
+        with open_regular(path) as file:
+            same = file.read(len(self.head)) == self.head
+        return same and digest_file(path, len(self.head)) == self.rest
+
+
+class HeldBytes:
+    """Bytes that come one after the other, held to what a file must hold.
+
+    Args:
+        content: that of the file.
+    """
+
+    def __init__(self, content: FileContent) -> None:
+        self._content, self._rest, self._nbytes, self._same = content, StreamHash(), 0, True
+
+    def update(self, piece: bytes | memoryview) -> None:
+        """The next bytes."""
+        head = self._content.head[self._nbytes :]
+        self._same = self._same and piece[: len(head)] == head[: len(piece)]
+        self._rest.update(piece[len(head) :])
+        self._nbytes += len(piece)
+
+    def are_all(self) -> bool:
+        """Whether they were what they must be, to the end."""
+        return self._same and self._nbytes == self._content.nbytes and self._rest.digest() == self._content.rest
 
 
 class Source:
-    """A shard whose five files are there and have the sizes that its header says.
+    """A shard whose files are there and have the sizes that their headers say.
 
     Args:
         prefix: local or remote.
+        beside: names of the columns whose files lie there, by ``columns_beside``; None to look.
 
     Attributes:
-        paths: where it is.
+        paths: where it is, with its columns: those that it lists, and those that were attached to it.
         header: its header, checked.
         seq_idx: its whole ``.seq.idx``, checked: 16 bytes a pack and the header.
-        digests: size and checksum of each of the five files, by suffix.
+        files: what each file holds, by suffix, in the order of publication.
+        attached: suffixes of the columns that it does not list.
+        notes: what could not be found out.
 
     Raises:
         ShardNotFoundError: some of its files are missing.
-        CorruptShardError: its ``.seq.idx`` breaks a rule, or a file has another size (rule F2).
+        CorruptShardError: its ``.seq.idx`` or a column breaks a rule, or a file has another size (rule F2).
         StorageError: the store cannot be read.
     """
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, beside: Collection[str] | None = None) -> None:
         self.paths = ShardPaths.of(prefix)
-        self._objects = _objects(self.paths.prefix) if is_remote(self.paths.prefix) else None
+        self._objects = _objects(self.paths.prefix, SUFFIXES) if is_remote(self.paths.prefix) else None
         sizes = _local_sizes(self.paths) if self._objects is None else {s: o.nbytes for s, o in self._objects.items()}
         if missing := [self.paths.prefix + suffix for suffix in SUFFIXES if suffix not in sizes]:
             raise ShardNotFoundError(self.paths.prefix, missing, "check the path, or restore what is missing")
         self.seq_idx = b"".join(self.chunks(".seq.idx"))
         self.header = _checked_header(self.seq_idx, self.paths.seq_idx)
-        self.digests = dict(zip(DATA_SUFFIXES, self.header.digests, strict=True))
-        for suffix, digest in self.digests.items():
+        digests = dict(zip(DATA_SUFFIXES, self.header.digests, strict=True))
+        digests[".seq.idx"] = FileDigest(len(self.seq_idx), xxhash.xxh3_128_digest(self.seq_idx))
+        for suffix, digest in digests.items():
             check_size(self.paths.prefix + suffix, sizes[suffix], digest.nbytes)
-        self.digests[".seq.idx"] = FileDigest(len(self.seq_idx), xxhash.xxh3_128_digest(self.seq_idx))
+        self.notes: tuple[str, ...] = ()
+        columns = self._columns(beside)
+        self.paths = self.paths.with_columns(columns)
+        if self._objects is not None:
+            self._objects |= _objects(self.paths.prefix, [f".{name}.col" for name in columns])
+        contents = {suffix: FileContent(b"", digest) for suffix, digest in digests.items()}
+        for name in columns:
+            column = open_column(self.paths, name, self.header, "pread").header
+            head = column.encode()
+            rest = FileDigest(column.nbytes - len(head), column.checksum)
+            contents[f".{name}.col"] = FileContent(head, rest)
+        suffixes = [path.removeprefix(self.paths.prefix) for path in self.paths.all]
+        self.files = {suffix: contents[suffix] for suffix in suffixes}
+        listed = listed_columns(self.header.metadata)
+        self.attached = {f".{name}.col" for name in columns if name not in listed}
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all files."""
+        return sum(content.nbytes for content in self.files.values())
+
+    def _columns(self, beside: Collection[str] | None) -> list[str]:
+        """Names of the columns; not everybody who may read objects may also list them."""
+        try:
+            return column_names(self.paths, self.header, beside)
+        except StorageError as error:
+            self.notes = (f"{self.paths.prefix}: columns that were attached could not be looked for: {error}",)
+            return sorted(listed_columns(self.header.metadata))
 
     def chunks(self, suffix: str, offset: int = 0) -> Iterator[bytes | memoryview]:
         """The bytes of one of the files from ``offset`` on, not checked."""
@@ -92,29 +190,40 @@ class Source:
                 yield chunk
 
     def corrupt(self, suffix: str) -> CorruptShardError:
-        """What is wrong with a file whose bytes were not what its digest says (rule F3)."""
-        digest = self.digests[suffix]
-        expected = f"{digest.nbytes:,} bytes with checksum {digest.checksum.hex()}"
+        """What is wrong with a file whose bytes are not what it must hold (rule F3, of a column C7)."""
+        content = self.files[suffix]
+        expected = f"{content.rest.nbytes:,} bytes with checksum {content.rest.checksum.hex()}"
         detail = f"its bytes are not the {expected} that the header says; it was changed or damaged: restore it"
-        return CorruptShardError(self.paths.prefix + suffix, 0, "F3", detail)
+        return CorruptShardError(self.paths.prefix + suffix, 0, "C7" if content.head else "F3", detail)
 
 
-def shard_nbytes(prefix: str) -> int:
-    """What a shard's files take together, for progress; those that are missing are for others to notice."""
+def shard_nbytes(prefix: str, beside: Collection[str] | None = None) -> int:
+    """What a shard's files take together, for progress; those that are missing are for others to notice.
+
+    Args:
+        prefix: of the shard.
+        beside: names of the columns whose files lie there, by ``columns_beside``; None to look.
+    """
     if is_remote(prefix):
-        return sum(info.nbytes for info in _objects(prefix).values())
-    return sum(_local_sizes(ShardPaths.of(prefix)).values())
+        store, key = open_store(prefix)
+        try:
+            found = {info.key.removeprefix(key): info.nbytes for info in store.list(key + ".")}
+        except StorageError:
+            found = {suffix: info.nbytes for suffix, info in _objects(prefix, SUFFIXES).items()}
+        return sum(nbytes for suffix, nbytes in found.items() if suffix in SUFFIXES or column_of(suffix))
+    names = columns_beside([prefix])[prefix] if beside is None else beside
+    return sum(_local_sizes(ShardPaths.of(prefix).with_columns(names)).values())
 
 
 def _local_sizes(paths: ShardPaths) -> dict[str, int]:
-    found = dict(zip(SUFFIXES, paths.all, strict=True))
+    found = {path.removeprefix(paths.prefix): path for path in paths.all}
     return {suffix: os.path.getsize(path) for suffix, path in found.items() if os.path.isfile(path)}
 
 
-def _objects(prefix: str) -> dict[str, ObjectInfo]:
+def _objects(prefix: str, suffixes: Sequence[str]) -> dict[str, ObjectInfo]:
     store, key = open_store(prefix)
-    found = threads().map(store.head, [key + suffix for suffix in SUFFIXES])
-    return {suffix: info for suffix, info in zip(SUFFIXES, found, strict=True) if info}
+    found = threads().map(store.head, [key + suffix for suffix in suffixes])
+    return {suffix: info for suffix, info in zip(suffixes, found, strict=True) if info}
 
 
 def _checked_header(raw: bytes, path: str) -> Header:
@@ -143,8 +252,17 @@ def destinations(prefixes: Sequence[str], target: str) -> list[str]:
     return [folder + name for name in names]
 
 
-def check_destinations(prefixes: Sequence[str], targets: Sequence[str], *, overwrite: bool) -> None:
-    """Look at all local places before the first shard is copied. FormatError where one may not be written."""
+def check_destinations(
+    prefixes: Sequence[str], targets: Sequence[str], beside: Mapping[str, Collection[str]], *, overwrite: bool
+) -> None:
+    """Look at all local places before the first shard is copied. FormatError where one may not be written.
+
+    Args:
+        prefixes: of the shards.
+        targets: where each goes.
+        beside: names of the columns whose files lie at prefixes, as far as they are known.
+        overwrite: whether other shards may be replaced.
+    """
     local = {target: prefix for prefix, target in zip(prefixes, targets, strict=True) if not is_remote(target)}
     require_apart(
         [place for target in local for place in places_of(target, "DST", written=True)],
@@ -152,9 +270,12 @@ def check_destinations(prefixes: Sequence[str], targets: Sequence[str], *, overw
     )
     for target, prefix in local.items():
         paths = ShardPaths.of(target)
+        if not is_remote(prefix):
+            header = read_header(prefix)
+            paths = paths.with_columns(column_names(ShardPaths.of(prefix), header, beside.get(prefix)))
         check_free(paths, overwrite=True, any_file=not overwrite)
-        if paths.present() and not overwrite:
-            _find_same(Source(prefix), paths, overwrite=False)
+        if not overwrite and with_present(paths).present():
+            _compare(Source(prefix, beside.get(prefix)), paths, overwrite=False)
 
 
 def download(
@@ -173,53 +294,59 @@ def download(
         FormatError: something else is at the prefix, or another process writes it.
         OSError: the disk says no.
     """
-    paths = ShardPaths.of(prefix)
+    paths = ShardPaths.of(prefix).with_columns(source.paths.columns)
     interrupted = read_journal(paths)
     if interrupted is not None and interrupted.work == "copy" and interrupted.done is not None:
         recover(paths.prefix, overwrite=overwrite)
-    same = _find_same(source, paths, overwrite=overwrite)
-    if wanted := [suffix for suffix in SUFFIXES if suffix not in same]:
-        # A .seq.idx that is right as it is goes while a file beside it does not have its content.
-        again = [".seq.idx"] if ".seq.idx" in same else []
-        _fetch_all(source, paths, wanted + again, overwrite or bool(again), on_progress)
+    same, goes = _compare(source, paths, overwrite=overwrite)
+    if wanted := [suffix for suffix in source.files if suffix not in same]:
+        # A .seq.idx that is right as it is goes while a file that it tells of does not have its content.
+        again = [".seq.idx"] if ".seq.idx" in same and {*wanted} - source.attached else []
+        _fetch_all(source, paths, wanted + again, goes, overwrite or bool(again), on_progress)
         same -= {*again}
-    found = sum(source.digests[suffix].nbytes for suffix in same)
+    found = sum(source.files[suffix].nbytes for suffix in same)
     on_progress(found)
-    return Copied(paths.prefix, sum(digest.nbytes for digest in source.digests.values()) - found, found)
+    return Copied(paths.prefix, source.nbytes - found, found, notes=source.notes)
 
 
-def _find_same(source: Source, paths: ShardPaths, *, overwrite: bool) -> set[str]:
-    """Which files are there already, by suffix. FormatError where others are, and may not be replaced."""
-    places = {suffix: paths.prefix + suffix for suffix in SUFFIXES}
-    same = {suffix for suffix, path in places.items() if _is_there(path, source, suffix)}
-    others = [path for suffix, path in places.items() if suffix not in same and os.path.lexists(path)]
+def _compare(source: Source, paths: ShardPaths, *, overwrite: bool) -> tuple[set[str], list[str]]:
+    """Which files are there already, by suffix, and paths of the columns that go with the shard that is replaced.
+
+    Raises:
+        FormatError: others are there, and may not be replaced.
+    """
+    places = {suffix: paths.prefix + suffix for suffix in source.files}
+    same = {suffix for suffix, path in places.items() if source.files[suffix].is_at(path)}
+    goes = []
+    if ".seq.idx" not in same:
+        strange = [path for path in with_present(ShardPaths(paths.prefix)).all if path not in places.values()]
+        goes = [path for path in strange if is_of_another_shard(path, source.header.shard_id)]
+    others = [path for suffix, path in places.items() if suffix not in same and os.path.lexists(path)] + goes
     if others and not overwrite:
         raise FormatError(
             f"{paths.prefix}: {', '.join(others)} exist already and are not of this shard; choose another prefix,"
             " or pass overwrite (--overwrite)"
         )
-    return same
+    return same, goes
 
 
-def _is_there(path: str, source: Source, suffix: str) -> bool:
-    return os.path.isfile(path) and not os.path.islink(path) and has_digest(path, source.digests[suffix])
-
-
-def _fetch_all(source: Source, paths: ShardPaths, wanted: list[str], overwrite: bool, on_progress: Advance) -> None:
-    """Bring files to their temporary names, and publish them."""
+def _fetch_all(
+    source: Source, paths: ShardPaths, wanted: list[str], goes: list[str], overwrite: bool, on_progress: Advance
+) -> None:
+    """Bring files to their temporary names, and publish them; columns of the shard that is replaced go."""
     content = {"shard_id": source.header.shard_id.hex()}
-    head = read_journal(paths)
+    head, only = read_journal(paths), [*(paths.prefix + suffix for suffix in wanted), *goes]
     same = head is not None and head.work == "copy" and head.content.get("shard_id") == content["shard_id"]
-    if same and head is not None and head.files.keys() == set(wanted):
-        new = Publication.take_up(paths, overwrite=overwrite)
+    if same and head is not None and head.files.keys() == {paths.temporary(suffix) for suffix in wanted}:
+        new = Publication.take_up(paths, overwrite=overwrite, only=only)
     else:
         new = Publication(
             paths,
             content,
             work="copy",
             overwrite=overwrite,
-            only=[paths.prefix + suffix for suffix in wanted],
-            nbytes=sum(source.digests[suffix].nbytes for suffix in wanted),
+            only=only,
+            nbytes=sum(source.files[suffix].nbytes for suffix in wanted),
             drops=("copy",) if same else (),
         )
     try:
@@ -237,20 +364,20 @@ def _fetch_all(source: Source, paths: ShardPaths, wanted: list[str], overwrite: 
 
 def _fetch(source: Source, suffix: str, new: Publication, keep: bool, on_progress: Advance) -> bool:
     """Bring one file, from where an earlier attempt stopped; whether it is what it must be."""
-    file, digest = new.open(new.paths.prefix + suffix, keep=keep), source.digests[suffix]
-    if file.nbytes > digest.nbytes:
+    file, content = new.open(new.paths.prefix + suffix, keep=keep), source.files[suffix]
+    if file.nbytes > content.nbytes:
         file.cut(0)
-    stream = StreamHash()
+    held = HeldBytes(content)
     for offset in range(0, file.nbytes, _READ_NBYTES):
-        stream.update(file.read_at(offset, _READ_NBYTES))
+        held.update(file.read_at(offset, _READ_NBYTES))
     on_progress(file.nbytes)
     # What was checked is what is written.
     index = [memoryview(source.seq_idx)[file.nbytes :]]
     for chunk in index if suffix == ".seq.idx" else source.chunks(suffix, file.nbytes):
         file.write(chunk)
-        stream.update(chunk)
+        held.update(chunk)
         on_progress(len(chunk))
-    if stream.digest() == digest:
+    if held.are_all():
         return True
     on_progress(-file.nbytes)
     return False

@@ -34,7 +34,7 @@ from megatron_sft_idx.produce.feed import (
 )
 from megatron_sft_idx.produce.keeper import Pace, Room, StateKeeper, ended
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, read_header, remove_shard
-from megatron_sft_idx.shard.prefix import name_held, remove_remains
+from megatron_sft_idx.shard.prefix import name_held, read_journal, remove_remains, with_present
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.publish import describe, resolve
 from megatron_sft_idx.tokenize import (
@@ -276,7 +276,8 @@ def _check_work(catalog: Catalog) -> None:
     if os.path.islink(work) or not os.path.isdir(work):
         raise FormatError(f"{work}: {describe(work)} is here, where a producer works; move it away")
     corpora = [ShardPaths.of(os.path.join(work, name)) for name in (_CORPUS, _WEIGHTED)]
-    ours = {path for paths in corpora for path in (*paths.all, *paths.unpublished.all, paths.journal)}
+    there = [with_present(paths, read_journal(paths)) for paths in corpora]
+    ours = {path for paths in there for path in (*paths.all, *paths.unpublished.all, paths.journal)}
     for name in sorted(os.listdir(work)):
         if os.path.join(work, name) not in ours:
             raise FormatError(f"{work}: holds {name}, which no producer made; move it away, or name another catalog")

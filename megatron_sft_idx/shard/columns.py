@@ -56,9 +56,9 @@ __all__ = [
     "ShardColumns",
     "column_names",
     "columns_beside",
+    "is_of_another_shard",
     "open_column",
     "pair_numbers",
-    "read_column_header",
     "write_column",
 ]
 
@@ -319,10 +319,9 @@ def open_column(
 
 
 class _Found(NamedTuple):
-    """A column file: its header, the bytes and checksum of that, its size, and the object that it is, if it is one."""
+    """A column file: its header, the checksum of that in hex, its size, and the object that it is, where it is one."""
 
     header: ColumnHeader
-    raw: bytes
     checksum: str
     nbytes: int
     info: ObjectInfo | None
@@ -350,13 +349,16 @@ def _look(path: str, *, strangers: bool = True) -> _Found | None:
             return None
     if not strangers and raw[: len(COLUMN_MAGIC)] != COLUMN_MAGIC:
         return None
-    return _Found(ColumnHeader.decode(raw, path), raw, raw[-CHECKSUM_NBYTES:].hex(), nbytes, info)
+    return _Found(ColumnHeader.decode(raw, path), raw[-CHECKSUM_NBYTES:].hex(), nbytes, info)
 
 
-def read_column_header(path: str) -> tuple[ColumnHeader, bytes] | None:
-    """The header of a column file and its bytes; None where nothing is there, or what is no column."""
-    found = _look(path, strangers=False)
-    return found and (found.header, found.raw)
+def is_of_another_shard(path: str, shard_id: bytes) -> bool:
+    """Whether a column at a path belongs to another shard than this, or is too damaged to say; False for strangers."""
+    try:
+        found = _look(path, strangers=False)
+    except FormatError:
+        return True
+    return found is not None and found.header.shard_id != shard_id
 
 
 def _missing(paths: ShardPaths, path: str, name: str, header: Header) -> ShardNotFoundError:

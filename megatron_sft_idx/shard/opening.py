@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
+from megatron_sft_idx.layout.column import listed_columns
 from megatron_sft_idx.layout.header import peek_nbytes
 from megatron_sft_idx.shard import remote
 from megatron_sft_idx.shard.prefix import is_journal
@@ -208,8 +210,10 @@ def read_header(prefix: str | os.PathLike[str] | ShardPaths) -> Header:
 
 
 def missing_files(prefix: str | os.PathLike[str]) -> list[str]:
-    """Which of a shard's five files are not there, locally or in an object store."""
+    """Which of a shard's files are not there, locally or in an object store: the five, and columns that it lists."""
     paths = ShardPaths.of(prefix)
+    with contextlib.suppress(FormatError, ShardNotFoundError):
+        paths = paths.with_columns(listed_columns(read_header(paths).metadata))
     return remote.find_missing(paths) if is_remote(paths.prefix) else paths.missing()
 
 

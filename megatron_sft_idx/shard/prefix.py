@@ -125,7 +125,7 @@ def check_free(
     Args:
         paths: of the shard, with the columns that it will have.
         overwrite: whether a shard may be replaced.
-        only: the files that will be written; None for all, so that columns of an older shard go with it.
+        only: the files that will be written, and columns that go; None for all files, and all columns there go.
         any_file: also files that are of no shard that can be recognised: a rebuild keeps them under another name.
         nbytes: what will be written at least.
 
@@ -140,6 +140,8 @@ def check_free(
     resolve(paths.seq_idx)
     if only is None:
         paths = with_present(paths)
+    else:
+        paths = paths.with_columns(column[1] for path in only if (column := column_of(path)))
     longest = max(len(os.fsencode(os.path.basename(path))) for path in paths.unpublished.all)
     if longest > MAX_NAME_NBYTES:
         raise FormatError(f"{paths.prefix}: with what is added, a name of more than {MAX_NAME_NBYTES} bytes; choose a"

@@ -48,7 +48,8 @@ class Publication:
         work: ``build``, ``copy`` or ``rebuild``.
         overwrite: whether a shard may be there already.
         durable: whether to wait for the disk.
-        only: the files that are written, by path; None for all, and the columns of a shard that is replaced go with it.
+        only: the files that are written, by path, and columns that are not among ``paths`` and go; None for all, and
+            the columns of a shard that is replaced go with it.
         nbytes: what will be written at least, for which room is looked for.
         drops: what half done work may be dropped without leave to overwrite.
         lock: of the journal, where the caller has it already (``held``); the files at the prefix are then any files.
@@ -110,13 +111,16 @@ class Publication:
         self.closed = True
 
     @classmethod
-    def take_up(cls, paths: ShardPaths, *, overwrite: bool, copied: bool = False) -> Publication:
+    def take_up(
+        cls, paths: ShardPaths, *, overwrite: bool, copied: bool = False, only: Collection[str] | None = None
+    ) -> Publication:
         """What an interrupted writer left, under lock: nothing is changed, and files are opened as they are asked for.
 
         Args:
             paths: of the shard.
             overwrite: whether a shard that is there now may be replaced.
             copied: take the temporary files that lie beside the journal for those that it names, and name them.
+            only: as when it was begun.
 
         Raises:
             FileNotFoundError: there is no journal.
@@ -140,7 +144,7 @@ class Publication:
                         f" megatron-sft-idx rebuild --copied {paths.prefix}"
                     )
             if overwrite and head.done is None:
-                self._replaced = check_free(paths, overwrite=True)
+                self._replaced = check_free(paths, overwrite=True, only=only)
             else:
                 self._replaced = {}
             self.journal = OutputFile(paths.journal, keep=True)

@@ -158,7 +158,7 @@ def _read_raw_header(store: RemoteStore, seq_idx: ObjectInfo) -> bytes:
 
 
 def find_missing(paths: ShardPaths) -> list[str]:
-    """Which of the five files are not there."""
+    """Which of the files are not there."""
     # One after another: headers of many shards are read by the threads, which must not wait for each other.
     return [path for path in paths.all if _head(path) is None]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from columned import SOURCE, SPECS, write_columned
 from copies import command, ended, five_keys, keys, remote_files, run, unfinished, write_shard
 from packs import demo_samples, five_files, write_samples
 
@@ -13,7 +15,7 @@ from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.packs.buckets import copy_shard, upload
 from megatron_sft_idx.packs.transfer import Source, download
-from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard import Shard, write_column
 
 pytestmark = pytest.mark.cloud
 
@@ -49,6 +51,29 @@ def test_from_bucket_to_bucket_and_from_folder_to_folder(s3: Any, bucket: str, s
     assert remote_files(s3, bucket, "two") == five_files(shard)
     copy_shard(shard, str(tmp_path / "there/train"))
     assert five_files(tmp_path / "there/train") == five_files(shard)
+
+
+def test_columns_go_along_are_read_by_ranges_and_go_with_their_shard(s3: Any, bucket: str, tmp_path: Path) -> None:
+    write_columned(tmp_path / "x", demo_samples())
+    write_column(tmp_path / "x", "late", np.arange(len(demo_samples())), per="pack")
+    there, local = f"s3://{bucket}/a/x", {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    sent = copy_shard(str(tmp_path / "x"), there)
+    assert sent.nbytes_sent == sum(map(len, local.values()))
+    assert keys(s3, bucket) == {f"a/{name}" for name in local}
+    assert copy_shard(str(tmp_path / "x"), there).nbytes_sent == 0
+    copy_shard(there, str(tmp_path / "back/x"))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "back").iterdir()} == local
+    names = [*SPECS, "late"]
+    near, far = Shard(tmp_path / "x", columns=names), Shard(there, columns=names)
+    assert sorted(far.columns) == sorted(names)
+    for name in names:
+        np.testing.assert_array_equal(near[2][name], far[2][name], strict=True)
+    assert verify_shard(there, full=True).ok
+    s3.put_object(Bucket=bucket, Key="a/x.mine.col", Body=b"a list of mine")
+    write_columned(tmp_path / "new", demo_samples(3), {"source": SOURCE})
+    copy_shard(str(tmp_path / "new"), there, overwrite=True)
+    assert keys(s3, bucket) == {*five_keys("a/x"), "a/x.source.col", "a/x.mine.col"}
+    assert list(Shard(there).columns) == ["source"]
 
 
 def test_an_empty_shard(s3: Any, bucket: str, tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""Rebuilding shards with columns: they come back from nothing, so they are kept, said to be lost, and never dropped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chats import command
+from columned import SOURCE, SPECS, assert_columns, write_columned
+from packs import demo_samples
+
+from megatron_sft_idx.check import rebuild, verify_shard
+from megatron_sft_idx.layout.column import ColumnSpec, listed_columns
+from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.live.catalog import Catalog
+from megatron_sft_idx.shard import Shard, ShardWriter, read_header, write_column
+
+PACKS = demo_samples(20)
+FEW = {"source": SOURCE, "topk": ColumnSpec("token", "f4", 3)}
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def flipped(path: Path, place: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[place] ^= 1
+    path.write_bytes(raw)
+
+
+def states(prefix: Path, **options: bool) -> dict[str, str]:
+    report = rebuild(prefix, **options)
+    return {file.path.removeprefix(str(prefix)): file.state for file in report.files}
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    ".idx lost": lambda prefix: os.unlink(f"{prefix}.idx"),
+    ".idx damaged": lambda prefix: flipped(Path(f"{prefix}.idx"), 40),
+    "arrays of .seq.idx": lambda prefix: flipped(Path(f"{prefix}.seq.idx"), -9),
+    "counts of .seq.idx": lambda prefix: flipped(Path(f"{prefix}.seq.idx"), 40),
+    "listing in .seq.idx": lambda prefix: flipped(
+        Path(f"{prefix}.seq.idx"), Path(f"{prefix}.seq.idx").read_bytes().index(b"token_int16") + 20
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_columns_of_a_shard_that_is_mended_are_listed_as_before(tmp_path: Path, what: str) -> None:
+    write_columned(tmp_path / "x", PACKS, SPECS)
+    write_column(tmp_path / "x", "late", np.arange(20), per="pack")
+    (tmp_path / "x.notes.col").write_text("a stranger's")
+    before = files_in(tmp_path)
+    DAMAGE[what](tmp_path / "x")
+    done = command("rebuild", tmp_path / "x")
+    assert done.code == 0, done.err
+    after = files_in(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert sorted(Shard(tmp_path / "x").columns) == sorted([*SPECS, "late"])
+    assert ".col" not in done.out
+    assert states(tmp_path / "x") == dict.fromkeys(
+        [*SUFFIXES, *(f".{name}.col" for name in sorted([*SPECS, "late"]))], "good"
+    )
+
+
+def test_columns_stay_as_attached_ones_where_nothing_proves_what_was_listed(tmp_path: Path) -> None:
+    write_columned(tmp_path / "x", PACKS, {**FEW, "gone": ColumnSpec("pack", "u1")}, capacity=64)
+    before = files_in(tmp_path)
+    os.unlink(tmp_path / "x.gone.col")
+    raw = bytearray((tmp_path / "x.seq.idx").read_bytes())
+    raw[-20:] = bytes(20)  # the arrays
+    raw[16:80] = bytes(64)  # and more of the header than can be proven, but not its JSON block
+    header_nbytes = read_header(tmp_path / "x").nbytes
+    raw[header_nbytes - 16 : header_nbytes] = bytes(16)
+    (tmp_path / "x.seq.idx").write_bytes(raw)
+    done = command("rebuild", tmp_path / "x")
+    assert done.code == 0, done.err
+    assert "x: the new .seq.idx lists no columns; source, topk stay beside it, like attached ones" in done.out
+    assert "the damaged one listed gone, which are not here" in done.out
+    header = read_header(tmp_path / "x")
+    assert header.rebuilt
+    assert not listed_columns(header.metadata)
+    assert_columns(Shard(tmp_path / "x"), FEW)
+    assert (tmp_path / "x.topk.col").read_bytes() == before["x.topk.col"]
+    # Without any .seq.idx nobody knows of a third one.
+    os.unlink(tmp_path / "x.seq.idx")
+    done = command("rebuild", tmp_path / "x")
+    assert (done.code, "source, topk stay beside it" in done.out, "gone" in done.out) == (0, True, False)
+    assert verify_shard(tmp_path / "x", full=True).ok
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize("name", ["topk", "late"])
+@pytest.mark.parametrize("damage", ["values", "header", "cut", "lost"])
+def test_a_column_that_is_lost_is_said_and_a_good_shard_beside_it_stays(
+    tmp_path: Path, dry_run: bool, name: str, damage: str
+) -> None:
+    write_columned(tmp_path / "x", PACKS, FEW)
+    write_column(tmp_path / "x", "late", np.arange(20), per="pack")
+    path = tmp_path / f"x.{name}.col"
+    if damage == "lost":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        flipped(path, 100 if damage == "header" else -1)
+    before = files_in(tmp_path)
+    done = command("rebuild", tmp_path / "x", *(["--dry-run"] if dry_run else []))
+    assert files_in(tmp_path) == before
+    if (name, damage) == ("late", "lost"):
+        assert done.code == 0  # nobody says that there was one
+        return
+    assert done.code == 1
+    assert f"{path}: lost: " in done.out
+    assert "a column cannot be derived; restore it from a copy, or " in done.out
+    assert "columns are lost, the rest is whole" in done.err
+    assert {state for suffix, state in states(tmp_path / "x").items() if suffix != f".{name}.col"} == {"good"}
+    # An index beside it is mended all the same.
+    os.unlink(tmp_path / "x.idx")
+    found = states(tmp_path / "x", dry_run=dry_run)
+    assert (found[".idx"], found[f".{name}.col"]) == ("rebuilt", "lost")
+    if name == "topk" and not dry_run:
+        if damage == "values":
+            path.unlink()
+        new = command("merge", tmp_path / "x", "--allow-loss", "--output-prefix", tmp_path / "new")
+        assert (new.code, "column topk left out" in new.out) == (0, True), new.err
+        assert sorted(Shard(tmp_path / "new").columns) == ["late", "source"]
+
+
+def test_a_killed_build_is_rebuilt_with_its_columns(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "x", columns={"grade": ColumnSpec("pack", "f4")})
+    for number, pack in enumerate(PACKS[:5]):
+        writer.add_pack(pack.tokens, pack.label_mask, pack.starts, columns={"grade": [number]})
+    writer.flush()
+    writer.suspend()
+    done = command("rebuild", tmp_path / "x")
+    assert done.code == 0, done.err
+    assert f"{tmp_path}/x.grade.col: rebuilt: from the journal\n" in done.out
+    assert [float(pack["grade"]) for pack in Shard(tmp_path / "x", columns=["grade"])] == [0, 1, 2, 3, 4]
+    assert states(tmp_path / "x") == dict.fromkeys([*SUFFIXES, ".grade.col"], "good")
+
+
+def test_what_a_live_shard_takes_counts_its_columns(tmp_path: Path) -> None:
+    catalog = Catalog(tmp_path)
+    write_columned(catalog.shard_prefix(0), PACKS, FEW)
+    assert catalog.shard_nbytes(0) == sum(map(len, files_in(tmp_path).values()))
+    os.unlink(catalog.shard_prefix(0) + ".topk.col")
+    assert catalog.shard_nbytes(0) == sum(map(len, files_in(tmp_path).values()))
+    assert catalog.numbers() == catalog.present() == [0]
