@@ -165,7 +165,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     except FormatError as error:
         parser.error(str(error))
     if is_live(args) and args.loss_by_source:
-        parser.error("--loss-by-source: batches of live data have no columns; leave it out, or train on shards")
+        parser.error("--loss-by-source: live data does not say which files it will come from; leave it out")
     if args.save and find_spec("psutil") is None:  # megatron.core would wait for ever as it writes a checkpoint
         parser.error("--save needs psutil: pip install 'megatron-sft-idx[megatron]'")
     if args.hidden_size % args.num_attention_heads:

@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -38,6 +38,7 @@ from megatron_sft_idx.formats.jsonl_chunks import (
     recognise,
     run_of,
 )
+from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.live.acks import completed, read_acks
 from megatron_sft_idx.live.catalog import END, Catalog, Limits
 from megatron_sft_idx.live.catalog_watch import Waiter
@@ -349,6 +350,7 @@ class _OpenChunk:
 
     num_tokens: int | None = None  # not known without reading all
     index: Index | None = None
+    columns: Mapping[str, ColumnSpec] = {}
 
     def __init__(self, chunk: ChunkFile, rows: ChunkRows) -> None:
         self._chunk, self._rows = chunk, rows
@@ -478,7 +480,7 @@ class LiveChunks(LiveShards):
             self._counted, self._counts[number] = (number, chunk), len(chunk)
         return self._counts[number]
 
-    def open(self, number: int) -> OpenPacks:
+    def open(self, number: int, columns: Sequence[str] = ()) -> OpenPacks:
         """Find the lines of a chunk that is whole, which reads all of it.
 
         Raises:

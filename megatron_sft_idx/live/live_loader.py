@@ -23,6 +23,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.layout.column import check_name
 from megatron_sft_idx.live.acks import (
     Ack,
     Base,
@@ -76,6 +77,8 @@ class LiveDataset(IterableDataset[Tensors]):
         sequence_multiple: each sequence is padded to a multiple of this inside its row.
         pad_id: fills up rows; None for the tokenizer's.
         form: of the batches; see ``BatchLayout``.
+        columns: names of those of the shards' columns that batches have. Values are as stored: every shard numbers the
+            files of ``source`` as the others do.
         consumer: name of this training run among those that read the catalog.
         ack_dir: where acknowledgements are written instead of in the catalog.
 
@@ -100,6 +103,7 @@ class LiveDataset(IterableDataset[Tensors]):
         sequence_multiple: int = 1,
         pad_id: int | None = None,
         form: Form = "wide",
+        columns: Sequence[str] = (),
         consumer: str = "train",
         ack_dir: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -128,6 +132,7 @@ class LiveDataset(IterableDataset[Tensors]):
             raise FormatError(f"{self.shards.folder}: at_end {at_end!r}, expected 'pad' or 'drop'")
         self.epochs, self.at_end, self.seq_length = epochs, at_end, seq_length
         self._shape: dict[str, Any] = {"sequence_multiple": sequence_multiple, "pad_id": pad_id, "form": form}
+        self.columns = tuple(map(check_name, columns))
         require_consumer(consumer)
         self.acks, self.consumer = ack_folder(Catalog(self.shards.folder), ack_dir), consumer
         base, step_rows = Base(seed=seed, window=window), micro_batch_size * micro_batches
@@ -262,7 +267,9 @@ class LiveDataset(IterableDataset[Tensors]):
         """
         self.prepare(waiter)
         assert self._limits is not None
-        source = OpenShards(self.shards, *self._limits, waiter)
+        # None of no columns, and where nothing is left to read.
+        columns = self.shards.columns(self.columns, waiter) if self.columns else None
+        source = OpenShards(self.shards, *self._limits, waiter, columns)
         walk = Walk(
             self.shards,
             self.state,
@@ -272,7 +279,8 @@ class LiveDataset(IterableDataset[Tensors]):
             waiter=waiter,
         )
         try:
-            assembler = BatchAssembler(source, self.seq_length, width=source.most_sequences + 2, **self._shape)
+            shape = {"width": source.most_sequences + 2, "columns": tuple(source.columns), **self._shape}
+            assembler = BatchAssembler(source, self.seq_length, **shape)
         except ValueError as error:
             raise FormatError(f"{self.shards.folder}: {error}") from None
         return assembler, walk, _held(walk, source)

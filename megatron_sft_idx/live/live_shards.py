@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,19 +17,23 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import Header
-from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.layout.column import ColumnSpec, is_source
 from megatron_sft_idx.live.catalog import Catalog, Limits
 from megatron_sft_idx.live.catalog_watch import CatalogWatch, Stopped, Waiter
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.reader import read_header
+from megatron_sft_idx.shard.shard_set import alike_columns
 from megatron_sft_idx.storage import Backend
-from megatron_sft_idx.training import Segments, interleaved
+from megatron_sft_idx.training import Segments, interleaved, sequence_numbers
 
 __all__ = ["CatalogShards", "LiveShards", "OpenPacks", "OpenShards"]
 
 # Offsets of sequences and of tokens by pack, starts of sequences, and how many tokens there are.
 Index: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32], int]
+# Of one shard: its number, and what each of its columns that were asked for is.
+Columns: TypeAlias = tuple[int, dict[str, ColumnSpec]]
 _SECONDS_BETWEEN_LISTINGS = 0.05
+_Found = TypeVar("_Found")
 
 
 class OpenPacks(Protocol):
@@ -39,11 +43,14 @@ class OpenPacks(Protocol):
         num_packs: in it.
         num_tokens: in all of them; None where that is not known without reading everything.
         index: of all packs, where it is at hand: the packs of several such shards are found in one call. Else None.
+            Shards with columns have it at hand.
+        columns: that it was opened with, in the order of ``arrays``.
     """
 
     num_packs: int
     num_tokens: int | None
     index: Index | None
+    columns: Mapping[str, ColumnSpec]
 
     def segments(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Where the sequences of some packs lie in ``arrays()``.
@@ -53,8 +60,8 @@ class OpenPacks(Protocol):
         """
         ...
 
-    def arrays(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Tokens (uint16 or int32) and label-aligned loss mask (uint8 or float32).
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """Tokens (uint16 or int32), label-aligned loss mask (uint8 or float32), and columns, an item a row.
 
         They hold at least the packs that ``segments`` was last asked for: a shard may be read as it is needed.
         """
@@ -110,8 +117,17 @@ class LiveShards(ABC):
         """Packs in a shard; None where it is not there: not yet, or not any more."""
 
     @abstractmethod
-    def open(self, number: int) -> OpenPacks:
-        """Open a shard that is there, and ask the kernel for its pages."""
+    def open(self, number: int, columns: Sequence[str] = ()) -> OpenPacks:
+        """Open a shard that is there, with some of its columns, and ask the kernel for its pages."""
+
+    def columns(self, names: Sequence[str], waiter: Waiter) -> Columns | None:
+        """What these columns are, by a shard that is there; waits for one. None where none is nor will be.
+
+        Raises:
+            FormatError: these shards have no columns.
+            ShardNotFoundError: that one does not have them.
+        """
+        raise FormatError(f"{self.folder}: columns {', '.join(names)}: chunks have none; leave them out")
 
     def name(self, number: int) -> str:
         """What the log calls a shard."""
@@ -129,14 +145,19 @@ class OpenShards:
         limits: that they keep to.
         pad_id: the tokenizer's, None where unknown.
         waiter: for whom the log says what was opened.
+        columns: that every shard has, as one of them has them; None for none.
     """
 
-    def __init__(self, shards: LiveShards, limits: Limits, pad_id: int | None, waiter: Waiter) -> None:
+    def __init__(
+        self, shards: LiveShards, limits: Limits, pad_id: int | None, waiter: Waiter, columns: Columns | None = None
+    ) -> None:
         self._shards, self._waiter = shards, waiter
         self.num_packs = 0  # how many will come nobody knows
         self.capacity, self.sequence_multiple = limits.capacity, limits.sequence_multiple
         self.most_sequences, self.pad_id, self.fingerprint = limits.max_sequences_per_pack, pad_id, ""
-        self.columns: dict[str, list[ColumnSpec]] = {}
+        self._like = columns or (0, {})
+        self.columns = {name: [spec] for name, spec in self._like[1].items()}
+        self._numbered = any(spec.per == "sequence" for spec in self._like[1].values())
         self._numbers: list[int] = []
         self._open: list[OpenPacks] = []
 
@@ -149,10 +170,30 @@ class OpenShards:
             self._numbers = wanted
 
     def _opened(self, number: int) -> OpenPacks:
-        opened = self._shards.open(number)
+        opened = self._shards.open(number, tuple(self.columns))
+        self._require_alike(number, opened.columns)
         tokens = "" if opened.num_tokens is None else f", {opened.num_tokens:,} tokens"
         self._waiter.say(f"{self._waiter.who}: {self._shards.name(number)}, {opened.num_packs:,} packs{tokens}")
         return opened
+
+    def _require_alike(self, number: int, columns: Mapping[str, ColumnSpec]) -> None:
+        """FormatError where columns are of another kind than in another shard, or ``source`` numbers other files."""
+        first, like = self._like
+        names = [f"{self._shards.folder}: {self._shards.name(shard)}" for shard in (first, number)]
+        alike_columns(names, {name: [like[name], spec] for name, spec in columns.items()})
+        pair = [specs["source"] for specs in (like, columns) if "source" in specs]
+        if not any(map(is_source, pair)):
+            return
+        known, here = (spec.metadata.get("files", []) for spec in pair)
+        # Batches have the numbers as they are stored: which other shards will come, and what they name, nobody knows.
+        if known[: len(here)] != here[: len(known)]:
+            raise FormatError(
+                f"{names[1]}: the files of its column source are not those of shard {first}, and nobody could tell what"
+                " the numbers in batches mean; write every shard's list so that it goes on from the one before, or"
+                " leave the column out"
+            )
+        if len(here) > len(known):
+            self._like = number, dict(columns)
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of packs of held shards lie; int64 [packs, 2]. See ``PackSource``."""
@@ -163,7 +204,10 @@ class OpenShards:
             limits = self.capacity, self.sequence_multiple, self.most_sequences
             # One call for all shards. Where it finds something wrong, the shard that is asked by itself says what.
             with contextlib.suppress(ValueError):
-                return Segments(*_native.pack_segments(indexes, slots, local, limits))
+                offsets, own, starts, lengths = _native.pack_segments(indexes, slots, local, limits)
+                by_pack = [index[0] for index in indexes if index is not None]
+                sequences = sequence_numbers(by_pack, slots, local, offsets) if self._numbered else None
+                return Segments(offsets, own, starts, lengths, None, sequences, local)
 
         def ask(slot: int, rows: NDArray[np.int64]) -> Segments:
             offsets, starts, lengths = self._open[slot].segments(local[rows])
@@ -171,8 +215,8 @@ class OpenShards:
 
         return interleaved(slots, ask)
 
-    def arrays(self, shard: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Tokens and label-aligned loss mask of one of the held shards, numbered from 0 as they ascend."""
+    def arrays(self, shard: int) -> tuple[NDArray[Any], ...]:
+        """Tokens, label-aligned loss mask and columns of one of the held shards, numbered from 0 as they ascend."""
         return self._open[shard].arrays()
 
 
@@ -208,7 +252,7 @@ class CatalogShards(LiveShards):
     def limits(self, waiter: Waiter) -> tuple[Limits, int | None]:
         """What the producer promises; of a finished catalog without one, what the shards have."""
         if self._limits is None:
-            header = self._any_header(waiter)
+            header = self._of_any(self.newest_header, waiter)
             producer = self._catalog.producer()
             if producer is not None:
                 self._limits = producer.limits, None if header is None else header.pad_id
@@ -247,15 +291,29 @@ class CatalogShards(LiveShards):
                 return read_header(self._catalog.shard_prefix(number))
         return None
 
-    def _any_header(self, waiter: Waiter) -> Header | None:
-        """The header of the newest shard; waits for one. None where all are freed and no more will come."""
-        while (header := self.newest_header()) is None:
+    def _newest_columns(self, names: Sequence[str]) -> Columns | None:
+        for number in reversed(self.numbers()):
+            try:
+                columns = Shard(self._catalog.shard_prefix(number), columns=names).columns
+                return number, {name: columns[name].spec for name in names}
+            except ShardNotFoundError:
+                if self._catalog.is_published(number):  # and was not freed in between
+                    raise
+        return None
+
+    def columns(self, names: Sequence[str], waiter: Waiter) -> Columns | None:
+        """See ``LiveShards``; as the newest shard has them."""
+        return self._of_any(lambda: self._newest_columns(names), waiter)
+
+    def _of_any(self, look: Callable[[], _Found | None], waiter: Waiter) -> _Found | None:
+        """What is found of the newest shard; waits for one. None where all are freed and no more will come."""
+        while (found := look()) is None:
             producer = self._catalog.producer()
             if not self.wait(0 if producer is None else producer.published, waiter):
                 return None
             if waiter.pause(_SECONDS_BETWEEN_LISTINGS):
                 raise Stopped
-        return header
+        return found
 
     def _limits_of_headers(self) -> tuple[Limits, int | None]:
         if self.end() is None:
@@ -296,12 +354,12 @@ class CatalogShards(LiveShards):
                 return None
         return self._counts[number]
 
-    def open(self, number: int) -> OpenPacks:
+    def open(self, number: int, columns: Sequence[str] = ()) -> OpenPacks:
         """Open a shard and hold it against what the producer promised."""
-        shard = Shard(self._catalog.shard_prefix(number), backend=self._backend)
+        shard = Shard(self._catalog.shard_prefix(number), backend=self._backend, columns=columns)
         if self._limits is not None:
             _require_kept(shard, *self._limits)
-        return _OpenShard(shard)
+        return _OpenShard(shard, columns)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_counts": {}}
@@ -326,15 +384,16 @@ def _require_kept(shard: Shard, limits: Limits, pad_id: int | None) -> None:
 class _OpenShard:
     """An ``OpenPacks`` over the files of one shard."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shard: Shard, columns: Sequence[str]) -> None:
         self._shard, files = shard, shard.files
+        opened = [shard.columns.open(name) for name in columns]
+        self.columns: Mapping[str, ColumnSpec] = {column.name: column.spec for column in opened}
         self.num_packs = files.num_packs
         self.num_tokens: int | None = files.num_tokens
         self.index: Index | None = shard.index
-        self._arrays = files.tokens[:], files.loss[:]
-        whole = np.zeros(1, np.int64), np.array([files.num_tokens])
+        self._arrays = files.tokens[:], files.loss[:], *(column.held_items for column in opened)
         for array in self._arrays:
-            _native.will_need(array, *whole)
+            _native.will_need(array, np.zeros(1, np.int64), np.array([len(array)]))
 
     def segments(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """See ``OpenPacks``. FormatError where index entries break a rule of the format."""
@@ -348,6 +407,6 @@ class _OpenShard:
             raise self._shard.broken_pack(str(error)) from None
         return offsets, starts, lengths
 
-    def arrays(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """All tokens and masks of the shard."""
+    def arrays(self) -> tuple[NDArray[Any], ...]:
+        """All tokens, masks and columns of the shard."""
         return self._arrays

@@ -34,6 +34,7 @@ __all__ = [
     "HeldArrays",
     "ShardSet",
     "Source",
+    "alike_columns",
     "find_prefixes",
     "joined_columns",
     "natural_key",
@@ -330,7 +331,7 @@ class ShardSet:
         with ThreadPoolExecutor(OPENED_AT_ONCE, "opening") if self.remote else nullcontext() as pool:
             found = list(pool.map(look, numbers) if pool else map(look, numbers))
         columns = {name: [specs[place] for specs in found] for place, name in enumerate(names)}
-        return _alike(self.prefixes, columns)
+        return alike_columns(self.prefixes, columns)
 
     @property
     def _fingerprint(self) -> bytes:
@@ -543,10 +544,13 @@ def _read_only(array: NDArray[Any]) -> NDArray[Any]:
 def joined_columns(sets: Sequence[ShardSet]) -> dict[str, list[ColumnSpec]]:
     """The columns of all shards of several sets. FormatError: one is of another kind in another shard."""
     prefixes = [prefix for one in sets for prefix in one.prefixes]
-    return _alike(prefixes, {name: [spec for one in sets for spec in one.columns[name]] for name in sets[0].columns})
+    return alike_columns(
+        prefixes, {name: [spec for one in sets for spec in one.columns[name]] for name in sets[0].columns}
+    )
 
 
-def _alike(prefixes: Sequence[str], columns: dict[str, list[ColumnSpec]]) -> dict[str, list[ColumnSpec]]:
+def alike_columns(prefixes: Sequence[str], columns: dict[str, list[ColumnSpec]]) -> dict[str, list[ColumnSpec]]:
+    """Columns as each of some shards has them. FormatError: one is of another kind in another shard."""
     for name, specs in columns.items():
         for prefix, spec in zip(prefixes, specs, strict=True):
             if spec.kind != specs[0].kind:

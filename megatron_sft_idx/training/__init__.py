@@ -7,7 +7,7 @@ seconds, and worker processes do without it. So what batches are made by (``rows
 
 from megatron_sft_idx.training.batch import BatchAssembler, Form, Tensors
 from megatron_sft_idx.training.loader import BatchIterator, BatchLoader, Wanted, whole_rows
-from megatron_sft_idx.training.sources import PackSource, Segments, interleaved
+from megatron_sft_idx.training.sources import PackSource, Segments, interleaved, sequence_numbers
 
 __all__ = [
     "BatchAssembler",
@@ -19,5 +19,6 @@ __all__ = [
     "Tensors",
     "Wanted",
     "interleaved",
+    "sequence_numbers",
     "whole_rows",
 ]

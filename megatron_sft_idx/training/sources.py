@@ -42,6 +42,7 @@ __all__ = [
     "interleaved",
     "reopen",
     "require_fit",
+    "sequence_numbers",
 ]
 
 # ---- packs as lists of sequences ----
@@ -210,6 +211,25 @@ def _refuse_pack_columns(shards: ShardSet) -> None:
             )
 
 
+def sequence_numbers(
+    indexes: Sequence[NDArray[np.int64]], slots: NDArray[Any], packs: NDArray[np.int64], offsets: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The number of each sequence in its shard.
+
+    Args:
+        indexes: int64 [packs + 1] of each shard, CSR offsets of sequences by pack.
+        slots: [packs], the shard of each pack.
+        packs: int64 [packs], numbers in their shards.
+        offsets: int64 [packs + 1], CSR offsets of the sequences of these packs.
+    """
+    firsts = np.empty(len(packs), np.int64)
+    for slot, sequence_offsets in enumerate(indexes):
+        here = slots == slot
+        firsts[here] = sequence_offsets[packs[here]]
+    numbers: NDArray[np.int64] = np.repeat(firsts - offsets[:-1], np.diff(offsets)) + np.arange(offsets[-1])
+    return numbers
+
+
 class StoredPacks:
     """Packs as they lie in shards: a ``PackSource``.
 
@@ -266,13 +286,8 @@ class StoredPacks:
             raise
         # Slots are the numbers where shards are used from the first on, as the only one is.
         own = own if dense(numbers) else np.array(numbers, np.int32)[own]
-        sequences = None
-        if self._numbered:
-            firsts = np.empty(len(packs), np.int64)
-            for slot, (sequence_offsets, *_) in enumerate(indexes):
-                here = slots == slot
-                firsts[here] = sequence_offsets[local[here]]
-            sequences = np.repeat(firsts - offsets[:-1], np.diff(offsets)) + np.arange(offsets[-1])
+        by_pack = [sequence_offsets for sequence_offsets, *_ in indexes]
+        sequences = sequence_numbers(by_pack, slots, local, offsets) if self._numbered else None
         return Segments(offsets, own, starts, lengths, numbers if len(packs) else None, sequences, local)
 
     def arrays(self, shard: int) -> Arrays:

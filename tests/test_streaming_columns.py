@@ -1,0 +1,138 @@
+"""Columns of live shards: in batches as of finished shards, wherever a run goes on, and refused where they differ."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from columned import SOURCE, SPECS, write_columned
+from live_catalogs import CAPACITY, all_names, copies, loader, make_catalog, names_of, packs_of, publish, remove
+
+from megatron_sft_idx.errors import FormatError, SFTIndexError
+from megatron_sft_idx.layout.column import ColumnSpec
+from megatron_sft_idx.live import Catalog
+from megatron_sft_idx.live.catalog import Limits
+from megatron_sft_idx.live.chunks import ChunkRows, LiveChunks
+from megatron_sft_idx.shard.shard_set import ShardSet
+from megatron_sft_idx.training.batch import BatchAssembler
+from megatron_sft_idx.training.sources import StoredPacks
+
+COUNTS = [5, 3, 0, 7, 4, 6]
+Tensors = dict[str, torch.Tensor]
+
+
+def write(folder: Path, shard: int, packs: int, specs: dict[str, ColumnSpec] = SPECS) -> None:
+    """Values count from another number in each shard."""
+    prefix = Catalog(folder).shard_prefix(shard)
+    write_columned(prefix, packs_of(shard, packs), specs, first=17 * shard, capacity=CAPACITY, pad_id=0)
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Path:
+    folder = tmp_path / "catalog"
+    make_catalog(folder, COUNTS)
+    for shard, packs in enumerate(COUNTS):
+        remove(folder, shard)
+        write(folder, shard, packs)
+    return folder
+
+
+def finished(folder: Path) -> BatchAssembler:
+    source = StoredPacks(ShardSet.open(folder, columns=list(SPECS)))
+    return BatchAssembler(source, 16, width=5, pad_id=0, columns=list(SPECS))
+
+
+@pytest.mark.parametrize(("workers", "window"), [(0, 1), (0, 3), (2, 2)])
+def test_batches_have_what_those_of_finished_shards_have(catalog: Path, workers: int, window: int) -> None:
+    """Every tensor of every batch, where packs come as they are stored."""
+    options: dict[str, Any] = {"shuffle": False, "micro_batch_size": 5, "window": window, "columns": list(SPECS)}
+    with loader(catalog, workers=workers, **options) as batches:
+        taken = copies(batches)
+    assembler = finished(catalog)
+    for number, batch in enumerate(taken):
+        expected = assembler.assemble(np.arange(5 * number, 5 * number + 5))
+        assert batch.keys() == expected.keys() >= SPECS.keys()
+        for name, tensor in batch.items():
+            assert torch.equal(tensor, expected[name]), (number, name)
+    assert len(taken) == sum(COUNTS) // 5
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 1)])
+def test_every_pack_keeps_its_values_where_a_run_goes_on_with_other_ranks(
+    catalog: Path, sizes: tuple[int, int]
+) -> None:
+    """Shuffled, resumed on another number of ranks and with other micro-batches."""
+    assembler = finished(catalog)
+    rows = {name: assembler.sample(pack) for pack, name in enumerate(all_names(COUNTS))}
+    options: dict[str, Any] = {"window": 2, "columns": list(SPECS)}
+    states, seen = [], []
+    for rank in range(sizes[0]):
+        with loader(catalog, rank, sizes[0], micro_batch_size=2, **options) as batches:
+            seen += copies(batches, 2)
+            states.append(batches.state_dict())
+    for rank in range(sizes[1]):
+        with loader(catalog, rank, sizes[1], micro_batch_size=3, **options) as batches:
+            batches.load_state_dict(states)
+            seen += copies(batches)
+    assert sorted(names_of(seen)) == all_names(COUNTS)
+    for batch in seen:
+        for row, (name, *_) in enumerate(batch["tokens"].tolist()):
+            for column in SPECS:
+                assert torch.equal(batch[column][row], rows[name][column]), (name, column)
+
+
+def read(folder: Path, *columns: str) -> list[Tensors]:
+    with loader(folder, shuffle=False, columns=columns) as batches:
+        return copies(batches)
+
+
+@pytest.mark.parametrize("odd", [0, 3, 5])
+def test_a_shard_without_a_column_is_named(catalog: Path, odd: int) -> None:
+    remove(catalog, odd)
+    publish(catalog, odd, COUNTS[odd])
+    with pytest.raises(SFTIndexError, match=f"shard-{odd:06d}.*no column source"):
+        read(catalog, "source")
+    assert sorted(names_of(read(catalog))) == all_names(COUNTS)
+
+
+def test_a_shard_with_a_column_of_another_kind_is_named(catalog: Path) -> None:
+    remove(catalog, 3)
+    write(catalog, 3, COUNTS[3], {"source": ColumnSpec("sequence", np.int64)})
+    with pytest.raises(FormatError, match=r"shard 3: column source is int64 a sequence, in .*shard 5 uint32 x 2"):
+        read(catalog, "source")
+
+
+def test_files_of_source_go_on_from_shard_to_shard_or_are_refused(catalog: Path) -> None:
+    def listing(*letters: str) -> dict[str, ColumnSpec]:
+        files = [{"name": letter, "fingerprint": letter * 32} for letter in letters]
+        return {"source": replace(SOURCE, metadata={"files": files})}
+
+    def rewrite(shard: int, *letters: str) -> None:
+        remove(catalog, shard)
+        write(catalog, shard, COUNTS[shard], listing(*letters))
+
+    for shard in range(6):
+        rewrite(shard, *"abcdef"[: shard + 1])
+    found = [row for batch in read(catalog, "source") for row in batch["source"][:, 0].tolist()]
+    expected = []
+    for shard, packs in enumerate(COUNTS):
+        lengths = [len(pack.starts) for pack in packs_of(shard, packs)]
+        firsts = [17 * shard + sum(lengths[:pack]) for pack in range(packs)]
+        expected += [[first % (shard + 1), first] for first in firsts]
+    assert found == expected
+    rewrite(3, "b", "a")
+    with pytest.raises(FormatError, match="shard 3: the files of its column source are not those of shard 5"):
+        read(catalog, "source")
+
+
+def test_what_has_no_columns_says_so(tmp_path: Path) -> None:
+    (tmp_path / "chunk_00000.jsonl").write_text("")
+    (tmp_path / "_SUCCESS").write_text("")
+    with pytest.raises(FormatError, match="columns source: chunks have none"):
+        read(LiveChunks(str(tmp_path), ChunkRows(Limits(CAPACITY, 3), None), num_chunks=1), "source")  # type: ignore[arg-type]
+    with pytest.raises(FormatError, match="column 'tokens'"):
+        read(tmp_path, "tokens")
