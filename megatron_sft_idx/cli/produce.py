@@ -49,6 +49,8 @@ taken when a later one is there, or when their size has not changed for --settle
 
 Training fixes the shape of its batches before it has seen the data. So the most sequences of a pack are fixed too: by
 --max-sequences-per-pack, or else the 32nd part of --seq-length, and no less than 64.
+
+Its shards have no columns, so they do not say which row a sequence was made from; preprocess --source does.
 """
 
 
