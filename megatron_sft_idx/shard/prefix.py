@@ -170,10 +170,10 @@ def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
     head, is_shard = read_journal(paths), head_of(paths.seq_idx, len(MAGIC)) == MAGIC
     ours = Kind("a file of a shard, which has a .seq.idx", lambda path: _is_ours(path, is_shard) or _may_go(path, head))
     temporary = Kind("a temporary file that a journal names", lambda path: _may_go(path, head))
-    for path in present:
-        check_place(path, ours, overwrite=True)
-    for path in paths.unpublished.all:
-        check_place(path, temporary, overwrite=True)
+    for kind, places in ((ours, present), (temporary, paths.unpublished.all)):
+        for path in places:
+            with contextlib.suppress(FileNotFoundError):  # a living writer has just renamed it: nothing is here
+                check_place(path, kind, overwrite=True)
 
 
 def _is_ours(path: str, is_shard: bool) -> bool:
