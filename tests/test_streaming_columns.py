@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 import torch
 from columned import SOURCE, SPECS, write_columned
-from live_catalogs import CAPACITY, all_names, copies, loader, make_catalog, names_of, packs_of, publish, remove
+from live_catalogs import (
+    CAPACITY,
+    all_names,
+    copies,
+    dataset,
+    loader,
+    make_catalog,
+    names_of,
+    packs_of,
+    publish,
+    remove,
+)
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout.column import ColumnSpec
@@ -106,11 +117,12 @@ def test_a_shard_with_a_column_of_another_kind_is_named(catalog: Path) -> None:
         read(catalog, "source")
 
 
-def test_files_of_source_go_on_from_shard_to_shard_or_are_refused(catalog: Path) -> None:
-    def listing(*letters: str) -> dict[str, ColumnSpec]:
-        files = [{"name": letter, "fingerprint": letter * 32} for letter in letters]
-        return {"source": replace(SOURCE, metadata={"files": files})}
+def listing(*letters: str) -> dict[str, ColumnSpec]:
+    files = [{"name": letter, "fingerprint": letter * 32} for letter in letters]
+    return {"source": replace(SOURCE, metadata={"files": files})}
 
+
+def test_files_of_source_go_on_from_shard_to_shard_or_are_refused(catalog: Path) -> None:
     def rewrite(shard: int, *letters: str) -> None:
         remove(catalog, shard)
         write(catalog, shard, COUNTS[shard], listing(*letters))
@@ -127,6 +139,19 @@ def test_files_of_source_go_on_from_shard_to_shard_or_are_refused(catalog: Path)
     rewrite(3, "b", "a")
     with pytest.raises(FormatError, match="shard 3: the files of its column source are not those of shard 5"):
         read(catalog, "source")
+
+
+def test_a_list_of_files_that_has_grown_is_what_later_shards_are_held_against(tmp_path: Path) -> None:
+    """Shards that come one by one, while they are read."""
+    make_catalog(tmp_path, [], ended=False)
+    write(tmp_path, 0, 1, listing("a"))
+    batches = iter(dataset(tmp_path, shuffle=False, columns=["source"]))
+    assert next(batches)["source"][0, 0].tolist() == [0, 0]
+    write(tmp_path, 1, 1, listing("a", "b"))
+    assert next(batches)["source"][0, 0].tolist() == [1, 17]
+    write(tmp_path, 2, 1, listing("a", "c"))
+    with pytest.raises(FormatError, match="shard 2: the files of its column source are not those of shard 1"):
+        next(batches)
 
 
 def test_what_has_no_columns_says_so(tmp_path: Path) -> None:
