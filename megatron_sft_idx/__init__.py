@@ -29,12 +29,14 @@ if TYPE_CHECKING:  # what type checkers know the names below by
     from megatron_sft_idx.formats.packed_dataset import PackedDataset as PackedDataset
     from megatron_sft_idx.formats.packed_dataset import open_dataset as open_dataset
     from megatron_sft_idx.inspect.text import show_pack as show_pack
+    from megatron_sft_idx.layout.column import ColumnSpec as ColumnSpec
     from megatron_sft_idx.live.live_loader import LiveDataset as LiveDataset
     from megatron_sft_idx.live.live_loader import LiveLoader as LiveLoader
     from megatron_sft_idx.packing import PackPlan as PackPlan
     from megatron_sft_idx.packing import pack_sequences as pack_sequences
     from megatron_sft_idx.shard import Shard as Shard
     from megatron_sft_idx.shard import ShardWriter as ShardWriter
+    from megatron_sft_idx.shard import write_column as write_column
     from megatron_sft_idx.tokenize import preprocess as preprocess
     from megatron_sft_idx.training.sft_dataset import PackedSFTDataset as PackedSFTDataset
     from megatron_sft_idx.training.sft_dataset import PackedSFTDatasetConfig as PackedSFTDatasetConfig

@@ -19,7 +19,7 @@ TOKENIZER = ROOT / "tools/demo/tokenizer"
 GENERATION_TEMPLATE = ROOT / "tools/demo/chat_template_generation.jinja"
 SUFFIXES = (".bin", ".loss.bin", ".seq.bin", ".idx", ".seq.idx")
 # What preprocess makes.
-MADE = SUFFIXES
+MADE = (*SUFFIXES, ".source.col")
 
 
 class Outcome(NamedTuple):

@@ -125,4 +125,6 @@ def test_without_mistral_common_a_template_is_asked_for(monkeypatch: pytest.Monk
     encoder = RowEncoder(EncodingOptions(str(DATA / "tekken_240911.json")))
     assert encoder.template is None
     with pytest.raises(ValueError, match=r"no chat template; name one with --chat-template FILE"):
-        encoder._prepare({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
+        encoder._prepare(
+            encoder._read({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})[0]
+        )

@@ -181,7 +181,8 @@ def test_the_demo_data_through_every_format(tmp_path: Path) -> None:
     assert len(before) > 5
     for number, name in enumerate([*WHOLE, "sft-idx"]):
         target = place(tmp_path, name, f"demo-{number}")
-        assert main(["convert", source, target, "--to", name]) == 0
+        # What has been in .npy has no columns any more.
+        assert main(["convert", source, target, "--to", name, *(["--no-columns"] if name == "npy" else [])]) == 0
         source = target
     after = Shard(source)
     for one, other in zip(before, after, strict=True):

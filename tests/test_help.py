@@ -86,7 +86,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         for prefix in ("corpus-1", "corpus-2"):
             run("copy", "data/train.unpacked", prefix)
-        run("convert", "data/train", "old/train.npy", "--to", "npy")
+        run("convert", "data/train", "old/train.npy", "--to", "npy", "--no-columns")
         if find_spec("pyarrow"):
             run("convert", "data/train", "data/part-1.parquet", "--to", "parquet")
         write_stock(Shard("data/train"), "data/text_document", "data/masks")
@@ -146,7 +146,7 @@ def made_by(parsed: argparse.Namespace) -> list[Path]:
 
 
 def shard(prefix: str) -> list[str]:
-    return [prefix + suffix for suffix in SUFFIXES]
+    return [prefix + suffix for suffix in (*SUFFIXES, ".source.col")]
 
 
 def test_verbs_are_listed_by_what_they_are_for() -> None:

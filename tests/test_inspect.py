@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def test_the_summary_as_json(chats: Path) -> None:
 def test_a_pack_as_text_and_as_ids(chats: Path) -> None:
     text = command("inspect", chats, "--pack", 3, "--tokenizer", TOKENIZER)
     assert text.code == 0
-    assert text.out.startswith("── sequence 0, positions 0 to ")
+    assert re.match(r"── sequence 0 \(chats\.jsonl:\d+\), positions 0 to ", text.out)
     assert "<|im_start|>assistant\n[[" in text.out
     pack = Shard(chats)[3]
     ids = command("inspect", chats, "--pack", 3).out
@@ -321,7 +322,7 @@ def as_process(chats: Path, *arguments: str, out: Any, **environment: str) -> su
 def test_characters_that_the_terminal_lacks_are_shown_by_number(chats: Path) -> None:
     done = as_process(chats, "--pack", "0", out=subprocess.PIPE, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("\\u2500\\u2500 sequence 0, ")
+    assert done.stdout.startswith("\\u2500\\u2500 sequence 0 (chats.jsonl:")
 
 
 def test_output_that_cannot_be_written_is_told_once(chats: Path) -> None:

@@ -43,7 +43,7 @@ def test_names_are_what_they_stand_for(revision: str, home: Path, tmp_path: Path
     data = f"demo/chats{revision}/data/train-*.jsonl"
     made = run(tmp_path, home, "--input", data, "--tokenizer", f"demo/tok{revision}", "--download")
     assert made.returncode == 0, made.stderr
-    assert preprocess(tmp_path / "y").code == 0
+    assert preprocess(tmp_path / "y", "--input", next(home.rglob("train-*.jsonl"))).code == 0
     assert files_of(tmp_path / "x") == files_of(tmp_path / "y")
 
 

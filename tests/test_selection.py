@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chats import CHATS, SUFFIXES, files_of, preprocess, remains, sequences_of, write_rows
+from chats import CHATS, MADE, files_of, preprocess, remains, sequences_of, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupted_runs import be_quick
@@ -265,7 +265,7 @@ def test_workers_shards_and_a_kill_change_nothing(tmp_path, monkeypatch):
         resumed = preprocess(at / "x", *given, "--resume")
         assert resumed.code == 0, resumed.err
         assert [files_of(at / name) for name in names] == calm
-        assert remains(at) == sorted(name + suffix for name in names for suffix in SUFFIXES)
+        assert remains(at) == sorted(name + suffix for name in names for suffix in MADE)
     assert step > 60
 
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from chats import command, preprocess
+from chats import MADE, command, preprocess
 from kills import killed_at
 from object_folders import serve_folder
 from packs import demo_samples, five_files, write_samples
@@ -188,7 +188,7 @@ def test_several_shards_go_to_a_store_and_those_that_did_not_arrive_are_named(st
     # Of another shard, whose .seq.idx is gone.
     copy_shard(str(tmp_path / "local/x-00000-of-00003"), f"{store}/x-00001-of-00003")
     foreign = tmp_path / "store/x-00001-of-00003.bin"
-    for suffix in SUFFIXES:
+    for suffix in MADE:
         if suffix != ".bin":
             (tmp_path / f"store/x-00001-of-00003{suffix}").unlink()
     failed = preprocess(

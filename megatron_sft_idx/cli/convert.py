@@ -28,7 +28,7 @@ examples:
     megatron-sft-idx convert data/train data/train.parquet --to parquet --row-group-size 1000
 
   packs of sequence multiple 8 for Megatron-Bridge, which wants padding stored; the tokenizer's end of sequence is 2:
-    megatron-sft-idx convert data/cp4 data/cp4.parquet --to parquet --pad-seq-to-mult 8 --eos-id 2
+    megatron-sft-idx convert data/cp4 data/cp4.parquet --to parquet --pad-seq-to-mult 8 --eos-id 2 --no-columns
 
   a stock Megatron dataset, trained on every token or by a second dataset that holds the masks:
     megatron-sft-idx convert data/text_document data/all --to sft-idx --mask-rule all
@@ -47,7 +47,7 @@ shard, pass --overwrite to start anew.
 
 loss: what a format has no place for is an error, or let go and said with --allow-loss: loss masks and packs in .pbin;
 weights other than 0 and 1 in memmap, parquet and jsonl-chunks; columns in npy, pbin and parquet padded for
-Megatron-Bridge, and those that not all sources have. .npy and .pbin do not keep the capacity.
+Megatron-Bridge (--no-columns leaves them out, and nothing else), and those that not all sources have. .npy and .pbin do not keep the capacity.
 """
 
 # Options of one format's reader or writer: flag, name there, formats that know it.
@@ -107,6 +107,7 @@ def add_parser(verbs: Verbs) -> None:
     )
     parser.add_argument("--eos-id", type=int, metavar="ID", help="the tokenizer's end of sequence, to pad with")
     parser.add_argument("--samples-per-chunk", type=positive, metavar="N", help="jsonl-chunks: packs in a file")
+    parser.add_argument("--no-columns", action="store_true", help="leave columns out, for formats without a place")
     parser.add_argument("--allow-loss", action="store_true", help="let go what the format has no place for")
     parser.add_argument("--overwrite", action="store_true", help="replace DST, where it is of the format of --to")
     parser.add_argument("--no-verify", action="store_true", help="do not read the result again")
@@ -128,7 +129,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
         allow_loss=arguments.allow_loss,
         verify=not arguments.no_verify,
         padding=padding,
-        reader=_given(arguments, _READER),
+        reader=_given(arguments, _READER) | ({"columns": ()} if arguments.no_columns else {}),
         writer=_given(arguments, _WRITER),
     )
     for name, formats in _WRITER.items():

@@ -112,7 +112,7 @@ def add_parser(verbs: Verbs) -> None:
     group.add_argument(
         "--source",
         action=argparse.BooleanOptionalAction,
-        default=False,
+        default=True,
         help="write the column source: of every sequence, which row of which file it was made from"
         " (default: %(default)s)",
     )

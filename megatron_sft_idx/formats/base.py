@@ -239,8 +239,8 @@ class PackedWriter(ABC):
         names = ", ".join(sorted(columns))
         if not self._allow_loss:
             raise FormatError(
-                f"{self._path}: columns {names}: {self.format} has no place for them; pass allow_loss (--allow-loss)"
-                " to leave them out"
+                f"{self._path}: columns {names}: {self.format} has no place for them; leave them out (--no-columns),"
+                " or pass allow_loss (--allow-loss)"
             )
         self.lost["columns"] = f"columns {names}: the format has no place for them"
 

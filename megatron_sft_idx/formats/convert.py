@@ -95,7 +95,7 @@ class ConvertOptions:
         verify: read the result again and compare it with what was read from the source.
         padding: for ``parquet``: store sequences as Megatron-Bridge wants them under context parallelism, and write the
             summary of them that it reads beside the file (``summary_path``).
-        reader: options of the source's format.
+        reader: options of the source's format; ``columns`` of any: those that are carried, None for all.
         writer: options of the destination's format.
     """
 
@@ -176,8 +176,9 @@ def convert(
         check_packs_summary(summary_path(destination), overwrite=options.overwrite, padded=options.padding is not None)
     if name == "npy" and options.capacity is not None:
         reading["capacity"] = options.capacity  # its packers exceed what they were given, which its reader knows
+    columns = reading.pop("columns", None)  # else all that there are
     if "columns" in reader_options(name):
-        reading.setdefault("columns", None)  # all that there are
+        reading["columns"] = columns
     parts = JoinedReader(name, paths, mask_alignment=options.mask_alignment, max_open=1, options=reading)
     padding, content = options.padding, Content()
     apart = parts.columns_apart

@@ -537,12 +537,12 @@ class Writer(PackedWriter):
         allow_loss: bool = False,
         token_nbytes: int | None = None,
     ) -> None:
-        super().__init__(path, spec, allow_loss=allow_loss)
         if not allow_loss:
             raise FormatError(
-                f"{self._path}: a .pbin keeps neither loss masks nor packs, every sequence becomes a document trained"
-                " as a whole; pass allow_loss=True (--allow-loss) if that is what you want"
+                f"{os.fspath(path)}: a .pbin keeps neither loss masks nor packs, every sequence becomes a"
+                " document trained as a whole; pass allow_loss=True (--allow-loss) if that is what you want"
             )
+        super().__init__(path, spec, allow_loss=allow_loss)
         token_nbytes = token_nbytes or np.dtype(spec.token_dtype).itemsize
         if token_nbytes not in (1, 2, 4):
             raise FormatError(f"{self._path}: tokens of {token_nbytes} bytes, Modalities reads 1, 2 or 4")

@@ -125,9 +125,16 @@ class ColumnSpec:
             raise FormatError(f"column: its metadata make a header of more than {MAX_COLUMN_HEADER_NBYTES} bytes")
 
     @classmethod
-    def of(cls, per: Per, values: NDArray[Any], **options: Any) -> ColumnSpec:
+    def of(
+        cls,
+        per: Per,
+        values: NDArray[Any],
+        *,
+        alignment: Alignment = "token",
+        metadata: Mapping[str, Any] | None = None,
+    ) -> ColumnSpec:
         """What an array of values [rows] or [rows, width] is."""
-        return cls(per, values.dtype, values.shape[1] if values.ndim > 1 else 1, **options)
+        return cls(per, values.dtype, values.shape[1] if values.ndim > 1 else 1, alignment, metadata or {})
 
     @property
     def header_nbytes(self) -> int:

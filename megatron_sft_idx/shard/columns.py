@@ -177,7 +177,7 @@ def write_column(
     whole = hasattr(values, "dtype") or not isinstance(values, Iterable)
     pieces: Iterator[Any] = iter([values]) if whole else iter(cast(Iterable[Any], values))
     first = np.asarray(next(pieces, ()))
-    spec = ColumnSpec.of(per, first, alignment=alignment, metadata=metadata or {})
+    spec = ColumnSpec.of(per, first, alignment=alignment, metadata=metadata)
     with held(paths):
         if read_header(paths) != header:
             raise FormatError(f"{paths.prefix}: another shard was published here just now; try again")

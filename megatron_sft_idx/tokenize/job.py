@@ -101,7 +101,7 @@ def preprocess(  # noqa: D417 (--help of the command says what each option is fo
     output_shards: int = 1,
     staging: str = STAGING,
     keep_corpus: bool = False,
-    source: bool = False,
+    source: bool = True,
     source_weight: Sequence[str] = (),
     overwrite: bool = False,
     resume: bool = False,
