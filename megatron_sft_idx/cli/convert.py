@@ -47,7 +47,8 @@ shard, pass --overwrite to start anew.
 
 loss: what a format has no place for is an error, or let go and said with --allow-loss: loss masks and packs in .pbin;
 weights other than 0 and 1 in memmap, parquet and jsonl-chunks; columns in npy, pbin and parquet padded for
-Megatron-Bridge (--no-columns leaves them out, and nothing else), and those that not all sources have. .npy and .pbin do not keep the capacity.
+Megatron-Bridge (--no-columns leaves them out, and nothing else), and those that not all sources have. .npy and .pbin
+do not keep the capacity.
 """
 
 # Options of one format's reader or writer: flag, name there, formats that know it.
