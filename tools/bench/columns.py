@@ -1,10 +1,11 @@
-"""What columns cost: a batch with none, one and four of them beside its mask, and their bytes on disk.
+"""What columns cost: a batch with none, one and four of them beside its mask, preprocess with ``source``, and bytes.
 
 python tools/bench/columns.py [--full]
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 from argparse import Namespace
 from collections.abc import Callable
@@ -13,14 +14,17 @@ from pathlib import Path
 import numpy as np
 from batches import per_batch, random_batches
 from batches_peers import CAPACITY, ROWS, SEQUENCES, fill
+from measure import timed
 from report import Bench, Size, run_bench
 
+from megatron_sft_idx import preprocess
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard, ShardWriter, write_column
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.sources import StoredPacks
 
+DEMO = Path(__file__).parents[1] / "demo"
 BATCHES = 1000
 SOURCE, WIDE = "source", "topk_logp"
 TOKENS = [f"logp_{number}" for number in range(4)]
@@ -57,6 +61,18 @@ def assembling(prefix: Path, columns: list[str], packs: int) -> Callable[[int], 
     return run
 
 
+def preprocessing(folder: Path, copies: int, source: bool) -> tuple[float, int]:
+    """CPU seconds of a run over the demo's chats many times over, in this process, and bytes on disk."""
+    rows = [json.loads(line) for line in (DEMO / "chats.jsonl").read_text(encoding="utf-8").splitlines()]
+    took = timed(
+        lambda: preprocess(
+            rows * copies, tokenizer=DEMO / "tokenizer", seq_length=4096, turns="whole", workers=0,
+            out=folder / f"source-{source}", source=source, overwrite=True,
+        )
+    )  # fmt: skip
+    return took.cpu, sum(path.stat().st_size for path in folder.glob(f"source-{source}.*"))
+
+
 def report(bench: Bench, folder: Path, options: Namespace) -> None:
     prefix, packs = folder / "shard", options.packs
     # Float masks: then a column of tokens is read and written in as many bytes as the mask is.
@@ -83,6 +99,14 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
         nbytes = sum(Path(paths.column(name)).stat().st_size for name in columns)
         rows.append((way, f"{took:.3f}", f"{1e3 * (took - base):.0f}", f"{nbytes / tokens:.2f}"))
     bench.table(("columns of a batch", "ms", "µs beyond none", "bytes a token on disk"), rows)
+    made: dict[bool, list[tuple[float, int]]] = {True: [], False: []}
+    for number in range(options.rounds):
+        for source in (True, False) if number % 2 else (False, True):
+            made[source].append(preprocessing(folder, options.copies, source))
+    with_, without = ([cpu for cpu, _ in made[source]] for source in (True, False))
+    more = 100 * (made[True][0][1] / made[False][0][1] - 1)
+    bench.headline("source", "`preprocess` with the column `source`", with_, "CPU s", peer="without", theirs=without)
+    bench.headline("source_bytes", "a shard with the column `source`", [more], "% more bytes on disk")
     what = f"a batch of {ROWS} x {CAPACITY:,} with {{}} a token"
     for key, way in (("one", ONE), ("four", FOUR)):
         words = what.format("one float32 column" if way == ONE else "four float32 columns")
@@ -92,6 +116,7 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
 if __name__ == "__main__":
     sizes = {
         "packs": Size(4_000, 10_000, "packs of the shard"),
+        "copies": Size(20, 100, "times the demo's chats are taken for preprocess"),
         "rounds": Size(5, 9, "runs of which the median is taken"),
     }
     run_bench("columns", "Columns in batches", ("torch", "numpy"), report, __doc__, sizes)
