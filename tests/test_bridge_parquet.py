@@ -197,8 +197,8 @@ def test_their_epochs_are_of_our_packs(bridge: Bridge, shards: Path) -> None:
 
 
 def padded(folder: Path, source: Path, name: str, bridge: Bridge, *options: object) -> Path:
-    arguments = ("--to", "parquet", "--pad-seq-to-mult", MULTIPLE, "--eos-id", bridge.tokenizer.eos_id, *options)
-    outcome = command("convert", source, folder / name, *arguments)
+    padding = ("--pad-seq-to-mult", MULTIPLE, "--eos-id", bridge.tokenizer.eos_id)
+    outcome = command("convert", source, folder / name, "--to", "parquet", "--no-columns", *padding, *options)
     assert outcome.code == 0, outcome.err
     return folder / name
 
