@@ -77,7 +77,10 @@ def test_parts_of_an_input_by_pattern_and_the_corpus_beside_the_shard(s3: Any, b
     assert f"wrote s3://{bucket}/out/train" in said
     assert preprocess(tmp_path / "local/train").code == 0
     assert remote_files(s3, bucket, "out/train")[".bin"] == five_files(tmp_path / "local/train")[".bin"]
-    assert keys(s3, bucket, "out/") == five_keys("out/train") | five_keys("out/train.unpacked")
+    assert keys(s3, bucket, "out/") == {
+        *five_keys("out/train"), *five_keys("out/train.unpacked"),
+        "out/train.source.col", "out/train.unpacked.source.col",
+    }  # fmt: skip
 
 
 def test_an_input_replaced_while_it_is_read_is_an_error(

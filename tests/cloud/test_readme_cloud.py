@@ -19,4 +19,6 @@ def test_the_pages_with_a_bucket(s3: Any, tmp_path: Path) -> None:
     assert preprocess(tmp_path / "data/chats").code == 0
     blocks = [block for page in PAGES for block in blocks_of(page) if block.kind == "sh cloud"]
     paste(blocks, clone(tmp_path), fast_environment(tmp_path), 900)
-    assert keys(s3, "bucket", "sft/") == five_keys("sft/chats") | five_keys("sft/more")
+    assert keys(s3, "bucket", "sft/") == {
+        *five_keys("sft/chats"), *five_keys("sft/more"), "sft/chats.source.col", "sft/more.source.col",
+    }  # fmt: skip
