@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -45,7 +46,11 @@ def free_nbytes(folder: Path) -> int:
 
 @contextlib.contextmanager
 def filled(folder: Path, left_nbytes: int) -> Iterator[None]:
-    """All space of a disk taken but for so many bytes."""
+    """All space of a disk taken but for so many bytes.
+
+    Files that are deleted and held open by what is garbage already would give theirs back at any moment.
+    """
+    gc.collect()
     ballast = folder / "ballast"
     with open(ballast, "wb") as file:
         os.posix_fallocate(file.fileno(), 0, max(1, free_nbytes(folder) - left_nbytes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import re
@@ -19,6 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kills import killed_at
 from packs import assert_holds, demo_samples, write_samples
+from shard_folders import files_of as open_files_of
+from shard_folders import maps_of
 
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import (
@@ -61,6 +64,22 @@ def test_what_is_written_is_read(tmp_path: Path, backend: Any, monkeypatch: pyte
             np.testing.assert_array_equal(again[i][name], expected)
     assert "source" not in Shard(tmp_path / "x")[0]
     assert verify_shard(tmp_path / "x", full=True).ok
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="nothing here lists what is mapped")
+@pytest.mark.parametrize("backend", ["mmap", "pread", "reopen"])
+def test_a_reader_that_is_let_go_lets_go_of_its_files_at_once(tmp_path: Path, backend: Any) -> None:
+    """Not when garbage is collected: the space of a replaced shard is that of the next one."""
+    write_columned(tmp_path / "x", PACKS)
+    gc.disable()
+    try:
+        shard = Shard(tmp_path / "x", backend=backend, columns=SPECS)
+        assert len(shard[0]) > 3
+        assert (maps_of(tmp_path), open_files_of(tmp_path)) != (0, 0) or backend == "reopen"
+        del shard
+        assert (maps_of(tmp_path), open_files_of(tmp_path)) == (0, 0)
+    finally:
+        gc.enable()
 
 
 def test_the_five_files_but_for_the_listing_are_those_without(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -29,7 +29,7 @@ from megatron_sft_idx.layout.column import (
 )
 from megatron_sft_idx.layout.files import column_of
 from megatron_sft_idx.layout.header import CHECKSUM_NBYTES
-from megatron_sft_idx.shard.opening import read_header
+from megatron_sft_idx.shard.opening import read_header, require_same
 from megatron_sft_idx.shard.prefix import held, is_column
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.storage import (
@@ -267,9 +267,7 @@ class ShardColumn:
         return self.header.rows
 
 
-def open_column(
-    paths: ShardPaths, name: str, header: Header, backend: Backend = "mmap", *, same: Callable[[], None] | None = None
-) -> ShardColumn:
+def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend = "mmap") -> ShardColumn:
     """Open a column of a shard.
 
     Args:
@@ -277,7 +275,6 @@ def open_column(
         name: of the column.
         header: of the shard.
         backend: how it is read.
-        same: raises where another shard is at the prefix by now; for ``reopen``.
 
     Raises:
         ShardNotFoundError: the shard has no such column.
@@ -301,8 +298,7 @@ def open_column(
     check_size(path, file.nbytes, column.nbytes)
 
     def confirm() -> None:
-        if same is not None:
-            same()
+        require_same(paths.prefix, read_header(paths).shard_id, header.shard_id)
         if (now := _look(path)) is None or now.checksum != checksum:
             raise FormatError(f"{path}: another column was attached since this one was opened; open the shard again")
 
@@ -377,17 +373,18 @@ class ShardColumns(Mapping[str, ShardColumn]):
     Args:
         paths: of the shard.
         header: of the shard.
-        open_one: opens one.
+        backend: how they are read.
     """
 
-    def __init__(self, paths: ShardPaths, header: Header, open_one: Callable[[str], ShardColumn]) -> None:
-        self._paths, self._header, self._open = paths, header, open_one
+    # Nothing here holds the shard, which holds this: a reader that is let go lets go of its files at once.
+    def __init__(self, paths: ShardPaths, header: Header, backend: Backend) -> None:
+        self._paths, self._header, self._backend = paths, header, backend
         self._opened: dict[str, ShardColumn] = {}
 
     def open(self, name: str) -> ShardColumn:
         """The column of a name. Errors as ``open_column``."""
         if name not in self._opened:
-            self._opened[name] = self._open(name)
+            self._opened[name] = open_column(self._paths, name, self._header, self._backend)
         return self._opened[name]
 
     def __getitem__(self, name: str) -> ShardColumn:

@@ -18,7 +18,7 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import check_name
 from megatron_sft_idx.layout.header import shown_counts
-from megatron_sft_idx.shard.columns import ShardColumn, ShardColumns, open_column
+from megatron_sft_idx.shard.columns import ShardColumns
 from megatron_sft_idx.shard.opening import Files, checked_packs, open_files, read_header, require_same, runs_of
 from megatron_sft_idx.storage import (
     Advice,
@@ -124,16 +124,10 @@ class Shard:
             self._files = files
         return files
 
-    def _open_column(self, name: str) -> ShardColumn:
-        def same() -> None:
-            require_same(self.prefix, read_header(self._paths).shard_id, self._shard_id)
-
-        return open_column(self._paths, name, self.header, self.backend, same=same)
-
     @cached_property
     def columns(self) -> ShardColumns:
         """The columns by name: those that the shard was written with, and those that were attached to it."""
-        return ShardColumns(self._paths, self.header, self._open_column)
+        return ShardColumns(self._paths, self.header, self.backend)
 
     @property
     def prefix(self) -> str:
