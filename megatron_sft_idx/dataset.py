@@ -110,21 +110,9 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         huge_pages: bool = False,
         columns: Sequence[str] = (),
     ) -> None:
+        ours: dict[str, Any] = {"copy": copy, "backend": backend, "advice": advice, "huge_pages": huge_pages}
         config = object_storage_config or s3_config
-        self.initialize(
-            path_prefix,
-            multimodal,
-            mmap,
-            config,
-            fast_cache_load,
-            sequences_per_dataset,
-            dtype_code,
-            copy=copy,
-            backend=backend,
-            advice=advice,
-            huge_pages=huge_pages,
-            columns=columns,
-        )
+        self.initialize(path_prefix, multimodal, mmap, config, columns=columns, **ours)
 
     def initialize(
         self,
@@ -136,11 +124,10 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         sequences_per_dataset: tuple[int, int] | None = None,
         dtype_code: int | None = None,
         *,
-        copy: bool = False,
         backend: BackendName | ReadOptions | None = None,
         advice: Advice = "normal",
         huge_pages: bool = False,
-        columns: Sequence[str] = (),
+        **options: Any,
     ) -> None:
         """Open the shard; arguments as the constructor's."""
         if multimodal:
@@ -148,14 +135,9 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         if object_storage_config and not is_remote(path_prefix):
             raise FormatError(f"{path_prefix}: object storage is configured, but this is a local path; leave that out")
         cache = object_storage_config.path_to_idx_cache if object_storage_config else None
-        backend = ReadOptions.of(
-            path_prefix,
-            backend or ("mmap" if mmap else "pread"),
-            advice=advice,
-            huge_pages=huge_pages,
-        )
-        shard = Shard(path_prefix, backend=backend, copy=copy, index_cache=cache, columns=columns)
-        self._take(shard, object_storage_config)
+        name = backend or ("mmap" if mmap else "pread")
+        read = ReadOptions.of(path_prefix, name, advice=advice, huge_pages=huge_pages)
+        self._take(Shard(path_prefix, backend=read, index_cache=cache, **options), object_storage_config)
 
     def _take(self, shard: Shard, object_storage_config: Any) -> None:
         """Set all state; the constructor and unpickling both come through here."""

@@ -21,7 +21,7 @@ from megatron_sft_idx.formats.registry import WRITABLE
 from megatron_sft_idx.live import Ack, Base, Catalog, Limits, ProducerState, write_ack
 from megatron_sft_idx.live.chunks import ChunkRows, LiveChunks
 from megatron_sft_idx.storage.publish import Kind
-from megatron_sft_idx.training.plan_cache import PlacedPlan, load_or_make, plan_path
+from megatron_sft_idx.training.sources import PlacedPlan, load_or_make, plan_path
 
 FOREIGN = [name for name in WRITABLE if name != "sft-idx"]
 FOLDERS = ("memmap", "jsonl-chunks")

@@ -157,10 +157,9 @@ def test_an_assembler_pickles_as_its_source(tmp_path: Path) -> None:
     assert_equal(again.assemble([1, 20]), slow_of(assembler, [packs[1], packs[20]]))
 
 
-@pytest.mark.parametrize("random_access", [False, True])
-def test_advice_changes_nothing_but_the_time(tmp_path: Path, random_access: bool) -> None:
+def test_what_is_announced_changes_nothing_but_the_time(tmp_path: Path) -> None:
     source, packs = two_shards(tmp_path)
-    assembler = BatchAssembler(source, 40, random_access=random_access)
+    assembler = BatchAssembler(source, 40)
     segments = assembler.plan([2, 25])
     assembler.will_need(segments)
     assert_equal(assembler.fill(segments, Batch(assembler.layout(2))), slow_of(assembler, [packs[2], packs[25]]))

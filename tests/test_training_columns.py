@@ -27,8 +27,7 @@ from megatron_sft_idx.shard import Shard, ShardWriter, write_column
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler, widen
 from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
-from megatron_sft_idx.training.rows import BlendedRows, EpochOrder, PackedRows, rows_of
-from megatron_sft_idx.training.sampler import PackedBatchSampler
+from megatron_sft_idx.training.rows import BlendedRows, EpochOrder, PackedBatchSampler, PackedRows, rows_of
 from megatron_sft_idx.training.sources import JoinedPacks, PlannedPacks, PlanOptions, StoredPacks
 
 Tensors = dict[str, torch.Tensor]
@@ -126,7 +125,7 @@ def test_every_backend_reads_the_same(tmp_path: Path, backend: Any, count: int) 
     write_shards(tmp_path, count, packs=3)
     shards = shards_of(tmp_path, backend=backend)
     assert shards.held is None
-    assembler = BatchAssembler(StoredPacks(shards), LENGTH, columns=NAMES, random_access=True)
+    assembler = BatchAssembler(StoredPacks(shards), LENGTH, columns=NAMES)
     picked = np.random.default_rng(0).permutation(3 * count)[:16].tolist()
     segments = assembler.plan(picked)
     assembler.will_need(segments)

@@ -19,7 +19,7 @@ import json, sys
 import torch
 from datetime import timedelta
 from blends import build, config_of, digest_of
-from megatron_sft_idx.training.sampler import PackedBatchSampler
+from megatron_sft_idx.training.rows import PackedBatchSampler
 
 meet, rank, jobs = json.loads(sys.argv[1])
 torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=2, timeout=timedelta(seconds=300))

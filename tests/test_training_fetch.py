@@ -117,21 +117,21 @@ def test_what_is_fetched_ahead_stays_within_the_budget(places: tuple[Path, str])
     probe = Fetcher()
     for plan, (arrays, slots) in zip(plans, shards, strict=True):
         probe.announce(plan, slots, arrays)
-    sizes = [batch.nbytes for batch in probe._line.batches]
+    sizes = [batch.nbytes for batch in probe.batches]
     probe.forget()
     budget = 3 * max(sizes)
     fetcher = Fetcher(budget)
     for plan, (arrays, slots) in zip(plans, shards, strict=True):
         fetcher.announce(plan, slots, arrays)
     for i, (plan, (arrays, slots)) in enumerate(zip(plans, shards, strict=True)):
-        waiting = list(fetcher._line.batches)
+        waiting = list(fetcher.batches)
         under_way = [batch for batch in waiting if batch.requests is not None]
         assert under_way == waiting[: len(under_way)]
         held = sum(batch.nbytes for batch in under_way)
         assert held <= budget
         assert len(under_way) == len(waiting) or held + sizes[i + len(under_way)] > budget
         fetcher.gather(plan, slots, arrays)
-    assert not fetcher._line.batches
+    assert not fetcher.batches
 
 
 def test_batches_that_are_not_filled_are_let_go(places: tuple[Path, str]) -> None:
@@ -142,13 +142,13 @@ def test_batches_that_are_not_filled_are_let_go(places: tuple[Path, str]) -> Non
         assembler.will_need(plan)
     pairs, slots = assembler._shards(plans[2])
     assembler._fetcher.gather(plans[2], slots, pairs)
-    assert [batch.segments for batch in assembler._fetcher._line.batches] == [plans[3]]
+    assert [batch.segments for batch in assembler._fetcher.batches] == [plans[3]]
     assembler.forget_needs()
-    assert not assembler._fetcher._line.batches
+    assert not assembler._fetcher.batches
     with iter(BatchLoader(assembler, BATCHES, copy=True)) as batches:
         next(batches)
-    assert not assembler._fetcher._line.batches
-    assert not pickle.loads(pickle.dumps(assembler))._fetcher._line.batches
+    assert not assembler._fetcher.batches
+    assert not pickle.loads(pickle.dumps(assembler))._fetcher.batches
 
 
 def test_a_shard_that_is_replaced_is_an_error_and_never_a_batch(places: tuple[Path, str]) -> None:
@@ -213,4 +213,4 @@ def test_a_batch_that_fails_lets_go_what_is_announced(places: tuple[Path, str]) 
         assembler.will_need(plan)
     with pytest.raises(FormatError, match="replaced"):
         [assembler.fill(plan, Batch(assembler.layout(len(plan.offsets) - 1))) for plan in plans]
-    assert not assembler._fetcher._line.batches
+    assert not assembler._fetcher.batches

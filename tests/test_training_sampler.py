@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 
 from megatron_sft_idx.packing import pack_sequences
 from megatron_sft_idx.training.loader import BatchLoader
-from megatron_sft_idx.training.rows import rows_of
-from megatron_sft_idx.training.sampler import PADDING, PackedBatchSampler, deal
+from megatron_sft_idx.training.rows import PADDING, PackedBatchSampler, deal, rows_of
 
 
 class Costs:

@@ -21,8 +21,15 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceErro
 from megatron_sft_idx.packing import pack_sequences
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler
-from megatron_sft_idx.training.plan_cache import plan_path
-from megatron_sft_idx.training.sources import JoinedPacks, PlannedPacks, PlanOptions, StoredPacks, require_fit
+from megatron_sft_idx.training.sources import (
+    JoinedPacks,
+    PlannedPacks,
+    PlanOptions,
+    StoredPacks,
+    in_slots,
+    plan_path,
+    require_fit,
+)
 
 Pairs = list[tuple[tuple[int, ...], tuple[float, ...]]]
 
@@ -42,7 +49,7 @@ def rows_of(source: Any, packs: Sequence[int]) -> list[Pairs]:
         np.int64,
     ]
     assert len(found.offsets) == len(packs) + 1
-    used, slots = found.in_slots()
+    used, slots = in_slots(found.shards, found.used)
     assert used == sorted(set(found.shards.tolist()))
     assert [used[slot] for slot in slots] == found.shards.tolist()
     rows = []

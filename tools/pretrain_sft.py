@@ -56,8 +56,7 @@ from megatron_sft_idx.training.attention import ATTENTION, Batch, laid_out, laye
 from megatron_sft_idx.training.cpu import connect, current_device, megatron_device, seed_everything
 from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.provider import build_datasets
-from megatron_sft_idx.training.rows import rows_of
-from megatron_sft_idx.training.sampler import PackedBatchSampler
+from megatron_sft_idx.training.rows import PackedBatchSampler, rows_of
 from megatron_sft_idx.training.source_loss import file_names, files_of, mean_by_file, sums_by_file
 
 # Called with every batch that this process trains on, before it does.

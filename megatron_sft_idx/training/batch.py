@@ -25,7 +25,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -35,10 +35,9 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.column import PER, ColumnSpec, Per
-from megatron_sft_idx.storage import advise_order
 from megatron_sft_idx.storage.remote import RemoteArray
-from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Fetcher, Placed, advise, in_memory, place
-from megatron_sft_idx.training.sources import Arrays, PackSource, Segments
+from megatron_sft_idx.training.fetch import BUDGET_NBYTES, Fetcher, Placed, advise, place
+from megatron_sft_idx.training.sources import Arrays, PackSource, Segments, in_slots
 
 __all__ = ["Batch", "BatchAssembler", "BatchColumn", "BatchLayout", "Form", "Tensors", "segments_of", "widen"]
 
@@ -50,14 +49,6 @@ Tensors = dict[str, torch.Tensor]
 
 # A cache line: every tensor of a batch begins on one.
 _ALIGNMENT = 64
-
-
-class _Field(NamedTuple):
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
 
 
 class BatchColumn(NamedTuple):
@@ -74,11 +65,6 @@ class BatchColumn(NamedTuple):
     per: Per
     dtype: str
     width: int
-
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of a row."""
-        return np.dtype(self.dtype).itemsize * self.width
 
 
 @dataclass(frozen=True)
@@ -105,8 +91,8 @@ class BatchLayout:
     columns: tuple[BatchColumn, ...] = ()
 
     @cached_property
-    def fields(self) -> tuple[_Field, ...]:
-        """Every tensor and where it lies."""
+    def _fields(self) -> tuple[list[tuple[str, torch.dtype, tuple[int, ...], int]], int]:
+        """Name, dtype, shape and offset of every tensor, and the bytes of all."""
         row, bounds = (self.rows, self.seq_length), (self.rows, self.width)
         tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]
         if self.form == "wide":
@@ -126,28 +112,29 @@ class BatchLayout:
             items = () if column.width == 1 else (column.width,)
             dtype = torch.from_numpy(np.empty(0, column.dtype)).dtype
             tensors.append((column.name, dtype, (*places[column.per], *items)))
-        fields, offset = [], 0
+        fields, nbytes = [], 0
         for name, dtype, shape in tensors:
-            nbytes = math.prod(shape) * dtype.itemsize
-            fields.append(_Field(name, dtype, shape, offset, nbytes))
-            offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        return tuple(fields)
+            offset = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            fields.append((name, dtype, shape, offset))
+            nbytes = offset + math.prod(shape) * dtype.itemsize
+        return fields, nbytes
 
     @property
     def nbytes(self) -> int:
         """Of the storage."""
-        last = self.fields[-1]
-        return last.offset + last.nbytes
+        return self._fields[1]
 
     def carve(self, storage: torch.Tensor) -> Tensors:
-        """The tensors of a storage, uint8 [nbytes], as views."""
-        whole = storage.untyped_storage()
+        """The tensors of a storage, uint8 [nbytes] or more, as views."""
+        whole, tensors = storage.untyped_storage(), {}
+        for name, dtype, shape, offset in self._fields[0]:
+            strides = tuple(math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))
+            # In one step, which takes half the time of slicing and viewing.
+            tensors[name] = torch.empty(0, dtype=dtype).set_(whole, offset // dtype.itemsize, shape, strides)
+        return tensors
 
-        def view(f: _Field) -> torch.Tensor:  # in one step, which takes half the time of slicing and viewing
-            strides = tuple(math.prod(f.shape[axis:]) for axis in range(1, len(f.shape) + 1))
-            return torch.empty(0, dtype=f.dtype).set_(whole, f.offset // f.dtype.itemsize, f.shape, strides)
 
-        return {f.name: view(f) for f in self.fields}
+_layout = lru_cache(maxsize=64)(BatchLayout)
 
 
 class Batch:
@@ -160,27 +147,32 @@ class Batch:
         arrays: the same as numpy arrays.
     """
 
-    def __init__(self, layout: BatchLayout, *, pin_memory: bool = False, shared: bool = False) -> None:
-        """Allocate; ``pin_memory`` for copies to a GPU, ``shared`` for handing the batch to another process."""
-        storage = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=pin_memory and torch.cuda.is_available())
+    def __init__(
+        self,
+        layout: BatchLayout,
+        *,
+        pin_memory: bool = False,
+        shared: bool = False,
+        storage: torch.Tensor | None = None,
+    ) -> None:
+        """Allocate; ``pin_memory`` for copies to a GPU, ``shared`` for handing the batch to another process.
+
+        Or take the ``storage`` of another batch.
+        """
+        if storage is None:
+            storage = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=pin_memory and torch.cuda.is_available())
         if shared:
             storage.share_memory_()  # type: ignore[no-untyped-call]
-        self._take(layout, storage, layout.carve(storage))
-
-    def _take(self, layout: BatchLayout, storage: torch.Tensor, tensors: Tensors) -> None:
-        self.layout, self.storage, self.tensors = layout, storage, tensors
-        self.arrays: dict[str, NDArray[Any]] = {name: tensor.numpy() for name, tensor in tensors.items()}
+        self.layout, self.storage, self.tensors = layout, storage, layout.carve(storage)
+        self.arrays: dict[str, NDArray[Any]] = {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
     def head(self, rows: int) -> Batch:
-        """The first rows of this batch, without copying: the last batch of an epoch may be smaller."""
+        """Room for as many rows or fewer in the same storage: the last batch of an epoch may be smaller."""
         if rows == self.layout.rows:
             return self
         if not 0 <= rows < self.layout.rows:
             raise ValueError(f"a batch of {rows} rows does not fit the buffers, which have {self.layout.rows}")
-        part = Batch.__new__(Batch)
-        tensors = {name: tensor[:rows] for name, tensor in self.tensors.items()}
-        part._take(replace(self.layout, rows=rows), self.storage, tensors)
-        return part
+        return Batch(replace(self.layout, rows=rows), storage=self.storage)
 
 
 # ---- packs to tensors ----
@@ -202,8 +194,6 @@ class BatchAssembler:
         form: ``wide``, or one of the narrow ones (see ``BatchLayout``).
         padding_mask: whether batches have one, for MoE routers.
         columns: names of those of the source's columns that batches have.
-        random_access: switch the kernel's read-ahead off for the maps that are read. Good only together with
-            ``will_need`` a few batches ahead: by itself it makes cold reads several times slower.
         fetch_nbytes: of remote shards, what ``will_need`` may fetch ahead.
 
     Raises:
@@ -222,7 +212,6 @@ class BatchAssembler:
         form: Form = "wide",
         padding_mask: bool = False,
         columns: Sequence[str] = (),
-        random_access: bool = False,
         fetch_nbytes: int = BUDGET_NBYTES,
     ) -> None:
         if seq_length % sequence_multiple:
@@ -249,32 +238,22 @@ class BatchAssembler:
         self.pad_id = (source.pad_id or 0) if pad_id is None else pad_id
         self.form: Form = form
         self.padding_mask = padding_mask
-        self.random_access = random_access
         specs = [(name, source.columns[name][0]) for name in columns]
         self.columns = tuple(BatchColumn(name, spec.per, spec.dtype.str, spec.width) for name, spec in specs)
         # Where in the source's arrays they are: those of tokens lie, and are read, with the tokens.
         order = list(source.columns)
         self._places = {column: 2 + order.index(column.name) for column in self.columns}
         self._with_tokens = [0, 1, *(place for column, place in self._places.items() if column.per == "token")]
-        # Address of each shard's tokens that were advised on: shards may close and be mapped again elsewhere.
-        self._advised: dict[int, int] = {}
-        self._layouts: dict[int, BatchLayout] = {}
         self._fetcher = Fetcher(fetch_nbytes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is so in this process only."""
-        return {name: value for name, value in self.__dict__.items() if name != "_files"} | {"_advised": {}}
+        """Without what is made when it is asked for."""
+        return {name: value for name, value in self.__dict__.items() if name != "_files"}
 
     def layout(self, rows: int, seq_length: int | None = None) -> BatchLayout:
         """What a batch of so many packs consists of; ``seq_length`` for rows of another length than the others."""
-        layout = self._layouts.get(rows) if seq_length in (None, self.seq_length) else None
-        if layout is None:
-            length = self.seq_length if seq_length is None else seq_length
-            padded, shape = self.sequence_multiple > 1, (rows, length, self.width)
-            layout = BatchLayout(*shape, padded, self.form, self.padding_mask, self.columns)
-            if length == self.seq_length:
-                self._layouts[rows] = layout
-        return layout
+        shape, padded = (rows, seq_length or self.seq_length, self.width), self.sequence_multiple > 1
+        return _layout(*shape, padded, self.form, self.padding_mask, self.columns)
 
     @property
     def source_files(self) -> list[dict[str, Any]]:
@@ -324,8 +303,10 @@ class BatchAssembler:
             raise ValueError(f"buffers of {out.layout}, this assembler fills {mine}")
         arrays = out.arrays
         found, slots = self._shards(segments)
-        near = self._near_tokens(found)
-        placed = in_memory(near, slots, segments) or self._read(near, slots, segments)
+        near, lying = self._near_tokens(found), segments
+        if _any_remote(near):
+            lying, near = self._fetcher.gather(segments, slots, near)
+        placed = place(near, slots, lying)
         loss_mask = arrays["loss_mask"]
         _native.assemble(
             placed.arrays,
@@ -393,11 +374,6 @@ class BatchAssembler:
         """Let go what was fetched for batches that will not be filled."""
         self._fetcher.forget()
 
-    def _read(self, arrays: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments) -> Placed:
-        if _any_remote(arrays):
-            segments, arrays = self._fetcher.gather(segments, slots, arrays)
-        return place(arrays, slots, segments)
-
     def _near_tokens(self, found: Sequence[Arrays]) -> Sequence[Arrays]:
         """Tokens, masks and what else has a row a token."""
         if not self.columns:
@@ -427,28 +403,15 @@ class BatchAssembler:
                     raise ValueError(
                         f"column {column.name}: nothing says which {column.per}s of their shards these are"
                     )
-            yield PER[column.per], column.row_nbytes, tuple(rows), own, starts, out[column.name]
+            row_nbytes = np.dtype(column.dtype).itemsize * column.width
+            yield PER[column.per], row_nbytes, tuple(rows), own, starts, out[column.name]
 
     def _shards(self, segments: Segments) -> tuple[list[Arrays], NDArray[np.int32]]:
         """The shards that are read, and for each sequence which of them is its own."""
-        used, slots = segments.in_slots()
+        used, slots = in_slots(segments.shards, segments.used)
         if used and used[0] < 0:
             raise ValueError(f"a sequence is said to lie in shard {used[0]}")
-        found = [self.source.arrays(shard) for shard in used]
-        if self.random_access:
-            for shard, arrays in zip(used, self._near_tokens(found), strict=True):
-                self._advise(shard, arrays)
-        return found, slots
-
-    def _advise(self, shard: int, arrays: Arrays) -> None:
-        mapped = [array for array in arrays if isinstance(array, np.ndarray)]
-        if len(mapped) < len(arrays):
-            return
-        address = mapped[0].ctypes.data
-        if self._advised.get(shard) != address:
-            for array in mapped:
-                advise_order(array, "random")
-            self._advised[shard] = address
+        return [self.source.arrays(shard) for shard in used], slots
 
 
 class _SourceFiles(NamedTuple):

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -25,12 +25,9 @@ from megatron_sft_idx.storage.remote import RemoteArray
 from megatron_sft_idx.storage.remote.store import threads
 from megatron_sft_idx.training.sources import Arrays, Segments
 
-__all__ = ["BUDGET_NBYTES", "Fetcher", "Placed", "Ranges", "advise", "coalesce", "in_memory", "place"]
+__all__ = ["BUDGET_NBYTES", "Fetcher", "Placed", "Ranges", "advise", "coalesce", "place"]
 
 # ---- in maps, or read for one batch ----
-
-
-_Arrays = tuple[NDArray[Any], ...]
 
 
 class Placed(NamedTuple):
@@ -42,94 +39,71 @@ class Placed(NamedTuple):
         starts: int64 [segments], its first token there.
     """
 
-    arrays: list[_Arrays]
+    arrays: list[tuple[NDArray[Any], ...]]
     slots: NDArray[np.int32]
     starts: NDArray[np.int64]
 
 
-def in_memory(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments) -> Placed | None:
-    """These sequences in the arrays of their shards; None where those are not all in memory or mapped.
+def place(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments) -> Placed:
+    """These sequences in memory: in the arrays of their shards where all are mapped, else read.
+
+    What is read lies in arrays for each dtype of masks, with the runs that have it end to end.
 
     Args:
         shards: tokens, loss mask and the columns of tokens of each shard that is used.
         slots: int32 [segments], which of them each sequence lies in.
         segments: the sequences.
-    """
-    mapped = _mapped(shards)
-    return Placed(mapped, slots, segments.starts) if len(mapped) == len(shards) else None
-
-
-def place(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments) -> Placed:
-    """These sequences in memory, read where they are not there; arguments as of ``in_memory``.
 
     Raises:
         ValueError: a sequence that does not lie within its shard.
         FormatError: a shard is another one by now.
     """
-    return in_memory(shards, slots, segments) or _read(shards, slots, segments)
+    if all(isinstance(array, np.ndarray) for arrays in shards for array in arrays):
+        return Placed(list(shards), slots, segments.starts)  # type: ignore[arg-type]
+    run_slots, run_starts, run_counts, run = _runs(segments, slots)
+    of_run = [shards[slot] for slot in run_slots.tolist()]
+    kinds = list(dict.fromkeys(arrays[1].dtype for arrays in shards))
+    kind_of_run = np.array([kinds.index(arrays[1].dtype) for arrays in of_run], np.int32)
+    placed, places = [], np.empty(len(of_run), np.int64)
+    for kind in range(len(kinds)):
+        mine = np.flatnonzero(kind_of_run == kind)
+        starts, counts = run_starts[mine], run_counts[mine]
+        places[mine] = np.cumsum(counts) - counts
+        together: list[NDArray[Any]] = []
+        for arrays in zip(*(of_run[run] for run in mine.tolist()), strict=True):
+            together.append(np.empty(max(int(counts.sum()), 0), arrays[0].dtype))
+            read_runs(arrays, starts, counts, together[-1])
+        placed.append(tuple(together))
+    return Placed(placed, kind_of_run[run], places[run] + segments.starts - run_starts[run])
 
 
 def advise(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments) -> None:
-    """Have these sequences read from disk in the background; arguments as of ``in_memory``.
+    """Have these sequences read from disk in the background; arguments as of ``place``.
 
     Batches are announced in the order in which they will be read, and within one come tokens, then masks: as ``place``
     reads them.
     """
     if not shards:  # an empty batch
         return
-    runs = Stretches.join(segments, slots)
+    slots, starts, counts, _ = _runs(segments, slots)
     arrays, kinds = [array for column in zip(*shards, strict=True) for array in column], len(shards[0])
-    slots = np.concatenate([runs.slots + kind * len(shards) for kind in range(kinds)])
-    announce(Runs(arrays, slots, np.tile(runs.starts, kinds), np.tile(runs.counts, kinds)))
+    slots = np.concatenate([slots + kind * len(shards) for kind in range(kinds)])
+    announce(Runs(arrays, slots, np.tile(starts, kinds), np.tile(counts, kinds)))
 
 
-def _mapped(shards: Sequence[Arrays]) -> list[_Arrays]:
-    return [arrays for arrays in shards if all(isinstance(array, np.ndarray) for array in arrays)]  # type: ignore[misc]
-
-
-class Stretches(NamedTuple):
+def _runs(segments: Segments, slots: NDArray[np.int32]) -> tuple[NDArray[Any], ...]:
     """Sequences that lie behind one another in one shard, such as those of a stored pack, taken together.
 
-    Attributes:
-        slots: int32 [runs], which shard each run lies in.
-        starts: int64 [runs], its first token there.
-        counts: int64 [runs], its tokens.
-        of: int64 [segments], the run of each sequence.
+    Returns:
+        Of each run which shard it lies in, int32, its first token there and its tokens, int64 [runs]; and the run of
+        each sequence, int64 [segments].
     """
-
-    slots: NDArray[np.int32]
-    starts: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    of: NDArray[np.int64]
-
-    @classmethod
-    def join(cls, segments: Segments, slots: NDArray[np.int32]) -> Stretches:
-        """The runs of sequences, whose shards are ``slots``."""
-        starts, stops = segments.starts, segments.starts + segments.lengths
-        begins = np.ones(len(starts), np.bool_)
-        begins[1:] = (slots[1:] != slots[:-1]) | (starts[1:] != stops[:-1])
-        first = np.flatnonzero(begins)
-        last = np.append(first[1:], len(starts)) - 1
-        return cls(slots[first], starts[first], stops[last] - starts[first], np.cumsum(begins) - 1)
-
-
-def _read(shards: Sequence[Arrays], slots: NDArray[np.int32], segments: Segments) -> Placed:
-    """Arrays for each dtype of masks, with the runs that have it end to end."""
-    runs = Stretches.join(segments, slots)
-    of_run = [shards[slot] for slot in runs.slots.tolist()]
-    kinds = list(dict.fromkeys(arrays[1].dtype for arrays in shards))
-    kind_of_run = np.array([kinds.index(arrays[1].dtype) for arrays in of_run], np.int32)
-    placed, places = [], np.empty(len(of_run), np.int64)
-    for kind in range(len(kinds)):
-        mine = np.flatnonzero(kind_of_run == kind)
-        starts, counts = runs.starts[mine], runs.counts[mine]
-        places[mine] = np.cumsum(counts) - counts
-        together, total = [], max(int(counts.sum()), 0)
-        for arrays in zip(*(of_run[run] for run in mine.tolist()), strict=True):
-            together.append(np.empty(total, arrays[0].dtype))
-            read_runs(arrays, starts, counts, together[-1])
-        placed.append(tuple(together))
-    return Placed(placed, kind_of_run[runs.of], places[runs.of] + segments.starts - runs.starts[runs.of])
+    starts, stops = segments.starts, segments.starts + segments.lengths
+    begins = np.ones(len(starts), np.bool_)
+    begins[1:] = (slots[1:] != slots[:-1]) | (starts[1:] != stops[:-1])
+    first = np.flatnonzero(begins)
+    last = np.append(first[1:], len(starts)) - 1
+    return slots[first], starts[first], stops[last] - starts[first], np.cumsum(begins) - 1
 
 
 # ---- fetched from object stores ----
@@ -187,57 +161,37 @@ def coalesce(starts: NDArray[np.int64], lengths: NDArray[np.int64], gap: int = _
     return Ranges(first, last, starts - first[owners] + bases[owners])
 
 
-class _Reading:
-    """Ranges of one array on their way into memory."""
+def _request(array: RemoteArray, ranges: Ranges, out: NDArray[Any]) -> list[Future[None]]:
+    """Request ranges of an array into ``out``, end to end; the last one to come holds them to be of one shard."""
+    # What is next of an iterator is asked for by one thread at a time.
+    left = iter(range(len(ranges.begins))[::-1])
 
-    def __init__(self, array: RemoteArray, ranges: Ranges) -> None:
-        self.out: NDArray[Any] = np.empty(ranges.tokens, array.dtype)
-        self._array, self._ranges = array, ranges
-        self._left, self._lock = len(ranges.begins), Lock()
+    def read(begin: int, end: int, at: int) -> None:
+        out[at : at + end - begin] = array.fetch(begin, end)
+        if next(left) == 0:
+            array.confirm()
 
-    def start(self) -> Iterator[Future[None]]:
-        """Request them all."""
-        place = 0
-        for begin, end in zip(self._ranges.begins.tolist(), self._ranges.ends.tolist(), strict=True):
-            yield threads().submit(self._read, begin, end, place)
-            place += end - begin
-
-    def _read(self, begin: int, end: int, place: int) -> None:
-        self.out[place : place + end - begin] = self._array.fetch(begin, end)
-        with self._lock:
-            self._left -= 1
-            last = not self._left
-        if last:
-            self._array.confirm()
+    places = np.cumsum(ranges.ends - ranges.begins) - (ranges.ends - ranges.begins)
+    each = zip(ranges.begins.tolist(), ranges.ends.tolist(), places.tolist(), strict=True)
+    return [threads().submit(read, *one) for one in each]
 
 
-@dataclass(eq=False)
 class _Batch:
     """What one batch needs.
 
     Attributes:
         segments: as they were planned.
-        moved: the same ones, where they come to lie.
-        arrays: what ``moved`` points into.
-        readings: what fills the remote ones of them.
+        found: the same ones where they come to lie, and what they lie in.
+        nbytes: of what is fetched.
         requests: under way; None until they are made.
     """
 
-    segments: Segments
-    moved: Segments
-    arrays: list[Arrays]
-    readings: list[_Reading]
-    requests: list[Future[None]] | None = None
-    nbytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.nbytes = sum(reading.out.nbytes for reading in self.readings)
-
-    @classmethod
-    def plan(cls, segments: Segments, slots: NDArray[np.int32], arrays: Sequence[Arrays]) -> _Batch:
-        starts, readings = segments.starts.copy(), []
-        found = list(arrays)  # the remote ones are replaced
-        for shard, mine in enumerate(arrays):
+    def __init__(self, segments: Segments, slots: NDArray[np.int32], shards: Sequence[Arrays]) -> None:
+        self.segments = segments
+        self.requests: list[Future[None]] | None = None
+        self._reads: list[tuple[RemoteArray, Ranges, NDArray[Any]]] = []
+        starts, arrays = segments.starts.copy(), list(shards)  # the remote ones are replaced
+        for shard, mine in enumerate(shards):
             if not isinstance(mine[0], RemoteArray):
                 continue
             here = np.flatnonzero(slots == shard)
@@ -246,36 +200,20 @@ class _Batch:
                 raise ValueError(f"sequences outside the {len(mine[0])} tokens of shard {shard}")
             ranges = coalesce(first, lengths)
             starts[here] = ranges.places
-            begun = [_Reading(array, ranges) for array in mine if isinstance(array, RemoteArray)]
-            found[shard] = tuple(reading.out for reading in begun)
-            readings += begun
-        return cls(segments, replace(segments, starts=starts), found, readings)
+            remote = [array for array in mine if isinstance(array, RemoteArray)]
+            reads = [(array, ranges, np.empty(ranges.tokens, array.dtype)) for array in remote]
+            arrays[shard] = tuple(out for *_, out in reads)
+            self._reads += reads
+        self.found = replace(segments, starts=starts), arrays
+        self.nbytes = sum(out.nbytes for *_, out in self._reads)
 
     def start(self) -> None:
         if self.requests is None:
-            self.requests = [request for reading in self.readings for request in reading.start()]
-
-    def wait(self) -> tuple[Segments, list[Arrays]]:
-        self.start()
-        try:
-            for request in self.requests or ():
-                request.result()
-        except BaseException:
-            self.drop()
-            raise
-        return self.moved, self.arrays
+            self.requests = [request for read in self._reads for request in _request(*read)]
 
     def drop(self) -> None:
         for request in self.requests or ():
             request.cancel()
-
-
-class _Line:
-    """Batches of one process that were announced and not filled yet, in order."""
-
-    def __init__(self) -> None:
-        self.pid, self.lock = os.getpid(), Lock()
-        self.batches: deque[_Batch] = deque()
 
 
 class Fetcher:
@@ -286,30 +224,32 @@ class Fetcher:
 
     Args:
         budget: bytes that may be fetched ahead.
+
+    Attributes:
+        batches: announced and not filled yet, in order.
     """
 
     def __init__(self, budget: int = BUDGET_NBYTES) -> None:
         self.budget = budget
-        self._made = _Line()
+        self._pid, self._lock, self.batches = os.getpid(), Lock(), deque[_Batch]()
 
     def __reduce__(self) -> tuple[type[Fetcher], tuple[int]]:
         return Fetcher, (self.budget,)
 
-    @property
-    def _line(self) -> _Line:
-        if self._made.pid != os.getpid():  # neither a lock nor requests survive a fork
-            self._made = _Line()
-        return self._made
+    def _locked(self) -> Lock:
+        if self._pid != os.getpid():  # neither a lock nor requests survive a fork
+            self._pid, self._lock, self.batches = os.getpid(), Lock(), deque()
+        return self._lock
 
-    def announce(self, segments: Segments, slots: NDArray[np.int32], arrays: Sequence[Arrays]) -> None:
-        """Fetch ahead what these segments need, when there is room; returns at once."""
-        batch, line = _Batch.plan(segments, slots, arrays), self._line
-        with line.lock:
-            line.batches.append(batch)
-            self._start(line)
+    def announce(self, segments: Segments, slots: NDArray[np.int32], shards: Sequence[Arrays]) -> None:
+        """Fetch ahead what these segments need, when there is room; returns at once. Arguments as of ``place``."""
+        batch = _Batch(segments, slots, shards)
+        with self._locked():
+            self.batches.append(batch)
+            self._start()
 
     def gather(
-        self, segments: Segments, slots: NDArray[np.int32], arrays: Sequence[Arrays]
+        self, segments: Segments, slots: NDArray[np.int32], shards: Sequence[Arrays]
     ) -> tuple[Segments, list[Arrays]]:
         """The segments as they lie in memory, and what they lie in; waits until all is there.
 
@@ -318,38 +258,34 @@ class Fetcher:
             StorageError: the store does not answer.
             ValueError: a sequence that reaches outside its shard.
         """
-        line = self._line
-        with line.lock:
-            found = None
-            if any(batch.segments is segments for batch in line.batches):
-                while found is None:
-                    batch = line.batches.popleft()
-                    if batch.segments is segments:
-                        found = batch
-                    else:
-                        batch.drop()
+        with self._locked():
+            if any(batch.segments is segments for batch in self.batches):
+                while (found := self.batches.popleft()).segments is not segments:
+                    found.drop()
             else:
-                found = _Batch.plan(segments, slots, arrays)
+                found = _Batch(segments, slots, shards)
             found.start()
-            self._start(line)
+            self._start()
         try:
-            return found.wait()
+            for request in found.requests or ():
+                request.result()
         except BaseException:
+            found.drop()
             # Else all that is announced is asked of a store that does not answer, before the process may end.
             self.forget()
             raise
+        return found.found
 
     def forget(self) -> None:
         """Let go what was announced."""
-        line = self._line
-        with line.lock:
-            while line.batches:
-                line.batches.popleft().drop()
+        with self._locked():
+            while self.batches:
+                self.batches.popleft().drop()
 
-    def _start(self, line: _Line) -> None:
+    def _start(self) -> None:
         """Make the requests of the first batches, as many as the budget has room for."""
         room = self.budget
-        for batch in line.batches:
+        for batch in self.batches:
             room -= batch.nbytes
             if room < 0:
                 return

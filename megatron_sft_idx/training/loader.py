@@ -33,8 +33,6 @@ from megatron_sft_idx.training.sources import Segments
 
 __all__ = ["BatchIterator", "BatchLoader", "BatchRows", "PackRows", "Wanted", "whole_batch", "whole_rows"]
 
-_PATIENCE_SECONDS = 5.0
-
 
 class Wanted(NamedTuple):
     """The rows of one micro-batch.
@@ -114,7 +112,7 @@ class BatchIterator(Iterator[Tensors]):
         self._pid = os.getpid()
         self._taken: deque[_Slot] = deque()
         self.state: Any = None
-        self._line = _Line()
+        self._line = _Line(SimpleQueue(), SimpleQueue(), threading.Event())
         pinned = loader.pin_memory and torch.cuda.is_available()
         for _ in range(loader.prefetch + loader.keep):
             self._line.free.put(_Slot(pinned))
@@ -129,12 +127,9 @@ class BatchIterator(Iterator[Tensors]):
         if not self._close.alive:
             raise StopIteration
         done = self._line.ready.get()
-        if isinstance(done, BaseException):
+        if not isinstance(done, _Slot):
             self.close()
-            raise done
-        if done is None:
-            self.close()
-            raise StopIteration
+            raise done or StopIteration
         self._taken.append(done)
         if len(self._taken) > self._keep:
             old = self._taken.popleft()
@@ -182,14 +177,12 @@ class _Slot:
             self._copied.record()
 
 
-class _Line:
-    """Slots going round between the thread and the trainer."""
+class _Line(NamedTuple):
+    """Slots going round between the thread and the trainer; ``ready`` has None at the end, an error where it broke."""
 
-    def __init__(self) -> None:
-        self.free: SimpleQueue[_Slot | None] = SimpleQueue()
-        # None at the end, an exception where it broke.
-        self.ready: SimpleQueue[_Slot | BaseException | None] = SimpleQueue()
-        self.stopped = threading.Event()
+    free: SimpleQueue[_Slot | None]
+    ready: SimpleQueue[_Slot | BaseException | None]
+    stopped: threading.Event
 
 
 def _stop(line: _Line, thread: threading.Thread) -> None:
@@ -198,7 +191,7 @@ def _stop(line: _Line, thread: threading.Thread) -> None:
     # The thread itself may be what collects the iterator. Where it waits for more of ``batches`` nothing can wake it:
     # it will end by itself when they come.
     if thread is not threading.current_thread():
-        thread.join(_PATIENCE_SECONDS)
+        thread.join(5.0)
 
 
 def _produce(loader: BatchLoader, line: _Line) -> None:
@@ -263,6 +256,15 @@ class BatchRows(Sequence[Tensors]):
         return _Packed(self._batch) if self._in_worker else dict(self._batch.tensors)
 
 
+class _Packed(NamedTuple):
+    """A batch on its way out of a worker process: pickles as one tensor, unpickles as the dictionary."""
+
+    batch: Batch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.batch.layout.carve, (self.batch.storage,)
+
+
 class PackRows(Dataset[Tensors]):
     """A map-style dataset of packs that gives a DataLoader whole batches at once (``__getitems__``).
 
@@ -299,17 +301,3 @@ def whole_rows(
 def whole_batch(rows: Any) -> Any:
     """The ``collate_fn`` for datasets with such ``__getitems__``; rows from any other are stacked as ever."""
     return rows.whole() if isinstance(rows, BatchRows) else default_collate(rows)
-
-
-class _Packed:
-    """A batch on its way out of a worker process: pickles as one tensor, unpickles as the dictionary."""
-
-    def __init__(self, batch: Batch) -> None:
-        self._batch = batch
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self._batch.layout, self._batch.storage)
-
-
-def _arrived(layout: BatchLayout, storage: torch.Tensor) -> Tensors:
-    return layout.carve(storage)

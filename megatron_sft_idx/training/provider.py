@@ -23,8 +23,7 @@ from megatron.core.datasets.utils import get_blend_from_list
 from megatron.core.utils import log_single_rank
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.training.config import PackedSFTDatasetConfig
-from megatron_sft_idx.training.sft_dataset import PackedSFTDataset
+from megatron_sft_idx.training.sft_dataset import PackedSFTDataset, PackedSFTDatasetConfig
 
 __all__ = ["build_datasets", "config_from_args", "require_arguments", "train_valid_test_datasets_provider"]
 

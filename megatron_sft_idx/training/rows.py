@@ -1,4 +1,4 @@
-"""Sample numbers to rows, whole batches at a time.
+"""Sample numbers to rows, whole batches at a time, and which samples a data-parallel rank reads.
 
 ``PackedRows`` are of one data set, the light object that worker processes get; ``BlendedRows`` of a blend of them::
 
@@ -14,6 +14,9 @@ shorter one, and a run that is resumed anywhere goes on with the ones that would
 
 The generator is our own Fisher-Yates shuffle on SplitMix64 (``csrc/packing/random.h``), seeded with the 64-bit xxh3 of
 ``[seed, split, fingerprint, epoch]`` as JSON: the same on every machine and with every version of numpy.
+
+Global batch k is samples k * B to (k + 1) * B of the data set, whatever the number of ranks. So a run that stops after
+any number of samples goes on with the same global batches on another number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from __future__ import annotations
 import json
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import cached_property
 from typing import Any
 
@@ -31,17 +34,24 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
+from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.loader import BatchRows, Wanted, whole_rows
 from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPacks, StoredPacks, reopen
 
-__all__ = ["BlendedRows", "EpochOrder", "PackedRows", "Rows", "SingleRows", "rows_of"]
+__all__ = [
+    "PADDING",
+    "BlendedRows",
+    "EpochOrder",
+    "PackedBatchSampler",
+    "PackedRows",
+    "Rows",
+    "SingleRows",
+    "deal",
+    "rows_of",
+]
 
 # ---- the order of an epoch ----
-
-
-# A batch may end one epoch and begin the next.
-_EPOCHS_HELD = 2
 
 
 class EpochOrder:
@@ -73,7 +83,8 @@ class EpochOrder:
         order = _native.packing_permutation(self.packs, xxhash.xxh3_64_intdigest(key))
         made = order.astype(np.int32) if self.packs <= 2**31 else order
         made.flags.writeable = False
-        self._held = {**dict(list(self._held.items())[1 - _EPOCHS_HELD :]), number: made}
+        # Two are held: a batch may end one epoch and begin the next.
+        self._held = {**dict(list(self._held.items())[-1:]), number: made}
         return made
 
     def pack_of(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -97,20 +108,12 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     Attributes:
         source: of the packs.
         num_samples: rows to serve.
-        seq_length: positions of a row.
-        sequence_multiple: each sequence is padded to a multiple of this inside its row.
-        width: of ``cu_seqlens``; None leaves it to the source.
-        pad_id: fills up rows; None leaves it to the source.
-        padding_mask: whether rows have one.
+        shape: of rows: the other arguments of their ``BatchAssembler``.
     """
 
     source: PackSource
     num_samples: int
-    seq_length: int
-    sequence_multiple: int
-    width: int | None
-    pad_id: int | None
-    padding_mask: bool
+    shape: dict[str, Any]
 
     @abstractmethod
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -119,15 +122,7 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     @cached_property
     def assembler(self) -> BatchAssembler:
         """Assembles rows of this data set."""
-        return BatchAssembler(
-            self.source,
-            self.seq_length,
-            sequence_multiple=self.sequence_multiple,
-            width=self.width,
-            pad_id=self.pad_id,
-            padding_mask=self.padding_mask,
-            columns=tuple(self.source.columns),
-        )
+        return BatchAssembler(self.source, columns=tuple(self.source.columns), **self.shape)
 
     def packs(self, samples: NDArray[np.int64] | Sequence[int]) -> NDArray[np.int64]:
         """The pack of each sample, numbered as in ``source``. IndexError unless all are 0 to ``num_samples`` - 1."""
@@ -203,10 +198,10 @@ class PackedRows(Rows):
         order: of the epochs.
         num_samples: rows to serve, over as many epochs as it takes.
         seq_length: positions of a row.
-        sequence_multiple: each sequence is padded to a multiple of this inside its row.
-        width: of ``cu_seqlens``; None leaves it to the source.
-        pad_id: fills up rows; None leaves it to the source.
-        padding_mask: whether rows have one, for MoE routers.
+        sequence_multiple: as of ``BatchAssembler``, as are the others.
+        width: of ``cu_seqlens``.
+        pad_id: fills up rows.
+        padding_mask: whether rows have one.
     """
 
     def __init__(
@@ -215,7 +210,6 @@ class PackedRows(Rows):
         order: EpochOrder,
         num_samples: int,
         seq_length: int,
-        *,
         sequence_multiple: int = 1,
         width: int | None = None,
         pad_id: int | None = None,
@@ -223,13 +217,18 @@ class PackedRows(Rows):
     ) -> None:
         self.source = self.stored = source
         self.order, self.num_samples = order, num_samples
-        self.seq_length, self.sequence_multiple = seq_length, sequence_multiple
-        self.width, self.pad_id, self.padding_mask = width, pad_id, padding_mask
+        self.shape = {
+            "seq_length": seq_length,
+            "sequence_multiple": sequence_multiple,
+            "width": width,
+            "pad_id": pad_id,
+            "padding_mask": padding_mask,
+        }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        order, shape = self.order, (self.seq_length, self.sequence_multiple, self.width, self.pad_id, self.padding_mask)
+        order, shape = self.order, tuple(self.shape.values())
         # The order's pack count and fingerprint are the source's.
-        return _rows, (type(self), self.stored.state(), order.seed, order.split, self.num_samples, *shape)
+        return _reopened, (type(self), self.stored.state(), order.seed, order.split, self.num_samples, *shape)
 
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         return self.order.pack_of(samples)
@@ -246,9 +245,9 @@ class SingleRows(PackedRows):
     def __getitem__(self, index: int | np.integer[Any] | None) -> dict[str, torch.Tensor]:
         packs, masked, _ = self.wanted([-1 if index is None else operator.index(index)])
         assembler = self.assembler
-        segments = assembler.plan(packs)
+        segments, multiple = assembler.plan(packs), assembler.sequence_multiple
         length = int(segments.lengths[0])
-        padded = -(-length // self.sequence_multiple) * self.sequence_multiple
+        padded = -(-length // multiple) * multiple
         batch = assembler.fill(segments, Batch(assembler.layout(1, padded)), masked, seq_length=padded)
         sample = {name: batch[name][0] for name in ("tokens", "labels", "loss_mask", "position_ids")}
         sizes = torch.tensor([[length], [padded]], dtype=torch.int32)
@@ -271,11 +270,8 @@ class BlendedRows(Rows):
     def __init__(
         self, members: Sequence[PackedRows], member_of: NDArray[np.integer[Any]], sample_of: NDArray[np.integer[Any]]
     ) -> None:
-        first = members[0]
         self.source = self._joined = JoinedPacks([member.stored for member in members])
-        self.num_samples, self.seq_length = len(member_of), first.seq_length
-        self.sequence_multiple, self.width, self.pad_id = first.sequence_multiple, first.width, first.pad_id
-        self.padding_mask = first.padding_mask
+        self.num_samples, self.shape = len(member_of), members[0].shape
         self._members, self._index = members, (member_of, sample_of)
 
     def _packs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -308,27 +304,186 @@ def rows_of(dataset: Any) -> Rows:
     return BlendedRows(members, dataset.dataset_index, dataset.dataset_sample_index)  # type: ignore[arg-type]
 
 
-def _rows(
-    kind: type[PackedRows],
-    source_state: tuple[Any, ...],
-    seed: int,
-    split: str,
-    num_samples: int,
-    seq_length: int,
-    sequence_multiple: int,
-    width: int | None,
-    pad_id: int | None,
-    padding_mask: bool,
+def _reopened(
+    kind: type[PackedRows], source_state: tuple[Any, ...], seed: int, split: str, num_samples: int, *shape: Any
 ) -> PackedRows:
     source = reopen(*source_state)
     order = EpochOrder(source.num_packs, seed, split, source.fingerprint)
-    return kind(
-        source,
-        order,
-        num_samples,
-        seq_length,
-        sequence_multiple=sequence_multiple,
-        width=width,
-        pad_id=pad_id,
-        padding_mask=padding_mask,
-    )
+    return kind(source, order, num_samples, *shape)
+
+
+# ---- dealing a global batch ----
+
+
+def deal(costs: NDArray[np.int64], ranks: int, micro_batches: int) -> NDArray[np.int64]:
+    """Split a global batch evenly by cost, to ranks and to micro-batches.
+
+    The packs are sorted and cut into rows of one pack a rank, so that whatever the ranks work on at the same time
+    costs about the same: that is for steps in which they wait for each other before the end. In each row the largest
+    goes to the rank that has least so far; then the rank that has most swaps with others, in the same row while that
+    helps, for the sums are what a step waits for. Whole rows are dealt to micro-batches in the same way.
+
+    Args:
+        costs: of each pack of the batch, [ranks * micro_batches * packs a micro-batch].
+        ranks: data-parallel ranks.
+        micro_batches: micro-batches of each rank in a step.
+
+    Returns:
+        Positions in the batch, int64 [ranks, micro_batches, packs], each once; the same for the same arguments.
+    """
+    rows = _level(costs, ranks)
+    # Rows as packs, micro-batches as ranks.
+    by_micro_batch = _level(costs[rows].sum(axis=1), micro_batches)
+    return rows[by_micro_batch].transpose(2, 1, 0)
+
+
+def _level(costs: NDArray[np.int64], ranks: int) -> NDArray[np.int64]:
+    """Positions in rows of similar cost, int64 [packs a rank, ranks], whose columns have nearly equal sums."""
+    order = np.argsort(-costs, kind="stable").reshape(-1, ranks)
+    rows = np.empty_like(order)
+    sums = np.zeros(ranks, np.int64)
+    for row, members in zip(rows, order, strict=True):
+        least_first = np.argsort(sums, kind="stable")
+        row[least_first] = members
+        sums[least_first] += costs[members]
+    _swap(costs, rows, sums)
+    return rows
+
+
+def _swap(costs: NDArray[np.int64], rows: NDArray[np.int64], sums: NDArray[np.int64]) -> None:
+    """Lower the largest column sum by swaps, in place: within rows as long as they help, then between them."""
+    mean = sums.mean()
+    within = np.eye(len(rows), dtype=bool)[:, :, None]
+    for _ in range(1000):  # every swap lowers the largest sum, or the search ends; bounds the time of hostile costs
+        high = int(sums.argmax())
+        if sums[high] <= mean * 1.002:
+            return
+        # The larger of the two sums that a swap would leave: [row in this column, row in the other, other column].
+        table = costs[rows]
+        moved = table[:, high, None, None] - table
+        left = np.maximum(sums[high] - moved, sums + moved)
+        left[:, :, high] = sums[high]
+        inside = np.where(within, left, sums[high])
+        best = int((inside if inside.min() < sums[high] else left).argmin())
+        if left.flat[best] >= sums[high]:
+            return
+        mine, theirs, other = np.unravel_index(best, left.shape)
+        sums[high] -= moved[mine, theirs, other]
+        sums[other] += moved[mine, theirs, other]
+        rows[mine, high], rows[theirs, other] = rows[theirs, other], rows[mine, high]
+
+
+# ---- what a rank reads ----
+
+
+# A negative index is a row with a loss mask of zeros.
+PADDING = -1
+
+
+class PackedBatchSampler:
+    """Lists of sample numbers, one a micro-batch, of one data-parallel rank; a ``batch_sampler`` for a DataLoader.
+
+    The arguments are those of Megatron's ``MegatronPretrainingSampler``, but for the data set in place of its length.
+
+    Args:
+        dataset: what is sampled.
+        consumed_samples: samples of all ranks before this run.
+        micro_batch_size: packs a rank takes at a time.
+        data_parallel_rank: of this process.
+        data_parallel_size: ranks that read different packs.
+        global_batch_size: packs a step takes; needed to balance, and without that only checked.
+        balance_attention: deal the packs of each global batch so that ranks have equal attention to do. The packs of a
+            batch stay the same, so training does too; which rank and micro-batch a pack is in differs.
+        drop_last: leave out what does not fill a micro-batch of every rank (a global batch when balancing). False
+            fills it up with rows whose loss is masked, for evaluation: every pack comes once. Not for Megatron's
+            ``BlendedDataset``, which knows no such rows; its ``rows_of`` do.
+
+    Raises:
+        FormatError: numbers that do not go together.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        *,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+        global_batch_size: int | None = None,
+        balance_attention: bool = False,
+        drop_last: bool = True,
+    ) -> None:
+        self.dataset, self.total_samples, self.consumed_samples = dataset, len(dataset), consumed_samples
+        self.micro_batch_size, self.drop_last = micro_batch_size, drop_last
+        self.rank, self.ranks = data_parallel_rank, data_parallel_size
+        self.balance_attention = balance_attention
+        # Only where costs are asked for: a blend's rows open all of its members.
+        self._rows: Any = None
+        if balance_attention:
+            self._rows = dataset if hasattr(dataset, "attention_costs") else rows_of(dataset)
+        if micro_batch_size < 1 or not 0 <= data_parallel_rank < data_parallel_size:
+            raise FormatError(
+                f"micro-batch size {micro_batch_size}, rank {data_parallel_rank} of {data_parallel_size}; sizes are at"
+                " least 1 and ranks count from 0"
+            )
+        if not 0 <= consumed_samples < self.total_samples:
+            raise FormatError(
+                f"{consumed_samples} of {self.total_samples} samples are consumed, nothing is left; build the data set"
+                " with a larger number of samples"
+            )
+        self._window = micro_batch_size * data_parallel_size
+        if global_batch_size is not None and (global_batch_size < 1 or global_batch_size % self._window):
+            raise FormatError(
+                f"global batch size {global_batch_size} is no multiple of micro-batch size {micro_batch_size} x"
+                f" {data_parallel_size} data-parallel ranks; make it one of {self._window}"
+            )
+        if balance_attention:
+            if global_batch_size is None:
+                raise FormatError("balance_attention deals out global batches: give global_batch_size")
+            if consumed_samples % global_batch_size:
+                raise FormatError(
+                    f"{consumed_samples} consumed samples end inside a global batch of {global_batch_size}; with"
+                    " balance_attention go on from the end of one"
+                )
+            self._window = global_batch_size
+        if not drop_last and hasattr(dataset, "dataset_index"):
+            raise FormatError(
+                "drop_last=False fills up with masked rows, which Megatron's BlendedDataset has not; sample and load"
+                " rows_of(dataset) (megatron_sft_idx.training.rows) instead"
+            )
+
+    def __len__(self) -> int:
+        """Micro-batches from ``consumed_samples`` to the end."""
+        left = self.total_samples - self.consumed_samples
+        windows = left // self._window if self.drop_last else -(-left // self._window)
+        return windows * (self._window // (self.micro_batch_size * self.ranks))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for block in self.blocks():
+            yield from block.tolist()
+
+    def blocks(self) -> Iterator[NDArray[np.int64]]:
+        """The same, many at once: int64 [micro-batches, packs] each, so that what is done for all of them costs little.
+
+        The first ones hold few, for the trainer waits for the first batch.
+        """
+        count = self.total_samples - self.consumed_samples
+        windows, first = (count if self.drop_last else count + self._window - 1) // self._window, 0
+        while first < windows:
+            last = min(windows, 2 * first + 1, first + max((1 << 12) // self._window, 1))
+            samples = np.arange(first * self._window, last * self._window)
+            samples = np.where(samples < count, samples + self.consumed_samples, PADDING)
+            yield np.concatenate([self._share(window) for window in samples.reshape(-1, self._window)])
+            first = last
+
+    def _share(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """This rank's micro-batches of a window, [micro-batches, packs]."""
+        if not self.balance_attention:
+            return samples.reshape(-1, self.ranks, self.micro_batch_size)[:, self.rank]
+        costs = np.zeros(len(samples), np.int64)
+        real = samples >= 0
+        costs[real] = self._rows.attention_costs(samples[real])
+        micro_batches = len(samples) // (self.ranks * self.micro_batch_size)
+        mine: NDArray[np.int64] = samples[deal(costs, self.ranks, micro_batches)[self.rank]]
+        return mine

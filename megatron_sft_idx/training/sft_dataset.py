@@ -1,67 +1,298 @@
-"""``PackedSFTDataset``: packed SFT data for Megatron's dataset builder."""
+"""``PackedSFTDataset``: packed SFT data for Megatron's dataset builder; ``PackedSFTDatasetConfig``: what it is told.
+
+Megatron lets rank 0 build first while the others wait at a barrier. An error on rank 0 alone would leave them waiting
+until the process group times out, so everything that headers can tell is checked when the configuration is made.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.config import PackedSFTDatasetConfig
+from megatron_sft_idx.layout.column import listed_columns
+from megatron_sft_idx.shard.shard_set import ShardSet, joined_columns
+from megatron_sft_idx.storage import ReadOptions, is_remote
 from megatron_sft_idx.training.rows import EpochOrder, PackedRows, SingleRows
-from megatron_sft_idx.training.sources import PlannedPacks, StoredPacks
+from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks, require_fit
 
-__all__ = ["Corpus", "EpochFacts", "PackedSFTDataset", "PackedSFTDatasetConfig"]
+__all__ = ["Corpus", "PackedSFTDataset", "PackedSFTDatasetConfig"]
 
 logger = logging.getLogger(__name__)
 
+# ---- what a run says ----
 
-@dataclass(frozen=True, slots=True)
-class Corpus:
-    """The shards of one path and what is counted in them when they are split.
+
+@dataclass
+class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
+    """Configuration of ``PackedSFTDataset``.
+
+    Of the parent's fields, ``random_seed``, ``sequence_length``, ``blend`` or ``blend_per_split``, ``split``,
+    ``path_to_cache`` and ``num_dataset_builder_threads`` mean what they mean there; a path of a blend may be one shard,
+    a folder or a glob of shards, on disk or at ``s3://`` or ``msc://``, whose index files are then kept in
+    ``object_storage_cache_path`` (None for the usual folder). The tokenizer may be None. What has to do with stock
+    documents (resetting positions and masks, EOD) is not looked at: rows carry their sequence boundaries.
 
     Attributes:
-        shards: of the path.
-        by_sequence: split by sequence, as they are packed after it; else by pack.
+        index_only_packing: pack the sequences of the shards for ``sequence_length`` when training starts, instead of
+            taking packs as they are stored. Splits then go by sequence, not by pack.
+        packing_method: of ``pack_sequences``, for index-only packing.
+        max_sequences_per_pack: for index-only packing; None for no limit.
+        single_sequences: one sequence a sample, for Megatron's packing scheduler; see ``SingleRows``.
+        sequence_multiple: pad each sequence to a multiple of this inside its row. None takes what the parallelism
+            needs: 2 x ``context_parallel_size`` where that is above 1, times ``sequence_parallel_size`` where set.
+        pad_id: fills up rows; None takes the shards', then the tokenizer's, then 0.
+        columns: names of columns that rows come with, beside what Megatron's own data sets give; every shard has them.
+            ``docs/megatron.md`` says how a forward step takes them.
+        padding_mask: whether rows have one, bool [sequence_length], True on padding: for forward steps that hand it to
+            ``GPTModel``, whose MoE routers then count tokens alone.
+        tokenizer_fingerprint: of the tokenizer the model is trained with; shards that were made with another one are
+            refused.
+        vocab_size: rows of the model's embedding; shards whose tokenizer has more tokens are refused. None is not
+            looked at.
+        global_batch_size: for the log line that says how many steps an epoch has.
+        plan_cache: folder for the plans of index-only packing; None takes ``path_to_cache``.
+        read: how local shards are read: by maps, or by ``pread`` where ``mmap_bin_files`` is False.
     """
+
+    reset_position_ids: bool | None = False
+    reset_attention_mask: bool | None = False
+    eod_mask_loss: bool | None = False
+    create_attention_mask: bool = False
+    path_to_cache: str | None = None
+    index_only_packing: bool = False
+    packing_method: str = "auto"
+    max_sequences_per_pack: int | None = None
+    single_sequences: bool = False
+    sequence_multiple: int | None = None
+    pad_id: int | None = None
+    columns: tuple[str, ...] = ()
+    padding_mask: bool = False
+    tokenizer_fingerprint: str | None = None
+    vocab_size: int | None = None
+    global_batch_size: int | None = None
+    plan_cache: str | None = None
+    read: ReadOptions = field(default_factory=ReadOptions)
+    _most_sequences: int = field(init=False, default=0, repr=False)
+    _opened: dict[str, ShardSet] = field(init=False, default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Fill in what is derived, and check everything that needs no more than headers.
+
+        Raises:
+            FormatError: options or shards that cannot be trained on; the message says which and what to do.
+            ShardNotFoundError: a path without a shard.
+            SequenceError: index-only packing of sequences longer than a row.
+        """
+        if self.blend is None and not any(self.blend_per_split or ()):
+            raise FormatError("neither blend nor blend_per_split is given; name the shards to train on (--data-path)")
+        if self.single_sequences:
+            self.index_only_packing, self.packing_method, self.max_sequences_per_pack = True, "sequential", 1
+            if self.columns:
+                raise FormatError(
+                    f"columns {', '.join(self.columns)}: Megatron's packing scheduler hands on none; leave them out, or"
+                    " train on packs"
+                )
+        self.read, blends = ReadOptions.of("read", self.read), [blend for _, blend in self._blends()]
+        # Megatron wants it off for object storage, where nothing is mapped here either.
+        all_remote = all(is_remote(path) for paths, _ in blends for path in paths)
+        if not self.mmap_bin_files and self.read.backend == "mmap" and not all_remote:
+            self.read = self.read._replace(backend="pread")
+        for blend in blends:
+            self._check_weights(*blend)
+        # Not GPTDatasetConfig's, which insists on a tokenizer.
+        BlendedMegatronDatasetConfig.__post_init__(self)
+        if self.sequence_multiple is None:
+            context = self.context_parallel_size or 1
+            self.sequence_multiple = (2 * context if context > 1 else 1) * max(self.sequence_parallel_size, 1)
+        if self.sequence_multiple < 1 or self.sequence_length % self.sequence_multiple:
+            raise FormatError(
+                f"sequence_length {self.sequence_length} is no multiple of the sequence multiple"
+                f" {self.sequence_multiple}, so rows cannot be divided among context-parallel ranks; round it up"
+            )
+        self.plan_options = PlanOptions(
+            self.sequence_length,
+            self.sequence_multiple,
+            self.packing_method,
+            self.max_sequences_per_pack,
+            self.random_seed,
+        )
+        self._choose_caches()
+        for path, split, ends in self._parts():
+            if path not in self._opened:
+                self._check_shards(path, self.open_shards(path))
+            self._check_split(path, split, ends)
+        self._check_together()
+
+    def _blends(self) -> Iterator[tuple[Split | None, tuple[list[str], list[float] | None]]]:
+        if self.blend is not None:
+            yield None, self.blend
+        for split, blend in zip(Split, self.blend_per_split or (), strict=False):
+            if blend is not None:
+                yield split, blend
+
+    @staticmethod
+    def _check_weights(paths: list[str], weights: list[float] | None) -> None:
+        if not paths:
+            raise FormatError("a blend without any path; name at least one shard, or leave the blend out")
+        if weights is not None and len(weights) != len(paths):
+            raise FormatError(f"{len(weights)} weights for {len(paths)} paths in a blend; give one weight a path")
+        for path, weight in zip(paths, weights or (), strict=False):
+            if not (math.isfinite(weight) and weight > 0):
+                raise FormatError(f"{path}: blend weight {weight}, weights are above zero; leave the path out")
+
+    def _choose_caches(self) -> None:
+        """Keep the cache for plans, and away from Megatron's blends where they cannot use it.
+
+        On a cache miss megatron-core 0.16 asks for the rank to find out who writes the blend's index, and fails where
+        torch.distributed is not initialised. Such an index is quickly made, so one process makes it anew every time.
+        """
+        self.plan_cache = self.plan_cache or self.path_to_cache
+        needed = self.fast_cache_load or self.defer_npy_index_mmap
+        if self.path_to_cache and not torch.distributed.is_initialized() and not needed:
+            log_single_rank(
+                logger,
+                logging.INFO,
+                "torch.distributed is not initialised: packing plans are cached in %s, blend indices are not",
+                self.path_to_cache,
+            )
+            self.path_to_cache = None
+
+    def _parts(self) -> Iterator[tuple[str, Split, tuple[float, float]]]:
+        """Each path with each split that draws from it and the share of the path that is the split's."""
+        for split, (paths, _) in self._blends():
+            for path in paths:
+                if split is not None:
+                    yield path, split, (0.0, 1.0)
+                    continue
+                for each, ends in zip(Split, self.split_matrix, strict=True):
+                    if ends is not None:
+                        yield path, each, ends
+
+    def open_shards(self, path: str) -> ShardSet:
+        """The shards of one path of a blend; what was checked is what is trained on, and headers are read once."""
+        if path not in self._opened:
+            self._opened[path] = ShardSet.open(
+                path,
+                backend=self.read,
+                same_capacity=not self.index_only_packing,
+                index_cache=self.object_storage_cache_path,
+                columns=self.columns,
+            )
+        return self._opened[path]
+
+    def _check_shards(self, path: str, shards: ShardSet) -> None:
+        for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
+            size, found = header.vocab_size or 0, header.tokenizer
+            if self.vocab_size is not None and size > self.vocab_size:
+                raise FormatError(
+                    f"{prefix}: its tokenizer has {size} tokens, the model's vocabulary {self.vocab_size}; raise"
+                    " --vocab-size, or take the tokenizer the shard was made with"
+                )
+            if None not in (found, self.tokenizer_fingerprint) and found != self.tokenizer_fingerprint:
+                raise FormatError(
+                    f"{prefix}: tokenized with {found}, the tokenizer of this job is {self.tokenizer_fingerprint};"
+                    " take the tokenizer the shard was made with, or tokenize again"
+                )
+            listed, options = listed_columns(header.metadata), header.metadata.get("options")
+            of_kto = isinstance(options, dict) and options.get("row_kind") == "kto"
+            told = listed.keys() & ({"pair", "label"} if of_kto else {"pair"})
+            if missing := told.difference(self.columns):
+                raise FormatError(
+                    f"{prefix}: its answers are judged, by the column {missing.pop()}; ask for it in columns, and take"
+                    " a loss that goes by it, such as training.dpo's: without, the rejected ones are learnt too"
+                )
+        if masked := shards.total("num_masked_packs"):
+            what = "sequences" if len(shards) == shards.num_sequences else "packs"
+            said = "%s: %d of %d %s train no token at all; megatron-sft-idx inspect names them"
+            log_single_rank(logger, logging.WARNING, said, path, masked, len(shards), what)
+        if self.index_only_packing:
+            require_fit(shards, self.plan_options)
+            return
+        for prefix, header in zip(shards.prefixes, shards.headers, strict=True):
+            if header.capacity > self.sequence_length:
+                raise FormatError(
+                    f"{prefix}: packs of up to {header.capacity} tokens, sequence_length is {self.sequence_length};"
+                    " raise it, pack the shard again, or set index_only_packing"
+                )
+            if header.sequence_multiple % self.plan_options.sequence_multiple:
+                raise FormatError(
+                    f"{prefix}: packed for sequence multiple {header.sequence_multiple}, this job pads sequences to"
+                    f" multiples of {self.sequence_multiple}; pack it with --sequence-multiple"
+                    f" {self.sequence_multiple}, or set index_only_packing"
+                )
+        fill = shards.total("num_tokens") / max(len(shards) * self.sequence_length, 1)
+        if fill < 0.5:  # hardly packed for this job
+            said = "%s: rows of %d are %.0f%% full; pack the shards, or set index_only_packing"
+            log_single_rank(logger, logging.WARNING, said, path, self.sequence_length, 100 * fill)
+        self.allow_sequences(max(header.most_sequences for header in shards.headers))
+
+    def _check_split(self, path: str, split: Split, ends: tuple[float, float]) -> None:
+        what, count = "sequences" if self.index_only_packing else "packs", self.count(path)
+        if not ends[0] <= ends[1]:  # no number, or none above 0
+            raise FormatError(f"split {self.split!r}: expected parts of all {what}, such as 98,1,1")
+        # As Megatron's builder rounds.
+        if round(ends[0] * float(count)) >= round(ends[1] * float(count)):
+            raise FormatError(
+                f"{path}: the {split.name} split is empty, {ends[0]:.4g} to {ends[1]:.4g} of {count} {what}; give it"
+                " more of --split, or none at all"
+            )
+
+    def _check_together(self) -> None:
+        """FormatError where paths differ in what their shards agree on within each."""
+        joined_columns(list(self._opened.values()))
+        rules = [("tokenizer", "tokenize them with one")]
+        if not self.index_only_packing:
+            rules.append(("capacity", "pack them again for one --seq-length, or set index_only_packing"))
+        for what, remedy in rules:
+            first: tuple[str, Any] | None = None
+            for path, shards in self._opened.items():
+                known = (getattr(header, what) for header in shards.headers)
+                value = next((value for value in known if value is not None), None)
+                first = first or (None if value is None else (path, value))
+                if first is not None and value not in (None, first[1]):
+                    raise FormatError(f"{path}: {what} is {value}, in {first[0]} {first[1]}; {remedy}")
+
+    def count(self, path: str) -> int:
+        """What splits of a path divide: packs, or sequences with index-only packing."""
+        shards = self.open_shards(path)
+        return shards.num_sequences if self.index_only_packing else len(shards)
+
+    def allow_sequences(self, most: int) -> None:
+        """Make room in ``cu_seqlens`` for rows of this many sequences."""
+        self._most_sequences = max(self._most_sequences, most)
+
+    @property
+    def cu_seqlens_width(self) -> int:
+        """Length of ``cu_seqlens``, one for all data sets of this configuration, so that their rows stack.
+
+        Known from the headers for stored packs; with index-only packing, once all data sets are built.
+        """
+        return self._most_sequences + 2
+
+
+# ---- what Megatron builds ----
+
+
+class Corpus(NamedTuple):
+    """The shards of one path, and how much of it splits divide: packs, or sequences with index-only packing."""
 
     shards: ShardSet
-    by_sequence: bool
-
-    def __len__(self) -> int:
-        return self.shards.num_sequences if self.by_sequence else len(self.shards)
-
-
-@dataclass(frozen=True, slots=True)
-class EpochFacts:
-    """What one epoch of a data set holds.
-
-    Attributes:
-        packs: rows.
-        tokens: tokens without padding.
-        trained_tokens: tokens that are trained on.
-        exact: ``trained_tokens`` is exact; else it is the split's share, by tokens, of what its shards hold.
-    """
-
-    packs: int
-    tokens: int
-    trained_tokens: int
-    exact: bool
-
-    def steps(self, global_batch_size: int) -> float:
-        """Optimizer steps an epoch takes."""
-        return self.packs / global_batch_size
+    size: int
 
 
 class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
@@ -96,30 +327,49 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
         index_split: Split,
         config: PackedSFTDatasetConfig,
     ) -> None:
-        first, last = _ends(dataset, dataset_path, indices, index_split)
+        first, last = 0, dataset.size
+        if indices is not None:
+            if not len(indices):
+                raise FormatError(
+                    f"{dataset_path}: the {index_split.name} split is empty; give it more of --split, or none at all"
+                )
+            first, last = int(indices[0]), int(indices[-1]) + 1
+            if last - first != len(indices) or (np.diff(indices) != 1).any():
+                raise FormatError(f"{dataset_path}: the {index_split.name} split is not a run of consecutive numbers")
         # The parent keeps what it is given; a range says the same as gigabytes of consecutive numbers.
         super().__init__(dataset, dataset_path, range(first, last), num_samples, index_split, config)
+        shards = dataset.shards
         self.source: StoredPacks | PlannedPacks
-        if dataset.by_sequence:
+        if config.index_only_packing:
             if config.plan_cache is None:
                 log_single_rank(logger, logging.INFO, "without path_to_cache every process packs for itself")
             plan, cache = config.plan_options, config.plan_cache
-            self.source = PlannedPacks(dataset.shards, plan, cache=cache, first=first, last=last)
+            self.source = PlannedPacks(shards, plan, cache=cache, first=first, last=last)
         else:
-            self.source = StoredPacks(dataset.shards, first, last)
+            self.source = StoredPacks(shards, first, last)
         config.allow_sequences(self.source.most_sequences)
         self.order = EpochOrder(self.source.num_packs, config.random_seed, index_split.name, self.source.fingerprint)
         self._rows: PackedRows | None = None
-        self._identify()
-        self._say()
-
-    def _identify(self) -> None:
-        """Put the content into the key of Megatron's caches, which holds the path only."""
+        # Put the content into the key of Megatron's caches, which holds the path only.
         self.unique_identifiers["data"] = self.source.fingerprint
         self.unique_description = json.dumps(self.unique_identifiers, indent=4)
-        self.unique_description_hash = hashlib.md5(
-            self.unique_description.encode("utf-8"), usedforsecurity=False
-        ).hexdigest()
+        described = self.unique_description.encode("utf-8")
+        self.unique_description_hash = hashlib.md5(described, usedforsecurity=False).hexdigest()
+        tokens, everything = self.source.num_tokens(), shards.total("num_tokens")
+        trained = round(shards.total("num_trained_tokens") * tokens / everything)
+        batch, packs = config.global_batch_size, self.source.num_packs
+        log_single_rank(
+            logger,
+            logging.INFO,
+            "%s (%s): an epoch is %d packs, %d tokens, %s%d of them trained on%s",
+            *(dataset_path, index_split.name, packs, tokens),
+            # Of a split, what is trained on is its share of all, by tokens.
+            *(
+                "" if tokens == everything else "about ",
+                trained,
+            ),
+            f", {packs / batch:.1f} steps of {batch} packs" if batch else "",
+        )
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
@@ -129,41 +379,19 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: PackedSFTDatasetConfig) -> Corpus:
         """Open the shards of a path: one shard, a folder or a glob."""
-        return Corpus(config.open_shards(dataset_path), config.index_only_packing)
+        return Corpus(config.open_shards(dataset_path), config.count(dataset_path))
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Corpus) -> int:
         """What splits divide: packs, or sequences with index-only packing."""
-        return len(low_level_dataset)
-
-    def epoch_facts(self) -> EpochFacts:
-        """What one epoch holds."""
-        shards = self.source.shards
-        tokens, everything = self.source.num_tokens(), shards.total("num_tokens")
-        trained = shards.total("num_trained_tokens")
-        return EpochFacts(self.source.num_packs, tokens, round(trained * tokens / everything), tokens == everything)
-
-    def _say(self) -> None:
-        facts = self.epoch_facts()
-        batch = self.config.global_batch_size
-        log_single_rank(
-            logger,
-            logging.INFO,
-            "%s (%s): an epoch is %d packs, %d tokens, %s%d of them trained on%s",
-            self.dataset_path,
-            self.index_split.name,
-            facts.packs,
-            facts.tokens,
-            "" if facts.exact else "about ",
-            facts.trained_tokens,
-            f", {facts.steps(batch):.1f} steps of {batch} packs" if batch else "",
-        )
+        return low_level_dataset.size
 
     @property
     def rows(self) -> PackedRows:
         """The samples without Megatron around them; what loaders read and what is pickled."""
         width = self.config.cu_seqlens_width
-        if self._rows is None or self._rows.width != width:  # data sets built since then may need wider rows
+        if self._rows is None or self._rows.shape["width"] != width:  # data sets built since then may need wider rows
+            known = (self.config.pad_id, self.source.pad_id, self._pad_token_id)
             kind = SingleRows if self.config.single_sequences else PackedRows
             self._rows = kind(
                 self.source,
@@ -172,18 +400,10 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
                 self.config.sequence_length,
                 sequence_multiple=self.config.sequence_multiple,
                 width=width,
-                pad_id=self._pad_id(),
+                pad_id=next((pad for pad in known if pad is not None and pad >= 0), None),
                 padding_mask=self.config.padding_mask,
             )
         return self._rows
-
-    def _pad_id(self) -> int | None:
-        known = (self.config.pad_id, self.source.pad_id, self._pad_token_id)
-        return next((pad for pad in known if pad is not None and pad >= 0), None)
-
-    def attention_costs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See ``PackedRows.attention_costs``."""
-        return self.rows.attention_costs(samples)
 
     def __reduce__(self) -> Any:
         return self.rows.__reduce__()
@@ -198,14 +418,3 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
     def __getitems__(self, samples: Sequence[int]) -> Sequence[dict[str, torch.Tensor]]:
         """A whole batch; see ``PackedRows.__getitems__``."""
         return self.rows.__getitems__(samples)
-
-
-def _ends(dataset: Corpus, path: str | None, indices: NDArray[np.integer[Any]] | None, split: Split) -> tuple[int, int]:
-    if indices is None:
-        return 0, len(dataset)
-    if not len(indices):
-        raise FormatError(f"{path}: the {split.name} split is empty; give it more of --split, or none at all")
-    first, last = int(indices[0]), int(indices[-1]) + 1
-    if last - first != len(indices) or (np.diff(indices) != 1).any():
-        raise FormatError(f"{path}: the {split.name} split is not a run of consecutive numbers")
-    return first, last

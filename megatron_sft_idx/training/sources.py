@@ -1,17 +1,24 @@
 """Where the rows to train on come from: packs as they are stored, packed when training starts, or of a legacy file.
 
 A source gives each pack as a list of sequences that lie somewhere in shards: what batches are assembled from.
+
+The plan of packs that are made when training starts may be kept in a file, which is made once, published whole and
+memory-mapped by everyone: ``sft-plan-KEY.bin`` is a JSON header padded with spaces to 4096 bytes, then the arrays of
+``PlacedPlan`` end to end, little-endian. KEY is a hash over the shards' ids, the range and all packing options, so a
+file never goes stale: other data or options have another name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import logging
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import xxhash
@@ -21,29 +28,33 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.npy import read_legacy
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.packing import PackPlan, pack_sequences
+from megatron_sft_idx.packing import pack_sequences
 from megatron_sft_idx.shard import pair_numbers
 from megatron_sft_idx.shard.shard_set import OPENED_AT_ONCE, ShardSet, joined_columns, running_sums
-from megatron_sft_idx.storage import Array
+from megatron_sft_idx.storage import Array, open_array, open_regular
 from megatron_sft_idx.storage.hashing import StreamHash
-from megatron_sft_idx.training.plan_cache import PlacedPlan, load_or_make
+from megatron_sft_idx.storage.publish import Kind, head_of, lock_file, new_file
 
 __all__ = [
     "Arrays",
     "JoinedPacks",
     "LegacySource",
     "PackSource",
+    "PlacedPlan",
     "PlanOptions",
     "PlannedPacks",
     "Segments",
     "StoredPacks",
-    "dense",
     "in_slots",
     "interleaved",
+    "load_or_make",
+    "plan_path",
     "reopen",
     "require_fit",
     "sequence_numbers",
 ]
+
+logger = logging.getLogger(__name__)
 
 # ---- packs as lists of sequences ----
 
@@ -73,10 +84,6 @@ class Segments:
     used: list[int] | None = None
     sequences: NDArray[np.int64] | None = None
     packs: NDArray[np.int64] | None = None
-
-    def in_slots(self) -> tuple[list[int], NDArray[np.int32]]:
-        """As the function of that name, of ``shards``."""
-        return in_slots(self.shards, self.used)
 
 
 class PackSource(Protocol):
@@ -122,12 +129,8 @@ def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[
     """
     if used is None:
         used = sorted(set(shards.tolist()))
-    return used, shards if dense(used) else np.searchsorted(np.array(used), shards).astype(shards.dtype)
-
-
-def dense(used: list[int]) -> bool:
-    """Whether ascending numbers are 0, 1, ... to the last, so that they are their own slots."""
-    return not used or (used[0] >= 0 and used[-1] == len(used) - 1)
+    own = used == list(range(len(used)))  # 0, 1, ... to the last: their own slots
+    return used, shards if own else np.searchsorted(np.array(used), shards).astype(shards.dtype)
 
 
 def interleaved(members: NDArray[np.int64], ask: Callable[[int, NDArray[np.int64]], Segments]) -> Segments:
@@ -151,64 +154,47 @@ def interleaved(members: NDArray[np.int64], ask: Callable[[int, NDArray[np.int64
     shards, starts, lengths = (np.concatenate(column)[taken] for column in zip(*columns, strict=True))
     numbered = [part.sequences for part in parts if part.sequences is not None]
     sequences = np.concatenate(numbered)[taken] if len(numbered) == len(parts) else None
-    known, packs = [part.packs for part in parts if part.packs is not None], None
-    if len(known) == len(parts):
-        packs = np.empty(len(members), np.int64)
-        packs[order] = np.concatenate(known)
-    return Segments(offsets, shards, starts, lengths, None, sequences, packs)
+    return Segments(offsets, shards, starts, lengths, None, sequences)
 
 
 # ---- packs of shards ----
 
 
-_CHUNK = 1 << 20
+class _ShardPacks:
+    """What packs of shards have in common: a ``PackSource`` but for ``segments``, over a range of ``total`` things."""
 
+    def __init__(self, shards: ShardSet, what: str, total: int, first: int, last: int | None, **options: Any) -> None:
+        end = total if last is None else last
+        if not 0 <= first < end <= total:
+            raise FormatError(f"{shards.prefixes[0]}: {what} {first} to {end} of {total}; take at least one")
+        self.shards, self.first, self.last, self.columns = shards, first, end, shards.columns
+        self._numbered = any(specs[0].per == "sequence" for specs in self.columns.values())
+        self.pad_id = next((header.pad_id for header in shards.headers if header.pad_id is not None), None)
+        chosen = [shards.fingerprint, {what: [first, end], **options}]
+        self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(chosen, sort_keys=True).encode())
 
-def _range(what: str, source: ShardSet, total: int, first: int, last: int | None) -> tuple[int, int]:
-    end = total if last is None else last
-    if not 0 <= first < end <= total:
-        raise FormatError(f"{source.prefixes[0]}: {what} {first} to {end} of {total}; take at least one")
-    return first, end
+    def __reduce__(self) -> tuple[Any, ...]:
+        return reopen, self.state()
+
+    def state(self) -> tuple[Any, ...]:
+        """What ``reopen`` makes this source of, in another process; plain values, so that it pickles small."""
+        return self.shards.__getstate__(), self.first, self.last
+
+    def arrays(self, shard: int) -> Arrays:
+        """Tokens, label-aligned loss mask and columns of one shard, whole."""
+        if (held := self.shards.held) is not None:
+            return held.tokens, held.loss
+        opened = self.shards.shard(shard)
+        columns = (opened.columns.open(name) for name in self.columns)
+        beside = (column.items if column.spec.per == "token" else column.held_items for column in columns)
+        return opened.files.tokens, opened.files.loss, *beside
 
 
 def _pieces(bounds: NDArray[np.int64], first: int, last: int) -> list[tuple[int, int, int]]:
     """Shards that a range touches: number, where the range begins inside it, and where it ends there."""
-    edges = bounds.tolist()
-    cut = (
-        (number, max(first, begin) - begin, min(last, end) - begin)
-        for number, (begin, end) in enumerate(itertools.pairwise(edges))
-    )
+    edges = enumerate(itertools.pairwise(bounds.tolist()))
+    cut = ((number, max(first, begin) - begin, min(last, end) - begin) for number, (begin, end) in edges)
     return [piece for piece in cut if piece[1] < piece[2]]
-
-
-def _pad_id(shards: ShardSet) -> int | None:
-    return next((header.pad_id for header in shards.headers if header.pad_id is not None), None)
-
-
-def _fingerprint(shards: ShardSet, **options: Any) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps([shards.fingerprint, options], sort_keys=True).encode())
-
-
-def _whole(shards: ShardSet, shard: int) -> Arrays:
-    if shards.held is not None:
-        return shards.held.tokens, shards.held.loss
-    opened = shards.shard(shard)
-    columns = (opened.columns.open(name) for name in shards.columns)
-    beside = (column.items if column.spec.per == "token" else column.held_items for column in columns)
-    return opened.files.tokens, opened.files.loss, *beside
-
-
-def _has_sequence_columns(shards: ShardSet) -> bool:
-    return any(specs[0].per == "sequence" for specs in shards.columns.values())
-
-
-def _refuse_pack_columns(shards: ShardSet) -> None:
-    for name, (spec, *_) in shards.columns.items():
-        if spec.per == "pack":
-            raise FormatError(
-                f"{shards.prefixes[0]}: column {name} has a value a pack, and packs that are made when training starts"
-                " are others; leave it out, or train on the packs as they are stored"
-            )
 
 
 def sequence_numbers(
@@ -230,7 +216,7 @@ def sequence_numbers(
     return numbers
 
 
-class StoredPacks:
+class StoredPacks(_ShardPacks):
     """Packs as they lie in shards: a ``PackSource``.
 
     Args:
@@ -240,23 +226,12 @@ class StoredPacks:
     """
 
     def __init__(self, shards: ShardSet, first: int = 0, last: int | None = None) -> None:
-        self.shards = shards
-        self.first, self.last = _range("packs", shards, len(shards), first, last)
+        super().__init__(shards, "packs", len(shards), first, last)
         headers = shards.headers
         self.num_packs = self.last - self.first
         self.capacity = max(header.capacity for header in headers)
         self.sequence_multiple = math.gcd(*(header.sequence_multiple for header in headers))
         self.most_sequences = max(header.most_sequences for header in headers)
-        self.pad_id = _pad_id(shards)
-        self.columns, self._numbered = shards.columns, _has_sequence_columns(shards)
-        self.fingerprint = _fingerprint(shards, packs=[self.first, self.last])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return reopen, self.state()
-
-    def state(self) -> tuple[Any, ...]:
-        """What ``reopen`` makes this source of, in another process; plain values, so that it pickles small."""
-        return self.shards.__getstate__(), self.first, self.last
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; see ``PackSource``.
@@ -269,6 +244,7 @@ class StoredPacks:
         if (held := self.shards.held) is not None:  # one shard, as far as arrays go
             self.shards.need(held, set(shards.tolist()))
             numbers, slots, local = [0], np.zeros_like(shards), wanted
+            shards = slots
             indexes = [(held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens))]
         else:
             numbers, slots = in_slots(shards)
@@ -284,15 +260,11 @@ class StoredPacks:
                     number, pack = (int(found[0]) for found in self.shards.locate(wanted[i : i + 1]))
                     raise self.shards.shard(number).broken_pack(str(error), pack) from None
             raise
-        # Slots are the numbers where shards are used from the first on, as the only one is.
-        own = own if dense(numbers) else np.array(numbers, np.int32)[own]
+        if slots is not shards:  # where shards are used from the first on, as the only one is, slots are the numbers
+            own = np.array(numbers, np.int32)[own]
         by_pack = [sequence_offsets for sequence_offsets, *_ in indexes]
         sequences = sequence_numbers(by_pack, slots, local, offsets) if self._numbered else None
         return Segments(offsets, own, starts, lengths, numbers if len(packs) else None, sequences, local)
-
-    def arrays(self, shard: int) -> Arrays:
-        """Tokens, label-aligned loss mask and columns of one shard, whole."""
-        return _whole(self.shards, shard)
 
     def num_tokens(self) -> int:
         """Tokens of all packs; of a shard that is used in part two offsets are read."""
@@ -325,20 +297,8 @@ class PlanOptions:
     max_sequences_per_pack: int | None = None
     seed: int = 0
 
-    def pack(self, lengths: NDArray[np.int64], groups: NDArray[np.int64] | None = None) -> PackPlan:
-        """Pack sequences of these lengths. ValueError, TypeError: an option that cannot be, or a length that is not."""
-        return pack_sequences(
-            lengths,
-            self.capacity,
-            method=self.method,
-            max_sequences_per_pack=self.max_sequences_per_pack,
-            sequence_multiple=self.sequence_multiple,
-            seed=self.seed,
-            groups=groups,
-        )
 
-
-class PlannedPacks:
+class PlannedPacks(_ShardPacks):
     """Index-only packing: the sequences of shards, packed when training starts. A ``PackSource``.
 
     The shards may be a tokenised corpus (one sequence a pack) or packs of another capacity; no token is copied or
@@ -368,28 +328,19 @@ class PlannedPacks:
         last: int | None = None,
     ) -> None:
         _refuse_pack_columns(shards)
-        self.shards, self.options = shards, options
-        self.columns, self._numbered = shards.columns, _has_sequence_columns(shards)
-        self.cache = None if cache is None else os.fspath(cache)
         # Every shard with the column holds whole pairs (C10), so pairs begin at even numbers.
-        together = 2 if "pair" in self.columns else 1
+        together = 2 if "pair" in shards.columns else 1
         first, last = first // together * together, None if last is None else last // together * together
-        self.first, self.last = _range("sequences", shards, shards.num_sequences, first, last)
-        self.fingerprint = _fingerprint(shards, sequences=[self.first, self.last], plan=asdict(options))
+        super().__init__(shards, "sequences", shards.num_sequences, first, last, plan=asdict(options))
+        self.options, self.cache = options, None if cache is None else os.fspath(cache)
         key = self.fingerprint + "-numbered" * self._numbered + "-pairs" * (together - 1)
         self.plan = load_or_make(self.cache, key, self._make)
-        self.num_packs = self.plan.num_packs
-        self.capacity = options.capacity
-        self.sequence_multiple = options.sequence_multiple
-        self.most_sequences = self.plan.most_sequences
-        self.pad_id = _pad_id(shards)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return reopen, self.state()
+        self.num_packs, self.most_sequences = len(self.plan.offsets) - 1, self.plan.most_sequences
+        self.capacity, self.sequence_multiple = options.capacity, options.sequence_multiple
 
     def state(self) -> tuple[Any, ...]:
-        """What ``reopen`` makes this source of, in another process; plain values, so that it pickles small."""
-        return self.shards.__getstate__(), self.first, self.last, self.cache, *asdict(self.options).values()
+        """See ``reopen``."""
+        return *super().state(), self.cache, *asdict(self.options).values()
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
         """Where the sequences of these packs lie; see ``PackSource``."""
@@ -406,27 +357,22 @@ class PlannedPacks:
             self.shards.opened(in_slots(shards)[0])
         return Segments(offsets, shards, starts, lengths, None, sequences)
 
-    def arrays(self, shard: int) -> Arrays:
-        """Tokens, label-aligned loss mask and columns of one shard, whole."""
-        return _whole(self.shards, shard)
-
     def _make(self) -> PlacedPlan:
         """Pack, then put every sequence's place in the order of the packs: reading a pack touches one page of each."""
-        options = self.options
         parts, lengths = _starts(self.shards, self.first, self.last)
-        _require_fit(self.shards, lengths, options)
+        require_fit(self.shards, self.options, lengths)
+        groups = None
         if "pair" in self.columns:
+            groups = np.arange(len(lengths)) // 2
             for number, _ in parts:
                 pair_numbers(self.shards.shard(number))  # refuses what is no pairs
-            made = options.pack(lengths, np.arange(len(lengths)) // 2)
-        else:
-            made = options.pack(lengths)
+        made = pack_sequences(lengths, groups=groups, **asdict(self.options))
         starts = _joined([starts[:-1] for _, starts in parts])
         plan = PlacedPlan.empty(made.num_packs, len(lengths), made.most_sequences, self._numbered)
         plan.offsets[:] = made.offsets
         bounds = self.shards.sequences_before
-        for begin in range(0, len(lengths), _CHUNK):  # bounds what fancy indexing allocates
-            here = slice(begin, begin + _CHUNK)
+        for begin in range(0, len(lengths), 1 << 20):  # bounds what fancy indexing allocates
+            here = slice(begin, begin + (1 << 20))
             chosen = made.sequences[here]
             plan.starts[here], plan.lengths[here] = starts[chosen], lengths[chosen]
             if len(parts) > 1:
@@ -505,32 +451,40 @@ def _starts(shards: ShardSet, first: int, last: int) -> tuple[list[tuple[int, ND
     return parts, _joined([np.diff(starts) for _, starts in parts])
 
 
-def require_fit(shards: ShardSet, options: PlanOptions) -> None:
+def _refuse_pack_columns(shards: ShardSet) -> None:
+    for name, (spec, *_) in shards.columns.items():
+        if spec.per == "pack":
+            raise FormatError(
+                f"{shards.prefixes[0]}: column {name} has a value a pack, and packs that are made when training starts"
+                " are others; leave it out, or train on the packs as they are stored"
+            )
+
+
+def require_fit(shards: ShardSet, options: PlanOptions, lengths: NDArray[np.int64] | None = None) -> None:
     """SequenceError, with their count, where sequences do not fit a pack of this capacity; FormatError on bad options.
 
-    Reads headers alone where they rule that out.
+    Args:
+        shards: whose sequences.
+        options: how they are to be packed.
+        lengths: int64, of the sequences; None reads those of all shards, unless headers alone say that they fit.
     """
-    _refuse_pack_columns(shards)
-    try:
-        options.pack(np.zeros(0, np.int64))
-    except (ValueError, TypeError) as error:
-        raise FormatError(f"index-only packing: {error}") from None
     usable = options.capacity // options.sequence_multiple * options.sequence_multiple
-    if max(header.longest_pack for header in shards.headers) > usable and shards.num_sequences:
-        _require_fit(shards, _starts(shards, 0, shards.num_sequences)[1], options)
-
-
-def _require_fit(shards: ShardSet, lengths: NDArray[np.int64], options: PlanOptions) -> None:
-    name = shards.prefixes[0]
-    usable = options.capacity // options.sequence_multiple * options.sequence_multiple
+    if lengths is None:
+        _refuse_pack_columns(shards)
+        try:
+            pack_sequences(np.zeros(0, np.int64), **asdict(options))
+        except (ValueError, TypeError) as error:
+            raise FormatError(f"index-only packing: {error}") from None
+        if max(header.longest_pack for header in shards.headers) <= usable or not shards.num_sequences:
+            return
+        lengths = _starts(shards, 0, shards.num_sequences)[1]
     what = "sequences"
     if "pair" in shards.columns:
         rounded = -(-lengths // options.sequence_multiple) * options.sequence_multiple
         lengths, what = rounded[::2] + rounded[1::2], "pairs"
-    longest = int(lengths.max())
-    if longest > usable:
+    if (longest := int(lengths.max())) > usable:
         raise SequenceError(
-            name,
+            shards.prefixes[0],
             None,
             f"{int((lengths > usable).sum())} of {len(lengths)} {what} are longer than {usable} tokens, the"
             f" longest has {longest}; raise the sequence length, or cut them first with the pack verb's --overlong",
@@ -547,6 +501,151 @@ def reopen(shards: Any, first: int, last: int, cache: str | None = None, *option
 
 def _joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+# ---- plans as files ----
+
+
+_REVISION = 1
+_HEADER_NBYTES = 4096
+_BEGIN = b'{"revision":'
+_KIND = Kind("a packing plan", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
+
+
+class PlacedPlan(NamedTuple):
+    """Packs as sequences with their places, in the order of the packs.
+
+    Attributes:
+        most_sequences: sequences in the pack that has most.
+        raw: uint8, all of the following end to end.
+        offsets: int64 [packs + 1], CSR: pack i holds the entries offsets[i] to offsets[i + 1].
+        starts: int64 [sequences], first token in the shard's token file.
+        lengths: int32 [sequences], tokens.
+        shards: int32 [sequences], which shard.
+        sequences: int64 [sequences], the number of each in its shard; [0] where the plan is not ``numbered``.
+    """
+
+    most_sequences: int
+    raw: NDArray[np.uint8]
+    offsets: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int32]
+    shards: NDArray[np.int32]
+    sequences: NDArray[np.int64]
+
+    @classmethod
+    def empty(
+        cls,
+        packs: int,
+        sequences: int,
+        most_sequences: int,
+        numbered: bool = False,
+        room: Callable[[int], NDArray[np.uint8]] = lambda nbytes: np.empty(nbytes, np.uint8),
+    ) -> PlacedPlan:
+        """A plan to be filled in.
+
+        Args:
+            packs: that it has.
+            sequences: that it has.
+            most_sequences: in one pack.
+            numbered: whether it says which sequences of their shards these are.
+            room: gives the bytes that it lies in, as many as it is told.
+        """
+        counts = (packs + 1, sequences, sequences, sequences, sequences if numbered else 0)
+        dtypes = [np.dtype(code) for code in ("<i8", "<i8", "<i4", "<i4", "<i8")]
+        ends = running_sums(count * dtype.itemsize for count, dtype in zip(counts, dtypes, strict=True)).tolist()
+        raw = room(ends[-1])
+        bounds = zip(itertools.pairwise(ends), dtypes, strict=True)
+        return cls(most_sequences, raw, *(raw[begin:end].view(dtype) for (begin, end), dtype in bounds))
+
+
+def plan_path(folder: str, key: str) -> str:
+    """The file of a plan."""
+    return os.path.join(folder, f"sft-plan-{key}.bin")
+
+
+def load_or_make(folder: str | None, key: str, make: Callable[[], PlacedPlan]) -> PlacedPlan:
+    """The plan of this key: from its file where there is one, else made and, with a folder, published for everyone.
+
+    Processes that come while one makes the plan wait for a file lock, which ends with the process that holds it. There
+    is no ``torch.distributed`` barrier here on purpose: Megatron's builder lets rank 0 build while the others wait at
+    a barrier of its own, and one more on rank 0 alone would be taken for that.
+
+    A folder that cannot be written costs a warning and time, not the run: one rank that stops here would leave the
+    others waiting at that barrier.
+
+    Raises:
+        FormatError: the file was cut short or is of another revision.
+    """
+    if folder is None:
+        return make()
+    path = plan_path(folder, key)
+    if os.path.exists(path):
+        return _load(path)
+    with _locked(path + ".lock"):
+        if os.path.exists(path):
+            return _load(path)
+        plan = make()
+        fields = {
+            "revision": _REVISION,
+            "packs": len(plan.offsets) - 1,
+            "sequences": len(plan.starts),
+            "most_sequences": plan.most_sequences,
+            "numbered": len(plan.sequences) > 0,
+        }
+        try:
+            with new_file(path, _KIND, overwrite=False) as new:
+                with contextlib.closing(new.open()) as file:
+                    file.write(json.dumps(fields).encode().ljust(_HEADER_NBYTES))
+                    file.write(plan.raw.data)
+                new.publish()
+        except (OSError, FormatError) as error:
+            if os.path.exists(path):  # where there are no locks, another process may have been faster
+                return _load(path)
+            logger.warning(
+                "%s: the packing plan cannot be cached (%s), so every process packs for itself; name a folder that"
+                " can be written: path_to_cache (--data-cache-path)",
+                path,
+                error,
+            )
+            return plan
+    return _load(path)
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Hold a lock file, where there can be one."""
+    with contextlib.ExitStack() as held:
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            held.callback(os.close, lock_file(path, (b"",), create=True, busy=None))
+        except (OSError, FormatError) as error:
+            # Some network file systems have no locks. Then a plan may be made twice, and the first one stays.
+            logger.info("%s: no lock (%s); going on without", path, error)
+        yield
+
+
+def _load(path: str) -> PlacedPlan:
+    with open_regular(path) as file:
+        raw = file.read(_HEADER_NBYTES)
+    try:
+        fields = json.loads(raw)
+        revision = fields["revision"]
+        packs, sequences, most = (int(fields[name]) for name in ("packs", "sequences", "most_sequences"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{path}: not a packing plan ({error}); remove it, and it is made anew") from None
+    if revision != _REVISION:
+        raise FormatError(f"{path}: plan revision {revision}, expected {_REVISION}; remove it, and it is made anew")
+
+    def room(nbytes: int) -> NDArray[np.uint8]:
+        expected = _HEADER_NBYTES + nbytes
+        if (found := os.path.getsize(path)) != expected:
+            raise FormatError(
+                f"{path}: {found} bytes, expected {expected}; it was cut short: remove it, and it is made anew"
+            )
+        return open_array(path, np.dtype("u1"), expected, nbytes=expected)[_HEADER_NBYTES:]
+
+    return PlacedPlan.empty(packs, sequences, most, bool(fields.get("numbered")), room)
 
 
 # ---- packs of a legacy file ----

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron_sft_idx.inspect.place import drop_cache
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
+from megatron_sft_idx.storage import Advice, ReadOptions
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
 from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
 from megatron_sft_idx.training.sources import StoredPacks
@@ -37,7 +38,7 @@ Batches = list[list[int]]
 ASSEMBLE, THREAD = "`assemble` into reused buffers", "`BatchLoader`, the thread"
 COPYING = "read the packs' bytes, write the batch's bytes (memcpy)"
 NUMPY, LISTS = "five files, collate in numpy", "Python lists, Megatron-Bridge's collate"
-COLD = "`BatchLoader`, 16 ahead, `random_access`"
+COLD = "`BatchLoader`, 16 ahead, random advice"
 Cells = list[list[float]]  # of a way: the rounds of workers 0, workers 2, blocked in next()
 
 
@@ -246,8 +247,13 @@ def cold_ways(stores: list[Store], prefix: Path) -> list[Cold]:
     """A row of the table each: what is evicted, and how it is read again."""
     files = [Path(f"{prefix}{suffix}") for suffix in (".bin", ".loss.bin", ".idx", ".seq.bin", ".seq.idx")]
 
-    def thread(ahead: int, random_access: bool) -> Callable[[Batches], Iterable[Any]]:
-        return lambda order: BatchLoader(assembler_of(prefix, random_access=random_access), order, ahead=ahead)
+    def thread(ahead: int, advice: Advice) -> Callable[[Batches], Iterable[Any]]:
+        def opened(order: Batches) -> Iterable[Any]:
+            shards = ShardSet([str(prefix)], backend=ReadOptions(advice=advice))
+            assembler = BatchAssembler(StoredPacks(shards), CAPACITY, width=SEQUENCES + 2)
+            return BatchLoader(assembler, order, ahead=ahead)
+
+        return opened
 
     def plain(order: Batches) -> Iterable[Any]:
         assembler = assembler_of(prefix)
@@ -259,9 +265,9 @@ def cold_ways(stores: list[Store], prefix: Path) -> list[Cold]:
 
     return [
         ("`assemble`, a plain map", files, plain),
-        ("`BatchLoader`, 4 batches ahead", files, thread(4, False)),
-        ("`BatchLoader`, 4 ahead, `random_access`", files, thread(4, True)),
-        (COLD, files, thread(16, True)),
+        ("`BatchLoader`, 4 batches ahead", files, thread(4, "normal")),
+        ("`BatchLoader`, 4 ahead, random advice", files, thread(4, "random")),
+        (COLD, files, thread(16, "random")),
         (NUMPY, files, collated(lambda: Files(prefix))),
         *((f"{store.name}, collate in numpy", store.files, collated(store.open)) for store in stores),
     ]

@@ -25,9 +25,8 @@ from report import MIB, Bench, Size, cells, run_bench
 
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.plan_cache import plan_path
 from megatron_sft_idx.training.rows import EpochOrder, PackedRows
-from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions
+from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, plan_path
 
 CAPACITY, BATCH = 4096, 8
 STEPS = ("shards opened", "planned and placed, or mapped", "first batch of 8")
