@@ -13,7 +13,7 @@ import pytest
 LIMITS = {
     "row": (39, "megatron_sft_idx.shard.writer"),
     "item": (7, "megatron_sft_idx.dataset"),
-    "batch": (15, "megatron_sft_idx.training.batch"),
+    "batch": (12, "megatron_sft_idx.training.batch"),
     "conversion": (18, "megatron_sft_idx.formats.memmap"),
 }
 
