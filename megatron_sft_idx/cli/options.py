@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.packing import METHODS
 from megatron_sft_idx.packs.buckets import STAGING
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions, is_remote
 from megatron_sft_idx.storage.publish import resolve
@@ -22,7 +21,6 @@ __all__ = [
     "Verbs",
     "add_log_interval",
     "add_output_options",
-    "add_packing_options",
     "add_read_options",
     "add_staging",
     "given",
@@ -120,54 +118,6 @@ def writable(text: str) -> str:
     if not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text}: may not be written")
     return text
-
-
-def add_packing_options(parser: argparse.ArgumentParser) -> None:
-    """How sequences become packs."""
-    group = parser.add_argument_group("packing")
-    group.add_argument(
-        "--seq-length",
-        type=positive,
-        required=True,
-        metavar="N",
-        help="capacity: most token positions a pack may hold",
-    )
-    group.add_argument(
-        "--packing",
-        choices=(*METHODS, "none"),
-        default="auto",
-        help="method; auto takes the fewest packs of several, sequential keeps the order, none puts one sequence in a"
-        " pack (default: %(default)s)",
-    )
-    group.add_argument(
-        "--packing-effort",
-        choices=("normal", "high"),
-        default="normal",
-        help="high spends seconds more where packs of few sequences leave gaps (default: %(default)s)",
-    )
-    group.add_argument(
-        "--overlong",
-        choices=("error", "drop", "truncate", "split"),
-        default="error",
-        help="what becomes of sequences longer than --seq-length; what is lost is counted (default: %(default)s)",
-    )
-    group.add_argument(
-        "--sequence-multiple",
-        type=positive,
-        default=1,
-        metavar="M",
-        help="count each sequence as its length rounded up to M, so that padding for context parallelism"
-        " (2 x its size, x tensor parallel size under sequence parallelism) fits (default: %(default)s)",
-    )
-    group.add_argument("--max-sequences-per-pack", type=positive, metavar="N", help="at most N (default: no limit)")
-    group.add_argument(
-        "--drop-untrained",
-        action="store_true",
-        help="leave out sequences, and cuts of --overlong split, with no token to train on",
-    )
-    group.add_argument(
-        "--seed", type=natural, default=0, metavar="N", help="of every shuffle and lot (default: %(default)s)"
-    )
 
 
 def local_path(text: str) -> str:

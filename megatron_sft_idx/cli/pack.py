@@ -6,7 +6,8 @@ import argparse
 import time
 from dataclasses import asdict
 
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_output_options, add_packing_options, local_path
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_output_options, local_path
+from megatron_sft_idx.cli.preprocess import add_packing_options
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.prefix import places_of

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_sft_idx.chat.inputs import parse_json
 from megatron_sft_idx.cli.options import (
@@ -12,7 +14,6 @@ from megatron_sft_idx.cli.options import (
     HelpFormatter,
     Verbs,
     add_output_options,
-    add_packing_options,
     given,
     in_color,
     natural,
@@ -21,17 +22,19 @@ from megatron_sft_idx.cli.options import (
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.text import mark_pack
 from megatron_sft_idx.tokenize import (
+    FROM_ZERO,
     Output,
     Preview,
     available_cpus,
     downloaded,
     inputs_of,
+    preprocess,
     preprocess_options,
     preview,
     run_job,
 )
 
-__all__ = ["add_mask_options", "add_parser", "add_row_options", "add_workers_option"]
+__all__ = ["add_mask_options", "add_packing_options", "add_parser", "add_row_options", "add_workers_option"]
 
 _EXAMPLES = """\
 examples:
@@ -70,6 +73,99 @@ in s3:// and msc:// objects, globs, and all that lies right in PREFIX/, read by 
 """
 
 
+# ---- options: of each its name, its metavar and its help; the rest is that of the argument of ``preprocess`` ----
+
+_ROWS = """\
+row_kind: how rows are read (default: by their columns); preference takes chosen and rejected, which stay in one pack
+  and are dropped together where they are overlong, kto a label, true or false; of both, only what follows the prompt
+  is trained on
+messages_key NAME: column that holds the turns (default: by its usual names)
+mask_alignment: of masks in tokenised rows: at the trained token itself, or at the one before it (default:
+  %(default)s)
+on_bad_row: stop at a row that cannot be used, or count and list it (default: %(default)s)
+append_eod: end every sequence with the end-of-sequence token
+"""
+_MASKS = """\
+chat_template FILE: Jinja file that replaces the tokenizer's own template
+chat_template_kwargs JSON: variables for the template
+template_date YYYY-MM-DD: the date for templates that ask for today's, which would change
+train_on: what the assistant says, only its answer to the last user message, or everything (default: %(default)s)
+turns: where the template drops the reasoning of earlier turns: stop; one sequence without it; or a sequence a turn,
+  each as the model would see it (default: %(default)s)
+no_train_on_thinking: leave reasoning out of the loss
+no_train_on_tool_calls: leave tool calls out of the loss
+allow_control_tokens: let text in the data that spells a control token, such as <|im_end|>, become that token
+partial_markers: where {%% generation %%} markers leave out part of what the assistant says: stop, or take them as
+  they stand (default: %(default)s)
+straddling: a token that begins before a trained span and ends in it is trained on, as in transformers, or not
+  (default: %(default)s)
+span_by_span: tokenise trained spans by themselves, so that no token straddles their edges (changes token ids)
+"""
+_SELECTION = """\
+max_rows N: the first N usable rows of the input; reads no more than it must
+dedup: exact leaves out rows that say what an earlier one says, whatever their other columns hold; 50 bytes of memory
+  a row (default: %(default)s)
+sample SHARE: take this share of the rows (default: all)
+valid_fraction SHARE: keep this share of the conversations apart, whole, in a shard at PREFIX.valid (default: none)
+input_weight FILE=W: train on each row of a file W times: 2 is twice, 0.5 every other row, 1.5 all once and half of
+  them again; a file as it is in --input, its name alone, a glob or a folder (default: 1)
+shuffle: shuffle the rows by --seed, for --packing sequential and none; the other methods do so by themselves
+"""
+_PACKING = """\
+seq_length N: capacity: most token positions a pack may hold
+packing: method; auto takes the fewest packs of several, sequential keeps the order, none puts one sequence in a pack
+  (default: %(default)s)
+packing_effort: high spends seconds more where packs of few sequences leave gaps (default: %(default)s)
+overlong: what becomes of sequences longer than --seq-length; what is lost is counted (default: %(default)s)
+sequence_multiple M: count each sequence as its length rounded up to M, so that padding for context parallelism (2 x
+  its size, x tensor parallel size under sequence parallelism) fits (default: %(default)s)
+max_sequences_per_pack N: at most N (default: no limit)
+drop_untrained: leave out sequences, and cuts of --overlong split, with no token to train on
+seed N: of every shuffle and lot (default: %(default)s)
+"""
+_RUNNING = f"""\
+workers N: tokenising processes, 0 for none but this one; with --engine ray, tasks at once; changes no byte of the
+  output (default: all processors, {available_cpus()} here, or those of the cluster)
+engine: this machine, or a Ray cluster, whose nodes see input, tokenizer and output at the same paths; changes no byte
+  of the output (default: %(default)s)
+ray_address ADDRESS: of a running cluster, HOST:PORT or auto (default: start one on this machine, and stop it at the
+  end)
+keep_corpus: keep the tokenised corpus, an unpacked shard, at PREFIX.unpacked
+source: write the column source: of every sequence, which row of which file it was made from (default: %(default)s)
+source_weight FILE=W: multiply the loss of each row of a file by W, named as for --input-weight; masks that are not 0
+  and 1 then are float32 (default: 1)
+resume: go on with a run that was interrupted or killed, to the same bytes; refused where input or options changed,
+  and says what
+"""
+_DOWNLOAD = """\
+download: take what is not here for names on the Hugging Face hub, and fetch it into its cache: --tokenizer
+  OWNER/NAME, --input OWNER/NAME/data/train-*.parquet; @REVISION may follow NAME; needs huggingface_hub
+"""
+
+
+def _add(group: argparse._ActionsContainer, options: str) -> None:
+    hints, parameters = get_type_hints(preprocess), inspect.signature(preprocess).parameters
+    for line in options.replace("\n  ", " ").splitlines():
+        head, _, text = line.partition(": ")
+        name, _, metavar = head.partition(" ")
+        hint, default = hints[name], parameters[name].default
+        more: dict[str, Any] = {"metavar": metavar} if metavar else {}
+        if hint is bool:
+            more["action"] = argparse.BooleanOptionalAction if default else "store_true"
+        elif get_origin(hint) is Literal:
+            more["choices"] = get_args(hint)
+        elif hint in (int, int | None):
+            more["type"] = natural if name in FROM_ZERO else positive
+        elif hint is float:
+            more["type"] = float
+        elif hint == Mapping[str, Any] | None:
+            more["type"] = _json_object
+        elif hint == Sequence[str]:
+            more["nargs"] = "+"
+        more |= {"required": True} if default is inspect.Parameter.empty else {"default": default}
+        group.add_argument("--" + name.replace("_", "-"), help=text, **more)
+
+
 def add_parser(verbs: Verbs) -> None:
     """Add the verb."""
     parser = verbs.add_parser(
@@ -79,62 +175,6 @@ def add_parser(verbs: Verbs) -> None:
         epilog=_EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    _add_input_options(parser)
-    add_mask_options(parser)
-    _add_selection_options(parser)
-    add_packing_options(parser)
-    add_output_options(parser)
-    group = parser.add_argument_group("running")
-    group.add_argument(
-        "--workers",
-        type=natural,
-        metavar="N",
-        help="tokenising processes, 0 for none but this one; with --engine ray, tasks at once; changes no byte of the"
-        f" output (default: all processors, {available_cpus()} here, or those of the cluster)",
-    )
-    group.add_argument(
-        "--engine",
-        choices=("local", "ray"),
-        default="local",
-        help="this machine, or a Ray cluster, whose nodes see input, tokenizer and output at the same paths;"
-        " changes no byte of the output (default: %(default)s)",
-    )
-    group.add_argument(
-        "--ray-address",
-        metavar="ADDRESS",
-        help="of a running cluster, HOST:PORT or auto (default: start one on this machine, and stop it at the end)",
-    )
-    group.add_argument(
-        "--keep-corpus",
-        action="store_true",
-        help="keep the tokenised corpus, an unpacked shard, at PREFIX.unpacked",
-    )
-    group.add_argument(
-        "--source",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="write the column source: of every sequence, which row of which file it was made from"
-        " (default: %(default)s)",
-    )
-    group.add_argument(
-        "--source-weight",
-        nargs="+",
-        default=(),
-        metavar="FILE=W",
-        help="multiply the loss of each row of a file by W, named as for --input-weight; masks that are not 0 and 1"
-        " then are float32 (default: 1)",
-    )
-    group.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on with a run that was interrupted or killed, to the same bytes; refused where input or options"
-        " changed, and says what",
-    )
-    _add_dry_run_options(group)
-    parser.set_defaults(run=_run)
-
-
-def _add_input_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("input")
     group.add_argument(
         "--input",
@@ -144,15 +184,18 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         help="files, globs, save_to_disk folders; also s3://, msc://; - for what comes in a pipe",
     )
     add_row_options(group)
-    group.add_argument(
-        "--download",
-        action="store_true",
-        help="take what is not here for names on the Hugging Face hub, and fetch it into its cache: --tokenizer"
-        " OWNER/NAME, --input OWNER/NAME/data/train-*.parquet; @REVISION may follow NAME; needs huggingface_hub",
+    _add(group, _DOWNLOAD)
+    add_mask_options(parser)
+    group = parser.add_argument_group(
+        "which rows",
+        "Done in this order, and counted. Lots are drawn from what a row says and --seed, so that rows that say the"
+        " same share one: copies of a row are never on both sides of a split, and other rows change nothing.",
     )
-
-
-def _add_dry_run_options(group: argparse._ActionsContainer) -> None:
+    _add(group, _SELECTION)
+    add_packing_options(parser)
+    add_output_options(parser)
+    group = parser.add_argument_group("running")
+    _add(group, _RUNNING)
     group.add_argument(
         "--dry-run",
         action="store_true",
@@ -163,50 +206,7 @@ def _add_dry_run_options(group: argparse._ActionsContainer) -> None:
         action="store_true",
         help="with --dry-run: encode all rows, for every bad one, all lengths, and the packs there would be",
     )
-
-
-def _add_selection_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "which rows",
-        "Done in this order, and counted. Lots are drawn from what a row says and --seed, so that rows that say the"
-        " same share one: copies of a row are never on both sides of a split, and other rows change nothing.",
-    )
-    group.add_argument(
-        "--max-rows",
-        type=positive,
-        metavar="N",
-        help="the first N usable rows of the input; reads no more than it must",
-    )
-    group.add_argument(
-        "--dedup",
-        choices=("none", "exact"),
-        default="none",
-        help="exact leaves out rows that say what an earlier one says, whatever their other columns hold; 50 bytes of"
-        " memory a row (default: %(default)s)",
-    )
-    group.add_argument(
-        "--sample", type=float, default=1.0, metavar="SHARE", help="take this share of the rows (default: all)"
-    )
-    group.add_argument(
-        "--valid-fraction",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="keep this share of the conversations apart, whole, in a shard at PREFIX.valid (default: none)",
-    )
-    group.add_argument(
-        "--input-weight",
-        nargs="+",
-        default=(),
-        metavar="FILE=W",
-        help="train on each row of a file W times: 2 is twice, 0.5 every other row, 1.5 all once and half of them"
-        " again; a file as it is in --input, its name alone, a glob or a folder (default: 1)",
-    )
-    group.add_argument(
-        "--shuffle",
-        action="store_true",
-        help="shuffle the rows by --seed, for --packing sequential and none; the other methods do so by themselves",
-    )
+    parser.set_defaults(run=_run)
 
 
 def add_workers_option(group: argparse._ActionsContainer) -> None:
@@ -231,87 +231,17 @@ def add_row_options(group: argparse._ActionsContainer, *, required: bool = True)
         help="local folder of the tokenizer, or its tokenizer.json, tekken.json or SentencePiece model",
     )
     group.add_argument("--tokenizer-type", choices=("HuggingFaceTokenizer",), help=argparse.SUPPRESS)
-    group.add_argument(
-        "--row-kind",
-        choices=("auto", "messages", "alpaca", "prompt-completion", "tokenized", "preference", "kto"),
-        default="auto",
-        help="how rows are read (default: by their columns); preference takes chosen and rejected, which stay in one"
-        " pack and are dropped together where they are overlong, kto a label, true or false; of both, only what"
-        " follows the prompt is trained on",
-    )
-    group.add_argument(
-        "--messages-key", metavar="NAME", help="column that holds the turns (default: by its usual names)"
-    )
-    group.add_argument(
-        "--mask-alignment",
-        choices=("token", "label"),
-        default="token",
-        help="of masks in tokenised rows: at the trained token itself, or at the one before it (default: %(default)s)",
-    )
-    group.add_argument(
-        "--on-bad-row",
-        choices=("error", "skip"),
-        default="error",
-        help="stop at a row that cannot be used, or count and list it (default: %(default)s)",
-    )
-    group.add_argument("--append-eod", action="store_true", help="end every sequence with the end-of-sequence token")
+    _add(group, _ROWS)
 
 
 def add_mask_options(parser: argparse.ArgumentParser) -> None:
     """The chat template, and what is trained on."""
-    group = parser.add_argument_group("chat template and masks")
-    group.add_argument("--chat-template", metavar="FILE", help="Jinja file that replaces the tokenizer's own template")
-    group.add_argument(
-        "--chat-template-kwargs",
-        type=_json_object,
-        default={},
-        metavar="JSON",
-        help="variables for the template",
-    )
-    group.add_argument(
-        "--template-date",
-        metavar="YYYY-MM-DD",
-        help="the date for templates that ask for today's, which would change",
-    )
-    group.add_argument(
-        "--train-on",
-        choices=("assistant", "last-turn", "all"),
-        default="assistant",
-        help="what the assistant says, only its answer to the last user message, or everything (default: %(default)s)",
-    )
-    group.add_argument(
-        "--turns",
-        choices=("error", "whole", "split"),
-        default="error",
-        help="where the template drops the reasoning of earlier turns: stop; one sequence without it; or a sequence a"
-        " turn, each as the model would see it (default: %(default)s)",
-    )
-    group.add_argument("--no-train-on-thinking", action="store_true", help="leave reasoning out of the loss")
-    group.add_argument("--no-train-on-tool-calls", action="store_true", help="leave tool calls out of the loss")
-    group.add_argument(
-        "--allow-control-tokens",
-        action="store_true",
-        help="let text in the data that spells a control token, such as <|im_end|>, become that token",
-    )
-    group.add_argument(
-        "--partial-markers",
-        choices=("error", "keep"),
-        default="error",
-        help="where {%% generation %%} markers leave out part of what the assistant says: stop, or take them as they"
-        " stand (default: %(default)s)",
-    )
-    group.add_argument(
-        "--straddling",
-        choices=("include", "exclude"),
-        default="include",
-        help="a token that begins before a trained span and ends in it is trained on, as in transformers, or not"
-        " (default: %(default)s)",
-    )
-    group.add_argument(
-        "--span-by-span",
-        action="store_true",
-        help="tokenise trained spans by themselves, so that no token straddles their edges (changes token ids)",
-    )
+    _add(parser.add_argument_group("chat template and masks"), _MASKS)
+
+
+def add_packing_options(parser: argparse.ArgumentParser) -> None:
+    """How sequences become packs."""
+    _add(parser.add_argument_group("packing"), _PACKING)
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -7,9 +7,10 @@ import dataclasses
 import math
 import sys
 
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_packing_options, given, natural, positive
+from megatron_sft_idx.cli.options import HelpFormatter, Verbs, given, natural, positive
 from megatron_sft_idx.cli.preprocess import (
     add_mask_options,
+    add_packing_options,
     add_row_options,
     add_workers_option,
 )

@@ -16,6 +16,8 @@ from megatron_sft_idx.tokenize.dry_run import Preview, preview
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
 from megatron_sft_idx.tokenize.gather import PackOptions, PackReport, output_prefixes, pack_shard
 from megatron_sft_idx.tokenize.job import (
+    FROM_ZERO,
+    Output,
     Rows,
     downloaded,
     encoding_options,
@@ -27,11 +29,11 @@ from megatron_sft_idx.tokenize.job import (
     run_job,
 )
 from megatron_sft_idx.tokenize.local import NOT_YET, Local, NotYet, available_cpus
-from megatron_sft_idx.tokenize.output import Output
 from megatron_sft_idx.tokenize.parts import encode_piece, remember_encoder
 from megatron_sft_idx.tokenize.pipeline import CorpusReport, Summary, check_summary, make_shards
 
 __all__ = [
+    "FROM_ZERO",
     "NOT_YET",
     "CorpusReport",
     "EncodedPiece",

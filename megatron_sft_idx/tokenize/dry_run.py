@@ -40,7 +40,7 @@ class _Looked:
         rows: how many, bad ones included.
         bad: how many cannot be used.
         bad_rows: the first of these, as messages.
-        runs: tokens of each sequence they make, as they were looked at, int64 each.
+        lengths: tokens of each sequence they make, int64 [sequences].
         trained_tokens: how many of those tokens are trained on.
         first: ids of the first sequence, and its label-aligned mask; None where there is none.
     """
@@ -50,23 +50,20 @@ class _Looked:
     rows: int = 0
     bad: int = 0
     bad_rows: list[str] = field(default_factory=list)
-    runs: list[NDArray[np.int64]] = field(default_factory=list)
+    lengths: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     trained_tokens: int = 0
     first: tuple[NDArray[Any], NDArray[Any]] | None = None
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sequence, int64 [sequences]."""
-        return np.concatenate([np.empty(0, np.int64), *self.runs])
-
-    def add(self, other: _Looked) -> None:
-        self.num_bytes += other.num_bytes
-        self.rows += other.rows
-        self.bad += other.bad
-        self.bad_rows += other.bad_rows[: _LISTED - len(self.bad_rows)]
-        self.runs += other.runs
-        self.trained_tokens += other.trained_tokens
-        self.first = self.first or other.first
+    @classmethod
+    def of(cls, looks: Sequence[_Looked]) -> _Looked:
+        """All looks at one file as one."""
+        nbytes, rows, bad, trained = (
+            sum(getattr(look, name) for look in looks) for name in ("num_bytes", "rows", "bad", "trained_tokens")
+        )
+        bad_rows = [error for look in looks for error in look.bad_rows][:_LISTED]
+        first = next((look.first for look in looks if look.first), None)
+        lengths = np.concatenate([look.lengths for look in looks])
+        return cls(looks[0].number, nbytes, rows, bad, bad_rows, lengths, trained, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,40 +87,6 @@ class Preview:
     decode: Callable[[Sequence[int]], str]
 
 
-def _look_at(shared: tuple[EncodingOptions, Cutting], stretch: Stretch) -> _Looked:
-    encoding, cutting = shared
-    looked = _Looked(stretch.number)
-    for piece in read_pieces(stretch, cutting):
-        done = encode_piece(encoding, piece, stretch.number)
-        first = None
-        if len(done.lengths):
-            mask = done.loss_mask[: done.lengths[0]]
-            first = done.input_ids[: len(mask)].copy(), np.append(mask[1:], mask.dtype.type(0))
-        bad_rows = [str(error) for error in done.bad_rows[:_LISTED]]
-        trained = int(np.count_nonzero(done.loss_mask))
-        looked.add(
-            _Looked(
-                stretch.number,
-                piece.num_bytes,
-                done.rows,
-                len(done.bad_rows),
-                bad_rows,
-                [done.lengths],
-                trained,
-                first,
-            )
-        )
-    return looked
-
-
-def _first_rows(files: Sequence[InputFile]) -> Iterator[Stretch]:
-    nbytes = min(_SAMPLE_NBYTES // len(files), _MOST_NBYTES)
-    for number, file in enumerate(files):
-        dealt = tuple(islice(iter_pieces([file], piece_nbytes=max(nbytes, 1)), 1))
-        if dealt:
-            yield Stretch(file, file.path, number, dealt=dealt)
-
-
 def preview(options: PreprocessOptions, *, full: bool = False) -> Preview:
     """Check everything a run needs, and encode the first rows of every input.
 
@@ -138,29 +101,48 @@ def preview(options: PreprocessOptions, *, full: bool = False) -> Preview:
     encoder = RowEncoder(replace(options.encoding_of(files), on_bad_row="skip", content=False))
     for prefix in output_prefixes(options.prefix, options.output_shards, valid=options.has_valid):
         check_free(ShardPaths.of(prefix), overwrite=options.overwrite)
-    looked = [_Looked(number) for number in range(len(files))]
-    cutting = Cutting.of(files)
-    stretches = cut_input(files, cutting) if full else _first_rows(files)
+    looks = [[_Looked(number)] for number in range(len(files))]
+    shared = encoder.options, (cutting := Cutting.of(files))
+    stretches, workers, total, log_interval = _first_rows(files), 0, 0, 0
+    if full:
+        workers = available_cpus() if options.workers is None else options.workers
+        stretches, total, log_interval = cut_input(files, cutting), total_bytes(files), options.log_interval
     remember_encoder(encoder.options, encoder)
-    workers = (available_cpus() if options.workers is None else options.workers) if full else 0
-    total = total_bytes(files) if full else 0
-    log_interval = options.log_interval if full else 0
     try:
         with (
             Local(workers) as pool,
             Progress("looking", total, unit="B", log_interval=log_interval, items="rows") as progress,
         ):
-
-            def done(found: _Looked) -> None:
+            for found in pool.map_in_order(_look_at, shared, stretches, name_of=str):
                 progress.update(found.num_bytes, found.rows)
-
-            shared = (encoder.options, cutting)
-            for found in pool.map_in_order(_look_at, shared, stretches, name_of=str, done=done):
-                looked[found.number].add(found)
+                looks[found.number].append(found)
     finally:
         remember_encoder(None)
+    looked = [_Looked.of(each) for each in looks]
     stops, packs = _outlook(options, looked, full=full)
     return Preview(files, looked, full, stops, packs, encoder.tokenizer.decode)
+
+
+def _first_rows(files: Sequence[InputFile]) -> Iterator[Stretch]:
+    nbytes = min(_SAMPLE_NBYTES // len(files), _MOST_NBYTES)
+    for number, file in enumerate(files):
+        if dealt := tuple(islice(iter_pieces([file], piece_nbytes=max(nbytes, 1)), 1)):
+            yield Stretch(file, file.path, number, dealt=dealt)
+
+
+def _look_at(shared: tuple[EncodingOptions, Cutting], stretch: Stretch) -> _Looked:
+    encoding, cutting = shared
+    looks = [_Looked(stretch.number)]
+    for piece in read_pieces(stretch, cutting):
+        done = encode_piece(encoding, piece, stretch.number)
+        look = _Looked(stretch.number, piece.num_bytes, done.rows, len(done.bad_rows), lengths=done.lengths)
+        look.bad_rows = [str(error) for error in done.bad_rows[:_LISTED]]
+        look.trained_tokens = int(np.count_nonzero(done.loss_mask))
+        if len(done.lengths):
+            mask = done.loss_mask[: done.lengths[0]]
+            look.first = done.input_ids[: len(mask)].copy(), np.append(mask[1:], mask.dtype.type(0))
+        looks.append(look)
+    return _Looked.of(looks)
 
 
 def _outlook(options: PreprocessOptions, looked: Sequence[_Looked], *, full: bool) -> tuple[list[str], str]:

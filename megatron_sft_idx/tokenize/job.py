@@ -15,26 +15,32 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
 
 from megatron_sft_idx.chat.chat_rows import RowKind, RowOptions
 from megatron_sft_idx.chat.template import MaskOptions
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
-from megatron_sft_idx.packs.buckets import STAGING
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.packs.buckets import STAGING, StagedOutput
+from megatron_sft_idx.packs.transfer import shard_nbytes
+from megatron_sft_idx.shard.prefix import places_of
 from megatron_sft_idx.storage import is_remote, open_regular
-from megatron_sft_idx.storage.publish import Place, files_of
+from megatron_sft_idx.storage.progress import shown
+from megatron_sft_idx.storage.publish import Place, check_lock, files_of, require_apart, require_space
 from megatron_sft_idx.tokenize.begin import PreprocessOptions, corpus_prefix
 from megatron_sft_idx.tokenize.encoding import EncodingOptions
-from megatron_sft_idx.tokenize.gather import PackOptions
+from megatron_sft_idx.tokenize.gather import PackOptions, output_prefixes
 from megatron_sft_idx.tokenize.local import available_cpus
-from megatron_sft_idx.tokenize.output import Output
 from megatron_sft_idx.tokenize.pipeline import Summary, check_summary, make_shards
-from megatron_sft_idx.tokenize.selection import Selection, selection_options
+from megatron_sft_idx.tokenize.selection import Selection
 
 __all__ = [
+    "FROM_ZERO",
+    "Output",
     "Rows",
     "StrPath",
     "downloaded",
@@ -47,6 +53,7 @@ __all__ = [
     "run_job",
 ]
 
+Options = TypeVar("Options")
 StrPath: TypeAlias = str | os.PathLike[str]
 # Paths, rows, or a Dataset of Hugging Face's, which is an iterable of rows with a way of its own to become files.
 Rows: TypeAlias = StrPath | Iterable[StrPath] | Iterable[Mapping[str, Any]]
@@ -55,6 +62,8 @@ Packing: TypeAlias = Literal[
     "auto", "best-fit", "exact-fill", "first-fit-shuffle", "first-fit-decreasing", "sequential", "none"
 ]
 
+# Whole numbers that may be 0; the others are 1 or more.
+FROM_ZERO = ("workers", "seed", "log_interval")
 _INPUT = "the input"
 # Ids and masks of chats take more bytes than their text. This is of rows that are nearly all columns nobody reads.
 _LEAST_SHARE = 256
@@ -151,23 +160,27 @@ def preprocess_options(given: Mapping[str, Any]) -> PreprocessOptions:
             " afterwards: megatron-sft-idx copy"
         )
     encoding, packing = encoding_options(given), packing_options(given)
-    selection = selection_options(given)
-    if (of_rows := selection is not None and selection.of_rows) and given["keep_corpus"]:
+    if (of_rows := packing.selection is not None and packing.selection.of_rows) and given["keep_corpus"]:
         raise FormatError(
             "--keep-corpus keeps all that is tokenised, for pack, which knows no rows: it does not go with --max-rows,"
             " --sample, --dedup, --valid-fraction, --input-weight or --shuffle"
         )
-    same = ("ray_address", "workers", "output_shards", "overwrite", "resume", "keep_corpus", "log_interval")
-    return PreprocessOptions(
+    return _options(
+        PreprocessOptions,
+        given,
         inputs=(),
         prefix=prefix,
         encoding=replace(encoding, content=of_rows),
-        packing=replace(packing, selection=selection),
-        engine=engine,
+        packing=packing,
         source_weights=tuple(given["source_weight"]),
         input_weights=tuple(given["input_weight"]),
-        **{name: given[name] for name in same},
     )
+
+
+def _options(kind: Callable[..., Options], given: Mapping[str, Any], /, **named: Any) -> Options:
+    """Options made of the values named here, and of those that ``given`` has of the same name."""
+    same = {each.name: given[each.name] for each in fields(kind) if each.name in given}  # type: ignore[arg-type]
+    return kind(**same | named)
 
 
 def _require_choice(name: str, value: Any, hint: Any) -> None:
@@ -182,7 +195,7 @@ def _require_choice(name: str, value: Any, hint: Any) -> None:
     if get_origin(hint) is Literal and value not in get_args(hint):
         raise FormatError(f"{name}: {value!r}, choose one of {', '.join(get_args(hint))}")
     if hint in (int, int | None) and value is not None:
-        least = 0 if name in ("workers", "seed", "log_interval") else 1
+        least = 0 if name in FROM_ZERO else 1
         if not isinstance(value, int) or not least <= value < 2**31:
             raise FormatError(f"{name}: {value!r}, expected a whole number from {least} to {2**31 - 1}")
 
@@ -198,39 +211,33 @@ def encoding_options(given: Mapping[str, Any]) -> EncodingOptions:
             raise FormatError(f"--chat-template {path}: {error.strerror}") from None
         except (UnicodeDecodeError, FormatError) as error:
             raise FormatError(f"--chat-template {path}: {error}") from None
-    masks = ("train_on", "turns", "partial_markers", "allow_control_tokens", "template_date")
-    same = ("append_eod", "span_by_span", "straddling", "on_bad_row")
-    return EncodingOptions(
+    return _options(
+        EncodingOptions,
+        given,
         tokenizer=os.fspath(given["tokenizer"]),
         chat_template=template,
         template_name=os.fspath(path or "chat template"),
         template_kwargs=given["chat_template_kwargs"] or {},
-        masks=MaskOptions(
+        masks=_options(
+            MaskOptions,
+            given,
             train_on_thinking=not given["no_train_on_thinking"],
             train_on_tool_calls=not given["no_train_on_tool_calls"],
-            **{name: given[name] for name in masks},
         ),
-        rows=RowOptions(
-            kind=given["row_kind"],
-            messages_key=given["messages_key"],
-            mask_alignment=given["mask_alignment"],
-            require_assistant=given["train_on"] != "all",
-        ),
-        **{name: given[name] for name in same},
-        source=given.get("source", False),  # produce has no such option
+        rows=_options(RowOptions, given, kind=given["row_kind"], require_assistant=given["train_on"] != "all"),
     )
 
 
 def packing_options(given: Mapping[str, Any]) -> PackOptions:
-    """How sequences become packs, by the names of ``preprocess``."""
-    same = ("overlong", "sequence_multiple", "max_sequences_per_pack", "seed")
-    selection = Selection(drop_untrained=True) if given["drop_untrained"] else None
-    return PackOptions(
+    """How sequences become packs, by the names of ``preprocess``. FormatError: a share of rows that is none."""
+    selection = _options(Selection, given, weights=[1.0] * bool(given.get("input_weight")))
+    return _options(
+        PackOptions,
+        given,
         capacity=given["seq_length"],
         method=given["packing"],
         effort=given["packing_effort"],
-        selection=selection,
-        **{name: given[name] for name in same},
+        selection=None if selection == Selection() else selection,
     )
 
 
@@ -291,6 +298,91 @@ def _effective(options: Any) -> Iterator[tuple[str, Any]]:
             yield name, available_cpus()
         elif name not in ("chat_template", "tokenizer_proof"):
             yield name, dict(value) if isinstance(value, Mapping) else value
+
+
+# ---- where shards go ----
+
+
+class Output:
+    """The prefix a verb writes: local as it is, remote by way of a local folder.
+
+    Args:
+        prefix: as the user gave it.
+        shards: how many the output is cut into.
+        valid: there is one for validation too.
+        staging: the local folder for a remote prefix.
+        overwrite: replace what is there.
+        summary: a JSON file that is written too.
+
+    Attributes:
+        local: to build at.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        *,
+        shards: int = 1,
+        valid: bool = False,
+        staging: str = STAGING,
+        overwrite: bool = False,
+        summary: str | None = None,
+    ) -> None:
+        self.prefix, self._summary = prefix, summary
+        self._suffixes = output_prefixes("", shards, valid=valid)
+        self._staged = StagedOutput(prefix, staging, overwrite=overwrite) if is_remote(prefix) else None
+        self.local = self._staged.local if self._staged else prefix
+
+    def prepare(
+        self,
+        reads: Iterable[Place],
+        *,
+        beside: Sequence[str] = (),
+        columns: Iterable[str] = (),
+        resume: bool = False,
+        nbytes: int = 0,
+    ) -> None:
+        """Before the work: SFTIndexError where it could not be published in the end.
+
+        Args:
+            reads: the files that the verb reads.
+            beside: what else is written, by what is added to the prefix.
+            columns: that the shards will have.
+            resume: it may go on with what an earlier run left.
+            nbytes: what will be written at least, where nothing of it is there.
+        """
+        local = ShardPaths.of(self.local).prefix
+        if len(self._suffixes) > 1:
+            check_lock(f"{local}-parts.journal", ())
+        ends = (*self._suffixes, *beside)
+        shards = [ShardPaths.of(self.local + end).with_columns(columns) for end in ends]
+        writes = [place for each in shards for place in places_of(each, "the output", written=True)]
+        if self._summary is not None:
+            writes.append(Place(self._summary, "--summary"))
+        require_apart(writes, reads)
+        if not resume:
+            require_space(self.local, nbytes, (len(SUFFIXES) + 1) * len(ends))
+        if self._staged:
+            self._staged.prepare(self._suffixes, resume=resume)
+            print(f"building at {self.local}, to be uploaded to {self.prefix}", file=sys.stderr, flush=True)
+
+    def publish(self, *beside: str) -> None:
+        """After the work: upload what was built for a remote prefix, and what lies ``beside`` it, by suffix."""
+        if self._staged is None:
+            return
+        suffixes = [*self._suffixes, *beside]
+        for done, suffix in enumerate(suffixes):
+            try:
+                with shown(1024)("uploading", shard_nbytes(self.local + suffix)) as advance:
+                    self._staged.publish(suffix, advance)
+            except (SFTIndexError, KeyboardInterrupt, SystemExit):
+                for left in suffixes[done:]:
+                    print(
+                        f"the shard is built, and kept at {self.local + left}; send it when the store is up again:"
+                        f" megatron-sft-idx copy {self.local + left} {self.prefix + left}",
+                        file=sys.stderr,
+                    )
+                raise
 
 
 # ---- from the hub ----

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Any, Literal
@@ -32,7 +32,6 @@ __all__ = [
     "group_sizes",
     "row_hash",
     "select_rows",
-    "selection_options",
     "sequences_of",
     "which_train",
 ]
@@ -63,23 +62,18 @@ class Selection:
     shuffle: bool = False
     drop_untrained: bool = False
 
+    def __post_init__(self) -> None:
+        for name, share in (("sample", self.sample), ("valid_fraction", self.valid_fraction)):
+            is_number = isinstance(share, (int, float)) and not isinstance(share, bool)
+            if not is_number or not 0 <= share <= 1 or (name == "sample" and not share):
+                raise FormatError(f"--{name.replace('_', '-')} {share}: expected a share of the rows, such as 0.1")
+        if self.valid_fraction == 1:
+            raise FormatError("--valid-fraction 1: nothing would be left to train on")
+
     @property
     def of_rows(self) -> bool:
         """Whether it is to be known which row says what."""
         return replace(self, drop_untrained=False) != Selection()
-
-
-def selection_options(given: Mapping[str, Any]) -> Selection | None:
-    """By the names of ``preprocess``; None where all is taken as it comes. FormatError: a share that is none."""
-    for name, least, most in (("sample", 0.0, 1.0), ("valid_fraction", -1.0, 1.0)):
-        value = given[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not least < value <= most or value < 0:
-            raise FormatError(f"--{name.replace('_', '-')} {value}: expected a share of the rows, such as 0.1")
-    if given["valid_fraction"] == 1:
-        raise FormatError("--valid-fraction 1: nothing would be left to train on")
-    same = ("max_rows", "dedup", "sample", "valid_fraction", "shuffle", "drop_untrained")
-    selection = Selection(**{name: given[name] for name in same}, weights=[1.0] * bool(given["input_weight"]))
-    return None if selection == Selection() else selection
 
 
 def file_weights(option: str, given: Sequence[str], files: Sequence[str]) -> list[float]:
