@@ -566,6 +566,7 @@ sys.exit(main(sys.argv[2:]))
 def test_a_kill_leaves_no_file_beside_the_summary_of_another(
     overwrite: bool, padding: list[str], tmp_path: Path
 ) -> None:
+    pytest.importorskip("pyarrow")
     write_samples(tmp_path / "x", demo_samples(), capacity=64)
     target, summary = tmp_path / "y.parquet", tmp_path / "y.parquet.json"
     assert main(["convert", str(tmp_path / "x"), f"{tmp_path}/new.parquet", "--to", "parquet", *padding]) == 0
