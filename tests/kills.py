@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.shard import prefix
+from megatron_sft_idx.shard import publication
 from megatron_sft_idx.shard.recovery import adopt_remains
 
 # What makes, renames, cuts and removes files, and what waits for the disk.
@@ -35,7 +35,7 @@ def killed_at(step: int, work: Callable[[], Any]) -> bool:
 
         for name in STEPS:
             setattr(os, name, counted(getattr(os, name)))
-        prefix.put = counted(prefix.put)
+        publication.put = counted(publication.put)
         status = 1
         try:
             work()

@@ -299,6 +299,23 @@ def test_a_kill_at_each_step_leaves_the_shard_with_all_it_lists_or_none(
     assert recovered > 5
 
 
+@pytest.mark.parametrize("nbytes", [0, 100, -1, 1])
+def test_a_column_that_changed_since_its_shard_was_complete_is_found(tmp_path: Path, nbytes: int) -> None:
+    with ShardWriter(tmp_path / "x", columns={"source": SOURCE}) as writer:
+        rows = values_of(SOURCE, 0, len(PACKS[0].starts))
+        writer.add_pack(PACKS[0].tokens, PACKS[0].label_mask, PACKS[0].starts, columns={"source": rows})
+        writer.set_aside()
+    column = tmp_path / "x.source.col.tmp"
+    whole = column.read_bytes()
+    column.write_bytes(whole + b"\0" if nbytes == 1 else whole[:nbytes])
+    for look in (find_remains, recover):
+        with pytest.raises(CorruptShardError, match=r"x\.source\.col\.tmp"):
+            look(tmp_path / "x")
+    column.write_bytes(whole)
+    recover(tmp_path / "x")
+    assert_columns(Shard(tmp_path / "x"), {"source": SOURCE})
+
+
 def test_a_removal_that_was_killed_is_finished(tmp_path: Path) -> None:
     step = 0
     while True:

@@ -31,7 +31,7 @@ from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.split import Parts, split
 from megatron_sft_idx.packs.transfer import Source
 from megatron_sft_idx.shard import Shard, find_remains, recover, write_column
-from megatron_sft_idx.shard import prefix as prefix_module
+from megatron_sft_idx.shard import publication as publication_module
 from megatron_sft_idx.shard.opening import missing_files
 from megatron_sft_idx.storage.remote.store import RemoteStore
 
@@ -583,7 +583,7 @@ def test_a_disk_that_fills_up_inside_a_column_leaves_no_shard_and_room_again(
             work(disk / "x")
         assert names_of(disk) == []  # found before the work
         # Others fill the disk after it was found to have room.
-        for module in (prefix_module, split_module):
+        for module in (publication_module, split_module):
             monkeypatch.setattr(module, "require_space", lambda *_: None)
         for room in range(40_000, need - 40_000, need if verb == "copy" else need // 5):
             with filled(disk, room), pytest.raises(OSError, match="No space left"):

@@ -23,7 +23,7 @@ from packs import WHOLE, assert_holds, demo_samples, folder_of, opens, write_sam
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.journal import DONE, read_blocks, read_head
-from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, prefix, recover
+from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, publication, recover
 from megatron_sft_idx.shard import build as build_module
 
 ROOT = Path(__file__).parent.parent
@@ -221,14 +221,14 @@ def test_publication_that_fails_halfway_keeps_what_is_left(
 ) -> None:
     if replaces:
         write_samples(tmp_path / "x", demo_samples(3))
-    put = prefix.put
+    put = publication.put
 
     def failing(source: str, target: str, found: Any) -> None:
         if target.endswith("x.seq.bin"):
             raise error
         put(source, target, found)
 
-    monkeypatch.setattr(prefix, "put", failing)
+    monkeypatch.setattr(publication, "put", failing)
     with pytest.raises(type(error)):
         write_samples(tmp_path / "x", demo_samples(5), overwrite=replaces)
     assert not opens(tmp_path / "x")

@@ -15,7 +15,7 @@ from packs import WHOLE, demo_samples, five_files, folder_of, write_samples
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, prefix, recover
+from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, publication, recover
 from megatron_sft_idx.storage import OutputFile
 
 
@@ -205,7 +205,7 @@ def test_what_follows_from_a_step_comes_after_it_is_on_disk(
         monkeypatch.setattr(module, name, noted)
 
     writer = ShardWriter(tmp_path / "x", overwrite=True)
-    noting(prefix, "put")
+    noting(publication, "put")
     for name in ("fsync", "unlink"):
         noting(os, name)
     for pack in demo_samples(3):
@@ -219,6 +219,14 @@ def test_what_follows_from_a_step_comes_after_it_is_on_disk(
         *("fsync folder", "put x.seq.idx.tmp", "fsync folder"),
         "unlink x.journal",
     ]
+
+
+def test_a_publication_looks_through_its_folder_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_samples(tmp_path / "x", demo_samples(2))
+    looks, scandir = [], os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: looks.append(path) or scandir(path))
+    write_samples(tmp_path / "x", demo_samples(3), overwrite=True)
+    assert len(looks) == 2
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])

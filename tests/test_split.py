@@ -23,7 +23,7 @@ from megatron_sft_idx.packs.copying import TrainedCount
 from megatron_sft_idx.packs.merge import merge
 from megatron_sft_idx.packs.split import Parts, part_prefix, split
 from megatron_sft_idx.shard import Shard, ShardWriter, read_header, remove_shard
-from megatron_sft_idx.shard.prefix import is_set_aside
+from megatron_sft_idx.shard.publication import is_set_aside
 
 ABOUT = {
     "tokenizer": {"fingerprint": "aaa"},

@@ -19,7 +19,7 @@ from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.shard.prefix import name_held, parts_held
+from megatron_sft_idx.shard.publication import name_held, parts_held
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
 

@@ -10,7 +10,7 @@ from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_output_option
 from megatron_sft_idx.cli.preprocess import add_packing_options
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.shard.prefix import places_of
+from megatron_sft_idx.shard.publication import places_of
 from megatron_sft_idx.tokenize import Output, Summary, check_summary, pack_shard, packing_options
 
 __all__ = ["add_parser"]

@@ -22,7 +22,7 @@ from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.shard.opening import where_to_look
-from megatron_sft_idx.shard.prefix import check_free, places_of
+from megatron_sft_idx.shard.publication import check_free, places_of
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.shard.shard_set import find_prefixes, natural_key
 from megatron_sft_idx.storage import is_remote, open_regular, require_local

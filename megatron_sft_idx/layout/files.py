@@ -120,6 +120,11 @@ class ShardPaths:
         """The same files, and these columns besides those that are meant already."""
         return replace(self, columns=tuple(sorted({*self.columns, *names})))
 
+    def with_columns_of(self, paths: Iterable[str]) -> ShardPaths:
+        """The same files, and the columns of this prefix that some paths would be of, published or not."""
+        found = (column_of(path.removesuffix(_UNPUBLISHED)) for path in paths)
+        return self.with_columns(column[1] for column in found if column and column[0] == self.prefix)
+
     @property
     def all(self) -> tuple[str, ...]:
         """The five files, and the columns, in the order of publication."""

@@ -33,7 +33,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
-from megatron_sft_idx.layout.column import ColumnSpec, check_name
+from megatron_sft_idx.layout.column import ColumnSpec, Per, check_name
+from megatron_sft_idx.layout.files import ShardPaths
 from megatron_sft_idx.layout.header import MASK_DTYPES, MAX_CAPACITY, TOKEN_DTYPES, align, mask_dtype_of, token_dtype_of
 
 __all__ = [
@@ -65,6 +66,23 @@ MAX_RECORDS = 1 << 24  # in one block
 
 
 @dataclass(frozen=True, slots=True)
+class RowFile:
+    """A file of rows in the making: one of tokens, masks or starts, or a column.
+
+    Attributes:
+        path: that it will have.
+        per: what has a row.
+        row_nbytes: bytes of a row.
+        begin: where the rows begin, in bytes.
+    """
+
+    path: str
+    per: Per
+    row_nbytes: int
+    begin: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class BuildOptions:
     """What a build was begun with: the journal's head.
 
@@ -85,6 +103,16 @@ class BuildOptions:
     pad_id: int | None
     metadata: dict[str, Any] = field(default_factory=dict)
     columns: dict[str, ColumnSpec] = field(default_factory=dict)
+
+    def files(self, paths: ShardPaths) -> list[RowFile]:
+        """What is written as packs come: tokens, masks, starts, then the columns."""
+        columns = ((paths.column(name), spec) for name, spec in self.columns.items())
+        return [
+            RowFile(paths.tokens, "token", self.token_dtype.itemsize),
+            RowFile(paths.loss, "token", self.mask_dtype.itemsize),
+            RowFile(paths.starts, "sequence", 4),
+            *(RowFile(path, spec.per, spec.row_nbytes, spec.header_nbytes) for path, spec in columns),
+        ]
 
     def encode(self) -> dict[str, Any]:
         """As JSON values; dtypes by their codes."""
@@ -136,10 +164,6 @@ class Block(NamedTuple):
 
     kind: bytes
     records: NDArray[np.uint32]
-
-    def json(self) -> dict[str, Any] | None:
-        """What a DONE block says; None where it is no JSON object."""
-        return _json_object(self.records.tobytes())
 
 
 def encode_head(options: Mapping[str, Any]) -> bytes:
@@ -225,8 +249,8 @@ class Head(NamedTuple):
     Attributes:
         content: all of the head, with what only the work itself knows: ``BuildOptions`` of a build.
         work: ``build``, ``copy``, ``rebuild`` or ``removal``.
-        files: inodes of the temporary files, by what is added to the prefix in the end; of the files to be removed.
-        done: what the DONE block says; None before it.
+        files: inodes of the temporary files, or of the files to be removed, by path.
+        done: what the DONE block says: inodes of the files that are replaced or go, by path; None before it.
     """
 
     content: dict[str, Any]
@@ -234,27 +258,31 @@ class Head(NamedTuple):
     files: dict[str, int]
     done: dict[str, int] | None
 
+    @property
+    def inodes(self) -> set[int]:
+        """Of all files that it names."""
+        return {*self.files.values(), *(self.done or {}).values()}
+
     @classmethod
-    def read(cls, path: str) -> Head | None:
-        """Of the journal at a path; None for an empty one. Errors as ``read_head``."""
-        with open(path, "rb") as stream:
+    def read(cls, paths: ShardPaths) -> Head | None:
+        """Of the journal of a shard; None for an empty one. Errors as ``read_head``."""
+
+        def inodes(value: Any) -> dict[str, int]:
+            if isinstance(value, dict) and all(type(inode) is int for inode in value.values()):
+                return {paths.prefix + suffix: inode for suffix, inode in value.items()}
+            raise torn(paths.journal, "no inodes of files")
+
+        with open(paths.journal, "rb") as stream:
             if not stream.read(1):
                 return None
             stream.seek(0)
-            content = read_head(stream, path)
+            content = read_head(stream, paths.journal)
             done = None
             for block in read_blocks(stream):
-                done = _inodes(block.json(), path) if block.kind == DONE else None
-        work = content.get("work")
-        if work not in ("build", "copy", "rebuild", "removal"):
-            raise torn(path, f"work {work!r}")
-        return cls(content, work, _inodes(content.get("files"), path), done)
-
-
-def _inodes(value: Any, path: str) -> dict[str, int]:
-    if isinstance(value, dict) and all(type(inode) is int for inode in value.values()):
-        return value
-    raise torn(path, "no inodes of files")
+                done = inodes(_json_object(block.records.tobytes())) if block.kind == DONE else None
+        if (work := content.get("work")) not in ("build", "copy", "rebuild", "removal"):
+            raise torn(paths.journal, f"work {work!r}")
+        return cls(content, work, inodes(content.get("files")), done)
 
 
 def torn(path: str, found: str) -> CorruptShardError:

@@ -16,7 +16,7 @@ from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, nbytes_of
 from megatron_sft_idx.packs.joined_columns import JoinedColumns
 from megatron_sft_idx.shard import check_free, read_header
 from megatron_sft_idx.shard.columns import columns_beside
-from megatron_sft_idx.shard.prefix import places_of
+from megatron_sft_idx.shard.publication import places_of
 from megatron_sft_idx.storage.progress import Watch, unwatched
 from megatron_sft_idx.storage.publish import require_apart
 

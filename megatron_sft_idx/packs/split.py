@@ -28,7 +28,14 @@ from megatron_sft_idx.packs.merge import (
 )
 from megatron_sft_idx.shard import Shard, check_free, read_header
 from megatron_sft_idx.shard.columns import column_names, open_column
-from megatron_sft_idx.shard.prefix import is_set_aside, parts_held, places_of, publish_all, read_journal, remove_remains
+from megatron_sft_idx.shard.publication import (
+    is_set_aside,
+    parts_held,
+    places_of,
+    publish_all,
+    read_journal,
+    remove_remains,
+)
 from megatron_sft_idx.shard.recovery import complete_header
 from megatron_sft_idx.storage.progress import Watch, unwatched
 from megatron_sft_idx.storage.publish import Place, require_apart, require_space

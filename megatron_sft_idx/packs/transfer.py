@@ -21,8 +21,7 @@ from megatron_sft_idx.layout.files import DATA_SUFFIXES, SUFFIXES, column_of
 from megatron_sft_idx.layout.header import CHECKSUM_NBYTES
 from megatron_sft_idx.shard import check_free, read_header, recover
 from megatron_sft_idx.shard.columns import column_names, columns_beside, is_of_another_shard, open_column
-from megatron_sft_idx.shard.prefix import places_of, read_journal, with_present
-from megatron_sft_idx.shard.publication import Publication
+from megatron_sft_idx.shard.publication import Publication, places_of, read_journal, with_present
 from megatron_sft_idx.storage import check_size, is_remote, open_regular
 from megatron_sft_idx.storage.hashing import StreamHash, digest_file
 from megatron_sft_idx.storage.progress import Advance
@@ -337,7 +336,7 @@ def _fetch_all(
     content = {"shard_id": source.header.shard_id.hex()}
     head, only = read_journal(paths), [*(paths.prefix + suffix for suffix in wanted), *goes]
     same = head is not None and head.work == "copy" and head.content.get("shard_id") == content["shard_id"]
-    if same and head is not None and head.files.keys() == {paths.temporary(suffix) for suffix in wanted}:
+    if same and head is not None and head.files.keys() == {paths.temporary(paths.prefix + suffix) for suffix in wanted}:
         new = Publication.take_up(paths, overwrite=overwrite, only=only)
     else:
         new = Publication(

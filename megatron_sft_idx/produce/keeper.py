@@ -15,7 +15,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.live import Catalog, ProducerState, State, ack_folder, completed, looks, read_acks
 from megatron_sft_idx.produce.feed import Feed
 from megatron_sft_idx.shard import remove_shard
-from megatron_sft_idx.shard.prefix import remove_remains
+from megatron_sft_idx.shard.publication import remove_remains
 from megatron_sft_idx.tokenize import EncodedPiece
 
 __all__ = ["Pace", "Room", "StateKeeper", "ended"]

@@ -34,7 +34,7 @@ from megatron_sft_idx.produce.feed import (
 )
 from megatron_sft_idx.produce.keeper import Pace, Room, StateKeeper, ended
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, read_header, remove_shard
-from megatron_sft_idx.shard.prefix import name_held, read_journal, remove_remains, with_present
+from megatron_sft_idx.shard.publication import name_held, read_journal, remove_remains, with_present
 from megatron_sft_idx.storage import require_local
 from megatron_sft_idx.storage.publish import describe, resolve
 from megatron_sft_idx.tokenize import (

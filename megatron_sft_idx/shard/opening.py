@@ -16,7 +16,7 @@ from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
 from megatron_sft_idx.layout.column import listed_columns
 from megatron_sft_idx.layout.header import peek_nbytes
 from megatron_sft_idx.shard import remote
-from megatron_sft_idx.shard.prefix import is_journal
+from megatron_sft_idx.shard.publication import is_journal
 from megatron_sft_idx.storage import (
     Array,
     FirstReads,

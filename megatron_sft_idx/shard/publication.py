@@ -1,42 +1,455 @@
-"""Publication: the files of a shard appear together, or none does.
+"""Publication: the files of a shard appear together, or none does; and what is at a prefix, and may go from there.
 
 Files are written under temporary names in the shard's own folder. ``publish`` syncs them and renames the data files,
 then ``.idx``, then columns, then ``.seq.idx``, whose presence is what makes a shard. When a shard is replaced, its
 ``.seq.idx`` goes first, then its columns, so that no mix of old and new files ever looks like a shard. The
 journal is removed last: from then on nothing of the build is left but the shard.
+
+What is replaced or removed is known to be of this package: a shard by the magic of its ``.seq.idx``, a column and a
+journal by their own, everything else by the inode that a journal names. What a killed writer left is brought to an
+end by the next one that has the lock: half done it is dropped, complete but for renames it is finished forward, and so
+is a removal.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.layout.column import COLUMN_MAGIC
+from megatron_sft_idx.layout.files import column_of
+from megatron_sft_idx.layout.header import MAGIC
 from megatron_sft_idx.layout.journal import DONE, MAGICS, Head, encode_head, encode_json, read_head
-from megatron_sft_idx.shard.prefix import (
-    SHORTER,
-    check_free,
-    empty_journal,
-    inode_of,
-    is_only_name,
-    lock_journal,
-    named_by,
-    remove_shorter,
-    remove_temporaries,
-    rename_all,
-    settle,
-    suffix_of,
-    unlink_locked,
+from megatron_sft_idx.storage import OutputFile, naming, open_regular, require_local, sync_folder
+from megatron_sft_idx.storage.publish import (
+    MAX_NAME_NBYTES,
+    Kind,
+    Place,
+    check_lock,
+    check_place,
+    describe,
+    head_of,
+    identity,
+    lock_file,
+    make_folders,
+    put,
+    require_space,
+    resolve,
 )
-from megatron_sft_idx.storage import OutputFile, open_regular, sync_folder
-from megatron_sft_idx.storage.publish import lock_file, make_folders
 
-__all__ = ["Publication"]
-
+# Added to the name of a journal that is being written anew.
+_SHORTER = ".tmp"
 _COPY_NBYTES = 1 << 20
+_ANEW = "pass overwrite (--overwrite) to start anew (its data is dropped)"
+_LEFT = {
+    "build": f"left by a build that was interrupted; {_ANEW}, or recover its packs: megatron-sft-idx rebuild",
+    "copy": f"left by a copy that was interrupted; run the same copy again, or {_ANEW}:",
+    "rebuild": "left by a rebuild that was interrupted; run it again: megatron-sft-idx rebuild",
+}
+
+
+# ---- what is at a prefix ----
+
+
+def places_of(prefix: str | ShardPaths, role: str, *, written: bool = False) -> list[Place]:
+    """The files of a shard, there or not, for ``require_apart``; one that is written has other names first."""
+    paths = ShardPaths.of(prefix)
+    before = [paths.journal, *paths.unpublished.all] if written else []
+    return [Place(file, role) for file in (*paths.all, *before)]
+
+
+def inode_of(path: str) -> int | None:
+    """Of a file; None for nothing. FormatError for anything else."""
+    with contextlib.suppress(FileNotFoundError):
+        status = os.lstat(path)
+        if stat.S_ISREG(status.st_mode):
+            return status.st_ino
+        raise FormatError(
+            f"{path}: {describe(path)} is here, expected a file of a shard or nothing; choose another prefix, or"
+            " move it away"
+        )
+    return None
+
+
+def _inodes(paths: Iterable[str]) -> dict[str, int]:
+    """Of the files that are there, by path."""
+    return {path: inode for path in paths if (inode := inode_of(path)) is not None}
+
+
+def _by_suffix(paths: ShardPaths, inodes: Mapping[str, int]) -> dict[str, int]:
+    """As a journal names files: by what is added to the prefix."""
+    return {path.removeprefix(paths.prefix): inode for path, inode in inodes.items()}
+
+
+def is_column(path: str) -> bool:
+    """Whether a file is a column of a shard."""
+    return head_of(path, len(COLUMN_MAGIC)) == COLUMN_MAGIC
+
+
+def is_journal(path: str) -> bool:
+    """Whether a file says what is done at a prefix; one that is there for its lock alone is empty (``name_held``)."""
+    return head_of(path, len(MAGICS[0])) in MAGICS
+
+
+def read_journal(paths: ShardPaths) -> Head | None:
+    """What a journal says; None where it says nothing, or is none of this package."""
+    with contextlib.suppress(FormatError, FileNotFoundError):
+        if is_journal(paths.journal):
+            return Head.read(paths)
+    return None
+
+
+def named_by(paths: ShardPaths, head: Head) -> ShardPaths:
+    """The files that are meant, and the columns that a journal names."""
+    return paths.with_columns_of((*head.files, *(head.done or {})))
+
+
+def with_present(paths: ShardPaths, head: Head | None = None) -> ShardPaths:
+    """The files that are meant, and the columns that lie at the prefix: one look at the folder.
+
+    Columns are known by their magic; temporary ones by the journal whose head is given, or as empty.
+    """
+    folder, name = os.path.split(paths.prefix)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder or ".") as entries:
+        for entry in entries:
+            if not entry.name.startswith(name + ".") or ".col" not in entry.name:
+                continue
+            path = os.path.join(folder, entry.name)
+            found = paths.with_columns_of([path])
+            if found != paths and entry.is_file(follow_symlinks=False):
+                paths = found if (is_column(path) if column_of(path) else _may_go(path, head)) else paths
+    return paths
+
+
+def _may_go(path: str, head: Head | None) -> bool:
+    """Whether what is at a path is nothing, is empty as a kill leaves it, or is a file that a journal names."""
+    if (inode := inode_of(path)) is None or (head is not None and inode in head.inodes):
+        return True
+    with contextlib.suppress(FileNotFoundError):
+        return os.lstat(path).st_size == 0
+    return True
+
+
+def check_free(
+    paths: ShardPaths,
+    *,
+    overwrite: bool,
+    only: Collection[str] | None = None,
+    any_file: bool = False,
+    nbytes: int = 0,
+) -> dict[str, int]:
+    """Find out whether a shard may be written at a prefix, before anything is.
+
+    Args:
+        paths: of the shard, with the columns that it will have.
+        overwrite: whether a shard may be replaced.
+        only: the files that will be written, and columns that go; None for all files, and all columns there go.
+        any_file: also files that are of no shard that can be recognised: a rebuild keeps them under another name.
+        nbytes: what will be written at least.
+
+    Returns:
+        Inodes of the files that will be replaced, by path.
+
+    Raises:
+        FormatError: something is at one of the names, and is no file, is of no shard, or may not be replaced.
+        OSError: too little space, or too few inodes.
+    """
+    require_local(paths.prefix, "writing a shard")
+    resolve(paths.seq_idx)
+    paths = with_present(paths) if only is None else paths.with_columns_of(only)
+    if max(len(os.fsencode(os.path.basename(path))) for path in paths.unpublished.all) > MAX_NAME_NBYTES:
+        raise FormatError(
+            f"{paths.prefix}: with what is added, a name of more than {MAX_NAME_NBYTES} bytes; choose a shorter one"
+        )
+    found = _inodes(paths.all)
+    replaced = {path: inode for path, inode in found.items() if only is None or path in only}
+    if replaced and not overwrite:
+        raise FormatError(
+            f"{paths.prefix}: {', '.join(replaced)} exist already;"
+            " choose another prefix, or pass overwrite (--overwrite)"
+        )
+    try:
+        _refuse_strangers(paths, () if any_file else replaced)
+    except FormatError:  # unless a living writer was taking its last steps between the looks
+        _refuse_strangers(paths, () if any_file else replaced)
+    check_lock(paths.journal, MAGICS)
+    _remove_shorter(paths, dry_run=True)
+    require_space(paths.prefix, nbytes, len(paths.all if only is None else only) + 1)
+    return replaced
+
+
+def _refuse_strangers(paths: ShardPaths, present: Iterable[str]) -> None:
+    """FormatError where a file that is present, or one under a temporary name, is not of this package."""
+    head, is_shard = read_journal(paths), head_of(paths.seq_idx, len(MAGIC)) == MAGIC
+
+    def is_ours(path: str) -> bool:
+        return (is_column(path) if column_of(path) else is_shard) or _may_go(path, head)
+
+    ours = Kind("a file of a shard, which has a .seq.idx", is_ours)
+    temporary = Kind("a temporary file that a journal names", lambda path: _may_go(path, head))
+    for kind, places in ((ours, present), (temporary, paths.unpublished.all)):
+        for path in places:
+            with contextlib.suppress(FileNotFoundError):  # a living writer has just renamed it: nothing is here
+                check_place(path, kind, overwrite=True)
+
+
+# ---- one writer a prefix ----
+
+
+def lock_journal(paths: ShardPaths, *, create: bool, shared: bool = False) -> int:
+    """The lock of whoever writes at a prefix, as a descriptor of the journal. Errors as ``lock_file``."""
+    busy = f"{paths.prefix}: another writer is at work here now; wait for it, or choose another prefix"
+    return lock_file(paths.journal, MAGICS, create=create, shared=shared, busy=busy)
+
+
+@contextlib.contextmanager
+def locked_journal(paths: ShardPaths, *, shared: bool = False) -> Iterator[int]:
+    """The lock of a journal that is there, given up in the end."""
+    lock = lock_journal(paths, create=False, shared=shared)
+    try:
+        yield lock
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def _kept_while_needed(path: str, lock: int) -> Iterator[int]:
+    """Give a lock up in the end, and remove its file, unless that says what was cut short."""
+    try:
+        yield lock
+    finally:
+        try:
+            if not os.fstat(lock).st_size:
+                _unlink_locked(path, lock)
+        finally:
+            os.close(lock)
+
+
+@contextlib.contextmanager
+def held(paths: ShardPaths) -> Iterator[int]:
+    """Keep writers away from a prefix where no build is half done; in the end its journal is gone.
+
+    Yields:
+        The descriptor of the lock.
+
+    Raises:
+        FormatError: another writer is at work, or was interrupted here.
+    """
+    with _kept_while_needed(paths.journal, lock_journal(paths, create=True)) as lock:
+        settle(paths, lock, overwrite=False, drops=("rebuild",))
+        yield lock
+
+
+@contextlib.contextmanager
+def name_held(path: str, busy: str) -> Iterator[None]:
+    """Hold the lock of a file that is there for it alone, and goes in the end; it may not hold anything."""
+    with _kept_while_needed(path, lock_file(path, (), create=True, busy=busy)):
+        yield
+
+
+@contextlib.contextmanager
+def parts_held(prefix: str) -> Iterator[None]:
+    """Keep others away from all shards whose prefixes begin with one and a number."""
+    make_folders(prefix)
+    busy = f"{prefix}: another command writes shards of this name now; wait for it, or choose another prefix"
+    with name_held(f"{prefix}-parts.journal", busy):
+        yield
+
+
+def _unlink_locked(path: str, lock: int) -> None:
+    """Remove the file that a lock is on, and no other."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(lock), os.lstat(path)):
+            os.unlink(path)
+
+
+def _empty_journal(paths: ShardPaths, lock: int) -> None:
+    """Empty a journal whose lock is held; what it named is gone, or has its name."""
+    with naming(paths.journal):
+        os.ftruncate(lock, 0)
+
+
+# ---- what goes ----
+
+
+def _remove_temporaries(paths: ShardPaths, head: Head | None) -> None:
+    """Remove the temporary files that a journal names, and empty ones."""
+    for path in paths.unpublished.all:
+        if inode_of(path) is not None and _may_go(path, head):
+            os.unlink(path)
+    _remove_shorter(paths)
+
+
+def _remove_shorter(paths: ShardPaths, *, dry_run: bool = False) -> None:
+    """Remove what a kill left of a journal that was being written anew. FormatError where it is something else."""
+    path = paths.journal + _SHORTER
+    if inode_of(path) is None:
+        return
+    if not _may_go(path, None) and not is_journal(path):
+        raise FormatError(f"{path}: a file that megatron-sft-idx did not write is here; move it away")
+    if not dry_run:
+        os.unlink(path)
+
+
+def remove_shard(paths: ShardPaths) -> None:
+    """Remove the files of a shard, ``.seq.idx`` first; a removal that is killed is finished by the next writer."""
+    paths = with_present(paths)
+    if not paths.present():
+        return
+    with held(paths) as lock:
+        with contextlib.closing(OutputFile(paths.journal, keep=True)) as journal:
+            journal.write(encode_head({"work": "removal", "files": _by_suffix(paths, _inodes(paths.all))}))
+        settle(paths, lock, overwrite=False)
+
+
+def remove_remains(prefix: str | os.PathLike[str] | ShardPaths) -> None:
+    """Remove what an interrupted writer left half done at a prefix; a shard there stays.
+
+    Raises:
+        FormatError: a living writer is at work here, or the journal is torn and names none of the files beside it.
+    """
+    paths = ShardPaths.of(prefix)
+    if not os.path.lexists(paths.journal):
+        return
+    with locked_journal(paths) as lock:
+        settle(paths, lock, overwrite=True)
+        _unlink_locked(paths.journal, lock)
+
+
+def settle(paths: ShardPaths, lock: int, *, overwrite: bool, drops: Collection[str] = ()) -> None:
+    """Bring what a killed writer left to an end, and empty the journal, whose lock is held.
+
+    Args:
+        paths: of the shard.
+        lock: of the journal.
+        overwrite: drop what was half done; what was complete but for renames is finished forward.
+        drops: what may be dropped in any case.
+
+    Raises:
+        FormatError: what is left is not for this writer to drop.
+    """
+    if not os.fstat(lock).st_size:
+        return
+    try:
+        head = Head.read(paths)
+    except FormatError:
+        # It says nothing that would make these files anybody's.
+        if not overwrite or not all(_may_go(path, None) for path in paths.unpublished.all):
+            raise
+        head = None
+    if head is None:
+        paths = with_present(paths)
+    else:
+        paths = named_by(paths, head)
+        if head.work == "removal":
+            for path in reversed(paths.all):
+                if inode_of(path) in head.files.values():
+                    os.unlink(path)
+        elif head.done is not None:
+            if not overwrite:
+                raise FormatError(
+                    f"{paths.journal}: left by a {head.work} that was interrupted, complete but for renames; finish it:"
+                    f" megatron-sft-idx rebuild {paths.prefix}"
+                )
+            # Once a step of the renames was taken, the shard that is replaced is none any more.
+            written = [path for path in paths.all if paths.temporary(path) in head.files]
+            if _pending(paths, head) != written or (paths.seq_idx in head.done and inode_of(paths.seq_idx) is None):
+                rename_all(paths, head, durable=True)
+        elif not overwrite and head.work not in drops:
+            raise left(paths, head)
+    _remove_temporaries(paths, head)
+    # Not before: files that no journal names are nobody's to remove.
+    _empty_journal(paths, lock)
+
+
+def left(paths: ShardPaths, head: Head) -> FormatError:
+    """The error about what an interrupted writer left, and what may be done with it."""
+    return FormatError(f"{paths.journal}: {_LEFT[head.work]} {paths.prefix}")
+
+
+# ---- the steps of a publication ----
+
+
+def rename_all(paths: ShardPaths, head: Head, *, durable: bool) -> None:
+    """Take the steps that are left once the journal says DONE; those taken before a kill are passed over.
+
+    The folder is synced wherever a later step must not reach the disk before an earlier one.
+
+    Raises:
+        FormatError: something else has appeared at one of the names; the rest and the journal stay as they are.
+    """
+    for path in _remove_seq_idx(paths, head, durable=durable):
+        if path == paths.seq_idx:
+            _sync_folder(paths, durable)
+        put(paths.temporary(path), path, identity(path))
+    _sync_folder(paths, durable)
+    _remove_temporaries(named_by(paths, head), head)
+
+
+def _remove_seq_idx(paths: ShardPaths, head: Head, *, durable: bool) -> list[str]:
+    """The first of the steps: from here on the old shard is none, and its columns are gone that no new ones replace.
+
+    Returns the files that have yet to be renamed.
+    """
+    assert head.done is not None
+    pending = _pending(paths, head)
+    for path, inode in _inodes(pending).items():
+        if inode != head.done.get(path):
+            raise FormatError(
+                f"{path}: something else has appeared here since the build began, and was left alone; move it away,"
+                f" then finish the build: megatron-sft-idx rebuild {paths.prefix}"
+            )
+    if paths.seq_idx in pending:
+        if inode_of(paths.seq_idx) is not None:
+            os.unlink(paths.seq_idx)
+            _sync_folder(paths, durable)
+        for path, inode in head.done.items():
+            if paths.temporary(path) not in head.files and inode_of(path) == inode:
+                os.unlink(path)
+    return pending
+
+
+def _sync_folder(paths: ShardPaths, durable: bool) -> None:
+    if durable:
+        sync_folder(paths.folder)
+
+
+def _pending(paths: ShardPaths, head: Head) -> list[str]:
+    """The files that have yet to be renamed."""
+    return [path for path in named_by(paths, head).all if inode_of(paths.temporary(path)) in head.files.values()]
+
+
+def is_set_aside(paths: ShardPaths) -> bool:
+    """Whether a shard is whole here but for its names."""
+    head = read_journal(paths)
+    return head is not None and head.done is not None and inode_of(paths.unpublished.seq_idx) in head.files.values()
+
+
+def publish_all(shards: Sequence[ShardPaths], *, durable: bool = True) -> None:
+    """Publish shards that were set aside: all that they replace goes before the first appears.
+
+    New shards beside old ones would open as a dataset that lacks some packs and repeats others.
+
+    Raises:
+        FormatError: something else has appeared at one of the prefixes. What is left of them can be finished forward:
+            ``rebuild`` does, and so does whoever writes them again.
+    """
+    for last in (False, True):
+        for paths in shards:
+            with locked_journal(paths) as lock:
+                head = Head.read(paths)
+                if head is None or head.done is None:
+                    raise FormatError(f"{paths.journal}: another command wrote here meanwhile; run this one again")
+                if last:
+                    rename_all(paths, head, durable=durable)
+                    _unlink_locked(paths.journal, lock)
+                else:
+                    _remove_seq_idx(paths, head, durable=durable)
 
 
 class Publication:
@@ -73,32 +486,35 @@ class Publication:
         lock: int | None = None,
     ) -> None:
         self._set(paths, durable, borrowed=lock is not None)
-        options: dict[str, Any] = {"overwrite": overwrite, "only": only, "any_file": lock is not None, "nbytes": nbytes}
-        check_free(paths, **options)
+        options: dict[str, Any] = {"overwrite": overwrite, "any_file": lock is not None, "nbytes": nbytes}
+        check_free(paths, only=only, **options)
         make_folders(paths.prefix)
         self._lock = lock_journal(paths, create=True) if lock is None else os.dup(lock)
         try:
             if lock is None:
                 settle(paths, self._lock, overwrite=overwrite, drops=drops)
-            # Once more: now nobody else of this package writes here.
-            self._replaced = check_free(paths, **options)
-            remove_temporaries(paths, None)
+            # Once more, and with one look at the folder: now nobody else of this package writes here.
+            present = with_present(paths)
+            self._replaced = check_free(paths, only=present.all if only is None else only, **options)
+            _remove_temporaries(present, None)
             self.journal = OutputFile(paths.journal, durable=durable, keep=True)
             self.closed = False
-            names = [paths.temporary(path) for path in paths.all if only is None or path in only]
             files = {}
-            for name in names:
-                self._files[name] = OutputFile(name, durable=durable)
-                inode = files[suffix_of(paths, name)] = os.fstat(self._files[name].fileno()).st_ino
-                self._inodes.add(inode)
+            for path in paths.all:
+                if only is None or path in only:
+                    name = paths.temporary(path)
+                    self._files[name] = OutputFile(name, durable=durable)
+                    files[name] = os.fstat(self._files[name].fileno()).st_ino
+                    self._inodes.add(files[name])
             self._head = Head({}, work, files, None)
-            self.journal.write(encode_head({**content, "work": work, "overwrite": overwrite, "files": files}))
+            described = {"work": work, "overwrite": overwrite, "files": _by_suffix(paths, files)}
+            self.journal.write(encode_head({**content, **described}))
             self.journal.sync()
-            self._sync_folder()
+            _sync_folder(self.paths, self.durable)
         except BaseException:
             if self.closed:
                 if not os.fstat(self._lock).st_size:
-                    unlink_locked(paths.journal, self._lock)
+                    _unlink_locked(paths.journal, self._lock)
                 os.close(self._lock)
             self.abandon()
             raise
@@ -107,6 +523,7 @@ class Publication:
         self.paths, self.durable, self._borrowed = paths, durable, borrowed
         self._files: dict[str, OutputFile] = {}
         self._inodes: set[int] = set()
+        self._replaced = {}
         self._process = os.getpid()
         self.closed = True
 
@@ -131,13 +548,14 @@ class Publication:
         self._set(paths, durable=True, borrowed=False)
         self._lock = lock_journal(paths, create=False)
         try:
-            head = Head.read(paths.journal)
+            head = Head.read(paths)
             if head is None:
                 raise FileNotFoundError(paths.journal)
             self._head, self._inodes = head, set(head.files.values())
             self.paths = paths = named_by(paths, head)
-            for path in paths.unpublished.all:
-                if not copied and not is_only_name(path, self._inodes):
+            for path, inode in _inodes(paths.unpublished.all).items():
+                # What is written to may have no other name: it would change there too.
+                if not copied and (inode not in self._inodes or os.lstat(path).st_nlink > 1):
                     raise FormatError(
                         f"{path}: not the file that {paths.journal} names, or one that has another name too (a hard"
                         " link); recover the build where it was made, or, where all of it was copied, with"
@@ -145,15 +563,13 @@ class Publication:
                     )
             if overwrite and head.done is None:
                 self._replaced = check_free(paths, overwrite=True, only=only)
-            else:
-                self._replaced = {}
             self.journal = OutputFile(paths.journal, keep=True)
         except BaseException:
             os.close(self._lock)
             raise
         self.closed = False
         if copied:
-            self.name_files()
+            self._name_files()
         return self
 
     def require_owner(self) -> None:
@@ -172,7 +588,7 @@ class Publication:
                 self._files[name] = OutputFile(name, durable=self.durable, keep=True)
             except FileNotFoundError:  # taken up without
                 self._files[name] = OutputFile(name, durable=self.durable)
-                self.name_files()
+                self._name_files()
         if not keep:
             self._files[name].cut(0)
         return self._files[name]
@@ -183,17 +599,16 @@ class Publication:
             file.close()
             os.unlink(file.path)
 
-    def name_files(self) -> None:
+    def _name_files(self) -> None:
         """Let the journal name the temporary files that are there now."""
-        there = {path: inode for path in self.paths.unpublished.all if (inode := inode_of(path)) is not None}
-        files = {suffix_of(self.paths, path): inode for path, inode in there.items()}
-        with open_regular(self.paths.journal) as stream:
-            content = read_head(stream, self.paths.journal) | {"files": files}
+        paths, old, end = self.paths, self.journal, self.journal.nbytes
+        files = _inodes(paths.unpublished.all)
+        with open_regular(paths.journal) as stream:
+            content = read_head(stream, paths.journal) | {"files": _by_suffix(paths, files)}
             begin = stream.tell()
         self._head, self._inodes = self._head._replace(files=files), set(files.values())
-        old, end = self.journal, self.journal.nbytes
-        remove_shorter(self.paths)
-        new = OutputFile(self.paths.journal + SHORTER, durable=self.durable)
+        _remove_shorter(paths)
+        new = OutputFile(paths.journal + _SHORTER, durable=self.durable)
         new.write(encode_head(content))
         for offset in range(begin, end, _COPY_NBYTES):
             new.write(old.read_at(offset, min(_COPY_NBYTES, end - offset)))
@@ -215,17 +630,16 @@ class Publication:
         written = [path for path in paths.all if paths.temporary(path) in self._files]
         for path in written:
             self._files[paths.temporary(path)].sync()
-        goes = [path for path in self._replaced if path not in paths.all]
-        found = {path: inode for path in (*written, *goes) if (inode := inode_of(path)) is not None}
+        found = _inodes((*written, *(path for path in self._replaced if path not in paths.all)))
         if strange := [path for path in found if found[path] != self._replaced.get(path)]:
             raise FormatError(
                 f"{paths.prefix}: {', '.join(strange)} exist already, which were not there when this was begun;"
                 " choose another prefix"
             )
         # The journal is believed from here on: before it says so, the files and their names are on disk.
-        self._sync_folder()
-        self._head = self._head._replace(done={suffix_of(paths, path): inode for path, inode in found.items()})
-        self.journal.write(encode_json(DONE, self._head.done or {}))
+        _sync_folder(self.paths, self.durable)
+        self._head = self._head._replace(done=found)
+        self.journal.write(encode_json(DONE, _by_suffix(paths, found)))
         self.journal.sync()
 
     def set_aside(self) -> None:
@@ -246,7 +660,6 @@ class Publication:
         """
         try:
             rename_all(self.paths, self._head, durable=self.durable)
-            remove_temporaries(self.paths, self._head)
             self._end_journal()
         finally:
             self.close()
@@ -269,9 +682,9 @@ class Publication:
     def _end_journal(self) -> None:
         """Remove the journal, or leave it empty to whoever has its lock."""
         if self._borrowed:
-            empty_journal(self.paths, self._lock)
+            _empty_journal(self.paths, self._lock)
         else:
-            unlink_locked(self.paths.journal, self._lock)
+            _unlink_locked(self.paths.journal, self._lock)
 
     def close(self) -> None:
         """Close all files and give up the lock; what is on disk stays. May be called twice."""
@@ -281,7 +694,3 @@ class Publication:
         for file in (*self._files.values(), self.journal):
             file.close()
         os.close(self._lock)
-
-    def _sync_folder(self) -> None:
-        if self.durable:
-            sync_folder(self.paths.folder)

@@ -16,34 +16,13 @@ import numpy as np
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
+from megatron_sft_idx.layout.column import FIXED_NBYTES, ColumnHeader
 from megatron_sft_idx.layout.header import MAX_COUNT, MAX_HEADER_NBYTES
-from megatron_sft_idx.layout.journal import (
-    PACK,
-    BuildOptions,
-    Head,
-    read_blocks,
-    read_head,
-    torn,
-)
+from megatron_sft_idx.layout.journal import PACK, BuildOptions, Head, read_blocks, read_head, torn
 from megatron_sft_idx.shard.build import Build
-from megatron_sft_idx.shard.prefix import (
-    check_free,
-    left,
-    locked_journal,
-    read_journal,
-)
-from megatron_sft_idx.shard.publication import Publication
+from megatron_sft_idx.shard.publication import Publication, check_free, left, locked_journal, read_journal
 from megatron_sft_idx.storage import open_regular, read_most
 from megatron_sft_idx.storage.progress import Advance
-
-__all__ = [
-    "Remains",
-    "adopt_remains",
-    "complete_header",
-    "find_remains",
-    "read_remains",
-    "recover",
-]
 
 
 @dataclass(frozen=True)
@@ -75,10 +54,6 @@ class Remains:
         """What the build was begun with. CorruptShardError where the head does not say it."""
         return BuildOptions.decode(self.head.content, self.paths.journal)
 
-    def build(self, publication: Publication) -> Build:
-        """The build, to be taken up: ``replay`` comes before anything else."""
-        return Build(publication, self.build_options, self.journal_nbytes)
-
 
 def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
     """What an interrupted build left at a prefix; None where there is no journal. Changes nothing.
@@ -98,7 +73,7 @@ def find_remains(prefix: str | os.PathLike[str]) -> Remains | None:
 
 def read_remains(paths: ShardPaths) -> Remains:
     """As ``find_remains``, for whoever holds the lock."""
-    if (head := Head.read(paths.journal)) is None:
+    if (head := Head.read(paths)) is None:
         raise torn(paths.journal, "the journal's head is torn or changed")
     if head.done is not None:
         header = complete_header(paths)
@@ -106,20 +81,10 @@ def read_remains(paths: ShardPaths) -> Remains:
         return Remains(paths, head, *counts, counts[0], os.path.getsize(paths.journal), True)
     if head.work != "build":
         raise left(paths, head)
-    options = BuildOptions.decode(head.content, paths.journal)
-    most_tokens = min(
-        _nbytes(paths.unpublished.tokens) // options.token_dtype.itemsize,
-        _nbytes(paths.unpublished.loss) // options.mask_dtype.itemsize,
-    )
-    most_sequences, most_packs = _nbytes(paths.unpublished.starts) // 4, MAX_COUNT
-    for name, spec in options.columns.items():
-        rows = max(0, _nbytes(paths.unpublished.column(name)) - spec.header_nbytes) // spec.row_nbytes
-        if spec.per == "token":
-            most_tokens = min(most_tokens, rows)
-        elif spec.per == "sequence":
-            most_sequences = min(most_sequences, rows)
-        else:
-            most_packs = min(most_packs, rows)
+    most = {"token": MAX_COUNT, "sequence": MAX_COUNT, "pack": MAX_COUNT}
+    for file in BuildOptions.decode(head.content, paths.journal).files(paths):
+        rows = (_nbytes(paths.temporary(file.path)) - file.begin) // file.row_nbytes
+        most[file.per] = min(most[file.per], max(0, rows))
     recorded = packs = sequences = tokens = 0
     with open_regular(paths.journal) as stream:
         read_head(stream, paths.journal)
@@ -132,45 +97,51 @@ def read_remains(paths: ShardPaths) -> Remains:
                 token_ends = tokens + np.cumsum(block.records[:, 0], dtype=np.int64)
                 sequence_ends = sequences + np.cumsum(block.records[:, 1], dtype=np.int64)
                 # Sums ascend, so where both fit all before it does.
-                fit = int(((token_ends <= most_tokens) & (sequence_ends <= most_sequences)).sum())
-                if fit := min(fit, most_packs - packs):
+                fit = int(((token_ends <= most["token"]) & (sequence_ends <= most["sequence"])).sum())
+                if fit := min(fit, most["pack"] - packs):
                     packs, tokens, sequences = packs + fit, int(token_ends[fit - 1]), int(sequence_ends[fit - 1])
             recorded += len(block.records)
     return Remains(paths, head, packs, sequences, tokens, recorded, nbytes, False)
 
 
 def complete_header(paths: ShardPaths) -> Header:
-    """The header of a build whose journal says DONE, once every file has the size it says, under either name.
+    """The header of a shard whose journal says DONE, once every file has the size it says, under either name.
 
     Raises:
-        CorruptShardError: a file is missing or has another size.
+        CorruptShardError: a file is missing, or has another size than the header says, or than a column's own does.
     """
-    path = paths.temporary(paths.seq_idx)
-    if not os.path.lexists(path):
-        path = paths.seq_idx
+
+    def now(path: str) -> str:
+        return next((name for name in (paths.temporary(path), path) if os.path.lexists(name)), path)
+
+    seq_idx, head = now(paths.seq_idx), read_journal(paths)
     raw = b""
     with contextlib.suppress(FileNotFoundError):
-        raw = read_most(path, MAX_HEADER_NBYTES)
-    header = Header.decode(raw, path)
-    sizes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
-    for final, nbytes in (sizes | {paths.seq_idx: header.seq_idx_nbytes}).items():
-        where = next((name for name in (paths.temporary(final), final) if os.path.lexists(name)), final)
-        if (found := _nbytes(where)) != nbytes:
+        raw = read_most(seq_idx, MAX_HEADER_NBYTES)
+    header = Header.decode(raw, seq_idx)
+    sizes = {path: (digest.nbytes, seq_idx) for path, digest in zip(paths.data, header.digests, strict=True)}
+    sizes[paths.seq_idx] = header.seq_idx_nbytes, seq_idx
+    for name in paths.with_columns_of(head.files if head else ()).columns:
+        path = paths.column(name)
+        where, raw = now(path), b""
+        with contextlib.suppress(FileNotFoundError):
+            raw = read_most(where, FIXED_NBYTES)
+            raw = read_most(where, ColumnHeader.peek(raw))
+        sizes[path] = ColumnHeader.decode(raw, where).nbytes, where
+    for path, (nbytes, said) in sizes.items():
+        if (found := _nbytes(now(path))) != nbytes:
             raise CorruptShardError(
-                where,
+                now(path),
                 min(found, nbytes),
                 "F2",
-                f"file has {found} bytes, expected {nbytes} by the header of {path}; the journal says that it is"
+                f"file has {found} bytes, expected {nbytes} by the header of {said}; the journal says that it is"
                 " complete, so it was changed since: build it again with overwrite (--overwrite)",
             )
     return header
 
 
 def _nbytes(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except FileNotFoundError:
-        return 0
+    return os.stat(path).st_size if os.path.exists(path) else 0
 
 
 def recover(
@@ -216,7 +187,7 @@ def recover(
             publication.finish()
             return header
         check_free(paths, overwrite=overwrite)
-        build = remains.build(publication)
+        build = Build(publication, remains.build_options, remains.journal_nbytes)
         if not (kept := build.replay(remains.num_packs, progress)):
             raise FormatError(
                 f"{paths.journal}: no complete pack had been written yet, so there is nothing to recover;"

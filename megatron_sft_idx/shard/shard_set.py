@@ -24,7 +24,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec, check_name
 from megatron_sft_idx.shard.columns import open_column
 from megatron_sft_idx.shard.opening import checked_packs, runs_of
-from megatron_sft_idx.shard.prefix import is_journal
+from megatron_sft_idx.shard.publication import is_journal
 from megatron_sft_idx.shard.reader import Pack, Shard, read_header, require_same
 from megatron_sft_idx.storage import BackendName, ReadOptions, announce, is_remote
 from megatron_sft_idx.storage.remote.store import exists, in_folder, matching, threads

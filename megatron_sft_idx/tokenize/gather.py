@@ -26,7 +26,7 @@ from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.packs.run import fewer_tokens
 from megatron_sft_idx.packs.split import part_prefix, refuse_other_splits
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, pair_numbers, read_header
-from megatron_sft_idx.shard.prefix import (
+from megatron_sft_idx.shard.publication import (
     is_set_aside,
     lock_journal,
     parts_held,

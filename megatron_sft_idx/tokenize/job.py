@@ -27,7 +27,7 @@ from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.packs.buckets import STAGING, StagedOutput
 from megatron_sft_idx.packs.transfer import shard_nbytes
-from megatron_sft_idx.shard.prefix import places_of
+from megatron_sft_idx.shard.publication import places_of
 from megatron_sft_idx.storage import is_remote, open_regular
 from megatron_sft_idx.storage.progress import shown
 from megatron_sft_idx.storage.publish import Place, check_lock, files_of, require_apart, require_space

@@ -32,7 +32,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import PAIR, ColumnSpec
 from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.shard.prefix import parts_held
+from megatron_sft_idx.shard.publication import parts_held
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.progress import Progress
