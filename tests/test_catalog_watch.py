@@ -7,12 +7,14 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packs import demo_samples, write_samples
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
-from megatron_sft_idx.live import Catalog, CatalogWatch, Limits, ProducerState, Waiter
+from megatron_sft_idx.live import Catalog, Limits, ProducerState, Waiter
+from megatron_sft_idx.live.live_shards import CatalogShards
 
 STATE = ProducerState(Limits(1024, 64, max_ahead_shards=5))
 
@@ -27,7 +29,8 @@ class Scene:
         self.events: list[tuple[float, Callable[[], object]]] = []
         self.beats_until = float("inf")
         self.state: ProducerState | None = None
-        self.watch = CatalogWatch(self.catalog, clock=lambda: self.now)
+        self.watch = CatalogShards(str(folder), max_wait=None)
+        self.waiter = Waiter("rank 3", self._pause, self.lines.append, lambda: self.now)
 
     def say(self, **changes: object) -> None:
         beat = self.state.beat + 1 if self.state else 1
@@ -41,11 +44,11 @@ class Scene:
     def at(self, second: float, happens: Callable[[], object]) -> None:
         self.events.append((1000.0 + second, happens))
 
-    def wait(self, number: int, **more: object) -> str:
-        waiter = Waiter("rank 3", self._pause, self.lines.append, lambda: self.now)
-        return "published" if self.watch.wait(number, waiter, **more) else "ended"  # type: ignore[arg-type]
+    def wait(self, number: int, uncommitted: Callable[[], int] = lambda: 0, **limits: float) -> str:
+        vars(self.watch).update(limits)
+        return "published" if self.watch.wait(number, self.waiter, uncommitted) else "ended"
 
-    def refused(self, number: int, **more: object) -> str:
+    def refused(self, number: int, **more: Any) -> str:
         with pytest.raises(SFTIndexError) as error:
             self.wait(number, **more)
         return str(error.value)
@@ -82,7 +85,7 @@ def test_one_line_at_once_and_one_a_minute(scene):
 
 def test_the_line_says_what_the_producer_does(scene):
     scene.say(state="waiting for input", published=2)
-    scene.watch.look()
+    scene.watch.look(scene.waiter)
     scene.say()
     scene.at(1, lambda: scene.publish(2))
     scene.wait(2)
@@ -122,7 +125,7 @@ def test_a_dead_producer_is_noticed_by_its_silence(scene):
 
 def test_silence_before_the_wait_does_not_count(scene):
     scene.publish(0)
-    scene.watch.look()
+    scene.watch.look(scene.waiter)
     scene.now += 1000  # training on shard 0, and nobody looked
     scene.at(1020, lambda: scene.publish(1))
     scene.beats_until = 0
@@ -166,11 +169,10 @@ def test_a_producer_that_was_stopped_may_come_back(scene):
 def test_a_restarted_producer_is_alive_though_its_beat_went_back(scene):
     for _ in range(5):
         scene.say()
-    scene.watch.look()
+    scene.watch.look(scene.waiter)
     scene.now += 100
     scene.catalog.write_producer(dataclasses.replace(STATE, beat=1))
-    scene.watch.look()
-    assert scene.watch.seconds_silent() == 0
+    assert "producer alive 0 s ago, 0 published" in scene.refused(0, max_wait=0)
 
 
 def test_a_shard_that_was_freed_is_not_waited_for(scene):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 import time
@@ -19,15 +20,15 @@ from test_formats_jsonl_chunks import produced, write_chunk
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.jsonl_chunks import ChunkFile, ends_whole, line_bounds
 from megatron_sft_idx.live import Limits
-from megatron_sft_idx.live.chunks import ChunkFolder, ChunkRows
+from megatron_sft_idx.live.chunks import ChunkRows, LiveChunks
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 
 SETTLE = 0.2
 PATIENCE = 300.0
 
 
-def folder_of(path: Path, said: list[str] | None = None) -> ChunkFolder:
-    return ChunkFolder(str(path), settle_seconds=SETTLE, log=(said if said is not None else []).append)
+def folder_of(path: Path) -> LiveChunks:
+    return LiveChunks(str(path), ChunkRows(Limits(64, 8)), settle_seconds=SETTLE)
 
 
 def put(folder: Path, number: int, text: str = '{"a": 1}\n') -> Path:
@@ -36,7 +37,7 @@ def put(folder: Path, number: int, text: str = '{"a": 1}\n') -> Path:
     return path
 
 
-def wait_until_whole(folder: ChunkFolder, number: int) -> float:
+def wait_until_whole(folder: LiveChunks, number: int) -> float:
     begin = time.monotonic()
     while not folder.is_whole(number, None):
         assert time.monotonic() - begin < PATIENCE, folder.describe(number)
@@ -82,14 +83,14 @@ def test_a_declared_end_makes_the_last_chunk_whole(tmp_path: Path) -> None:
     assert folder.is_whole(100_000, 100_001)
 
 
-def test_the_newest_chunk_settles_and_says_so_once(tmp_path: Path) -> None:
-    said: list[str] = []
-    folder = folder_of(tmp_path, said)
+def test_the_newest_chunk_settles_and_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "megatron_sft_idx")
+    folder = folder_of(tmp_path)
     put(tmp_path, 3)
     assert wait_until_whole(folder, 3) >= SETTLE
     assert folder.is_whole(3, None)
-    assert len(said) == 1
-    assert "chunk_00003.jsonl is taken as whole" in said[0]
+    assert len(caplog.messages) == 1
+    assert "chunk_00003.jsonl is taken as whole" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("content", ["", '{"a": 1}\n{"a"'])
@@ -253,4 +254,4 @@ def test_no_descriptor_stays_open(tmp_path: Path) -> None:
 
 def test_chunks_in_an_object_store_are_refused():
     with pytest.raises(FormatError, match="share a file system"):
-        ChunkFolder("s3://bucket/chunks", settle_seconds=1.0, log=print)
+        LiveChunks("s3://bucket/chunks", ChunkRows(Limits(64, 8)))

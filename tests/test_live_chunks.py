@@ -72,10 +72,9 @@ def ids_of(chunks: LiveChunks, number: int) -> list[int]:
     opened = chunks.open(number)
     found = []
     for pack in range(opened.num_packs):
-        _, starts, lengths = opened.segments(np.array([pack]))
-        tokens, mask = opened.arrays()
-        assert len(tokens) == len(mask) == lengths.sum()
-        found.append(int(tokens[starts[0]]))
+        (_, bounds, _, total), (tokens, mask), _ = opened.load(np.array([pack]))
+        assert len(tokens) == len(mask) == bounds[-1] == total
+        found.append(int(tokens[0]))
     return found
 
 

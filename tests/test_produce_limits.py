@@ -16,13 +16,13 @@ from megatron_sft_idx.live import (
     Ack,
     Base,
     Catalog,
-    CatalogWatch,
     Limits,
     ProducerState,
     Waiter,
     ack_folder,
     write_ack,
 )
+from megatron_sft_idx.live.live_shards import CatalogShards
 from megatron_sft_idx.produce.keeper import Room, StateKeeper
 from megatron_sft_idx.shard import Shard
 
@@ -58,9 +58,9 @@ def catalog(tmp_path) -> Catalog:
 
 def consume(catalog: Catalog, seen: int) -> None:
     """Train on every shard as it appears, and commit each: what a rank does, with a pipe in the place of a model."""
-    watch = CatalogWatch(catalog)
+    watch = CatalogShards(catalog.folder, max_wait=100)
     number = 0
-    while watch.wait(number, Waiter("rank 0"), max_wait=100):
+    while watch.wait(number, Waiter("rank 0")):
         shard = Shard(catalog.shard_prefix(number))
         first = [int(ids[0]) for i in range(len(shard)) for ids, _ in shard.sequences(i)]
         os.write(seen, "".join(f"{row}\n" for row in first).encode())

@@ -23,10 +23,12 @@ from megatron_sft_idx.live.catalog import (
     ProducerState,
     Record,
     State,
+    Stopped,
+    Waiter,
     default_max_sequences,
+    looks,
     shard_name,
 )
-from megatron_sft_idx.live.catalog_watch import CatalogWatch, Stopped, Waiter, looks
 
 __all__ = [
     "END",
@@ -34,7 +36,6 @@ __all__ = [
     "Ack",
     "Base",
     "Catalog",
-    "CatalogWatch",
     "Leftover",
     "Limits",
     "ProducerState",

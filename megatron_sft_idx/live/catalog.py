@@ -9,14 +9,20 @@
 
 What is read was written by another program, perhaps of another version, perhaps not at all with good intentions:
 size, syntax, version and the type of every field are checked, and anything wrong is a FormatError.
+
+Whoever waits for what is still to come says for whom, for how long and why, and every wait that can have no end has an
+error. No clock but a process's own monotonic one is looked at.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import re
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from types import UnionType
@@ -42,13 +48,19 @@ __all__ = [
     "ProducerState",
     "Record",
     "State",
+    "Still",
+    "Stopped",
+    "Waiter",
     "default_max_sequences",
     "kind_of_document",
+    "looks",
     "read_document",
     "require_version",
     "shard_name",
     "write_document",
 ]
+
+logger = logging.getLogger("megatron_sft_idx.live")
 
 PRODUCER, END, ACKS = "_producer.json", "_END.json", "_acks"
 VERSION = 1
@@ -379,3 +391,86 @@ class Catalog:
             if (match := _NAME.match(name)) and name.startswith(shard_name(number := int(match[1])) + "."):
                 found.setdefault(number, set()).add(name[match.end() :])
         return dict(sorted(found.items()))
+
+
+# ---- waiting ----
+
+
+class Stopped(Exception):  # noqa: N818
+    """A wait was given up because the consumer closes; nobody but the consumer's own thread sees it."""
+
+
+def looks(
+    say: Callable[[float], object],
+    *,
+    pause: Callable[[float], object] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+    quiet: float = 0.0,
+    longest: float = 1.0,
+) -> Iterator[float]:
+    """The seconds waited, each time it is time to look again: how every wait goes.
+
+    Args:
+        say: told of the wait once it has lasted ``quiet`` seconds, then once a minute.
+        pause: sleeps so many seconds, longer each time; what it returns is true as soon as nobody is to wait any more.
+        clock: seconds since some moment.
+        quiet: seconds that are the normal course of things and nothing to tell.
+        longest: of the pauses.
+
+    Raises:
+        Stopped: nobody is to wait any more.
+    """
+    begin, seconds, next_line = clock(), 0.05, quiet
+    while True:
+        waited = clock() - begin
+        yield waited
+        if waited >= next_line:
+            say(waited)
+            next_line = waited + 60.0
+        if pause(seconds):
+            raise Stopped
+        seconds = min(2 * seconds, longest)
+
+
+@dataclass(frozen=True)
+class Waiter:
+    """Who waits.
+
+    Attributes:
+        who: such as ``rank 3``, for the log.
+        pause: sleeps so many seconds; what it returns is true as soon as the waiter is to stop, as an event's ``wait``.
+        say: takes lines for people; those of several workers of one rank leave that to another.
+        clock: seconds since some moment.
+    """
+
+    who: str
+    pause: Callable[[float], object] = time.sleep
+    say: Callable[[str], object] = logger.info
+    clock: Callable[[], float] = time.monotonic
+
+    def looks(self, why: Callable[[], str]) -> Iterator[float]:
+        """As the function; a line at once and then once a minute says ``why``, that is what is waited for."""
+        return looks(
+            lambda waited: self.say(f"{self.who} waits {waited:.0f} s for {why()}"), pause=self.pause, clock=self.clock
+        )
+
+
+class Still:
+    """Since when something has looked the same, to whoever looks at it.
+
+    Args:
+        clock: seconds since some moment.
+
+    Attributes:
+        sight: what it looked like last; None before the first look.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._since = clock, clock()
+        self.sight: Any = None
+
+    def seconds(self, sight: Any) -> float:
+        """How long it has looked like this; another ``sight`` begins anew."""
+        if sight != self.sight:
+            self.sight, self._since = sight, self._clock()
+        return self._clock() - self._since

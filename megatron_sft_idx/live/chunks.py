@@ -12,12 +12,11 @@ everything behind a bad line is the same on all ranks.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
@@ -40,199 +39,18 @@ from megatron_sft_idx.formats.jsonl_chunks import (
 )
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.live.acks import completed, read_acks
-from megatron_sft_idx.live.catalog import END, Catalog, Limits
-from megatron_sft_idx.live.catalog_watch import Waiter
-from megatron_sft_idx.live.live_shards import Index, LiveShards, OpenPacks
+from megatron_sft_idx.live.catalog import END, Catalog, Limits, Still, Waiter
+from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage import OutputFile, require_local
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
+from megatron_sft_idx.training import Arrays, Index
 
-__all__ = ["ChunkFolder", "ChunkRows", "LiveChunks", "OnBadRow", "declaring_end"]
+__all__ = ["ChunkRows", "LiveChunks", "OnBadRow", "declaring_end"]
 
 OnBadRow = Literal["error", "skip"]
 
 logger = logging.getLogger("megatron_sft_idx.live")
-
-
-# ---- which chunks are whole ----
-
-
-@dataclass(slots=True)
-class _Look:
-    """What a chunk without a successor was like, and since when, on this process's own clock."""
-
-    nbytes: int
-    mtime_ns: int
-    since: float
-    settled: bool = False
-
-
-class ChunkFolder:
-    """A folder of chunks, looked at by one process.
-
-    Args:
-        path: the folder.
-        settle_seconds: the newest chunk is whole when it has not changed for so long.
-        log: takes the line that says so.
-    """
-
-    def __init__(self, path: str, *, settle_seconds: float, log: Callable[[str], object] = logger.info) -> None:
-        require_local(path, "a folder of chunks", "keep it where who writes them and trainers share a file system")
-        self.path, self.settle_seconds, self._log = path, settle_seconds, log
-        self._looks: dict[int, _Look] = {}
-
-    def path_of(self, number: int) -> str:
-        """The file of a chunk."""
-        return os.path.join(self.path, chunk_name(number))
-
-    def newest(self) -> int | None:
-        """Number of the newest chunk; None where there is none."""
-        try:
-            return max(chunk_numbers(self.path), default=None)
-        except FileNotFoundError:
-            return None  # its producer makes it
-
-    def is_whole(self, number: int, end: int | None) -> bool:
-        """Whether a chunk is there and its producer is done with it.
-
-        Args:
-            number: of the chunk; below the end where that is known.
-            end: how many chunks there are in all; None while that is not known.
-
-        Raises:
-            FormatError: the chunk is missing though later ones are there, or ends in the middle of a line.
-        """
-        path = self.path_of(number)
-        # The successor first: whatever is seen of the chunk after that is final.
-        followed = end is not None or self._is_followed(number)
-        try:
-            status = os.stat(path)
-        except FileNotFoundError:
-            if not followed:
-                return False
-            raise FormatError(
-                f"{path}: missing, and later chunks are there or the end is declared; it was freed or removed: put it"
-                " back, or start where it was consumed already, from the checkpoint that includes it"
-            ) from None
-        if not followed:
-            return self._is_settled(number, status)
-        if not ends_whole(path):
-            raise FormatError(
-                f"{path}: its last line ends in the middle though"
-                f" {'the end is declared' if end is not None else 'a later chunk is there'}: torn, as when its producer"
-                " died; write the chunk again, or remove the half line"
-            )
-        return True
-
-    def require_unchanged(self) -> None:
-        """FormatError where a chunk that was taken as whole has grown since."""
-        for number, look in list(self._looks.items()):
-            if not look.settled:
-                continue
-            followed = self._is_followed(number)
-            try:
-                now = os.stat(self.path_of(number)).st_size
-            except FileNotFoundError:
-                now, followed = look.nbytes, True  # consumed, and freed
-            if now != look.nbytes:
-                raise FormatError(
-                    f"{self.path_of(number)}: it has {now:,} bytes and had {look.nbytes:,} when it was taken as whole,"
-                    f" having not changed for {self.settle_seconds:g} s; its producer pauses longer: raise --settle,"
-                    " and go on from a checkpoint that does not include it"
-                )
-            if followed:
-                del self._looks[number]
-
-    def describe(self, number: int) -> str:
-        """Why a chunk is waited for, as a clause."""
-        path, name = self.path_of(number), chunk_name(number)
-        if (look := self._looks.get(number)) is not None:
-            age = time.monotonic() - look.since
-            if look.nbytes and not ends_whole(path):
-                return f"{name} ends in the middle of a line, and has not changed for {age:.0f} s"
-            return f"{name} is there, {look.nbytes:,} bytes, and has not changed for {age:.0f} s"
-        newest = self.newest()
-        there = "no chunk is there" if newest is None else f"the newest one is {chunk_name(newest)}"
-        return f"{name} is not there, {there}"
-
-    def _is_followed(self, number: int) -> bool:
-        if os.path.exists(self.path_of(number + 1)):
-            return True
-        newest = self.newest()  # the next one may have been consumed by another rank, and freed
-        return newest is not None and newest > number
-
-    def _is_settled(self, number: int, status: os.stat_result) -> bool:
-        """Whether the newest chunk has not changed for long enough, and ends with a line."""
-        now, look = time.monotonic(), self._looks.get(number)
-        if look is None or (look.nbytes, look.mtime_ns) != (status.st_size, status.st_mtime_ns):
-            look = self._looks[number] = _Look(status.st_size, status.st_mtime_ns, now)
-        # A producer that has written nothing yet has not ended a line either.
-        if now - look.since < self.settle_seconds or not look.nbytes or not ends_whole(self.path_of(number)):
-            return False
-        if not look.settled:
-            look.settled = True
-            self._log(
-                f"{chunk_name(number)} is taken as whole: it ends with a line and has not changed for"
-                f" {self.settle_seconds:g} s"
-            )
-        return True
-
-
-@contextmanager
-def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> Iterator[None]:
-    """Inside, a thread declares the end where the producer writes none: by one process, for all ranks.
-
-    That is when no chunk came and none has grown for a while. Half a line at the end of the newest chunk is no end:
-    those who wait for that chunk say what is wrong with it.
-
-    Args:
-        folder: of the chunks.
-        seconds: without a change, on this process's own clock.
-        end_folders: the document that says how many chunks there are goes into the first one that takes it.
-    """
-    stopped = threading.Event()
-    thread = threading.Thread(target=_declare_end, args=(folder, seconds, end_folders, stopped), daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stopped.set()
-        thread.join()
-
-
-def _declare_end(folder: str, seconds: float, end_folders: Sequence[str], stopped: threading.Event) -> None:
-    last, since = None, time.monotonic()
-    while not stopped.wait(min(1.0, seconds / 4)):
-        try:
-            newest = max(chunk_numbers(folder), default=None)
-            path = os.path.join(folder, chunk_name(newest or 0))
-            status = None if newest is None else os.stat(path)
-            sight = status and (newest, status.st_size, status.st_mtime_ns)
-            if newest is None or status is None or sight != last:
-                last, since = sight, time.monotonic()
-            elif time.monotonic() - since >= seconds and status.st_size and ends_whole(path):
-                _write_end(end_folders, newest + 1)
-                logger.info(
-                    f"{folder}: no chunk came and none has grown for {seconds:g} s: the end is declared at"
-                    f" {newest + 1} chunks"
-                )
-                return
-        except FileNotFoundError:
-            continue  # freed, or not there yet
-        except (OSError, SFTIndexError) as error:
-            # Whoever reads the folder meets what is wrong with it too, and stops.
-            logger.error("%s: the end cannot be declared: %s", folder, error)
-            return
-
-
-def _write_end(folders: Sequence[str], chunks: int) -> None:
-    for folder in folders:
-        try:
-            return Catalog(folder).write_end(chunks)
-        except OSError as error:
-            reason = error.strerror
-    raise FormatError(f"{folders[-1]}: {reason}; give --ack-dir, a folder that this run may write to")
-
 
 # ---- lines to packs, when a batch needs them ----
 
@@ -349,25 +167,20 @@ class _OpenChunk:
     """One chunk, read line by line as batches need them: memory holds its line bounds and one batch's packs."""
 
     num_tokens: int | None = None  # not known without reading all
-    index: Index | None = None
     columns: Mapping[str, ColumnSpec] = {}
 
     def __init__(self, chunk: ChunkFile, rows: ChunkRows) -> None:
-        self._chunk, self._rows = chunk, rows
-        self._run: PackRun | None = None
-        self.num_packs = len(chunk)
+        self._chunk, self._rows, self.num_packs = chunk, rows, len(chunk)
 
-    def segments(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Read these packs, one or more; offsets of their sequences, and the first token and the tokens of each."""
-        run = self._run = self._rows.packs(self._chunk, packs.tolist())
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(run.pack_sequences)])
-        lengths = run.sequence_lengths()
-        return offsets, np.cumsum(lengths) - lengths, lengths
+    def load(self, packs: NDArray[np.int64]) -> tuple[Index, Arrays, NDArray[np.int64]]:
+        """Read these packs, and no others."""
+        run = self._rows.packs(self._chunk, packs.tolist())
+        index = run.sequence_offsets, run.token_offsets, run.seq_starts.astype(np.uint32), len(run.tokens)
+        return index, (run.tokens, run.loss_mask), np.arange(len(packs))
 
-    def arrays(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Tokens and label-aligned loss mask of the packs that were read last."""
-        assert self._run is not None
-        return self._run.tokens, self._run.loss_mask
+    def broken(self, found: str) -> Exception:
+        """What cannot be: lines are held to the limits as they are read."""
+        return FormatError(f"{self._chunk.path}: {found}")
 
 
 # ---- the folder, as a consumer sees it ----
@@ -401,7 +214,11 @@ class LiveChunks(LiveShards):
     consumers: int = 1
 
     def __post_init__(self) -> None:
-        self._chunks = ChunkFolder(self.folder, settle_seconds=self.settle_seconds)
+        where = "keep it where who writes them and trainers share a file system"
+        require_local(self.folder, "a folder of chunks", where)
+        # What chunks without a successor look like, and of those that were taken as whole, how many bytes they had.
+        self._looks: dict[int, Still] = {}
+        self._settled: dict[int, int] = {}
         self._counts: dict[int, int] = {}
         # A chunk is mostly opened right after it was counted, which has found its lines.
         self._counted: tuple[int, ChunkFile] | None = None
@@ -417,6 +234,21 @@ class LiveChunks(LiveShards):
         """As it was made."""
         return self.rows.limits, self.rows.pad_id
 
+    def path_of(self, number: int) -> str:
+        """The file of a chunk."""
+        return os.path.join(self.folder, chunk_name(number))
+
+    def name(self, number: int) -> str:
+        """``chunk 8``."""
+        return f"chunk {number} ({chunk_name(number)})"
+
+    def numbers(self) -> list[int]:
+        """Chunks that are there, in order, the one that is being written included."""
+        return chunk_numbers(self.folder) if os.path.isdir(self.folder) else []
+
+    def _newest(self) -> int | None:
+        return max(self.numbers(), default=None)
+
     def end(self) -> int | None:
         """How many chunks there are in all, once somebody has said so.
 
@@ -425,11 +257,11 @@ class LiveChunks(LiveShards):
         """
         declared, promised = self._declared_end(), self.num_chunks
         end = min((count for count in (declared, promised) if count is not None), default=None)
-        newest = None if end is None else self._chunks.newest()
+        newest = None if end is None else self._newest()
         if newest is not None and end is not None and newest >= end:
             where = "--num-chunks" if end == promised else END
             raise FormatError(
-                f"{self._chunks.path_of(newest)}: it is there though the end was declared at {end} chunks ({where}):"
+                f"{self.path_of(newest)}: it is there though the end was declared at {end} chunks ({where}):"
                 f" its producer was not through; resume with a longer --end-after, once {END} is removed"
             )
         return end
@@ -438,10 +270,6 @@ class LiveChunks(LiveShards):
         """How many chunks there are, where that was written down when the last one was whole."""
         ends = [Catalog(folder).end() for folder in self.end_folders]
         return min((end for end in ends if end is not None), default=None)
-
-    def numbers(self) -> list[int]:
-        """Chunks that are there, in order, the one that is being written included."""
-        return chunk_numbers(self.folder) if os.path.isdir(self.folder) else []
 
     def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
         """Wait until a chunk is whole: True; or until it is known that it never will be: False.
@@ -453,28 +281,108 @@ class LiveChunks(LiveShards):
             SFTIndexError: it did not come in time.
             Stopped: the waiter stopped.
         """
-        chunks = self._chunks
-        for waited in waiter.looks(lambda: f"{self.name(number)}; {chunks.describe(number)}"):
+        for waited in waiter.looks(lambda: f"{self.name(number)}; {self.describe(number)}"):
             end = self.end()
             self._require_even()
-            chunks.require_unchanged()
+            self.require_unchanged()
             if end is not None and number >= end:
                 return False
-            if chunks.is_whole(number, self._declared_end()):
+            if self.is_whole(number, self._declared_end()):
                 return True
             if waited >= self.max_wait:
                 break
         raise SFTIndexError(
-            f"{chunks.path_of(number)}: {waiter.who} waited {waited:.0f} s for it, as long as it may (--max-wait):"
-            f" {chunks.describe(number)}; see whether its producer is alive, have the end declared (--end-after), or"
+            f"{self.path_of(number)}: {waiter.who} waited {waited:.0f} s for it, as long as it may (--max-wait):"
+            f" {self.describe(number)}; see whether its producer is alive, have the end declared (--end-after), or"
             " wait longer"
         )
+
+    # ---- which chunks are whole ----
+
+    def is_whole(self, number: int, end: int | None) -> bool:
+        """Whether a chunk is there and its producer is done with it.
+
+        Args:
+            number: of the chunk; below the end where that is known.
+            end: how many chunks there are in all; None while that is not known.
+
+        Raises:
+            FormatError: the chunk is missing though later ones are there, or ends in the middle of a line.
+        """
+        path = self.path_of(number)
+        # The successor first: whatever is seen of the chunk after that is final.
+        followed = end is not None or self._is_followed(number)
+        try:
+            status = os.stat(path)
+        except FileNotFoundError:
+            if not followed:
+                return False
+            raise FormatError(
+                f"{path}: missing, and later chunks are there or the end is declared; it was freed or removed: put it"
+                " back, or start where it was consumed already, from the checkpoint that includes it"
+            ) from None
+        if followed and not ends_whole(path):
+            raise FormatError(
+                f"{path}: its last line ends in the middle though"
+                f" {'the end is declared' if end is not None else 'a later chunk is there'}: torn, as when its producer"
+                " died; write the chunk again, or remove the half line"
+            )
+        if followed:
+            return True
+        unchanged = self._looks.setdefault(number, Still()).seconds((status.st_size, status.st_mtime_ns))
+        # A producer that has written nothing yet has not ended a line either.
+        if unchanged < self.settle_seconds or not status.st_size or not ends_whole(path):
+            return False
+        if self._settled.get(number) != status.st_size:
+            self._settled[number] = status.st_size
+            logger.info(
+                "%s is taken as whole: it ends with a line and has not changed for %g s",
+                *(chunk_name(number), self.settle_seconds),
+            )
+        return True
+
+    def _is_followed(self, number: int) -> bool:
+        if os.path.exists(self.path_of(number + 1)):
+            return True
+        newest = self._newest()  # the next one may have been consumed by another rank, and freed
+        return newest is not None and newest > number
+
+    def require_unchanged(self) -> None:
+        """FormatError where a chunk that was taken as whole has grown since."""
+        for number, nbytes in list(self._settled.items()):
+            followed = self._is_followed(number)
+            try:
+                now = os.stat(self.path_of(number)).st_size
+            except FileNotFoundError:
+                now, followed = nbytes, True  # consumed, and freed
+            if now != nbytes:
+                raise FormatError(
+                    f"{self.path_of(number)}: it has {now:,} bytes and had {nbytes:,} when it was taken as whole,"
+                    f" having not changed for {self.settle_seconds:g} s; its producer pauses longer: raise --settle,"
+                    " and go on from a checkpoint that does not include it"
+                )
+            if followed:
+                del self._settled[number], self._looks[number]
+
+    def describe(self, number: int) -> str:
+        """Why a chunk is waited for, as a clause."""
+        path, name = self.path_of(number), chunk_name(number)
+        if (look := self._looks.get(number)) is not None:
+            (nbytes, _), age = look.sight, look.seconds(look.sight)
+            if nbytes and not ends_whole(path):
+                return f"{name} ends in the middle of a line, and has not changed for {age:.0f} s"
+            return f"{name} is there, {nbytes:,} bytes, and has not changed for {age:.0f} s"
+        newest = self._newest()
+        there = "no chunk is there" if newest is None else f"the newest one is {chunk_name(newest)}"
+        return f"{name} is not there, {there}"
+
+    # ---- chunks that are there ----
 
     def count(self, number: int) -> int | None:
         """Lines of a chunk; None where it is not there, whole."""
         if number not in self._counts:
-            path = self._chunks.path_of(number)
-            if not os.path.exists(path) or not self._chunks.is_whole(number, self._declared_end()):
+            path = self.path_of(number)
+            if not os.path.exists(path) or not self.is_whole(number, self._declared_end()):
                 return None
             chunk = self._opened(number)
             self._counted, self._counts[number] = (number, chunk), len(chunk)
@@ -486,14 +394,9 @@ class LiveChunks(LiveShards):
         Raises:
             FormatError: it is of another kind, or has another number of lines than every chunk should have.
         """
-        self.rows.check(self._chunks.path_of(number))
+        self.rows.check(self.path_of(number))
         counted, self._counted = self._counted, None
-        chunk = counted[1] if counted and counted[0] == number else self._opened(number)
-        return _OpenChunk(chunk, self.rows)
-
-    def name(self, number: int) -> str:
-        """``chunk 8``."""
-        return f"chunk {number} ({chunk_name(number)})"
+        return _OpenChunk(counted[1] if counted and counted[0] == number else self._opened(number), self.rows)
 
     def committed(self) -> None:
         """Mark every chunk that is there and that every consumer is done with.
@@ -504,7 +407,7 @@ class LiveChunks(LiveShards):
         if self.acks is None or not self._may_mark:
             return
         for number in completed(read_acks(self.acks), self.consumers, chunk_numbers(self.folder)):
-            marker = self._chunks.path_of(number) + COMPLETED
+            marker = self.path_of(number) + COMPLETED
             if os.path.exists(marker):
                 continue
             try:
@@ -523,7 +426,7 @@ class LiveChunks(LiveShards):
             logger.info("%s is completed", chunk_name(number))
 
     def _opened(self, number: int) -> ChunkFile:
-        chunk, expected = ChunkFile(self._chunks.path_of(number)), self.samples_per_chunk
+        chunk, expected = ChunkFile(self.path_of(number)), self.samples_per_chunk
         if expected is not None and len(chunk) != expected:
             self._uneven[number] = len(chunk)
             self._require_even()
@@ -531,12 +434,69 @@ class LiveChunks(LiveShards):
 
     def _require_even(self) -> None:
         """FormatError where a chunk that is not the last one has another number of lines than it should have."""
-        newest, expected = self._chunks.newest(), self.samples_per_chunk or 0
+        newest, expected = self._newest(), self.samples_per_chunk or 0
         for number, lines in self._uneven.items():
             # The last one may be freed already.
             if lines > expected or (newest is not None and newest > number):
                 raise FormatError(
-                    f"{self._chunks.path_of(number)}: it has {lines:,} lines, expected {expected:,}"
+                    f"{self.path_of(number)}: it has {lines:,} lines, expected {expected:,}"
                     " (--samples-per-chunk) in every chunk but the last; counts are taken from the chunks themselves,"
                     " so the option may be left out"
                 )
+
+
+# ---- the end, where nobody else says it ----
+
+
+@contextlib.contextmanager
+def declaring_end(folder: str, seconds: float, end_folders: Sequence[str]) -> Iterator[None]:
+    """Inside, a thread declares the end where the producer writes none: by one process, for all ranks.
+
+    That is when no chunk came and none has grown for a while. Half a line at the end of the newest chunk is no end:
+    those who wait for that chunk say what is wrong with it.
+
+    Args:
+        folder: of the chunks.
+        seconds: without a change, on this process's own clock.
+        end_folders: the document that says how many chunks there are goes into the first one that takes it.
+    """
+    stopped = threading.Event()
+
+    def watch() -> None:
+        still = Still()
+        while not stopped.wait(min(1.0, seconds / 4)):
+            try:
+                newest = max(chunk_numbers(folder), default=None)
+                path = os.path.join(folder, chunk_name(newest or 0))
+                status = None if newest is None else os.stat(path)
+                unchanged = still.seconds(status and (newest, status.st_size, status.st_mtime_ns))
+                if newest is None or status is None or unchanged < seconds:
+                    continue
+                if status.st_size and ends_whole(path):
+                    _write_end(end_folders, newest + 1)
+                    said = "%s: no chunk came and none has grown for %g s: the end is declared at %d chunks"
+                    logger.info(said, folder, seconds, newest + 1)
+                    return
+            except FileNotFoundError:
+                continue  # freed, or not there yet
+            except (OSError, SFTIndexError) as error:
+                # Whoever reads the folder meets what is wrong with it too, and stops.
+                logger.error("%s: the end cannot be declared: %s", folder, error)
+                return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _write_end(folders: Sequence[str], chunks: int) -> None:
+    for folder in folders:
+        try:
+            return Catalog(folder).write_end(chunks)
+        except OSError as error:
+            reason = error.strerror
+    raise FormatError(f"{folders[-1]}: {reason}; give --ack-dir, a folder that this run may write to")

@@ -35,8 +35,7 @@ from megatron_sft_idx.live.acks import (
     uncompleted,
     write_ack,
 )
-from megatron_sft_idx.live.catalog import Catalog, Limits
-from megatron_sft_idx.live.catalog_watch import Stopped, Waiter
+from megatron_sft_idx.live.catalog import Catalog, Limits, Stopped, Waiter
 from megatron_sft_idx.live.live_order import AtEnd, RankState, Walk, least_ahead, resume
 from megatron_sft_idx.live.live_shards import CatalogShards, LiveShards, OpenShards
 from megatron_sft_idx.training import BatchAssembler, BatchLoader, Form, Tensors, Wanted, whole_rows

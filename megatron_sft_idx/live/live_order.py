@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live.acks import Ack, Base, Leftover
-from megatron_sft_idx.live.catalog import Positive, Record, require_version
-from megatron_sft_idx.live.catalog_watch import Waiter
+from megatron_sft_idx.live.catalog import Positive, Record, Waiter, require_version
 from megatron_sft_idx.live.live_shards import LiveShards
 from megatron_sft_idx.training import Wanted
 

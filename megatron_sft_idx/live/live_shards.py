@@ -9,7 +9,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,21 +18,17 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.column import ColumnSpec, is_source
-from megatron_sft_idx.live.catalog import Catalog, Limits
-from megatron_sft_idx.live.catalog_watch import CatalogWatch, Stopped, Waiter
+from megatron_sft_idx.live.catalog import Catalog, Limits, ProducerState, Still, Stopped, Waiter, shard_name
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.reader import read_header
 from megatron_sft_idx.shard.shard_set import alike_columns
 from megatron_sft_idx.storage import Backend
-from megatron_sft_idx.training import Segments, interleaved, sequence_numbers
+from megatron_sft_idx.training import Arrays, Index, Segments, in_slots, located
 
 __all__ = ["CatalogShards", "LiveShards", "OpenPacks", "OpenShards"]
 
-# Offsets of sequences and of tokens by pack, starts of sequences, and how many tokens there are.
-Index: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32], int]
 # Of one shard: its number, and what each of its columns that were asked for is.
 Columns: TypeAlias = tuple[int, dict[str, ColumnSpec]]
-_SECONDS_BETWEEN_LISTINGS = 0.05
 _Found = TypeVar("_Found")
 
 
@@ -42,29 +38,24 @@ class OpenPacks(Protocol):
     Attributes:
         num_packs: in it.
         num_tokens: in all of them; None where that is not known without reading everything.
-        index: of all packs, where it is at hand: the packs of several such shards are found in one call. Else None.
-            Shards with columns have it at hand.
-        columns: that it was opened with, in the order of ``arrays``.
+        columns: that it was opened with, in the order of its arrays.
     """
 
     num_packs: int
     num_tokens: int | None
-    index: Index | None
     columns: Mapping[str, ColumnSpec]
 
-    def segments(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Where the sequences of some packs lie in ``arrays()``.
+    def load(self, packs: NDArray[np.int64]) -> tuple[Index, Arrays, NDArray[np.int64]]:
+        """Have some packs, one or more, at hand: a shard may be read as it is needed.
 
         Returns:
-            CSR offsets of the sequences int64 [packs + 1]; the first token and the tokens of each, int64 [sequences].
+            The index of these packs at least; tokens (uint16 or int32), label-aligned loss mask (uint8 or float32) and
+            columns, an item a row, that it points into; and what the packs are numbered in it.
         """
         ...
 
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        """Tokens (uint16 or int32), label-aligned loss mask (uint8 or float32), and columns, an item a row.
-
-        They hold at least the packs that ``segments`` was last asked for: a shard may be read as it is needed.
-        """
+    def broken(self, found: str) -> Exception:
+        """The error where a kernel found ``shard S, pack N: what (rule R)``."""
         ...
 
 
@@ -158,23 +149,18 @@ class OpenShards:
         self._like = columns or (0, {})
         self.columns = {name: [spec] for name, spec in self._like[1].items()}
         self._numbered = any(spec.per == "sequence" for spec in self._like[1].values())
-        self._numbers: list[int] = []
-        self._open: list[OpenPacks] = []
+        self._open: dict[int, OpenPacks] = {}
+        self._arrays: list[Arrays] = []
 
     def hold(self, numbers: Iterable[int]) -> None:
-        """Have these shards open and no others; places that ``segments`` gave before are not good any more."""
-        wanted = sorted(set(numbers))
-        if wanted != self._numbers:
-            held = dict(zip(self._numbers, self._open, strict=True))
-            self._open = [held[number] if number in held else self._opened(number) for number in wanted]
-            self._numbers = wanted
-
-    def _opened(self, number: int) -> OpenPacks:
-        opened = self._shards.open(number, tuple(self.columns))
-        self._require_alike(number, opened.columns)
-        tokens = "" if opened.num_tokens is None else f", {opened.num_tokens:,} tokens"
-        self._waiter.say(f"{self._waiter.who}: {self._shards.name(number)}, {opened.num_packs:,} packs{tokens}")
-        return opened
+        """Have these shards open and no others."""
+        wanted = set(numbers)
+        self._open = {number: opened for number, opened in self._open.items() if number in wanted}
+        for number in sorted(wanted - self._open.keys()):
+            opened = self._open[number] = self._shards.open(number, tuple(self.columns))
+            self._require_alike(number, opened.columns)
+            tokens = "" if opened.num_tokens is None else f", {opened.num_tokens:,} tokens"
+            self._waiter.say(f"{self._waiter.who}: {self._shards.name(number)}, {opened.num_packs:,} packs{tokens}")
 
     def _require_alike(self, number: int, columns: Mapping[str, ColumnSpec]) -> None:
         """FormatError where columns are of another kind than in another shard, or ``source`` numbers other files."""
@@ -196,40 +182,39 @@ class OpenShards:
             self._like = number, dict(columns)
 
     def segments(self, packs: NDArray[np.int64]) -> Segments:
-        """Where the sequences of packs of held shards lie; int64 [packs, 2]. See ``PackSource``."""
-        numbers, local = np.ascontiguousarray(packs.T)
-        slots = np.searchsorted(np.array(self._numbers, np.int64), numbers)
-        indexes = [opened.index for opened in self._open]
-        if all(index is not None for index in indexes):
-            limits = self.capacity, self.sequence_multiple, self.most_sequences
-            # One call for all shards. Where it finds something wrong, the shard that is asked by itself says what.
-            with contextlib.suppress(ValueError):
-                offsets, own, starts, lengths = _native.pack_segments(indexes, slots, local, limits)
-                by_pack = [index[0] for index in indexes if index is not None]
-                sequences = sequence_numbers(by_pack, slots, local, offsets) if self._numbered else None
-                return Segments(offsets, own, starts, lengths, None, sequences, local)
+        """Where the sequences of packs of held shards lie; int64 [packs, 2]. See ``PackSource``.
 
-        def ask(slot: int, rows: NDArray[np.int64]) -> Segments:
-            offsets, starts, lengths = self._open[slot].segments(local[rows])
-            return Segments(offsets, np.full(len(starts), slot, np.int32), starts, lengths)
+        Their places are good until it is called again.
+        """
+        numbers, local = np.array(packs.T, order="C")
+        used, slots = in_slots(numbers)
+        indexes, self._arrays = [], []
+        for slot, number in enumerate(used):
+            here = slots == slot
+            index, arrays, local[here] = self._open[number].load(local[here])
+            indexes.append(index)
+            self._arrays.append(arrays)
+        limits = self.capacity, self.sequence_multiple, self.most_sequences
+        broken = lambda at, found: self._open[used[slots[at]]].broken(found)  # noqa: E731
+        return located(indexes, slots, local, limits, broken, numbered=self._numbered)
 
-        return interleaved(slots, ask)
-
-    def arrays(self, shard: int) -> tuple[NDArray[Any], ...]:
-        """Tokens, label-aligned loss mask and columns of one of the held shards, numbered from 0 as they ascend."""
-        return self._open[shard].arrays()
+    def arrays(self, shard: int) -> Arrays:
+        """Tokens, label-aligned loss mask and columns of one of the shards that packs were last asked of."""
+        return self._arrays[shard]
 
 
 # ---- shards of a catalog ----
 
 
 class CatalogShards(LiveShards):
-    """The shards of a catalog that ``megatron-sft-idx produce`` fills.
+    """The shards of a catalog that ``megatron-sft-idx produce`` fills, and whether its producer is alive.
+
+    It is while the beat in ``_producer.json`` changes, whatever the time of day is on any machine, or on the files.
 
     Args:
         folder: need not be there yet.
         max_wait: seconds after which a wait is given up; keep it below the timeout of the collectives, so that the
-            error that says why comes first.
+            error that says why comes first. None for never.
         producer_timeout: seconds without a sign of life after which the producer counts as dead.
         backend: ``mmap``, or ``pread`` where mapping is slow or refused.
     """
@@ -242,22 +227,43 @@ class CatalogShards(LiveShards):
         producer_timeout: float = 120.0,
         backend: Backend = "mmap",
     ) -> None:
-        self.folder = folder
-        self._max_wait, self._producer_timeout, self._backend = max_wait, producer_timeout, backend
+        self.folder, self.max_wait, self.producer_timeout, self._backend = folder, max_wait, producer_timeout, backend
         self._catalog = Catalog(folder)
-        self._watch = CatalogWatch(self._catalog)
         self._limits: tuple[Limits, int | None] | None = None
         self._counts: dict[int, int] = {}
+        # What the producer said when it was last looked at, and since when its beat is that; None before the first
+        # look, which shows no more than that somebody was here once.
+        self._state: ProducerState | None = None
+        self._beat_since: float | None = None
+        self._looked = self._seen_alive = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_counts": {}}
 
     def limits(self, waiter: Waiter) -> tuple[Limits, int | None]:
         """What the producer promises; of a finished catalog without one, what the shards have."""
         if self._limits is None:
             header = self._of_any(self.newest_header, waiter)
-            producer = self._catalog.producer()
-            if producer is not None:
+            if (producer := self._catalog.producer()) is not None:
                 self._limits = producer.limits, None if header is None else header.pad_id
+            elif self.end() is None:
+                raise SFTIndexError(
+                    f"{self.folder}: shards and no _producer.json, which says how many sequences their packs have at"
+                    " most, and no _END.json, after which nobody need say it; fill it with megatron-sft-idx produce, or"
+                    " train on the folder as on any other"
+                )
             else:
-                self._limits = self._limits_of_headers()
+                headers = [read_header(self._catalog.shard_prefix(number)) for number in self.numbers()]
+                if not headers:
+                    raise FormatError(
+                        f"{self.folder}: a finished catalog without a shard, there is nothing to train on"
+                    )
+                limits = Limits(
+                    max(header.capacity for header in headers),
+                    max(header.most_sequences for header in headers),
+                    math.gcd(*(header.sequence_multiple for header in headers)),
+                )
+                self._limits = limits, headers[0].pad_id
         return self._limits
 
     def least_packs(self) -> int:
@@ -291,19 +297,20 @@ class CatalogShards(LiveShards):
                 return read_header(self._catalog.shard_prefix(number))
         return None
 
-    def _newest_columns(self, names: Sequence[str]) -> Columns | None:
-        for number in reversed(self.numbers()):
-            try:
-                columns = Shard(self._catalog.shard_prefix(number), columns=names).columns
-                return number, {name: columns[name].spec for name in names}
-            except ShardNotFoundError:
-                if self._catalog.is_published(number):  # and was not freed in between
-                    raise
-        return None
-
     def columns(self, names: Sequence[str], waiter: Waiter) -> Columns | None:
         """See ``LiveShards``; as the newest shard has them."""
-        return self._of_any(lambda: self._newest_columns(names), waiter)
+
+        def look() -> Columns | None:
+            for number in reversed(self.numbers()):
+                try:
+                    columns = Shard(self._catalog.shard_prefix(number), columns=names).columns
+                    return number, {name: columns[name].spec for name in names}
+                except ShardNotFoundError:
+                    if self._catalog.is_published(number):  # and was not freed in between
+                        raise
+            return None
+
+        return self._of_any(look, waiter)
 
     def _of_any(self, look: Callable[[], _Found | None], waiter: Waiter) -> _Found | None:
         """What is found of the newest shard; waits for one. None where all are freed and no more will come."""
@@ -311,35 +318,13 @@ class CatalogShards(LiveShards):
             producer = self._catalog.producer()
             if not self.wait(0 if producer is None else producer.published, waiter):
                 return None
-            if waiter.pause(_SECONDS_BETWEEN_LISTINGS):
+            if waiter.pause(0.05):
                 raise Stopped
         return found
-
-    def _limits_of_headers(self) -> tuple[Limits, int | None]:
-        if self.end() is None:
-            raise SFTIndexError(
-                f"{self.folder}: shards and no _producer.json, which says how many sequences their packs have at most,"
-                " and no _END.json, after which nobody need say it; fill it with megatron-sft-idx produce, or train on"
-                " the folder as on any other"
-            )
-        headers = [read_header(self._catalog.shard_prefix(number)) for number in self.numbers()]
-        if not headers:
-            raise FormatError(f"{self.folder}: a finished catalog without a shard, there is nothing to train on")
-        limits = Limits(
-            max(header.capacity for header in headers),
-            max(header.most_sequences for header in headers),
-            math.gcd(*(header.sequence_multiple for header in headers)),
-        )
-        return limits, headers[0].pad_id
 
     def end(self) -> int | None:
         """How many shards there are in all, once that is known."""
         return self._catalog.end()
-
-    def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
-        """See ``LiveShards``."""
-        times: dict[str, Any] = {"max_wait": self._max_wait, "producer_timeout": self._producer_timeout}
-        return self._watch.wait(number, waiter, uncommitted=uncommitted, **times)
 
     def numbers(self) -> list[int]:
         """The shards that are there now."""
@@ -357,56 +342,158 @@ class CatalogShards(LiveShards):
     def open(self, number: int, columns: Sequence[str] = ()) -> OpenPacks:
         """Open a shard and hold it against what the producer promised."""
         shard = Shard(self._catalog.shard_prefix(number), backend=self._backend, columns=columns)
+        header = shard.header
         if self._limits is not None:
-            _require_kept(shard, *self._limits)
+            limits, pad_id = self._limits
+            most, multiple = limits.max_sequences_per_pack, limits.sequence_multiple
+            for found, promised, kept in (
+                (f"packs of up to {header.capacity} tokens", limits.capacity, header.capacity <= limits.capacity),
+                (f"{header.most_sequences} sequences in a pack", most, header.most_sequences <= most),
+                (f"padding id {header.pad_id}", pad_id, pad_id in (None, header.pad_id or 0)),
+                (f"sequence multiple {header.sequence_multiple}", multiple, header.sequence_multiple % multiple == 0),
+            ):
+                if not kept:
+                    raise FormatError(
+                        f"{shard.prefix}: {found}, the catalog's producer promised {promised}; somebody else wrote this"
+                        " shard: make the catalog anew"
+                    )
         return _OpenShard(shard, columns)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_counts": {}}
+    # ---- waiting for its producer ----
 
+    def look(self, waiter: Waiter) -> ProducerState | None:
+        """What the producer says now; a beat that is another than at the last look is noted as a sign of life."""
+        state = self._catalog.producer()
+        if state is not None and (self._state is None or state.beat != self._state.beat):
+            self._beat_since, self._seen_alive = waiter.clock(), self._looked
+        self._state, self._looked = state, True
+        return state
 
-def _require_kept(shard: Shard, limits: Limits, pad_id: int | None) -> None:
-    """FormatError where a shard is not what its catalog's producer promised."""
-    header, most, multiple = shard.header, limits.max_sequences_per_pack, limits.sequence_multiple
-    for found, promised, kept in (
-        (f"packs of up to {header.capacity} tokens", limits.capacity, header.capacity <= limits.capacity),
-        (f"{header.most_sequences} sequences in a pack", most, header.most_sequences <= most),
-        (f"padding id {header.pad_id}", pad_id, pad_id in (None, header.pad_id or 0)),
-        (f"sequence multiple {header.sequence_multiple}", multiple, header.sequence_multiple % multiple == 0),
-    ):
-        if not kept:
-            raise FormatError(
-                f"{shard.prefix}: {found}, the catalog's producer promised {promised}; somebody else wrote this shard:"
-                " make the catalog anew"
+    def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
+        """Wait until shard ``number`` is published: True; or until it is known that there will be none: False.
+
+        Args:
+            number: of the shard.
+            waiter: who waits.
+            uncommitted: asked again and again: how many shards this consumer has read that no committed checkpoint
+                includes.
+
+        Raises:
+            SFTIndexError: the producer failed, died, or was never there; the shard was removed; ``max_wait`` is over;
+                or the producer waits for this consumer's checkpoint while this consumer waits for its shard.
+            FormatError: a document of the catalog is damaged.
+            Stopped: the waiter is to stop.
+        """
+        catalog = self._catalog
+        if catalog.is_published(number):
+            return True
+        what, begin = f"{self.folder}: {waiter.who} waits for {shard_name(number)}", waiter.clock()
+        missing, stuck = Still(waiter.clock), Still(waiter.clock)
+        for waited in waiter.looks(lambda: f"shard {number}; {self._describe(waiter)}"):
+            state, end = self.look(waiter), catalog.end()
+            # Looked at again: it may have been published before what was just read was written.
+            if catalog.is_published(number):
+                return True
+            if end is not None and number >= end:
+                return False
+            now = waiter.clock()
+            # Nobody looked before the wait began: silence is counted from then on.
+            silent = now - max(begin, begin if self._beat_since is None else self._beat_since)
+            if end is not None or (state is not None and number < state.published):
+                if (why := self._why_gone(number, end, missing.seconds("missing"))) is not None:
+                    raise SFTIndexError(f"{what}: {why}")
+            elif state is not None and state.state == "failed":
+                raise SFTIndexError(
+                    f"{what}: the producer failed: {state.reason or 'no reason given'}; mend that, start the same"
+                    " command again, and go on from the last checkpoint"
+                )
+            elif silent >= self.producer_timeout:
+                raise SFTIndexError(f"{what}: {self._why_dead(silent)}")
+            elif state is not None:
+                # The producer waits for us, and we wait for it; not an error at once, a commit may be under way.
+                count = uncommitted() if state.state == "waiting for consumers" else 0
+                seconds = stuck.seconds((state.published, count))
+                if count and seconds >= self.producer_timeout:
+                    raise SFTIndexError(f"{what}: {_why_stuck(state.limits, count, seconds)}")
+            if self.max_wait is not None and waited >= self.max_wait:
+                raise SFTIndexError(
+                    f"{what}: not there after {waited:.0f} s, the longest wait allowed ({self.max_wait:g} s);"
+                    f" {self._describe(waiter)}; raise it, or let the producer make shards faster (--workers)"
+                )
+        raise AssertionError("looks never end by themselves")
+
+    def _describe(self, waiter: Waiter) -> str:
+        """The producer as it was at the last look, in a few words."""
+        state = self._state
+        if state is None:
+            return "no producer has been here yet"
+        doing = "" if state.state == "running" else f", {state.state}"
+        silent = waiter.clock() - (self._beat_since or 0.0)
+        alive = f"producer alive {silent:.0f} s ago" if self._seen_alive else "producer not seen alive yet"
+        return f"{alive}{doing}, {state.published} published"
+
+    def _why_gone(self, number: int, end: int | None, missing_seconds: float) -> str | None:
+        """Why a shard that was published was removed; None where it may be not yet seen from here, and only that."""
+        state = self._state
+        if state is not None and number < state.freed:
+            return (
+                f"shards below {state.freed} were removed, because every consumer had completed them (--keep-recent)."
+                " Go on from the newest checkpoint; for more passes over the data, produce without --keep-recent"
             )
+        self._catalog.numbers()  # listing a folder makes a network file system look again
+        # Which may show a document before it shows a shard that was published before it.
+        if missing_seconds < 5.0 or self._catalog.is_published(number):
+            return None
+        published = end if end is not None else state.published if state is not None else 0
+        return (
+            f"{published} have been published and this one is not there any more: it was removed after every consumer"
+            " had completed it, or by somebody else. Go on from the newest checkpoint, or make the catalog anew"
+        )
+
+    def _why_dead(self, silent: float) -> str:
+        if (state := self._state) is None:
+            return (
+                f"no producer has been here for {silent:.0f} s; start one: megatron-sft-idx produce"
+                f" --catalog {self.folder} ..., or check that this is its folder and that it is shared"
+            )
+        if state.state == "stopped":
+            return (
+                f"the producer was stopped ({state.reason or 'no reason given'}) and has not been started again for"
+                f" {silent:.0f} s, {state.published} published; start the same command again"
+            )
+        return (
+            f"the producer is dead: no sign of life for {silent:.0f} s (producer timeout {self.producer_timeout:g} s),"
+            f" {state.published} published; start the same command again, it goes on where it was"
+        )
+
+
+def _why_stuck(limits: Limits, uncommitted: int, seconds: float) -> str:
+    shards, nbytes = limits.max_ahead_shards, limits.max_ahead_nbytes
+    limits_said = [f"{shards} shards"] * (shards is not None) + [f"{(nbytes or 0) / 1e9:g} GB"] * (nbytes is not None)
+    ahead = " and ".join(limits_said) or "any number of shards"
+    return (
+        f"the producer waits for consumers to complete shards (it may be {ahead} ahead), and this one has read"
+        f" {uncommitted} that no checkpoint includes, for {seconds:.0f} s: neither can go on; save checkpoints more"
+        " often, or raise --max-ahead-shards or --max-ahead-gb"
+    )
 
 
 class _OpenShard:
     """An ``OpenPacks`` over the files of one shard."""
 
     def __init__(self, shard: Shard, columns: Sequence[str]) -> None:
-        self._shard, files = shard, shard.files
         opened = [shard.columns.open(name) for name in columns]
+        self._shard, self._index, files = shard, shard.index, shard.files
         self.columns: Mapping[str, ColumnSpec] = {column.name: column.spec for column in opened}
-        self.num_packs = files.num_packs
-        self.num_tokens: int | None = files.num_tokens
-        self.index: Index | None = shard.index
+        self.num_packs, self.num_tokens = files.num_packs, cast(int | None, files.num_tokens)
         self._arrays = files.tokens[:], files.loss[:], *(column.held_items for column in opened)
         for array in self._arrays:
             _native.will_need(array, np.zeros(1, np.int64), np.array([len(array)]))
 
-    def segments(self, packs: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """See ``OpenPacks``. FormatError where index entries break a rule of the format."""
-        header = self._shard.header
-        limits = header.capacity, header.sequence_multiple, header.most_sequences
-        try:
-            offsets, _, starts, lengths = _native.pack_segments(
-                [self._shard.index], np.zeros_like(packs), packs, limits
-            )
-        except ValueError as error:
-            raise self._shard.broken_pack(str(error)) from None
-        return offsets, starts, lengths
+    def load(self, packs: NDArray[np.int64]) -> tuple[Index, Arrays, NDArray[np.int64]]:
+        """All of the shard."""
+        return self._index, self._arrays, packs
 
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        """All tokens, masks and columns of the shard."""
-        return self._arrays
+    def broken(self, found: str) -> Exception:
+        """CorruptShardError where index entries break a rule of the format."""
+        return self._shard.broken_pack(found)

@@ -16,8 +16,7 @@ from megatron.core import parallel_state
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.jsonl_chunks import chunk_numbers
 from megatron_sft_idx.live.acks import Base, ack_folder, read_acks
-from megatron_sft_idx.live.catalog import Catalog, Limits, default_max_sequences
-from megatron_sft_idx.live.catalog_watch import Waiter
+from megatron_sft_idx.live.catalog import Catalog, Limits, Waiter, default_max_sequences
 from megatron_sft_idx.live.chunks import ChunkRows, LiveChunks, declaring_end
 from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
 from megatron_sft_idx.live.live_order import RankState

@@ -7,18 +7,20 @@ seconds, and worker processes do without it. So what batches are made by (``rows
 
 from megatron_sft_idx.training.batch import BatchAssembler, Form, Tensors
 from megatron_sft_idx.training.loader import BatchIterator, BatchLoader, Wanted, whole_rows
-from megatron_sft_idx.training.sources import PackSource, Segments, interleaved, sequence_numbers
+from megatron_sft_idx.training.sources import Arrays, Index, PackSource, Segments, in_slots, located
 
 __all__ = [
+    "Arrays",
     "BatchAssembler",
     "BatchIterator",
     "BatchLoader",
     "Form",
+    "Index",
     "PackSource",
     "Segments",
     "Tensors",
     "Wanted",
-    "interleaved",
-    "sequence_numbers",
+    "in_slots",
+    "located",
     "whole_rows",
 ]

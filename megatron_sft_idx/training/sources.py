@@ -37,6 +37,7 @@ from megatron_sft_idx.storage.publish import Kind, head_of, lock_file, new_file
 
 __all__ = [
     "Arrays",
+    "Index",
     "JoinedPacks",
     "LegacySource",
     "PackSource",
@@ -46,12 +47,11 @@ __all__ = [
     "Segments",
     "StoredPacks",
     "in_slots",
-    "interleaved",
     "load_or_make",
+    "located",
     "plan_path",
     "reopen",
     "require_fit",
-    "sequence_numbers",
 ]
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,9 @@ logger = logging.getLogger(__name__)
 
 # Tokens and label-aligned loss mask of a shard, then its columns.
 Arrays: TypeAlias = tuple[Array, ...]
+# CSR offsets of a shard's sequences by pack, its packs' offsets in tokens, starts of sequences, and how many tokens
+# there are.
+Index: TypeAlias = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,30 +136,6 @@ def in_slots(shards: NDArray[Any], used: list[int] | None = None) -> tuple[list[
     return used, shards if own else np.searchsorted(np.array(used), shards).astype(shards.dtype)
 
 
-def interleaved(members: NDArray[np.int64], ask: Callable[[int, NDArray[np.int64]], Segments]) -> Segments:
-    """The sequences of packs that lie in several places, each of which is asked once.
-
-    Args:
-        members: int64 [packs], the place of each pack.
-        ask: given a place and the positions in ``members`` of its packs, ascending, the segments of these.
-    """
-    order = np.argsort(members, kind="stable")
-    used, firsts = np.unique(members[order], return_index=True)
-    parts = [ask(member, rows) for member, rows in zip(used.tolist(), np.split(order, firsts)[1:], strict=True)]
-    if not parts:
-        return Segments(np.zeros(1, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.int64))
-    counts, begins = np.empty(len(members), np.int64), np.empty(len(members), np.int64)
-    counts[order] = np.concatenate([np.diff(part.offsets) for part in parts])
-    begins[order] = np.cumsum(counts[order]) - counts[order]
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
-    taken = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], counts)
-    columns = [(part.shards, part.starts, part.lengths) for part in parts]
-    shards, starts, lengths = (np.concatenate(column)[taken] for column in zip(*columns, strict=True))
-    numbered = [part.sequences for part in parts if part.sequences is not None]
-    sequences = np.concatenate(numbered)[taken] if len(numbered) == len(parts) else None
-    return Segments(offsets, shards, starts, lengths, None, sequences)
-
-
 # ---- packs of shards ----
 
 
@@ -197,23 +176,46 @@ def _pieces(bounds: NDArray[np.int64], first: int, last: int) -> list[tuple[int,
     return [piece for piece in cut if piece[1] < piece[2]]
 
 
-def sequence_numbers(
-    indexes: Sequence[NDArray[np.int64]], slots: NDArray[Any], packs: NDArray[np.int64], offsets: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """The number of each sequence in its shard.
+def located(
+    indexes: list[Index],
+    slots: NDArray[Any],
+    packs: NDArray[np.int64],
+    limits: tuple[int, int, int],
+    broken: Callable[[int, str], Exception],
+    *,
+    numbers: list[int] | None = None,
+    numbered: bool = False,
+) -> Segments:
+    """The sequences of packs, by the index arrays of their shards, in one native call.
 
     Args:
-        indexes: int64 [packs + 1] of each shard, CSR offsets of sequences by pack.
-        slots: [packs], the shard of each pack.
-        packs: int64 [packs], numbers in their shards.
-        offsets: int64 [packs + 1], CSR offsets of the sequences of these packs.
+        indexes: of each shard.
+        slots: [packs], which of these each pack is of.
+        packs: int64 [packs], its number there.
+        limits: capacity, sequence multiple and most sequences that packs keep to.
+        broken: makes an error of the position in ``packs`` of one that breaks a rule, and of what is wrong with it.
+        numbers: what the slots are called; None for 0, 1, ...
+        numbered: whether to say which sequences of their shards these are.
     """
-    firsts = np.empty(len(packs), np.int64)
-    for slot, sequence_offsets in enumerate(indexes):
-        here = slots == slot
-        firsts[here] = sequence_offsets[packs[here]]
-    numbers: NDArray[np.int64] = np.repeat(firsts - offsets[:-1], np.diff(offsets)) + np.arange(offsets[-1])
-    return numbers
+    try:
+        offsets, shards, starts, lengths = _native.pack_segments(indexes, slots, packs, limits)
+    except ValueError:
+        for i in range(len(packs)):  # which it is
+            try:
+                _native.pack_segments(indexes, slots[i : i + 1], packs[i : i + 1], limits)
+            except ValueError as error:
+                raise broken(i, str(error)) from None
+        raise
+    sequences = None
+    if numbered:
+        firsts = np.empty(len(packs), np.int64)
+        for slot, (sequence_offsets, *_) in enumerate(indexes):
+            here = slots == slot
+            firsts[here] = sequence_offsets[packs[here]]
+        sequences = np.repeat(firsts - offsets[:-1], np.diff(offsets)) + np.arange(offsets[-1])
+    if numbers is not None and numbers != list(range(len(numbers))):
+        shards = np.array(numbers, np.int32)[shards]
+    return Segments(offsets, shards, starts, lengths, numbers if len(packs) else None, sequences, packs)
 
 
 class StoredPacks(_ShardPacks):
@@ -244,27 +246,17 @@ class StoredPacks(_ShardPacks):
         if (held := self.shards.held) is not None:  # one shard, as far as arrays go
             self.shards.need(held, set(shards.tolist()))
             numbers, slots, local = [0], np.zeros_like(shards), wanted
-            shards = slots
             indexes = [(held.sequence_offsets, held.token_offsets, held.starts, len(held.tokens))]
         else:
             numbers, slots = in_slots(shards)
             indexes = [shard.index for shard in self.shards.opened(numbers)]
+
+        def broken(at: int, found: str) -> FormatError:
+            number, pack = (int(place[0]) for place in self.shards.locate(wanted[at : at + 1]))
+            return self.shards.shard(number).broken_pack(found, pack)
+
         limits = self.capacity, self.sequence_multiple, self.most_sequences
-        try:
-            offsets, own, starts, lengths = _native.pack_segments(indexes, slots, local, limits)
-        except ValueError:
-            for i in range(len(wanted)):  # which it is
-                try:
-                    _native.pack_segments(indexes, slots[i : i + 1], local[i : i + 1], limits)
-                except ValueError as error:
-                    number, pack = (int(found[0]) for found in self.shards.locate(wanted[i : i + 1]))
-                    raise self.shards.shard(number).broken_pack(str(error), pack) from None
-            raise
-        if slots is not shards:  # where shards are used from the first on, as the only one is, slots are the numbers
-            own = np.array(numbers, np.int32)[own]
-        by_pack = [sequence_offsets for sequence_offsets, *_ in indexes]
-        sequences = sequence_numbers(by_pack, slots, local, offsets) if self._numbered else None
-        return Segments(offsets, own, starts, lengths, numbers if len(packs) else None, sequences, local)
+        return located(indexes, slots, local, limits, broken, numbers=numbers, numbered=self._numbered)
 
     def num_tokens(self) -> int:
         """Tokens of all packs; of a shard that is used in part two offsets are read."""
@@ -423,11 +415,25 @@ class JoinedPacks:
         if self._stored is not None:
             return self._stored.segments(packs + self._shift[members])
 
-        def ask(member: int, rows: NDArray[np.int64]) -> Segments:
-            found = self._sources[member].segments(packs[rows] - self.packs_before[member])
-            return replace(found, shards=found.shards + np.int32(self._shards_before[member]), used=None)
-
-        return interleaved(members, ask)
+        # Each source is asked once, for its packs together; what it says is put where they stand.
+        order = np.argsort(members, kind="stable")
+        used, firsts = np.unique(members[order], return_index=True)
+        parts = []
+        for member, rows in zip(used.tolist(), np.split(order, firsts)[1:], strict=True):
+            part = self._sources[member].segments(packs[rows] - self.packs_before[member])
+            parts.append(replace(part, shards=part.shards + np.int32(self._shards_before[member])))
+        if len(parts) < 2:
+            return parts[0] if parts else self._sources[0].segments(packs)
+        counts, begins = np.empty(len(members), np.int64), np.empty(len(members), np.int64)
+        counts[order] = np.concatenate([np.diff(part.offsets) for part in parts])
+        begins[order] = np.cumsum(counts[order]) - counts[order]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        taken = np.arange(offsets[-1]) + np.repeat(begins - offsets[:-1], counts)
+        columns = [(part.shards, part.starts, part.lengths) for part in parts]
+        shards, starts, lengths = (np.concatenate(column)[taken] for column in zip(*columns, strict=True))
+        numbered = [part.sequences for part in parts if part.sequences is not None]
+        sequences = np.concatenate(numbered)[taken] if len(numbered) == len(parts) else None
+        return Segments(offsets, shards, starts, lengths, None, sequences)
 
     def arrays(self, shard: int) -> Arrays:
         """Tokens, label-aligned loss mask and columns of one shard, whole."""
