@@ -184,5 +184,5 @@ def test_a_verb_imports_no_other() -> None:
         "import sys; from megatron_sft_idx.cli.main import build_parser; build_parser('split'); print(*sys.modules)"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert "megatron_sft_idx.cli.merge" in found
+    assert "megatron_sft_idx.cli.move" in found
     assert not {f"megatron_sft_idx.{name}" for name in ("cli.produce", "check", "inspect", "live")} & set(found)

@@ -1,21 +1,25 @@
-"""``megatron-sft-idx convert``: packed data of one format to another."""
+"""``megatron-sft-idx convert`` and ``create-raw-index``: other formats, and where the rows of JSON lines are."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 from typing import Any
 
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, add_log_interval, local_path, positive
+from megatron_sft_idx.cli.options import Verbs, add_log_interval, add_verb, declare, local_path
 from megatron_sft_idx.formats.base import MASK_ALIGNMENTS
 from megatron_sft_idx.formats.bridge import Padding
 from megatron_sft_idx.formats.convert import ConvertOptions, ConvertReport, convert, summary_path
+from megatron_sft_idx.formats.modalities import create_raw_index
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE
 from megatron_sft_idx.storage.progress import Progress
 
 __all__ = ["add_parser"]
 
-_EXAMPLES = """\
+_HELP = """\
+Convert packed SFT data between formats, in a stream, and read the result again to compare.
+
 examples:
   a pickled .npy, as NeMo and Megatron-Bridge wrote it, to a shard:
     megatron-sft-idx convert old/train.npy data/train --to sft-idx
@@ -50,6 +54,22 @@ weights other than 0 and 1 in memmap, parquet and jsonl-chunks; columns in npy, 
 Megatron-Bridge (--no-columns leaves them out, and nothing else), and those that not all sources have. .npy and .pbin
 do not keep the capacity.
 """
+_RAW_HELP = """\
+Write where each row of a JSON-lines file begins and how long it is: the raw index of Modalities, readable by its tools
+and by ours. Every line is parsed once; blank lines are no rows.
+
+examples:
+  write chats.idx beside chats.jsonl, as `modalities data create_raw_index` does:
+    megatron-sft-idx create-raw-index chats.jsonl
+
+  elsewhere, and leave out lines that are no JSON:
+    megatron-sft-idx create-raw-index chats.jsonl --output index/chats.idx --drop-faulty
+
+  then, in Python, row 7 and eight parts of the file for eight readers:
+    from megatron_sft_idx.formats.modalities import RawRows
+    rows = RawRows("chats.jsonl")
+    json.loads(rows[7]); rows.ranges(8)
+"""
 
 # Options of one format's reader or writer: flag, name there, formats that know it.
 _READER: dict[str, tuple[str, ...]] = {
@@ -64,59 +84,58 @@ _MOST_NOTES = 20
 
 
 def add_parser(verbs: Verbs) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "convert",
-        help="packed data of one format to another",
-        description="Convert packed SFT data between formats, in a stream, and read the result again to compare.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
+    """Add both verbs."""
+    parser = add_verb(verbs, "convert", "packed data of one format to another", _HELP, _convert)
+    named_as_a_keyword: dict[str, Any] = {"from": {"dest": "source_format", "choices": READABLE}}
+    declare(
+        parser,
+        """
+        source SRC...  files, folders, prefixes or globs of one format
+        destination DST  file, folder or prefix to write
+        --to  format to write
+        --from  format to read (default: by content)
+        --mask-alignment  of the loss masks in SRC, see below (default: %(default)s)
+        --mask-rule  for sources without masks: all trains on every token
+        --mask-path PREFIX  for stock datasets: a dataset that holds the masks
+        --repair-merge  pbin: place documents by their lengths where merging damaged the index
+        --capacity N  most token positions a pack may hold (default: what SRC says, or its longest pack)
+        --row-group-size N  parquet: packs in a row group
+        --pad-seq-to-mult N  parquet: fill sequences up with --eos-id as Megatron-Bridge's pad_seq_to_mult=N expects it,
+            and write DST.json for its packed_metadata_path; 1 writes that file alone
+        --eos-id ID  the tokenizer's end of sequence, to pad with
+        --samples-per-chunk N  jsonl-chunks: packs in a file
+        --no-columns  leave columns out, for formats without a place
+        --allow-loss  let go what the format has no place for
+        --overwrite  replace DST, where it is of the format of --to
+        --no-verify  do not read the result again
+        """,
+        source=local_path,
+        destination=local_path,
+        to={"required": True, "choices": WRITABLE},
+        mask_alignment={"choices": MASK_ALIGNMENTS, "default": "label"},
+        mask_rule={"choices": ("all",)},
+        repair_merge={"action": "store_const", "const": True},
+        eos_id=int,
+        **named_as_a_keyword,
     )
-    parser.add_argument(
-        "source", nargs="+", type=local_path, metavar="SRC", help="files, folders, prefixes or globs of one format"
-    )
-    parser.add_argument("destination", type=local_path, metavar="DST", help="file, folder or prefix to write")
-    parser.add_argument("--to", required=True, choices=WRITABLE, help="format to write")
-    parser.add_argument("--from", dest="source_format", choices=READABLE, help="format to read (default: by content)")
-    parser.add_argument(
-        "--mask-alignment",
-        choices=MASK_ALIGNMENTS,
-        default="label",
-        help="of the loss masks in SRC, see below (default: %(default)s)",
-    )
-    parser.add_argument("--mask-rule", choices=("all",), help="for sources without masks: all trains on every token")
-    parser.add_argument("--mask-path", metavar="PREFIX", help="for stock datasets: a dataset that holds the masks")
-    parser.add_argument(
-        "--repair-merge",
-        action="store_const",
-        const=True,
-        help="pbin: place documents by their lengths where merging damaged the index",
-    )
-    parser.add_argument(
-        "--capacity",
-        type=positive,
-        metavar="N",
-        help="most token positions a pack may hold (default: what SRC says, or its longest pack)",
-    )
-    parser.add_argument("--row-group-size", type=positive, metavar="N", help="parquet: packs in a row group")
-    parser.add_argument(
-        "--pad-seq-to-mult",
-        type=positive,
-        metavar="N",
-        help="parquet: fill sequences up with --eos-id as Megatron-Bridge's pad_seq_to_mult=N expects it, and write"
-        " DST.json for its packed_metadata_path; 1 writes that file alone",
-    )
-    parser.add_argument("--eos-id", type=int, metavar="ID", help="the tokenizer's end of sequence, to pad with")
-    parser.add_argument("--samples-per-chunk", type=positive, metavar="N", help="jsonl-chunks: packs in a file")
-    parser.add_argument("--no-columns", action="store_true", help="leave columns out, for formats without a place")
-    parser.add_argument("--allow-loss", action="store_true", help="let go what the format has no place for")
-    parser.add_argument("--overwrite", action="store_true", help="replace DST, where it is of the format of --to")
-    parser.add_argument("--no-verify", action="store_true", help="do not read the result again")
     add_log_interval(parser, "packs")
-    parser.set_defaults(run=_run)
+
+    line = "index the rows of a JSON-lines file for reading them in any order"
+    parser = add_verb(verbs, "create-raw-index", line, _RAW_HELP, _create_raw_index)
+    declare(
+        parser,
+        """
+        file FILE.jsonl  plain JSON lines, not compressed
+        --output FILE.idx  the index (default: FILE.idx beside the file)
+        --drop-faulty  leave out lines that are no JSON, and count them
+        --overwrite  replace a raw index that is there
+        """,
+        file=local_path,
+    )
+    add_log_interval(parser, "rows", 1_000_000)
 
 
-def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def _convert(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if arguments.pad_seq_to_mult is not None and arguments.to != "parquet":
         parser.error("--pad-seq-to-mult is for --to parquet")
     if arguments.eos_id is not None and arguments.pad_seq_to_mult is None:
@@ -168,3 +187,21 @@ def _lines(report: ConvertReport, destination: str, to: str) -> list[str]:
         if report.verified
         else "not read again, as --no-verify says",
     ]
+
+
+def _create_raw_index(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
+    total = os.stat(arguments.file).st_size
+    with Progress("indexing", total, unit="B", log_interval=arguments.log_interval, items="rows") as progress:
+        report = create_raw_index(
+            arguments.file,
+            arguments.output,
+            drop_faulty=arguments.drop_faulty,
+            overwrite=arguments.overwrite,
+            on_progress=progress.update,
+        )
+    line = f"wrote {report.index_path}: {report.num_rows:,} rows"
+    if report.num_blank:
+        line += f", blank lines left out: {report.num_blank:,}"
+    if report.num_faulty:
+        line += f", lines that are no JSON left out: {report.num_faulty:,}"
+    print(line)

@@ -1,4 +1,4 @@
-"""``megatron-sft-idx inspect``: what a shard holds."""
+"""``megatron-sft-idx inspect`` and ``bench-read``: what a shard holds, and how fast it is read here."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ import json
 import math
 import os
 import sys
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from megatron_sft_idx.chat.tokenizer.tokenizer import load_tokenizer
 from megatron_sft_idx.cli.options import (
     TOKENIZER_MODEL,
-    HelpFormatter,
     Verbs,
     add_log_interval,
+    add_verb,
+    declare,
     in_color,
+    local_path,
     natural,
     positive,
     writable,
 )
+from megatron_sft_idx.cli.streams import print_error
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.diff import compare_shards, diff_lines
 from megatron_sft_idx.inspect.origin import SOURCE, find_row, parse_place, sources_of
@@ -47,7 +50,9 @@ from megatron_sft_idx.storage.publish import Place, check_place, files_of, requi
 
 __all__ = ["add_parser"]
 
-_EXAMPLES = """\
+_HELP = """\
+Show what a shard holds.
+
 examples:
   counts, lengths, trained share, odd packs, fingerprints:
     megatron-sft-idx inspect data/train
@@ -68,49 +73,93 @@ Packs, sequences and tokens are counted from 0, lines of input files from 1. Mem
 
 exit code: 0 done, and for --find and --row found, for --diff equal; 1 not found, not equal, or bad data; 2 wrong usage.
 """
+_BENCH_HELP = """\
+Measure ways of reading a shard on the disk it lies on, and recommend one.
 
+examples:
+  which settings to train with, from this disk, in this memory (about half a minute):
+    megatron-sft-idx bench-read data/train
 
+  a slow disk tells more in more time; for a program, as one JSON document:
+    megatron-sft-idx bench-read data/train --seconds 120 --json > reading.json
+
+  as if there were 4 GiB of memory for reading (where a control group may be made: root, most containers)
+    megatron-sft-idx bench-read data/train --memory-limit 4096 --seconds 120
+
+Each setting is read by a process of its own: first with the page cache dropped (checked, not assumed), then once more,
+as in a second epoch. All are measured in turn, several rounds. Shown are packs a second, the time of a pack, bytes
+read from the disk for each byte asked for, and page faults. Nothing is written. A program that reads the shard
+meanwhile loses its cached pages too; what a server, or a host of this machine, keeps in its own memory stays there.
+
+A memory limit is a control group's. ulimit has none that would do: the page cache belongs to no process.
+
+exit code: 0 measured; 1 the shard is bad, or cannot be read in any way; 2 wrong usage, or no limit can be set here.
+"""
+_MIB = 1 << 20
 # Of a row of a column, in a line.
 _MOST_VALUES = 8
 
 
 def add_parser(verbs: Verbs) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "inspect",
-        help="what a shard holds: summary, packs as text, a page, a search, a comparison",
-        description="Show what a shard holds.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
+    """Add both verbs."""
+    line = "what a shard holds: summary, packs as text, a page, a search, a comparison"
+    parser = add_verb(verbs, "inspect", line, _HELP, _inspect, product=lambda arguments: not arguments.html)
+    declare(
+        parser,
+        f"""
+        shard PREFIX  prefix of the shard, or a folder or glob with one
+        --tokenizer, {TOKENIZER_MODEL} PATH  folder or file of the tokenizer that made the ids, to show text; refused
+            where the shard names another
+        """,
     )
-    parser.add_argument("shard", metavar="PREFIX", help="prefix of the shard, or a folder or glob with one")
-    parser.add_argument(
-        "--tokenizer",
-        TOKENIZER_MODEL,
-        dest="tokenizer",
-        metavar="PATH",
-        help="folder or file of the tokenizer that made the ids, to show text; refused where the shard names another",
+    declare(
+        parser.add_mutually_exclusive_group(),
+        """
+        --pack N  show pack N instead of the summary
+        --row FILE:LINE  show where the sequences are that a row was made into
+        --find TEXT  show where TEXT occurs in a sequence, letter by letter as it is
+        --diff OTHER  show what differs from the shard at this prefix
+        --html FILE  write a page that needs nothing else
+        """,
+        pack=natural,
+        html=writable,
     )
-    show = parser.add_mutually_exclusive_group()
-    show.add_argument("--pack", type=natural, metavar="N", help="show pack N instead of the summary")
-    show.add_argument("--row", metavar="FILE:LINE", help="show where the sequences are that a row was made into")
-    show.add_argument("--find", metavar="TEXT", help="show where TEXT occurs in a sequence, letter by letter as it is")
-    show.add_argument("--diff", metavar="OTHER", help="show what differs from the shard at this prefix")
-    show.add_argument("--html", type=writable, metavar="FILE", help="write a page that needs nothing else")
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    parser.add_argument("--overwrite", action="store_true", help="replace the page that --html names")
-    parser.add_argument(
-        "--limit",
-        type=positive,
-        default=20,
-        metavar="N",
-        help="matches and differences to name; --find stops there (default: %(default)s)",
+    declare(
+        parser,
+        """
+        --json  print one JSON document instead of text
+        --overwrite  replace the page that --html names
+        --limit N  matches and differences to name; --find stops there (default: %(default)s)
+        """,
+        limit=20,
     )
     add_log_interval(parser, "packs", default=1_000_000)
-    parser.set_defaults(run=_run, prints_result=True)
+
+    line = "how fast a shard is read from this disk, by which settings"
+    parser = add_verb(verbs, "bench-read", line, _BENCH_HELP, _bench_read, product=lambda arguments: True)
+    declare(parser, "shard PREFIX  prefix of the shard", shard=local_path)
+    declare(
+        parser.add_mutually_exclusive_group(),
+        """
+        --seconds N  time to read for, about (default: %(default)s)
+        --packs N  read N packs an epoch, however long that takes
+        """,
+        seconds=15,
+    )
+    declare(
+        parser,
+        """
+        --order  in which packs are read; training shuffles (default: %(default)s)
+        --memory-limit MIB  memory for reading, page cache included
+        --json  print one JSON document instead of text
+        """,
+        order=("shuffled", "sequential"),
+        memory_limit=positive,
+    )
+    add_log_interval(parser, "runs", default=10)
 
 
-def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def _inspect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     if arguments.find is not None and not arguments.tokenizer:
         parser.error("--find looks for text: say with --tokenizer what made the ids")
     if arguments.find == "":
@@ -153,6 +202,8 @@ def _decoder(shard: Shard, path: str | None) -> Decode | None:
     """Ids to text, by the tokenizer that made them. FormatError where it is another."""
     if path is None:
         return None
+    from megatron_sft_idx.chat.tokenizer.tokenizer import load_tokenizer  # the other things shown need none
+
     tokenizer = load_tokenizer(path, backend="tokenizers")
     made = shard.header.tokenizer
     if made is None:
@@ -299,3 +350,35 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     value = value.item() if isinstance(value, np.generic) else value
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _bench_read(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from megatron_sft_idx.inspect.bench_read import Plan, bench_read
+    from megatron_sft_idx.inspect.place import memory_limit
+    from megatron_sft_idx.inspect.recommend import reading_dict, reading_lines, recommend
+
+    with ExitStack() as stack:
+        limit = None
+        if arguments.memory_limit:
+            try:
+                limit = stack.enter_context(memory_limit(arguments.memory_limit * _MIB))
+            except OSError as error:
+                parser.error(f"--memory-limit: {error}")
+        plan = Plan(
+            order=arguments.order,
+            packs=arguments.packs,
+            seconds=arguments.seconds,
+            limit=limit,
+        )
+        interval = arguments.log_interval
+        with Progress("reading", 2 * plan.runs, unit=" epochs", log_interval=interval, items="runs") as progress:
+            report = bench_read(arguments.shard, plan, tell=lambda runs: progress.update(2 * runs, runs))
+    advice = recommend(report)
+    if arguments.json:
+        print(json.dumps(reading_dict(report, advice), indent=2))
+    else:
+        print("\n".join(reading_lines(report, advice)))
+    if advice.setting is None:
+        print_error(f"{arguments.shard}: no setting reads it here")
+        return 1
+    return 0

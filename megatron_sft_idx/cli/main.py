@@ -24,17 +24,11 @@ __all__ = ["main"]
 # What people want to do, the verbs for it, and the module of each: one is imported when it is asked for, since all of
 # them take a tenth of a second.
 _VERBS = {
-    "make": {"preprocess": "preprocess", "pack": "pack", "produce": "produce"},
+    "make": {"preprocess": "preprocess", "pack": "preprocess", "produce": "produce"},
     "look": {"inspect": "inspect", "verify": "verify"},
-    "train on": {"bench-read": "bench_read"},
-    "mend": {"rebuild": "rebuild"},
-    "move": {
-        "convert": "convert",
-        "merge": "merge",
-        "split": "merge",
-        "copy": "copy",
-        "create-raw-index": "raw_index",
-    },
+    "train on": {"bench-read": "inspect"},
+    "mend": {"rebuild": "verify"},
+    "move": {"convert": "convert", "merge": "move", "split": "move", "copy": "move", "create-raw-index": "convert"},
 }
 
 _EXAMPLE = """\
@@ -76,7 +70,6 @@ def build_parser(verb: str = "") -> argparse.ArgumentParser:
     modules = {name: module for group in _VERBS.values() for name, module in group.items()}
     for module in [modules[verb]] if verb in modules else dict.fromkeys(modules.values()):
         import_module(f"megatron_sft_idx.cli.{module}").add_parser(verbs)
-    parser.set_defaults(prints_result=False)
     return parser
 
 
@@ -109,8 +102,7 @@ def _run(argv: Sequence[str] | None, output: StandardOutput) -> int:
         if not leaving.code:  # --help and --version
             output.finish(product=True)
         raise
-    page = getattr(arguments, "html", None)
-    product = getattr(arguments, "dry_run", False) or (arguments.prints_result and not page)
+    product = arguments.product(arguments)
     output.begin(product=product)
     with _cleaning_up_when_terminated():
         code: int = arguments.run(arguments, parser) or 0

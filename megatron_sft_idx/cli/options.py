@@ -1,4 +1,7 @@
-"""Options that several verbs share, and the values they take."""
+"""How verbs are declared, the options that several of them share, and the values those take.
+
+Options are written down as ``--help`` shows them, and ``declare`` reads them from there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import argparse
 import os
 import re
 import sys
+import textwrap
+from collections.abc import Callable
 from copy import copy
 from pathlib import Path
 from typing import Any, get_args
@@ -17,12 +22,13 @@ from megatron_sft_idx.storage.publish import resolve
 
 __all__ = [
     "TOKENIZER_MODEL",
-    "HelpFormatter",
     "Verbs",
     "add_log_interval",
     "add_output_options",
     "add_read_options",
     "add_staging",
+    "add_verb",
+    "declare",
     "given",
     "in_color",
     "local_path",
@@ -46,6 +52,11 @@ Verbs = Any  # argparse names the type of add_subparsers() only privately
 # Megatron's name for --tokenizer, which helps those who know it, and would only puzzle others.
 TOKENIZER_MODEL = "--tokenizer-model"
 
+# ---- declaring ----
+
+# Names, what stands for the value (none for a switch), and from two blanks on the help.
+_DECLARED = re.compile(r"(?P<names>[\w-]+(?:, [\w-]+)*)(?: (?P<metavar>\S+))?  +(?P<help>.*)")
+
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Wraps a description that is one line; examples, which have lines of their own, stay as they are.
@@ -65,6 +76,71 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return argparse.HelpFormatter._fill_text(self, text, width, indent)
 
 
+def add_verb(
+    verbs: Verbs,
+    name: str,
+    line: str,
+    text: str,
+    run: Callable[[argparse.Namespace, argparse.ArgumentParser], int | None],
+    *,
+    product: Callable[[argparse.Namespace], bool] = lambda arguments: False,
+) -> argparse.ArgumentParser:
+    """The parser of a new verb, to be given options.
+
+    Args:
+        verbs: all of them.
+        name: of the verb.
+        line: what it does, in the list of verbs.
+        text: its help: a paragraph that says what it does, then examples.
+        run: called with what was parsed and the parser of the program, whose ``error`` is for wrong usage; gives the
+            exit code, None for 0.
+        product: whether, with these arguments, the verb exists for what it prints.
+    """
+    description, _, examples = text.partition("\n\n")
+    parser: argparse.ArgumentParser = verbs.add_parser(
+        name, help=line, description=description.replace("\n", " "), epilog=examples, formatter_class=HelpFormatter
+    )
+    parser.set_defaults(run=run, product=product)
+    return parser
+
+
+def declare(
+    group: argparse._ActionsContainer, text: str, known: Callable[[str], Any] = lambda name: {}, **more: Any
+) -> None:
+    """Add options or arguments to a parser, or to a group of one.
+
+    Args:
+        group: what they are added to.
+        text: a line for each, as in ``--seq-length N  capacity of a pack``; what is indented goes on with the line
+            above. N and M are whole numbers of 1 or more, other values text; PATH... is one or more; what has no value
+            is a switch.
+        known: what the text does not say of the option of a name, such as ``seq_length``: its type; a tuple of choices,
+            of which the first is the default; its default; or a dict of arguments of ``add_argument``.
+        **more: the same by name, which goes before.
+    """
+    for entry in re.split(r"\n(?! )", textwrap.dedent(text).strip()):
+        found = _DECLARED.fullmatch(re.sub(r"\n +", " ", entry))
+        assert found, entry
+        names, metavar = found["names"].split(", "), found["metavar"]
+        told: dict[str, Any] = {"help": found["help"]}
+        if metavar:
+            told["metavar"] = metavar.removesuffix("...")
+            told |= {"type": positive} if metavar in ("N", "M") else {}
+            told |= {"nargs": "+"} if metavar.endswith("...") else {}
+        name = names[0].lstrip("-").replace("-", "_")
+        value = more.pop(name) if name in more else known(name)
+        if isinstance(value, dict):
+            told |= value
+        elif isinstance(value, tuple):
+            told |= {"choices": value, "default": value[0]}
+        else:
+            told["type" if callable(value) else "default"] = value
+        if not (metavar or {"choices", "action"} & told.keys()):
+            told["action"] = "store_true"
+        group.add_argument(*names, **told)
+    assert not more, more
+
+
 def given(arguments: argparse.Namespace) -> dict[str, Any]:
     """The parsed options by the names of ``tokenize.preprocess``, which calls the tokenizer what it is."""
     return {**vars(arguments), "tokenizer": arguments.tokenizer_model}
@@ -73,6 +149,9 @@ def given(arguments: argparse.Namespace) -> dict[str, Any]:
 def in_color() -> bool:
     """Whether what is printed may be coloured: by a terminal that can, and nobody who said no (no-color.org)."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+# ---- values ----
 
 
 def positive(text: str) -> int:
@@ -133,72 +212,66 @@ def local_path(text: str) -> str:
     return text
 
 
-def add_staging(parser: Any) -> None:
-    """Where a shard for an object store is built."""
-    parser.add_argument(
-        "--staging",
-        default=STAGING,
-        metavar="DIR",
-        help="for s3:// and msc:// prefixes: local folder to build in, with room for it (preprocess: twice);"
-        " what an interrupted run or upload left there is gone on with (default: ./%(default)s)",
-    )
+# ---- shared ----
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Where the shard goes and what is said on the way."""
     group = parser.add_argument_group("output")
-    group.add_argument(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
-        help="path that the five files share, also s3:// or msc://; --data-path takes it",
-    )
-    group.add_argument(
-        "--output-shards",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="cut the packs into N shards, PREFIX-00000-of-0000N and so on; a glob or the folder names them all"
-        " (default: one shard, at PREFIX)",
+    declare(
+        group,
+        """
+        --output-prefix PREFIX  path that the five files share, also s3:// or msc://; --data-path takes it
+        --output-shards N  cut the packs into N shards, PREFIX-00000-of-0000N and so on; a glob or the folder names
+            them all (default: one shard, at PREFIX)
+        """,
+        output_prefix={"required": True},
+        output_shards=1,
     )
     add_staging(group)
-    group.add_argument("--overwrite", action="store_true", help="replace the shard at the prefix, and the summary")
-    group.add_argument("--summary", type=writable, metavar="FILE", help="write counts and seconds as JSON")
+    declare(
+        group,
+        """
+        --overwrite  replace the shard at the prefix, and the summary
+        --summary FILE  write counts and seconds as JSON
+        """,
+        summary=writable,
+    )
     add_log_interval(group, "rows")
 
 
-def add_log_interval(parser: argparse._ActionsContainer, unit: str, default: int = 10_000) -> None:
-    """How often progress is told without a terminal; ``unit`` is what it counts, in the plural."""
-    parser.add_argument(
-        "--log-interval",
-        type=natural,
-        default=default,
-        metavar="N",
-        help=f"without a terminal, a line of progress every N {unit}; 0 for none (default: %(default)s)",
+def add_staging(group: argparse._ActionsContainer) -> None:
+    """Where a shard for an object store is built."""
+    declare(
+        group,
+        """
+        --staging DIR  for s3:// and msc:// prefixes: local folder to build in, with room for it (preprocess: twice);
+            what an interrupted run or upload left there is gone on with (default: ./%(default)s)
+        """,
+        staging=STAGING,
     )
+
+
+def add_log_interval(group: argparse._ActionsContainer, unit: str, default: int = 10_000) -> None:
+    """How often progress is told without a terminal; ``unit`` is what it counts, in the plural."""
+    told = f"--log-interval N  without a terminal, a line of progress every N {unit}; 0 for none (default: %(default)s)"
+    declare(group, told, log_interval={"type": natural, "default": default})
 
 
 def add_read_options(group: argparse._ActionsContainer) -> None:
     """Add them; ``read_options`` takes them up."""
-    group.add_argument(
-        "--read-backend",
-        metavar="{" + ",".join(get_args(BackendName)) + "}",
-        help="mmap (os is the same): memory maps, the default; pread and reopen: a system call for each read, where"
-        " mapping is slow or refused",
+    declare(
+        group,
+        f"""
+        --read-backend {{{",".join(get_args(BackendName))}}}  mmap (os is the same): memory maps, the default; pread
+            and reopen: a system call for each read, where mapping is slow or refused
+        --no-mmap-bin-files  Megatron's way to say --read-backend pread
+        --read-advice  what the kernel is told of the order of reads; random switches its read-ahead off
+        --read-huge-pages  ask the kernel for huge pages
+        """,
+        no_mmap_bin_files={"dest": "mmap_bin_files", "action": "store_false"},
+        read_advice=get_args(Advice),
     )
-    group.add_argument(
-        "--no-mmap-bin-files",
-        dest="mmap_bin_files",
-        action="store_false",
-        help="Megatron's way to say --read-backend pread",
-    )
-    group.add_argument(
-        "--read-advice",
-        choices=get_args(Advice),
-        default="normal",
-        help="what the kernel is told of the order of reads; random switches its read-ahead off",
-    )
-    group.add_argument("--read-huge-pages", action="store_true", help="ask the kernel for huge pages")
 
 
 def read_options(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> ReadOptions:

@@ -1,42 +1,54 @@
-"""``megatron-sft-idx preprocess``: chats to a packed shard."""
+"""``megatron-sft-idx preprocess`` and ``pack``: chats, or a tokenised corpus, to a packed shard."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from megatron_sft_idx.chat.inputs import parse_json
 from megatron_sft_idx.cli.options import (
     TOKENIZER_MODEL,
-    HelpFormatter,
     Verbs,
     add_output_options,
+    add_verb,
+    declare,
     given,
     in_color,
+    local_path,
     natural,
     positive,
 )
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.text import mark_pack
+from megatron_sft_idx.layout import ShardPaths
+from megatron_sft_idx.shard import Shard
+from megatron_sft_idx.shard.publication import places_of
 from megatron_sft_idx.tokenize import (
     FROM_ZERO,
     Output,
     Preview,
+    Summary,
     available_cpus,
+    check_summary,
     downloaded,
     inputs_of,
+    pack_shard,
+    packing_options,
     preprocess,
     preprocess_options,
     preview,
     run_job,
 )
 
-__all__ = ["add_mask_options", "add_packing_options", "add_parser", "add_row_options", "add_workers_option"]
+__all__ = ["add_mask_options", "add_packing_options", "add_parser", "add_row_options"]
 
-_EXAMPLES = """\
+_HELP = """\
+Tokenise chats, mark the tokens to train on by the chat template, pack, and write a shard.
+
 examples:
   chats to a packed shard, masks by the tokenizer's own chat template:
     megatron-sft-idx preprocess --input chats.jsonl --tokenizer ./Qwen3-8B \\
@@ -71,180 +83,118 @@ rows: OpenAI messages, ShareGPT conversations, instruction/input/output columns,
 input_ids with loss_mask or labels. files: .json, .jsonl, .jsonl.gz, .jsonl.zst, .parquet, save_to_disk folders, globs;
 in s3:// and msc:// objects, globs, and all that lies right in PREFIX/, read by ranges and never downloaded whole.
 """
+_PACK_HELP = """\
+Pack the sequences of a shard anew. No text is needed and nothing is tokenised.
 
+examples:
+  pack a tokenised corpus (preprocess --keep-corpus) for another capacity, without tokenising again:
+    megatron-sft-idx pack data/train.unpacked --seq-length 32768 --output-prefix data/train-32k
 
-# ---- options: of each its name, its metavar and its help; the rest is that of the argument of ``preprocess`` ----
-
-_ROWS = """\
-row_kind: how rows are read (default: by their columns); preference takes chosen and rejected, which stay in one pack
-  and are dropped together where they are overlong, kto a label, true or false; of both, only what follows the prompt
-  is trained on
-messages_key NAME: column that holds the turns (default: by its usual names)
-mask_alignment: of masks in tokenised rows: at the trained token itself, or at the one before it (default:
-  %(default)s)
-on_bad_row: stop at a row that cannot be used, or count and list it (default: %(default)s)
-append_eod: end every sequence with the end-of-sequence token
+  the same for context parallel size 4:
+    megatron-sft-idx pack data/train.unpacked --seq-length 32768 --sequence-multiple 8 --output-prefix data/train-cp4
 """
-_MASKS = """\
-chat_template FILE: Jinja file that replaces the tokenizer's own template
-chat_template_kwargs JSON: variables for the template
-template_date YYYY-MM-DD: the date for templates that ask for today's, which would change
-train_on: what the assistant says, only its answer to the last user message, or everything (default: %(default)s)
-turns: where the template drops the reasoning of earlier turns: stop; one sequence without it; or a sequence a turn,
-  each as the model would see it (default: %(default)s)
-no_train_on_thinking: leave reasoning out of the loss
-no_train_on_tool_calls: leave tool calls out of the loss
-allow_control_tokens: let text in the data that spells a control token, such as <|im_end|>, become that token
-partial_markers: where {%% generation %%} markers leave out part of what the assistant says: stop, or take them as
-  they stand (default: %(default)s)
-straddling: a token that begins before a trained span and ends in it is trained on, as in transformers, or not
-  (default: %(default)s)
-span_by_span: tokenise trained spans by themselves, so that no token straddles their edges (changes token ids)
-"""
-_SELECTION = """\
-max_rows N: the first N usable rows of the input; reads no more than it must
-dedup: exact leaves out rows that say what an earlier one says, whatever their other columns hold; 50 bytes of memory
-  a row (default: %(default)s)
-sample SHARE: take this share of the rows (default: all)
-valid_fraction SHARE: keep this share of the conversations apart, whole, in a shard at PREFIX.valid (default: none)
-input_weight FILE=W: train on each row of a file W times: 2 is twice, 0.5 every other row, 1.5 all once and half of
-  them again; a file as it is in --input, its name alone, a glob or a folder (default: 1)
-shuffle: shuffle the rows by --seed, for --packing sequential and none; the other methods do so by themselves
-"""
-_PACKING = """\
-seq_length N: capacity: most token positions a pack may hold
-packing: method; auto takes the fewest packs of several, sequential keeps the order, none puts one sequence in a pack
-  (default: %(default)s)
-packing_effort: high spends seconds more where packs of few sequences leave gaps (default: %(default)s)
-overlong: what becomes of sequences longer than --seq-length; what is lost is counted (default: %(default)s)
-sequence_multiple M: count each sequence as its length rounded up to M, so that padding for context parallelism (2 x
-  its size, x tensor parallel size under sequence parallelism) fits (default: %(default)s)
-max_sequences_per_pack N: at most N (default: no limit)
-drop_untrained: leave out sequences, and cuts of --overlong split, with no token to train on
-seed N: of every shuffle and lot (default: %(default)s)
-"""
-_RUNNING = f"""\
-workers N: tokenising processes, 0 for none but this one; with --engine ray, tasks at once; changes no byte of the
-  output (default: all processors, {available_cpus()} here, or those of the cluster)
-engine: this machine, or a Ray cluster, whose nodes see input, tokenizer and output at the same paths; changes no byte
-  of the output (default: %(default)s)
-ray_address ADDRESS: of a running cluster, HOST:PORT or auto (default: start one on this machine, and stop it at the
-  end)
-keep_corpus: keep the tokenised corpus, an unpacked shard, at PREFIX.unpacked
-source: write the column source: of every sequence, which row of which file it was made from (default: %(default)s)
-source_weight FILE=W: multiply the loss of each row of a file by W, named as for --input-weight; masks that are not 0
-  and 1 then are float32 (default: 1)
-resume: go on with a run that was interrupted or killed, to the same bytes; refused where input or options changed,
-  and says what
-"""
-_DOWNLOAD = """\
-download: take what is not here for names on the Hugging Face hub, and fetch it into its cache: --tokenizer
-  OWNER/NAME, --input OWNER/NAME/data/train-*.parquet; @REVISION may follow NAME; needs huggingface_hub
-"""
+_WHICH_ROWS = (
+    "Done in this order, and counted. Lots are drawn from what a row says and --seed, so that rows that say the same"
+    " share one: copies of a row are never on both sides of a split, and other rows change nothing."
+)
 
 
-def _add(group: argparse._ActionsContainer, options: str) -> None:
-    hints, parameters = get_type_hints(preprocess), inspect.signature(preprocess).parameters
-    for line in options.replace("\n  ", " ").splitlines():
-        head, _, text = line.partition(": ")
-        name, _, metavar = head.partition(" ")
-        hint, default = hints[name], parameters[name].default
-        more: dict[str, Any] = {"metavar": metavar} if metavar else {}
-        if hint is bool:
-            more["action"] = argparse.BooleanOptionalAction if default else "store_true"
-        elif get_origin(hint) is Literal:
-            more["choices"] = get_args(hint)
-        elif hint in (int, int | None):
-            more["type"] = natural if name in FROM_ZERO else positive
-        elif hint is float:
-            more["type"] = float
-        elif hint == Mapping[str, Any] | None:
-            more["type"] = _json_object
-        elif hint == Sequence[str]:
-            more["nargs"] = "+"
-        more |= {"required": True} if default is inspect.Parameter.empty else {"default": default}
-        group.add_argument("--" + name.replace("_", "-"), help=text, **more)
+# ---- options that are arguments of ``preprocess`` too ----
 
 
-def add_parser(verbs: Verbs) -> None:
-    """Add the verb."""
-    parser = verbs.add_parser(
-        "preprocess",
-        help="chats to a packed shard",
-        description="Tokenise chats, mark the tokens to train on by the chat template, pack, and write a shard.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
-    )
-    group = parser.add_argument_group("input")
-    group.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help="files, globs, save_to_disk folders; also s3://, msc://; - for what comes in a pipe",
-    )
-    add_row_options(group)
-    _add(group, _DOWNLOAD)
-    add_mask_options(parser)
-    group = parser.add_argument_group(
-        "which rows",
-        "Done in this order, and counted. Lots are drawn from what a row says and --seed, so that rows that say the"
-        " same share one: copies of a row are never on both sides of a split, and other rows change nothing.",
-    )
-    _add(group, _SELECTION)
-    add_packing_options(parser)
-    add_output_options(parser)
-    group = parser.add_argument_group("running")
-    _add(group, _RUNNING)
-    group.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="encode the first rows of every file, show what they become and what would stop a run, write nothing",
-    )
-    group.add_argument(
-        "--full",
-        action="store_true",
-        help="with --dry-run: encode all rows, for every bad one, all lengths, and the packs there would be",
-    )
-    parser.set_defaults(run=_run)
-
-
-def add_workers_option(group: argparse._ActionsContainer) -> None:
-    """How many processes tokenise."""
-    group.add_argument(
-        "--workers",
-        type=natural,
-        default=available_cpus(),
-        metavar="N",
-        help="tokenising processes, 0 for none but this one; changes no byte of the output (default: %(default)s)",
+def add_packing_options(parser: argparse.ArgumentParser) -> None:
+    """How sequences become packs."""
+    declare(
+        parser.add_argument_group("packing"),
+        """
+        --seq-length N  capacity: most token positions a pack may hold
+        --packing  method; auto takes the fewest packs of several, sequential keeps the order, none puts one sequence
+            in a pack (default: %(default)s)
+        --packing-effort  high spends seconds more where packs of few sequences leave gaps (default: %(default)s)
+        --overlong  what becomes of sequences longer than --seq-length; what is lost is counted (default: %(default)s)
+        --sequence-multiple M  count each sequence as its length rounded up to M, so that padding for context
+            parallelism (2 x its size, x tensor parallel size under sequence parallelism) fits (default: %(default)s)
+        --max-sequences-per-pack N  at most N (default: no limit)
+        --drop-untrained  leave out sequences, and cuts of --overlong split, with no token to train on
+        --seed N  of every shuffle and lot (default: %(default)s)
+        """,
+        _as_argument,
     )
 
 
 def add_row_options(group: argparse._ActionsContainer, *, required: bool = True) -> None:
     """The tokenizer, which may not be needed, and how rows are read."""
-    group.add_argument(
-        "--tokenizer",
-        TOKENIZER_MODEL,
-        dest="tokenizer_model",
-        required=required,
-        metavar="PATH",
-        help="local folder of the tokenizer, or its tokenizer.json, tekken.json or SentencePiece model",
+    declare(
+        group,
+        f"""
+        --tokenizer, {TOKENIZER_MODEL} PATH  local folder of the tokenizer, or its tokenizer.json, tekken.json or
+            SentencePiece model
+        --tokenizer-type  of Megatron
+        --row-kind  how rows are read (default: by their columns); preference takes chosen and rejected, which stay in
+            one pack and are dropped together where they are overlong, kto a label, true or false; of both, only what
+            follows the prompt is trained on
+        --messages-key NAME  column that holds the turns (default: by its usual names)
+        --mask-alignment  of masks in tokenised rows: at the trained token itself, or at the one before it
+            (default: %(default)s)
+        --on-bad-row  stop at a row that cannot be used, or count and list it (default: %(default)s)
+        --append-eod  end every sequence with the end-of-sequence token
+        """,
+        _as_argument,
+        tokenizer={"dest": "tokenizer_model", "required": required},
+        tokenizer_type={"choices": ("HuggingFaceTokenizer",), "help": argparse.SUPPRESS},
     )
-    group.add_argument("--tokenizer-type", choices=("HuggingFaceTokenizer",), help=argparse.SUPPRESS)
-    _add(group, _ROWS)
 
 
 def add_mask_options(parser: argparse.ArgumentParser) -> None:
     """The chat template, and what is trained on."""
-    _add(parser.add_argument_group("chat template and masks"), _MASKS)
+    declare(
+        parser.add_argument_group("chat template and masks"),
+        """
+        --chat-template FILE  Jinja file that replaces the tokenizer's own template
+        --chat-template-kwargs JSON  variables for the template
+        --template-date YYYY-MM-DD  the date for templates that ask for today's, which would change
+        --train-on  what the assistant says, only its answer to the last user message, or everything
+            (default: %(default)s)
+        --turns  where the template drops the reasoning of earlier turns: stop; one sequence without it; or a sequence
+            a turn, each as the model would see it (default: %(default)s)
+        --no-train-on-thinking  leave reasoning out of the loss
+        --no-train-on-tool-calls  leave tool calls out of the loss
+        --allow-control-tokens  let text in the data that spells a control token, such as <|im_end|>, become that token
+        --partial-markers  where {%% generation %%} markers leave out part of what the assistant says: stop, or take
+            them as they stand (default: %(default)s)
+        --straddling  a token that begins before a trained span and ends in it is trained on, as in transformers, or
+            not (default: %(default)s)
+        --span-by-span  tokenise trained spans by themselves, so that no token straddles their edges (changes token ids)
+        """,
+        _as_argument,
+    )
 
 
-def add_packing_options(parser: argparse.ArgumentParser) -> None:
-    """How sequences become packs."""
-    _add(parser.add_argument_group("packing"), _PACKING)
+def _as_argument(name: str) -> dict[str, Any]:
+    """What ``declare`` is to know of an option: type, choices and default of the argument of ``preprocess``."""
+    hint, default = _hints()[name], inspect.signature(preprocess).parameters[name].default
+    told: dict[str, Any] = {"required": True} if default is inspect.Parameter.empty else {"default": default}
+    if hint is bool:
+        told["action"] = argparse.BooleanOptionalAction if default else "store_true"
+    elif get_origin(hint) is Literal:
+        told["choices"] = get_args(hint)
+    elif hint in (int, int | None):
+        told["type"] = natural if name in FROM_ZERO else positive
+    elif hint is float:
+        told["type"] = float
+    elif hint == Mapping[str, Any] | None:
+        told["type"] = _json_object
+    return told
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(preprocess)
 
 
 def _json_object(text: str) -> dict[str, Any]:
+    from megatron_sft_idx.chat.inputs import parse_json  # which takes longer to import than other verbs to run
+
     try:
         value = parse_json(text.encode())
     except ValueError as error:
@@ -252,6 +202,91 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f'{text[:60]}: expected a JSON object, such as {{"enable_thinking": false}}')
     return value
+
+
+# ---- the verbs ----
+
+
+def add_parser(verbs: Verbs) -> None:
+    """Add both verbs."""
+    parser = add_verb(
+        verbs, "preprocess", "chats to a packed shard", _HELP, _run, product=lambda arguments: bool(arguments.dry_run)
+    )
+    group = parser.add_argument_group("input")
+    told = "--input PATH...  files, globs, save_to_disk folders; also s3://, msc://; - for what comes in a pipe"
+    declare(group, told, input={"required": True})
+    add_row_options(group)
+    declare(
+        group,
+        """
+        --download  take what is not here for names on the Hugging Face hub, and fetch it into its cache: --tokenizer
+            OWNER/NAME, --input OWNER/NAME/data/train-*.parquet; @REVISION may follow NAME; needs huggingface_hub
+        """,
+    )
+    add_mask_options(parser)
+    _add_selection_options(parser)
+    add_packing_options(parser)
+    add_output_options(parser)
+    group = parser.add_argument_group("running")
+    declare(
+        group,
+        f"""
+        --workers N  tokenising processes, 0 for none but this one; with --engine ray, tasks at once; changes no byte of
+            the output (default: all processors, {available_cpus()} here, or those of the cluster)
+        --engine  this machine, or a Ray cluster, whose nodes see input, tokenizer and output at the same paths;
+            changes no byte of the output (default: %(default)s)
+        --ray-address ADDRESS  of a running cluster, HOST:PORT or auto (default: start one on this machine, and stop it
+            at the end)
+        --keep-corpus  keep the tokenised corpus, an unpacked shard, at PREFIX.unpacked
+        --source  write the column source: of every sequence, which row of which file it was made from
+            (default: %(default)s)
+        --source-weight FILE=W...  multiply the loss of each row of a file by W, named as for --input-weight; masks that
+            are not 0 and 1 then are float32 (default: 1)
+        --resume  go on with a run that was interrupted or killed, to the same bytes; refused where input or options
+            changed, and says what
+        """,
+        _as_argument,
+    )
+    declare(
+        group,
+        """
+        --dry-run  encode the first rows of every file, show what they become and what would stop a run, write nothing
+        --full  with --dry-run: encode all rows, for every bad one, all lengths, and the packs there would be
+        """,
+    )
+
+    parser = add_verb(
+        verbs, "pack", "a tokenised corpus, or packs of another capacity, to a packed shard", _PACK_HELP, _pack
+    )
+    declare(parser, "source SOURCE  prefix of the shard to be packed", source=local_path)
+    declare(
+        parser,
+        """
+        --source NAME  take the sequences of this input file only, by the name in the column source; may be given again
+        --allow-loss  leave out columns that have a row a pack
+        """,
+        source={"dest": "sources", "action": "append", "default": []},
+    )
+    add_packing_options(parser)
+    add_output_options(parser)
+
+
+def _add_selection_options(parser: argparse.ArgumentParser) -> None:
+    declare(
+        parser.add_argument_group("which rows", _WHICH_ROWS),
+        """
+        --max-rows N  the first N usable rows of the input; reads no more than it must
+        --dedup  exact leaves out rows that say what an earlier one says, whatever their other columns hold; 50 bytes of
+            memory a row (default: %(default)s)
+        --sample SHARE  take this share of the rows (default: all)
+        --valid-fraction SHARE  keep this share of the conversations apart, whole, in a shard at PREFIX.valid
+            (default: none)
+        --input-weight FILE=W...  train on each row of a file W times: 2 is twice, 0.5 every other row, 1.5 all once and
+            half of them again; a file as it is in --input, its name alone, a glob or a folder (default: 1)
+        --shuffle  shuffle the rows by --seed, for --packing sequential and none; the other methods do so by themselves
+        """,
+        _as_argument,
+    )
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -294,3 +329,41 @@ def _show(seen: Preview) -> None:
         print("the first sequence, trained tokens marked:\n")
         print(mark_pack(ids, mask, [0, len(ids)], seen.decode, color=in_color()))
     print("\nnothing was written")
+
+
+def _pack(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
+    options = packing_options(vars(arguments))
+    if arguments.summary is not None:
+        check_summary(arguments.summary, overwrite=arguments.overwrite)
+    output = Output(
+        arguments.output_prefix,
+        shards=arguments.output_shards,
+        staging=arguments.staging,
+        overwrite=arguments.overwrite,
+        summary=arguments.summary,
+    )
+    source = Shard(arguments.source)
+    # What is cut off, or of other sources, is not known before the plan.
+    whole = options.overlong not in ("drop", "truncate") and not arguments.sources
+    nbytes = source.header.num_tokens * (source.header.token_dtype.itemsize + source.header.mask_dtype.itemsize)
+    columns = list(source.columns)
+    reads = places_of(ShardPaths.of(arguments.source).with_columns(columns), "the source")
+    output.prepare(reads, columns=columns, nbytes=nbytes if whole else 0)
+    begin = time.monotonic()
+    report = pack_shard(
+        source,
+        output.local,
+        options,
+        shards=arguments.output_shards,
+        overwrite=arguments.overwrite,
+        log_interval=arguments.log_interval,
+        sources=arguments.sources,
+        allow_loss=arguments.allow_loss,
+    )
+    seconds = {"packing": time.monotonic() - begin}
+    counts = (options.capacity, None, report, seconds)
+    summary = Summary(arguments.output_prefix, *counts, shards=arguments.output_shards, options=asdict(options))
+    output.publish()
+    print(summary)
+    if arguments.summary is not None:
+        summary.write(arguments.summary, overwrite=arguments.overwrite)

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import sys
 
-from megatron_sft_idx.cli.options import HelpFormatter, Verbs, given, natural, positive
-from megatron_sft_idx.cli.preprocess import (
-    add_mask_options,
-    add_packing_options,
-    add_row_options,
-    add_workers_option,
+from megatron_sft_idx.cli.options import (
+    Verbs,
+    add_verb,
+    declare,
+    given,
+    natural,
 )
+from megatron_sft_idx.cli.preprocess import add_mask_options, add_packing_options, add_row_options
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import default_max_sequences
 from megatron_sft_idx.produce import AheadLimits, ProduceOptions, own_files, produce
 from megatron_sft_idx.storage.publish import Place, files_of, require_apart
-from megatron_sft_idx.tokenize import EncodingOptions, encoding_options, packing_options, reads_of
+from megatron_sft_idx.tokenize import available_cpus, encoding_options, packing_options, reads_of
 
 __all__ = ["add_parser"]
 
-_EXAMPLES = """\
+_HELP = """\
+Tokenise and pack an input shard by shard, into a folder that training reads meanwhile.
+
 examples:
   shards of about 50 million tokens each, while training reads them as they appear:
     megatron-sft-idx produce --input 'raw/*.jsonl' --tokenizer ./Qwen3-8B \\
@@ -57,105 +61,65 @@ Its shards have no columns, so they do not say which row a sequence was made fro
 
 def add_parser(verbs: Verbs) -> None:
     """Add the verb."""
-    parser = verbs.add_parser(
-        "produce",
-        help="chats to shards that training reads while they are being made",
-        description="Tokenise and pack an input shard by shard, into a folder that training reads meanwhile.",
-        epilog=_EXAMPLES,
-        formatter_class=HelpFormatter,
-    )
-    _add_input_options(parser)
-    add_mask_options(parser)
-    add_packing_options(parser)
-    _add_catalog_options(parser)
-    group = parser.add_argument_group("running")
-    add_workers_option(group)
-    parser.set_defaults(run=_run)
-
-
-def _add_input_options(parser: argparse.ArgumentParser) -> None:
+    parser = add_verb(verbs, "produce", "chats to shards that training reads while they are being made", _HELP, _run)
     group = parser.add_argument_group("input")
-    source = group.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--input", nargs="+", metavar="PATH", help="files, globs, save_to_disk folders; - for JSON lines in a pipe"
+    declare(
+        group.add_mutually_exclusive_group(required=True),
+        """
+        --input PATH...  files, globs, save_to_disk folders; - for JSON lines in a pipe
+        --watch FOLDER  take the files of FOLDER in order of name as they appear, until _END does
+        """,
     )
-    source.add_argument(
-        "--watch", metavar="FOLDER", help="take the files of FOLDER in order of name as they appear, until _END does"
-    )
-    group.add_argument(
-        "--end-after",
-        type=_seconds,
-        metavar="SECONDS",
-        help="with --watch: end when nothing new has appeared for so long (default: wait for _END)",
-    )
-    group.add_argument(
-        "--settle",
-        type=_seconds,
-        default=5.0,
-        metavar="SECONDS",
-        help="with --watch: the last file is whole when its size has not changed for so long (default: %(default)s)",
+    declare(
+        group,
+        """
+        --end-after SECONDS  with --watch: end when nothing new has appeared for so long (default: wait for _END)
+        --settle SECONDS  with --watch: the last file is whole when its size has not changed for so long
+            (default: %(default)s)
+        """,
+        end_after=_seconds,
+        settle={"type": _seconds, "default": 5.0},
     )
     add_row_options(group)
-
-
-def _add_catalog_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("catalog")
-    group.add_argument("--catalog", required=True, metavar="FOLDER", help="where the shards go")
-    group.add_argument(
-        "--tokens-per-shard",
-        type=positive,
-        required=True,
-        metavar="N",
-        help="a shard ends as soon as it has N tokens; each is packed by itself, so many packs make a good fill",
+    add_mask_options(parser)
+    add_packing_options(parser)
+    declare(
+        parser.add_argument_group("catalog"),
+        """
+        --catalog FOLDER  where the shards go
+        --tokens-per-shard N  a shard ends as soon as it has N tokens; each is packed by itself, so many packs make a
+            good fill
+        --max-ahead-shards N  wait while N published shards are not completed (default: no limit)
+        --max-ahead-gb G  wait while another shard would make these more than G times 10^9 bytes (default: no limit)
+        --consumers N  training runs that read the catalog; a shard is completed when all have (default: %(default)s)
+        --keep-recent N  remove completed shards but for the N newest; 0 keeps none (default: remove nothing)
+        --ack-dir FOLDER  where consumers acknowledge that may not write in the catalog
+            (default: _acks in the catalog)
+        """,
+        catalog={"required": True},
+        tokens_per_shard={"required": True},
+        max_ahead_gb=_gigabytes,
+        consumers=1,
+        keep_recent=natural,
     )
-    group.add_argument(
-        "--max-ahead-shards",
-        type=positive,
-        metavar="N",
-        help="wait while N published shards are not completed (default: no limit)",
-    )
-    group.add_argument(
-        "--max-ahead-gb",
-        type=_gigabytes,
-        metavar="G",
-        help="wait while another shard would make these more than G times 10^9 bytes (default: no limit)",
-    )
-    group.add_argument(
-        "--consumers",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="training runs that read the catalog; a shard is completed when all have (default: %(default)s)",
-    )
-    group.add_argument(
-        "--keep-recent",
-        type=natural,
-        metavar="N",
-        help="remove completed shards but for the N newest; 0 keeps none (default: remove nothing)",
-    )
-    group.add_argument(
-        "--ack-dir",
-        metavar="FOLDER",
-        help="where consumers acknowledge that may not write in the catalog (default: _acks in the catalog)",
+    declare(
+        parser.add_argument_group("running"),
+        """
+        --workers N  tokenising processes, 0 for none but this one; changes no byte of the output (default: %(default)s)
+        """,
+        workers={"type": natural, "default": available_cpus()},
     )
 
 
-def _seconds(text: str) -> float:
-    return _real(text, "seconds")
+def _seconds(text: str, unit: str = "seconds") -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r}: expected a number of {unit} above 0")
 
 
 def _gigabytes(text: str) -> int:
-    return max(1, int(_real(text, "gigabytes") * 1e9))
-
-
-def _real(text: str, unit: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of {unit} above 0")
-    return value
+    return max(1, int(_seconds(text, "gigabytes") * 1e9))
 
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
@@ -164,7 +128,27 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     if arguments.input and "-" in arguments.input and len(arguments.input) > 1:
         parser.error("--input - takes everything from the pipe: name it alone")
     try:
-        options = _options(arguments, encoding_options(given(arguments)))
+        packing = packing_options(vars(arguments))
+        if packing.max_sequences_per_pack is None:
+            packing = dataclasses.replace(packing, max_sequences_per_pack=default_max_sequences(packing.capacity))
+        options = ProduceOptions(
+            inputs=arguments.input or (),
+            watch=arguments.watch,
+            catalog=arguments.catalog,
+            encoding=encoding_options(given(arguments)),
+            packing=packing,
+            tokens_per_shard=arguments.tokens_per_shard,
+            workers=arguments.workers,
+            ahead=AheadLimits(
+                max_shards=arguments.max_ahead_shards,
+                max_nbytes=arguments.max_ahead_gb,
+                consumers=arguments.consumers,
+                keep_recent=arguments.keep_recent,
+                ack_dir=arguments.ack_dir,
+            ),
+            end_after=arguments.end_after,
+            settle=arguments.settle,
+        )
     except FormatError as error:
         parser.error(str(error))
     reads = reads_of(options.inputs, options.encoding)
@@ -173,27 +157,3 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
     require_apart([Place(path, "the catalog") for path in own_files(arguments.catalog)], reads)
     summary = produce(options, log=lambda line: print(line, file=sys.stderr, flush=True))
     print("\n".join(summary.lines()))
-
-
-def _options(arguments: argparse.Namespace, encoding: EncodingOptions) -> ProduceOptions:
-    packing = packing_options(vars(arguments))
-    if packing.max_sequences_per_pack is None:
-        packing = dataclasses.replace(packing, max_sequences_per_pack=default_max_sequences(packing.capacity))
-    return ProduceOptions(
-        inputs=arguments.input or (),
-        watch=arguments.watch,
-        catalog=arguments.catalog,
-        encoding=encoding,
-        packing=packing,
-        tokens_per_shard=arguments.tokens_per_shard,
-        workers=arguments.workers,
-        ahead=AheadLimits(
-            max_shards=arguments.max_ahead_shards,
-            max_nbytes=arguments.max_ahead_gb,
-            consumers=arguments.consumers,
-            keep_recent=arguments.keep_recent,
-            ack_dir=arguments.ack_dir,
-        ),
-        end_after=arguments.end_after,
-        settle=arguments.settle,
-    )
