@@ -37,7 +37,7 @@ from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, check_name
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.journal import BuildOptions
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, pair_numbers, recover, remove_shard, write_column
-from megatron_sft_idx.shard import build as build_module
+from megatron_sft_idx.shard import writer as writer_module
 
 SPECIFICATION = (Path(__file__).parent.parent / "megatron_sft_idx" / "FORMAT.md").read_text(encoding="utf-8")
 PACKS = demo_samples(40)
@@ -48,7 +48,7 @@ PACKS = demo_samples(40)
 
 @pytest.mark.parametrize("backend", ["mmap", "pread", "reopen"])
 def test_what_is_written_is_read(tmp_path: Path, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "STAGE_TOKENS", 16)
+    monkeypatch.setattr(writer_module, "STAGE_TOKENS", 16)
     header = write_columned(tmp_path / "x", PACKS)
     assert sorted(header.metadata["columns"]) == sorted(SPECS)
     shard = Shard(tmp_path / "x", backend=backend, columns=SPECS)
@@ -258,7 +258,7 @@ def test_a_path_of_a_column_is_taken_for_its_prefix() -> None:
 def test_a_kill_at_each_step_leaves_the_shard_with_all_it_lists_or_none(
     tmp_path: Path, old: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_module, "STAGE_TOKENS", 64)
+    monkeypatch.setattr(writer_module, "STAGE_TOKENS", 64)
     specs = {"source": SOURCE, "grade": ColumnSpec("pack", "f4"), "topk": ColumnSpec("token", "i4", 2)}
 
     def build(folder: Path) -> None:

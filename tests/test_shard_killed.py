@@ -24,7 +24,7 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoun
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.journal import DONE, read_blocks, read_head
 from megatron_sft_idx.shard import Shard, ShardWriter, find_remains, publication, recover
-from megatron_sft_idx.shard import build as build_module
+from megatron_sft_idx.shard import writer as writer_module
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_journal_knows_what_is_written_while_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build_module, "STAGE_TOKENS", 16)
+    monkeypatch.setattr(writer_module, "STAGE_TOKENS", 16)
     packs = demo_samples(40)
     journal = tmp_path / "x.journal"
     seen = 0

@@ -18,7 +18,7 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.layout.journal import encode_head
 from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.shard import build as build_module
+from megatron_sft_idx.shard import writer as writer_module
 from megatron_sft_idx.shard.recovery import Remains, find_remains, recover
 
 
@@ -257,7 +257,7 @@ def test_memory_does_not_depend_on_the_blocks(tmp_path: Path, monkeypatch: pytes
     packs = demo_samples(200)
     leave(tmp_path / "x", packs)
     runs: list[int] = []
-    monkeypatch.setattr(build_module, "STAGE_TOKENS", 16)
+    monkeypatch.setattr(writer_module, "STAGE_TOKENS", 16)
     recover(tmp_path / "x", progress=runs.append)
     assert sum(runs) == sum(len(pack.tokens) for pack in packs)
     assert max(runs) <= max(16, *(len(pack.tokens) for pack in packs))

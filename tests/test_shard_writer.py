@@ -18,7 +18,6 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceError
 from megatron_sft_idx.layout.files import SUFFIXES
 from megatron_sft_idx.shard import Shard, ShardWriter
-from megatron_sft_idx.shard import build as build_module
 from megatron_sft_idx.shard import writer as writer_module
 
 # ---- what is written is what is read ----
@@ -99,8 +98,8 @@ def test_same_packs_same_bytes(tmp_path_factory: pytest.TempPathFactory, packs: 
 def test_how_often_it_is_flushed_changes_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packs = demo_samples(200)
     write_samples(tmp_path / "x", packs)
-    monkeypatch.setattr(build_module, "STAGE_TOKENS", 3)
-    monkeypatch.setattr(build_module, "MAX_RECORDS", 2)
+    monkeypatch.setattr(writer_module, "STAGE_TOKENS", 3)
+    monkeypatch.setattr(writer_module, "MAX_RECORDS", 2)
     write_samples(tmp_path / "y", packs)
     assert five_files(tmp_path / "x") == five_files(tmp_path / "y")
 

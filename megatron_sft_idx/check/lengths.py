@@ -17,7 +17,7 @@ from megatron_sft_idx.errors import CorruptShardError
 from megatron_sft_idx.layout import TOKEN_DTYPES
 from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, idx_places, pack_idx_header
 from megatron_sft_idx.layout.header import MAX_CAPACITY
-from megatron_sft_idx.shard.build import CHUNK_PACKS, PackChunk
+from megatron_sft_idx.shard.writer import CHUNK_PACKS, PackChunk
 from megatron_sft_idx.storage import Array, open_array, open_regular
 
 __all__ = ["Lengths", "Repeated", "Starts", "idx_lengths", "offset_lengths", "started"]

@@ -19,8 +19,8 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import FIXED_NBYTES, ColumnHeader
 from megatron_sft_idx.layout.header import MAX_COUNT, MAX_HEADER_NBYTES
 from megatron_sft_idx.layout.journal import PACK, BuildOptions, Head, read_blocks, read_head, torn
-from megatron_sft_idx.shard.build import Build
 from megatron_sft_idx.shard.publication import Publication, check_free, left, locked_journal, read_journal
+from megatron_sft_idx.shard.writer import ShardWriter
 from megatron_sft_idx.storage import open_regular, read_most
 from megatron_sft_idx.storage.progress import Advance
 
@@ -187,15 +187,16 @@ def recover(
             publication.finish()
             return header
         check_free(paths, overwrite=overwrite)
-        build = Build(publication, remains.build_options, remains.journal_nbytes)
-        if not (kept := build.replay(remains.num_packs, progress)):
+        options = remains.build_options
+        writer = ShardWriter.taking_up(publication, options, remains.journal_nbytes)
+        if not (kept := writer.replay(remains.num_packs, progress)):
             raise FormatError(
                 f"{paths.journal}: no complete pack had been written yet, so there is nothing to recover;"
                 " build it again with overwrite (--overwrite)"
             )
-        known = remains.build_options.metadata if metadata is None else metadata
-        recovered = {"packs": kept, "packs_in_journal": remains.num_recorded}
-        return build.publish({**known, "recovered": recovered}, rebuilt=True)
+        known = options.metadata if metadata is None else metadata
+        writer.metadata = {**known, "recovered": {"packs": kept, "packs_in_journal": remains.num_recorded}}
+        return writer.finalize()
     finally:
         publication.close()
 

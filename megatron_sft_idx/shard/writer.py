@@ -1,28 +1,44 @@
-"""Writing one shard in a stream: bounded memory, every rule checked, published all at once or not at all."""
+"""Writing: one shard in a stream, checked and published all at once or not at all; the indexes.
+
+Data files and columns grow, with the counts and hashes of what is in them; the indexes are written last, from the
+journal, so that memory stays bounded for any number of packs.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.layout import Header, ShardPaths, mask_dtype_of, token_dtype_of
+from megatron_sft_idx.layout import FileDigest, Header, ShardPaths, mask_dtype_of, token_dtype_of
 from megatron_sft_idx.layout.column import ColumnSpec, check_name, listed_columns
+from megatron_sft_idx.layout.files import pack_idx_header
 from megatron_sft_idx.layout.header import MAX_CAPACITY, header_nbytes
-from megatron_sft_idx.layout.journal import BuildOptions
-from megatron_sft_idx.shard.build import STAGE_TOKENS, Build
+from megatron_sft_idx.layout.journal import MAX_RECORDS, PACK, BuildOptions, encode_block, pack_records, read_head
+from megatron_sft_idx.shard.columns import ColumnFiles
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.reader import Shard
-
-__all__ = ["MaskAlignment", "ShardWriter", "integer_array", "mask_array", "token_array"]
+from megatron_sft_idx.storage import OutputFile, open_regular
+from megatron_sft_idx.storage.hashing import HashedFile
+from megatron_sft_idx.storage.progress import Advance
 
 MaskAlignment = Literal["label", "token"]
+
+# Stored in the JSON block: raised whenever the same input would give other bytes.
+FORMAT_WRITER = 1
+# Small enough to stay in the processor's cache between the check, the write and the checksum.
+STAGE_TOKENS = 1 << 16
+# Packs handled at once: a few MiB of arrays.
+CHUNK_PACKS = 1 << 15
 
 
 class ShardWriter:
@@ -64,38 +80,68 @@ class ShardWriter:
         columns: Mapping[str, ColumnSpec] | None = None,
         durable: bool = True,
     ) -> None:
-        self._paths = ShardPaths.of(prefix).with_columns(map(check_name, columns or ()))
+        def whole(value: Any, name: str, least: int) -> int:
+            if type(value) is bool or not isinstance(value, int | np.integer) or not least <= value <= MAX_CAPACITY:
+                raise FormatError(f"{name} {value!r}: expected a whole number from {least} to {MAX_CAPACITY}")
+            return int(value)
+
+        paths = ShardPaths.of(prefix).with_columns(map(check_name, columns or ()))
         options = BuildOptions(
             token_dtype_of(token_dtype)[1],
             mask_dtype_of(mask_dtype)[1],
-            _checked(capacity, "capacity", 1, MAX_CAPACITY) if capacity is not None else None,
-            _checked(sequence_multiple, "sequence_multiple", 1, MAX_CAPACITY),
-            _checked(pad_id, "pad_id", 0, MAX_CAPACITY) if pad_id is not None else None,
+            whole(capacity, "capacity", 1) if capacity is not None else None,
+            whole(sequence_multiple, "sequence_multiple", 1),
+            whole(pad_id, "pad_id", 0) if pad_id is not None else None,
             dict(metadata or {}),
             dict(columns or {}),
         )
         header_nbytes(options.metadata)  # refuses what cannot be stored now, not after hours of writing
-        self._publication = Publication(self._paths, options.encode(), overwrite=overwrite, durable=durable)
-        with self._all_or_nothing():
-            self._build = Build(self._publication, options)
-        self._stage, self._columns = self._build.stage, self._build.columns
+        self._begin(Publication(paths, options.encode(), overwrite=overwrite, durable=durable), options)
+
+    @classmethod
+    def taking_up(cls, publication: Publication, options: BuildOptions, journal_nbytes: int) -> ShardWriter:
+        """Go on with what an interrupted build left, which stays if this fails: ``replay`` comes first.
+
+        Args:
+            publication: that was taken up.
+            options: what the build was begun with.
+            journal_nbytes: where its journal ends.
+        """
+        writer = cls.__new__(cls)
+        writer._begin(publication, options, journal_nbytes)
+        return writer
+
+    def _begin(self, publication: Publication, options: BuildOptions, journal_nbytes: int | None = None) -> None:
+        self._publication, self._options, self._journal_nbytes = publication, options, journal_nbytes
         self._header: Header | None = None
         self.metadata: dict[str, Any] = dict(options.metadata)
+        self._stage = _native.PackStage(
+            options.token_dtype,
+            options.mask_dtype,
+            options.capacity or MAX_CAPACITY,
+            options.sequence_multiple,
+            STAGE_TOKENS,
+        )
+        paths, keep = publication.paths, journal_nbytes is not None
+        with self._all_or_nothing():
+            data = paths.tokens, paths.loss, paths.starts
+            self._files = [HashedFile(publication.open(path, keep=keep)) for path in data]
+            self._columns = ColumnFiles(publication, options.columns, keep=keep)
 
     @property
     def prefix(self) -> str:
         """The path the files will share."""
-        return self._paths.prefix
+        return self.paths.prefix
 
     @property
     def paths(self) -> ShardPaths:
         """The files; ``paths.unpublished`` until they are published."""
-        return self._paths
+        return self._publication.paths
 
     @property
     def mask_dtype(self) -> np.dtype[Any]:
         """Dtype of the loss file: uint8 or float32."""
-        return self._build.options.mask_dtype
+        return self._options.mask_dtype
 
     @property
     def num_packs(self) -> int:
@@ -163,20 +209,17 @@ class ShardWriter:
         Raises:
             SequenceError: a rule of FORMAT.md is broken; nothing of the pack is kept.
         """
-        self._require_ready(mask_alignment)
         if type(tokens) is type(loss_mask) is type(seq_starts) is np.ndarray and not (columns or self._columns.specs):
             # Arrays in a form that the stage takes go straight there. It keeps nothing of what it refuses, so what
             # is in another form, breaks a rule or has to wait for a flush goes the whole way below.
+            self._require_ready(mask_alignment)
             try:
                 added = self._stage.add_one(tokens, loss_mask, seq_starts, mask_alignment == "token")
             except (TypeError, ValueError):
                 added = False
             if added:
                 return
-        starts = self._array(integer_array, seq_starts, "seq_starts")
-        ids = self._array(token_array, tokens, "tokens")
-        lengths, sequences = np.array([ids.size]), np.array([starts.size])
-        self._add(ids, loss_mask, starts, lengths, sequences, mask_alignment, columns)
+        self._add(tokens, loss_mask, seq_starts, None, None, mask_alignment, columns)
 
     def add_packs(
         self,
@@ -203,12 +246,48 @@ class ShardWriter:
         Raises:
             SequenceError: a rule of FORMAT.md is broken in one of the packs; none of them is kept.
         """
+        self._add(tokens, loss_mask, seq_starts, pack_lengths, pack_sequences, mask_alignment, columns)
+
+    def _add(
+        self,
+        tokens: ArrayLike,
+        loss_mask: ArrayLike,
+        seq_starts: ArrayLike,
+        pack_lengths: ArrayLike | None,
+        pack_sequences: ArrayLike | None,
+        mask_alignment: MaskAlignment,
+        columns: Mapping[str, ArrayLike] | None,
+    ) -> None:
+        """As ``add_packs``; one pack where its lengths are None."""
         self._require_ready(mask_alignment)
-        starts = self._array(integer_array, seq_starts, "seq_starts")
-        ids = self._array(token_array, tokens, "tokens")
-        lengths = self._array(integer_array, pack_lengths, "pack_lengths")
-        sequences = self._array(integer_array, pack_sequences, "pack_sequences")
-        self._add(ids, loss_mask, starts, lengths, sequences, mask_alignment, columns)
+
+        def array(convert: Callable[[ArrayLike], NDArray[Any]], values: ArrayLike, name: str) -> NDArray[Any]:
+            try:
+                return convert(values)
+            except (
+                ValueError,
+                TypeError,
+                RuntimeError,
+            ) as error:  # the latter two: of tensors without numpy form
+                raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {name} {error}") from None
+
+        starts = array(integer_array, seq_starts, "seq_starts")
+        ids = array(token_array, tokens, "tokens")
+        lengths = array(integer_array, [ids.size] if pack_lengths is None else pack_lengths, "pack_lengths")
+        sequences = array(integer_array, [starts.size] if pack_sequences is None else pack_sequences, "pack_sequences")
+        mask = array(mask_array, loss_mask, "loss_mask")
+        try:
+            if mask.size != ids.size:
+                raise ValueError(f"{mask.size} loss mask values for {ids.size} tokens; there is one a token")
+            beside = self._columns.arrays(columns, token=ids.size, sequence=starts.size, pack=lengths.size)
+        except (TypeError, ValueError) as error:
+            raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {error}") from None
+        try:
+            while not self._stage.add(ids, mask, starts, lengths, sequences, mask_alignment == "token"):
+                self.flush()
+        except ValueError as error:
+            raise SequenceError(self.prefix, None, str(error)) from None
+        self._columns.stage(beside)
 
     def add_shard(self, shard: Shard) -> None:
         """Add all packs of another shard, in bounded memory, with the columns that this writer was opened with.
@@ -246,44 +325,59 @@ class ShardWriter:
             )
             first = last
 
-    def _array(self, convert: Callable[[ArrayLike], NDArray[Any]], values: ArrayLike, name: str) -> NDArray[Any]:
-        try:
-            return convert(values)
-        except (ValueError, TypeError, RuntimeError) as error:  # the latter two come from tensors without numpy form
-            raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {name} {error}") from None
+    def replay(self, num_packs: int, progress: Advance = lambda num_tokens: None) -> int:
+        """Take in the first packs of the remains as if they had just been added: checked, counted and hashed.
 
-    def _add(
-        self,
-        ids: NDArray[Any],
-        loss_mask: ArrayLike,
-        starts: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        sequences: NDArray[np.int64],
-        mask_alignment: MaskAlignment,
-        columns: Mapping[str, ArrayLike] | None,
-    ) -> None:
-        mask = self._array(mask_array, loss_mask, "loss_mask")
-        if mask.size != ids.size:
-            reason = f"{mask.size} loss mask values for {ids.size} tokens; there is one a token"
-            raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {reason}")
+        Args:
+            num_packs: so many at most.
+            progress: called with the tokens taken in since the last call.
+
+        Returns:
+            Packs taken in: fewer where one breaks a rule, since its bytes never reached the disk.
+        """
+        for chunk in JournalPacks(self.paths.journal, num_packs):
+            left = np.stack(chunk, axis=1)
+            while len(left):
+                size = int(np.searchsorted(np.cumsum(left[:, 0]), STAGE_TOKENS, side="right"))
+                run, left = left[: max(size, 1)], left[max(size, 1) :]
+                if not self._replay_run(run):
+                    return self.num_packs
+                progress(int(run[:, 0].sum()))
+        return self.num_packs
+
+    def _replay_run(self, records: NDArray[np.int64]) -> bool:
+        """Some packs at once; one by one where a rule is broken, so that those before it are taken in."""
+        lengths, sequences = np.ascontiguousarray(records.T)
+        rows = {"token": int(lengths.sum()), "sequence": int(sequences.sum()), "pack": len(records)}
+        kinds = zip(self._files, self._options.files(self.paths), strict=False)
+        raw = [file.file.read_at(file.nbytes, rows[kind.per] * kind.row_nbytes) for file, kind in kinds]
+        tokens = np.frombuffer(raw[0], self._options.token_dtype)
+        mask = np.frombuffer(raw[1], self._options.mask_dtype)
+        starts = np.frombuffer(raw[2], "<u4").astype(np.int64)
         try:
-            beside = self._columns.arrays(columns, token=ids.size, sequence=starts.size, pack=lengths.size)
-        except (TypeError, ValueError) as error:
-            raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {error}") from None
-        try:
-            while not self._stage.add(ids, mask, starts, lengths, sequences, mask_alignment == "token"):
-                self.flush()
-        except ValueError as error:
-            raise SequenceError(self.prefix, None, str(error)) from None
-        self._columns.stage(beside)
+            self._stage.add(tokens, mask, starts, lengths, sequences, False)
+        except ValueError:
+            return len(records) > 1 and all(self._replay_run(record) for record in records[:, np.newaxis])
+        for file, data in zip(self._files, raw, strict=True):
+            file.update(data)
+        self._columns.take_in(**rows)
+        self._stage.clear()
+        return True
 
     def flush(self) -> None:
         """Write what is staged, then record it in the journal."""
-        if not len(self._stage.records):
+        stage = self._stage
+        if not len(stage.records):
             return
         self._publication.require_owner()
         with self._all_or_nothing():
-            self._build.write_staged()
+            for file, staged in zip(self._files, (stage.tokens, stage.mask, stage.starts), strict=True):
+                file.write(staged)
+            self._columns.write_staged()
+            records = np.frombuffer(stage.records, np.uint32).reshape(-1, 2)
+            for start in range(0, len(records), MAX_RECORDS):
+                self._publication.journal.write(encode_block(PACK, records[start : start + MAX_RECORDS]))
+            stage.clear()
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -300,13 +394,45 @@ class ShardWriter:
         Raises:
             FormatError: the metadata is not JSON.
         """
+        self._require_open()
+        self._publication.require_owner()
         if self._header is None:
-            self._require_open()
-            self._publication.require_owner()
             with self._all_or_nothing():
                 self.flush()
-                self._header = self._build.complete(self.metadata)
+                self._header = self._write_indexes()
         return self._header
+
+    def _write_indexes(self) -> Header:
+        publication, options, stage = self._publication, self._options, self._stage
+        paths, packs = publication.paths, JournalPacks(publication.journal.path, stage.num_packs)
+        code, dtype = token_dtype_of(options.token_dtype)
+        idx_digest = write_idx(publication.open(paths.idx), packs, code, dtype.itemsize, stage.num_packs)
+        tokens, loss, starts = (file.digest() for file in self._files)
+        header = Header(
+            num_packs=stage.num_packs,
+            num_sequences=stage.num_sequences,
+            num_tokens=stage.num_tokens,
+            num_trained_tokens=stage.num_trained_tokens,
+            num_masked_packs=stage.num_masked_packs,
+            token_dtype=dtype,
+            mask_dtype=options.mask_dtype,
+            sequence_multiple=options.sequence_multiple,
+            capacity=options.capacity or stage.longest_padded_pack,
+            longest_pack=stage.longest_pack,
+            most_sequences=stage.most_sequences,
+            pad_id=options.pad_id,
+            digests=(tokens, loss, idx_digest, starts),
+            arrays_checksum=bytes(16),
+            metadata={**self.metadata, "format_writer": FORMAT_WRITER},
+            rebuilt=self._journal_nbytes is not None,
+        )
+        header = write_seq_idx(publication.open(paths.seq_idx), packs, self._columns.finish(header))
+        # What is not of these packs was never part of the shard: the torn end of what a kill interrupted.
+        for data in self._files:
+            data.file.cut(data.nbytes)
+        if self._journal_nbytes is not None:
+            publication.journal.cut(self._journal_nbytes)
+        return header
 
     def finalize(self) -> Header:
         """Write the indexes, unless they are, and publish the shard.
@@ -317,8 +443,6 @@ class ShardWriter:
         Raises:
             FormatError: another shard appeared at the prefix in the meantime, or the metadata is not JSON.
         """
-        self._require_open()
-        self._publication.require_owner()
         header = self.complete()
         with self._all_or_nothing():
             self._publication.publish()
@@ -326,8 +450,6 @@ class ShardWriter:
 
     def set_aside(self) -> Header:
         """As ``finalize``, but leave the publication to ``publish_all``."""
-        self._require_open()
-        self._publication.require_owner()
         header = self.complete()
         with self._all_or_nothing():
             self._publication.set_aside()
@@ -351,15 +473,14 @@ class ShardWriter:
         self._publication.close()
 
     def abandon(self) -> None:
-        """Publish nothing and remove what was written; may be called twice."""
-        self._publication.abandon()
+        """Publish nothing and remove what was written, but not what was taken up; may be called twice."""
+        if self._journal_nbytes is None:
+            self._publication.abandon()
+        else:
+            self._publication.close()
 
 
-def _checked(value: Any, name: str, least: int, most: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
-        raise FormatError(f"{name} {value!r}: expected a whole number from {least} to {most}")
-    return int(value)
-
+# ---- values of any form, as the kernels take them ----
 
 _TOKENS = tuple(map(np.dtype, (np.uint16, np.int32, np.int64)))
 _POSITIONS = (np.dtype(np.int64),)
@@ -399,3 +520,78 @@ def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: st
     if array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max:
         raise ValueError(f"holds {array.max()}, far outside any id, position or mask")
     return np.require(array, dtypes[-1], ("C", "ALIGNED"))
+
+
+# ---- the indexes ----
+
+
+class PackChunk(NamedTuple):
+    """Consecutive packs: ``lengths`` in tokens and ``sequences`` counted, both int64 [packs]."""
+
+    lengths: NDArray[np.int64]
+    sequences: NDArray[np.int64]
+
+
+class JournalPacks:
+    """The first packs that a journal records, in chunks of some 32 thousand; may be iterated again and again."""
+
+    def __init__(self, journal: str, num_packs: int) -> None:
+        self._journal, self._num_packs = journal, num_packs
+
+    def __iter__(self) -> Iterator[PackChunk]:
+        blocks: list[NDArray[np.uint32]] = []
+        count, left = 0, self._num_packs
+        with open_regular(self._journal) as stream:
+            read_head(stream, self._journal)
+            for records in chain(pack_records(stream), [None]):
+                if records is not None:
+                    blocks.append(records[:left])
+                    count, left = count + len(blocks[-1]), left - len(blocks[-1])
+                if count >= CHUNK_PACKS or (count and records is None):
+                    yield PackChunk(*np.ascontiguousarray(np.concatenate(blocks).T, np.int64))
+                    blocks, count = [], 0
+
+
+def _offsets(counts: Iterable[NDArray[np.int64]], scale: int = 1) -> Iterator[NDArray[np.int64]]:
+    """Running sums: chunks of positions, then the total."""
+    total = 0
+    for chunk in counts:
+        offsets = _native.offsets_from_lengths(chunk, scale, total)
+        total = int(offsets[-1])
+        yield offsets[:-1]
+    yield np.array([total])
+
+
+def write_idx(
+    file: OutputFile, packs: Iterable[PackChunk], dtype_code: int, itemsize: int, num_packs: int
+) -> FileDigest:
+    """Write Megatron's ``.idx``; ``packs`` is iterated twice, ``itemsize`` is of a token in bytes."""
+    out = HashedFile(file)
+    out.write(pack_idx_header(dtype_code, num_packs))
+    for chunk in packs:
+        out.write(chunk.lengths.astype("<i4"))
+    left = num_packs
+    for pointers in _offsets((chunk.lengths for chunk in packs), itemsize):
+        out.write(pointers[:left])  # the total at the end is no pack's pointer
+        left -= len(pointers[:left])
+    for start in range(0, num_packs + 1, CHUNK_PACKS):
+        out.write(np.arange(start, min(start + CHUNK_PACKS, num_packs + 1), dtype="<i8"))
+    return out.digest()
+
+
+def write_seq_idx(file: OutputFile, packs: Iterable[PackChunk], header: Header) -> Header:
+    """Write ``.seq.idx``: arrays first, then the header with their checksum; returns the header as written.
+
+    ``packs`` is iterated twice.
+    """
+    file.write(bytes(header.nbytes))
+    out = HashedFile(file)
+    for offsets in _offsets(chunk.sequences for chunk in packs):
+        out.write(offsets)
+    out.write(bytes(header.token_offsets_offset - file.nbytes))
+    for offsets in _offsets(chunk.lengths for chunk in packs):
+        out.write(offsets)
+    header = dataclasses.replace(header, arrays_checksum=out.checksum())
+    file.write_at(header.encode(), 0)
+    assert file.nbytes == header.seq_idx_nbytes
+    return header
