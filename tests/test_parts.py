@@ -17,8 +17,8 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.tokenize import begin
 from megatron_sft_idx.tokenize.begin import RunFolder
 from megatron_sft_idx.tokenize.encoding import EncodedPiece
-from megatron_sft_idx.tokenize.gather import PackedRun
 from megatron_sft_idx.tokenize.parts import Part, PartInfo, PartsReader, PartsTable, write_part
+from megatron_sft_idx.tokenize.plan import PackedRun
 
 
 def piece(lengths, seed: int, weighted: bool = False) -> EncodedPiece:

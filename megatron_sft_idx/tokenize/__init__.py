@@ -14,7 +14,7 @@ from megatron_sft_idx.tokenize.begin import (
 )
 from megatron_sft_idx.tokenize.dry_run import Preview, preview
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
-from megatron_sft_idx.tokenize.gather import PackOptions, PackReport, output_prefixes, pack_shard
+from megatron_sft_idx.tokenize.gather import output_prefixes, pack_shard
 from megatron_sft_idx.tokenize.job import (
     FROM_ZERO,
     Output,
@@ -30,7 +30,9 @@ from megatron_sft_idx.tokenize.job import (
 )
 from megatron_sft_idx.tokenize.local import NOT_YET, Local, NotYet, available_cpus
 from megatron_sft_idx.tokenize.parts import encode_piece, remember_encoder
-from megatron_sft_idx.tokenize.pipeline import CorpusReport, Summary, check_summary, make_shards
+from megatron_sft_idx.tokenize.pipeline import make_shards
+from megatron_sft_idx.tokenize.plan import PackOptions
+from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary, check_summary
 
 __all__ = [
     "FROM_ZERO",

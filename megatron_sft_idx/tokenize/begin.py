@@ -25,8 +25,9 @@ from megatron_sft_idx.storage.local import read_most
 from megatron_sft_idx.storage.publish import Kind, describe, head_of, write_file
 from megatron_sft_idx.tokenize.cut import Cutting, source_fingerprint
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
-from megatron_sft_idx.tokenize.gather import PackOptions, drop_build, output_prefixes
+from megatron_sft_idx.tokenize.gather import drop_build, output_prefixes
 from megatron_sft_idx.tokenize.parts import PART_MAGIC
+from megatron_sft_idx.tokenize.plan import PackOptions
 from megatron_sft_idx.tokenize.selection import file_weights
 
 __all__ = [

@@ -19,9 +19,10 @@ from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.tokenize.begin import PreprocessOptions
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, cut_input, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodingOptions, RowEncoder
-from megatron_sft_idx.tokenize.gather import output_prefixes, plan_packs
+from megatron_sft_idx.tokenize.gather import output_prefixes
 from megatron_sft_idx.tokenize.local import Local, available_cpus
 from megatron_sft_idx.tokenize.parts import encode_piece, remember_encoder
+from megatron_sft_idx.tokenize.plan import plan_packs
 
 __all__ = ["Preview", "preview"]
 

@@ -33,9 +33,11 @@ from megatron_sft_idx.storage.progress import shown
 from megatron_sft_idx.storage.publish import Place, check_lock, files_of, require_apart, require_space
 from megatron_sft_idx.tokenize.begin import PreprocessOptions, corpus_prefix
 from megatron_sft_idx.tokenize.encoding import EncodingOptions
-from megatron_sft_idx.tokenize.gather import PackOptions, output_prefixes
+from megatron_sft_idx.tokenize.gather import output_prefixes
 from megatron_sft_idx.tokenize.local import available_cpus
-from megatron_sft_idx.tokenize.pipeline import Summary, check_summary, make_shards
+from megatron_sft_idx.tokenize.pipeline import make_shards
+from megatron_sft_idx.tokenize.plan import PackOptions
+from megatron_sft_idx.tokenize.report import Summary, check_summary
 from megatron_sft_idx.tokenize.selection import Selection
 
 __all__ = [

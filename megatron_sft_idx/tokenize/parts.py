@@ -44,13 +44,13 @@ from megatron_sft_idx.storage.hashing import StreamHash
 from megatron_sft_idx.storage.publish import put
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
+from megatron_sft_idx.tokenize.report import MAX_LISTED
 
 if TYPE_CHECKING:
     from megatron_sft_idx.shard.writer import MaskAlignment
-    from megatron_sft_idx.tokenize.gather import PackedRun
+    from megatron_sft_idx.tokenize.plan import PackedRun
 
 __all__ = [
-    "MAX_LISTED",
     "PART_MAGIC",
     "MadePart",
     "Part",
@@ -69,8 +69,6 @@ __all__ = [
 _MAX_OPEN = 256
 # About as many tokens are read of a part when it is opened.
 _TOKENS_A_PART = 8192
-# Bad rows that are kept as messages.
-MAX_LISTED = 10_000
 PART_MAGIC = b"SFTPART\x01"
 _HEAD = struct.Struct("<8sQ16s")
 _ALIGNMENT = 64

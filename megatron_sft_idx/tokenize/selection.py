@@ -1,4 +1,4 @@
-"""What is packed: which rows, how often, which are kept apart for validation; and what of sequences that are too long.
+"""Which rows are packed, how often, and which are kept apart for validation.
 
 A row's lot is drawn from a hash of what it says (its messages, weights, tools and template variables, or the ids and
 masks it came with) and the seed. So it is the same on any machine and in any order, does not change as other rows are
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Any, Literal
@@ -24,16 +24,12 @@ from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard import Shard
 
 __all__ = [
-    "Cuts",
     "Selected",
     "Selection",
-    "cut_overlong",
     "file_weights",
-    "group_sizes",
     "row_hash",
     "select_rows",
     "sequences_of",
-    "which_train",
 ]
 
 
@@ -226,83 +222,6 @@ def _sequences_of(rows: NDArray[np.int64], starts: NDArray[np.int64], sizes: NDA
     each = sizes[rows]
     within = np.arange(int(each.sum())) - np.repeat(np.cumsum(each) - each, each)
     return np.repeat(starts[rows], each) + within
-
-
-# ---- what of sequences ----
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Cuts:
-    """What is packed: whole sequences, or runs of tokens cut from them.
-
-    Attributes:
-        lengths: tokens of each, int64 [cuts].
-        sequences: number of the sequence each is cut from, int64 [cuts]; None where cut ``i`` is all of sequence ``i``.
-        begins: where in that sequence each begins, int64 [cuts]; None where all begin at 0.
-        overlong: sequences that were longer than a pack.
-        dropped_tokens: tokens of dropped sequences, or behind the cut of truncated ones.
-        parted: sequences that go on behind a cut, int64; one entry a cut.
-        parted_at: the position in the sequence behind that cut, int64: whether its token is trained on decides
-            whether the cut loses a label.
-    """
-
-    lengths: NDArray[np.int64]
-    sequences: NDArray[np.int64] | None
-    begins: NDArray[np.int64] | None
-    overlong: int
-    dropped_tokens: int
-    parted: NDArray[np.int64]
-    parted_at: NDArray[np.int64]
-
-    def only(self, which: NDArray[np.bool_]) -> Cuts:
-        """Those of them, bool [cuts]."""
-        numbers = np.flatnonzero(which)
-        sequences = numbers if self.sequences is None else self.sequences[numbers]
-        begins = None if self.begins is None else self.begins[numbers]
-        return replace(self, lengths=self.lengths[numbers], sequences=sequences, begins=begins)
-
-
-def cut_overlong(lengths: NDArray[np.int64], long: NDArray[np.bool_], longest: int, overlong: str) -> Cuts:
-    """Apply the policy for overlong sequences."""
-    nothing, count = np.empty(0, np.int64), int(long.sum())
-    if not count:
-        return Cuts(lengths, None, None, 0, 0, nothing, nothing)
-    if overlong == "drop":
-        kept = np.flatnonzero(~long)
-        return Cuts(lengths[kept], kept, None, count, int(lengths[long].sum()), nothing, nothing)
-    if overlong == "truncate":
-        parted = np.flatnonzero(long)
-        dropped = int((lengths[parted] - longest).sum())
-        at = np.full(len(parted), longest, np.int64)
-        return Cuts(np.minimum(lengths, longest), None, None, count, dropped, parted, at)
-    parts = -(-lengths // longest)
-    sequences = np.repeat(np.arange(len(lengths)), parts)
-    begins = (np.arange(len(sequences)) - np.repeat(np.cumsum(parts) - parts, parts)) * longest
-    inner = begins > 0
-    each = np.minimum(lengths[sequences] - begins, longest)
-    return Cuts(each, sequences, begins, count, 0, sequences[inner], begins[inner])
-
-
-def group_sizes(lengths: NDArray[np.int64], groups: NDArray[np.integer[Any]], multiple: int) -> NDArray[np.int64]:
-    """What the group of each sequence takes in a pack, in tokens, each sequence rounded up to ``multiple``."""
-    starts = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
-    sizes = np.add.reduceat(-(-lengths // multiple) * multiple, starts)
-    return np.repeat(sizes, np.diff(starts, append=len(lengths)))
-
-
-def which_train(
-    cuts: Cuts,
-    groups: NDArray[np.integer[Any]] | None,
-    are_trained: Callable[..., NDArray[np.bool_]],
-) -> NDArray[np.bool_]:
-    """Which cuts have a token to train on, bool [cuts]; of a group all have where one has."""
-    sequences = np.arange(len(cuts.lengths)) if cuts.sequences is None else cuts.sequences
-    begins = np.zeros(len(sequences), np.int64) if cuts.begins is None else cuts.begins
-    trains = are_trained(sequences, begins, cuts.lengths)
-    if groups is None or not len(trains):
-        return trains
-    starts = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
-    return np.repeat(np.logical_or.reduceat(trains, starts), np.diff(starts, append=len(trains)))
 
 
 def sequences_of(source: Shard, names: Iterable[str]) -> NDArray[np.int64]:

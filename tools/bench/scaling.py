@@ -28,10 +28,12 @@ from tokenising import TEMPLATE, make_chats, train_tokenizer
 
 from megatron_sft_idx.chat.inputs import expand_inputs
 from megatron_sft_idx.layout.files import SUFFIXES
+from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.tokenize import EncodingOptions, PackOptions, RowEncoder
 from megatron_sft_idx.tokenize.cut import Cutting, cut_input, read_pieces
-from megatron_sft_idx.tokenize.gather import plan_packs, write_packs
+from megatron_sft_idx.tokenize.gather import outputs_of, write_packs
 from megatron_sft_idx.tokenize.parts import PartInfo, PartsReader, PartsTable, write_part
+from megatron_sft_idx.tokenize.plan import plan_packs
 
 CAPACITY = 4096
 SHARDS = 4
@@ -88,15 +90,13 @@ def packing_stages(folder: Path, paths: list[str], lengths: list[Any]) -> list[S
     messages, sending = processed(lambda: [pickle.dumps(part, protocol=5) for part in lengths])
     gathered, receiving = processed(lambda: np.concatenate([pickle.loads(one) for one in messages]).astype(np.int64))
     packing, planning = processed(plan_packs, gathered, PackOptions(CAPACITY), shards=SHARDS, source="bench")
-    runs = [packing.run(number) for number in range(SHARDS)]
-    plans, sharing = processed(lambda: [pickle.dumps(lean(run), protocol=5) for run in runs])
-    bounds = np.cumsum([0, *map(len, lengths)], dtype=np.int64)
     encoder, seconds, nbytes = encoder_of(folder), 0.0, 0
-    dtypes = {"token_dtype": encoder.token_dtype.name, "mask_dtype": "uint8"}
-    outputs = packing.outputs(str(folder / "gathered"), {}, "bench", 0, **dtypes, pad_id=None, overwrite=False)
-    for number, output in enumerate(outputs):
-        with output.writer() as writer:
-            run = runs[number]
+    settings: dict[str, Any] = {"token_dtype": encoder.token_dtype, "pad_id": None, "overwrite": False, "columns": {}}
+    tasks = outputs_of(str(folder / "gathered"), packing, PackOptions(CAPACITY), {}, "bench", **settings)
+    plans, sharing = processed(lambda: [pickle.dumps(lean(run), protocol=5) for _, run in tasks])
+    bounds = np.cumsum([0, *map(len, lengths)], dtype=np.int64)
+    for output, run in tasks:
+        with ShardWriter(output.prefix, **output.settings) as writer:
             seconds += processed(write_packs, PartsReader(PartsTable(paths, bounds, "uint8")), run, writer)[1]
             seconds += processed(writer.finalize)[1]
         nbytes += sum(os.path.getsize(output.prefix + suffix) for suffix in SUFFIXES)
@@ -109,7 +109,7 @@ def packing_stages(folder: Path, paths: list[str], lengths: list[Any]) -> list[S
 
 
 def lean(run: Any) -> Any:
-    return run.offsets, run.selection.sequences, run.selection.lengths.astype(np.uint32)
+    return run.offsets, run.sequences, run.lengths
 
 
 # ---- the driver, by the number of sequences ----

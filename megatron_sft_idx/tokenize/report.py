@@ -1,0 +1,269 @@
+"""What became of the input and of its sequences, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron_sft_idx.errors import SequenceError
+from megatron_sft_idx.layout import Header
+from megatron_sft_idx.storage.publish import Kind, check_place, head_of, resolve, write_file
+
+__all__ = ["MAX_LISTED", "CorpusReport", "PackReport", "Summary", "check_summary"]
+
+# Bad rows that are kept as messages, and that are shown as they come.
+MAX_LISTED, _MAX_SHOWN = 10_000, 20
+_SELECTED = (
+    ("max_rows", "first", "taken, the rest left out by --max-rows"),
+    ("duplicates", "duplicates", "left out by --dedup, which say what an earlier row says"),
+    ("not_sampled", "not sampled", "left out by --sample"),
+    ("valid", "validation", "kept apart by --valid-fraction"),
+    ("weighted_out", "weighted out", "left out by --input-weight"),
+    ("repeats", "repeats", "of rows, by --input-weight"),
+    ("train", "to train on", "rows"),
+    ("untrained_sequences", "untrained", "sequences, or cuts of them, left out: no token to train on"),
+)
+_NOTES = {
+    "content_empty": "messages without a content rendered with an empty one: the chat template fails without",
+    "content_left_out": "messages without a content rendered without one, as transformers does",
+    "content_none": "messages without a content rendered with null for it: the chat template fails without",
+    "control_tokens_read_by_template": "control tokens in the data that the chat template itself reads, left to it",
+    "first_token_masks_dropped": "masks on a sequence's first token dropped: nothing predicts it",
+    "literals": "control tokens in the data kept as text",
+    "no_end_of_turn": "answers without an end-of-turn token: the chat template writes none",
+    "reasoning_dropped": "messages whose reasoning the chat template leaves out",
+    "straddling": "trained tokens that begin before their span (--span-by-span avoids them)",
+    "straddling_header": "of these bring characters of a header in (--straddling exclude does not train them)",
+    "straddling_left_out": "tokens that begin before their span, not trained",
+    "tool_arguments_converted": "tool calls whose arguments became text or an object, as the chat template expects",
+    "words_placed_by_search": "answers whose words were found by search in what the chat template made of them",
+}
+# The first key of the file, by which it is recognized.
+_MARK = {"written_by": "megatron-sft-idx"}
+_BEGIN = json.dumps(_MARK, indent=2).removesuffix("\n}").encode()
+_KIND = Kind("a summary", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
+
+
+def check_summary(path: str, *, overwrite: bool) -> None:
+    """FormatError where a summary could not be written here: asked before hours of work, of which it is to tell."""
+    check_place(resolve(path), _KIND, overwrite=overwrite)
+
+
+@dataclass(slots=True)
+class CorpusReport:
+    """What became of the input.
+
+    Attributes:
+        rows: rows read, bad ones included.
+        skipped: rows that could not be used.
+        bad_rows: the first ten thousand of them, as messages.
+        notes: counts by name: tokens that straddle a span's edge, control tokens kept as text, and so on.
+        reused: the corpus was there already, made from the same input and options.
+        straddling: a token that brought characters of a header into what is trained on, once one was met.
+    """
+
+    rows: int = 0
+    skipped: int = 0
+    bad_rows: list[str] = field(default_factory=list)
+    notes: dict[str, int] = field(default_factory=Counter)
+    reused: bool = False
+    straddling: str = ""
+
+    @classmethod
+    def of(cls, header: Header) -> CorpusReport:
+        """What the header of a finished corpus, or of a shard packed from it, remembers."""
+        sources = header.metadata["sources"]
+        return cls(sources["rows"], sources["skipped"], [], header.metadata["notes"], reused=True)
+
+    def add(
+        self,
+        rows: int,
+        bad_rows: Iterable[SequenceError],
+        straddling: str,
+        on_bad_row: str,
+        log: Callable[[str], None],
+    ) -> None:
+        """Count some rows, and say which are skipped.
+
+        Raises:
+            SequenceError: there is a bad row, and bad rows are not skipped.
+        """
+        self.rows += rows
+        if straddling and not self.straddling:
+            self.straddling = straddling
+            log(
+                f"warning: tokens such as {straddling!r} begin in what the chat template writes before an answer and"
+                " are trained on, as transformers trains on them; --straddling exclude leaves them out"
+            )
+        for error in bad_rows:
+            if on_bad_row == "error":
+                raise SequenceError(
+                    error.source, error.position, f"{error.reason}; --on-bad-row skip goes on without it"
+                )
+            self.skipped += 1
+            if len(self.bad_rows) < MAX_LISTED:
+                self.bad_rows.append(str(error))
+            if self.skipped <= _MAX_SHOWN:
+                log(f"skipped {error}")
+            elif self.skipped == _MAX_SHOWN + 1:
+                log("skipped more rows, which are not shown")
+
+
+@dataclass(slots=True)
+class PackReport:
+    """What packing did.
+
+    Attributes:
+        sequences: sequences in the packs.
+        packs: packs written.
+        tokens: tokens in them.
+        trained_tokens: positions trained on.
+        masked_packs: packs with no trained position.
+        fill: tokens over packs times capacity.
+        lower_bound: no packing has fewer packs.
+        longest: tokens in the longest pack.
+        most_sequences: sequences in the pack that has most.
+        method: the method whose plan was taken.
+        overlong: sequences longer than the capacity.
+        dropped_tokens: tokens of dropped sequences, or behind the cut of truncated ones.
+        untrained_by_cut: positions that were trained on and whose label now lies behind a cut.
+        left_out: sequences of input files that were not to be taken.
+        selected: rows by what became of them, where some were selected; and what was left out as it trains nothing.
+        lost_columns: columns of the source that were left out, as was allowed.
+    """
+
+    sequences: int
+    packs: int
+    tokens: int
+    trained_tokens: int
+    masked_packs: int
+    fill: float
+    lower_bound: int
+    longest: int
+    most_sequences: int
+    method: str
+    overlong: int
+    dropped_tokens: int
+    untrained_by_cut: int
+    left_out: int = 0
+    selected: dict[str, int] = field(default_factory=dict)
+    lost_columns: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, headers: Sequence[Header]) -> PackReport:
+        """What the headers of a run's shards say of how they were packed."""
+        packing = headers[0].metadata["packing"]
+        sequences, packs, tokens, trained_tokens, masked_packs = (
+            sum(getattr(header, f"num_{name}") for header in headers)
+            for name in ("sequences", "packs", "tokens", "trained_tokens", "masked_packs")
+        )
+        return cls(
+            sequences,
+            packs,
+            tokens,
+            trained_tokens,
+            masked_packs,
+            tokens / (packs * headers[0].capacity),
+            packing["lower_bound"],
+            max(header.longest_pack for header in headers),
+            max(header.most_sequences for header in headers),
+            packing["chosen"],
+            packing["overlong_sequences"],
+            packing["dropped_tokens"],
+            packing["untrained_by_cut"],
+            packing.get("left_out", 0),
+            packing.get("selected", {}),
+        )
+
+
+@dataclass(slots=True)
+class Summary:
+    """Counts of one run, and seconds by stage.
+
+    Attributes:
+        prefix: of the packed shard.
+        capacity: of its packs.
+        corpus: what became of the input; None where only packing ran.
+        packing: what became of the sequences.
+        seconds: by stage.
+        found: the shard was there already; nothing was written.
+        shards: how many the packs are cut into.
+        options: what the run was told, or went by where it was told nothing.
+        valid: what became of the sequences that are kept apart, in a shard of their own; None where there are none.
+    """
+
+    prefix: str
+    capacity: int
+    corpus: CorpusReport | None
+    packing: PackReport
+    seconds: dict[str, float] = field(default_factory=dict)
+    found: bool = False
+    shards: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    valid: PackReport | None = None
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def to_dict(self) -> dict[str, Any]:
+        """All counts as plain values."""
+        return asdict(self)
+
+    def write(self, path: str, *, overwrite: bool = False) -> None:
+        """Write ``to_dict`` as JSON, with a first key that says what it is.
+
+        Raises:
+            FormatError: something is there that is no summary, or may not be replaced.
+        """
+        text = json.dumps({**_MARK, **self.to_dict()}, indent=2, ensure_ascii=False) + "\n"
+        # Paths may hold bytes that are no UTF-8, which JSON has an escape for.
+        write_file(path, text.encode(errors="backslashreplace"), _KIND, overwrite=overwrite)
+
+    def lines(self) -> list[str]:
+        """The summary as a person reads it."""
+        packing = self.packing
+        share = f"{100 * packing.trained_tokens / packing.tokens:.1f}%" if packing.tokens else "0%"
+        which = f"-*-of-{self.shards:05d}" if self.shards > 1 else ""
+        lines = [f"{'found' if self.found else 'wrote'} {self.prefix}{which}"]
+        if (corpus := self.corpus) is not None:
+            reused = " (corpus reused: same input and options)" if corpus.reused else ""
+            lines.append(f"rows            {corpus.rows:,}{reused}")
+            if corpus.skipped:
+                lines.append(f"  skipped       {corpus.skipped:,}")
+        selected = packing.selected
+        lines += [f"  {name:<14}{selected[key]:,} {what}" for key, name, what in _SELECTED if selected.get(key)]
+        lines += [
+            f"sequences       {packing.sequences:,}",
+            f"packs           {packing.packs:,} (no packing has fewer than {packing.lower_bound:,}; {packing.method})",
+            f"tokens          {packing.tokens:,}",
+            f"trained tokens  {packing.trained_tokens:,} ({share})",
+            f"fill            {100 * packing.fill:.3f}% of {self.capacity:,} positions a pack",
+            f"a pack has      up to {packing.longest:,} tokens, {packing.most_sequences:,} sequences",
+        ]
+        if packing.left_out:
+            lines.append(f"left out        {packing.left_out:,} sequences of other sources")
+        if packing.overlong:
+            lines.append(
+                f"overlong        {packing.overlong:,} sequences: {packing.dropped_tokens:,} tokens dropped,"
+                f" {packing.untrained_by_cut:,} labels lost to cuts"
+            )
+        if packing.lost_columns:
+            names = ", ".join(packing.lost_columns)
+            lines.append(f"lost            columns {names}: they have a row a pack of the source")
+        if packing.masked_packs:
+            lines.append(
+                f"warning         {packing.masked_packs:,} packs have no token to train on: inspect names them,"
+                " --drop-untrained leaves such sequences out"
+            )
+        if (valid := self.valid) is not None:
+            lines.append(
+                f"validation      {valid.sequences:,} sequences, {valid.tokens:,} tokens, {valid.trained_tokens:,}"
+                f" trained, in {valid.packs:,} packs: {self.prefix}.valid"
+            )
+        for name, count in (corpus.notes if corpus else {}).items():
+            lines.append(f"note            {count:,} {_NOTES.get(name, name.replace('_', ' '))}")
+        lines.append("seconds         " + ", ".join(f"{stage} {taken:.1f}" for stage, taken in self.seconds.items()))
+        return lines
