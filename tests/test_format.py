@@ -17,8 +17,7 @@ from packs import Sample, assert_is, demo_samples, five_files, write_samples
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.layout import FIELDS, HEADER_FIXED_NBYTES
 from megatron_sft_idx.layout.column import COLUMN_DTYPES, column_rows
-from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.layout.header import MAX_CAPACITY, MAX_COUNT, MAX_HEADER_NBYTES, encode_metadata
+from megatron_sft_idx.layout.files import MAX_CAPACITY, MAX_COUNT, MAX_HEADER_NBYTES, SUFFIXES, encode_metadata
 from megatron_sft_idx.shard import Shard, ShardWriter, write_column
 
 ROOT = Path(__file__).parent.parent

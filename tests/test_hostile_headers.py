@@ -22,8 +22,7 @@ from megatron_sft_idx.errors import (
     ShardNotFoundError,
     UnsupportedVersionError,
 )
-from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.layout.header import FIELDS
+from megatron_sft_idx.layout.files import FIELDS, SUFFIXES
 from megatron_sft_idx.shard import Shard, read_header
 
 # The first two say how the rest is to be read; test_format.py has their lies.

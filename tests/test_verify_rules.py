@@ -13,7 +13,7 @@ from packs import Sample, demo_samples, five_files, sample_of, write_samples
 from reseal import Files, arrays_of, field, put, reseal, set_fields, set_item
 
 from megatron_sft_idx.check import verify_shard
-from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
+from megatron_sft_idx.layout.files import MAX_HEADER_NBYTES
 
 SPECIFICATION = (Path(__file__).parents[1] / "megatron_sft_idx" / "FORMAT.md").read_text(encoding="utf-8")
 Change = Callable[[Files], Files]

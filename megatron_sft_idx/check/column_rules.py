@@ -22,8 +22,7 @@ from megatron_sft_idx.layout.column import (
     is_source,
     torn_pairs,
 )
-from megatron_sft_idx.layout.files import column_of
-from megatron_sft_idx.layout.header import CHECKSUM_NBYTES
+from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, column_of
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.remote import open_store
 

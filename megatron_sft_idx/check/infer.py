@@ -24,7 +24,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.check.lengths import Lengths, Repeated, Starts
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.header import MAX_CAPACITY
+from megatron_sft_idx.layout.files import MAX_CAPACITY
 from megatron_sft_idx.shard.writer import CHUNK_PACKS
 from megatron_sft_idx.storage import OutputFile, PreadArray, as_bytes, open_array
 from megatron_sft_idx.storage.progress import Advance, Watch

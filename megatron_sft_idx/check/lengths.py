@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError
 from megatron_sft_idx.layout import TOKEN_DTYPES
-from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, idx_places, pack_idx_header
-from megatron_sft_idx.layout.header import MAX_CAPACITY
+from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, MAX_CAPACITY, idx_places, pack_idx_header
 from megatron_sft_idx.shard.writer import CHUNK_PACKS, PackChunk
 from megatron_sft_idx.storage import Array, open_array, open_regular
 

@@ -20,8 +20,7 @@ from megatron_sft_idx.check.verify import Report, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import listed_columns
-from megatron_sft_idx.layout.files import column_of
-from megatron_sft_idx.layout.header import MAX_HEADER_NBYTES
+from megatron_sft_idx.layout.files import MAX_HEADER_NBYTES, column_of
 from megatron_sft_idx.shard.opening import read_header, where_to_look
 from megatron_sft_idx.shard.publication import held, lock_journal, named_by, read_journal, with_present
 from megatron_sft_idx.shard.recovery import Remains, adopt_remains, find_remains, recover

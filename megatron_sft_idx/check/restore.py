@@ -39,7 +39,7 @@ from megatron_sft_idx.layout import (
     mask_dtype_of,
     token_dtype_of,
 )
-from megatron_sft_idx.layout.header import CHECKSUM_NBYTES, MAX_CAPACITY, MAX_HEADER_NBYTES, decode_metadata
+from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, MAX_CAPACITY, MAX_HEADER_NBYTES, decode_metadata
 from megatron_sft_idx.shard.publication import Publication, inode_of
 from megatron_sft_idx.shard.writer import FORMAT_WRITER, PackChunk, write_idx, write_seq_idx
 from megatron_sft_idx.storage import OutputFile, open_array, open_regular

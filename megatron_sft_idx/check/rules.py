@@ -19,18 +19,20 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.check.pack_walk import CheckedFile, Stream
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, MASK_DTYPES, TOKEN_DTYPES, ShardPaths, align
 from megatron_sft_idx.layout.column import listed_columns
-from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, idx_nbytes, idx_places, pack_idx_header
-from megatron_sft_idx.layout.header import (
+from megatron_sft_idx.layout.files import (
     CHECKSUM_NBYTES,
+    IDX_HEADER,
+    IDX_HEADER_NBYTES,
     MAGIC,
     MAX_CAPACITY,
     MAX_COUNT,
+    SEQ_IDX,
     Broken,
-    broken_outline,
     broken_rules,
     data_nbytes,
-    decode_metadata,
-    field_values,
+    idx_nbytes,
+    idx_places,
+    pack_idx_header,
 )
 
 __all__ = [
@@ -219,7 +221,7 @@ def check_header(file: CheckedFile, findings: Findings) -> Claims | None:
         findings.add(broken.rule, file.path, broken.offset, broken.found, broken.expected, remedy=remedy)
 
     raw = file.read(0, HEADER_FIXED_NBYTES)
-    outline, damaged = broken_outline(raw), False
+    outline, damaged = SEQ_IDX.outline(raw), False
     if outline and outline.rule == "H1" and _whole_with_magic(file):
         # Eight bytes are damaged; the rest is what its checksum says, and worth checking.
         damaged = True
@@ -229,7 +231,7 @@ def check_header(file: CheckedFile, findings: Findings) -> Claims | None:
     if outline:
         add(outline, _UPGRADE if outline.rule == "H2" else None)
         return None
-    values = field_values(raw)
+    values = SEQ_IDX.values(raw)
     size = int(values["header_nbytes"])
     raw += file.read(len(raw), size - len(raw))
     if len(raw) < size:
@@ -238,7 +240,7 @@ def check_header(file: CheckedFile, findings: Findings) -> Claims | None:
     broken = list(broken_rules(raw))
     for rule in broken:
         add(rule)
-    metadata = decode_metadata(raw[HEADER_FIXED_NBYTES:][: values["json_nbytes"]])
+    metadata = SEQ_IDX.metadata(raw)
     if metadata is not None and not isinstance(metadata.get("format_writer"), int):
         findings.add("H7", file.path, HEADER_FIXED_NBYTES, "no format_writer in the JSON block", "a number")
     tokenizer = (metadata or {}).get("tokenizer")
@@ -256,9 +258,9 @@ def check_header(file: CheckedFile, findings: Findings) -> Claims | None:
 def _whole_with_magic(file: CheckedFile) -> bool:
     """Whether the header would match its checksum with the right magic."""
     raw = MAGIC + file.read(len(MAGIC), HEADER_FIXED_NBYTES - len(MAGIC))
-    if broken_outline(raw):
+    if SEQ_IDX.outline(raw):
         return False
-    size = field_values(raw)["header_nbytes"]
+    size = SEQ_IDX.values(raw)["header_nbytes"]
     raw += file.read(HEADER_FIXED_NBYTES, size - HEADER_FIXED_NBYTES)
     digest = xxhash.xxh3_128_digest(raw[:-CHECKSUM_NBYTES])
     return len(raw) == size and digest == raw[-CHECKSUM_NBYTES:]

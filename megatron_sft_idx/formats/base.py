@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout.column import ColumnSpec, check_name, column_count
-from megatron_sft_idx.layout.header import MAX_CAPACITY
+from megatron_sft_idx.layout.files import MAX_CAPACITY
 from megatron_sft_idx.packs.run import Columns, PackRun
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.shard.writer import integer_array, mask_array, token_array

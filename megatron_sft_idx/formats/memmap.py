@@ -54,7 +54,7 @@ from megatron_sft_idx.formats.base import (
     stated_of,
 )
 from megatron_sft_idx.layout.column import ColumnSpec
-from megatron_sft_idx.layout.header import MAX_CAPACITY
+from megatron_sft_idx.layout.files import MAX_CAPACITY
 from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_array, open_regular, read_most

@@ -18,7 +18,7 @@ from megatron_sft_idx.formats.base import MaskAlignment, PackedSpec
 from megatron_sft_idx.formats.registry import MAX_OPEN, JoinedReader, Source, find, joined_spec
 from megatron_sft_idx.formats.sft_idx import FORMAT, spec_of
 from megatron_sft_idx.formats.sft_idx import Reader as ShardReader
-from megatron_sft_idx.layout.header import shown_counts
+from megatron_sft_idx.layout.files import shown_counts
 from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import Advice, BackendName, ReadOptions

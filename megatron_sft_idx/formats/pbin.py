@@ -50,7 +50,7 @@ from megatron_sft_idx.formats.base import (
     joined_ranges,
 )
 from megatron_sft_idx.formats.restricted_pickle import LIST_HEADS, read_pairs, write_pairs
-from megatron_sft_idx.layout.header import MAX_CAPACITY
+from megatron_sft_idx.layout.files import MAX_CAPACITY
 from megatron_sft_idx.packs.run import PackRun, run_bounds
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import as_bytes, open_array, open_regular

@@ -1,60 +1,41 @@
 """A column: ``X.<name>.col``, values that travel beside the tokens of a shard; one row a token, a sequence or a pack.
 
-128 bytes of fixed fields (``_FIELDS``), a JSON block, zeros up to a multiple of 64, and in the last 16 bytes of the
-header the xxh3_128 of all that stands before them. The values follow: rows x width items, row by row, to the end of
-the file. The header names the shard that they belong to. That checksum stands for the whole file: the shard that was
-written with a column lists it.
+A header as that of ``.seq.idx``, with 128 bytes of fixed fields (``COLUMN``), which names the shard that the values
+belong to. They follow: rows x width items, row by row, to the end of the file. The checksum of the header stands for
+the whole file: the shard that was written with a column lists it.
 """
 
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import numpy as np
-import xxhash
 from numpy.typing import ArrayLike, NDArray
 
-from megatron_sft_idx.errors import CorruptShardError, FormatError, UnsupportedVersionError
-from megatron_sft_idx.layout.header import (
-    CHECKSUM_NBYTES,
+from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.layout.files import (
     MAX_COUNT,
     Broken,
+    Checks,
     Header,
-    align,
-    decode_metadata,
-    encode_metadata,
+    HeaderForm,
 )
-
-__all__ = [
-    "COLUMN_DTYPES",
-    "COLUMN_MAGIC",
-    "MAX_WIDTH",
-    "PAIR",
-    "PER",
-    "Alignment",
-    "ColumnHeader",
-    "ColumnSpec",
-    "Per",
-    "broken_column",
-    "check_name",
-    "column_count",
-    "column_rows",
-    "is_source",
-    "listed_columns",
-    "torn_pairs",
-]
 
 Per = Literal["token", "sequence", "pack"]
 Alignment = Literal["token", "label"]
 
-COLUMN_MAGIC = b"\x89SFTCOL\n"
-COLUMN_VERSION = 1
-FIXED_NBYTES = 128
-MAX_COLUMN_HEADER_NBYTES = 16 << 20
+COLUMN = HeaderForm(
+    "a column",
+    b"\x89SFTCOL\n",
+    1,
+    "magic 8s, version I, header_nbytes I, shard_id 16s, per B, dtype B, alignment B, zero B, width I, rows Q,"
+    "json_nbytes I, zeros 4s, checksum 16s, reserved 56s",
+    ("C1", "C1", "C2", "C3", "C4", "C4"),
+)
+COLUMN_MAGIC, FIXED_NBYTES = COLUMN.magic, COLUMN.fixed_nbytes
 MAX_WIDTH = 1 << 16
 PER: dict[Per, int] = {"token": 1, "sequence": 2, "pack": 3}
 # That of the loss mask is "label".
@@ -121,8 +102,7 @@ class ColumnSpec:
         object.__setattr__(self, "alignment", self.alignment if self.per == "token" else "token")
         if isinstance(self.width, bool) or not isinstance(self.width, int) or not 1 <= self.width <= MAX_WIDTH:
             raise FormatError(f"column: width {self.width!r}: expected a whole number from 1 to {MAX_WIDTH}")
-        if self.header_nbytes > MAX_COLUMN_HEADER_NBYTES:
-            raise FormatError(f"column: its metadata make a header of more than {MAX_COLUMN_HEADER_NBYTES} bytes")
+        COLUMN.nbytes(self.metadata)  # refuses what cannot be stored
 
     @classmethod
     def of(
@@ -139,7 +119,7 @@ class ColumnSpec:
     @property
     def header_nbytes(self) -> int:
         """Where the values begin in the file."""
-        return align(FIXED_NBYTES + len(encode_metadata(self.metadata)) + CHECKSUM_NBYTES)
+        return COLUMN.nbytes(self.metadata)
 
     @property
     def row_nbytes(self) -> int:
@@ -228,12 +208,6 @@ def torn_pairs(rows: NDArray[Any]) -> NDArray[np.int64]:
     return 2 * np.flatnonzero(np.append(torn, np.ones(len(rows) % 2, bool)))
 
 
-_STRUCT = struct.Struct("<8sII16sBBBBIQI4s16s56s")
-_OFFSETS = {"version": 8, "header_nbytes": 12, "shard_id": 16, "per": 32, "dtype": 33, "alignment": 34, "zero": 35,
-            "width": 36, "rows": 40, "json_nbytes": 48, "checksum": 56}  # fmt: skip
-assert _STRUCT.size == FIXED_NBYTES
-
-
 @dataclass(frozen=True)
 class ColumnHeader:
     """What a column file says of itself.
@@ -257,14 +231,13 @@ class ColumnHeader:
 
     def encode(self) -> bytes:
         """The header's bytes; the last 16 are its checksum, which stands for the file."""
-        spec, block = self.spec, encode_metadata(self.spec.metadata)
-        alignment = _ALIGNMENTS[spec.alignment] if spec.per == "token" else 0
-        raw = _STRUCT.pack(
-            COLUMN_MAGIC, COLUMN_VERSION, spec.header_nbytes, self.shard_id, PER[spec.per], spec.encode()["dtype"],
-            alignment, 0, spec.width, self.rows, len(block), bytes(4), self.checksum, bytes(56),
-        ) + block  # fmt: skip
-        raw = raw.ljust(spec.header_nbytes - CHECKSUM_NBYTES, b"\0")
-        return raw + xxhash.xxh3_128_digest(raw)
+        said = self.spec.encode()
+        values = {
+            **{"shard_id": self.shard_id, "rows": self.rows, "checksum": self.checksum},
+            **{"per": PER[self.spec.per], "dtype": said["dtype"], "width": self.spec.width},
+            "alignment": _ALIGNMENTS[self.spec.alignment] if self.spec.per == "token" else 0,
+        }
+        return COLUMN.encode(values, self.spec.metadata)
 
     @classmethod
     def decode(cls, raw: bytes, path: str) -> ColumnHeader:
@@ -275,69 +248,37 @@ class ColumnHeader:
             UnsupportedVersionError: another version.
         """
         for broken in broken_column(raw):
-            if broken.offset == _OFFSETS["version"] and broken.rule == "C1":
-                raise UnsupportedVersionError(path, int.from_bytes(raw[8:12], "little"), [COLUMN_VERSION])
-            detail = f"{broken.found}, expected {broken.expected}; the file was cut short or changed: restore it"
-            raise CorruptShardError(path, broken.offset, broken.rule, detail)
-        _, _, _, shard_id, per, dtype, alignment, _, width, rows, json_nbytes, _, checksum, _ = _STRUCT.unpack_from(raw)
-        metadata = decode_metadata(raw[FIXED_NBYTES : FIXED_NBYTES + json_nbytes])
-        assert metadata is not None
-        per_name = next(name for name, code in PER.items() if code == per)
-        named: Alignment = next((name for name, code in _ALIGNMENTS.items() if code == alignment), "token")
-        return cls(ColumnSpec(per_name, COLUMN_DTYPES[dtype], width, named, metadata), shard_id, rows, checksum)
+            COLUMN.refuse(raw, path, broken, "restore it")
+        values = COLUMN.values(raw)
+        per = next(name for name, code in PER.items() if code == values["per"])
+        alignment: Alignment = next(
+            (name for name, code in _ALIGNMENTS.items() if code == values["alignment"]), "token"
+        )
+        dtype, metadata = COLUMN_DTYPES[values["dtype"]], COLUMN.metadata(raw)
+        spec = ColumnSpec(per, dtype, values["width"], alignment, metadata or {})
+        return cls(spec, values["shard_id"], values["rows"], values["checksum"])
 
     @staticmethod
     def peek(raw: bytes) -> int:
         """How many bytes the header has by its first 128; 128 where they are of no column."""
-        size = int.from_bytes(raw[12:16], "little")
-        return size if raw[:8] == COLUMN_MAGIC and FIXED_NBYTES <= size <= MAX_COLUMN_HEADER_NBYTES else FIXED_NBYTES
+        return FIXED_NBYTES if COLUMN.outline(raw) else int(COLUMN.values(raw)["header_nbytes"])
 
 
 def broken_column(raw: bytes) -> Iterator[Broken]:
     """What is wrong with the header of a column: rules C1 to C4; of C1 and C2 the first breach alone."""
-    if raw[:8] != COLUMN_MAGIC:
-        yield Broken(0, "C1", f"magic {raw[:8]!r}", f"{COLUMN_MAGIC!r} of a column of a packed SFT shard")
+    if broken := COLUMN.outline(raw):
+        yield broken
         return
-    if len(raw) < FIXED_NBYTES:
-        yield Broken(len(raw), "C2", f"a file that ends after {len(raw)} bytes", f"at least {FIXED_NBYTES}")
-        return
-    _, version, size, _, per, dtype, alignment, zero, width, rows, json_nbytes, zeros, _, more = _STRUCT.unpack_from(
-        raw
+    values = COLUMN.values(raw)
+    alignments = tuple(_ALIGNMENTS.values()) if values["per"] == PER["token"] else (0,)
+    checks: Checks = (
+        ("per", "C4", values["per"] in PER.values(), "1 (token), 2 (sequence) or 3 (pack)"),
+        ("dtype", "C4", values["dtype"] in COLUMN_DTYPES, f"1 to {len(COLUMN_DTYPES)}"),
+        ("alignment", "C4", values["alignment"] in alignments, " or ".join(map(str, alignments))),
+        ("zero", "C4", not values["zero"], "0"),
+        ("width", "C4", 1 <= values["width"] <= MAX_WIDTH, f"1 to {MAX_WIDTH}"),
+        ("rows", "C4", values["rows"] < MAX_COUNT, f"below {MAX_COUNT}"),
+        ("zeros", "C4", not any(values["zeros"]), "zeros"),
+        ("reserved", "C4", not any(values["reserved"]), "zeros"),
     )
-    if version != COLUMN_VERSION:
-        yield Broken(8, "C1", f"version {version}", str(COLUMN_VERSION))
-        return
-    if size % 64 or not FIXED_NBYTES + CHECKSUM_NBYTES <= size <= MAX_COLUMN_HEADER_NBYTES:
-        expected = f"a multiple of 64 from 192 to {MAX_COLUMN_HEADER_NBYTES}"
-        yield Broken(12, "C2", f"header size {size}", expected)
-        return
-    if len(raw) < size:
-        yield Broken(len(raw), "C2", "a file that ends inside the header", f"{size} bytes of it")
-        return
-    raw = raw[:size]
-    stored, computed = raw[-CHECKSUM_NBYTES:], xxhash.xxh3_128_digest(raw[:-CHECKSUM_NBYTES])
-    if stored != computed:
-        yield Broken(size - CHECKSUM_NBYTES, "C3", f"header checksum {stored.hex()}", f"{computed.hex()} by its bytes")
-    alignments = tuple(_ALIGNMENTS.values()) if per == PER["token"] else (0,)
-    for name, value, ok, expected in (
-        ("per", per, per in PER.values(), "1 (token), 2 (sequence) or 3 (pack)"),
-        ("dtype", dtype, dtype in COLUMN_DTYPES, f"1 to {len(COLUMN_DTYPES)}"),
-        ("alignment", alignment, alignment in alignments, " or ".join(map(str, alignments))),
-        ("zero", zero, not zero, "0"),
-        ("width", width, 1 <= width <= MAX_WIDTH, f"1 to {MAX_WIDTH}"),
-        ("rows", rows, rows < MAX_COUNT, f"below {MAX_COUNT}"),
-    ):
-        if not ok:
-            yield Broken(_OFFSETS[name], "C4", f"{name} {value}", expected)
-    if any(zeros) or any(more):
-        yield Broken(52 if any(zeros) else 72, "C4", "bytes that mean nothing", "zeros")
-    end = FIXED_NBYTES + json_nbytes
-    if align(end + CHECKSUM_NBYTES) != size:
-        yield Broken(_OFFSETS["json_nbytes"], "C4", f"json_nbytes {json_nbytes}", f"a block that fills {size} bytes")
-        return
-    if any(raw[end:-CHECKSUM_NBYTES]):
-        yield Broken(end, "C4", "bytes between JSON block and checksum", "zeros")
-    if decode_metadata(raw[FIXED_NBYTES:end]) is None:
-        yield Broken(
-            FIXED_NBYTES, "C4", "another JSON block", "a canonical object: UTF-8, keys sorted, no spaces, no NaN"
-        )
+    yield from COLUMN.broken(raw, checks)

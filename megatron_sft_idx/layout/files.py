@@ -1,28 +1,29 @@
-"""The files of a shard, the names they have while they are written, and the bytes of Megatron's index."""
+"""The files of a shard: their names, the bytes of Megatron's index, and the header of ``X.seq.idx``.
+
+The header is 256 bytes of fixed fields (``FIELDS``), a JSON block, zeros up to a multiple of 64, and in its last 16
+bytes the xxh3_128 of all that stands before them; that of a column has the same form. The arrays follow:
+``sequence_offsets`` right after the header, ``token_offsets`` at the next multiple of 64, both int64 [packs + 1]; the
+file ends with the second.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import struct
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
-from megatron_sft_idx.errors import FormatError
+import numpy as np
+import xxhash
 
-__all__ = [
-    "DATA_SUFFIXES",
-    "IDX_HEADER",
-    "IDX_HEADER_NBYTES",
-    "SUFFIXES",
-    "ShardPaths",
-    "column_of",
-    "idx_nbytes",
-    "idx_places",
-    "pack_idx_header",
-]
+from megatron_sft_idx.errors import CorruptShardError, FormatError, UnsupportedVersionError
 
+# ---- names ----
 
 # In the order of the digests in the header; the shard id is a hash over these four.
 DATA_SUFFIXES = (".bin", ".loss.bin", ".idx", ".seq.bin")
@@ -155,6 +156,8 @@ class ShardPaths:
         return [path for path in self.all if os.path.lexists(path)]
 
 
+# ---- Megatron's index ----
+
 IDX_HEADER = struct.Struct("<9sQBQQ")
 IDX_HEADER_NBYTES = IDX_HEADER.size
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -174,3 +177,452 @@ def idx_places(num_packs: int) -> tuple[int, int, int]:
     """Where lengths, positions and documents begin in ``.idx``, in bytes."""
     positions = IDX_HEADER_NBYTES + 4 * num_packs
     return IDX_HEADER_NBYTES, positions, positions + 8 * num_packs
+
+
+# ---- dtypes and limits ----
+
+# Megatron's own dtype codes (megatron.core.datasets.indexed_dataset.DType), for what each file may hold.
+TOKEN_DTYPES: dict[int, np.dtype[Any]] = {4: np.dtype("<i4"), 8: np.dtype("<u2")}
+MASK_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 7: np.dtype("<f4")}
+
+# Lengths are int32 in .idx.
+MAX_CAPACITY = 2**31 - 1
+# Counts and byte sizes stay below this, so that no product or sum of a few of them overflows int64.
+MAX_COUNT = 2**56
+
+ARRAY_ALIGNMENT = 64
+
+# Megatron writes uint16 for vocabularies below this (DType.optimal_dtype).
+_UINT16_VOCABULARY = 65500
+
+
+def align(offset: int, alignment: int = ARRAY_ALIGNMENT) -> int:
+    """The first multiple of ``alignment`` at or after ``offset``, in bytes."""
+    return -(-offset // alignment) * alignment
+
+
+def token_dtype_for_vocabulary(vocab_size: int) -> np.dtype[Any]:
+    """The token dtype Megatron itself would choose for a vocabulary: uint16 below 65500 ids, else int32."""
+    return TOKEN_DTYPES[8] if vocab_size < _UINT16_VOCABULARY else TOKEN_DTYPES[4]
+
+
+def token_dtype_of(dtype: Any) -> tuple[int, np.dtype[Any]]:
+    """Code and little-endian dtype of the tokens; FormatError unless uint16 or int32."""
+    return _lookup(dtype, TOKEN_DTYPES, "token dtype", "uint16 or int32")
+
+
+def mask_dtype_of(dtype: Any) -> tuple[int, np.dtype[Any]]:
+    """Code and little-endian dtype of the loss mask; FormatError unless uint8 or float32."""
+    return _lookup(dtype, MASK_DTYPES, "mask dtype", "uint8 (0/1) or float32 (weights)")
+
+
+def _lookup(dtype: Any, table: dict[int, np.dtype[Any]], what: str, allowed: str) -> tuple[int, np.dtype[Any]]:
+    wanted = np.dtype(dtype)
+    for code, candidate in table.items():
+        if candidate == wanted:
+            return code, candidate
+    raise FormatError(f"{what} {wanted}: the format stores {allowed}; pass one of these")
+
+
+# ---- the form of a header ----
+
+# A header is a few KiB; the limit keeps a hostile size from becoming an allocation.
+MAX_HEADER_NBYTES = 16 << 20
+CHECKSUM_NBYTES = 16
+
+
+class Field(NamedTuple):
+    """One fixed field: its name, position in bytes, and ``struct`` format (little-endian)."""
+
+    name: str
+    offset: int
+    format: str
+
+
+class FileDigest(NamedTuple):
+    """Size in bytes and xxh3_128 (16 bytes, canonical big-endian digest) of one data file."""
+
+    nbytes: int
+    checksum: bytes
+
+
+class Broken(NamedTuple):
+    """A rule that a header breaks: where, in bytes, what was found, and what should be there."""
+
+    offset: int
+    rule: str
+    found: str
+    expected: str
+
+
+# Field, rule, whether it is kept, what was expected.
+Checks = Iterable[tuple[str, str, bool, str]]
+
+
+class HeaderForm:
+    """Fixed fields, a JSON block, zeros up to a multiple of 64, a checksum: the header of ``.seq.idx``, or of a column.
+
+    Args:
+        what: begins with it, for sentences.
+        magic: its first eight bytes.
+        version: that is written, and read.
+        fields: names and ``struct`` formats, in their order.
+        rules: of FORMAT.md that are broken by another magic, version, size, checksum, byte between, and JSON block.
+
+    Attributes:
+        fields: each at its place.
+        fixed_nbytes: their size.
+        offsets: where each stands, by name.
+    """
+
+    def __init__(self, what: str, magic: bytes, version: int, fields: str, rules: tuple[str, ...]) -> None:
+        self.what, self.magic, self.version, self.rules = what, magic, version, rules
+        self.fields: tuple[Field, ...] = ()
+        self.fixed_nbytes = 0
+        for entry in fields.split(","):
+            name, code = entry.split()
+            self.fields += (Field(name, self.fixed_nbytes, code),)
+            self.fixed_nbytes += struct.calcsize("<" + code)
+        self.offsets = {each.name: each.offset for each in self.fields}
+        self._struct = struct.Struct("<" + "".join(each.format for each in self.fields))
+
+    def nbytes(self, metadata: Mapping[str, Any]) -> int:
+        """Size of the header that holds this JSON block. FormatError where it is larger than readers accept."""
+        size = align(self.fixed_nbytes + len(encode_metadata(metadata)) + CHECKSUM_NBYTES)
+        if size > MAX_HEADER_NBYTES:
+            raise FormatError(
+                f"metadata: the header would have {size} bytes, at most {MAX_HEADER_NBYTES} (rule {self.rules[2]});"
+                " store less in it"
+            )
+        return size
+
+    def encode(self, values: Mapping[str, Any], metadata: Mapping[str, Any]) -> bytes:
+        """The header's bytes, checksum included.
+
+        Args:
+            values: of the fields, but for magic, version and sizes; zeros where one is not named.
+            metadata: the JSON block.
+        """
+        block, size = encode_metadata(metadata), self.nbytes(metadata)
+        own = {"magic": self.magic, "version": self.version, "header_nbytes": size, "json_nbytes": len(block)}
+        zeros = {each.name: b"" if each.format.endswith("s") else 0 for each in self.fields}
+        filled = zeros | dict(values) | own
+        raw = self._struct.pack(*filled.values()) + block
+        raw = raw.ljust(size - CHECKSUM_NBYTES, b"\0")
+        return raw + xxhash.xxh3_128_digest(raw)
+
+    def values(self, raw: bytes) -> dict[str, Any]:
+        """The fixed fields by name."""
+        return dict(zip(self.offsets, self._struct.unpack_from(raw), strict=True))
+
+    def metadata(self, raw: bytes) -> dict[str, Any] | None:
+        """The JSON block's object, not to be changed; None where it is not one in canonical form."""
+        return decode_metadata(raw[self.fixed_nbytes : self.fixed_nbytes + self.values(raw)["json_nbytes"]])
+
+    def outline(self, raw: bytes) -> Broken | None:
+        """What keeps the first bytes of a file, as many as the fixed fields have, from being read as a header."""
+        magic, version, rule = self.rules[:3]
+        if raw[: len(self.magic)] != self.magic:
+            return Broken(0, magic, f"magic {raw[:8]!r}", f"{self.magic!r} of {self.what} of a packed SFT shard")
+        if len(raw) < self.fixed_nbytes:
+            return Broken(len(raw), rule, f"a file that ends after {len(raw)} bytes", f"at least {self.fixed_nbytes}")
+        values = self.values(raw)
+        if values["version"] != self.version:
+            return Broken(self.offsets["version"], version, f"format version {values['version']}", str(self.version))
+        size, least = values["header_nbytes"], self.fixed_nbytes + CHECKSUM_NBYTES
+        if size % ARRAY_ALIGNMENT or not least <= size <= MAX_HEADER_NBYTES:
+            expected = f"a multiple of {ARRAY_ALIGNMENT} from {align(least)} to {MAX_HEADER_NBYTES}"
+            return Broken(self.offsets["header_nbytes"], rule, f"header size {size}", expected)
+        return None
+
+    def broken(self, raw: bytes, checks: Checks) -> Iterator[Broken]:
+        """What is wrong with a header whose outline is right: the end of the file inside it, or all else.
+
+        Args:
+            raw: its bytes, and any number of those behind it.
+            checks: of the fields.
+        """
+        values = self.values(raw)
+        _, _, whole, checksum, between, json_block = self.rules
+        if len(raw) < (size := values["header_nbytes"]):
+            yield Broken(len(raw), whole, "a file that ends inside the header", f"{size} bytes of it")
+            return
+        raw = raw[:size]
+        stored, computed = raw[-CHECKSUM_NBYTES:], xxhash.xxh3_128_digest(raw[:-CHECKSUM_NBYTES])
+        if stored != computed:
+            found = f"header checksum {stored.hex()}"
+            yield Broken(len(raw) - CHECKSUM_NBYTES, checksum, found, f"{computed.hex()} by its bytes")
+        for name, rule, ok, expected in checks:
+            if not ok:
+                shown = values[name].hex() if isinstance(values[name], bytes) else values[name]
+                yield Broken(self.offsets[name], rule, f"{name} {shown}", expected)
+        end = self.fixed_nbytes + values["json_nbytes"]
+        if align(end + CHECKSUM_NBYTES) != len(raw):
+            found = f"json_nbytes {values['json_nbytes']}"
+            yield Broken(self.offsets["json_nbytes"], json_block, found, f"a block that fills {len(raw)} bytes")
+            return
+        if any(raw[end:-CHECKSUM_NBYTES]):
+            yield Broken(end, between, "bytes between JSON block and checksum", "zeros")
+        if self.metadata(raw) is None:
+            expected = "a canonical object: UTF-8, keys sorted, no spaces, no NaN"
+            yield Broken(self.fixed_nbytes, json_block, "another JSON block", expected)
+
+    def refuse(self, raw: bytes, path: str, broken: Broken, remedy: str) -> NoReturn:
+        """Raise what is wrong with the header of a file: CorruptShardError, or UnsupportedVersionError."""
+        if (broken.offset, broken.rule) == (self.offsets["version"], self.rules[1]):
+            raise UnsupportedVersionError(path, self.values(raw)["version"], [self.version])
+        detail = f"{broken.found}, expected {broken.expected}; the file was cut short or changed: {remedy}"
+        raise CorruptShardError(path, broken.offset, broken.rule, detail)
+
+
+def encode_metadata(metadata: Mapping[str, Any]) -> bytes:
+    """Canonical JSON: keys sorted, no spaces, UTF-8. FormatError where a value has no JSON form."""
+    try:
+        text = json.dumps(
+            metadata,
+            sort_keys=True,
+            separators=(",", ":"),
+            ensure_ascii=False,
+            allow_nan=False,
+            check_circular=True,
+        )
+        return text.encode()
+    except RecursionError:
+        raise FormatError("metadata: nested too deeply to be stored as JSON; flatten it") from None
+    except (TypeError, ValueError) as error:
+        raise FormatError(
+            f"metadata: {error}; it is stored as JSON: use strings, finite numbers, lists, dicts"
+        ) from error
+
+
+# A header's block is checked and then taken, and shards of one dataset often have the same.
+@lru_cache(maxsize=1)
+def decode_metadata(block: bytes) -> dict[str, Any] | None:
+    """The JSON block's object, not to be changed; None where it is not one in canonical form."""
+    try:
+        metadata = json.loads(block.decode("utf-8"))
+        return metadata if isinstance(metadata, dict) and encode_metadata(metadata) == block else None
+    except (ValueError, RecursionError):
+        return None
+
+
+# ---- the header of .seq.idx ----
+
+FORMAT_VERSION = 1
+# loss_mask[j] says whether predicting token j + 1 of the same sequence counts. The only alignment on disk.
+LABEL_ALIGNED = 1
+FLAG_REBUILT = 1
+SEQ_IDX = HeaderForm(
+    "the .seq.idx",
+    b"\x89SFTIDX\n",
+    FORMAT_VERSION,
+    "magic 8s, version I, header_nbytes I, shard_id 16s,"
+    "num_packs Q, num_sequences Q, num_tokens Q, num_trained_tokens Q, num_masked_packs Q,"
+    "token_dtype B, mask_dtype B, mask_alignment B, flags B,"
+    "sequence_multiple I, capacity I, longest_pack I, most_sequences I, json_nbytes I, pad_id q,"
+    "tokens_nbytes Q, tokens_checksum 16s, loss_nbytes Q, loss_checksum 16s,"
+    "idx_nbytes Q, idx_checksum 16s, starts_nbytes Q, starts_checksum 16s, arrays_checksum 16s, reserved 40s",
+    ("H1", "H2", "H3", "H4", "H5", "H7"),
+)
+FIELDS, MAGIC, HEADER_FIXED_NBYTES = SEQ_IDX.fields, SEQ_IDX.magic, SEQ_IDX.fixed_nbytes
+_DIGESTS = ("tokens", "loss", "idx", "starts")
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What ``X.seq.idx`` says of its shard.
+
+    Attributes:
+        num_packs: rows of the shard.
+        num_sequences: sequences in all packs.
+        num_tokens: tokens in all packs, padding not counted since none is stored.
+        num_trained_tokens: positions whose loss mask is above zero.
+        num_masked_packs: packs in which no position is trained on.
+        token_dtype: dtype of ``X.bin``: uint16 or int32.
+        mask_dtype: dtype of ``X.loss.bin``: uint8 or float32.
+        sequence_multiple: packing counted each sequence as its length rounded up to this.
+        capacity: most token positions a pack may hold, each sequence rounded up.
+        longest_pack: tokens in the longest pack.
+        most_sequences: sequences in the pack that has most.
+        pad_id: the tokenizer's padding id; None where unknown.
+        digests: of ``.bin``, ``.loss.bin``, ``.idx`` and ``.seq.bin``, in this order.
+        arrays_checksum: xxh3_128 of the file behind the header.
+        metadata: the JSON block: fingerprints, options, counts.
+        rebuilt: the header was derived from the data, and the JSON block says what is no longer known.
+    """
+
+    num_packs: int
+    num_sequences: int
+    num_tokens: int
+    num_trained_tokens: int
+    num_masked_packs: int
+    token_dtype: np.dtype[Any]
+    mask_dtype: np.dtype[Any]
+    sequence_multiple: int
+    capacity: int
+    longest_pack: int
+    most_sequences: int
+    pad_id: int | None
+    digests: tuple[FileDigest, FileDigest, FileDigest, FileDigest]
+    arrays_checksum: bytes
+    metadata: dict[str, Any] = field(default_factory=dict)
+    rebuilt: bool = False
+
+    @property
+    def shard_id(self) -> bytes:
+        """16 bytes derived from the content: xxh3_128 over the four data checksums."""
+        return xxhash.xxh3_128_digest(b"".join(digest.checksum for digest in self.digests))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the header: where ``sequence_offsets`` begin."""
+        return SEQ_IDX.nbytes(self.metadata)
+
+    @property
+    def token_offsets_offset(self) -> int:
+        """Where ``token_offsets`` begin, in bytes."""
+        return align(self.nbytes + 8 * (self.num_packs + 1))
+
+    @property
+    def seq_idx_nbytes(self) -> int:
+        """Size of the whole ``.seq.idx``."""
+        return self.token_offsets_offset + 8 * (self.num_packs + 1)
+
+    @property
+    def index_nbytes(self) -> int:
+        """Memory that the index arrays take: two offsets a pack, and those behind the last one, and the starts."""
+        return 16 * (self.num_packs + 1) + 4 * self.num_sequences
+
+    # What the JSON block says of where the tokens come from; None where it says nothing.
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Fingerprint of the tokenizer that made the ids."""
+        return self._fingerprint("tokenizer", "fingerprint")
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The largest id of that tokenizer + 1."""
+        block: Any = self.metadata.get("tokenizer")
+        size = block.get("vocab_size") if isinstance(block, dict) else None
+        return size if type(size) is int else None
+
+    @property
+    def template(self) -> str | None:
+        """Fingerprint of the chat template that rendered the text, and of another one for rows with tools, if any."""
+        text = self._fingerprint("chat_template", "fingerprint")
+        tools = self._fingerprint("chat_template", "tools_fingerprint")
+        return f"{text}, with tools {tools}" if tools else text
+
+    @property
+    def source(self) -> str | None:
+        """Fingerprint of the rows the shard was made from."""
+        return self._fingerprint("sources", "fingerprint")
+
+    def _fingerprint(self, block: str, name: str) -> str | None:
+        # Anybody may write anything into the block.
+        found: Any = self.metadata.get(block)
+        value = found.get(name) if isinstance(found, dict) else None
+        return value if isinstance(value, str) else None
+
+    def encode(self) -> bytes:
+        """The header's bytes, checksum included."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in SEQ_IDX.offsets if hasattr(type(self), name)}
+        values |= {
+            "token_dtype": token_dtype_of(self.token_dtype)[0],
+            "mask_dtype": mask_dtype_of(self.mask_dtype)[0],
+            "mask_alignment": LABEL_ALIGNED,
+            "flags": FLAG_REBUILT if self.rebuilt else 0,
+            "pad_id": -1 if self.pad_id is None else self.pad_id,
+        }
+        for name, digest in zip(_DIGESTS, self.digests, strict=True):
+            values[f"{name}_nbytes"], values[f"{name}_checksum"] = digest
+        return SEQ_IDX.encode(values, self.metadata)
+
+    @classmethod
+    def decode(cls, raw: bytes, path: str) -> Header:
+        """A header from its bytes; ``raw`` holds at least ``peek_nbytes(raw)`` bytes.
+
+        Raises:
+            CorruptShardError: a rule of FORMAT.md is broken; says which, where, found and expected.
+            UnsupportedVersionError: another format version.
+        """
+        peek_nbytes(raw, path)
+        for broken in broken_rules(raw):
+            SEQ_IDX.refuse(raw, path, broken, _remedy(path))
+        values = SEQ_IDX.values(raw)
+        plain = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        plain |= {
+            "token_dtype": TOKEN_DTYPES[values["token_dtype"]],
+            "mask_dtype": MASK_DTYPES[values["mask_dtype"]],
+            "pad_id": None if values["pad_id"] < 0 else values["pad_id"],
+            "digests": tuple(FileDigest(values[f"{n}_nbytes"], values[f"{n}_checksum"]) for n in _DIGESTS),
+            "metadata": SEQ_IDX.metadata(raw),
+            "rebuilt": values["flags"] == FLAG_REBUILT,
+        }
+        return cls(**plain)
+
+
+def peek_nbytes(raw: bytes, path: str) -> int:
+    """Header size said by the first 256 bytes, once magic and version are known to be right."""
+    if broken := SEQ_IDX.outline(raw):
+        SEQ_IDX.refuse(raw, path, broken, _remedy(path))
+    return int(SEQ_IDX.values(raw)["header_nbytes"])
+
+
+def _remedy(path: str) -> str:
+    return ShardPaths(path.removesuffix(_UNPUBLISHED).removesuffix(".seq.idx")).index_remedy
+
+
+def shown_counts(of: Any) -> str:
+    """What a header, or what is known of data of another format, counts, for people; trained tokens may be unknown."""
+    trained = of.num_trained_tokens
+    share = "" if trained is None else f", {100 * trained / max(1, of.num_tokens):.1f}% trained"
+    return (
+        f"{of.num_packs:,} packs of up to {of.capacity:,} tokens, {of.num_sequences:,} sequences,"
+        f" {of.num_tokens:,} tokens{share}"
+    )
+
+
+def data_nbytes(values: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes of the data files by a header's fields, by suffix; without those whose dtype code means nothing."""
+    sizes = {".idx": idx_nbytes(values["num_packs"]), ".seq.bin": 4 * values["num_sequences"]}
+    for suffix, name, dtypes in ((".bin", "token_dtype", TOKEN_DTYPES), (".loss.bin", "mask_dtype", MASK_DTYPES)):
+        if values[name] in dtypes:
+            sizes[suffix] = values["num_tokens"] * dtypes[values[name]].itemsize
+    return sizes
+
+
+def broken_rules(raw: bytes) -> Iterator[Broken]:
+    """What is wrong with a header whose outline is right: rules H4 to H8, and F2 of what it says."""
+    return SEQ_IDX.broken(raw, _checks(SEQ_IDX.values(raw)))
+
+
+def _checks(values: dict[str, Any]) -> Checks:
+    packs, sequences, tokens = values["num_packs"], values["num_sequences"], values["num_tokens"]
+    longest, most, capacity = values["longest_pack"], values["most_sequences"], values["capacity"]
+    few = f"below {MAX_COUNT}, and 0 only with 0 packs"
+    yield from (
+        ("token_dtype", "H5", values["token_dtype"] in TOKEN_DTYPES, "4 (int32) or 8 (uint16)"),
+        ("mask_dtype", "H5", values["mask_dtype"] in MASK_DTYPES, "1 (uint8) or 7 (float32)"),
+        ("mask_alignment", "H5", values["mask_alignment"] == LABEL_ALIGNED, "1 (label)"),
+        ("flags", "H5", values["flags"] in (0, FLAG_REBUILT), "0 or 1 (rebuilt)"),
+        ("reserved", "H5", not any(values["reserved"]), "zeros"),
+        ("pad_id", "H5", -1 <= values["pad_id"] <= MAX_CAPACITY, "an id, or -1 where unknown"),
+        ("num_packs", "H6", packs <= sequences, f"at most num_sequences {sequences}"),
+        ("num_sequences", "H6", sequences <= tokens, f"at most num_tokens {tokens}"),
+        ("num_tokens", "H6", tokens < MAX_COUNT and (packs > 0) == (tokens > 0), few),
+        ("num_trained_tokens", "H6", values["num_trained_tokens"] <= tokens - sequences, "at most tokens - sequences"),
+        ("num_masked_packs", "H6", values["num_masked_packs"] <= packs, f"at most num_packs {packs}"),
+        ("sequence_multiple", "H6", 1 <= values["sequence_multiple"] <= MAX_CAPACITY, "1 or more"),
+        ("capacity", "H6", capacity <= MAX_CAPACITY, f"at most {MAX_CAPACITY}"),
+        ("longest_pack", "H6", longest <= capacity and (longest > 0) == (packs > 0), "1 to capacity"),
+        ("most_sequences", "H6", most <= longest and (most > 0) == (packs > 0), "1 to longest_pack"),
+    )
+    derived = data_nbytes(values)
+    for name, suffix in zip(_DIGESTS, DATA_SUFFIXES, strict=True):
+        if suffix in derived:
+            ok = values[f"{name}_nbytes"] == derived[suffix]
+            yield f"{name}_nbytes", "F2", ok, f"{derived[suffix]} by the counts for {suffix}"
+    shard_id = xxhash.xxh3_128_digest(b"".join(values[f"{name}_checksum"] for name in _DIGESTS))
+    yield "shard_id", "H8", values["shard_id"] == shard_id, f"{shard_id.hex()} by the checksums"

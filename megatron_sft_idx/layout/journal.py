@@ -34,8 +34,15 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout.column import ColumnSpec, Per, check_name
-from megatron_sft_idx.layout.files import ShardPaths
-from megatron_sft_idx.layout.header import MASK_DTYPES, MAX_CAPACITY, TOKEN_DTYPES, align, mask_dtype_of, token_dtype_of
+from megatron_sft_idx.layout.files import (
+    MASK_DTYPES,
+    MAX_CAPACITY,
+    TOKEN_DTYPES,
+    ShardPaths,
+    align,
+    mask_dtype_of,
+    token_dtype_of,
+)
 
 __all__ = [
     "DONE",

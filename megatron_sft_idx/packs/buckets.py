@@ -19,8 +19,7 @@ import xxhash
 
 from megatron_sft_idx.errors import FormatError, StorageError
 from megatron_sft_idx.layout import ShardPaths
-from megatron_sft_idx.layout.files import SUFFIXES
-from megatron_sft_idx.layout.header import MAGIC
+from megatron_sft_idx.layout.files import MAGIC, SUFFIXES
 from megatron_sft_idx.packs.transfer import Copied, HeldBytes, Source, download
 from megatron_sft_idx.shard import remove_shard
 from megatron_sft_idx.shard.columns import columns_beside, is_of_another_shard

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths, token_dtype_of
 from megatron_sft_idx.layout.column import ColumnSpec, Per, check_name
-from megatron_sft_idx.layout.files import DATA_SUFFIXES
-from megatron_sft_idx.layout.header import header_nbytes
+from megatron_sft_idx.layout.files import DATA_SUFFIXES, SEQ_IDX
 from megatron_sft_idx.layout.journal import PACK, BuildOptions, encode_block
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.columns import ColumnFiles, Rows, open_column
@@ -292,7 +291,7 @@ class CopyWriter:
     ) -> None:
         self._paths = ShardPaths.of(prefix).with_columns(map(check_name, columns))
         self._like = dataclasses.replace(like, metadata={**like.metadata, "format_writer": FORMAT_WRITER})
-        header_nbytes(self._like.metadata)
+        SEQ_IDX.nbytes(self._like.metadata)
         # What a ShardWriter of such a shard would have been begun with; an empty shard may have no capacity.
         options = BuildOptions(
             like.token_dtype,

@@ -15,8 +15,7 @@ from typing import Any
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec
-from megatron_sft_idx.layout.files import idx_nbytes
-from megatron_sft_idx.layout.header import ARRAY_ALIGNMENT
+from megatron_sft_idx.layout.files import ARRAY_ALIGNMENT, idx_nbytes
 from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, TrainedCount, copied_nbytes, nbytes_of
 from megatron_sft_idx.packs.merge import (
     ORIGIN,

@@ -27,8 +27,7 @@ from megatron_sft_idx.layout.column import (
     listed_columns,
     torn_pairs,
 )
-from megatron_sft_idx.layout.files import column_of
-from megatron_sft_idx.layout.header import CHECKSUM_NBYTES
+from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, column_of
 from megatron_sft_idx.shard.opening import read_header, require_same
 from megatron_sft_idx.shard.publication import Publication, held, is_column
 from megatron_sft_idx.storage import (

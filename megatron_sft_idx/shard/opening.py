@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
 from megatron_sft_idx.layout.column import listed_columns
-from megatron_sft_idx.layout.header import peek_nbytes
+from megatron_sft_idx.layout.files import peek_nbytes
 from megatron_sft_idx.shard import remote
 from megatron_sft_idx.shard.publication import is_journal
 from megatron_sft_idx.storage import (

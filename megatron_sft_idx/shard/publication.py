@@ -22,8 +22,7 @@ from typing import Any
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.column import COLUMN_MAGIC
-from megatron_sft_idx.layout.files import column_of
-from megatron_sft_idx.layout.header import MAGIC
+from megatron_sft_idx.layout.files import MAGIC, column_of
 from megatron_sft_idx.layout.journal import DONE, MAGICS, Head, encode_head, encode_json, read_head
 from megatron_sft_idx.storage import OutputFile, naming, open_regular, require_local, sync_folder
 from megatron_sft_idx.storage.publish import (

@@ -17,7 +17,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import check_name
-from megatron_sft_idx.layout.header import shown_counts
+from megatron_sft_idx.layout.files import shown_counts
 from megatron_sft_idx.shard.columns import ShardColumns
 from megatron_sft_idx.shard.opening import Files, checked_packs, open_files, read_header, require_same, runs_of
 from megatron_sft_idx.storage import (

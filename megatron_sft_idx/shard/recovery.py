@@ -17,7 +17,7 @@ import numpy as np
 from megatron_sft_idx.errors import CorruptShardError, FormatError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import FIXED_NBYTES, ColumnHeader
-from megatron_sft_idx.layout.header import MAX_COUNT, MAX_HEADER_NBYTES
+from megatron_sft_idx.layout.files import MAX_COUNT, MAX_HEADER_NBYTES
 from megatron_sft_idx.layout.journal import PACK, BuildOptions, Head, read_blocks, read_head, torn
 from megatron_sft_idx.shard.publication import Publication, check_free, left, locked_journal, read_journal
 from megatron_sft_idx.shard.writer import ShardWriter

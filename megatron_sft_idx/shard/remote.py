@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.header import FileDigest, peek_nbytes
+from megatron_sft_idx.layout.files import FileDigest, peek_nbytes
 from megatron_sft_idx.storage import Backend, check_size, open_array
 from megatron_sft_idx.storage.hashing import HashedFile, has_digest
 from megatron_sft_idx.storage.publish import Kind, new_file

@@ -21,8 +21,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths, mask_dtype_of, token_dtype_of
 from megatron_sft_idx.layout.column import ColumnSpec, check_name, listed_columns
-from megatron_sft_idx.layout.files import pack_idx_header
-from megatron_sft_idx.layout.header import MAX_CAPACITY, header_nbytes
+from megatron_sft_idx.layout.files import MAX_CAPACITY, SEQ_IDX, pack_idx_header
 from megatron_sft_idx.layout.journal import MAX_RECORDS, PACK, BuildOptions, encode_block, pack_records, read_head
 from megatron_sft_idx.shard.columns import ColumnFiles
 from megatron_sft_idx.shard.publication import Publication
@@ -95,7 +94,7 @@ class ShardWriter:
             dict(metadata or {}),
             dict(columns or {}),
         )
-        header_nbytes(options.metadata)  # refuses what cannot be stored now, not after hours of writing
+        SEQ_IDX.nbytes(options.metadata)  # refuses what cannot be stored now, not after hours of writing
         self._begin(Publication(paths, options.encode(), overwrite=overwrite, durable=durable), options)
 
     @classmethod

@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.layout.header import FileDigest
+from megatron_sft_idx.layout.files import FileDigest
 from megatron_sft_idx.storage.local import OutputFile, as_bytes, open_regular
 from megatron_sft_idx.storage.progress import Advance
 

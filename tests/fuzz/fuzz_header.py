@@ -5,7 +5,7 @@ from __future__ import annotations
 from fuzz.contract import refused
 from fuzz.repair import repair_header
 
-from megatron_sft_idx.layout.header import Header
+from megatron_sft_idx.layout.files import Header
 
 
 def run(data: bytes) -> None:

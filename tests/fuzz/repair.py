@@ -11,8 +11,17 @@ import numpy as np
 import xxhash
 
 from megatron_sft_idx.formats.base import npy_header_bytes
-from megatron_sft_idx.layout.files import IDX_HEADER, SUFFIXES, idx_nbytes
-from megatron_sft_idx.layout.header import FIELDS, MAGIC, MASK_DTYPES, MAX_HEADER_NBYTES, TOKEN_DTYPES, align
+from megatron_sft_idx.layout.files import (
+    FIELDS,
+    IDX_HEADER,
+    MAGIC,
+    MASK_DTYPES,
+    MAX_HEADER_NBYTES,
+    SUFFIXES,
+    TOKEN_DTYPES,
+    align,
+    idx_nbytes,
+)
 
 _OFFSETS = {field.name: field.offset for field in FIELDS}
 _FORMATS = {field.name: "<" + field.format for field in FIELDS}
