@@ -45,7 +45,6 @@ TOP_LEVEL = {
 }
 # A file's name tells its place, so that a name in a traceback is one. These stand in more places than one; no more may.
 SHARED_NAMES = {
-    "files": {"layout", "storage.remote"},
     "local": {"storage", "tokenize"},
 }
 # Written so that this file does not hold what it looks for.

@@ -30,7 +30,7 @@ from megatron_sft_idx.storage.remote import (
     forget_stores,
     open_store,
 )
-from megatron_sft_idx.storage.remote.s3 import S3, FastS3
+from megatron_sft_idx.storage.remote.s3 import S3
 from megatron_sft_idx.storage.remote.store import Missing, Temporary
 
 BODY = bytes(range(256)) * 40
@@ -238,7 +238,7 @@ PATIENT, IMPATIENT = (RetryPolicy(total_seconds=seconds, first_delay=0.01) for s
 def open_through(library: str) -> RemoteStore:
     """A store over boto3 or obstore, which gives up soon."""
     made = RemoteStore("s3", "bucket", IMPATIENT)
-    made._transport = os.getpid(), S3("bucket") if library == "boto3" else FastS3("bucket")
+    made._transport = os.getpid(), S3("bucket", fast=library != "boto3")
     return made
 
 
@@ -358,7 +358,7 @@ def test_nobody_at_the_endpoint(store: RemoteStore, monkeypatch: pytest.MonkeyPa
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free.getsockname()[1]}")
-    alone = open_through("obstore" if isinstance(store.transport, FastS3) else "boto3")
+    alone = open_through("obstore" if store.transport.fast else "boto3")
     for request in (lambda: alone.head("x"), lambda: alone.read("x", 0, 9)):
         with pytest.raises(StorageError, match="is the store up"):
             request()

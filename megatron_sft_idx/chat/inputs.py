@@ -26,8 +26,7 @@ import orjson
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.storage import is_remote, open_regular
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
-from megatron_sft_idx.storage.remote.files import ObjectFile, read_ahead
-from megatron_sft_idx.storage.remote.store import exists, in_folder, matching
+from megatron_sft_idx.storage.remote.store import ObjectFile, exists, in_folder, matching, read_ahead
 
 __all__ = [
     "UTF8_BOM",

@@ -22,7 +22,7 @@ from megatron_sft_idx._native import scan_json_array
 from megatron_sft_idx.chat.inputs import InputFile, open_object, parse_json, read_blocks, stream_blocks
 from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.storage.hashing import StreamHash
+from megatron_sft_idx.storage.local import StreamHash
 
 if TYPE_CHECKING:
     import pyarrow as pa

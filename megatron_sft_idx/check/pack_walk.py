@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.storage import as_bytes, is_remote
-from megatron_sft_idx.storage.hashing import StreamHash
+from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.remote import open_store
 from megatron_sft_idx.storage.remote.store import threads

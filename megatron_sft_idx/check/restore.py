@@ -43,7 +43,7 @@ from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, MAX_CAPACITY, MAX_HEA
 from megatron_sft_idx.shard.publication import Publication, inode_of
 from megatron_sft_idx.shard.writer import FORMAT_WRITER, PackChunk, write_idx, write_seq_idx
 from megatron_sft_idx.storage import OutputFile, open_array, open_regular
-from megatron_sft_idx.storage.hashing import HashedFile, digest_file
+from megatron_sft_idx.storage.local import HashedFile, digest_file
 from megatron_sft_idx.storage.progress import Watch
 from megatron_sft_idx.storage.publish import put
 

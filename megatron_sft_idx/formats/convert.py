@@ -24,7 +24,7 @@ from megatron_sft_idx.formats.registry import (
     reader_options,
 )
 from megatron_sft_idx.packs.run import PackRun
-from megatron_sft_idx.storage.hashing import StreamHash
+from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Update
 from megatron_sft_idx.storage.publish import Place, require_apart
 

@@ -58,7 +58,7 @@ from megatron_sft_idx.layout.files import MAX_CAPACITY
 from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_array, open_regular, read_most
-from megatron_sft_idx.storage.hashing import HashedFile
+from megatron_sft_idx.storage.local import HashedFile
 from megatron_sft_idx.storage.publish import Kind, New, head_of, new_folder
 
 __all__ = ["FORMAT", "KIND", "MemmapShardWriter", "Reader", "Writer", "recognise"]

@@ -22,7 +22,7 @@ from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.reader import require_same
 from megatron_sft_idx.shard.writer import FORMAT_WRITER, JournalPacks, write_idx, write_seq_idx
 from megatron_sft_idx.storage import Array, PreadArray, require_local
-from megatron_sft_idx.storage.hashing import HashedFile, StreamHash
+from megatron_sft_idx.storage.local import HashedFile, StreamHash
 from megatron_sft_idx.storage.progress import Advance
 
 __all__ = [

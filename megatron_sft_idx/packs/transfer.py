@@ -22,12 +22,11 @@ from megatron_sft_idx.shard import check_free, read_header, recover
 from megatron_sft_idx.shard.columns import column_names, columns_beside, is_of_another_shard, open_column
 from megatron_sft_idx.shard.publication import Publication, places_of, read_journal, with_present
 from megatron_sft_idx.storage import check_size, is_remote, open_regular
-from megatron_sft_idx.storage.hashing import StreamHash, digest_file
+from megatron_sft_idx.storage.local import StreamHash, digest_file
 from megatron_sft_idx.storage.progress import Advance
 from megatron_sft_idx.storage.publish import require_apart
 from megatron_sft_idx.storage.remote import ObjectInfo, open_store
-from megatron_sft_idx.storage.remote.files import read_ahead
-from megatron_sft_idx.storage.remote.store import threads
+from megatron_sft_idx.storage.remote.store import read_ahead, threads
 
 __all__ = [
     "Copied",

@@ -40,7 +40,7 @@ from megatron_sft_idx.storage import (
     open_regular,
     require_local,
 )
-from megatron_sft_idx.storage.hashing import HashedFile
+from megatron_sft_idx.storage.local import HashedFile
 from megatron_sft_idx.storage.publish import Kind, new_file
 from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, open_store
 

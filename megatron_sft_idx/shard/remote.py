@@ -24,11 +24,10 @@ from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoun
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.files import FileDigest, peek_nbytes
 from megatron_sft_idx.storage import Backend, check_size, open_array
-from megatron_sft_idx.storage.hashing import HashedFile, has_digest
+from megatron_sft_idx.storage.local import HashedFile, has_digest
 from megatron_sft_idx.storage.publish import Kind, new_file
 from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, RemoteStore, open_store
-from megatron_sft_idx.storage.remote.files import read_ahead
-from megatron_sft_idx.storage.remote.store import threads
+from megatron_sft_idx.storage.remote.store import read_ahead, threads
 
 __all__ = ["find_missing", "open_remote", "read_raw_header"]
 

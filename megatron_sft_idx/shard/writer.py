@@ -27,7 +27,7 @@ from megatron_sft_idx.shard.columns import ColumnFiles
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.reader import Shard
 from megatron_sft_idx.storage import OutputFile, open_regular
-from megatron_sft_idx.storage.hashing import HashedFile
+from megatron_sft_idx.storage.local import HashedFile
 from megatron_sft_idx.storage.progress import Advance
 
 MaskAlignment = Literal["label", "token"]

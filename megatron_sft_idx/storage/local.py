@@ -1,4 +1,4 @@
-"""Local bytes: how they may be read, a file as an array, and writing that is really on disk.
+"""Local bytes: how they may be read, a file as an array, writing that is really on disk, and hashing what goes by.
 
 Every read goes through ``open_array``: the file's size is checked before the first byte is touched, so a file that
 was cut short is an error when opening and not a SIGBUS later.
@@ -18,10 +18,12 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, cast, get_args
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import CorruptShardError, FormatError
+from megatron_sft_idx.layout.files import FileDigest
 
 __all__ = [
     "SCHEME_STARTS",
@@ -30,12 +32,16 @@ __all__ = [
     "Backend",
     "BackendName",
     "CopiedArray",
+    "HashedFile",
     "OutputFile",
     "PreadArray",
     "ReadOptions",
     "ReopenedArray",
+    "StreamHash",
     "as_bytes",
     "check_size",
+    "digest_file",
+    "has_digest",
     "is_remote",
     "naming",
     "open_array",
@@ -47,6 +53,7 @@ __all__ = [
 ]
 
 _BUFFER_NBYTES = 1 << 16
+_PIECE_NBYTES = 1 << 18
 
 # ---- what is local ----
 
@@ -416,6 +423,80 @@ def sync_folder(folder: str | Path) -> None:
     finally:
         os.close(fd)
 
+
+# ---- hashing: xxh3_128, the checksum that every header of the package stores ----
+
+
+class StreamHash:
+    """The hash of bytes that come one after the other, and how many they are.
+
+    Attributes:
+        nbytes: bytes so far.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes, self._hash = 0, xxhash.xxh3_128()
+
+    def update(self, data: bytes | memoryview | NDArray[Any]) -> None:
+        """The next bytes: of a buffer, or of an array that is one-dimensional and contiguous."""
+        raw = as_bytes(data) if isinstance(data, np.ndarray) else data
+        self._hash.update(raw)
+        self.nbytes += len(raw)
+
+    def checksum(self) -> bytes:
+        """16 bytes, as headers store them."""
+        return self._hash.digest()
+
+    def hex(self) -> str:
+        """The checksum for people and JSON."""
+        return self._hash.hexdigest()
+
+    def digest(self) -> FileDigest:
+        """Size and checksum, of a file that is all that went by."""
+        return FileDigest(self.nbytes, self.checksum())
+
+
+class HashedFile(StreamHash):
+    """Writes to a file and hashes what it writes; ``update`` takes in what the file held before.
+
+    Attributes:
+        file: the file.
+    """
+
+    def __init__(self, file: OutputFile) -> None:
+        super().__init__()
+        self.file = file
+
+    def write(self, data: bytes | memoryview | NDArray[Any]) -> None:
+        """Append all of ``data``."""
+        raw = as_bytes(data)
+        self.file.write(raw)
+        self.update(raw)
+
+
+def digest_file(path: str, offset: int = 0, *, advance: Callable[[int], None] = lambda nbytes: None) -> FileDigest:
+    """Size and checksum of a local file from a byte offset on.
+
+    Args:
+        path: the file.
+        offset: in bytes.
+        advance: told how many bytes were read since it was last called.
+    """
+    stream = StreamHash()
+    with open_regular(path) as file:
+        file.seek(offset)
+        while piece := file.read(_PIECE_NBYTES):
+            stream.update(piece)
+            advance(len(piece))
+    return stream.digest()
+
+
+def has_digest(path: str, digest: FileDigest) -> bool:
+    """Whether a local file is what a digest says; it is read only where the size fits."""
+    return os.stat(path).st_size == digest.nbytes and digest_file(path) == digest
+
+
+# ---- files that are opened for each read ----
 
 # A file that is another one at every look is being written over and over.
 _MOST_LOOKS = 5

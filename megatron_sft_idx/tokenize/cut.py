@@ -18,7 +18,7 @@ from megatron_sft_idx.chat.inputs import UTF8_BOM, InputFile, find_object, open_
 from megatron_sft_idx.chat.pieces import MAX_ROW_NBYTES, JsonPiece, Piece, cut_lines, iter_pieces
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import is_remote, naming, open_regular
-from megatron_sft_idx.storage.hashing import StreamHash
+from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.remote import open_store
 
 __all__ = ["PIECE_NBYTES", "Cutting", "Stretch", "cut_file", "cut_input", "read_pieces", "source_fingerprint"]

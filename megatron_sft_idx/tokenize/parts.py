@@ -40,7 +40,7 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.chat.pieces import JsonPiece, Piece
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import OutputFile, as_bytes, open_array
-from megatron_sft_idx.storage.hashing import StreamHash
+from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.publish import put
 from megatron_sft_idx.tokenize.cut import Cutting, Stretch, read_pieces
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder

@@ -33,7 +33,7 @@ from megatron_sft_idx.packs.split import refuse_other_splits
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.publication import parts_held
 from megatron_sft_idx.storage import is_remote
-from megatron_sft_idx.storage.hashing import StreamHash
+from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Progress
 from megatron_sft_idx.storage.publish import Place
 from megatron_sft_idx.tokenize.begin import Job, PreprocessOptions, begin, corpus_prefix, find_done

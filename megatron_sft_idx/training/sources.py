@@ -32,7 +32,7 @@ from megatron_sft_idx.packing import pack_sequences
 from megatron_sft_idx.shard import pair_numbers
 from megatron_sft_idx.shard.shard_set import OPENED_AT_ONCE, ShardSet, joined_columns, running_sums
 from megatron_sft_idx.storage import Array, open_array, open_regular
-from megatron_sft_idx.storage.hashing import StreamHash
+from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.publish import Kind, head_of, lock_file, new_file
 
 __all__ = [

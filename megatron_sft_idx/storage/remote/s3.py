@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from megatron_sft_idx.errors import FormatError
@@ -29,7 +30,7 @@ from megatron_sft_idx.storage.remote.store import (
     Temporary,
 )
 
-__all__ = ["S3", "FastS3", "connect", "failure_of"]
+__all__ = ["S3", "failure_of"]
 
 
 _T = TypeVar("_T")
@@ -59,41 +60,27 @@ _PASSING = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable",
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired"}
 
 
-def _usable() -> bool:
-    """Whether obstore runs here: not in a fork of a process that has used it."""
-    return _runs_in in (None, os.getpid())
+class S3:
+    """One bucket.
 
-
-def connect(bucket: str) -> S3:
-    """The fastest transport that is installed and runs in this process.
+    Args:
+        bucket: its name.
+        fast: read ranges through obstore; None where it is installed, and runs in this process.
 
     Raises:
         FormatError: boto3 is not installed.
     """
-    if _usable():
-        with contextlib.suppress(ModuleNotFoundError):
-            return FastS3(bucket)
-    try:
-        return S3(bucket)
-    except ModuleNotFoundError:
-        raise FormatError(
-            f"s3://{bucket}: reading from S3 needs boto3; pip install 'megatron-sft-idx[cloud]'"
-        ) from None
-
-
-class S3:
-    """One bucket: read through boto3, written through obstore.
-
-    Args:
-        bucket: its name.
-    """
 
     conditional = True
 
-    def __init__(self, bucket: str) -> None:
-        import boto3
-        from botocore.config import Config
-
+    def __init__(self, bucket: str, *, fast: bool | None = None) -> None:
+        try:
+            import boto3
+            from botocore.config import Config
+        except ModuleNotFoundError:
+            raise FormatError(
+                f"s3://{bucket}: reading from S3 needs boto3; pip install 'megatron-sft-idx[cloud]'"
+            ) from None
         self.bucket = bucket
         self.session = boto3.session.Session()
         config = Config(
@@ -103,6 +90,11 @@ class S3:
             retries={"total_max_attempts": 1},  # the store retries
         )
         self.client = _translated(lambda: self.session.client("s3", config=config))
+        self.fast = _usable() and find_spec("obstore") is not None if fast is None else fast
+        if self.fast:
+            # The retries are the store's own. The timeout is of the whole answer: 8 MiB over a slow line take a while.
+            seconds = _READ_SECONDS + _TRANSFER_SECONDS
+            self._ranges = self._obstore(timeout=f"{seconds}s", retry_config={"max_retries": 0})
 
     def head(self, key: str) -> ObjectInfo:
         """What is at a key."""
@@ -112,9 +104,21 @@ class S3:
 
     def get(self, key: str, offset: int, nbytes: int, etag: str | None) -> bytes | memoryview:
         """Bytes of an object."""
-        wanted: dict[str, Any] = {"Range": f"bytes={offset}-{offset + nbytes - 1}"}
-        if etag is not None:
-            wanted["IfMatch"] = f'"{etag}"'
+        if self.fast:
+            import obstore
+
+            options: dict[str, Any] = {"range": (offset, offset + nbytes)}
+            options |= {"if_match": f'"{etag}"'} if etag is not None else {}
+            try:
+                found = obstore.get(self._ranges, key, options=options)
+                begin, end = found.range
+                if (begin, end) != (offset, offset + nbytes):
+                    raise Temporary(f"bytes {begin} to {end} for {offset} to {offset + nbytes}")
+                return memoryview(found.bytes())
+            except (obstore.exceptions.BaseError, OSError) as error:
+                raise _obstore_failure(error) from None
+        wanted = {"Range": f"bytes={offset}-{offset + nbytes - 1}"}
+        wanted |= {"IfMatch": f'"{etag}"'} if etag is not None else {}
 
         def request() -> bytes:
             found = self.client.get_object(Bucket=self.bucket, Key=key, **wanted)
@@ -130,8 +134,8 @@ class S3:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key begins with a prefix."""
-        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix)
-        for page in _translated_each(pages):
+        pages = iter(self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=prefix))
+        while (page := _translated(lambda: next(pages, None))) is not None:
             for found in page.get("Contents", ()):
                 yield ObjectInfo(found["Key"], int(found["Size"]), found["ETag"].strip('"'))
 
@@ -163,16 +167,9 @@ class S3:
             retry_config={"max_retries": 20, "retry_timeout": timedelta(seconds=seconds)},
             checksum_algorithm="SHA256",
         )
+        options |= {"use_multipart": "chunk_size" in options, "max_concurrency": _PARTS_AT_ONCE}
         try:
-            obstore.put(
-                store,
-                key,
-                data,
-                attributes={CHECKSUM: checksum},
-                use_multipart="chunk_size" in options,
-                max_concurrency=_PARTS_AT_ONCE,
-                **options,
-            )
+            obstore.put(store, key, data, attributes={CHECKSUM: checksum}, **options)
         except (obstore.exceptions.BaseError, OSError) as error:
             if isinstance(error, OSError) and error.errno:
                 raise  # of the disk that they are read from
@@ -193,12 +190,11 @@ class S3:
                 _translated(abort)
         return len(left)
 
-    def _obstore(self, *, timeout: str, retry_config: dict[str, Any], **options: Any) -> Any:
+    def _obstore(self, *, timeout: str, **options: Any) -> Any:
         """The S3Store of obstore for the bucket, which goes where boto3 does, as the same user.
 
         Args:
             timeout: of one request, such as ``20s``.
-            retry_config: how obstore retries by itself.
             **options: others that S3Store takes.
         """
         from obstore.auth.boto3 import Boto3CredentialProvider
@@ -221,41 +217,13 @@ class S3:
                 "connect_timeout": f"{_CONNECT_SECONDS}s",
                 "timeout": timeout,
             },
-            retry_config=retry_config,
             **options,
         )
 
 
-class FastS3(S3):
-    """One bucket: ranges come through obstore too.
-
-    Args:
-        bucket: its name.
-
-    Raises:
-        ModuleNotFoundError: boto3 or obstore is not installed.
-    """
-
-    def __init__(self, bucket: str) -> None:
-        super().__init__(bucket)
-        # The retries are the store's own. The timeout is of the whole answer: 8 MiB over a slow line take a while.
-        self._ranges = self._obstore(timeout=f"{_READ_SECONDS + _TRANSFER_SECONDS}s", retry_config={"max_retries": 0})
-
-    def get(self, key: str, offset: int, nbytes: int, etag: str | None) -> bytes | memoryview:
-        """Bytes of an object."""
-        import obstore
-
-        options: dict[str, Any] = {"range": (offset, offset + nbytes)}
-        if etag is not None:
-            options["if_match"] = f'"{etag}"'
-        try:
-            found = obstore.get(self._ranges, key, options=options)
-            begin, end = found.range
-            if (begin, end) != (offset, offset + nbytes):
-                raise Temporary(f"bytes {begin} to {end} for {offset} to {offset + nbytes}")
-            return memoryview(found.bytes())
-        except (obstore.exceptions.BaseError, OSError) as error:
-            raise _obstore_failure(error) from None
+def _usable() -> bool:
+    """Whether obstore runs here: not in a fork of a process that has used it."""
+    return _runs_in in (None, os.getpid())
 
 
 # ---- what their errors mean ----
@@ -273,60 +241,36 @@ def _translated(request: Callable[[], _T]) -> _T:
         raise failure from None
 
 
-def _translated_each(pages: Any) -> Iterator[Any]:
-    iterator = iter(pages)
-    while (page := _translated(lambda: next(iterator, None))) is not None:
-        yield page
-
-
 def failure_of(error: BaseException | None) -> Failure | None:
     """What an exception of botocore, or one that it caused, means; None for those that are of something else."""
-    from botocore import exceptions
+    from botocore import exceptions as of
     from urllib3.exceptions import HTTPError
 
+    denied = of.NoCredentialsError, of.PartialCredentialsError, of.CredentialRetrievalError, of.ProfileNotFound
+    passing = of.HTTPClientError, of.ConnectionError, of.IncompleteReadError, HTTPError, OSError
     while error is not None:
         name = type(error).__name__
-        if isinstance(error, exceptions.ClientError):
-            return _of_answer(error.response)
-        if isinstance(
-            error,
-            exceptions.NoCredentialsError
-            | exceptions.PartialCredentialsError
-            | exceptions.CredentialRetrievalError
-            | exceptions.ProfileNotFound
-            | exceptions.TokenRetrievalError,
-        ):
+        if isinstance(error, of.ClientError):
+            code = str(error.response.get("Error", {}).get("Code", ""))
+            status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+            if code.isdigit():  # of a HEAD, whose answer has no body
+                # There is nothing in it that could be wrong but who asks.
+                return Denied("HTTP 400") if status == 400 else _failure_of_status(status, "")
+            return _failure_of_status(status, code)
+        if isinstance(error, (*denied, of.TokenRetrievalError)):
             return Denied(name)
-        if isinstance(
-            error,
-            exceptions.HTTPClientError
-            | exceptions.ConnectionError
-            | exceptions.IncompleteReadError
-            | HTTPError
-            | OSError,
-        ):
+        if isinstance(error, passing):
             return Temporary(name)
-        if isinstance(error, exceptions.BotoCoreError | ValueError):
+        if isinstance(error, of.BotoCoreError | ValueError):
             return Refused(name)
         error = error.__cause__
     return None
 
 
-def _of_answer(answer: Any) -> Failure:
-    code = str(answer.get("Error", {}).get("Code", ""))
-    status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    if code.isdigit():  # of a HEAD, whose answer has no body
-        # There is nothing in it that could be wrong but who asks.
-        return Denied("HTTP 400") if status == 400 else _failure_of_status(status, "")
-    return _failure_of_status(status, code)
-
-
 def _failure_of_status(status: int, code: str) -> Failure:
     """What an answer of S3 means; ``code`` is the word in its body, empty where there is none."""
     kind = _BY_STATUS.get(status, Temporary if status >= 500 or code in _PASSING else Refused)
-    if code in _EXPIRED:
-        kind = Denied
-    return kind(f"HTTP {status} {code}".rstrip())
+    return (Denied if code in _EXPIRED else kind)(f"HTTP {status} {code}".rstrip())
 
 
 def _obstore_failure(error: Exception) -> Failure:

@@ -2,7 +2,7 @@
 
 Below it is a ``Transport``: what one library can do with one bucket, a single attempt at a time. It translates between
 its library and some failures, which say what whoever called can do. They carry a status or the name of an exception,
-never a library's own message: those may quote request headers.
+never a library's own message: those may quote request headers. Above it are objects as arrays and as files.
 """
 
 from __future__ import annotations
@@ -10,14 +10,19 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import glob
+import io
 import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError, StorageError
 from megatron_sft_idx.storage.local import SCHEME_STARTS
@@ -31,8 +36,10 @@ __all__ = [
     "Denied",
     "Failure",
     "Missing",
+    "ObjectFile",
     "ObjectInfo",
     "Refused",
+    "RemoteArray",
     "RemotePath",
     "RemoteStore",
     "RetryPolicy",
@@ -44,6 +51,7 @@ __all__ = [
     "is_ending",
     "matching",
     "open_store",
+    "read_ahead",
     "threads",
 ]
 
@@ -303,7 +311,15 @@ class RemoteStore:
             with _connecting:
                 made = self._transport
                 if made is None or made[0] != os.getpid():
-                    made = self._transport = os.getpid(), _connect(self.scheme, self.bucket)
+                    if self.scheme == "msc":
+                        from megatron_sft_idx.storage.remote.msc import MultiStorage
+
+                        connected: Transport = MultiStorage(self.bucket)
+                    else:
+                        from megatron_sft_idx.storage.remote.s3 import S3
+
+                        connected = S3(self.bucket)
+                    made = self._transport = os.getpid(), connected
         return made[1]
 
     def path(self, key: str) -> str:
@@ -321,16 +337,15 @@ class RemoteStore:
 
     def read(self, key: str, offset: int, nbytes: int, *, etag: str | None = None) -> bytes | memoryview:
         """Exactly these bytes of an object; with ``etag``, of the object that it names and no other."""
-        found = self.fetch(key, offset, nbytes, etag=etag)
-        if etag is not None:
-            self.confirm(key, etag)
-        return found
+        return self.read_many(key, [(offset, nbytes)], etag=etag)[0]
 
     def read_many(
         self, key: str, ranges: Sequence[tuple[int, int]], *, etag: str | None = None
     ) -> list[bytes | memoryview]:
         """As ``read``, for many (offset, nbytes) at once."""
-        found = list(threads().map(lambda wanted: self.fetch(key, *wanted, etag=etag), ranges))
+        # What runs in the pool must not wait for more that runs in it: one is fetched here.
+        run = threads().map if len(ranges) > 1 else map
+        found = list(run(lambda wanted: self.fetch(key, *wanted, etag=etag), ranges))
         if etag is not None:
             self.confirm(key, etag)
         return found
@@ -461,16 +476,6 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _connect(scheme: str, bucket: str) -> Transport:
-    if scheme == "msc":
-        from megatron_sft_idx.storage.remote.msc import MultiStorage
-
-        return MultiStorage(bucket)
-    from megatron_sft_idx.storage.remote.s3 import connect
-
-    return connect(bucket)
-
-
 _stores: dict[tuple[str, str], RemoteStore] = {}
 
 
@@ -514,20 +519,140 @@ def matching(pattern: str, *endings: str) -> list[str]:
     ``*`` and ``?`` stop at a slash.
     """
     store, key = open_store(pattern)
+    folders = key.split("/")[:-1]
+    # The longest folder in which all matches lie.
+    plain = next((i for i, part in enumerate(folders) if glob.has_magic(part)), len(folders))
     wanted = [(key + ending).split("/") for ending in ("", *endings)]
-    keys = (found.key for found in store.list(_before_magic(key)))
-    return [store.path(key) for key in keys if any(_matches(key.split("/"), parts) for parts in wanted)]
+    found = []
+    for one in store.list("".join(part + "/" for part in folders[:plain])):
+        parts = one.key.split("/")
+        if any(len(parts) == len(each) and all(map(fnmatch.fnmatchcase, parts, each)) for each in wanted):
+            found.append(store.path(one.key))
+    return found
 
 
-def _before_magic(key: str) -> str:
-    """The longest folder in which all matches lie."""
-    plain = []
-    for part in key.split("/")[:-1]:
-        if glob.has_magic(part):
-            break
-        plain.append(part + "/")
-    return "".join(plain)
+# ---- objects as arrays and files ----
 
 
-def _matches(parts: list[str], patterns: list[str]) -> bool:
-    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+class RemoteArray:
+    """An array in an object: every slice is one request, and a fresh copy.
+
+    Slices are of the object that was there when the array was made, or an error: see ``RemoteStore.read``.
+
+    Args:
+        store: that holds the object.
+        key: of the object.
+        dtype: of its items.
+        count: how many items there are.
+        etag: of the object.
+        offset: where the first item begins, in bytes.
+    """
+
+    def __init__(
+        self, store: RemoteStore, key: str, dtype: np.dtype[Any], count: int, etag: str, *, offset: int = 0
+    ) -> None:
+        self._store, self._key, self._etag, self._offset = store, key, etag, offset
+        self.dtype, self._count = dtype, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: slice, /) -> NDArray[Any]:
+        start, stop, _ = index.indices(self._count)
+        found = self.fetch(start, max(start, stop))
+        self.confirm()
+        return found
+
+    def fetch(self, start: int, stop: int) -> NDArray[Any]:
+        """Items from ``start`` on and before ``stop``, which are only known to be right after ``confirm``."""
+        size = self.dtype.itemsize
+        raw = self._store.fetch(self._key, self._offset + start * size, (stop - start) * size, etag=self._etag)
+        out = np.frombuffer(raw, self.dtype)
+        if not out.flags.aligned:
+            out = out.copy()
+        out.flags.writeable = False
+        return out
+
+    def confirm(self) -> None:
+        """FormatError unless all that was fetched so far is of the object that the etag names."""
+        self._store.confirm(self._key, self._etag)
+
+
+_RANGE_NBYTES = 8 << 20
+_RANGES_AHEAD = 4
+
+
+def read_ahead(
+    store: RemoteStore,
+    info: ObjectInfo,
+    *,
+    offset: int = 0,
+    range_nbytes: int = _RANGE_NBYTES,
+    ahead: int = _RANGES_AHEAD,
+) -> Generator[bytes | memoryview, None, None]:
+    """The bytes of an object from ``offset`` on, in order; ``ahead`` ranges are being fetched at any time.
+
+    Raises:
+        FormatError: the object is no longer the one that ``info`` tells of.
+        StorageError: the store cannot be read.
+    """
+    offsets = iter(range(offset, info.nbytes, range_nbytes))
+    fetched: deque[Future[bytes | memoryview]] = deque()
+
+    def fetch_next() -> None:
+        if (begin := next(offsets, None)) is not None:
+            nbytes = min(range_nbytes, info.nbytes - begin)
+            fetched.append(threads().submit(store.read, info.key, begin, nbytes, etag=info.etag))
+
+    try:
+        for _ in range(ahead):
+            fetch_next()
+        while fetched:
+            block = fetched.popleft().result()
+            fetch_next()
+            yield block
+    finally:
+        for future in fetched:
+            future.cancel()
+
+
+class ObjectFile(io.RawIOBase):
+    """An object as a file that can be sought in; each read is one request, so wrap it in ``io.BufferedReader``.
+
+    Args:
+        store: where it lies.
+        info: the object; reading another one under its name is an error.
+    """
+
+    def __init__(self, store: RemoteStore, info: ObjectInfo) -> None:
+        self._store, self._info = store, info
+        self._position = 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """Bytes before the next one that is read."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Go to a position, which may lie behind the end."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._info.nbytes}[whence]
+        if base + offset < 0:
+            raise ValueError(f"position {base + offset} is before the beginning")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill the buffer, or as much of it as the object reaches."""
+        view = memoryview(buffer).cast("B")
+        nbytes = max(0, min(len(view), self._info.nbytes - self._position))
+        if nbytes:
+            view[:nbytes] = self._store.read(self._info.key, self._position, nbytes, etag=self._info.etag)
+        self._position += nbytes
+        return nbytes
