@@ -36,6 +36,7 @@ __all__ = [
     "cut_array",
     "cut_lines",
     "iter_pieces",
+    "pieces_of_runs",
     "stream_pieces",
 ]
 
@@ -144,7 +145,7 @@ def iter_pieces(
             continue
         cut = cut_array if file.kind == "array" else cut_lines
         runs = cut(read_blocks(file), path=file.path, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes)
-        yield from _pieces_of_runs(runs, file.path, is_array=file.kind == "array")
+        yield from pieces_of_runs(runs, file.path, is_array=file.kind == "array")
 
 
 def stream_pieces(
@@ -159,10 +160,11 @@ def stream_pieces(
     """
     blocks = stream_blocks(stream, name)
     runs = cut_lines(blocks, path=name, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes)
-    yield from _pieces_of_runs(runs, name, is_array=False)
+    yield from pieces_of_runs(runs, name, is_array=False)
 
 
-def _pieces_of_runs(runs: Iterable[Run], path: str, *, is_array: bool) -> Iterator[Piece]:
+def pieces_of_runs(runs: Iterable[Run], path: str, *, is_array: bool) -> Iterator[Piece]:
+    """What was cut from one file, as pieces; their rows are numbered from 1."""
     first, consumed = 1, 0
     for run in runs:
         yield JsonPiece(path, first, run.position - consumed, run.payload, run.ends, is_array)

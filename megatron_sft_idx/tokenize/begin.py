@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple
 
@@ -44,13 +44,7 @@ __all__ = [
 
 _MAX_NBYTES = 1 << 28
 # Options, as ``_differences`` calls them, that decide over what a chat template makes of a row.
-_IN_TEMPLATE = tuple(
-    f"{name.replace('_', ' ')} "
-    for name in (
-        *("allow_control_tokens", "partial_markers", "template_date", "template_kwargs"),
-        *("train_on", "train_on_thinking", "train_on_tool_calls", "turns"),
-    )
-)
+_IN_TEMPLATE = ("allow control tokens ", "partial markers ", "template ", "train on ", "turns ")
 _VERSION = 2
 _LOCK = "run.journal"
 _BEGIN = b'{"version":'
@@ -193,12 +187,9 @@ class RunState:
             content = json.loads(raw)
             if isinstance(content, dict) and content.pop("version", None) == _VERSION:
                 state = cls(**content)
-                groups = [(state.metadata, dict), (state.packing, dict), (state.inputs, list), (state.cutting, list)]
-                flags = (state.overwrite, state.keep_corpus, state.tokenized)
-                if (
-                    all(isinstance(value, kind) for value, kind in groups)
-                    and all(isinstance(file, list) and list(map(type, file)) == [str, int] for file in state.inputs)
-                    and all(type(flag) is bool for flag in flags)
+                kinds = (list, dict, dict, list, bool, bool, bool)
+                if list(map(type, astuple(state))) == [*kinds] and all(
+                    isinstance(file, list) and list(map(type, file)) == [str, int] for file in state.inputs
                 ):
                     return state
         return None
@@ -218,9 +209,6 @@ def _is_ours(entry: os.DirEntry[str]) -> bool:
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """``PREFIX.parts``: the parts of one run, and in ``run.json`` what it is of.
-
-    Parts say for themselves what they were made from, so those of two runs are never mixed; ``run.json`` is for
-    telling a person what differs before hours of work.
 
     Attributes:
         path: of the folder, absolute.
@@ -261,29 +249,22 @@ class RunFolder:
                     f"{self.path}: holds {other}, which is not of a run; the folder is made for one and removed after"
                     " it: move it away, or choose another --output-prefix"
                 )
-        fd = self._lock()
+        fd = None
+        while fd is None:
+            os.makedirs(self.path, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # a driver that ended meanwhile took the folder with it
+                fd = lock_journal(ShardPaths(os.path.join(self.path, "run")), create=True)
         try:
             yield
         finally:
             try:
                 if not self.exists:
-                    self._remove()
+                    with contextlib.suppress(OSError):  # a folder in which somebody put something else stays
+                        self.clear()
+                        os.unlink(os.path.join(self.path, _LOCK))
+                        os.rmdir(self.path)
             finally:
                 os.close(fd)
-
-    def _remove(self) -> None:
-        """Remove the folder with what is left in it; one in which somebody put something else stays."""
-        with contextlib.suppress(OSError):
-            self.clear()
-            os.unlink(os.path.join(self.path, _LOCK))
-            os.rmdir(self.path)
-
-    def _lock(self) -> int:
-        """The descriptor of the lock, held."""
-        while True:
-            os.makedirs(self.path, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # a driver that ended meanwhile took the folder with it
-                return lock_journal(ShardPaths(os.path.join(self.path, "run")), create=True)
 
     def write(self, state: RunState) -> None:
         """Say what the run is of, durably."""
@@ -339,27 +320,24 @@ def packing_differences(found: Mapping[str, Any], packing: PackOptions) -> list[
     return list(_differences(packed, wanted, "packing"))
 
 
-def _corpus_differences(header: Header, job: Job, *, corpus: bool) -> list[str]:
-    """As ``option_differences``, and where these are the same, the content of the input, which is read for it."""
-    if differs := option_differences(header.metadata, job.encoder):
-        return differs
-    if corpus and "packing" in header.metadata:
-        return ["it is packed"]
+def _content_differences(header: Header, job: Job) -> list[str]:
+    """What of the input's content, which is read for it, is another than the header of a shard says."""
     sources = header.metadata.get("sources", {})
     found, wanted = sources.get("fingerprint"), source_fingerprint(job.files, sources.get("pieces"))
     return [] if found == wanted else [f"the content of the input was {found}, is {wanted}"]
 
 
 def _shards_differences(headers: Sequence[Header], job: Job) -> list[str]:
-    """As ``_corpus_differences``, and how they were packed, of the shards of one run; the input is read once."""
+    """What of the shards of one run is another: how they were packed, of what rows, and the input, read once."""
+    first = headers[0].metadata.get("sources")
     for header in headers:
         if differs := packing_differences(header.metadata, job.options.packing):
             return differs
-    for header in headers[1:]:
-        found, wanted = (each.metadata.get("sources") for each in (header, headers[0]))
-        if differs := option_differences(header.metadata, job.encoder) or list(_differences(found, wanted, "sources")):
+    for header in headers:
+        differs = option_differences(header.metadata, job.encoder)
+        if differs := differs or list(_differences(header.metadata.get("sources"), first, "sources")):
             return differs
-    return _corpus_differences(headers[0], job, corpus=False)
+    return _content_differences(headers[0], job)
 
 
 def _differences(found: Any, wanted: Any, name: str = "") -> Iterator[str]:
@@ -458,15 +436,26 @@ def _resume(job: Job, there: RunState | None) -> _Start:
         raise _had_other(job.folder.state_path, differs)
     half_made = _half_made(job)
     replaces = there is not None and there.overwrite
-    if not replaces:
-        _require_same_shards(job)
+    for prefix in () if replaces else job.outputs:
+        # Shards that are there may be of this run, as far as is known before its input is read.
+        if ShardPaths.of(prefix).missing():
+            check_free(job.written(prefix), overwrite=False)
+            continue
+        found = read_header(prefix).metadata
+        if differs := packing_differences(found, job.options.packing) or option_differences(found, job.encoder):
+            raise _other_shard(prefix, differs)
     if there is not None and there.keep_corpus:
         drop_build(ShardPaths.of(job.corpus))
     corpus = _find_corpus(job, overwrite=replaces)
     if corpus is not None:
         job.log(f"resuming: the tokenised corpus at {job.corpus} is complete")
     elif there is None:
-        _require_nothing_left(job, half_made)
+        if orphans := [job.corpus] if _remains(job.corpus) is not None else half_made:
+            raise FormatError(
+                f"{ShardPaths.of(orphans[0]).journal}: left by an interrupted build that is not of this command: there"
+                f" are no parts at {job.folder.path}; recover it: megatron-sft-idx rebuild {orphans[0]}, or pass"
+                " --overwrite to start anew"
+            )
         job.log(f"{job.options.prefix}: nothing to resume, starting from the beginning")
     if there is None:
         job.folder.clear()
@@ -485,29 +474,6 @@ def _half_made(job: Job) -> list[str]:
             if differs := packing_differences(left.build_options.metadata, job.options.packing):
                 raise _had_other(ShardPaths.of(prefix).journal, differs)
     return half_made
-
-
-def _require_same_shards(job: Job) -> None:
-    """FormatError unless shards that are there may be of this run, as far as is known before its input is read."""
-    for prefix in job.outputs:
-        paths = ShardPaths.of(prefix)
-        if paths.missing():
-            check_free(job.written(prefix), overwrite=False)
-            continue
-        found = read_header(prefix).metadata
-        if differs := packing_differences(found, job.options.packing) or option_differences(found, job.encoder):
-            raise _other_shard(prefix, differs)
-
-
-def _require_nothing_left(job: Job, half_made: Sequence[str]) -> None:
-    """FormatError where builds were interrupted that nothing here is of."""
-    left = [job.corpus] if _remains(job.corpus) is not None else half_made
-    if left:
-        raise FormatError(
-            f"{ShardPaths.of(left[0]).journal}: left by an interrupted build that is not of this command: there are no"
-            f" parts at {job.folder.path}; recover it: megatron-sft-idx rebuild {left[0]}, or pass --overwrite to start"
-            " anew"
-        )
 
 
 def _state_differences(there: RunState, job: Job, *, packing: bool) -> list[str]:
@@ -562,7 +528,9 @@ def _find_corpus(job: Job, *, overwrite: bool) -> Shard | None:
     if not paths.missing():
         with contextlib.suppress(SFTIndexError, OSError):
             shard = Shard(job.corpus)
-            if not (differs := _corpus_differences(shard.header, job, corpus=True)):
+            metadata = shard.header.metadata
+            differs = option_differences(metadata, job.encoder) or ["it is packed"] * ("packing" in metadata)
+            if not (differs := differs or _content_differences(shard.header, job)):
                 return shard
     if job.options.keep_corpus:
         if not paths.missing() and not overwrite:

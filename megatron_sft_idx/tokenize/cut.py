@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from megatron_sft_idx.chat.inputs import UTF8_BOM, InputFile, find_object, open_object, total_bytes
-from megatron_sft_idx.chat.pieces import MAX_ROW_NBYTES, JsonPiece, Piece, cut_lines, iter_pieces
+from megatron_sft_idx.chat.pieces import MAX_ROW_NBYTES, Piece, cut_lines, iter_pieces, pieces_of_runs
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import is_remote, naming, open_regular
 from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.remote import open_store
 
-__all__ = ["PIECE_NBYTES", "Cutting", "Stretch", "cut_file", "cut_input", "read_pieces", "source_fingerprint"]
+__all__ = ["PIECE_NBYTES", "Cutting", "Stretch", "cut_input", "read_pieces", "source_fingerprint"]
 
 # Of decompressed data. The fingerprint of the input, which headers hold, is of such pieces.
 PIECE_NBYTES = 1 << 20
@@ -101,7 +101,15 @@ def cut_input(files: Sequence[InputFile], cutting: Cutting, *, readers: int = 0)
         if whole and file in here:
             yield stretch
         elif _has_ranges(file):
-            yield from cut_file(stretch, cutting)
+            size, part = file.num_bytes, 0
+            with closing(_Ends(stretch.file, cutting.piece_nbytes)) as ends:
+                start = len(UTF8_BOM) if ends.read_at(0, len(UTF8_BOM)) == UTF8_BOM else 0
+                while start < size:
+                    end = start
+                    for _ in range(cutting.pieces):
+                        end = _piece_end(ends.read_at, end, size, cutting.piece_nbytes)
+                    yield replace(stretch, part=part, offset=start, nbytes=end - start)
+                    start, part = end, part + 1
         else:
             pieces = iter_pieces([file], piece_nbytes=cutting.piece_nbytes)
             part = 0
@@ -112,20 +120,6 @@ def cut_input(files: Sequence[InputFile], cutting: Cutting, *, readers: int = 0)
 
 def _has_ranges(file: InputFile) -> bool:
     return file.kind == "lines" and not file.compression
-
-
-def cut_file(whole: Stretch, cutting: Cutting) -> Iterator[Stretch]:
-    """The stretches of a file of JSON lines, local or remote."""
-    size = whole.file.num_bytes
-    with closing(_Ends(whole.file, cutting.piece_nbytes)) as ends:
-        start = len(UTF8_BOM) if ends.read_at(0, len(UTF8_BOM)) == UTF8_BOM else 0
-        part = 0
-        while start < size:
-            end = start
-            for _ in range(cutting.pieces):
-                end = _piece_end(ends.read_at, end, size, cutting.piece_nbytes)
-            yield replace(whole, part=part, offset=start, nbytes=end - start)
-            start, part = end, part + 1
 
 
 def _piece_end(read_at: _ReadAt, start: int, size: int, piece_nbytes: int) -> int:
@@ -203,11 +197,9 @@ def read_pieces(stretch: Stretch, cutting: Cutting) -> Iterator[Piece]:
         for piece in iter_pieces([stretch.file], piece_nbytes=cutting.piece_nbytes):
             yield replace(piece, path=stretch.name)
         return
-    first, consumed = 1, 0
     path = f"{stretch.name} (rows counted from byte {stretch.offset} on)" if stretch.part else stretch.name
-    for run in cut_lines(_blocks(stretch), path=path, piece_nbytes=cutting.piece_nbytes, max_row_nbytes=MAX_ROW_NBYTES):
-        yield JsonPiece(stretch.name, first, run.position - consumed, run.payload, run.ends, False)
-        first, consumed = first + len(run.ends), run.position
+    runs = cut_lines(_blocks(stretch), path=path, piece_nbytes=cutting.piece_nbytes, max_row_nbytes=MAX_ROW_NBYTES)
+    yield from pieces_of_runs(runs, stretch.name, is_array=False)
 
 
 def _blocks(stretch: Stretch) -> Iterator[tuple[bytes, int]]:

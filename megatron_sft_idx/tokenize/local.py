@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from multiprocessing.connection import Connection
 from types import ModuleType, TracebackType
@@ -96,14 +96,14 @@ class _Worker:
     def __init__(self) -> None:
         self._alive, other_end = _PROCESSES.Pipe()
         with _by_itself():  # an executor starts multiprocessing's tracker of resources too
-            self._executor = ProcessPoolExecutor(1, _PROCESSES, _begin, (other_end,))
-            self._executor.submit(int)  # imports take a while, and may do so now
+            self.executor = ProcessPoolExecutor(1, _PROCESSES, _begin, (other_end,))
+            self.executor.submit(int)  # imports take a while, and may do so now
         other_end.close()
         self.jobs: deque[_Job] = deque()
 
     def submit(self, job: _Job, task: Callable[..., Any], shared: bytes) -> None:
         try:
-            job.future = self._executor.submit(_work, task, shared, job.item)
+            job.future = self.executor.submit(_work, task, shared, job.item)
         except BrokenProcessPool as error:
             job.future = Future()
             job.future.set_exception(error)
@@ -114,10 +114,7 @@ class _Worker:
         self._alive.close()
         if sys.version_info < (3, 11):
             # There an executor waits for ever to hand a large item to a process that is dead.
-            self._executor._call_queue._reader.close()  # type: ignore[unreachable]
-
-    def join(self) -> None:
-        self._executor.shutdown(cancel_futures=True)
+            self.executor._call_queue._reader.close()  # type: ignore[unreachable]
 
 
 class Local:
@@ -140,7 +137,7 @@ class Local:
         for worker in self._pool:
             worker.end()
         for worker in self._pool:
-            worker.join()
+            worker.executor.shutdown(cancel_futures=True)
 
     def map_in_order(
         self,
@@ -174,85 +171,63 @@ class Local:
                     done(result)
                 yield result
             return
-        yield from _Mapping(self._pool, task, pickle.dumps(shared), iter(items), name_of, done).run()
+        pickled, left = pickle.dumps(shared), iter(items)
+        # In the order of their items, the finished ones too; and those that were lost.
+        held: deque[_Job] = deque()
+        again: deque[_Job] = deque()
 
+        def next_job() -> _Job | NotYet | None:
+            if again:
+                return again.popleft()
+            if len(held) == _HELD * len(self._pool) or (item := next(left, None)) is None:
+                return None
+            if isinstance(item, NotYet):
+                return item
+            held.append(_Job(item))
+            return held[-1]
 
-@dataclass(slots=True)
-class _Mapping:
-    """One call of ``map_in_order``: its jobs in the order of their items, the finished ones too, and lost ones."""
-
-    pool: list[_Worker]
-    task: Callable[[Any, Any], Any]
-    shared: bytes
-    items: Iterator[Any]
-    name_of: Callable[[Any], str]
-    done: Callable[[Any], None]
-    held: deque[_Job] = field(default_factory=deque)
-    again: deque[_Job] = field(default_factory=deque)
-
-    def run(self) -> Iterator[Any]:
         while True:
-            more_later = self._hand_out()
-            if not self.held:
-                if not more_later:
+            job: _Job | NotYet | None = None
+            # The worker that has the fewest gets another one, unless all have enough.
+            while len((worker := min(self._pool, key=lambda one: len(one.jobs))).jobs) < _AT_ONCE:
+                if not isinstance(job := next_job(), _Job):
+                    break
+                worker.submit(job, task, pickled)
+            if not held:
+                if job is None:
                     return
                 yield NOT_YET
-            elif self.held[0].done:
-                future = self.held.popleft().future
+            elif held[0].done:
+                future = held.popleft().future
                 assert future is not None
                 yield future.result()
             else:
-                self._receive(_ASK_AGAIN_SECONDS if more_later else None)
+                again += self._receive(_ASK_AGAIN_SECONDS if isinstance(job, NotYet) else None, name_of, done)
 
-    def _hand_out(self) -> bool:
-        """Give workers jobs, as long as there are items and not too many are held.
-
-        Returns:
-            Whether an item was asked for and is not there yet.
-        """
-        while True:
-            worker = min(self.pool, key=lambda worker: len(worker.jobs))
-            if len(worker.jobs) >= _AT_ONCE:
-                return False
-            if self.again:
-                job = self.again.popleft()
-            elif len(self.held) < _HELD * len(self.pool) and (new := next(self.items, _NO_MORE)) is not _NO_MORE:
-                if isinstance(new, NotYet):
-                    return True
-                job = _Job(new)
-                self.held.append(job)
-            else:
-                return False
-            worker.submit(job, self.task, self.shared)
-
-    def _receive(self, seconds: float | None) -> None:
-        """Wait until a worker answers or dies, or so long; take what has come."""
-        wait([job.future for worker in self.pool for job in worker.jobs if job.future], seconds, FIRST_COMPLETED)
-        for number, worker in enumerate(self.pool):
+    def _receive(self, seconds: float | None, name_of: Callable[[Any], str], done: Callable[[Any], None]) -> list[_Job]:
+        """Wait until a worker answers or dies, or so long; take what has come, and give back the jobs of dead ones."""
+        lost: list[_Job] = []
+        wait([job.future for worker in self._pool for job in worker.jobs if job.future], seconds, FIRST_COMPLETED)
+        for number, worker in enumerate(self._pool):
             while worker.jobs and (future := worker.jobs[0].future) is not None and future.done():
                 job = worker.jobs.popleft()
                 error = future.exception()
                 if isinstance(error, BrokenProcessPool):
-                    self.pool[number] = self._replace(worker, job)
+                    worker.end()
+                    job.deaths += 1
+                    if job.deaths >= _MAX_ATTEMPTS:
+                        raise WorkersDiedError(
+                            f"{name_of(job.item)}: worker processes died {job.deaths} times while working on this; they"
+                            " crashed or were killed (out of memory?): try fewer --workers, look at these rows"
+                        )
+                    lost += [job, *worker.jobs]
+                    self._pool[number] = _Worker()
                     break
                 job.done, job.item = True, None  # which may be large
                 if error is None:
-                    self.done(future.result())
+                    done(future.result())
+        return lost
 
-    def _replace(self, worker: _Worker, job: _Job) -> _Worker:
-        """A new process in the place of one that died over a job; that and those after it are to be done again."""
-        worker.end()
-        job.deaths += 1
-        if job.deaths >= _MAX_ATTEMPTS:
-            raise WorkersDiedError(
-                f"{self.name_of(job.item)}: worker processes died {job.deaths} times while working on this; they"
-                " crashed or were killed (out of memory?): try fewer --workers, look at these rows"
-            )
-        self.again += [job, *worker.jobs]
-        return _Worker()
-
-
-_NO_MORE: Any = object()
 
 # ---- in a worker ----
 

@@ -73,10 +73,7 @@ PART_MAGIC = b"SFTPART\x01"
 _HEAD = struct.Struct("<8sQ16s")
 _ALIGNMENT = 64
 _MAX_JSON_NBYTES = 1 << 28
-_MASK_DTYPES = ("uint8", "float32")
 _SUFFIX = ".part"
-_TOKEN_DTYPES = ("uint16", "int32")
-_COLUMN_DTYPES = ("uint8", "uint32", "float32")
 
 
 @dataclass(slots=True)
@@ -136,34 +133,6 @@ class PartInfo:
         counts = Counter(self.notes) + done.notes + Counter(first_token_masks_dropped=dropped)
         self.notes = dict(counts)
 
-    @classmethod
-    def decode(cls, raw: bytes) -> PartInfo | None:
-        """From JSON; None where that is not what ``write_part`` writes."""
-        with contextlib.suppress(ValueError, TypeError, RecursionError):
-            info = cls(**json.loads(raw))
-            counts = (info.num_bytes, info.lines, info.rows, info.skipped, info.sequences, info.tokens)
-            lists = (info.pieces, info.bad_rows)
-            if (
-                all(type(count) is int and 0 <= count < 2**48 for count in counts)
-                and all(isinstance(values, list) for values in lists)
-                and all(type(text) is str for text in (info.options, info.checksum, info.straddling, *info.pieces))
-                and isinstance(info.notes, dict)
-                and all(type(count) is int for count in info.notes.values())
-                and all(isinstance(row, list) and list(map(type, row)) == [int, str] for row in info.bad_rows)
-                and info.token_dtype in _TOKEN_DTYPES
-                and info.mask_dtype in _MASK_DTYPES
-                and all(
-                    type(name) is str
-                    and dtype in _COLUMN_DTYPES
-                    and all(type(width) is int and 0 < width < 2**16 for width in shape)
-                    and len(shape) < 2
-                    for name, (dtype, shape) in info.columns.items()
-                )
-            ):
-                info.bad_rows = [(position, reason) for position, reason in info.bad_rows]
-                return info
-        return None
-
 
 class Part:
     """A part, opened for reading.
@@ -190,11 +159,14 @@ class Part:
         if magic != PART_MAGIC or nbytes > min(size - _HEAD.size, _MAX_JSON_NBYTES):
             raise self._broken("it does not begin as one")
         raw = whole[_HEAD.size : _HEAD.size + nbytes].tobytes()
-        info = PartInfo.decode(raw) if xxhash.xxh3_128_digest(raw) == checksum else None
-        if info is None:
+        if xxhash.xxh3_128_digest(raw) != checksum:
             raise self._broken("its description is damaged")
-        self.info = info
-        offsets = _offsets(info, int(nbytes))
+        try:
+            self.info = info = PartInfo(**json.loads(raw))
+            offsets = _offsets(info, int(nbytes))
+        except (ValueError, TypeError):
+            raise self._broken("it is of another version") from None
+        info.bad_rows = [(position, reason) for position, reason in info.bad_rows]
         if size != offsets[-1]:
             raise self._broken(f"it has {size} bytes, expected {offsets[-1]}")
         if verify and xxhash.xxh3_128_hexdigest(whole[offsets[0] :].data) != info.checksum:
@@ -265,7 +237,7 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Pa
     info.tokens = sum(len(piece.input_ids) for piece in encoded)
     # A checksum has one length, so what comes behind the JSON does not depend on it.
     info.checksum = "0" * 32
-    offsets = _offsets(info, len(_encode(info)))
+    offsets = _offsets(info, len(json.dumps(asdict(info)).encode()))
     body: list[bytes | memoryview] = []
     end = offsets[0]
     for offset, chunks in zip(offsets, arrays, strict=False):
@@ -275,7 +247,7 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Pa
     for data in body:
         stream.update(data)
     info.checksum = stream.hex()
-    raw = _encode(info)
+    raw = json.dumps(asdict(info)).encode()
     head = _HEAD.pack(PART_MAGIC, len(raw), xxhash.xxh3_128_digest(raw)) + raw
     temporary = f"{path}.tmp"
     file = OutputFile(temporary, durable=False)
@@ -290,10 +262,6 @@ def write_part(path: str, info: PartInfo, encoded: Sequence[EncodedPiece]) -> Pa
     finally:
         file.close()
     return info
-
-
-def _encode(info: PartInfo) -> bytes:
-    return json.dumps(asdict(info)).encode()
 
 
 # ---- all parts ----

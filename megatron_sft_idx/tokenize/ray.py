@@ -218,13 +218,11 @@ def _keeping_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
+    before = dict(os.environ)
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables:
+            os.environ.pop(name)
+        os.environ.update((name, before[name]) for name in variables if name in before)
