@@ -11,20 +11,27 @@ from __future__ import annotations
 
 import re
 from binascii import a2b_base64
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_sft_idx.chat.tokenizer.tokenizer_files import AddedTokenSpec, TokenizerFiles, refuse
-from megatron_sft_idx.chat.tokenizer.tokens import AddedToken, Ids, Located, Passage, TokenSpellings
+from megatron_sft_idx.chat.tokenizer.tokenizer_files import TokenizerFiles, refuse
+from megatron_sft_idx.chat.tokenizer.tokens import (
+    AddedToken,
+    Ids,
+    Offsets,
+    Passage,
+    TokenSpellings,
+    control_pattern,
+    stretches,
+)
 from megatron_sft_idx.errors import FormatError
 
 __all__ = ["RankModel", "SentencePieceModel", "mistral_template"]
@@ -66,58 +73,8 @@ TEKKEN_NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "
 TEKKEN_VERSIONS_WITHOUT_LIST = ("v1", "v2", "v3", "v7")
 
 
-class _Stretch(NamedTuple):
-    """Text ``[start, stop)`` between control tokens, or a control token with its id."""
-
-    start: int
-    stop: int
-    token: int | None
-
-
-class _ControlTokens:
-    """Finds the control tokens of a text, of several that begin alike the longest."""
-
-    def __init__(self, added: Sequence[AddedToken]) -> None:
-        self._ids = {token.text: token.number for token in added}
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-
-    def stretches(self, text: str, literals: Sequence[tuple[int, int]]) -> Iterator[_Stretch]:
-        """The text in order, without its empty stretches; literals belong to the text around them."""
-        done = begin = 0
-        for literal_start, literal_stop in [*literals, (len(text), len(text))]:
-            for match in self._pattern.finditer(text, begin, literal_start):
-                if done < match.start():
-                    yield _Stretch(done, match.start(), None)
-                done = match.end()
-                yield _Stretch(match.start(), done, self._ids[match.group()])
-            begin = literal_stop
-        if done < len(text):
-            yield _Stretch(done, len(text), None)
-
-
-class _Offsets:
-    """See ``Located``: tokens that ascend, each with the characters ``[begin, end)``."""
-
-    def __init__(self, ids: list[int], begins: list[int], ends: list[int]) -> None:
-        self.ids = ids
-        # Of the pieces that spell one character, only the last is said to hold it; they all do. A space that the
-        # model put before a text holds nothing; it belongs to what follows.
-        for i in range(len(ids) - 2, -1, -1):
-            if begins[i] == ends[i] == begins[i + 1]:
-                ends[i] = ends[i + 1]
-        self._begins, self._ends = begins, ends
-
-    def char_to_token(self, character: int) -> int | None:
-        token = bisect_right(self._ends, character)
-        return token if token < len(self.ids) and self._begins[token] <= character else None
-
-    def token_to_chars(self, token: int) -> tuple[int, int] | None:
-        return self._begins[token], self._ends[token]
-
-
 class SentencePieceModel:
-    """See ``Model``: a SentencePiece model, tokenised by the sentencepiece library.
+    """See ``JsonModel``: a SentencePiece model, tokenised by the sentencepiece library.
 
     Raises:
         FormatError: the library is missing, the file is damaged, or the folder asks for more than the model does.
@@ -154,83 +111,87 @@ class SentencePieceModel:
             for role in ("bos", "eos", "unk", "pad")
             if 0 <= (index := getattr(self._whole, f"{role}_id")()) < len(pieces)
         }
-        self._control = _ControlTokens(self.added)
+        self._added_ids = {token.text: token.number for token in self.added}
+        self._control = control_pattern([*self._added_ids])
         # A character that the model does not know may become the token that stands for such, in data as anywhere.
         self._literal = {token.number for token in self.added} - {self._whole.unk_id()}
         self._names = {**dict(enumerate(pieces)), **{token.number: token.text for token in self.added}}
         self.size = max(self._names) + 1
-        spellings = {i: self._spelling(i, name) for i, name in self._names.items()}
-        self._spellings = TokenSpellings(spellings)
+        self._spellings = TokenSpellings(
+            {
+                i: bytes([int(name[3:5], 16)])
+                if i < len(pieces) and self._whole.is_byte(i)
+                else name.replace("\u2581", " ").encode()
+                for i, name in self._names.items()
+            }
+        )
         self._begins_with_space = self._whole.encode("x")[:1] != self._inner.encode("x")[:1]
         self.fingerprint = _fingerprint(
             "sentencepiece", files.content, [self._always, self._begins_with_space], self.added
         )
 
     def ids(self, passages: Sequence[Passage]) -> Ids:
-        """See ``Model.ids``."""
-        return Ids.of(
-            [
-                [
-                    index
-                    for (start, stop, token), library in self._stretches(passage)
-                    for index in (
-                        self._ordinary(library.encode(passage.text[start:stop]), passage) if token is None else (token,)
-                    )
-                ]
-                for passage in passages
-            ]
-        )
+        """See ``JsonModel.ids``."""
+        rows: list[list[int]] = []
+        for passage in passages:
+            rows.append([])
+            for start, stop, library in self._stretches(passage):
+                text = passage.text[start:stop]
+                known = library is None
+                rows[-1] += [self._added_ids[text]] if known else self._checked(library.encode(text), passage)
+        return Ids.of(rows)
 
-    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Located, Callable[[int], int]]:
-        """See ``Model.locate``."""
+    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Offsets]:
+        """See ``JsonModel.locate``."""
         ids: list[int] = []
         begins: list[int] = []
         ends: list[int] = []
-        for (start, stop, token), library in self._stretches(passage):
-            if token is None:
-                found = library.encode_as_offset_mapping(passage.text[start:stop])
-                ids += self._ordinary(found["ids"], passage)
-                begins += [start + begin for begin, _ in found["offsets"]]
-                ends += [start + end for _, end in found["offsets"]]
-            else:
-                ids.append(token)
+        for start, stop, library in self._stretches(passage):
+            if library is None:
+                ids.append(self._added_ids[passage.text[start:stop]])
                 begins.append(start)
                 ends.append(stop)
-        return np.array(ids, np.uint32), _Offsets(ids, begins, ends), int
+            else:
+                found = library.encode_as_offset_mapping(passage.text[start:stop])
+                ids += self._checked(found["ids"], passage)
+                begins += [start + begin for begin, _ in found["offsets"]]
+                ends += [start + end for _, end in found["offsets"]]
+        # Of the pieces that spell one character, only the last is said to hold it; they all do. A space that the
+        # model put before a text holds nothing; it belongs to what follows.
+        for i in range(len(ids) - 2, -1, -1):
+            if begins[i] == ends[i] == begins[i + 1]:
+                ends[i] = ends[i + 1]
+        return np.array(ids, np.uint32), Offsets(begins, ends)
 
     def token_id(self, text: str) -> int | None:
-        """See ``Model.token_id``."""
-        return next((token.number for token in self.added if token.text == text), self._ids.get(text))
+        """See ``JsonModel.token_id``."""
+        return self._added_ids.get(text, self._ids.get(text))
 
     def token_name(self, index: int) -> str | None:
-        """See ``Model.token_name``."""
+        """See ``JsonModel.token_name``."""
         return self._names.get(index)
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """See ``Model.decode``; the space that the model put before a text is left out."""
+        """See ``JsonModel.decode``; the space that the model put before a text is left out."""
         text = self._spellings.spell(ids).decode("utf-8", "replace")
         return text.removeprefix(" ") if self._begins_with_space else text
 
-    def _stretches(self, passage: Passage) -> Iterator[tuple[_Stretch, Any]]:
-        """With the model that tokenises each: with a space before it, or not."""
-        for stretch in self._control.stretches(passage.text, passage.literals):
-            begins = stretch.start == 0 and not passage.middle
-            yield stretch, self._whole if begins or (self._always and stretch.start) else self._inner
+    def _stretches(self, passage: Passage) -> Iterator[tuple[int, int, Any]]:
+        """With the model that tokenises each, with a space before it or not; None for a control token."""
+        for start, stop, is_control in stretches(self._control, passage.text, passage.literals):
+            begins = start == 0 and not passage.middle
+            library = self._whole if begins or (self._always and start) else self._inner
+            yield start, stop, None if is_control else library
 
-    def _ordinary(self, ids: list[int], passage: Passage) -> list[int]:
-        """Ids of a stretch; pieces of the user's own definition are found by the model itself, wherever they stand."""
+    def _checked(self, ids: list[int], passage: Passage) -> list[int]:
+        """Pieces of the user's own definition are found by the model itself, wherever they stand."""
         if passage.literals and not self._literal.isdisjoint(ids):
             raise ValueError("control tokens in the data cannot be kept as text: this tokenizer always knows them")
         return ids
 
-    def _spelling(self, index: int, name: str) -> bytes:
-        if index < self._whole.get_piece_size() and self._whole.is_byte(index):
-            return bytes([int(name[3:5], 16)])
-        return name.replace("\u2581", " ").encode()
-
 
 class RankModel:
-    """See ``Model``: byte pair encoding by tiktoken, of a file of ranks or of a tekken.json.
+    """See ``JsonModel``: byte pair encoding by tiktoken, of a file of ranks or of a tekken.json.
 
     Raises:
         FormatError: the library is missing, the file is damaged, or nothing says how its tokenizer splits text.
@@ -266,33 +227,32 @@ class RankModel:
             self._library = library.Encoding(files.file.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
         except Exception as error:
             raise FormatError(f"{files.file}: tiktoken cannot load it: {error}") from error
-        self._control = _ControlTokens(self.added)
         self._added_ids = {token.text: token.number for token in self.added}
+        self._control = control_pattern([*self._added_ids])
         self.size = max(spellings) + 1
         self.spellings = TokenSpellings(spellings)
-        self._nbytes = np.array([len(spellings.get(i, b"")) for i in range(self.size)], np.int64)
         content = np.array([(rank, len(token)) for token, rank in ranks.items()], np.int64).tobytes() + b"".join(ranks)
         self.fingerprint = _fingerprint("tiktoken", content, [pattern, self._first, self._cut], self.added)
 
     def ids(self, passages: Sequence[Passage]) -> Ids:
-        """See ``Model.ids``."""
+        """See ``JsonModel.ids``."""
         return Ids.join([self._ids_of(passage) for passage in passages])
 
-    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Located, Callable[[int], int]]:
+    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Offsets]:
         """Never needed: tokens spell the text."""
         raise ValueError(f"the tokens do not spell the text {passage.text!r:.80}")
 
     def token_id(self, text: str) -> int | None:
-        """See ``Model.token_id``."""
+        """See ``JsonModel.token_id``."""
         return self._added_ids.get(text)
 
     def token_name(self, index: int) -> str | None:
-        """See ``Model.token_name``."""
-        known = 0 <= index < self.size and self._nbytes[index]
+        """See ``JsonModel.token_name``."""
+        known = 0 <= index < self.size and self.spellings.nbytes[index]
         return self.decode([index]) if known else None
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """See ``Model.decode``."""
+        """See ``JsonModel.decode``."""
         return self.spellings.spell(ids).decode("utf-8", "replace")
 
     def _ids_of(self, passage: Passage) -> NDArray[np.uint32]:
@@ -303,8 +263,9 @@ class RankModel:
                 (max(a, begin) - begin, min(b, end) - begin) for a, b in passage.literals if a < end and b > begin
             ]
             piece = text[begin:end] if len(edges) > 2 else text
-            for start, stop, token in self._control.stretches(piece, literals):
-                parts.append(self._ordinary(piece[start:stop]) if token is None else np.array([token], np.uint32))
+            for start, stop, is_control in stretches(self._control, piece, literals):
+                stretch = piece[start:stop]
+                parts.append(np.array([self._added_ids[stretch]], np.uint32) if is_control else self._ordinary(stretch))
         return np.concatenate(parts)
 
     def _ordinary(self, text: str) -> NDArray[np.uint32]:
@@ -316,7 +277,7 @@ class RankModel:
             raise
         except BaseException as error:  # a panic in Rust is a BaseException
             raise ValueError(f"tiktoken cannot tokenize {text!r:.40}, of {len(text)} characters: {error}") from error
-        if self._nbytes[ids].sum() != len(text.encode()):
+        if self.spellings.nbytes[ids].sum() != len(text.encode()):
             raise ValueError(f"tiktoken drops a part of {text!r:.80}, which the tokenizer's pattern leaves out")
         return ids
 
@@ -351,7 +312,9 @@ def _added(
     tokens = {token.text: token for token in own}
     names = {index: text for text, index in pieces.items()} | {token.number: token.text for token in own}
     for token in files.additions:
-        _check_flags(files, token)
+        for flag in ("lstrip", "rstrip", "single_word"):
+            if token.flags.get(flag):
+                refuse(files.file, f"{token.content!r} has {flag} set, which is done for a tokenizer.json only")
         index = tokens[token.content].number if token.content in tokens else pieces.get(token.content, token.number)
         if index is None:
             index = next_index
@@ -363,12 +326,6 @@ def _added(
         tokens[token.content] = AddedToken(index, token.content, token.flags.get("special", False))
         next_index = max(next_index, index + 1)
     return sorted((token for token in tokens.values() if token.text), key=lambda token: token.number)
-
-
-def _check_flags(files: TokenizerFiles, token: AddedTokenSpec) -> None:
-    for flag in ("lstrip", "rstrip", "single_word"):
-        if token.flags.get(flag):
-            refuse(files.file, f"{token.content!r} has {flag} set, which is done for a tokenizer.json only")
 
 
 def _fingerprint(kind: str, content: bytes, options: list[Any], added: Sequence[AddedToken]) -> str:

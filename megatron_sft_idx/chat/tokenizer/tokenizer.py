@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.chat.tokenizer.originals import RankModel, SentencePieceModel, mistral_template
-from megatron_sft_idx.chat.tokenizer.tokenizer_files import Backend, JsonModel, TokenizerFiles, read_tokenizer_files
-from megatron_sft_idx.chat.tokenizer.tokens import Crossing, Ids, Model, Passage, weights_by_offsets
-from megatron_sft_idx.chat.types import Encoded, Rendered, TokenizedRow
+from megatron_sft_idx.chat.tokenizer.tokenizer_files import Backend, TokenizerFiles, read_tokenizer_files
+from megatron_sft_idx.chat.tokenizer.tokens import Ids, JsonModel, Located, Passage
+from megatron_sft_idx.chat.types import Encoded, Rendered, Span, TokenizedRow
 from megatron_sft_idx.errors import FormatError, SequenceError
 
 __all__ = ["Backend", "Tokenizer", "append_eod", "load_tokenizer"]
@@ -68,7 +69,7 @@ class Tokenizer:
     """
 
     def __init__(self, files: TokenizerFiles, *, backend: Backend, parallel: bool, proof: str = "") -> None:
-        self._model: Model
+        self._model: JsonModel | SentencePieceModel | RankModel
         self.proof = ""
         if files.kind == "json":
             self._model = model = JsonModel(files, backend=backend, parallel=parallel, proof=proof)
@@ -77,7 +78,7 @@ class Tokenizer:
             raise FormatError(f"{files.path}: backend {backend} is for a tokenizer.json, this is {files.file.name}")
         else:
             self._model = SentencePieceModel(files) if files.kind == "sentencepiece" else RankModel(files)
-        self._options = (files.path, backend, parallel, self.proof)
+        self._again = partial(load_tokenizer, files.path, backend=backend, parallel=parallel, proof=self.proof)
         self._file, self.chat_templates = files.file, files.templates
         self._added_texts = tuple(token.text for token in self._model.added if token.text)
 
@@ -88,12 +89,14 @@ class Tokenizer:
         named = {name: text for name, text in self._model.named.items() if name not in files.settings}
         self.special_tokens = named | files.special_tokens
         self.control_tokens = [token.text for token in self._model.added if token.special]
-        self.eos_id = self._named_id("eos_token")
-        self.pad_id = self._named_id("pad_token")
+        self.eos_id, self.pad_id = (
+            None if text is None else self._model.token_id(text)
+            for text in map(self.special_tokens.get, ("eos_token", "pad_token"))
+        )
         self.fingerprint = self._model.fingerprint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reload, self._options
+        return self._again, ()
 
     @cached_property
     def generated_template(self) -> str | None:
@@ -148,13 +151,21 @@ class Tokenizer:
                 found: dict[int, list[Crossing]] = {}
                 whole = all(spelled)
                 if whole and any(crossed):
-                    found = spellings.crossings(ids, texts, [row.text for row in rows], spans, crossed)
+                    found = _crossings(spellings.nbytes, ids, texts, [row.text for row in rows], spans, crossed)
                 for at, i in enumerate(some):
                     if spelled[at] and (whole or not crossed[at]):
                         here = slice(bounds[at], bounds[at + 1])
                         result[i] = _weighed(rendered[i], flat[here], weights[here], found.get(at, []), straddling)
-        for i in [i for i in range(len(rendered)) if i not in result]:
-            result[i] = self._encode_slowly(i, rendered[i], whole_characters, straddling)
+        for i in [i for i in range(len(rendered)) if i not in result]:  # any tokenizer, any text
+            row = rendered[i]
+            try:
+                known, located = self._model.locate(Passage(row.text, row.literals))
+            except ValueError as error:
+                raise SequenceError("rendered", i, str(error)) from error
+            mask, crossings = _weights_by_offsets(
+                located, len(known), row.text, row.spans, whole_characters=whole_characters
+            )
+            result[i] = _weighed(row, known.view(np.int32), mask, crossings, straddling)
         return [result[i] for i in range(len(rendered))]
 
     def from_token_row(self, row: TokenizedRow) -> Encoded:
@@ -187,10 +198,6 @@ class Tokenizer:
         """One token's text; where that is nothing on its own, the vocabulary's name for it."""
         return self.decode([index]) or self._model.token_name(index) or ""
 
-    def _named_id(self, name: str) -> int | None:
-        text = self.special_tokens.get(name)
-        return None if text is None else self._model.token_id(text)
-
     def _ids(self, rows: Sequence[int], passages: Sequence[Passage]) -> Ids:
         """Ids of passages, of which row each is from."""
         try:
@@ -203,66 +210,135 @@ class Tokenizer:
                     raise SequenceError("rendered", row, str(reason)) from reason
             raise AssertionError("passages that can be tokenised one by one") from error
 
-    def _encode_slowly(self, index: int, row: Rendered, whole_characters: bool, straddling: bool) -> Encoded:
-        """By the library's own offsets: any tokenizer, any text."""
-        try:
-            ids, located, position = self._model.locate(Passage(row.text, row.literals))
-        except ValueError as error:
-            raise SequenceError("rendered", index, str(error)) from error
-        weights, crossings = weights_by_offsets(
-            located, row.text, row.spans, whole_characters=whole_characters, position=position
-        )
-        return _weighed(row, ids.view(np.int32), weights, crossings, straddling)
-
     def _encode_pieces(self, rendered: Sequence[Rendered]) -> list[Encoded]:
-        """Tokenises span by span: each piece of text is wholly trained on, or not at all."""
-        pieces = [piece for i, row in enumerate(rendered) for piece in _cut_at_spans(i, row, self._added_texts)]
-        ids = self._ids([piece.row for piece in pieces], [piece.passage for piece in pieces]).rows()
-        rows: list[list[int]] = [[] for _ in rendered]
-        for at, piece in enumerate(pieces):
-            rows[piece.row].append(at)
-        empty = np.zeros(0, np.uint32)
-        result = []
-        for row, members in zip(rendered, rows, strict=True):
-            weights = [np.full(len(ids[at]), pieces[at].weight, np.float32) for at in members]
-            flat = np.concatenate([empty, *(ids[at] for at in members)])
-            mask = np.concatenate([empty.astype(np.float32), *weights])
-            result.append(_weighed(row, flat.view(np.int32), mask, [], True))
-        return result
+        """Tokenises span by span: each piece of text is wholly trained on, or not at all.
+
+        After a control token a tokenizer that begins texts with a space does what it always does there; elsewhere the
+        text runs on.
+
+        Raises:
+            ValueError: spans descend, overlap or end past the text.
+        """
+        passages: list[Passage] = []
+        places: list[tuple[int, float]] = []  # of each passage: its row and weight
+        for index, row in enumerate(rendered):
+            cuts: list[tuple[int, int, float]] = []
+            done = 0
+            for span in row.spans:
+                if not done <= span.start <= span.stop <= len(row.text):
+                    where = f"span [{span.start}, {span.stop}) descends, overlaps or ends past the text"
+                    raise ValueError(f"row {index}: {where}")
+                cuts += [(done, span.start, 0.0), (span.start, span.stop, span.weight)]
+                done = span.stop
+            for start, stop, weight in [*cuts, (done, len(row.text), 0.0)]:
+                if start < stop:
+                    inside = [
+                        (max(a, start) - start, min(b, stop) - start) for a, b in row.literals if a < stop and b > start
+                    ]
+                    middle = start > 0 and not row.text.endswith(self._added_texts, 0, start)
+                    passages.append(Passage(row.text[start:stop], inside, middle))
+                    places.append((index, weight))
+        ids = [[np.zeros(0, np.uint32)] for _ in rendered]
+        masks = [[np.zeros(0, np.float32)] for _ in rendered]
+        found = self._ids([index for index, _ in places], passages).rows()
+        for (index, weight), some in zip(places, found, strict=True):
+            ids[index].append(some)
+            masks[index].append(np.full(len(some), weight, np.float32))
+        return [
+            _weighed(row, np.concatenate(ids[i]).view(np.int32), np.concatenate(masks[i]), [], True)
+            for i, row in enumerate(rendered)
+        ]
 
 
-class _Piece(NamedTuple):
-    """A part of the text of one row that is wholly trained on with ``weight``, or not at all (0)."""
+class Crossing(NamedTuple):
+    """A token that is trained on and begins before its span.
 
-    row: int
-    passage: Passage
-    weight: float
+    Attributes:
+        token: its number in the text.
+        before: what of it lies before the span.
+        text: all that it spells.
+        held: whether a span that is trained on holds its beginning too.
+    """
+
+    token: int
+    before: str
+    text: str
+    held: bool
 
 
-def _cut_at_spans(index: int, row: Rendered, added_tokens: tuple[str, ...]) -> list[_Piece]:
-    """The pieces of one text, in order, cut at the edges of its spans; none is empty.
+def _crossings(
+    nbytes: NDArray[np.int64],
+    ids: Ids,
+    utf8: list[bytes],
+    texts: Sequence[str],
+    spans: list[list[Span]],
+    straddling: list[int],
+) -> dict[int, list[Crossing]]:
+    """By text, the tokens that begin before a span that they are trained for; of texts that the tokens spell.
 
-    After a control token a tokenizer that begins texts with a space does what it always does there; elsewhere the text
-    runs on.
+    Where ``straddling`` counts none, as ``weights`` found, none are looked for.
+    """
+    ends = np.cumsum(nbytes[ids.flat])
+    bounds, base = ids.offsets.tolist(), 0
+    wanted: list[tuple[int, Span, Span, int]] = []  # text, the span before, the span, its first byte
+    bases = []
+    for row, (data, text) in enumerate(zip(utf8, texts, strict=True)):
+        bases.append(base)
+        for before, span in pairwise([Span(0, 0), *spans[row]]) if straddling[row] else ():
+            if span.weight and span.start < span.stop:
+                at = span.start if len(data) == len(text) else len(text[: span.start].encode())
+                wanted.append((row, before, span, base + at))
+        base += len(data)
+    begins = np.array([begin for *_, begin in wanted], np.int64)
+    tokens = np.searchsorted(ends, begins, "right")
+    firsts = np.where(tokens > 0, ends[np.maximum(tokens - 1, 0)], 0) if len(ends) else tokens
+    found: dict[int, list[Crossing]] = {}
+    for which in np.flatnonzero(firsts < begins).tolist():
+        row, before, _, begin = wanted[which]
+        token, first = int(tokens[which]), int(firsts[which]) - bases[row]
+        held = bool(before.weight) and first < len(texts[row][: before.stop].encode())
+        spelt = utf8[row][first : int(ends[token]) - bases[row]].decode("utf-8", "replace")
+        begun = utf8[row][first : begin - bases[row]].decode("utf-8", "replace")
+        found.setdefault(row, []).append(Crossing(token - bounds[row], begun, spelt, held))
+    return found
+
+
+def _weights_by_offsets(
+    located: Located, count: int, text: str, spans: Sequence[Span], *, whole_characters: bool
+) -> tuple[NDArray[np.float32], list[Crossing]]:
+    """Weights of a text's ``count`` tokens by the library's own offsets, and the tokens that begin before their span.
 
     Raises:
         ValueError: spans descend, overlap or end past the text.
     """
-    cuts: list[tuple[int, int, float]] = []
+    edges = [0, *(edge for span in spans for edge in (span.start, span.stop)), len(text)]
+    if edges != sorted(edges):
+        raise ValueError(f"spans descend, overlap or end past the text of {len(text)} characters: {spans!r:.200}")
+
+    def first_token(characters: range) -> int | None:
+        """The token that holds the first of the characters that any token holds."""
+        return next((token for token in map(located.char_to_token, characters) if token is not None), None)
+
+    def begin_of(token: int) -> int:
+        return (located.token_to_chars(token) or (0, 0))[0]
+
+    weights = np.zeros(count, np.float32)
+    crossings = []
     done = 0
-    for span in row.spans:
-        if not done <= span.start <= span.stop <= len(row.text):
-            raise ValueError(f"row {index}: span [{span.start}, {span.stop}) descends, overlaps or ends past the text")
-        cuts += [(done, span.start, 0.0), (span.start, span.stop, span.weight)]
-        done = span.stop
-    cuts.append((done, len(row.text), 0.0))
-    pieces = []
-    for start, stop, weight in cuts:
-        if start < stop:
-            inside = [(max(a, start) - start, min(b, stop) - start) for a, b in row.literals if a < stop and b > start]
-            middle = start > 0 and not row.text.endswith(added_tokens, 0, start)
-            pieces.append(_Piece(index, Passage(row.text[start:stop], inside, middle), weight))
-    return pieces
+    for span in spans:
+        first = first_token(range(span.start, span.stop))
+        last = first_token(range(span.stop - 1, span.start - 1, -1))
+        if first is None or last is None:
+            continue
+        while whole_characters and last + 1 < count and begin_of(last + 1) < span.stop:
+            last += 1
+        weights[first : last + 1] = np.maximum(weights[first : last + 1], np.float32(span.weight))
+        begin = begin_of(first)
+        if span.weight and begin < span.start:
+            held = begin < done
+            crossings.append(Crossing(first, text[begin : span.start], text[begin : span.start + 1], held))
+        done = span.stop if span.weight else done
+    return weights, crossings
 
 
 def append_eod(encoded: Encoded, eod_id: int) -> Encoded:
@@ -273,10 +349,6 @@ def append_eod(encoded: Encoded, eod_id: int) -> Encoded:
         input_ids=np.append(encoded.input_ids, np.int32(eod_id)),
         loss_mask=np.append(encoded.loss_mask, np.float32(weight)),
     )
-
-
-def _reload(path: Path, backend: Backend, parallel: bool, proof: str) -> Tokenizer:
-    return load_tokenizer(path, backend=backend, parallel=parallel, proof=proof)
 
 
 def _utf8(index: int, text: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Token ids and what they stand for: the libraries that make them, the text they spell, the masks that follow.
+"""Token ids and what they stand for: the text they spell, the masks that follow, and the ids of a tokenizer.json.
 
 Masks are made in two ways, by the bytes that tokens spell and by a library's own offsets. Both agree with transformers'
 ``return_assistant_tokens_mask``: a span begins with the token that holds its first character and ends with the first
@@ -10,46 +10,31 @@ never loses one to another span.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 import zlib
 from base64 import b85decode
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple, Protocol
+from itertools import accumulate, chain, groupby
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 import tokenizers
+import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
+from megatron_sft_idx.chat.tokenizer.tokenizer_files import TOKEN_FLAGS, Backend, TokenizerFiles
 from megatron_sft_idx.chat.types import Span
+from megatron_sft_idx.errors import FormatError
 
-__all__ = [
-    "KNOWN_SPLITS",
-    "AddedToken",
-    "Crossing",
-    "FastEngine",
-    "Ids",
-    "Located",
-    "Model",
-    "Passage",
-    "TokenSpellings",
-    "build_tokenizer",
-    "byte_alphabet",
-    "exact_ids",
-    "known_class",
-    "library_versions",
-    "load_fast_engine",
-    "settled",
-    "spelling_table",
-    "unknown_id",
-    "weights_by_offsets",
-]
+__all__ = ["AddedToken", "Ids", "JsonModel", "Offsets", "Passage", "TokenSpellings", "control_pattern", "stretches"]
 
 
 class Passage(NamedTuple):
@@ -90,6 +75,30 @@ class Ids(NamedTuple):
         return [self.flat[a:b] for a, b in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
 
 
+class Offsets:
+    """Where a text's tokens stand, asked as ``tokenizers.Encoding`` is.
+
+    Args:
+        begins: the first character of each token.
+        ends: the character behind each token, ascending.
+    """
+
+    def __init__(self, begins: Sequence[int], ends: Sequence[int]) -> None:
+        self._begins, self._ends = begins, ends
+
+    def char_to_token(self, character: int) -> int | None:
+        """The first token that holds the character."""
+        token = bisect_right(self._ends, character)
+        return token if token < len(self._ends) and self._begins[token] <= character else None
+
+    def token_to_chars(self, token: int) -> tuple[int, int] | None:
+        """Where a token's characters begin and end."""
+        return self._begins[token], self._ends[token]
+
+
+Located = Offsets | tokenizers.Encoding
+
+
 class AddedToken(NamedTuple):
     """A control token: text that becomes this id wherever a template writes it."""
 
@@ -98,91 +107,33 @@ class AddedToken(NamedTuple):
     special: bool
 
 
-class Located(Protocol):
-    """Which characters a text's tokens stand for, as ``tokenizers.Encoding`` tells it."""
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """Token ids."""
-        ...
-
-    def char_to_token(self, character: int, /) -> int | None:
-        """The first token that holds the character."""
-        ...
-
-    def token_to_chars(self, token: int, /) -> tuple[int, int] | None:
-        """Where a token's characters begin and end."""
-        ...
+def control_pattern(texts: Sequence[str], alone: Sequence[str] = ()) -> re.Pattern[str]:
+    """Finds control tokens, of several that begin alike the longest; those ``alone`` not within a word."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    parts = (rf"(?<!\w){re.escape(text)}(?!\w)" if text in alone else re.escape(text) for text in longest_first)
+    return re.compile("|".join(parts) or r"(?!)")
 
 
-class Model(Protocol):
-    """A loaded tokenizer of one kind: ids by the library that defines them, and its vocabulary.
+def stretches(
+    control: re.Pattern[str], text: str, literals: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int, bool]]:
+    """A text's control tokens, as ``(start, stop, True)``, and what is between them, in order; none is empty.
 
-    Attributes:
-        name: the library that tokenises.
-        size: the largest id + 1.
-        added: the control tokens, by id.
-        named: what the vocabulary itself says of ``bos_token`` and the like.
-        fingerprint: xxh3_128 of all that decides the ids.
+    Literals belong to the text around them.
     """
-
-    name: str
-    size: int
-    added: list[AddedToken]
-    named: dict[str, str]
-    fingerprint: str
-
-    @property
-    def spellings(self) -> TokenSpellings | None:
-        """The bytes of every token, where tokens spell their text byte for byte, otherwise None."""
-        ...
-
-    def ids(self, passages: Sequence[Passage]) -> Ids:
-        """Token ids of the passages.
-
-        Raises:
-            ValueError: a passage that cannot be tokenised.
-        """
-        ...
-
-    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Located, Callable[[int], int]]:
-        """Ids, where they stand, and where a character of the passage stands in the text that was located.
-
-        Raises:
-            ValueError: a passage that cannot be tokenised.
-        """
-        ...
-
-    def token_id(self, text: str) -> int | None:
-        """The id of a token by its name in the vocabulary."""
-        ...
-
-    def token_name(self, index: int) -> str | None:
-        """The vocabulary's name for an id, None where it is no token."""
-        ...
-
-    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
-        """The text that ids stand for; see ``Tokenizer.decode``."""
-        ...
+    done = begin = 0
+    for literal_start, literal_stop in [*literals, (len(text), len(text))]:
+        for match in control.finditer(text, begin, literal_start):
+            if done < match.start():
+                yield done, match.start(), False
+            done = match.end()
+            yield match.start(), done, True
+        begin = literal_stop
+    if done < len(text):
+        yield done, len(text), False
 
 
 # What tokens spell, and the weights that follow
-
-
-class Crossing(NamedTuple):
-    """A token that is trained on and begins before its span.
-
-    Attributes:
-        token: its number in the text.
-        before: what of it lies before the span.
-        text: all that it spells.
-        held: whether a span that is trained on holds its beginning too.
-    """
-
-    token: int
-    before: str
-    text: str
-    held: bool
 
 
 def unknown_id(index: int) -> str:
@@ -204,12 +155,16 @@ class TokenSpellings:
 
     Args:
         spellings: bytes by id; ids without any spell nothing.
+
+    Attributes:
+        nbytes: how many bytes each id stands for, int64.
     """
 
     def __init__(self, spellings: dict[int, bytes]) -> None:
         table = [spellings.get(i, b"") for i in range(max(spellings, default=-1) + 1)]
         self._bytes = b"".join(table)
         self._offsets = _running_sum(map(len, table), len(table))
+        self.nbytes = np.diff(self._offsets)
 
     def spell(self, ids: Sequence[int] | NDArray[np.integer]) -> bytes:
         """The bytes that the tokens stand for, end to end; ids that are none by their number, as ``unknown_id``."""
@@ -247,122 +202,12 @@ class TokenSpellings:
         )
         return weights, straddling.tolist(), spelled.astype(bool).tolist()
 
-    def crossings(
-        self, ids: Ids, utf8: list[bytes], texts: Sequence[str], spans: list[list[Span]], straddling: list[int]
-    ) -> dict[int, list[Crossing]]:
-        """By text, the tokens that begin before a span that they are trained for; of texts that the tokens spell.
-
-        Where ``straddling`` counts none, as ``weights`` found, none are looked for.
-        """
-        flat = ids.flat.astype(np.int64)
-        ends = np.cumsum(self._offsets[flat + 1] - self._offsets[flat])
-        bounds, base = ids.offsets.tolist(), 0
-        wanted: list[tuple[int, Span, Span, int]] = []  # text, the span before, the span, its first byte
-        bases = []
-        for row, (data, text) in enumerate(zip(utf8, texts, strict=True)):
-            bases.append(base)
-            for before, span in pairwise([Span(0, 0), *spans[row]]) if straddling[row] else ():
-                if span.weight and span.start < span.stop:
-                    at = span.start if len(data) == len(text) else len(text[: span.start].encode())
-                    wanted.append((row, before, span, base + at))
-            base += len(data)
-        begins = np.array([begin for *_, begin in wanted], np.int64)
-        tokens = np.searchsorted(ends, begins, "right")
-        firsts = np.where(tokens > 0, ends[np.maximum(tokens - 1, 0)], 0) if len(ends) else tokens
-        found: dict[int, list[Crossing]] = {}
-        for which in np.flatnonzero(firsts < begins).tolist():
-            row, before, _, begin = wanted[which]
-            token, first = int(tokens[which]), int(firsts[which]) - bases[row]
-            held = bool(before.weight) and first < len(texts[row][: before.stop].encode())
-            spelt = utf8[row][first : int(ends[token]) - bases[row]].decode("utf-8", "replace")
-            begun = utf8[row][first : begin - bases[row]].decode("utf-8", "replace")
-            found.setdefault(row, []).append(Crossing(token - bounds[row], begun, spelt, held))
-        return found
-
 
 def _running_sum(lengths: map[int], count: int) -> NDArray[np.int64]:
     return np.fromiter(accumulate(lengths, initial=0), np.int64, count + 1)
 
 
-def spelling_table(
-    vocabulary: Mapping[str, int], added: Sequence[AddedToken], pre_tokenizer: dict[str, object] | None
-) -> TokenSpellings | None:
-    """The table for a byte-level tokenizer, None for others.
-
-    No more is asked of it than to use that alphabet: whether tokens spell a text is checked text by text.
-    """
-    if b'"type":"ByteLevel"' not in orjson.dumps(pre_tokenizer):
-        return None
-    alphabet = byte_alphabet()
-    spellings: dict[int, bytes] = {}
-    for text, index in vocabulary.items():
-        try:
-            spellings[index] = bytes([alphabet[c] for c in text])
-        except KeyError:  # not of the alphabet, so never produced from bytes: spells nothing
-            continue
-    for token in added:
-        spellings[token.number] = token.text.encode()
-    return TokenSpellings(spellings)
-
-
-def weights_by_offsets(
-    encoding: Located,
-    text: str,
-    spans: Sequence[Span],
-    *,
-    whole_characters: bool,
-    position: Callable[[int], int] = int,
-) -> tuple[NDArray[np.float32], list[Crossing]]:
-    """Weights of an encoding's tokens by its own offsets, and the tokens that begin before their span.
-
-    Args:
-        encoding: with offsets.
-        text: the rendered text.
-        spans: in its characters.
-        whole_characters: count all tokens of a span's last character, not only the first.
-        position: where a character of the text stands in the one that was encoded, if that is another.
-
-    Raises:
-        ValueError: spans descend, overlap or end past the text.
-    """
-    edges = [0, *(edge for span in spans for edge in (span.start, span.stop)), len(text)]
-    if edges != sorted(edges):
-        raise ValueError(f"spans descend, overlap or end past the text of {len(text)} characters: {spans!r:.200}")
-    weights = np.zeros(len(encoding.ids), np.float32)
-    crossings = []
-    done = 0
-    for span in spans:
-        first = _first_token(encoding, map(position, range(span.start, span.stop)))
-        last = _first_token(encoding, map(position, range(span.stop - 1, span.start - 1, -1)))
-        if first is None or last is None:
-            continue
-        stop = position(span.stop - 1) + 1
-        while whole_characters and last + 1 < len(weights) and _begin(encoding, last + 1) < stop:
-            last += 1
-        weights[first : last + 1] = np.maximum(weights[first : last + 1], np.float32(span.weight))
-        begin = _begin(encoding, first)
-        if span.weight and begin < position(span.start):
-            before = text[span.start - (position(span.start) - begin) : span.start]
-            crossings.append(Crossing(first, before, before + text[span.start : span.start + 1], begin < done))
-        done = stop if span.weight else done
-    return weights, crossings
-
-
-def _first_token(encoding: Located, characters: map[int]) -> int | None:
-    """The token that holds the first of the characters that any token holds."""
-    for character in characters:
-        token = encoding.char_to_token(character)
-        if token is not None:
-            return int(token)
-    return None
-
-
-def _begin(encoding: Located, token: int) -> int:
-    characters = encoding.token_to_chars(token)
-    return int(characters[0]) if characters is not None else 0
-
-
-# The libraries
+# gigatoken, where it is known to give the same ids
 
 
 def build_tokenizer(spec: dict[str, Any]) -> tokenizers.Tokenizer:
@@ -440,53 +285,38 @@ PROOF = (
 
 def known_class(spec: dict[str, Any]) -> str | None:
     """The name of the tokenizer's class where gigatoken was found identical on it, otherwise None."""
-    model = spec["model"]
-    plain_bpe = model.get("type") == "BPE" and not any(
-        model.get(option)
-        for option in (
-            "dropout",
-            "unk_token",
-            "continuing_subword_prefix",
-            "end_of_word_suffix",
-            "byte_fallback",
-        )
+    model, normalizer, step, added = (
+        spec["model"],
+        spec.get("normalizer"),
+        spec.get("pre_tokenizer"),
+        spec["added_tokens"],
     )
-    normalizer = spec.get("normalizer")
-    if not plain_bpe or normalizer not in (None, {"type": "NFC"}):
+    options = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    if (
+        model.get("type") != "BPE"
+        or any(map(model.get, options))
+        or normalizer not in (None, {"type": "NFC"})
+        or any(len(token["content"].encode()) > LONGEST_ADDED_NBYTES for token in added)
+        or any(token.get(flag) for token in added for flag in ("single_word", "lstrip", "rstrip"))
+        or (normalizer is not None and any(token.get("normalized") for token in added))
+        or len({bool(token.get("normalized")) for token in added}) > 1
+        or step is None
+    ):
         return None
-    added = spec["added_tokens"]
-    if any(len(token["content"].encode()) > LONGEST_ADDED_NBYTES for token in added):
-        return None
-    if any(token.get(flag) for token in added for flag in ("single_word", "lstrip", "rstrip")):
-        return None
-    if normalizer is not None and any(token.get("normalized") for token in added):
-        return None
-    if len({bool(token.get("normalized")) for token in added}) > 1:
-        return None
-    split = _split_name(spec.get("pre_tokenizer"))
-    if split is None:
-        return None
-    return split + ("+nfc" if normalizer else "")
 
+    def holds(found: dict[str, Any], **wanted: Any) -> bool:
+        return all(found.get(key) == value for key, value in wanted.items())
 
-def _split_name(step: dict[str, Any] | None) -> str | None:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False}
-    if step is None:
-        return None
-    if _subset(byte_level, step) and step.get("use_regex", True):
-        return "gpt2"
+    suffix = "+nfc" if normalizer else ""
+    if holds(step, **byte_level) and step.get("use_regex", True):
+        return f"gpt2{suffix}"
     parts = step.get("pretokenizers") if step.get("type") == "Sequence" else None
-    if not parts or len(parts) != 2 or not _subset({**byte_level, "use_regex": False}, parts[1]):
-        return None
-    for name, pattern in KNOWN_SPLITS.items():
-        wanted = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        if _subset(wanted, parts[0]):
-            return name
+    if parts and len(parts) == 2 and holds(parts[1], **byte_level, use_regex=False):
+        for name, pattern in KNOWN_SPLITS.items():
+            if holds(parts[0], type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False):
+                return f"{name}{suffix}"
     return None
-
-
-def _subset(wanted: dict[str, Any], found: dict[str, Any]) -> bool:
-    return all(found.get(key) == value for key, value in wanted.items())
 
 
 class FastEngine:
@@ -505,8 +335,21 @@ class FastEngine:
         self._parallel = parallel
 
     def ids(self, texts: list[str]) -> Ids:
-        """Token ids of the texts, without special tokens added."""
-        doubtful = [i for i, text in enumerate(texts) if not text.isascii() and not self._is_settled(text)]
+        """Token ids of the texts, without special tokens added.
+
+        A text is gigatoken's where all Unicode tables in play say the same about it. Characters are hardly ever
+        reclassified once assigned, and never decomposed otherwise, but libraries learn new ones at different times;
+        what is old, all know.
+        """
+        doubtful = [
+            i
+            for i, text in enumerate(texts)
+            if not text.isascii()
+            and not (
+                settled()[np.frombuffer(text.encode("utf-32-le"), np.uint32)].all()
+                and (not self._nfc or unicodedata.is_normalized("NFC", text))
+            )
+        ]
         ids = self.raw_ids([text.encode() for text in texts])
         if not doubtful:
             return ids
@@ -529,27 +372,12 @@ class FastEngine:
         offsets = np.asarray(layout.offsets.data, dtype=np.int64)
         return Ids(np.asarray(layout.content.data, dtype=np.uint32)[: offsets[-1]], offsets)
 
-    def _is_settled(self, text: str) -> bool:
-        """Whether all Unicode tables in play say the same about the text.
-
-        Characters are hardly ever reclassified once assigned, and never decomposed otherwise, but libraries learn
-        new ones at different times; what is old, all know.
-        """
-        if not settled()[np.frombuffer(text.encode("utf-32-le"), np.uint32)].all():
-            return False
-        return not self._nfc or unicodedata.is_normalized("NFC", text)
-
 
 @lru_cache(maxsize=1)
 def settled() -> NDArray[np.bool_]:
     """By code point: whether Unicode has it since so long that the tables of every library do."""
     counts = np.frombuffer(zlib.decompress(b85decode(ASSIGNED)), "<u4")
     return np.repeat(np.arange(len(counts)) % 2 == 1, counts)
-
-
-def library_versions() -> str:
-    """Of the libraries that are compared; a sample says nothing about others."""
-    return f"tokenizers {tokenizers.__version__}, gigatoken {version('gigatoken') if find_spec('gigatoken') else None}"
 
 
 def load_fast_engine(
@@ -569,19 +397,16 @@ def load_fast_engine(
             nfc=spec.get("normalizer") is not None,
             parallel=parallel,
         )
-        if proven:
-            return engine, ""
-        # The tokenizers library keeps the words a thread has met, up to ten thousand a tokenizer, until the thread
-        # ends, though the tokenizer be long gone. The sample's odd words must not stay, nor take the text's places.
-        with ThreadPoolExecutor(max_workers=1) as thread:
-            proven = thread.submit(_agrees, engine, tokenizer).result()
+        if not proven:
+            # The tokenizers library keeps the words a thread has met, up to ten thousand a tokenizer, until the thread
+            # ends, though the tokenizer be long gone. The sample's odd words must not stay, nor take the text's places.
+            with ThreadPoolExecutor(max_workers=1) as thread:
+                proven = thread.submit(_agrees, engine, tokenizer).result()
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic in Rust is a BaseException; whatever it was, tokenizers will do
         return None, f"gigatoken cannot load it: {error}"
-    if not proven:
-        return None, "gigatoken's ids differ from those of tokenizers on a sample"
-    return engine, ""
+    return (engine, "") if proven else (None, "gigatoken's ids differ from those of tokenizers on a sample")
 
 
 def _agrees(engine: FastEngine, tokenizer: tokenizers.Tokenizer) -> bool:
@@ -595,3 +420,250 @@ def _agrees(engine: FastEngine, tokenizer: tokenizers.Tokenizer) -> bool:
     expected = exact_ids(tokenizer, texts)
     found = engine.raw_ids([text.encode() for text in texts])
     return np.array_equal(expected.offsets, found.offsets) and np.array_equal(expected.flat, found.flat)
+
+
+# A tokenizer.json
+
+
+# Code points that Unicode sets aside for private use inside programs, never for text.
+NONCHARACTERS = [chr(c) for c in range(0xFDD0, 0xFDF0)]
+
+
+class JsonModel:
+    """A loaded ``tokenizer.json``: ids by the library that defines them, and its vocabulary.
+
+    Every kind of model has these methods and attributes, but for ``proof``.
+
+    Args:
+        files: the parsed ``tokenizer.json`` and what the folder adds to it.
+        backend: as for ``load_tokenizer``.
+        parallel: tokenise a batch on all cores.
+        proof: ``proof`` of the same tokenizer loaded before, here or in another process.
+
+    Attributes:
+        name: the library that tokenises.
+        size: the largest id + 1.
+        added: the control tokens, by id.
+        named: what the vocabulary itself says of ``bos_token`` and the like.
+        spellings: the bytes of every token, where tokens spell their text byte for byte, otherwise None.
+        fingerprint: xxh3_128 of all that decides the ids.
+        proof: says for which tokenizer and libraries gigatoken was compared with tokenizers on a sample; empty where
+            it was not or where it failed.
+
+    Raises:
+        FormatError: the tokenizers library cannot load it, or gigatoken cannot where that was asked for.
+    """
+
+    def __init__(self, files: TokenizerFiles, *, backend: Backend, parallel: bool, proof: str) -> None:
+        try:
+            self._tokenizer = build_tokenizer(files.spec)
+        except Exception as error:
+            raise FormatError(f"{files.path}: the tokenizers library cannot load it: {error}") from error
+        before = _added_tokens(self._tokenizer)
+        self._tokenizer.add_tokens([tokenizers.AddedToken(one.content, **one.flags) for one in files.additions])
+        after = _added_tokens(self._tokenizer)
+        # As the library itself would write it, which for the vocabulary is long and what the file says.
+        steps = {
+            key: None if step is None else orjson.loads(step.__getstate__())
+            for key in ("normalizer", "pre_tokenizer")
+            for step in [getattr(self._tokenizer, key)]
+        }
+        self._spec = {
+            **files.spec,
+            **steps,
+            "model": {**files.spec["model"], "type": type(self._tokenizer.model).__name__},
+            "added_tokens": [{"id": index, "content": text, **flags} for index, text, flags in after],
+        }
+        vocabulary = files.spec["model"]["vocab"]  # an object, but in Unigram models a list
+        own: dict[str, int] = (
+            vocabulary if isinstance(vocabulary, dict) else {str(i): i for i in range(len(vocabulary))}
+        )
+        # Of the parts of tokenizer.json that decide ids, whatever their order or white space in the file.
+        decisive = ("normalizer", "pre_tokenizer", "model", "added_tokens", "decoder")
+        decided = [{key: files.spec.get(key) for key in decisive}, [] if after == before else after]
+        options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
+        self.fingerprint = xxhash.xxh3_128_hexdigest(orjson.dumps(decided, option=options))
+        self.named: dict[str, str] = {}
+        self.added = [AddedToken(index, text, flags["special"]) for index, text, flags in after]
+        self.size = 1 + max([*own.values(), *(token.number for token in self.added)])
+        self.spellings = _byte_level_spellings(own, self.added, self._spec["pre_tokenizer"])
+        self.proof = ""
+        self._fast: FastEngine | None = None
+        if backend != "tokenizers":
+            gigatoken = version("gigatoken") if find_spec("gigatoken") else None
+            wanted = f"{self.fingerprint} tokenizers {tokenizers.__version__}, gigatoken {gigatoken}"
+            self._fast, reason = load_fast_engine(
+                self._spec, self._tokenizer, parallel=parallel, proven=proof == wanted
+            )
+            if self._fast is not None:
+                self.proof = wanted
+            elif backend == "gigatoken":
+                raise FormatError(f"{files.path}: {reason}")
+        self.name = "gigatoken" if self._fast is not None else "tokenizers"
+        # The same tokenizer for a text that goes on from another: it puts no space in front.
+        steps = {key: _without_prefix(step) for key, step in steps.items()}
+        self._middle_spec = {**self._spec, **steps} if steps != {key: self._spec[key] for key in steps} else None
+        self._variants: dict[bool, tokenizers.Tokenizer] = {False: self._tokenizer}
+        self._shields: dict[bool, Shield] = {}
+
+    def ids(self, passages: Sequence[Passage]) -> Ids:
+        """Token ids of the passages.
+
+        Raises:
+            ValueError: a passage that cannot be tokenised.
+        """
+        plain = [i for i, p in enumerate(passages) if not p.literals and not (p.middle and self._middle_spec)]
+        texts = [passages[i].text for i in plain]
+        ids = exact_ids(self._tokenizer, texts) if self._fast is None else self._fast.ids(texts)
+        if len(plain) == len(passages):
+            return ids
+        rows = dict(zip(plain, ids.rows(), strict=True))
+        return Ids.join([rows[i] if i in rows else self.locate(p)[0] for i, p in enumerate(passages)])
+
+    def locate(self, passage: Passage) -> tuple[NDArray[np.uint32], Located]:
+        """Ids, and which characters of the passage they stand for.
+
+        Raises:
+            ValueError: a passage that cannot be tokenised.
+        """
+        middle = passage.middle and self._middle_spec is not None
+        if passage.literals:
+            return self.shield(middle).encode(passage.text, passage.literals)
+        if middle not in self._variants:
+            self._variants[middle] = build_tokenizer(self._middle_spec or self._spec)
+        encoding = self._variants[middle].encode(passage.text, add_special_tokens=False)
+        return np.array(encoding.ids, np.uint32), encoding
+
+    def shield(self, middle: bool) -> Shield:
+        """What keeps control tokens in the data as text; made on first need, since few corpora have any."""
+        if middle not in self._shields:
+            self._shields[middle] = Shield(self._middle_spec or self._spec if middle else self._spec)
+        return self._shields[middle]
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a token by its name in the vocabulary."""
+        index = self._tokenizer.token_to_id(text)
+        return None if index is None else int(index)
+
+    def token_name(self, index: int) -> str | None:
+        """The vocabulary's name for an id, None where it is no token."""
+        return self._tokenizer.id_to_token(index) if 0 <= index < self.size else None
+
+    def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
+        """The text that ids stand for; see ``Tokenizer.decode``."""
+        if self.spellings is not None:
+            return self.spellings.spell(ids).decode("utf-8", "replace")
+        runs = groupby(np.asarray(ids).tolist(), lambda index: self.token_name(index) is not None)
+        return "".join(
+            self._tokenizer.decode(list(run), skip_special_tokens=False) if known else "".join(map(unknown_id, run))
+            for known, run in runs
+        )
+
+
+def _byte_level_spellings(
+    vocabulary: Mapping[str, int], added: Sequence[AddedToken], pre_tokenizer: dict[str, object] | None
+) -> TokenSpellings | None:
+    """What the tokens of a byte-level tokenizer spell, None for others.
+
+    No more is asked of it than to use that alphabet: whether tokens spell a text is checked text by text.
+    """
+    if b'"type":"ByteLevel"' not in orjson.dumps(pre_tokenizer):
+        return None
+    alphabet = byte_alphabet()
+    spellings: dict[int, bytes] = {}
+    for text, index in vocabulary.items():
+        try:
+            spellings[index] = bytes([alphabet[c] for c in text])
+        except KeyError:  # not of the alphabet, so never produced from bytes: spells nothing
+            continue
+    return TokenSpellings(spellings | {token.number: token.text.encode() for token in added})
+
+
+def _without_prefix(step: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer that puts no space before a text."""
+    if step is None or step.get("type") == "Prepend":
+        return None
+    if step.get("type") == "Sequence":
+        parts = "normalizers" if "normalizers" in step else "pretokenizers"
+        return {**step, parts: [kept for part in step[parts] if (kept := _without_prefix(part)) is not None]}
+    if step.get("type") == "Metaspace":
+        return {**step, "prepend_scheme": "never", "add_prefix_space": False}
+    return {**step, "add_prefix_space": False} if "add_prefix_space" in step else step
+
+
+def _added_tokens(tokenizer: tokenizers.Tokenizer) -> list[tuple[int, str, dict[str, bool]]]:
+    found = sorted(tokenizer.get_added_tokens_decoder().items())
+    return [(i, token.content, {flag: getattr(token, flag) for flag in TOKEN_FLAGS}) for i, token in found]
+
+
+class Shield:
+    """Tokenises texts with literals: stand-ins take the places of all control tokens that are none.
+
+    Args:
+        spec: the tokenizer as ``tokenizers`` itself writes it.
+
+    Raises:
+        ValueError: the tokenizer treats stand-ins differently from the tokens they stand for.
+    """
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        added = [token for token in spec["added_tokens"] if token["content"]]
+        self._ids = {token["content"]: token["id"] for token in added}
+        self._control = control_pattern([*self._ids], [one["content"] for one in added if one.get("single_word")])
+        unknown = self._ids.get(str(spec["model"].get("unk_token")))
+        self._added = np.array([i for i in self._ids.values() if i != unknown], np.uint32)
+        self._spec = {**spec, "added_tokens": [{**token, "special": True} for token in added]}
+        self._flags = {token["content"]: {flag: token[flag] for flag in ("lstrip", "rstrip")} for token in added}
+        self._variants: dict[str, tuple[tokenizers.Tokenizer, NDArray[np.uint32]]] = {}
+        tokenizer = build_tokenizer(spec)
+        for content in self._ids:  # without literals, stand-ins must change nothing
+            text = f"word {content} word\n{content}{content}word {content} \n"
+            if tokenizer.encode(text, add_special_tokens=False).ids != self.encode(text, [])[0].tolist():
+                raise ValueError(f"control tokens in the data cannot be kept as text: {content!r} behaves oddly")
+
+    def encode(self, text: str, literals: Sequence[tuple[int, int]]) -> tuple[NDArray[np.uint32], Offsets]:
+        """As ``JsonModel.locate``.
+
+        Raises:
+            ValueError: the tokenizer has no way to spell a literal without its control token.
+        """
+        mark = next((c for c in NONCHARACTERS if c not in text), None)
+        if mark is None:
+            raise ValueError("the text holds all of U+FDD0 to U+FDEF, which are not characters")
+        parts: list[str] = []
+        places = []  # of each part: where it starts with stand-ins; where it starts and stops in the true text
+        length = 0
+        for start, stop, is_control in stretches(self._control, text, literals):
+            parts.append(f"{mark}{self._ids[text[start:stop]]}{mark}" if is_control else text[start:stop])
+            places.append((length, start, stop))
+            length += len(parts[-1])
+        places.append((length, len(text), len(text)))
+        tokenizer, translation = self._variant(mark)
+        encoding = tokenizer.encode("".join(parts), add_special_tokens=False)
+        ids = np.array(encoding.ids, np.uint32)
+        if np.isin(ids, self._added).any():
+            raise ValueError("control tokens in the data cannot be kept as text: this tokenizer always knows them")
+        edges = np.array(encoding.offsets, np.int64).reshape(len(ids), 2)
+        begins, starts, stops = np.array(places, np.int64).T
+        part = np.searchsorted(begins, edges, "right") - 1
+        firsts, ends = np.minimum(starts[part] + edges - begins[part], stops[part]).T
+        return translation[ids], Offsets(firsts.tolist(), np.maximum.accumulate(ends).tolist())
+
+    def _variant(self, mark: str) -> tuple[tokenizers.Tokenizer, NDArray[np.uint32]]:
+        """The copy whose stand-ins are spelled with ``mark``, and its ids' true ones."""
+        if mark not in self._variants:
+            tokenizer = build_tokenizer(self._spec)
+            tokenizer.encode_special_tokens = True
+            names = {f"{mark}{index}{mark}": content for content, index in self._ids.items()}
+            tokenizer.add_tokens(
+                [
+                    tokenizers.AddedToken(name, special=False, normalized=False, **self._flags[content])
+                    for name, content in names.items()
+                ]
+            )
+            vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+            translation = np.arange(max(vocabulary.values()) + 1, dtype=np.uint32)
+            for name, content in names.items():
+                translation[vocabulary[name]] = self._ids[content]
+            self._variants[mark] = (tokenizer, translation)
+        return self._variants[mark]
