@@ -6,6 +6,7 @@ Older Megatron called its memory-mapped reader ``MMapIndexedDataset``; that name
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, overload
 
 import numpy as np
@@ -31,32 +32,22 @@ class _Index:
         self.sequence_count = len(shard)
         self.document_count = len(shard) + 1
         self.sequence_modes = None
-        self._lengths: NDArray[np.int32] | None = None
-        self._documents: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return self.sequence_count
 
-    @property
+    @cached_property
     def sequence_lengths(self) -> NDArray[np.int32]:
-        if self._lengths is None:
-            self._lengths = np.diff(self._shard.token_offsets).astype(np.int32)
-        return self._lengths
+        return np.diff(self._shard.token_offsets).astype(np.int32)
 
     @property
     def sequence_pointers(self) -> NDArray[np.int64]:
         pointers: NDArray[np.int64] = self._shard.token_offsets[:-1] * self.dtype_size
         return pointers
 
-    @property
+    @cached_property
     def document_indices(self) -> NDArray[np.int64]:
-        if self._documents is None:
-            self._documents = np.arange(self.document_count, dtype=np.int64)
-        return self._documents
-
-    @document_indices.setter
-    def document_indices(self, indices: NDArray[np.int64]) -> None:
-        self._documents = indices
+        return np.arange(self.document_count, dtype=np.int64)
 
     def __getitem__(self, idx: int) -> tuple[np.int64, np.int32, None]:
         start, stop = self._shard.token_range(idx)
@@ -146,7 +137,6 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         self.mmap = shard.backend == "mmap"
         self.object_storage_config = object_storage_config
         self.shard = shard
-        self._index: _Index | None = None
 
     def __getstate__(self) -> tuple[Shard, Any]:
         return self.shard, self.object_storage_config
@@ -163,12 +153,10 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         """Counts, dtypes, capacity, checksums and metadata."""
         return self.shard.header
 
-    @property
+    @cached_property
     def index(self) -> _Index:
         """Lengths, pointers and documents, as the parent's ``index`` has them; made when first asked for."""
-        if self._index is None:
-            self._index = _Index(self.shard)
-        return self._index
+        return _Index(self.shard)
 
     def __len__(self) -> int:
         return len(self.shard)

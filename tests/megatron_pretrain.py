@@ -36,9 +36,8 @@ from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.training.attention import SegmentAttention
 from megatron_sft_idx.training.batch import BatchAssembler, Tensors
-from megatron_sft_idx.training.cpu import megatron_device
+from megatron_sft_idx.training.model import SegmentAttention, megatron_device
 from megatron_sft_idx.training.provider import train_valid_test_datasets_provider
 
 # Of Megatron-LM, to be run in place of what is installed.

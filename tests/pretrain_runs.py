@@ -18,7 +18,7 @@ import torch
 from training_twin import pretrain_script
 
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.cpu import connect, megatron_device, seed_everything
+from megatron_sft_idx.training.model import connect, megatron_device, seed_everything
 from megatron_sft_idx.training.provider import build_datasets
 from megatron_sft_idx.training.rows import PackedRows
 from megatron_sft_idx.training.sources import LegacySource, PlannedPacks, PlanOptions
@@ -86,7 +86,7 @@ def from_rows(script: Any, args: Any, rows: list[str], observe: Any) -> list[flo
     else:
         source = PlannedPacks(ShardSet.open(path, same_capacity=False), PlanOptions(args.seq_length))
     assert source.num_packs == stored.source.num_packs
-    data = PackedRows(source, stored.order, samples, args.seq_length, width=stored.width, pad_id=stored.pad_id)
+    data = PackedRows(source, stored.order, samples, **stored.shape)
     seed_everything(args.seed)
     model = script.build_model(args)
     return script.train(

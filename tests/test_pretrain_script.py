@@ -23,8 +23,7 @@ from training_twin import batch_of, lone_process, random_sequences
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.formats.npy import write_legacy
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.training.attention import model_inputs
-from megatron_sft_idx.training.cpu import seed_everything
+from megatron_sft_idx.training.model import model_inputs, seed_everything
 
 ROOT = Path(__file__).parent.parent
 LENGTH, STEPS, BATCH, STOP = 544, 12, 4, 5

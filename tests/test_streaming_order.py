@@ -17,7 +17,7 @@ from live_catalogs import LateEnd, MemoryShards, MicroBatch, walk
 
 from megatron_sft_idx.errors import FormatError, UnsupportedVersionError
 from megatron_sft_idx.live import Base, Leftover
-from megatron_sft_idx.live.live_order import Group, RankState, next_group, pack_order, resume, served_rows
+from megatron_sft_idx.live.live_order import Group, RankState, next_group, pack_order, resume
 
 Pack = tuple[int, int]
 COUNTS = st.lists(st.integers(0, 12), min_size=1, max_size=12)
@@ -166,13 +166,6 @@ def test_going_on_from_ones_own_state_gives_what_would_have_come(
         assert np.array_equal(one.shards, other.shards)
         assert np.array_equal(one.packs, other.packs)
         assert (one.num_masked, one.state) == (other.num_masked, other.state)
-
-
-def test_rows_of_a_step_are_whole() -> None:
-    assert served_rows([5, 3], 4, "pad") == 8
-    assert served_rows([5, 3], 4, "drop") == 0
-    assert served_rows([9, 8], 4, "drop") == 8
-    assert served_rows([0, 0], 4, "pad") == 0
 
 
 # ---- states that cannot be ----

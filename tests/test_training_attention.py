@@ -12,8 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_twin import batch_of, random_sequences
 
-from megatron_sft_idx.training.attention import block_mask, layer_spec, model_inputs, packed_seq_params
-from megatron_sft_idx.training.cpu import current_device, megatron_device
+from megatron_sft_idx.training.model import (
+    block_mask,
+    current_device,
+    layer_spec,
+    megatron_device,
+    model_inputs,
+    packed_seq_params,
+)
 
 LENGTH = 24
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=5).filter(lambda lengths: sum(lengths) <= LENGTH)

@@ -19,10 +19,9 @@ from megatron_sft_idx.layout.column import PAIR
 from megatron_sft_idx.packing import PackPlan, pack_sequences
 from megatron_sft_idx.shard import Shard, ShardWriter, write_column
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.attention import model_inputs
 from megatron_sft_idx.training.batch import BatchAssembler, Tensors
-from megatron_sft_idx.training.cpu import seed_everything
-from megatron_sft_idx.training.dpo import PairLosses, dpo_losses, sequence_logp
+from megatron_sft_idx.training.losses import PairLosses, dpo_losses, sequence_logp
+from megatron_sft_idx.training.model import model_inputs, seed_everything
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks
 
 VOCABULARY, LENGTH, PAIRS, BETA = 256, 96, 14, 0.1

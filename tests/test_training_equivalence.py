@@ -15,9 +15,8 @@ from training_twin import Pair, batch_of, lone_process, random_sequences
 
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.attention import model_inputs
 from megatron_sft_idx.training.batch import BatchAssembler
-from megatron_sft_idx.training.cpu import seed_everything
+from megatron_sft_idx.training.model import model_inputs, seed_everything
 from megatron_sft_idx.training.sources import StoredPacks
 
 VOCABULARY, LENGTH, WIDTH = 256, 96, 8

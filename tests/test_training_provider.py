@@ -17,7 +17,7 @@ from packs import demo_samples, write_samples
 from torch.utils.data import DataLoader
 from training_twin import lone_process
 
-from megatron_sft_idx.training.attention import model_inputs
+from megatron_sft_idx.training.model import model_inputs
 from megatron_sft_idx.training.provider import config_from_args, train_valid_test_datasets_provider
 from megatron_sft_idx.training.sft_dataset import PackedSFTDataset
 

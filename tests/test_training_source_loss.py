@@ -20,10 +20,9 @@ from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.shard import Shard, ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.attention import model_inputs
 from megatron_sft_idx.training.batch import BatchAssembler
-from megatron_sft_idx.training.cpu import seed_everything
-from megatron_sft_idx.training.source_loss import file_names, files_of, mean_by_file, sums_by_file
+from megatron_sft_idx.training.losses import file_names, files_of, mean_by_file, sums_by_file
+from megatron_sft_idx.training.model import model_inputs, seed_everything
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks
 
 LENGTH = 64

@@ -16,7 +16,7 @@ from troubles import Scenes, chat, quoted, scene, some_shards
 
 from megatron_sft_idx import open_dataset
 from megatron_sft_idx.errors import SFTIndexError
-from megatron_sft_idx.training.attention import layer_spec
+from megatron_sft_idx.training.model import layer_spec
 from megatron_sft_idx.training.provider import build_datasets
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 
-from megatron_sft_idx.training.cpu import connect, megatron_device
+from megatron_sft_idx.training.model import connect, megatron_device
 
 Pair = tuple[np.ndarray, np.ndarray]  # ids and label-aligned mask of one sequence
 

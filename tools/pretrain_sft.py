@@ -52,12 +52,21 @@ from megatron_sft_idx.cli.preprocess import add_mask_options, add_row_options
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live.live_training import LiveData, add_live_options, check_live_options, is_live, open_live
 from megatron_sft_idx.tokenize import encoding_options
-from megatron_sft_idx.training.attention import ATTENTION, Batch, laid_out, layer_spec, model_inputs
-from megatron_sft_idx.training.cpu import connect, current_device, megatron_device, seed_everything
 from megatron_sft_idx.training.loader import BatchLoader
+from megatron_sft_idx.training.losses import file_names, files_of, mean_by_file, sums_by_file
+from megatron_sft_idx.training.model import (
+    ATTENTION,
+    Batch,
+    connect,
+    current_device,
+    laid_out,
+    layer_spec,
+    megatron_device,
+    model_inputs,
+    seed_everything,
+)
 from megatron_sft_idx.training.provider import build_datasets
 from megatron_sft_idx.training.rows import PackedBatchSampler, rows_of
-from megatron_sft_idx.training.source_loss import file_names, files_of, mean_by_file, sums_by_file
 
 # Called with every batch that this process trains on, before it does.
 Observer = Callable[[Batch], None]

@@ -16,7 +16,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
@@ -37,7 +37,6 @@ from megatron_sft_idx.formats.jsonl_chunks import (
     recognise,
     run_of,
 )
-from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.live.acks import completed, read_acks
 from megatron_sft_idx.live.catalog import END, Catalog, Limits, Still, Waiter
 from megatron_sft_idx.live.live_shards import LiveShards, OpenPacks
@@ -120,67 +119,41 @@ class ChunkRows:
             if self.encoder is None:
                 run = run_of(chunk.path, index, [parse(chunk.line(index))])
             else:
-                run = self._encoded(self.encoder, chunk, index)
+                raw = chunk.line(index)
+                piece = self.encoder.encode(JsonPiece(chunk.path, index, len(raw), raw, np.array([len(raw)]), False))
+                if piece.bad_rows:
+                    raise piece.bad_rows[0]
+                parts = piece.input_ids, piece.loss_mask, [0], [len(piece.input_ids)], [1]
+                run = checked_run(chunk.path, index, *parts, mask_alignment="token")
             self._require_fit(run)
         except FormatError:
             raise
         except (ValueError, RecursionError) as error:
             reason = error.reason if isinstance(error, SequenceError) else str(error)
-            bad = SequenceError(chunk.path, chunk.line_number(index), reason)
             if self.on_bad_row == "error":
                 remedy = f"{reason}; --on-bad-row skip trains on without it"
-                raise SequenceError(bad.source, bad.position, remedy) from None
+                raise SequenceError(chunk.path, chunk.line_number(index), remedy) from None
             self.skipped += 1
+            bad = SequenceError(chunk.path, chunk.line_number(index), reason)
             logger.warning("skipped %s; %d left out by this process", bad, self.skipped)
             one = np.ones(1, np.int64)
             return PackRun(np.array([self.pad_id or 0], np.int32), np.zeros(1, np.uint8), 0 * one, one, one)
         return run
 
-    def _encoded(self, encoder: RowEncoder, chunk: ChunkFile, index: int) -> PackRun:
-        raw = chunk.line(index)
-        piece = encoder.encode(JsonPiece(chunk.path, index, len(raw), raw, np.array([len(raw)]), False))
-        if piece.bad_rows:
-            raise piece.bad_rows[0]
-        tokens, mask = piece.input_ids, piece.loss_mask
-        return checked_run(chunk.path, index, tokens, mask, [0], [len(tokens)], [1], mask_alignment="token")
-
     def _require_fit(self, run: PackRun) -> None:
         """ValueError unless a run of one pack keeps to the limits."""
-        capacity, multiple, most = (
-            self.limits.capacity,
-            self.limits.sequence_multiple,
-            self.limits.max_sequences_per_pack,
-        )
+        limits, sequences, largest = self.limits, len(run.seq_starts), int(run.tokens.max())
+        multiple, most = limits.sequence_multiple, limits.max_sequences_per_pack
         positions = int((-(-run.sequence_lengths() // multiple) * multiple).sum())
-        if positions > capacity:
+        if positions > limits.capacity:
             padded = f" with sequences padded to multiples of {multiple}" if multiple > 1 else ""
             raise ValueError(
-                f"{positions:,} tokens{padded}, a pack holds {capacity:,}; raise --seq-length, or shorten it"
+                f"{positions:,} tokens{padded}, a pack holds {limits.capacity:,}; raise --seq-length, or shorten it"
             )
-        if (sequences := len(run.seq_starts)) > most:
+        if sequences > most:
             raise ValueError(f"{sequences:,} sequences, a pack holds {most:,}; raise --max-sequences-per-pack")
-        if self.vocab_size is not None and (largest := int(run.tokens.max())) >= self.vocab_size:
+        if self.vocab_size is not None and largest >= self.vocab_size:
             raise ValueError(f"id {largest}, the vocabulary has {self.vocab_size:,}; raise --vocab-size")
-
-
-class _OpenChunk:
-    """One chunk, read line by line as batches need them: memory holds its line bounds and one batch's packs."""
-
-    num_tokens: int | None = None  # not known without reading all
-    columns: Mapping[str, ColumnSpec] = {}
-
-    def __init__(self, chunk: ChunkFile, rows: ChunkRows) -> None:
-        self._chunk, self._rows, self.num_packs = chunk, rows, len(chunk)
-
-    def load(self, packs: NDArray[np.int64]) -> tuple[Index, Arrays, NDArray[np.int64]]:
-        """Read these packs, and no others."""
-        run = self._rows.packs(self._chunk, packs.tolist())
-        index = run.sequence_offsets, run.token_offsets, run.seq_starts.astype(np.uint32), len(run.tokens)
-        return index, (run.tokens, run.loss_mask), np.arange(len(packs))
-
-    def broken(self, found: str) -> Exception:
-        """What cannot be: lines are held to the limits as they are read."""
-        return FormatError(f"{self._chunk.path}: {found}")
 
 
 # ---- the folder, as a consumer sees it ----
@@ -396,7 +369,16 @@ class LiveChunks(LiveShards):
         """
         self.rows.check(self.path_of(number))
         counted, self._counted = self._counted, None
-        return _OpenChunk(counted[1] if counted and counted[0] == number else self._opened(number), self.rows)
+        chunk = counted[1] if counted and counted[0] == number else self._opened(number)
+
+        def load(packs: NDArray[np.int64]) -> tuple[Index, Arrays, NDArray[np.int64]]:
+            """Read these packs, line by line: memory holds the bounds of lines and one batch's packs."""
+            run = self.rows.packs(chunk, packs.tolist())
+            index = run.sequence_offsets, run.token_offsets, run.seq_starts.astype(np.uint32), len(run.tokens)
+            return index, (run.tokens, run.loss_mask), np.arange(len(packs))
+
+        # How many tokens it has nobody knows before all is read; lines are held to the rules as they are read.
+        return OpenPacks(len(chunk), None, {}, load, lambda found: FormatError(f"{chunk.path}: {found}"))
 
     def committed(self) -> None:
         """Mark every chunk that is there and that every consumer is done with.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import multiprocessing.synchronize
 import os
@@ -259,10 +260,14 @@ class LiveDataset(IterableDataset[Tensors]):
                 logger.info("rank %d: %s; nothing depends on them", self.state.rank, remedy)
         return self._writes
 
-    def open(self, waiter: Waiter) -> tuple[BatchAssembler, Walk, Iterator[Wanted]]:
-        """What makes the micro-batches, who walks, and all of them, each with the rank's state behind it.
+    def deliveries(self, waiter: Waiter, *, thread: bool = False) -> Iterator[tuple[Any, RankState]]:
+        """This process's share of the micro-batches, each with the state of the rank after it.
 
-        The packs of one are read before the next is asked for.
+        Last comes None with the state at the end: behind shards without packs too, which no micro-batch follows.
+
+        Args:
+            waiter: who waits.
+            thread: prepare them ahead in a thread of this process, whose share is all of them.
         """
         self.prepare(waiter)
         assert self._limits is not None
@@ -282,30 +287,28 @@ class LiveDataset(IterableDataset[Tensors]):
             assembler = BatchAssembler(source, self.seq_length, **shape)
         except ValueError as error:
             raise FormatError(f"{self.shards.folder}: {error}") from None
-        return assembler, walk, _held(walk, source)
 
-    def deliveries(self, waiter: Waiter) -> Iterator[tuple[Any, RankState]]:
-        """This process's share of the micro-batches, each with the state of the rank after it.
+        def batches() -> Iterator[Wanted]:
+            """The packs of one are read before the next is asked for."""
+            for wanted in walk:
+                # All shards that the micro-batch and the group that it ends in are of.
+                source.hold([*np.asarray(wanted.packs)[:, 0].tolist(), *wanted.state.shards])
+                yield wanted
 
-        Last comes None with the state at the end: behind shards without packs too, which no micro-batch follows.
-        """
-        info = get_worker_info()
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        assembler, walk, batches = self.open(waiter)
-        for number, batch in enumerate(batches):
-            if number % workers == worker:
+        if thread:
+            # No looking ahead: a batch that is ready must not be held back until the next shard is published.
+            with iter(BatchLoader(assembler, batches(), ahead=0)) as taken:
+                for tensors in taken:
+                    yield tensors, taken.state
+        else:
+            info = get_worker_info()
+            worker, workers = (info.id, info.num_workers) if info else (0, 1)
+            for batch in itertools.islice(batches(), worker, None, workers):
                 yield whole_rows(assembler, batch.packs, batch.masked).whole(), batch.state
         yield None, walk.state
 
     def __iter__(self) -> Iterator[Tensors]:
         return (tensors for tensors, _ in self.deliveries(self.waiter()) if tensors is not None)
-
-
-def _held(walk: Walk, source: OpenShards) -> Iterator[Wanted]:
-    """The micro-batches, with all shards open that each of them and the group that it ends in are of."""
-    for wanted in walk:
-        source.hold([*np.asarray(wanted.packs)[:, 0].tolist(), *wanted.state.shards])
-        yield wanted
 
 
 class LiveLoader(Iterator[Tensors]):
@@ -374,7 +377,7 @@ class LiveLoader(Iterator[Tensors]):
             *(self.num_workers, state.rows),
         )
         if not self.num_workers:
-            return _of_thread(dataset, self._stop)
+            return dataset.deliveries(dataset.waiter(self._stop), thread=True)
         deliveries, pinned = _InWorkers(dataset, self._stop), torch.cuda.is_available()
         made: DataLoader[_Outcome] = DataLoader(
             deliveries, batch_size=None, num_workers=self.num_workers, collate_fn=_as_it_is, pin_memory=pinned
@@ -431,7 +434,8 @@ class LiveLoader(Iterator[Tensors]):
     def committable(self, state: RankState) -> RankState:
         """What ``commit`` says of a state: no later than where any worker process still has to look at shards."""
         slowest = self._passed[0]
-        return slowest if self.num_workers and self._batches is not None and slowest.is_before(state) else state
+        is_before = (slowest.base.epoch, slowest.rows) < (state.base.epoch, state.rows)
+        return slowest if self.num_workers and self._batches is not None and is_before else state
 
     def close(self) -> None:
         """End the thread or the workers, also while they wait for a shard; may be called twice and by any thread."""
@@ -444,16 +448,6 @@ class LiveLoader(Iterator[Tensors]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _of_thread(dataset: LiveDataset, stop: _Event) -> Iterator[_Delivery]:
-    """Deliveries of a thread of this process."""
-    assembler, walk, batches = dataset.open(dataset.waiter(stop))
-    # No looking ahead: a batch that is ready must not be held back until the next shard is published.
-    with iter(BatchLoader(assembler, batches, ahead=0)) as taken:
-        for tensors in taken:
-            yield tensors, taken.state
-    yield None, walk.state
 
 
 class _InWorkers(IterableDataset[_Outcome]):

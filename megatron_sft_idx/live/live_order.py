@@ -29,16 +29,12 @@ from megatron_sft_idx.live.catalog import Positive, Record, Waiter, require_vers
 from megatron_sft_idx.live.live_shards import LiveShards
 from megatron_sft_idx.training import Wanted
 
-__all__ = ["AtEnd", "Group", "RankState", "Walk", "least_ahead", "next_group", "pack_order", "resume", "served_rows"]
+__all__ = ["AtEnd", "Group", "RankState", "Walk", "least_ahead", "next_group", "pack_order", "resume"]
 
 AtEnd = Literal["pad", "drop"]
 
 VERSION = 1
 _NAME = "state_dict"
-# Bounds what a damaged state makes anyone do.
-_MOST_SKIPPED = 10_000_000
-# What is the same on all ranks at one step.
-_SHARED = ("base", "shuffle", "size", "generation", "batch_rows", "step_rows", "rows")
 _NOTHING = np.zeros((0, 2), np.int64)
 
 
@@ -106,18 +102,6 @@ def pack_order(base: Base, shards: Sequence[int], packs: int, shuffle: bool) -> 
         return np.arange(packs, dtype=np.int64)
     key = json.dumps([base.seed, base.epoch, *shards]).encode()
     return _native.packing_permutation(packs, xxhash.xxh3_64_intdigest(key))
-
-
-def served_rows(packs: Sequence[int], step_rows: int, at_end: AtEnd) -> int:
-    """Rows that every rank serves, so that all take the same steps.
-
-    Args:
-        packs: of each rank.
-        step_rows: rows a rank serves in a step.
-        at_end: ``pad`` goes on with masked rows until the rank that has most is done and its step is whole; ``drop``
-            stops with the last step for which every rank has packs.
-    """
-    return -(-max(packs) // step_rows) * step_rows if at_end == "pad" else min(packs) // step_rows * step_rows
 
 
 # ---- where a rank stands ----
@@ -189,10 +173,6 @@ class RankState(Record):
     def _first_open(self) -> Leftover:
         return self.base.item(self.rank + self.items * self.size)
 
-    def is_before(self, other: RankState) -> bool:
-        """Whether the rank came to this state before it came to another one of the same order."""
-        return (self.base.epoch, self.rows) < (other.base.epoch, other.rows)
-
     def differences(self, other: RankState) -> list[tuple[str, int, int]]:
         """What has to be the same for one to go on from the other and is not: its name, and the value of each."""
         pairs = [
@@ -241,16 +221,32 @@ def resume(
     Raises:
         FormatError: these are not the states of all ranks of one job at one step.
     """
-    _require_one_step(states)
+    if not states:
+        raise FormatError(f"{_NAME}: an empty list; give the states of all data-parallel ranks of one checkpoint")
+    first = states[0]
+    ranks = sorted(state.rank for state in states)
+    if len(ranks) != first.size or ranks != list(range(first.size)):
+        raise FormatError(
+            f"{_NAME}: states of ranks {ranks[:20]}, expected one of each of the {first.size} data-parallel ranks of"
+            " one checkpoint"
+        )
+    shared = ("base", "shuffle", "size", "generation", "batch_rows", "step_rows", "rows")
+    for state in states:
+        if any(getattr(state, name) != getattr(first, name) for name in shared):
+            raise FormatError(
+                f"{_NAME}: ranks {first.rank} and {state.rank} do not stand at one step ({first.rows} and"
+                f" {state.rows} rows, epochs {first.base.epoch} and {state.base.epoch}); give the states of one"
+                " checkpoint"
+            )
     states = sorted(states, key=lambda state: state.rank)
     base, old = states[0].base, len(states)
     begun = [Leftover(state.shards, state.offset) for state in states if state.shards]
     # From this item on nobody has touched any: the last one that a rank has begun is next_item - old.
     beyond = max(len(base.leftovers), *(state.next_item - old + 1 for state in states))
-    first = min(state.next_item for state in states)
-    if beyond - first > _MOST_SKIPPED:
-        raise FormatError(f"{_NAME}: one rank is {beyond - first} shards ahead of another, so no state of one run")
-    skipped = [base.item(number) for number in range(first, beyond) if number >= states[number % old].next_item]
+    least = min(state.next_item for state in states)
+    if beyond - least > 10_000_000:  # bounds what a damaged state makes anyone do
+        raise FormatError(f"{_NAME}: one rank is {beyond - least} shards ahead of another, so no state of one run")
+    skipped = [base.item(number) for number in range(least, beyond) if number >= states[number % old].next_item]
     begun += [left for left in skipped if left.offset]
     fresh = dataclasses.replace(
         base,
@@ -265,26 +261,6 @@ def resume(
     return RankState(fresh, states[0].shuffle, size, rank, generation, batch_rows, step_rows)
 
 
-def _require_one_step(states: Sequence[RankState]) -> None:
-    """FormatError unless these are the states of all ranks at one step."""
-    if not states:
-        raise FormatError(f"{_NAME}: an empty list; give the states of all data-parallel ranks of one checkpoint")
-    first = states[0]
-    ranks = sorted(state.rank for state in states)
-    if len(ranks) != first.size or ranks != list(range(first.size)):
-        raise FormatError(
-            f"{_NAME}: states of ranks {ranks[:20]}, expected one of each of the {first.size} data-parallel ranks of"
-            " one checkpoint"
-        )
-    for state in states:
-        if any(getattr(state, name) != getattr(first, name) for name in _SHARED):
-            raise FormatError(
-                f"{_NAME}: ranks {first.rank} and {state.rank} do not stand at one step ({first.rows} and"
-                f" {state.rows} rows, epochs {first.base.epoch} and {state.base.epoch}); give the states of one"
-                " checkpoint"
-            )
-
-
 # ---- a rank's way through the catalog ----
 
 
@@ -297,7 +273,7 @@ class Walk:
         shards: of the catalog.
         state: where to begin.
         epochs: how often everything is read.
-        at_end: how ranks come to take the same number of steps; see ``served_rows``.
+        at_end: how ranks come to take the same number of steps: ``pad`` or ``drop``.
         acknowledged: items and packs that ranks have acknowledged in the order of a state, by rank.
         waiter: who waits.
 
@@ -323,8 +299,8 @@ class Walk:
         """Stand where a state says, with its group still to be taken up."""
         self.state = state
         self._end = self._shards.end()
-        self._group: Group | None = None
-        self._packs, self._taken = _NOTHING, 0
+        # The group that is read, its packs in their order, and how many of them were taken.
+        self._group, self._packs, self._taken = Group((), 0, 0), _NOTHING, 0
         # Of each rank, how many of its items are counted, and the packs in them; and which item is counted next.
         self._counted = [(0, 0)] * state.size
         self._counted[state.rank] = state.items, state.packs_of_items
@@ -332,7 +308,8 @@ class Walk:
 
     def __iter__(self) -> Iterator[Wanted]:
         self._require_all_there()
-        self._take_up()
+        if self.state.shards:
+            self._take_up()
         while True:
             yield from self._pad() if self._at_end == "pad" else self._drop()
             epoch = self.state.base.epoch + 1
@@ -361,13 +338,10 @@ class Walk:
 
     def _take_up(self) -> None:
         """Go on inside the group that was begun."""
-        state = self.state
-        if not state.shards:
-            return
-        found = self._group if self._next_group() else None
-        if found is None or found.shards != state.shards or not found.offset < state.offset < len(self._packs):
-            packs = len(self._packs)
-            here = "the end" if found is None else f"shards {list(found.shards)}, packs {found.offset} to {packs}"
+        state, found = self.state, self._next_group()
+        group, packs = self._group, len(self._packs)
+        if not found or group.shards != state.shards or not group.offset < state.offset < packs:
+            here = f"shards {list(group.shards)}, packs {group.offset} to {packs}" if found else "the end"
             raise FormatError(
                 f"{self._shards.folder}: the state was {state.offset} packs into shards {list(state.shards)}, and what"
                 f" rank {state.rank} of {state.size} comes to here is {here}; resume with the catalog and the state"
@@ -378,22 +352,32 @@ class Walk:
     # ---- the two ways to end ----
 
     def _pad(self) -> Iterator[Wanted]:
-        size = self.state.batch_rows
+        """Go on with masked rows until the rank that has most packs is done and its step is whole."""
+        size, step = self.state.batch_rows, self.state.step_rows
         while len(packs := self._take(size)) == size:
             yield self._micro_batch(packs)
-        have = self._count_all()
-        total = served_rows(have, self.state.step_rows, "pad")
-        self._say_end(total, f"{total - have[self.state.rank]:,} rows of padding")
+        while self._count_next():
+            pass
+        most = max(have for _, have in self._counted)
+        total = -(-most // step) * step
+        self._say_end(total, f"{total - self._counted[self.state.rank][1]:,} rows of padding")
         filler = self._filler() if self.state.rows < total else _NOTHING
         while self.state.rows < total:
             yield self._micro_batch(np.concatenate([packs, np.repeat(filler, size - len(packs), axis=0)]), len(packs))
             packs = _NOTHING
 
     def _drop(self) -> Iterator[Wanted]:
-        step = self.state.step_rows
-        while self._reach((self.state.rows // step + 1) * step):
-            yield self._micro_batch(self._take(self.state.batch_rows))
-        left = sum(self._count_all()) - self.state.rows * self.state.size
+        """Stop with the last step for which every rank has packs."""
+        step, more = self.state.step_rows, True
+        while more:
+            # Every rank is known to have the packs of a step more, or one of them never will.
+            while more and min(have for _, have in self._counted) < (self.state.rows // step + 1) * step:
+                more = self._count_next()
+            if more:
+                yield self._micro_batch(self._take(self.state.batch_rows))
+        while self._count_next():
+            pass
+        left = sum(have for _, have in self._counted) - self.state.rows * self.state.size
         self._say_end(self.state.rows, f"{left:,} packs of all ranks dropped, so that all end together")
 
     def _micro_batch(self, packs: NDArray[np.int64], real: int | None = None) -> Wanted:
@@ -404,7 +388,8 @@ class Walk:
     def _filler(self) -> NDArray[np.int64]:
         """A pack for rows of padding: of the rank that is last to end, whose shards are the last to be freed."""
         state, there = self.state, self._shards.numbers()
-        longest = list(_items_of(state.base, state.size, int(np.argmax(self._count_all())), self._end or 0))
+        most = int(np.argmax([have for _, have in self._counted]))
+        longest = list(_items_of(state.base, state.size, most, self._end or 0))
         known = set(there)
         wanted = [shard for left in reversed(longest) for shard in reversed(left.shards) if shard in known]
         for shard in (*wanted, *reversed(there)):
@@ -427,29 +412,19 @@ class Walk:
     def _take(self, count: int) -> NDArray[np.int64]:
         """The next packs; fewer where this rank's items end."""
         parts = []
-        while count:
-            taken = self._packs[self._taken : self._taken + count]
-            if not len(taken):
-                if not self._next_group():
-                    break
-                continue
-            parts.append(taken)
-            count -= len(taken)
-            self._taken += len(taken)
-            self._advance(len(taken))
+        while count and (self._taken < len(self._packs) or self._next_group()):
+            parts.append(self._packs[self._taken : self._taken + count])
+            count -= len(parts[-1])
+            self._taken += len(parts[-1])
+            state, group, done = self.state, self._group, self._taken == len(self._packs)
+            self.state = dataclasses.replace(
+                state,
+                packs=state.packs + len(parts[-1]),
+                items=state.items + (group.num_items if done else 0),
+                shards=() if done else group.shards,
+                offset=0 if done else self._taken,
+            )
         return parts[0] if len(parts) == 1 else np.concatenate([_NOTHING, *parts])
-
-    def _advance(self, packs: int) -> None:
-        state, group = self.state, self._group
-        assert group is not None
-        done = self._taken == len(self._packs)
-        self.state = dataclasses.replace(
-            state,
-            packs=state.packs + packs,
-            items=state.items + (group.num_items if done else 0),
-            shards=() if done else group.shards,
-            offset=0 if done else self._taken,
-        )
 
     def _next_group(self) -> bool:
         """Wait for all shards of the next group and put its packs in order; False at the end."""
@@ -461,7 +436,11 @@ class Walk:
             if not all(map(self._wait, group.shards)):
                 self._end = self._shards.end()  # fewer shards than a whole group: what is left is one
                 continue
-            bounds = np.cumsum([0, *map(self._count, group.shards)])
+            counts = [self._shards.count(shard) for shard in group.shards]
+            if None in counts:
+                gone = self._shards.name(group.shards[counts.index(None)])
+                raise FormatError(f"{self._shards.folder}: {gone} went away while it was opened")
+            bounds = np.cumsum(np.array([0, *counts], np.int64))
             if bounds[-1]:
                 break
             self.state = dataclasses.replace(state, items=state.items + group.num_items)
@@ -473,59 +452,32 @@ class Walk:
 
     def _wait(self, shard: int) -> bool:
         """Wait for a shard; False where the catalog ends before it."""
-        return self._shards.wait(shard, self._waiter, lambda: self._uncommitted(shard))
 
-    def _uncommitted(self, shard: int) -> int:
-        """Items of all ranks before a shard that no acknowledgement includes."""
-        done = self._acknowledged(self.state).values()
-        return max(0, self.state.base.num_items(shard) - sum(items for items, _ in done))
+        def uncommitted() -> int:
+            """Items of all ranks before the shard that no acknowledgement includes."""
+            done = self._acknowledged(self.state).values()
+            return max(0, self.state.base.num_items(shard) - sum(items for items, _ in done))
 
-    def _count(self, shard: int) -> int:
-        if (count := self._shards.count(shard)) is None:
-            raise FormatError(f"{self._shards.folder}: {self._shards.name(shard)} went away while it was opened")
-        return count
+        return self._shards.wait(shard, self._waiter, uncommitted)
 
     # ---- packs of all ranks: what headers say, or acknowledgements where shards are freed ----
 
-    def _reach(self, packs: int) -> bool:
-        """Wait until every rank is known to have so many; False where one never will."""
-        while min(have for _, have in self._counted) < packs:
-            if not self._count_next():
-                return False
-        return True
-
-    def _count_all(self) -> list[int]:
-        """Packs of each rank, once no more can come."""
-        while self._count_next():
-            pass
-        return [have for _, have in self._counted]
-
     def _count_next(self) -> bool:
-        """Count the next item of all; False where there is none."""
+        """Count the next item of all; False where no more can come."""
         index, rank = divmod(self._next_item, self.state.size)
-        if index >= self._counted[rank][0]:
-            left = self.state.base.item(self._next_item)
-            packs = self._packs_in(left.shards, rank, index)
-            if packs is None:
-                return False
-            items, have = self._counted[rank]
-            if index >= items:
-                self._counted[rank] = index + 1, have + packs - left.offset
-        self._next_item += 1
-        return True
-
-    def _packs_in(self, shards: tuple[int, ...], rank: int, index: int) -> int | None:
-        """Packs of an item; any number where an acknowledgement counts for it; None where it will never come."""
-        total = 0
-        for shard in shards:
+        left = self.state.base.item(self._next_item)
+        packs = -left.offset
+        for shard in left.shards:
+            if index < self._counted[rank][0]:
+                break  # acknowledgements count for it
             count = self._shards.count(shard)
             if count is None:
                 for other, done in self._acknowledged(self.state).items():
                     self._counted[other] = max(self._counted[other], done)
                 if index < self._counted[rank][0]:
-                    return 0
+                    break
                 if not self._wait(shard):
-                    return None
+                    return False
                 count = self._shards.count(shard)
             if count is None:
                 raise FormatError(
@@ -533,5 +485,8 @@ class Walk:
                     " acknowledgement says how many packs it had; keep the folder of acknowledgements where the"
                     " consumers find it (--ack-dir)"
                 )
-            total += count
-        return total
+            packs += count
+        else:
+            self._counted[rank] = index + 1, self._counted[rank][1] + packs
+        self._next_item += 1
+        return True

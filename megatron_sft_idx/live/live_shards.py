@@ -9,7 +9,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,31 +32,24 @@ Columns: TypeAlias = tuple[int, dict[str, ColumnSpec]]
 _Found = TypeVar("_Found")
 
 
-class OpenPacks(Protocol):
+class OpenPacks(NamedTuple):
     """One shard, open. Used by one thread.
 
     Attributes:
         num_packs: in it.
         num_tokens: in all of them; None where that is not known without reading everything.
         columns: that it was opened with, in the order of its arrays.
+        load: has some packs, int64, one or more, at hand: a shard may be read as it is needed. Gives the index of these
+            packs at least; tokens (uint16 or int32), label-aligned loss mask (uint8 or float32) and columns, an item a
+            row, that it points into; and what the packs are numbered in it.
+        broken: makes an error where a kernel found ``shard S, pack N: what (rule R)``.
     """
 
     num_packs: int
     num_tokens: int | None
     columns: Mapping[str, ColumnSpec]
-
-    def load(self, packs: NDArray[np.int64]) -> tuple[Index, Arrays, NDArray[np.int64]]:
-        """Have some packs, one or more, at hand: a shard may be read as it is needed.
-
-        Returns:
-            The index of these packs at least; tokens (uint16 or int32), label-aligned loss mask (uint8 or float32) and
-            columns, an item a row, that it points into; and what the packs are numbered in it.
-        """
-        ...
-
-    def broken(self, found: str) -> Exception:
-        """The error where a kernel found ``shard S, pack N: what (rule R)``."""
-        ...
+    load: Callable[[NDArray[np.int64]], tuple[Index, Arrays, NDArray[np.int64]]]
+    broken: Callable[[str], Exception]
 
 
 class LiveShards(ABC):
@@ -357,7 +350,14 @@ class CatalogShards(LiveShards):
                         f"{shard.prefix}: {found}, the catalog's producer promised {promised}; somebody else wrote this"
                         " shard: make the catalog anew"
                     )
-        return _OpenShard(shard, columns)
+        opened, files, index = [shard.columns.open(name) for name in columns], shard.files, shard.index
+        arrays = files.tokens[:], files.loss[:], *(column.held_items for column in opened)
+        for array in arrays:
+            _native.will_need(array, np.zeros(1, np.int64), np.array([len(array)]))
+        specs = {column.name: column.spec for column in opened}
+        return OpenPacks(
+            header.num_packs, header.num_tokens, specs, lambda packs: (index, arrays, packs), shard.broken_pack
+        )
 
     # ---- waiting for its producer ----
 
@@ -370,13 +370,7 @@ class CatalogShards(LiveShards):
         return state
 
     def wait(self, number: int, waiter: Waiter, uncommitted: Callable[[], int] = lambda: 0) -> bool:
-        """Wait until shard ``number`` is published: True; or until it is known that there will be none: False.
-
-        Args:
-            number: of the shard.
-            waiter: who waits.
-            uncommitted: asked again and again: how many shards this consumer has read that no committed checkpoint
-                includes.
+        """See ``LiveShards``.
 
         Raises:
             SFTIndexError: the producer failed, died, or was never there; the shard was removed; ``max_wait`` is over;
@@ -476,24 +470,3 @@ def _why_stuck(limits: Limits, uncommitted: int, seconds: float) -> str:
         f" {uncommitted} that no checkpoint includes, for {seconds:.0f} s: neither can go on; save checkpoints more"
         " often, or raise --max-ahead-shards or --max-ahead-gb"
     )
-
-
-class _OpenShard:
-    """An ``OpenPacks`` over the files of one shard."""
-
-    def __init__(self, shard: Shard, columns: Sequence[str]) -> None:
-        opened = [shard.columns.open(name) for name in columns]
-        self._shard, self._index, files = shard, shard.index, shard.files
-        self.columns: Mapping[str, ColumnSpec] = {column.name: column.spec for column in opened}
-        self.num_packs, self.num_tokens = files.num_packs, cast(int | None, files.num_tokens)
-        self._arrays = files.tokens[:], files.loss[:], *(column.held_items for column in opened)
-        for array in self._arrays:
-            _native.will_need(array, np.zeros(1, np.int64), np.array([len(array)]))
-
-    def load(self, packs: NDArray[np.int64]) -> tuple[Index, Arrays, NDArray[np.int64]]:
-        """All of the shard."""
-        return self._index, self._arrays, packs
-
-    def broken(self, found: str) -> Exception:
-        """CorruptShardError where index entries break a rule of the format."""
-        return self._shard.broken_pack(found)

@@ -44,56 +44,29 @@ def add_live_options(parser: argparse.ArgumentParser) -> None:
         help="how all ranks come to end with the same step: rows without loss, or dropped ones (default: %(default)s)",
     )
     chunks = parser.add_argument_group("live chunks (FOLDER/chunk_00000.jsonl and on)")
-    for group, option, kind, default, unit, what in (
-        (
-            live,
-            "live-window",
-            int,
-            1,
-            "N",
-            "shards of a rank that are shuffled together; 0 takes packs as they are stored",
-        ),
-        (
-            live,
-            "max-wait",
-            float,
-            540.0,
-            "SECONDS",
-            "give up on a shard after so long; below the timeout of collectives",
-        ),
-        (live, "consumer", str, "train", "NAME", "this run's name among those that read the folder"),
-        (live, "ack-dir", str, None, "FOLDER", "write acknowledgements here, not into the data's folder"),
-        (live, "num-workers", int, None, "N", "processes a rank that prepare batches; 2 for raw chats, else a thread"),
-        (
-            chunks,
-            "max-sequences-per-pack",
-            int,
-            None,
-            "N",
-            "of pre-packed lines; 64, or 1 in 32 tokens where not given",
-        ),
-        (chunks, "samples-per-chunk", int, None, "N", "stop where a chunk, but for the last one, has others"),
-        (
-            chunks,
-            "consumers",
-            int,
-            1,
-            "N",
-            "runs that read the folder; a chunk is completed once all have committed it",
-        ),
-        (chunks, "num-chunks", int, None, "N", "how many there will be, where that is known"),
-        (
-            chunks,
-            "end-after",
-            float,
-            None,
-            "SECONDS",
-            "declare the end, which the producer does not, when no chunk came or grew for so long",
-        ),
-        (chunks, "settle", float, 5.0, "SECONDS", "the newest chunk is whole when it has not changed for so long"),
-    ):
-        said = what if default is None else f"{what} (default: %(default)s)"
-        group.add_argument(f"--{option}", type=kind, default=default, metavar=unit, help=said)
+    for group, table in ((live, _LIVE_OPTIONS), (chunks, _CHUNK_OPTIONS)):
+        for option, kind, default, unit, what in table:
+            said = what if default is None else f"{what} (default: %(default)s)"
+            group.add_argument(f"--{option}", type=kind, default=default, metavar=unit, help=said)
+
+
+# Name, type, default, what it is given, and what it says.
+_LIVE_OPTIONS: tuple[tuple[str, type, Any, str, str], ...] = (
+    ("live-window", int, 1, "N", "shards of a rank that are shuffled together; 0 takes packs as they are stored"),
+    ("max-wait", float, 540.0, "SECONDS", "give up on a shard after so long; below the timeout of collectives"),
+    ("consumer", str, "train", "NAME", "this run's name among those that read the folder"),
+    ("ack-dir", str, None, "FOLDER", "write acknowledgements here, not into the data's folder"),
+    ("num-workers", int, None, "N", "processes a rank that prepare batches; 2 for raw chats, else a thread"),
+)
+_END_AFTER = "declare the end, which the producer does not, when no chunk came or grew for so long"
+_CHUNK_OPTIONS: tuple[tuple[str, type, Any, str, str], ...] = (
+    ("max-sequences-per-pack", int, None, "N", "of pre-packed lines; 64, or 1 in 32 tokens where not given"),
+    ("samples-per-chunk", int, None, "N", "stop where a chunk, but for the last one, has others"),
+    ("consumers", int, 1, "N", "runs that read the folder; a chunk is completed once all have committed it"),
+    ("num-chunks", int, None, "N", "how many there will be, where that is known"),
+    ("end-after", float, None, "SECONDS", _END_AFTER),
+    ("settle", float, 5.0, "SECONDS", "the newest chunk is whole when it has not changed for so long"),
+)
 
 
 def is_live(args: argparse.Namespace) -> bool:
@@ -143,7 +116,21 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     """
     folder = args.data_path[0][len(LIVE) :]
     chunks = any(getattr(args, name) is not None for name in _OF_CHUNKS) or _holds_chunks(folder, args.max_wait)
-    shards = _live_chunks(args, folder, encoding) if chunks else CatalogShards(folder, max_wait=args.max_wait)
+    shards: LiveShards = CatalogShards(folder, max_wait=args.max_wait)
+    if chunks:
+        most = 1 if encoding else args.max_sequences_per_pack or default_max_sequences(args.seq_length)
+        limits = Limits(args.seq_length, most)
+        shards = LiveChunks(
+            folder,
+            ChunkRows(limits, encoding, vocab_size=args.vocab_size, on_bad_row=args.on_bad_row),
+            samples_per_chunk=args.samples_per_chunk,
+            num_chunks=args.num_chunks,
+            end_folders=(folder, args.ack_dir) if args.ack_dir else (folder,),
+            settle_seconds=args.settle,
+            max_wait=args.max_wait,
+            acks=ack_folder(Catalog(folder), args.ack_dir),
+            consumers=args.consumers,
+        )
     size = parallel_state.get_data_parallel_world_size()
     step_rows = args.micro_batch_size * size
     if args.global_batch_size % step_rows:
@@ -318,26 +305,11 @@ def _vocab_size(description: dict[str, Any]) -> int | None:
 
 def _leads() -> bool:
     """Whether this process speaks for its data-parallel rank, whose other processes read the same."""
-    ranks = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-        parallel_state.get_context_parallel_rank(),
-    )
-    return not any(ranks)
-
-
-def _live_chunks(args: argparse.Namespace, folder: str, encoding: EncodingOptions | None) -> LiveChunks:
-    most = 1 if encoding else args.max_sequences_per_pack or default_max_sequences(args.seq_length)
-    return LiveChunks(
-        folder,
-        ChunkRows(Limits(args.seq_length, most), encoding, vocab_size=args.vocab_size, on_bad_row=args.on_bad_row),
-        samples_per_chunk=args.samples_per_chunk,
-        num_chunks=args.num_chunks,
-        end_folders=(folder, args.ack_dir) if args.ack_dir else (folder,),
-        settle_seconds=args.settle,
-        max_wait=args.max_wait,
-        acks=ack_folder(Catalog(folder), args.ack_dir),
-        consumers=args.consumers,
+    state = parallel_state
+    return not (
+        state.get_tensor_model_parallel_rank()
+        or state.get_pipeline_model_parallel_rank()
+        or state.get_context_parallel_rank()
     )
 
 

@@ -181,8 +181,17 @@ def _complaints(args: Namespace, release: tuple[int, int]) -> Iterator[str]:
             "--hybrid-context-parallel cuts rows apart by boundaries without padding, and loses sequences; leave it"
             " out, and give --context-parallel-size"
         )
-    if scheduled:
-        yield from _scheduler_complaints(args, of("max_seqlen_per_dp_cp_rank", args.seq_length) * context)
+    scheduler = getattr(args, "sequence_packing_scheduler", None)
+    if scheduled and scheduler != "dp_balanced":
+        yield (
+            f"--sequence-packing-scheduler {scheduler}: sequences are handed out one by one for dp_balanced alone;"
+            " give --sequence-packing-scheduler dp_balanced, or leave it and --use-varlen-dataset out"
+        )
+    if scheduled and (room := of("max_seqlen_per_dp_cp_rank", args.seq_length) * context) < args.seq_length:
+        yield (
+            f"--max-seqlen-per-dp-cp-rank leaves room for {room} tokens on all context-parallel ranks, sequences have"
+            f" up to --seq-length {args.seq_length}; raise the one or lower the other"
+        )
 
 
 def _makes_room() -> bool:
@@ -190,20 +199,6 @@ def _makes_room() -> bool:
     receive = getattr(sys.modules.get("megatron.training.utils"), "get_batch_on_this_tp_rank", None)
     # Two things are received under hybrid context parallelism alone; the other one is not ours.
     return receive is None or inspect.getsource(receive).count("if args.hybrid_context_parallel else None") < 2
-
-
-def _scheduler_complaints(args: Namespace, room: int) -> Iterator[str]:
-    scheduler = getattr(args, "sequence_packing_scheduler", None)
-    if scheduler != "dp_balanced":
-        yield (
-            f"--sequence-packing-scheduler {scheduler}: sequences are handed out one by one for dp_balanced alone;"
-            " give --sequence-packing-scheduler dp_balanced, or leave it and --use-varlen-dataset out"
-        )
-    if room < args.seq_length:
-        yield (
-            f"--max-seqlen-per-dp-cp-rank leaves room for {room} tokens on all context-parallel ranks, sequences have"
-            f" up to --seq-length {args.seq_length}; raise the one or lower the other"
-        )
 
 
 def _is_scheduled(args: Namespace) -> bool:

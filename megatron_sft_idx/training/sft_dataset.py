@@ -214,7 +214,7 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
             if missing := told.difference(self.columns):
                 raise FormatError(
                     f"{prefix}: its answers are judged, by the column {missing.pop()}; ask for it in columns, and take"
-                    " a loss that goes by it, such as training.dpo's: without, the rejected ones are learnt too"
+                    " a loss that goes by it, such as training.losses.dpo_losses; else the rejected ones are learnt too"
                 )
         if masked := shards.total("num_masked_packs"):
             what = "sequences" if len(shards) == shards.num_sequences else "packs"

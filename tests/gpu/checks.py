@@ -31,10 +31,9 @@ from training_twin import lone_process, pretrain_script, random_sequences
 
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.attention import model_inputs
 from megatron_sft_idx.training.batch import BatchAssembler, Tensors, widen
-from megatron_sft_idx.training.cpu import connect, current_device, megatron_device, seed_everything
 from megatron_sft_idx.training.loader import BatchLoader, _Slot
+from megatron_sft_idx.training.model import connect, current_device, megatron_device, model_inputs, seed_everything
 from megatron_sft_idx.training.sources import StoredPacks
 
 ROOT = Path(__file__).parents[2]

@@ -1,13 +1,19 @@
-"""Ways for a row of several sequences to attend, and what the model is given for each.
+"""Megatron-core models of packed rows, on any machine: ways to attend, and what stands in for CUDA where there is none.
 
 ``thd`` hands the boundaries to the attention (``PackedSeqParams``), ``mask`` forbids what crosses them, ``unpacked``
 gives every sequence a row of its own. All see the same tokens, and all must learn the same. ``te`` is ``thd`` with the
 kernels of Transformer Engine, which need a GPU.
+
+megatron-core 0.16 names the device ``cuda`` in its optimizer, its schedules and its gradient buffers, checks gradients
+by the name of their CUDA type, and keeps random states of the GPU. ``megatron_device`` turns those into their CPU
+counterparts while it is entered. Where CUDA exists it does nothing at all, so a script may always enter it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -18,23 +24,33 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
 
 __all__ = [
     "ATTENTION",
     "Batch",
     "SegmentAttention",
     "block_mask",
+    "connect",
+    "current_device",
     "laid_out",
     "layer_spec",
+    "megatron_device",
     "model_inputs",
     "packed_seq_params",
+    "seed_everything",
 ]
+
+# ---- ways to attend ----
+
 
 ATTENTION = ("thd", "mask", "unpacked", "te")
 
@@ -100,8 +116,7 @@ def layer_spec(attention: str) -> ModuleSpec:
 
 def model_inputs(batch: Batch, attention: str) -> tuple[dict[str, Any], Tensor]:
     """What ``GPTModel`` takes for a batch, and the loss mask in the shape of the losses it gives back."""
-    masked = None
-    params = None
+    masked, params = None, None
     whole, batch = batch, laid_out(batch, attention)
     length = batch["tokens"].shape[1]
     if attention in ("thd", "te"):
@@ -173,3 +188,85 @@ def _unpacked(batch: Batch, keys: Sequence[str]) -> Batch:
     return {
         key: pad_sequence([batch[key][row, start:stop] for row, start, stop in spans], batch_first=True) for key in keys
     }
+
+
+# ---- a machine without CUDA ----
+
+
+def current_device() -> torch.device:
+    """The GPU of this process, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def megatron_device() -> Iterator[None]:
+    """While entered, in this thread, what Megatron asks of CUDA is given by the CPU; nothing where CUDA exists."""
+    if torch.cuda.is_available():
+        yield
+        return
+    originals = {name: getattr(torch.cuda, name) for name in _WITHOUT_CUDA}
+    try:
+        for name, substitute in _WITHOUT_CUDA.items():
+            setattr(torch.cuda, name, substitute)
+        with _CudaMeansCpu():
+            yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch.cuda, name, original)
+
+
+class _Stream:
+    """A stream that nothing waits for: on the CPU, what was called is done."""
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+# What Megatron calls by itself: the device everywhere, streams where gradients are reduced (0.19 and later), the last
+# before it writes a checkpoint.
+_WITHOUT_CUDA: dict[str, Callable[..., Any]] = {
+    "current_device": lambda: "cpu",
+    "current_stream": lambda *_: _Stream(),
+    "synchronize": lambda *_: None,
+}
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Rewrites calls of torch functions that name the device ``cuda``."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Gradient clipping and the mixed precision optimizer look for names such as torch.cuda.FloatTensor.
+            return func(*args).replace("torch.", "torch.cuda.")
+        return func(*args, **kwargs)
+
+
+def connect() -> None:
+    """Join the process group that ``torchrun`` describes, or form one of this process alone."""
+    cuda = torch.cuda.is_available()
+    backend = "nccl" if cuda else "gloo"
+    if torch.distributed.is_torchelastic_launched():
+        if cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group(backend)
+    else:
+        # A store in memory needs no free port: nobody else will join.
+        torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch and Megatron; without CUDA Megatron's tracker of GPU random states stands aside."""
+    torch.manual_seed(seed)
+    without = not torch.cuda.is_available()
+    model_parallel_cuda_manual_seed(seed, inference_rng_tracker=without, force_reset_rng=True)
