@@ -331,6 +331,9 @@ class LiveLoader(Iterator[Tensors]):
         num_workers: processes that prepare batches; 0 for a thread of this one, which is enough unless chats are
             tokenised as they are read. With processes, what is acknowledged stays as many micro-batches behind the
             checkpoint, as the slowest of them may still look at what the others have delivered.
+
+    Attributes:
+        state: where the rank stands after the batches that were taken.
     """
 
     def __init__(self, dataset: LiveDataset, *, num_workers: int = 0) -> None:
@@ -338,9 +341,9 @@ class LiveLoader(Iterator[Tensors]):
         self._stop: _Event = torch.multiprocessing.Event() if num_workers else threading.Event()
         weakref.finalize(self, self._stop.set)
         self._batches: Iterator[_Outcome] | None = None
-        self._state = dataset.state
+        self.state = dataset.state
         # After each of the last deliveries, one of every process: which all of them have walked past the first.
-        self._passed = deque([self._state], maxlen=max(num_workers, 1))
+        self._passed = deque([self.state], maxlen=max(num_workers, 1))
         self._closed = False
 
     def __next__(self) -> Tensors:
@@ -352,7 +355,7 @@ class LiveLoader(Iterator[Tensors]):
             delivery = next(self._batches)
             if isinstance(delivery, SFTIndexError):
                 raise delivery
-            tensors, self._state = delivery
+            tensors, self.state = delivery
             if tensors is None:
                 raise StopIteration
         except (Stopped, StopIteration):
@@ -361,14 +364,14 @@ class LiveLoader(Iterator[Tensors]):
         except BaseException:
             self.close()
             raise
-        self._passed.append(self._state)
+        self._passed.append(self.state)
         return tensors
 
     def _begin(self) -> Iterator[_Outcome]:
         dataset = self.dataset
         self.prepare()
         dataset.may_acknowledge()
-        state = self._state
+        state = self.state
         self._passed.extend([state] * max(self.num_workers, 1))
         logger.info(
             "data-parallel rank %d of %d: catalog %s, window %d, %s, epoch %d of %d, %d workers, from row %d",
@@ -388,13 +391,13 @@ class LiveLoader(Iterator[Tensors]):
         """Learn what the catalog promises; see ``LiveDataset.prepare``."""
         self.dataset.prepare(self.dataset.waiter(self._stop), lagging=self.num_workers > 0)
         if self._batches is None and not self._closed:
-            self._state = self.dataset.state
+            self.state = self.dataset.state
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
         """Where the rank stands after the batches that were taken; plain values for a checkpoint."""
-        return self._state.to_json()
+        return self.state.to_json()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Go on from a checkpoint; before the first batch is taken. See ``LiveDataset.load_state_dict``."""
@@ -403,7 +406,7 @@ class LiveLoader(Iterator[Tensors]):
                 f"{self.dataset.shards.folder}: batches were taken already; load the state into a new loader"
             )
         self.dataset.load_state_dict(state)
-        self._state = self.dataset.state
+        self.state = self.dataset.state
 
     def commit(self, state: dict[str, Any] | None = None) -> None:
         """Say that a checkpoint that holds ``state`` is durable: what it includes need not be read again.
@@ -419,7 +422,7 @@ class LiveLoader(Iterator[Tensors]):
             OSError: the acknowledgement could not be written.
         """
         self.prepare()
-        found, dataset = self._state if state is None else RankState.from_json(state), self.dataset
+        found, dataset = self.state if state is None else RankState.from_json(state), self.dataset
         begins = state is None and not found.rows and not found.generation
         if (begins and not dataset.newest_acks()) or not dataset.may_acknowledge():
             return

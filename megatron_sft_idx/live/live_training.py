@@ -191,8 +191,7 @@ class LiveData(Iterator[Tensors]):
 
     def __init__(self, make: Callable[[], LiveLoader], ending: AbstractContextManager[None]) -> None:
         self._make, self._loader, self._ending = make, make(), ending
-        self._saved = self._loader.state_dict()
-        self._begun = False
+        self._saved, self._begun = self._loader.state, False
         # Of all ranks, as acknowledged last; None before the first step.
         self._committed: list[RankState] | None = None
 
@@ -223,10 +222,10 @@ class LiveData(Iterator[Tensors]):
 
     def gather_states(self) -> list[dict[str, Any]]:
         """Every rank's state, for the part of a checkpoint that all ranks share; called by all of them together."""
-        self._saved = self._loader.state_dict()
-        return self._gather(self._saved)
+        self._saved = self._loader.state
+        return [state.to_json() for state in self._gather(self._saved)]
 
-    def _gather(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+    def _gather(self, state: RankState) -> list[RankState]:
         states: list[Any] = [None] * parallel_state.get_data_parallel_world_size()
         torch.distributed.all_gather_object(states, state, group=parallel_state.get_data_parallel_group())
         return states
@@ -235,11 +234,8 @@ class LiveData(Iterator[Tensors]):
         """Acknowledge what was gathered last, once every process has put its part of the checkpoint on disk."""
         torch.distributed.barrier()
         if _leads():
-            self._loader.commit(self._saved)
-        self._commit_known(self._loader.committable(RankState.from_json(self._saved)))
-
-    def _commit_known(self, state: RankState) -> None:
-        self._committed = [RankState.from_json(one) for one in self._gather(state.to_json())]
+            self._loader.commit(self._saved.to_json())
+        self._committed = self._gather(self._loader.committable(self._saved))
 
     def is_blocked(self) -> bool:
         """Whether the next step may need a shard that its producer may publish only once more is committed.
@@ -250,10 +246,9 @@ class LiveData(Iterator[Tensors]):
         loader.prepare()
         if not loader.dataset.needs_acks:
             return False  # for all of them, which need not ask each other before every step
-        state = RankState.from_json(loader.state_dict())
         if self._committed is None:
-            self._commit_known(state)
-        blocked = loader.dataset.may_wait_in_vain(state, self._committed or [state])
+            self._committed = self._gather(loader.state)
+        blocked = loader.dataset.may_wait_in_vain(loader.state, self._committed)
         flag = torch.tensor(int(blocked), device="cuda" if torch.cuda.is_available() else "cpu")
         torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
         return bool(flag)
@@ -270,7 +265,7 @@ class LiveData(Iterator[Tensors]):
         self._loader.load_state_dict(states)
         self._loader.prepare()
         self._begun = False
-        self._commit_known(RankState.from_json(self._loader.state_dict()))
+        self._committed = self._gather(self._loader.state)
         logger.info("%s: what is left is dealt out anew", self._loader.dataset.shards.folder)
 
     def load_states(self, states: Any) -> None:

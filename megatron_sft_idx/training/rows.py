@@ -131,14 +131,12 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             raise IndexError(f"samples {samples.min()} to {samples.max()}, there are {self.num_samples}")
         return self._packs(samples)
 
-    def wanted(self, samples: NDArray[np.int64] | Sequence[int]) -> Wanted:
-        """Some samples as packs; negative ones, which only fill up a batch, count from the end and are masked."""
-        return Wanted(*self._wanted(np.asarray(samples, np.int64)))
-
-    def _wanted(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        masked = samples < 0
-        packs = self.packs(np.where(masked, samples + self.num_samples, samples).ravel())
-        return packs.reshape(samples.shape), masked
+    def wanted(self, samples: NDArray[np.int64] | Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The packs of some samples, in any shape, and which are masked: negative ones, which count from the end."""
+        numbers = np.asarray(samples, np.int64)
+        masked = numbers < 0
+        packs = self.packs(np.where(masked, numbers + self.num_samples, numbers).ravel())
+        return packs.reshape(numbers.shape), masked
 
     def micro_batches(self, batches: Iterable[Sequence[int]]) -> Iterator[Wanted]:
         """Micro-batches of samples as a ``BatchLoader`` takes them.
@@ -147,11 +145,10 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             batches: samples of each. A ``PackedBatchSampler`` is asked for many at once, which costs less.
         """
         if blocks := getattr(batches, "blocks", None):
-            for block in blocks():
-                packs, masked = self._wanted(block)
+            for packs, masked in map(self.wanted, blocks()):
                 yield from map(Wanted, packs, masked)
         else:
-            yield from map(self.wanted, batches)
+            yield from (Wanted(*self.wanted(batch)) for batch in batches)
 
     def attention_costs(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         """The sum of squared sequence lengths of each sample: attention's work, as it never crosses a sequence."""
@@ -163,12 +160,12 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def batch(self, samples: Sequence[int] | NDArray[np.int64]) -> dict[str, torch.Tensor]:
         """Several samples, stacked; negative ones with their loss masked, as in ``__getitem__``."""
-        packs, masked, _ = self.wanted(samples)
+        packs, masked = self.wanted(samples)
         return self.assembler.assemble(packs, masked=masked)
 
     def __getitems__(self, samples: Sequence[int] | NDArray[np.int64]) -> BatchRows:
         """What a ``DataLoader`` asks for a batch: assembled whole; give it ``collate_fn=whole_batch``."""
-        packs, masked, _ = self.wanted(samples)
+        packs, masked = self.wanted(samples)
         return whole_rows(self.assembler, packs, masked)
 
     def __len__(self) -> int:
@@ -180,11 +177,8 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         A negative index (or None, as Megatron's GPTDataset has it) gives a row that fills up a batch: real tokens,
         counted from the end, and a loss mask of zeros. IndexError where there is no such sample.
         """
-        i = -1 if index is None else operator.index(index)
-        at = i if i >= 0 else i + self.num_samples
-        if not 0 <= at < self.num_samples:
-            raise IndexError(f"sample {i}, there are {self.num_samples}")
-        return self.assembler.sample(int(self._packs(np.array([at]))[0]), masked=i < 0)
+        packs, masked = self.wanted([-1 if index is None else operator.index(index)])
+        return self.assembler.sample(int(packs[0]), bool(masked[0]))
 
 
 class PackedRows(Rows):
@@ -243,7 +237,7 @@ class SingleRows(PackedRows):
     """
 
     def __getitem__(self, index: int | np.integer[Any] | None) -> dict[str, torch.Tensor]:
-        packs, masked, _ = self.wanted([-1 if index is None else operator.index(index)])
+        packs, masked = self.wanted([-1 if index is None else operator.index(index)])
         assembler = self.assembler
         segments, multiple = assembler.plan(packs), assembler.sequence_multiple
         length = int(segments.lengths[0])
