@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any
@@ -179,10 +180,7 @@ def _inspect(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
         if what is not None:
             return show(shard, arguments, decode)
     found = _survey(shard, arguments)
-    if arguments.json:
-        _print_json(summary_dict(shard.prefix, found))
-    else:
-        print("\n".join(summary_lines(shard.prefix, found)))
+    _tell(arguments, summary_dict(shard.prefix, found), summary_lines(shard.prefix, found))
     return 0
 
 
@@ -232,25 +230,20 @@ def _show_pack(shard: Shard, arguments: argparse.Namespace, decode: Decode | Non
         raise FormatError(f"{shard.prefix}: pack {arguments.pack}, the shard has {len(shard)}, counted from 0")
     pack = shard[arguments.pack]
     ids, mask, bounds = pack["input_ids"], pack["loss_mask"], pack["seq_boundaries"].tolist()
-    sources = sources_of(shard, arguments.pack)
-    if not arguments.json:
-        print(mark_pack(ids, mask, bounds, decode or ids_as_text, sources=sources, color=in_color()))
-        of_pack, of_sequences = _columns_of(shard, arguments.pack)
-        for what, values in (("the pack", of_pack), *((f"sequence {i}", row) for i, row in enumerate(of_sequences))):
-            if values:
-                print(f"columns of {what}: " + ", ".join(f"{name} {_few(value)}" for name, value in values.items()))
-        return 0
+    sources, (of_pack, of_sequences) = sources_of(shard, arguments.pack), _columns_of(shard, arguments.pack)
+    lines = [mark_pack(ids, mask, bounds, decode or ids_as_text, sources=sources, color=in_color())]
+    for what, values in (("the pack", of_pack), *((f"sequence {i}", row) for i, row in enumerate(of_sequences))):
+        if values:
+            lines.append(f"columns of {what}: " + ", ".join(f"{name} {_few(value)}" for name, value in values.items()))
     sequences = []
-    for sequence, (some, labels) in enumerate(shard.sequences(arguments.pack)):
-        shown: dict[str, Any] = {"start": bounds[sequence], "input_ids": some.tolist()}
-        shown["trained"] = trained_tokens(labels).astype(mask.dtype).tolist()
-        shown |= {"source": sources[sequence]} if sources else {}
-        sequences.append(shown | ({"text": decode(some.tolist())} if decode else {}))
+    for i, (some, labels) in enumerate(shard.sequences(arguments.pack)):
+        trained = trained_tokens(labels).astype(mask.dtype).tolist()
+        sequences.append({"start": bounds[i], "input_ids": some.tolist(), "trained": trained})
+        sequences[-1] |= {"source": sources[i]} if sources else {}
+        sequences[-1] |= {"text": decode(some.tolist())} if decode else {}
+        sequences[-1] |= {"columns": of_sequences[i]} if of_sequences[i] else {}
     shown = {"prefix": shard.prefix, "pack": arguments.pack, "tokens": len(ids), "sequences": sequences}
-    of_pack, of_sequences = _columns_of(shard, arguments.pack)
-    for told, values in zip(sequences, of_sequences, strict=True):
-        told.update({"columns": values} if values else {})
-    _print_json(shown | ({"columns": of_pack} if of_pack else {}))
+    _tell(arguments, shown | ({"columns": of_pack} if of_pack else {}), lines)
     return 0
 
 
@@ -289,26 +282,20 @@ def _find(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) ->
                 place = f"pack {match.pack}, sequence {match.sequence}{at}, token {match.token}{trained}"
                 print(f"{place}: {before}[[{text}]]{after}", flush=True)
     stopped = len(found) == arguments.limit
-    if arguments.json:
-        _print_json({"prefix": shard.prefix, "find": arguments.find, "stopped_at_limit": stopped, "matches": found})
-    elif not found:
-        print(f"{shard.prefix}: not found in any of {shard.header.num_sequences:,} sequences")
-    elif stopped:
-        print(f"stopped after {len(found)}: --limit says how many")
+    end = [f"stopped after {len(found)}: --limit says how many"] if stopped else []
+    nothing = [f"{shard.prefix}: not found in any of {shard.header.num_sequences:,} sequences"]
+    value = {"prefix": shard.prefix, "find": arguments.find, "stopped_at_limit": stopped, "matches": found}
+    _tell(arguments, value, end if found else nothing)
     return 0 if found else 1
 
 
 def _show_row(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) -> int:
     del decode  # --pack shows the text
     found = list(islice(find_row(shard, *parse_place(shard, arguments.row)), arguments.limit))
-    if arguments.json:
-        places = [{"pack": pack, "sequence": sequence} for pack, sequence in found]
-        _print_json({"prefix": shard.prefix, "row": arguments.row, "sequences": places})
-    else:
-        for pack, sequence in found:
-            print(f"{arguments.row}: pack {pack}, sequence {sequence}")
-        if not found:
-            print(f"{shard.prefix}: no sequence was made from {arguments.row}")
+    places = [{"pack": pack, "sequence": sequence} for pack, sequence in found]
+    lines = [f"{arguments.row}: pack {pack}, sequence {sequence}" for pack, sequence in found]
+    nothing = [f"{shard.prefix}: no sequence was made from {arguments.row}"]
+    _tell(arguments, {"prefix": shard.prefix, "row": arguments.row, "sequences": places}, lines or nothing)
     return 0 if found else 1
 
 
@@ -317,10 +304,8 @@ def _diff(shard: Shard, arguments: argparse.Namespace, decode: Decode | None) ->
     other = Shard(_only_prefix(arguments.diff), backend="pread")
     with _progress(shard, arguments, "comparing") as progress:
         comparison = compare_shards(shard, other, most=arguments.limit, tell=progress.update)
-    if arguments.json:
-        _print_json({"here": shard.prefix, "there": other.prefix, **comparison.to_dict()})
-    else:
-        print("\n".join(diff_lines(comparison, shard.prefix, other.prefix)))
+    value = {"here": shard.prefix, "there": other.prefix, **comparison.to_dict()}
+    _tell(arguments, value, diff_lines(comparison, shard.prefix, other.prefix))
     return 0 if comparison.same else 1
 
 
@@ -338,8 +323,10 @@ def _write_page(shard: Shard, arguments: argparse.Namespace, decode: Decode | No
     return 0
 
 
-def _print_json(value: Any) -> None:
-    print(json.dumps(_plain(value), indent=2))
+def _tell(arguments: argparse.Namespace, value: Any, lines: Iterable[str]) -> None:
+    """Print a value as JSON where that was asked for, or else lines."""
+    for line in [json.dumps(_plain(value), indent=2)] if arguments.json else lines:
+        print(line)
 
 
 def _plain(value: Any) -> Any:
@@ -364,20 +351,12 @@ def _bench_read(arguments: argparse.Namespace, parser: argparse.ArgumentParser) 
                 limit = stack.enter_context(memory_limit(arguments.memory_limit * _MIB))
             except OSError as error:
                 parser.error(f"--memory-limit: {error}")
-        plan = Plan(
-            order=arguments.order,
-            packs=arguments.packs,
-            seconds=arguments.seconds,
-            limit=limit,
-        )
+        plan = Plan(order=arguments.order, packs=arguments.packs, seconds=arguments.seconds, limit=limit)
         interval = arguments.log_interval
         with Progress("reading", 2 * plan.runs, unit=" epochs", log_interval=interval, items="runs") as progress:
             report = bench_read(arguments.shard, plan, tell=lambda runs: progress.update(2 * runs, runs))
     advice = recommend(report)
-    if arguments.json:
-        print(json.dumps(reading_dict(report, advice), indent=2))
-    else:
-        print("\n".join(reading_lines(report, advice)))
+    _tell(arguments, reading_dict(report, advice), reading_lines(report, advice))
     if advice.setting is None:
         print_error(f"{arguments.shard}: no setting reads it here")
         return 1

@@ -32,18 +32,17 @@ __all__ = [
     "drop_cached",
     "drop_pages",
     "huge_nbytes_of",
-    "map_of",
     "mappings",
     "mount_of",
     "mounts",
 ]
 
 
-_MADVISE = {"normal": mmap.MADV_NORMAL, "sequential": mmap.MADV_SEQUENTIAL, "random": mmap.MADV_RANDOM}
-_FADVISE = {
-    "normal": os.POSIX_FADV_NORMAL,
-    "sequential": os.POSIX_FADV_SEQUENTIAL,
-    "random": os.POSIX_FADV_RANDOM,
+# Of maps and of files.
+_ADVICE = {
+    "normal": (mmap.MADV_NORMAL, os.POSIX_FADV_NORMAL),
+    "sequential": (mmap.MADV_SEQUENTIAL, os.POSIX_FADV_SEQUENTIAL),
+    "random": (mmap.MADV_RANDOM, os.POSIX_FADV_RANDOM),
 }
 
 
@@ -63,7 +62,7 @@ class Runs(NamedTuple):
     counts: NDArray[np.int64]
 
 
-def map_of(array: Array) -> mmap.mmap | None:
+def _map_of(array: Array) -> mmap.mmap | None:
     """The memory map that an array is a view of; None for any other."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
@@ -76,9 +75,9 @@ def map_of(array: Array) -> mmap.mmap | None:
 def advise_order(array: Array, advice: Advice) -> None:
     """Tell the kernel in which order a map, or an open file, will be read; a file that is opened each time forgets."""
     if isinstance(array, PreadArray):
-        array.advise(_FADVISE[advice])
-    elif (mapped := map_of(array)) is not None:
-        mapped.madvise(_MADVISE[advice])
+        array.advise(_ADVICE[advice][1])
+    elif (mapped := _map_of(array)) is not None:
+        mapped.madvise(_ADVICE[advice][0])
 
 
 def announce(runs: Runs) -> None:
@@ -151,7 +150,7 @@ def drop_pages(path: str, array: Array, start: int = 0, stop: int | None = None)
     Pages that lie in part outside are kept, as are those that are not on disk yet and those that others have mapped.
     Without ``stop`` all of the file goes, wherever the array begins in it.
     """
-    mapped, size = map_of(array), array.dtype.itemsize
+    mapped, size = _map_of(array), array.dtype.itemsize
     if stop is None:
         if mapped is not None:
             mapped.madvise(mmap.MADV_DONTNEED)
@@ -203,22 +202,17 @@ class Mapping(NamedTuple):
 def mappings(arrays: Sequence[Array]) -> list[Mapping]:
     """The ranges of addresses that arrays lie in; none for arrays that are not in memory."""
     spans = [(array.ctypes.data, array.nbytes) for array in arrays if isinstance(array, np.ndarray) and array.nbytes]
-    return [each for each in _all() if any(each.begin < begin + size and begin < each.end for begin, size in spans)]
-
-
-def _all() -> Iterator[Mapping]:
-    found: Mapping | None = None
+    found, wanted = [], False
     with open("/proc/self/smaps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if at := _RANGE.match(line):
-                if found:
-                    yield found
-                found = Mapping(int(at[1], 16), int(at[2], 16), {})
-            elif found and line.endswith(" kB\n"):
+                first, last = int(at[1], 16), int(at[2], 16)
+                wanted = any(first < begin + size and begin < last for begin, size in spans)
+                found += [Mapping(first, last, {})] if wanted else []
+            elif wanted and line.endswith(" kB\n"):
                 name, amount, _ = line.split()
-                found.nbytes[name.rstrip(":")] = int(amount) << 10
-    if found:
-        yield found
+                found[-1].nbytes[name.rstrip(":")] = int(amount) << 10
+    return found
 
 
 def huge_nbytes_of(arrays: Sequence[Array]) -> int:
@@ -228,7 +222,7 @@ def huge_nbytes_of(arrays: Sequence[Array]) -> int:
 
 def ask_huge_pages(path: str, array: Array) -> None:
     """Ask for huge pages for a map; what is known to stand in the way is logged as a warning."""
-    mapped = map_of(array)
+    mapped = _map_of(array)
     why = "it is not mapped into memory" if mapped is None else _obstacle(path)
     if mapped is not None:
         try:
@@ -241,31 +235,21 @@ def ask_huge_pages(path: str, array: Array) -> None:
 
 def _obstacle(path: str) -> str | None:
     """Why a map of a file will have no huge pages; None where it may have some."""
-    enabled = _setting("enabled")
-    if enabled in ("never", None):
+
+    def said(name: str, form: str) -> str | None:
+        try:
+            found = re.search(form, (_SETTINGS / name).read_text(encoding="utf-8"))
+        except OSError:
+            return None
+        return found[1] if found else None
+
+    chosen = r"\[(\w+)\]"  # the value in brackets among those that a file of the kernel lists
+    if said("enabled", chosen) in ("never", None):
         return f"transparent huge pages are switched off on this machine ({_SETTINGS / 'enabled'})"
-    on_tmpfs = _setting("shmem_enabled")
-    if mount_of(path).filesystem == "tmpfs" and on_tmpfs in ("never", "deny", None):
+    if mount_of(path).filesystem == "tmpfs" and said("shmem_enabled", chosen) in ("never", "deny", None):
         return f"tmpfs gives none unless {_SETTINGS / 'shmem_enabled'} says advise, or it is mounted with huge=advise"
-    if os.path.getsize(path) < _pmd_nbytes():
-        return f"the file is smaller than one of {_pmd_nbytes()} bytes"
-    return None
-
-
-def _setting(name: str) -> str | None:
-    """The value in brackets among those that a file of the kernel lists."""
-    try:
-        found = re.search(r"\[(\w+)\]", (_SETTINGS / name).read_text(encoding="utf-8"))
-    except OSError:
-        return None
-    return found[1] if found else None
-
-
-def _pmd_nbytes() -> int:
-    try:
-        return int((_SETTINGS / "hpage_pmd_size").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return 2 << 20
+    page = int(said("hpage_pmd_size", r"(\d+)") or 2 << 20)
+    return f"the file is smaller than one of {page} bytes" if os.path.getsize(path) < page else None
 
 
 # ---- which file system a path lies on ----
@@ -294,13 +278,12 @@ def mounts(table: str = "/proc/self/mountinfo") -> Iterator[Mount]:
     with open(table, encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
             head, _, tail = line.rstrip("\n").partition(" - ")
-            (_, _, _, root, folder), (filesystem, source, options) = head.split(" ")[:5], tail.split(" ")[:3]
-            yield Mount(_unescaped(folder), _unescaped(root), filesystem, _unescaped(source), options.split(","))
-
-
-def _unescaped(text: str) -> str:
-    """A blank is a backslash and 040 there."""
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
+            names = [*head.split(" ")[3:5], *tail.split(" ")[:2]]
+            # A blank is a backslash and 040 there.
+            root, folder, filesystem, source = (
+                re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), name) for name in names
+            )
+            yield Mount(folder, root, filesystem, source, tail.split(" ")[2].split(","))
 
 
 def mount_of(path: str, table: str = "/proc/self/mountinfo") -> Mount:

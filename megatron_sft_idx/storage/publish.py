@@ -175,7 +175,10 @@ def require_apart(writes: Iterable[Place], reads: Iterable[Place] = ()) -> None:
     seen: dict[str | Identity, Place] = {}
     names: list[tuple[str, Place]] = []
     for place in (*writes, *reads):
-        name = _place_name(place.path) if len(names) < len(writes) else os.path.realpath(place.path)
+        head, base = os.path.split(place.path.rstrip("/"))
+        # The last component of what is written is not followed, since a link there is refused.
+        followed = len(names) >= len(writes) or base in ("", ".", "..")
+        name = os.path.realpath(place.path) if followed else os.path.join(os.path.realpath(head), base)
         keys: list[str | Identity] = [name]
         with contextlib.suppress(OSError, ValueError):
             found = os.stat(name)
@@ -197,14 +200,6 @@ def require_apart(writes: Iterable[Place], reads: Iterable[Place] = ()) -> None:
                     f"{outer.path}: {inner.role} ({inner.path}) lies in this folder, which would be replaced;"
                     f" {_OTHER_NAME}"
                 )
-
-
-def _place_name(path: str) -> str:
-    """The absolute name of what is written: the last component is not followed, since a link there is refused."""
-    base = os.path.basename(path.rstrip("/"))
-    if base in ("", ".", ".."):
-        return os.path.realpath(path)
-    return os.path.join(os.path.realpath(os.path.dirname(path.rstrip("/"))), base)
 
 
 def _holds(folder: str, name: str) -> bool:
@@ -317,9 +312,13 @@ class New:
         """Bring all of it to the disk, which ``publish`` does too: for what has to be there before other steps."""
         for file in self._files:
             file.close()
-        for path in _files_in(self.temporary, self._kind) if self._folder else []:
-            _sync(path)
-        _sync(self.temporary)
+        for path in [*(_files_in(self.temporary, self._kind) if self._folder else ()), self.temporary]:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                with naming(path):
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
 
     def publish(self) -> None:
         """Sync all of it, put it in its place, and remove what it replaces.
@@ -509,15 +508,6 @@ def _rename(old: str, new: str, flags: int) -> bool:
     raise OSError(number, os.strerror(number), old, None, new)
 
 
-def _sync(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        with naming(path):
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def require_space(path: str, nbytes: int, files: int = 1) -> None:
     """OSError (ENOSPC) where the disk of a path has too little room, or too few inodes, before the work begins.
 
@@ -567,15 +557,27 @@ def lock_file(path: str, magics: tuple[bytes, ...], *, create: bool, shared: boo
         check_lock(path, magics, shared=shared)
         fd = os.open(path, access | (os.O_CREAT if create else 0), 0o666)
         try:
-            _lock(fd, path, shared=shared, busy=busy)
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if busy is None else fcntl.LOCK_NB))
             check_lock(path, magics, shared=shared)
             # A writer that was done between the two calls has removed the file this lock is on.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(fd), os.lstat(path)):
                     return fd
-        except BaseException:
+        except BaseException as error:
+            empty = not os.fstat(fd).st_size
             os.close(fd)
-            raise
+            if isinstance(error, BlockingIOError):
+                raise FormatError(busy) from None
+            if not isinstance(error, OSError) or error.errno not in _NO_LOCKS:
+                raise
+            if empty:  # made by the attempt
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            raise FormatError(
+                f"{path}: this file system has no locks ({error.strerror}), and without one two builds could write"
+                " the same files; build on a local disk and copy the five files, or mount it with locks (Lustre: -o"
+                " flock)"
+            ) from None
         os.close(fd)
 
 
@@ -585,31 +587,14 @@ def check_lock(path: str, magics: tuple[bytes, ...], *, shared: bool = False) ->
         status = os.lstat(path)
     except FileNotFoundError:
         return
-    if not stat.S_ISREG(status.st_mode):
-        raise FormatError(f"{path}: {describe(path)} is here, {_expected(path)}")
     found = head_of(path, max(map(len, magics), default=1))
-    if found and not any(magic.startswith(found) for magic in magics):
-        raise FormatError(f"{path}: a file that megatron-sft-idx did not write is here, {_expected(path)}")
-    if status.st_nlink > 1 and not shared:
-        raise FormatError(f"{path}: this file has another name too (a hard link), {_expected(path)}")
-
-
-def _expected(path: str) -> str:
-    return f"where {os.path.basename(path)} of this command would be; move it away, or choose another name"
-
-
-def _lock(fd: int, path: str, *, shared: bool, busy: str | None) -> None:
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if busy is None else fcntl.LOCK_NB))
-    except BlockingIOError:
-        raise FormatError(busy) from None
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
-        with contextlib.suppress(OSError):
-            if not os.fstat(fd).st_size:
-                os.unlink(path)  # made by the attempt
-        raise FormatError(
-            f"{path}: this file system has no locks ({error.strerror}), and without one two builds could write"
-            " the same files; build on a local disk and copy the five files, or mount it with locks (Lustre: -o flock)"
-        ) from None
+    what = ""
+    if not stat.S_ISREG(status.st_mode):
+        what = f"{describe(path)} is here"
+    elif found and not any(magic.startswith(found) for magic in magics):
+        what = "a file that megatron-sft-idx did not write is here"
+    elif status.st_nlink > 1 and not shared:
+        what = "this file has another name too (a hard link)"
+    if what:
+        wanted = f"where {os.path.basename(path)} of this command would be"
+        raise FormatError(f"{path}: {what}, {wanted}; move it away, or choose another name")
