@@ -18,7 +18,7 @@ from megatron_sft_idx.cli.options import (
 from megatron_sft_idx.cli.preprocess import add_mask_options, add_packing_options, add_row_options
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import default_max_sequences
-from megatron_sft_idx.produce import AheadLimits, ProduceOptions, own_files, produce
+from megatron_sft_idx.produce import ProduceOptions, own_files, produce
 from megatron_sft_idx.storage.publish import Place, files_of, require_apart
 from megatron_sft_idx.tokenize import available_cpus, encoding_options, packing_options, reads_of
 
@@ -139,13 +139,11 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None
             packing=packing,
             tokens_per_shard=arguments.tokens_per_shard,
             workers=arguments.workers,
-            ahead=AheadLimits(
-                max_shards=arguments.max_ahead_shards,
-                max_nbytes=arguments.max_ahead_gb,
-                consumers=arguments.consumers,
-                keep_recent=arguments.keep_recent,
-                ack_dir=arguments.ack_dir,
-            ),
+            max_ahead_shards=arguments.max_ahead_shards,
+            max_ahead_nbytes=arguments.max_ahead_gb,
+            consumers=arguments.consumers,
+            keep_recent=arguments.keep_recent,
+            ack_dir=arguments.ack_dir,
             end_after=arguments.end_after,
             settle=arguments.settle,
         )

@@ -4,6 +4,6 @@ How chats become packs is what ``tokenize`` does, how the catalog looks is told 
 producer going: its place in the input, the room it has, what it says of itself. Nothing here trains.
 """
 
-from megatron_sft_idx.produce.production import AheadLimits, ProduceOptions, ProduceSummary, own_files, produce
+from megatron_sft_idx.produce.production import ProduceOptions, ProduceSummary, own_files, produce
 
-__all__ = ["AheadLimits", "ProduceOptions", "ProduceSummary", "own_files", "produce"]
+__all__ = ["ProduceOptions", "ProduceSummary", "own_files", "produce"]

@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 
 import xxhash
 
-from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, total_bytes
+from megatron_sft_idx.chat.inputs import InputFile, expand_inputs
 from megatron_sft_idx.chat.pieces import Piece, iter_pieces, stream_pieces
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.live import Record
@@ -156,15 +156,12 @@ class FixedFiles:
         for number, (found, wanted) in enumerate(zip_longest(log.files, now), 1):
             # How many there are is among the options: a shorter log is one that was being written.
             if found is not None and (wanted is None or found.num_bytes != wanted.num_bytes):
+                shown = f"{wanted.name} of {wanted.num_bytes:,} bytes" if wanted else "none"
                 raise FormatError(
                     f"{log.path}: this catalog is made from other input: file {number} was {found.name} of"
-                    f" {found.num_bytes:,} bytes, is {_shown(wanted)}; name the same files, or another catalog"
+                    f" {found.num_bytes:,} bytes, is {shown}; name the same files, or another catalog"
                 )
         self._log, self._now = log, now
-
-    def num_bytes(self, first: int) -> int | None:
-        """Of the files from the ``first`` on, for progress."""
-        return total_bytes(self._files[first:])
 
     def files(self, first: int) -> Iterator[PiecesOfAFile | NotYet]:
         """The pieces of every file from the ``first`` on, counted from 0."""
@@ -172,10 +169,6 @@ class FixedFiles:
             self._log.add(*missing)
         for file in self._files[first:]:
             yield iter_pieces([file], piece_nbytes=self._piece_nbytes)
-
-
-def _shown(file: TakenFile | None) -> str:
-    return f"{file.name} of {file.num_bytes:,} bytes" if file else "none"
 
 
 _STDIN = "standard input"
@@ -190,10 +183,6 @@ class StandardInput:
 
     def __init__(self, piece_nbytes: int) -> None:
         self._piece_nbytes = piece_nbytes
-
-    def num_bytes(self, first: int) -> int | None:
-        """Of what is left, for progress: nobody knows."""
-        return None
 
     def files(self, first: int) -> Iterator[PiecesOfAFile | NotYet]:
         """The one stream there is."""
@@ -281,10 +270,6 @@ class GrowingFolder:
         self._seen_at = self._news_at = clock()
         self._looked_at = float("-inf")
 
-    def num_bytes(self, first: int) -> int | None:
-        """Of what is left, for progress: nobody knows."""
-        return None
-
     def files(self, first: int) -> Iterator[PiecesOfAFile | NotYet]:
         """The pieces of every file from the ``first`` on, counted from 0."""
         number = first
@@ -304,29 +289,32 @@ class GrowingFolder:
 
     def _look(self) -> TakenFile | NotYet | None:
         """The next file that is whole; None at the end."""
-        if self._whole:
-            return self._taken_now(self._whole.popleft())
         now = self._clock()
-        if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
-            return NOT_YET
-        # In this order no file is missed that was there before the end was.
-        ended = os.path.lexists(os.path.join(self._folder, END_OF_INPUT))
-        names = sorted(filter(self._is_new, os.listdir(self._folder)), key=natural_key)
-        self._require_settled()
-        if not names:
-            self._looked_at = now
-            silent = self._end_after is not None and now - self._news_at >= self._end_after
-            return None if ended or silent else NOT_YET
-        self._settled = None
-        self._whole.extend(names if ended else names[:-1])
-        if self._whole:
-            return self._taken_now(self._whole.popleft())
-        path = os.path.join(self._folder, names[0])
+        if not self._whole:
+            if now - self._looked_at < _SECONDS_BETWEEN_LOOKS:
+                return NOT_YET
+            # In this order no file is missed that was there before the end was.
+            ended = os.path.lexists(os.path.join(self._folder, END_OF_INPUT))
+            names = sorted(filter(self._is_new, os.listdir(self._folder)), key=natural_key)
+            # One that was taken for its age may be gone, it was read; it must not have grown since.
+            if self._settled is not None and os.path.exists(path := os.path.join(self._folder, self._settled.name)):
+                self._require_same_size(path, self._settled)
+            if not names:
+                self._looked_at = now
+                silent = self._end_after is not None and now - self._news_at >= self._end_after
+                return None if ended or silent else NOT_YET
+            self._settled = None
+            self._whole.extend(names if ended else names[:-1])
+        is_whole = bool(self._whole)
+        name = self._whole.popleft() if is_whole else names[0]
+        path = os.path.join(self._folder, name)
         try:
             status = os.stat(path)
         except FileNotFoundError:  # renamed or removed since it was listed
             return NOT_YET
-        file = TakenFile(names[0], status.st_size)
+        file = TakenFile(name, status.st_size)
+        if is_whole:
+            return file
         if self._seen != (seen := (file.name, file.num_bytes, status.st_mtime_ns)):
             self._seen, self._seen_at, self._news_at = seen, now, now
         elif now - self._seen_at >= self._settle:
@@ -335,17 +323,6 @@ class GrowingFolder:
             return file
         self._looked_at = now
         return NOT_YET
-
-    def _taken_now(self, name: str) -> TakenFile | NotYet:
-        try:
-            return TakenFile(name, os.stat(os.path.join(self._folder, name)).st_size)
-        except FileNotFoundError:  # renamed or removed since it was listed
-            return NOT_YET
-
-    def _require_settled(self) -> None:
-        """FormatError where a file that was taken for its age has grown since; it may be gone, it was read."""
-        if self._settled is not None and os.path.exists(path := os.path.join(self._folder, self._settled.name)):
-            self._require_same_size(path, self._settled)
 
     def _is_new(self, name: str) -> bool:
         if name in self._names or name.startswith((".", "_")) or name.endswith(_BEING_WRITTEN):
@@ -413,7 +390,12 @@ class InputLog:
         if os.path.lexists(path) and describe(path) != "a file":
             raise FormatError(f"{path}: {describe(path)} is here, expected a file or nothing; move it away")
         self._found = os.path.lexists(path)  # one that appears later is not this one
-        content = self._read()
+        try:
+            content = read_most(path, _MAX_NBYTES + 1)
+        except FileNotFoundError:
+            content = b""
+        if len(content) > _MAX_NBYTES:
+            raise FormatError(f"{path}: more than {_MAX_NBYTES} bytes, which it never has; make another catalog")
         # A line without its end was being written when the producer was killed: its file was not read yet.
         self._nbytes = content.rfind(b"\n") + 1
         torn = content[self._nbytes :]
@@ -441,15 +423,6 @@ class InputLog:
         """Close the file."""
         if self._file is not None:
             self._file.close()
-
-    def _read(self) -> bytes:
-        try:
-            content = read_most(self.path, _MAX_NBYTES + 1)
-        except FileNotFoundError:
-            return b""
-        if len(content) > _MAX_NBYTES:
-            raise FormatError(f"{self.path}: more than {_MAX_NBYTES} bytes, which it never has; make another catalog")
-        return content
 
     def _parse(self, line: bytes, number: int) -> TakenFile:
         try:

@@ -1,11 +1,11 @@
-"""What a producer keeps in order: its state on disk, the room that consumers leave it, and the pace of its notices."""
+"""What a producer keeps in order: its state on disk, and the room that consumers leave it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import threading
-import time
 from collections.abc import Callable, Generator
 from types import TracebackType
 from typing import Any
@@ -13,13 +13,10 @@ from typing import Any
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.live import Catalog, ProducerState, State, ack_folder, completed, looks, read_acks
-from megatron_sft_idx.produce.feed import Feed
 from megatron_sft_idx.shard import remove_shard
 from megatron_sft_idx.shard.publication import remove_remains
-from megatron_sft_idx.tokenize import EncodedPiece
 
-__all__ = ["Pace", "Room", "StateKeeper", "ended"]
-
+__all__ = ["Room", "StateKeeper", "ended"]
 
 _SECONDS_BETWEEN_BEATS = 2.0
 # Shorter waits are the normal course of things and nothing to tell.
@@ -37,19 +34,15 @@ class StateKeeper:
     Args:
         catalog: held by this producer.
         state: to begin with.
+
+    Attributes:
+        state: what is on disk.
     """
 
     def __init__(self, catalog: Catalog, state: ProducerState) -> None:
-        self._catalog = catalog
-        self._state = state
-        self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._catalog, self.state = catalog, state
+        self._lock, self._over = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
-
-    @property
-    def state(self) -> ProducerState:
-        """What is on disk."""
-        return self._state
 
     def update(self, **changes: Any) -> None:
         """Replace fields of the state; they are on disk when this returns.
@@ -57,10 +50,12 @@ class StateKeeper:
         Raises:
             OSError: the disk says no.
         """
-        self._write(**changes)
+        with self._lock:
+            self.state = dataclasses.replace(self.state, beat=self.state.beat + 1, **changes)
+            self._catalog.write_producer(self.state)
 
     def __enter__(self) -> StateKeeper:
-        self._write(state="running", reason=None)
+        self.update(state="running", reason=None)
         self._thread.start()
         return self
 
@@ -73,9 +68,9 @@ class StateKeeper:
         # A full disk must not hide what went wrong; consumers then notice that the producer is silent.
         with contextlib.suppress(OSError):
             if isinstance(error, Exception):
-                self._write(state="failed", reason=str(error) or type(error).__name__)
+                self.update(state="failed", reason=str(error) or type(error).__name__)
             else:
-                self._write(state="stopped", reason="interrupted")
+                self.update(state="stopped", reason="interrupted")
 
     def waits(
         self, state: State, log: Callable[[str], None], why: Callable[[], str], *, longest: float = 1.0
@@ -90,7 +85,7 @@ class StateKeeper:
         """
 
         def say(waited: float) -> None:
-            if self._state.state != state:
+            if self.state.state != state:
                 self.update(state=state)
             log(f"{state} for {waited:.0f} s: {why()}")
 
@@ -98,29 +93,24 @@ class StateKeeper:
             for _ in looks(say, quiet=_SECONDS_BEFORE_A_STATE, longest=longest):
                 yield
         finally:
-            if self._state.state == state:
+            if self.state.state == state:
                 self.update(state="running")
 
     def end(self) -> None:
         """Say that the producer has nothing left to do; nothing is written after this, unless something fails."""
         self._stop_beating()
-        self._state = ended(self._state)
+        self.state = ended(self.state)
         self.update()
 
     def _stop_beating(self) -> None:
         self._over.set()
         self._thread.join()
 
-    def _write(self, **changes: Any) -> None:
-        with self._lock:
-            self._state = dataclasses.replace(self._state, beat=self._state.beat + 1, **changes)
-            self._catalog.write_producer(self._state)
-
     def _beat(self) -> None:
         while not self._over.wait(_SECONDS_BETWEEN_BEATS):
             # A disk that is full now may have room at the next beat; work that needs it meets the error by itself.
             with contextlib.suppress(OSError):
-                self._write()
+                self.update()
 
 
 class Room:
@@ -134,13 +124,7 @@ class Room:
         log: takes lines for people.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        keeper: StateKeeper,
-        ack_dir: str | None,
-        log: Callable[[str], None],
-    ) -> None:
+    def __init__(self, catalog: Catalog, keeper: StateKeeper, ack_dir: str | None, log: Callable[[str], None]) -> None:
         self._catalog, self._keeper, self._limits = catalog, keeper, keeper.state.limits
         self._acks = ack_folder(catalog, ack_dir)
         self._log = log
@@ -166,19 +150,30 @@ class Room:
         with contextlib.closing(waits):
             for _ in waits:
                 ahead = self.free_completed()
-                if not ahead or self._fits(ahead, nbytes):
+                fits = most is None or sum(map(self._catalog.shard_nbytes, ahead)) + nbytes <= most
+                if not ahead or (fits and len(ahead) < (self._limits.max_ahead_shards or math.inf)):
                     return
 
     def free_completed(self) -> list[int]:
         """Remove completed shards that are not kept; those that are not completed, by number, where these count."""
         if not self._limits.needs_acks:
             return []
-        published = self._published()
+        last = self._keeper.state.published
+        if self._there is None:
+            self._there = [number for number in self._catalog.numbers() if number < last]
+        else:
+            self._there += range(self._counted, last)
+        self._counted, published = last, self._there
         done = completed(read_acks(self._acks), self._limits.consumers, published)
-        if self._limits.keep_recent is not None:
-            self._remove(published, done[: max(len(done) - self._limits.keep_recent, 0)])
-        gone = set(done)
-        return [number for number in published if number not in gone]
+        kept = len(done) if self._limits.keep_recent is None else self._limits.keep_recent
+        if free := done[: max(len(done) - kept, 0)]:
+            self._there = sorted(set(published).difference(free))
+            # Consumers that still ask for one are told so from here on.
+            self._keeper.update(freed=min(self._there, default=last))
+            for number in free:
+                remove_shard(ShardPaths.of(self._catalog.shard_prefix(number)))
+            self.removed += len(free)
+        return sorted(set(published).difference(done))
 
     def remove_remains(self) -> None:
         """Finish removals that a kill cut short."""
@@ -186,33 +181,6 @@ class Room:
         for number in self._catalog.present():
             if number < published and not self._catalog.is_published(number):
                 remove_remains(self._catalog.shard_prefix(number))
-
-    def _published(self) -> list[int]:
-        """The shards that are there."""
-        published = self._keeper.state.published
-        if self._there is None:
-            self._there = [number for number in self._catalog.numbers() if number < published]
-        else:
-            self._there.extend(range(self._counted, published))
-        self._counted = published
-        return list(self._there)
-
-    def _remove(self, published: list[int], free: list[int]) -> None:
-        if not free:
-            return
-        kept = set(published).difference(free)
-        # Consumers that still ask for one are told so from here on.
-        self._keeper.update(freed=min(kept, default=self._keeper.state.published))
-        for number in free:
-            remove_shard(ShardPaths.of(self._catalog.shard_prefix(number)))
-        self._there = sorted(kept)
-        self.removed += len(free)
-
-    def _fits(self, ahead: list[int], nbytes: int) -> bool:
-        shards, most = self._limits.max_ahead_shards, self._limits.max_ahead_nbytes
-        if shards is not None and len(ahead) >= shards:
-            return False
-        return most is None or sum(map(self._catalog.shard_nbytes, ahead)) + nbytes <= most
 
     def _why(self, ahead: list[int]) -> str:
         acks, consumers = read_acks(self._acks), self._limits.consumers
@@ -225,32 +193,3 @@ class Room:
             f"{len(ahead)} shards are ahead of training, the first is {ahead[0]}; a shard is completed when a"
             f" checkpoint that includes it is saved; {whose}"
         )
-
-
-class Pace:
-    """Counts what this run does.
-
-    Args:
-        total_nbytes: of the whole input; None where nobody knows.
-        left_nbytes: of the files that this run reads.
-    """
-
-    def __init__(self, total_nbytes: int | None, left_nbytes: int | None) -> None:
-        self._total_nbytes, self._left_nbytes = total_nbytes, left_nbytes
-        self._begin = time.monotonic()
-        self._tokens = self._nbytes = 0
-
-    def add(self, piece: EncodedPiece) -> None:
-        """A piece is done."""
-        self._tokens += len(piece.input_ids)
-        self._nbytes += piece.num_bytes
-
-    def line(self, feed: Feed) -> str:
-        """The rate, and the time left where the end is known; what ``feed`` skipped was done by an earlier run."""
-        seconds = max(time.monotonic() - self._begin, 1e-9)
-        rate = f"{self._tokens / seconds:,.0f} tokens/s"
-        if not self._total_nbytes or self._left_nbytes is None or not self._nbytes:
-            return rate
-        left = max(self._left_nbytes - feed.skipped_nbytes - self._nbytes, 0)
-        share = 100 * (1 - left / self._total_nbytes)
-        return f"{rate}, {share:.1f}% of the input, {left * seconds / self._nbytes:,.0f} s left"

@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_sft_idx.chat.inputs import InputFile, expand_inputs
-from megatron_sft_idx.chat.pieces import Piece
+from megatron_sft_idx.chat.inputs import InputFile, expand_inputs, total_bytes
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.live import END, PRODUCER, Catalog, Limits, ProducerState, Record
@@ -32,7 +31,7 @@ from megatron_sft_idx.produce.feed import (
     Position,
     StandardInput,
 )
-from megatron_sft_idx.produce.keeper import Pace, Room, StateKeeper, ended
+from megatron_sft_idx.produce.keeper import Room, StateKeeper, ended
 from megatron_sft_idx.shard import Shard, ShardWriter, check_free, read_header, remove_shard
 from megatron_sft_idx.shard.publication import name_held, read_journal, remove_remains, with_present
 from megatron_sft_idx.storage import require_local
@@ -45,6 +44,7 @@ from megatron_sft_idx.tokenize import (
     NotYet,
     PackOptions,
     RowEncoder,
+    differences,
     encode_piece,
     option_differences,
     pack_shard,
@@ -52,31 +52,12 @@ from megatron_sft_idx.tokenize import (
     remember_encoder,
 )
 
-__all__ = ["CURSOR", "AheadLimits", "Cursor", "ProduceOptions", "ProduceSummary", "find_start", "own_files", "produce"]
+__all__ = ["CURSOR", "Cursor", "ProduceOptions", "ProduceSummary", "find_start", "own_files", "produce"]
 
 # Of text that becomes one token, about: a shard is then some eight pieces.
 _BYTES_OF_A_TOKEN = 4
 _PIECES_OF_A_SHARD = 8
 _LEAST_PIECE_NBYTES, _MOST_PIECE_NBYTES = 1 << 10, 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class AheadLimits:
-    """How far the producer may run ahead of training, and what becomes of shards that training is done with.
-
-    Attributes:
-        max_shards: most published shards that some consumer has not completed; None for no limit.
-        max_nbytes: most bytes of these; None for no limit.
-        consumers: training runs that are to read the catalog.
-        keep_recent: remove completed shards but for so many, the newest; None removes nothing.
-        ack_dir: where consumers acknowledge, when that is not in the catalog.
-    """
-
-    max_shards: int | None = None
-    max_nbytes: int | None = None
-    consumers: int = 1
-    keep_recent: int | None = None
-    ack_dir: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +74,11 @@ class ProduceOptions:
         tokens_per_shard: a shard ends with the first piece of input at which it holds as many.
 
         workers: tokenising processes; 0 tokenises in this one.
-        ahead: how far this may run ahead of training.
+        max_ahead_shards: most published shards that some consumer has not completed; None for no limit.
+        max_ahead_nbytes: most bytes of these; None for no limit.
+        consumers: training runs that are to read the catalog.
+        keep_recent: remove completed shards but for so many, the newest; None removes nothing.
+        ack_dir: where consumers acknowledge, when that is not in the catalog.
         end_after: seconds without new input in ``watch`` that end it; None waits for its ``_END``.
         settle: seconds for which the size of a file in ``watch`` must stay the same until it counts as whole.
     """
@@ -105,7 +90,11 @@ class ProduceOptions:
     packing: PackOptions
     tokens_per_shard: int
     workers: int = 0
-    ahead: AheadLimits = AheadLimits()
+    max_ahead_shards: int | None = None
+    max_ahead_nbytes: int | None = None
+    consumers: int = 1
+    keep_recent: int | None = None
+    ack_dir: str | None = None
     end_after: float | None = None
     settle: float = 5.0
 
@@ -113,11 +102,11 @@ class ProduceOptions:
         for path, what in (
             (self.catalog, "a live catalog"),
             (self.watch, "a folder that is watched"),
-            (self.ahead.ack_dir, "a folder of acknowledgements"),
+            (self.ack_dir, "a folder of acknowledgements"),
         ):
             if path is not None:
                 require_local(path, what)
-        if (acks := self.ahead.ack_dir) and os.path.lexists(acks) and not os.path.isdir(acks):
+        if (acks := self.ack_dir) and os.path.lexists(acks) and not os.path.isdir(acks):
             raise FormatError(f"{acks}: {describe(acks)} is here, expected a folder; name another one")
         if self.packing.max_sequences_per_pack is None:
             raise FormatError("max_sequences_per_pack must be set: the width of every batch of a live catalog")
@@ -138,16 +127,12 @@ class ProduceOptions:
         nbytes = self.tokens_per_shard * _BYTES_OF_A_TOKEN // _PIECES_OF_A_SHARD
         return min(max(nbytes, _LEAST_PIECE_NBYTES), _MOST_PIECE_NBYTES)
 
-    def sharding(self) -> dict[str, Any]:
-        """What decides where shards end."""
-        return {"tokens_per_shard": self.tokens_per_shard, "piece_nbytes": self.piece_nbytes}
-
     def describe(self, encoder: RowEncoder, num_files: int) -> dict[str, Any]:
         """All that decides over the bytes of the shards, but for the content of the input."""
         source = "a growing folder" if self.watch is not None else "a pipe" if self.from_stdin else f"{num_files} files"
         return encoder.describe() | {
             "packing": self.packing.describe(),
-            "sharding": self.sharding(),
+            "sharding": {"tokens_per_shard": self.tokens_per_shard, "piece_nbytes": self.piece_nbytes},
             "input": {"input": source},
         }
 
@@ -159,10 +144,10 @@ class ProduceOptions:
             max_sequences_per_pack=self.packing.max_sequences_per_pack,
             sequence_multiple=self.packing.sequence_multiple,
             token_dtype="uint16" if encoder.token_dtype.name == "uint16" else "int32",
-            consumers=self.ahead.consumers,
-            max_ahead_shards=self.ahead.max_shards,
-            max_ahead_nbytes=self.ahead.max_nbytes,
-            keep_recent=self.ahead.keep_recent,
+            consumers=self.consumers,
+            max_ahead_shards=self.max_ahead_shards,
+            max_ahead_nbytes=self.max_ahead_nbytes,
+            keep_recent=self.keep_recent,
         )
 
 
@@ -225,19 +210,20 @@ def produce(options: ProduceOptions, log: Callable[[str], None] = lambda line: N
         state, cursor = find_start(catalog, options, encoder, len(files))
         if not state.published:
             taken.clear()
-        source = _open_input(options, files, taken, log)
+        source = _input(options, files, taken, log)
         summary = ProduceSummary(catalog.folder, state.published, cursor.rows, cursor.skipped)
         _clear_work(catalog)
         if catalog.end() is not None:
             log(f"{catalog.folder}: complete already, with the same input and options")
-            room = Room(catalog, StateKeeper(catalog, ended(state)), options.ahead.ack_dir, log)
+            room = Room(catalog, StateKeeper(catalog, ended(state)), options.ack_dir, log)
             room.remove_remains()
             room.free_completed()
             summary.found, summary.removed = True, room.removed
         else:
             if state.published:
                 log(f"{catalog.folder}: going on behind {state.published:,} shards, {cursor.rows:,} rows")
-            _Production(options, catalog, encoder, source, state, cursor, log).run(summary)
+            of_files = [total_bytes(files[first:]) for first in (0, cursor.position.file)]
+            _Production(options, catalog, encoder, source, state, cursor, of_files, log).run(summary)
     summary.seconds = time.monotonic() - begin
     return summary
 
@@ -295,17 +281,14 @@ def _clear_work(catalog: Catalog) -> None:
         os.rmdir(os.path.join(catalog.folder, _WORK))
 
 
-def _open_input(
-    options: ProduceOptions, files: Sequence[InputFile], taken: InputLog, log: Callable[[str], None]
-) -> Input:
-    piece_nbytes = options.piece_nbytes
-    if options.watch is not None:
-        if os.path.realpath(options.watch) == os.path.realpath(options.catalog):
-            raise FormatError(f"{options.catalog}: input and shards in one folder; name another one for the catalog")
-        return GrowingFolder(
-            options.watch, piece_nbytes, taken, settle=options.settle, end_after=options.end_after, log=log
-        )
-    return StandardInput(piece_nbytes) if options.from_stdin else FixedFiles(files, piece_nbytes, taken)
+def _input(options: ProduceOptions, files: Sequence[InputFile], taken: InputLog, log: Callable[[str], None]) -> Input:
+    if options.watch is None:
+        nbytes = options.piece_nbytes
+        return StandardInput(nbytes) if options.from_stdin else FixedFiles(files, nbytes, taken)
+    if os.path.realpath(options.watch) == os.path.realpath(options.catalog):
+        raise FormatError(f"{options.catalog}: input and shards in one folder; name another one for the catalog")
+    settle, end_after = options.settle, options.end_after
+    return GrowingFolder(options.watch, options.piece_nbytes, taken, settle=settle, end_after=end_after, log=log)
 
 
 class _Production:
@@ -319,16 +302,19 @@ class _Production:
         source: Input,
         state: ProducerState,
         cursor: Cursor,
+        of_files: Sequence[int],
         log: Callable[[str], None],
     ) -> None:
         self._options, self._catalog, self._encoder, self._log = options, catalog, encoder, log
         self._corpus = os.path.join(catalog.folder, _WORK, _CORPUS)
         self._keeper = StateKeeper(catalog, state)
-        self._room = Room(catalog, self._keeper, options.ahead.ack_dir, log)
+        self._room = Room(catalog, self._keeper, options.ack_dir, log)
         self._feed = Feed(source, cursor.position, catalog.folder)
         self._cursor = cursor
         self._report = CorpusReport(cursor.rows, cursor.skipped)
-        self._pace = Pace(source.num_bytes(0), source.num_bytes(cursor.position.file))
+        # Bytes of the whole input and of the files that are left, 0 where nobody knows; and what this run has done.
+        self._total_nbytes, self._left_nbytes = of_files
+        self._begin, self._tokens, self._nbytes = time.monotonic(), 0, 0
 
     def run(self, summary: ProduceSummary) -> None:
         """Make shards until the input ends; then say how many there are."""
@@ -337,7 +323,9 @@ class _Production:
         with (
             self._keeper as keeper,
             Local(self._options.workers) as pool,
-            contextlib.closing(pool.map_in_order(encode_piece, encoding, self._feed, name_of=_first_row)) as results,
+            contextlib.closing(
+                pool.map_in_order(encode_piece, encoding, self._feed, name_of="{0.path}:{0.first}".format)
+            ) as results,
         ):
             self._room.remove_remains()
             while self._tokenise(results):
@@ -366,14 +354,17 @@ class _Production:
                 if piece.loss_mask.dtype == np.float32 and writer.mask_dtype != np.float32:
                     notes[_DROPPED] += writer.dropped_first_tokens
                     writer = stack.enter_context(self._with_weights(writer))
-                _add(writer, piece)
+                ones = np.ones(len(piece.lengths), np.int64)
+                writer.add_packs(
+                    piece.input_ids, piece.loss_mask, np.zeros_like(ones), piece.lengths, ones, mask_alignment="token"
+                )
                 on_bad_row = self._options.encoding.on_bad_row
                 self._report.add(piece.rows, piece.bad_rows, piece.straddling, on_bad_row, self._log)
                 notes.update(piece.notes)
                 position, path, first = self._feed.done()
                 kept += self._tokens_kept(piece, path, first)
                 self._cursor = Cursor(position, self._report.rows, self._report.skipped)
-                self._pace.add(piece)
+                self._tokens, self._nbytes = self._tokens + len(piece.input_ids), self._nbytes + piece.num_bytes
             if not kept:
                 writer.abandon()
                 return False
@@ -385,7 +376,7 @@ class _Production:
                     "skipped": self._cursor.skipped - before.skipped,
                 },
                 "notes": {name: count for name, count in sorted(notes.items()) if count},
-                "sharding": self._options.sharding(),
+                "sharding": self._options.describe(self._encoder, 0)["sharding"],
                 CURSOR: self._cursor.to_json(),
             }
         return True
@@ -448,19 +439,18 @@ class _Production:
         self._keeper.update(published=number + 1, input=self._cursor.to_json())
         self._log(
             f"shard {number}: {report.packs:,} packs, {report.sequences:,} sequences, {report.tokens:,} tokens,"
-            f" fill {100 * report.fill:.1f}%; {self._report.rows:,} rows so far, {self._pace.line(self._feed)}"
+            f" fill {100 * report.fill:.1f}%; {self._report.rows:,} rows so far, {self._pace()}"
         )
 
-
-def _first_row(piece: Piece) -> str:
-    """As errors about the piece name it."""
-    return f"{piece.path}:{piece.first}"
-
-
-def _add(writer: ShardWriter, piece: EncodedPiece) -> None:
-    """Add the sequences of a piece, one a pack."""
-    ones = np.ones(len(piece.lengths), np.int64)
-    writer.add_packs(piece.input_ids, piece.loss_mask, np.zeros_like(ones), piece.lengths, ones, mask_alignment="token")
+    def _pace(self) -> str:
+        """The rate, and the time left where the end is known; what was read again was done by an earlier run."""
+        seconds = max(time.monotonic() - self._begin, 1e-9)
+        rate = f"{self._tokens / seconds:,.0f} tokens/s"
+        if not self._total_nbytes or not self._nbytes:
+            return rate
+        left = max(self._left_nbytes - self._feed.skipped_nbytes - self._nbytes, 0)
+        share = 100 * (1 - left / self._total_nbytes)
+        return f"{rate}, {share:.1f}% of the input, {left * seconds / self._nbytes:,.0f} s left"
 
 
 # ---- where a producer begins: an empty catalog, or one that it was making, however it ended ----
@@ -547,11 +537,7 @@ def _differences(
     differs = option_differences(state.options, encoder) + packing_differences(state.options, options.packing)
     for group in ("sharding", "input"):
         found = state.options.get(group)
-        before = found if isinstance(found, dict) else {}
-        for key in sorted({*before, *wanted[group]}):
-            if before.get(key) != wanted[group].get(key):
-                name = key.replace("_", " ")
-                differs.append(f"{name} was {before.get(key)!r}, is {wanted[group].get(key)!r}")
+        differs += differences(found if isinstance(found, dict) else {}, wanted[group])
     if state.limits.token_dtype != limits.token_dtype:
         differs.append(f"token dtype was {state.limits.token_dtype}, is {limits.token_dtype}")
     return differs

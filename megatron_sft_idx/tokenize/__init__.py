@@ -9,6 +9,7 @@ becomes tokens, and nothing here knows how a shard lies on disk.
 from megatron_sft_idx.tokenize.begin import (
     PreprocessOptions,
     corpus_prefix,
+    differences,
     option_differences,
     packing_differences,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "available_cpus",
     "check_summary",
     "corpus_prefix",
+    "differences",
     "downloaded",
     "encode_piece",
     "encoding_options",

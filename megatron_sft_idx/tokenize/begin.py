@@ -37,13 +37,14 @@ __all__ = [
     "RunState",
     "begin",
     "corpus_prefix",
+    "differences",
     "find_done",
     "option_differences",
     "packing_differences",
 ]
 
 _MAX_NBYTES = 1 << 28
-# Options, as ``_differences`` calls them, that decide over what a chat template makes of a row.
+# Options, as ``differences`` calls them, that decide over what a chat template makes of a row.
 _IN_TEMPLATE = ("allow control tokens ", "partial markers ", "template ", "train on ", "turns ")
 _VERSION = 2
 _LOCK = "run.journal"
@@ -307,7 +308,7 @@ _Start = tuple[RunState, Shard | None, bool]
 def option_differences(found: Mapping[str, Any], encoder: RowEncoder) -> list[str]:
     """What of the options that decide over tokens and masks is another in ``found``, a header's metadata."""
     wanted = encoder.describe()
-    differs = list(_differences({key: found.get(key) for key in wanted}, wanted))
+    differs = list(differences({key: found.get(key) for key in wanted}, wanted))
     # A template's fingerprint covers options too: where one of those is named, it says no more.
     others = [each for each in differs if not each.startswith("chat template ")]
     return others if any(each.startswith(_IN_TEMPLATE) for each in others) else differs
@@ -317,7 +318,7 @@ def packing_differences(found: Mapping[str, Any], packing: PackOptions) -> list[
     """What of the packing options is another in ``found``: a packed shard's metadata, or what a run has noted."""
     noted, wanted = found.get("packing"), asdict(packing)
     packed = {key: noted.get(key) for key in wanted} if isinstance(noted, dict) else None
-    return list(_differences(packed, wanted, "packing"))
+    return list(differences(packed, wanted, "packing"))
 
 
 def _content_differences(header: Header, job: Job) -> list[str]:
@@ -335,17 +336,17 @@ def _shards_differences(headers: Sequence[Header], job: Job) -> list[str]:
             return differs
     for header in headers:
         differs = option_differences(header.metadata, job.encoder)
-        if differs := differs or list(_differences(header.metadata.get("sources"), first, "sources")):
+        if differs := differs or list(differences(header.metadata.get("sources"), first, "sources")):
             return differs
     return _content_differences(headers[0], job)
 
 
-def _differences(found: Any, wanted: Any, name: str = "") -> Iterator[str]:
+def differences(found: Any, wanted: Any, name: str = "") -> Iterator[str]:
     """``name was this, is that`` of every value in nested objects."""
     if isinstance(found, Mapping) and isinstance(wanted, Mapping):
         for key in sorted({*found, *wanted}):
             inner = key if name in ("", "options") else f"{name} {key}"
-            yield from _differences(found.get(key), wanted.get(key), inner.replace("_", " "))
+            yield from differences(found.get(key), wanted.get(key), inner.replace("_", " "))
     elif found != wanted:
         yield f"{name} was {found!r}, is {wanted!r}"
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -101,14 +101,24 @@ class EncodedPiece:
     columns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
-class _Drawn(NamedTuple):
-    """A rendered row, one text or one a turn, and the template that rendered it."""
+class _Row(NamedTuple):
+    """A row, ready to be tokenised.
 
+    Attributes:
+        position: in its file.
+        rendered: its texts: one, one a turn, or the two of a pair.
+        template: that rendered them; None for a row that came tokenised.
+        tokenized: such a row.
+        label: of KTO.
+        content: the hash of what it says, where that is asked for.
+    """
+
+    position: int
     rendered: list[Rendered]
-    template: ChatTemplate
-
-
-_Prepared = _Drawn | TokenizedRow
+    template: ChatTemplate | None
+    tokenized: TokenizedRow | None
+    label: int | None
+    content: NDArray[np.uint32] | None
 
 
 class RowEncoder:
@@ -156,7 +166,8 @@ class RowEncoder:
 
     def describe(self) -> dict[str, Any]:
         """All that decides which tokens and masks a row becomes, for the shard's header."""
-        masks, rows = self.options.masks, self.options.rows
+        options, rows = self.options, self.options.rows
+        if_set = {"source": options.source, "source_weights": [*options.source_weights], "content": options.content}
         return {
             "tokenizer": {"fingerprint": self.tokenizer.fingerprint, "vocab_size": self.tokenizer.vocab_size},
             "chat_template": {
@@ -164,124 +175,108 @@ class RowEncoder:
                 "tools_fingerprint": self.tools_template.fingerprint if self.tools_template else None,
             },
             "options": {
-                "allow_control_tokens": masks.allow_control_tokens,
-                "append_eod": self.options.append_eod,
+                **asdict(options.masks),
+                "append_eod": options.append_eod,
                 "mask_alignment": rows.mask_alignment,
                 "messages_key": rows.messages_key,
-                "on_bad_row": self.options.on_bad_row,
+                "on_bad_row": options.on_bad_row,
                 "row_kind": rows.kind,
-                "partial_markers": masks.partial_markers,
-                "span_by_span": self.options.span_by_span,
-                "straddling": self.options.straddling,
-                "template_date": masks.template_date,
-                "template_kwargs": dict(self.options.template_kwargs),
-                "train_on": masks.train_on,
-                "train_on_thinking": masks.train_on_thinking,
-                "train_on_tool_calls": masks.train_on_tool_calls,
-                "turns": masks.turns,
-            }
-            | ({"source": True} if self.options.source else {})
-            | ({"source_weights": [*self.options.source_weights]} if self.options.source_weights else {})
-            | ({"content": True} if self.options.content else {}),
+                "span_by_span": options.span_by_span,
+                "straddling": options.straddling,
+                "template_kwargs": dict(options.template_kwargs),
+                **{name: value for name, value in if_set.items() if value},
+            },
         }
 
     def encode(self, piece: Piece, file: int = 0) -> EncodedPiece:
         """Encode the rows of one piece, in order; ``file`` is the number of its file."""
-        sequences: list[Encoded] = []
-        places: list[int] = []
-        labels: dict[int, int | None] = {}
+        options, rows, batch = self.options, 0, list[_Row]()
+        made: list[tuple[_Row, list[Encoded]]] = []
         bad_rows: list[SequenceError] = []
-        contents: dict[int, NDArray[np.uint32]] = {}
-        batch: list[tuple[int, _Prepared]] = []
-        rows = 0
         for position, data in piece.rows():
             rows += 1
             try:
                 if isinstance(data, SequenceError):
                     raise data
-                sources, label = self._read(data)
-                batch.append((position, self._prepare(sources)))
-                labels[position] = label
-                if self.options.content:
-                    contents[position] = row_hash(sources, label)
+                batch.append(self._prepare(position, data))
             except ValueError as error:
                 bad_rows.append(_at(error, piece.path, position))
-                if self.options.on_bad_row == "error":
+                if options.on_bad_row == "error":
                     break
             if len(batch) >= _BATCH_ROWS:
-                self._encode_batch(piece, batch, sequences, places, bad_rows)
+                made += self._encode_batch(piece, batch, bad_rows)
                 batch = []
-        self._encode_batch(piece, batch, sequences, places, bad_rows)
+        made += self._encode_batch(piece, batch, bad_rows)
         bad_rows.sort(key=lambda error: error.position or 0)
-        weight = self.options.source_weights[file] if self.options.source_weights else 1.0
-        done = self._join(sequences, rows, piece.num_bytes, bad_rows, weight)
-        if self.options.source:
-            source = np.zeros((len(places), 2), np.uint32)
-            source[:, 1] = np.array(places, np.int64) - piece.first
-            done.columns["source"] = source
-        if self.options.rows.kind == "kto":
-            done.columns["label"] = np.array([labels[position] for position in places], np.uint8)
-        if self.options.content:
-            done.columns["content"] = content = np.zeros((len(places), 5), np.uint32)
-            for at, position in enumerate(places):
-                content[at, :4] = contents[position]
-                content[at, 4] = content[at - 1, 4] + 1 if at and places[at - 1] == position else 0
+        weight = options.source_weights[file] if options.source_weights else 1.0
+        done = self._join([one for _, of_row in made for one in of_row], rows, piece.num_bytes, bad_rows, weight)
+        # Columns have a row for each of a row's sequences.
+        each = np.array([len(of_row) for _, of_row in made], np.int64)
+        if options.source:
+            positions = np.array([row.position for row, _ in made], np.int64)
+            done.columns["source"] = source = np.zeros((int(each.sum()), 2), np.uint32)
+            source[:, 1] = np.repeat(positions - piece.first, each)
+        if options.rows.kind == "kto":
+            done.columns["label"] = np.repeat(np.array([row.label for row, _ in made], np.uint8), each)
+        if options.content:
+            done.columns["content"] = content = np.zeros((int(each.sum()), 5), np.uint32)
+            hashes = np.array([row.content for row, _ in made], np.uint32).reshape(-1, 4)
+            content[:, :4] = np.repeat(hashes, each, axis=0)
+            content[:, 4] = np.arange(len(content)) - np.repeat(np.cumsum(each) - each, each)
         return done
 
-    def _read(self, data: Any) -> tuple[list[Conversation | TokenizedRow], int | None]:
-        """What a row holds, two of a pair and else one, and its label where it is one of KTO."""
-        if self.options.rows.kind in ("preference", "kto"):
-            return read_judged(data, self.options.rows)
-        return [to_sequence_source(data, self.options.rows)], None
-
-    def _prepare(self, sources: Sequence[Conversation | TokenizedRow]) -> _Prepared:
-        """A row, ready to be tokenised."""
-        drawn = [self._draw(source) for source in sources]
-        if len(drawn) == 1:
-            return drawn[0]
-        rendered = [text for one in drawn if isinstance(one, _Drawn) for text in one.rendered]
-        if len(rendered) != 2 or not isinstance(drawn[0], _Drawn):
+    def _prepare(self, position: int, data: Any) -> _Row:
+        options, label, tokenized, template = self.options, None, None, None
+        rendered: list[Rendered] = []
+        sources: Sequence[Conversation | TokenizedRow]
+        if options.rows.kind in ("preference", "kto"):
+            sources, label = read_judged(data, options.rows)
+        else:
+            sources = (to_sequence_source(data, options.rows),)
+        for source in sources:
+            if isinstance(source, TokenizedRow):
+                tokenized = source
+                continue
+            template = self.tools_template if source.tools else self.template
+            if template is None:
+                raise FormatError(
+                    f"{options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"
+                )
+            rendered += template.render_turns(source)
+        if len(sources) == 2 and len(rendered) != 2:
             raise RowError("an answer makes several sequences with --turns split; a pair is one of each")
-        return _Drawn(rendered, drawn[0].template)
-
-    def _draw(self, source: Conversation | TokenizedRow) -> _Prepared:
-        if isinstance(source, TokenizedRow):
-            return source
-        template = self.tools_template if source.tools else self.template
-        if template is None:
-            raise FormatError(
-                f"{self.options.tokenizer}: the tokenizer has no chat template; name one with --chat-template FILE"
-            )
-        return _Drawn(template.render_turns(source), template)
+        content = row_hash(sources, label) if options.content else None
+        return _Row(position, rendered, template, tokenized, label, content)
 
     def _encode_batch(
-        self,
-        piece: Piece,
-        batch: Sequence[tuple[int, _Prepared]],
-        sequences: list[Encoded],
-        places: list[int],
-        bad_rows: list[SequenceError],
-    ) -> None:
-        """Tokenise all rows of a template in one call; then take them, and their positions, in the order of rows."""
+        self, piece: Piece, batch: Sequence[_Row], bad_rows: list[SequenceError]
+    ) -> Iterator[tuple[_Row, list[Encoded]]]:
+        """The sequences of each row; all rows of a template are tokenised in one call, and bad ones added to those."""
         texts: dict[ChatTemplate, list[Rendered]] = {}
-        for _, row in batch:
-            if isinstance(row, _Drawn):
+        for row in batch:
+            if row.template is not None:
                 texts.setdefault(row.template, []).extend(row.rendered)
         encoded = {template: iter(self._tokenise(rendered, template)) for template, rendered in texts.items()}
-        for position, row in batch:
+        for row in batch:
             try:
-                if isinstance(row, TokenizedRow):
-                    made = [self.tokenizer.from_token_row(row)]
+                if row.template is None:
+                    assert row.tokenized is not None
+                    made = [self.tokenizer.from_token_row(row.tokenized)]
                 else:
                     # All turns of a row are taken, and only then looked at: a bad one spoils the row.
-                    made = _all_encoded([next(encoded[row.template]) for _ in row.rendered])
+                    made = []
+                    for outcome in [next(encoded[row.template]) for _ in row.rendered]:
+                        if isinstance(outcome, SequenceError):
+                            raise outcome
+                        if not len(outcome.input_ids):
+                            raise ValueError("the row has no tokens; a sequence holds at least one")
+                        made.append(outcome)
             except ValueError as error:
-                bad_rows.append(_at(error, piece.path, position))
+                bad_rows.append(_at(error, piece.path, row.position))
                 continue
             if self.options.append_eod and self.tokenizer.eos_id is not None:
                 made = [append_eod(sequence, self.tokenizer.eos_id) for sequence in made]
-            sequences += made
-            places += [position] * len(made)
+            yield row, made
 
     def _tokenise(self, rendered: Sequence[Rendered], template: ChatTemplate) -> list[Encoded | SequenceError]:
         """All rows in one call; one by one where a row cannot be tokenised, so that the others are."""
@@ -322,18 +317,6 @@ class RowEncoder:
         lengths = np.array([len(s.input_ids) for s in sequences], np.int64)
         straddling = next((sequence.straddling for sequence in sequences if sequence.straddling), "")
         return EncodedPiece(ids, mask, lengths, rows, num_bytes, bad_rows, notes, straddling)
-
-
-def _all_encoded(outcomes: Sequence[Encoded | SequenceError]) -> list[Encoded]:
-    """The sequences of one row, none of them empty."""
-    made = []
-    for outcome in outcomes:
-        if isinstance(outcome, SequenceError):
-            raise outcome
-        if not len(outcome.input_ids):
-            raise ValueError("the row has no tokens; a sequence holds at least one")
-        made.append(outcome)
-    return made
 
 
 def _at(error: ValueError, path: str, position: int) -> SequenceError:
