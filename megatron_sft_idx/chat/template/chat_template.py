@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,9 +29,9 @@ from megatron_sft_idx.chat.template.forms import (
     prepared,
     prints_parts,
 )
-from megatron_sft_idx.chat.template.marking import ControlTokens, Place, locate
-from megatron_sft_idx.chat.template.scaffold import Beginnings, Edges, pieces_pattern, tested_strings
-from megatron_sft_idx.chat.template.spans import Ranges, Rules, SpanFinder, selected, unusable
+from megatron_sft_idx.chat.template.marking import ControlTokens
+from megatron_sft_idx.chat.template.scaffold import Rules
+from megatron_sft_idx.chat.template.spans import Ranges, SpanFinder, selected, unusable
 from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable
 from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
@@ -99,13 +100,8 @@ class ChatTemplate:
         self._refuse_reserved(self._kwargs, FormatError)
         environment = TemplateEnvironment(self.options.template_date)
         self._template = TracedTemplate(source, environment, name)
-        ends = {*self._controls.texts, *(text for text in self._special.values() if isinstance(text, str))}
-        bos, eos = (self._special.get(key) or "" for key in ("bos_token", "eos_token"))
-        ends -= {"", bos} - {eos}
-        self._piece = pieces_pattern(ends)
-        longest_first = tuple(sorted(ends, key=lambda text: (-len(text), text)))
-        tested = tested_strings(environment.parse(source))
-        self._rules = Rules(name, self.options, longest_first, bos if bos != eos else "", eos, tested)
+        tree = environment.parse(source)
+        self._rules = Rules(name, self.options, self._special, self._controls.texts, source, tree)
         wants_all = self.options.train_on_thinking and self.options.train_on_tool_calls
         self._learns_everything = self.options.train_on == "all" and wants_all
         self._style: Style | None = None
@@ -133,14 +129,15 @@ class ChatTemplate:
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()[:32]
 
     def __reduce__(self) -> tuple[Callable[..., ChatTemplate], tuple[Any, ...]]:
-        keywords = {
-            "special_tokens": self._special,
-            "control_tokens": self._controls.texts,
-            "options": self.options,
-            "template_kwargs": self._kwargs,
-            "name": self.name,
-        }
-        return _rebuilt, (self._source, keywords)
+        again = partial(
+            ChatTemplate,
+            special_tokens=self._special,
+            control_tokens=self._controls.texts,
+            options=self.options,
+            template_kwargs=self._kwargs,
+            name=self.name,
+        )
+        return again, (self._source,)
 
     def render(self, conversation: Conversation) -> Rendered:
         """Render a conversation as one text and find what is trained on in it.
@@ -179,7 +176,9 @@ class ChatTemplate:
         ]
         with self._lock:
             if self._style is None:
-                self._style = learn_style(self._plain_probe)
+                self._style = learn_style(
+                    lambda made_up: self._tried(self._variables(made_up, Conversation(made_up, [])))
+                )
             found: list[list[Rendered]] = []
             failed: SequenceError | None = None
             for other in (False, True):  # where the learnt form fails, contents as strings or parts, as it is not
@@ -249,10 +248,7 @@ class ChatTemplate:
         chosen = selected(row.messages, row.conversation.weights, self.options.train_on)
         if not chosen:
             return [self._whole(row)]
-        texts = [
-            self._tried(self._template.plain, {**row.variables, "messages": row.messages[: index + 1]})
-            for index in chosen
-        ]
+        texts = [self._tried({**row.variables, "messages": row.messages[: index + 1]}) for index in chosen]
         found: list[Rendered] = []
         group: list[int] = []
         for number, index in enumerate(chosen):
@@ -286,27 +282,14 @@ class ChatTemplate:
         }
 
     def _finder(self, row: _Row, text: str, traced: Traced | None) -> SpanFinder:
-        def beginning(messages: list[dict[str, Any]], prompt: bool) -> str | None:
+        def render(*, messages: list[dict[str, Any]], **altered: Any) -> str | None:
             if row.style.in_parts:
                 messages = [in_text_parts(message) for message in messages]
-            variables = {**row.variables, "messages": messages, "add_generation_prompt": prompt}
-            return self._tried(self._template.plain, variables)
+            return self._tried({**row.variables, "messages": messages, **altered})
 
-        def edges() -> Edges:
-            views = Beginnings(text, row.messages, beginning)
-            prompted = "add_generation_prompt" in self._source
-            return Edges(views, prompted, self._rules.ends, self._rules.eos, self._piece)
-
-        def places() -> list[Place] | None:
-            def altered(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
-                return self._tried(self._template.plain, {**row.variables, "messages": messages, "tools": tools})
-
-            return locate(row.messages, row.conversation.tools, text, altered)
-
-        key = f"{bool(row.conversation.tools)}"
-        if row.conversation.kwargs:
-            key += json.dumps(row.conversation.kwargs, sort_keys=True, default=repr)
-        return SpanFinder(self._rules, text, row.messages, traced, edges, places, key, row.style.writes_arguments)
+        tools, kwargs = row.conversation.tools, row.conversation.kwargs
+        key = f"{bool(tools)}" + (json.dumps(kwargs, sort_keys=True, default=repr) if kwargs else "")
+        return SpanFinder(self._rules, text, row.messages, tools, traced, render, key, row.style.writes_arguments)
 
     def _spans(self, finder: SpanFinder, row: _Row, chosen: Sequence[int], length: int) -> list[Span]:
         weights = row.conversation.weights
@@ -318,14 +301,10 @@ class ChatTemplate:
         spans = _weighted(found, weights)
         return _around(found, spans, length) if self.options.train_on == "all" else spans
 
-    def _plain_probe(self, messages: list[dict[str, Any]]) -> str | None:
-        """Render a made-up conversation; None where the template refuses it."""
-        return self._tried(self._template.plain, self._variables(messages, Conversation(messages, [])))
-
-    def _tried(self, step: Callable[..., _Result], *arguments: Any) -> _Result | None:
-        """Run a render of an altered or made-up conversation; None where the template finds it odd. Others may do."""
+    def _tried(self, variables: dict[str, Any]) -> str | None:
+        """Render an altered or made-up conversation; None where the template finds it odd. Others may do."""
         try:
-            return step(*arguments)
+            return self._template.plain(variables)
         except FormatError:
             raise
         except _RUNAWAY as error:
@@ -377,10 +356,6 @@ class ChatTemplate:
 
 def _unrendered(reason: str) -> SequenceError:
     return _UnrenderedError("conversation", None, reason)
-
-
-def _rebuilt(source: str, keywords: dict[str, Any]) -> ChatTemplate:
-    return ChatTemplate(source, **keywords)
 
 
 def _weighted(found: Sequence[tuple[int, Ranges, Ranges]], weights: Sequence[float]) -> list[Span]:

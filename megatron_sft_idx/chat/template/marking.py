@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import orjson
@@ -45,7 +46,7 @@ def locate(
     messages: Sequence[dict[str, Any]],
     tools: list[dict[str, Any]] | None,
     text: str,
-    render: Callable[[list[dict[str, Any]], list[dict[str, Any]] | None], str | None],
+    render: Callable[..., str | None],
 ) -> list[Place] | None:
     """Find the data of every message in ``text``: contents, reasoning and string arguments of calls.
 
@@ -55,7 +56,7 @@ def locate(
         messages: the conversation as the template saw it.
         tools: the functions that can be called.
         text: what the template made of it.
-        render: renders altered messages and tools; None where the template refuses them.
+        render: renders altered ``messages`` and ``tools``; None where the template refuses them.
 
     Returns:
         Ascending places; a string that the template writes twice has two. None where marks change what the template
@@ -70,7 +71,7 @@ def locate(
     for gently in (False, True):
         marker = _DataMarker(sentinel, close, gently)
         altered = [marker.message(index, message) for index, message in enumerate(messages)]
-        marked = render(altered, tools and [marker.described(tool) for tool in tools])
+        marked = render(messages=altered, tools=tools and [marker.described(tool) for tool in tools])
         if marked is not None and pattern.sub("", marked) == text:
             break
     else:
@@ -190,17 +191,14 @@ class ControlTokens:
     def among(self, value: Any) -> set[str]:
         """The control tokens spelt anywhere in a JSON-like value, keys included."""
         found: set[str] = set()
-        if not self._plain_letters or self._may_hold(value):
-            self._collect(value, found, self._pattern)
+        with suppress(TypeError, ValueError):  # a quick look at the JSON text settles nearly every row
+            text = orjson.dumps(value) if self._plain_letters else None
+            if text is not None and not (
+                any(first in text for first in self._firsts_utf8) and self._pattern.search(text.decode())
+            ):
+                return found
+        self._collect(value, found, self._pattern)
         return found
-
-    def _may_hold(self, value: Any) -> bool:
-        """Whether the value's JSON text holds a control token: a quick look that settles nearly every row."""
-        try:
-            text = orjson.dumps(value)
-        except (TypeError, ValueError):
-            return True
-        return any(first in text for first in self._firsts_utf8) and self._pattern.search(text.decode()) is not None
 
     def _collect(self, value: Any, found: set[str], pattern: re.Pattern[str]) -> None:
         kind = type(value)

@@ -11,13 +11,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import SequenceMatcher
+from functools import cached_property
+from itertools import count
 from typing import Any, NamedTuple
 
 from jinja2 import nodes
 
 from megatron_sft_idx.chat.template.forms import ASKED, SAID
+from megatron_sft_idx.chat.types import MaskOptions
 
-__all__ = ["Beginnings", "Edges", "Written", "pieces_pattern", "tested_strings"]
+__all__ = ["MOST_KNOWN", "Edge", "Edges", "Rules", "Written"]
+
+MOST_KNOWN = 1 << 14
+"""Kinds of messages and turns that are remembered at most."""
+
 
 _FAR = 256  # characters that are compared in pieces before two renderings part
 _LOOKING = ("startswith", "endswith", "split", "rsplit", "partition", "find", "rfind", "count", "replace")
@@ -27,77 +34,78 @@ _SPEAKER = re.compile(r"user|human|observation|tool|system|developer", re.IGNORE
 _NEAR = 32  # characters before a place by which it is found again in another rendering
 
 
-def pieces_pattern(controls: Iterable[str]) -> re.Pattern[str]:
-    """What markers are compared in, never in parts of it: a control token, a tag, a word, one character of the rest."""
-    tokens = "".join(f"{re.escape(text)}|" for text in sorted(controls, key=len, reverse=True))
-    return re.compile(rf"{tokens}<[^<>\s]+>|\[[A-Z_/]+\]|\w+|.", re.DOTALL)
+class Edge(NamedTuple):
+    """What is known of turns of one kind: the untrained text they start with; how they stop behind their own text."""
+
+    head: str
+    dropped: str
+    late: str
+    ended: bool
 
 
-class Beginnings:
-    """Renderings of one conversation cut short, each made once.
+class Rules:
+    """What decides spans in every conversation alike, and what was found out about turns.
 
     Args:
-        text: the whole conversation, rendered.
-        messages: as the template sees them.
-        render: messages, and whether the generation prompt follows; None where the template refuses them.
+        name: the template, for errors.
+        options: what is trained on.
+        special: template variables such as ``bos_token``.
+        controls: texts of control tokens.
+        source: the template.
+        tree: the same, parsed.
+
+    Attributes:
+        ends: texts that may end a turn: control tokens, longest first.
+        bos: the tokenizer's beginning-of-sequence text, or "" where that ends sequences too.
+        eos: the tokenizer's end-of-sequence text, or "".
+        piece: what markers are compared in, never in parts of it: a control token, a tag, a word, one character of
+            the rest.
+        prompted: whether the template knows of generation prompts at all.
+        known: edges by the kind of turn and the template text at them.
     """
 
     def __init__(
         self,
-        text: str,
-        messages: Sequence[dict[str, Any]],
-        render: Callable[[list[dict[str, Any]], bool], str | None],
+        name: str,
+        options: MaskOptions,
+        special: Mapping[str, str],
+        controls: Iterable[str],
+        source: str,
+        tree: nodes.Template,
     ) -> None:
-        self.text, self.messages, self._render = text, messages, render
-        self._made: dict[tuple[int, str, bool], str | None] = {(len(messages), "", False): text}
-        self._plain: tuple[str, str] | None = None
+        self.name, self.options = name, options
+        bos, eos = (special.get(key) or "" for key in ("bos_token", "eos_token"))
+        ends = {*controls, *(text for text in special.values() if isinstance(text, str))} - ({"", bos} - {eos})
+        self.ends = tuple(sorted(ends, key=lambda text: (-len(text), text)))
+        self.bos, self.eos = bos if bos != eos else "", eos
+        tokens = "".join(f"{re.escape(text)}|" for text in self.ends)
+        self.piece = re.compile(rf"{tokens}<[^<>\s]+>|\[[A-Z_/]+\]|\w+|.", re.DOTALL)
+        self.prompted = "add_generation_prompt" in source
+        self.known: dict[tuple[Any, ...], Edge] = {}
+        self._tested = _tested_strings(tree)
+        self._letters = "".join({one[0] for one in self._tested})
+        self._shapes: dict[tuple[Any, ...], int] = {}
+        self._numbers = count()  # of shapes; none is given twice
 
-    def _of(self, count: int, more: str = "", prompt: bool = False) -> str | None:
-        key = (count, more, prompt)
-        if key not in self._made:
-            messages = [*self.messages[:count]]
-            if more:
-                messages.append({"role": "user" if more == ASKED else "assistant", "content": more})
-            self._made[key] = self._render(messages, prompt)
-        return self._made[key]
-
-    def fed(self, count: int) -> str | None:
-        """The first messages with the generation prompt: what a server feeds."""
-        return self._of(count, prompt=True)
-
-    def closed(self, count: int) -> str | None:
-        """The first messages and nothing more."""
-        return self._of(count)
-
-    def went_on(self) -> str | None:
-        """All messages and what may follow: another question, or the results of calls."""
-        text = self._of(len(self.messages), ASKED)
-        calls = self.messages[-1].get("tool_calls")
-        if text is None and calls:
-            results = [
-                {"role": "tool", "content": ASKED, "tool_call_id": call.get("id", ""), "name": _name_of(call)}
-                for call in calls
-            ]
-            text = self._render([*self.messages, *results], False)
-        return text
-
-    def answered(self, count: int) -> str | None:
-        """The first messages and a plain answer."""
-        return self._of(count, SAID)
-
-    def plain(self) -> tuple[str, str]:
-        """A plain question, and one with a plain answer; "" where the template refuses either."""
-        if self._plain is None:
-            question, answer = {"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}
-            asked, answered = self._of(0, ASKED), self._render([question, answer], False)
-            known = asked is not None and answered is not None and SAID in answered
-            self._plain = (asked or "", answered or "") if known else ("", "")
-        return self._plain
-
-    def prompt(self, count: int, more: str = "") -> tuple[str, str] | None:
-        """The first messages with the generation prompt and without it."""
-        fed, closed = self._of(count, more, True), self._of(count, more)
-        return None if fed is None or closed is None else (fed, closed)
+    def shape(self, message: Mapping[str, Any], first: bool) -> int:
+        """A number that messages share if the template writes the same around them; ``first`` opens its row."""
+        content = message.get("content")
+        words = content[0].get("text") if type(content) is list and len(content) == 1 else content
+        found: list[str] = []
+        if type(words) is str:
+            for letter in self._letters:
+                if letter in words:
+                    found = [one for one in self._tested if one in words]
+                    break
+        calls = message.get("tool_calls")
+        many = min(len(calls), 2) if type(calls) is list else 0
+        reasons = bool(message.get("reasoning_content"))
+        shape = (message.get("role"), *message, bool(words), reasons, many, first, *found)
+        if (number := self._shapes.get(shape)) is None:
+            if len(self._shapes) >= MOST_KNOWN:
+                self._shapes.clear()
+            number = self._shapes[shape] = next(self._numbers)
+        return number
 
 
 class Written(NamedTuple):
@@ -116,21 +124,43 @@ class Written(NamedTuple):
 
 
 class Edges:
-    """Finds the edges of turns in one rendered conversation.
+    """Finds the edges of turns in one rendered conversation, by renderings of its beginnings, each made once.
 
     Args:
-        views: the conversation and its beginnings.
-        prompted: whether the template knows of generation prompts at all.
-        ends: texts that may end a turn: control tokens, longest first.
-        eos: the tokenizer's end-of-sequence text, or "".
-        piece: as ``pieces_pattern`` makes it.
+        rules: what holds for every conversation.
+        text: the whole conversation, rendered.
+        messages: as the template sees them.
+        render: renders other ``messages``, with ``add_generation_prompt`` or not; None where the template refuses them.
     """
 
     def __init__(
-        self, views: Beginnings, prompted: bool, ends: tuple[str, ...], eos: str, piece: re.Pattern[str]
+        self, rules: Rules, text: str, messages: Sequence[dict[str, Any]], render: Callable[..., str | None]
     ) -> None:
-        self._views, self._text = views, views.text
-        self._prompted, self._ends, self._eos, self._piece = prompted, ends, eos, piece
+        self._text, self._messages, self._render = text, messages, render
+        self._prompted, self._ends, self._eos, self._piece = rules.prompted, rules.ends, rules.eos, rules.piece
+        self._made: dict[tuple[int, str, bool], str | None] = {(len(messages), "", False): text}
+
+    def _view(self, first: int, more: str = "", prompt: bool = False) -> str | None:
+        """The first messages, another question (``ASKED``) or answer (``SAID``), and the generation prompt."""
+        key = (first, more, prompt)
+        if key not in self._made:
+            added = [{"role": "user" if more == ASKED else "assistant", "content": more}] if more else []
+            messages = [*self._messages[:first], *added]
+            self._made[key] = self._render(messages=messages, add_generation_prompt=prompt)
+        return self._made[key]
+
+    def _prompt_of(self, first: int, more: str = "") -> tuple[str, str] | None:
+        """The first messages with the generation prompt and without it."""
+        fed, closed = self._view(first, more, True), self._view(first, more)
+        return None if fed is None or closed is None else (fed, closed)
+
+    @cached_property
+    def _plain(self) -> tuple[str, str]:
+        """A plain question, and one with a plain answer; "" where the template refuses either."""
+        question, answer = {"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}
+        asked = self._view(0, ASKED)
+        answered = self._render(messages=[question, answer], add_generation_prompt=False)
+        return (asked, answered) if asked is not None and answered is not None and SAID in answered else ("", "")
 
     def start(self, turn: int, low: int, first: int, own: int | None) -> int:
         """Where the model starts to write a turn.
@@ -165,7 +195,7 @@ class Edges:
             high: the end of all that may be the turn's own, whitespace behind it left out.
             written: what is known of the text that was written for the turn, whose end may follow later; or None.
         """
-        text, last = self._text, self._views.closed(turn + 1) == self._text
+        text, last = self._text, self._view(turn + 1) == self._text
         openings = self._openings(turn, "" if written is None else written.head)
         tail = self._known_tail(turn, low, said)
         shared, whole = said, False
@@ -201,8 +231,15 @@ class Edges:
 
     def _known_tail(self, turn: int, low: int, said: int) -> str | None:
         """What follows a turn's last words where another message follows it that did not, or none that did."""
-        closed = self._views.closed(turn + 1)
-        other = self._views.went_on() if closed == self._text else closed  # messages behind it may write nothing
+        other = self._view(turn + 1)
+        if other == self._text:  # messages behind it may write nothing: another question follows, or results of calls
+            other, calls = self._view(len(self._messages), ASKED), self._messages[-1].get("tool_calls")
+            if other is None and calls:
+                results = [
+                    {"role": "tool", "content": ASKED, "tool_call_id": call.get("id", ""), "name": _name_of(call)}
+                    for call in calls
+                ]
+                other = self._render(messages=[*self._messages, *results], add_generation_prompt=False)
         return None if other is None else self._tail(other, low, said)
 
     def _ending(self, start: int, stop: int) -> int:
@@ -227,10 +264,10 @@ class Edges:
         """
         if any(self._prompts(turn)) and self._known_tail(turn, start, said) is not None:
             return False  # then it is no header, and what follows instead tells words behind all from the turn's end
-        asked, answered = self._views.closed(turn) or "", self._views.closed(turn + 1) or ""
+        asked, answered = self._view(turn) or "", self._view(turn + 1) or ""
         if asked and answered.startswith(self._text[:said]) and self._headed(turn, asked, answered, start, said):
             return True
-        asked, answered = self._views.plain()
+        asked, answered = self._plain
         at = answered.rfind(SAID)
         return at >= 0 and self._headed(turn, asked, answered, at, at + len(SAID))
 
@@ -252,7 +289,7 @@ class Edges:
             tags = [tag[0] for tag in _TAGS.finditer(head) if _ANSWERER.search(tag[0])]
             if tags:
                 head = opening = tags[0]
-        closed = (self._views.closed(turn + 1) or "").rstrip()
+        closed = (self._view(turn + 1) or "").rstrip()
         more = head.lstrip().removeprefix(opening)
         ends = opening == self._eos or (closed.endswith(opening) and not _ANSWERER.search(opening))
         if opening and more.strip() and ends:
@@ -270,7 +307,7 @@ class Edges:
 
     def _end_of_fed(self, turn: int, low: int, head: str, prompt: str) -> int | None:
         """Where the text that a server feeds before a turn ends in this rendering, if it is part of it."""
-        fed, text = self._views.fed(turn), self._text
+        fed, text = self._view(turn, prompt=True), self._text
         if fed is None:
             return None
         if text.startswith(fed) and len(fed) <= low + len(head):
@@ -289,13 +326,11 @@ class Edges:
         """Generation prompts or "": this turn's own, that of the question before it, that of any question."""
         if not self._prompted:
             return [""]
-        messages, views = self._views.messages, self._views
-        question = next((i + 1 for i in range(turn - 1, -1, -1) if messages[i].get("role") != "assistant"), turn)
+        before = range(turn - 1, -1, -1)
+        question = next((i + 1 for i in before if self._messages[i].get("role") != "assistant"), turn)
         found = []
-        for pair in (views.prompt(turn), views.prompt(question), views.prompt(0, ASKED)):
-            prompt = ""
-            if pair is not None:
-                prompt = pair[0][self._common(*pair) :]
+        for pair in (self._prompt_of(turn), self._prompt_of(question), self._prompt_of(0, ASKED)):
+            prompt = "" if pair is None else pair[0][self._common(*pair) :]
             found.append(prompt if prompt.strip() else "")
         return found
 
@@ -322,7 +357,7 @@ class Edges:
 
     def _header_length(self, turn: int, low: int, head: str) -> int:
         """How much of a turn's first text a plain answer in its place begins with too."""
-        other = self._views.answered(turn)
+        other = self._view(turn, SAID)
         at = -1 if other is None else other.rfind(SAID)
         if other is None or at < 0:
             return 0
@@ -348,7 +383,7 @@ class Edges:
         It may be a tag that names the next speaker, at which such a model stops. A tag that an assistant's turn begins
         with as well, or that merely opens a question, is none of its own.
         """
-        messages = self._views.messages
+        messages = self._messages
         if self._eos and self._text.startswith(self._eos, at):
             return at + len(self._eos)
         end = next((end for end in self._ends if self._text.startswith(end, at)), "")
@@ -357,7 +392,7 @@ class Edges:
             another = not self._text[at + len(end) :].lstrip().startswith(tuple(openings))
         if another or not end or end in openings or at != high:
             return None
-        alone = self._views.prompt(0, ASKED)
+        alone = self._prompt_of(0, ASKED)
         if alone is not None and not _SPEAKER.search(end):
             before = alone[1].partition(ASKED)[0].strip()
             if before.startswith(end) or before.endswith(end):
@@ -401,7 +436,7 @@ def _parting(one: str, other: str) -> int:
     return low
 
 
-def tested_strings(template: nodes.Template) -> tuple[str, ...]:
+def _tested_strings(template: nodes.Template) -> tuple[str, ...]:
     """Strings that a template looks for in what it is given, such as ``</think>`` and ``/no_think``."""
     found = {
         compare.expr.value

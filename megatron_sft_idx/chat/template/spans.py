@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from itertools import count, takewhile
-from typing import Any, NamedTuple
+from itertools import takewhile
+from typing import Any
 
 from markupsafe import escape
 
 from megatron_sft_idx.chat.template.forms import Piece, content_of, pieces_of, squeezed, words_called_with
-from megatron_sft_idx.chat.template.marking import Place
-from megatron_sft_idx.chat.template.scaffold import Edges, Written
+from megatron_sft_idx.chat.template.marking import Place, locate
+from megatron_sft_idx.chat.template.scaffold import MOST_KNOWN, Edge, Edges, Rules, Written
 from megatron_sft_idx.chat.template.trace import Segment, Traced, without_glances
-from megatron_sft_idx.chat.types import MaskOptions
 from megatron_sft_idx.errors import SequenceError
 
-__all__ = ["Ranges", "Rules", "SpanFinder", "selected", "unusable"]
+__all__ = ["Ranges", "SpanFinder", "selected", "unusable"]
 
 Ranges = list[tuple[int, int]]
 
@@ -40,7 +38,6 @@ _EMPTY_THINKING = re.compile(
     r"|\s*(?:\[THINK\]\s*)?\[/THINK\]\s*"
 )
 _WORD = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_"
-_MOST_KNOWN = 1 << 14
 _TELLING = 8  # characters of words that a template hardly writes by itself
 _LEAVES = ("leaves out", "use a template that keeps them, or give the message weight 0")
 _OUTSIDE = (
@@ -67,67 +64,6 @@ def selected(messages: Sequence[Mapping[str, Any]], weights: Sequence[float], tr
     ]
 
 
-class _Edge(NamedTuple):
-    """What is known of turns of one kind: the untrained text they start with; how they stop behind their own text."""
-
-    head: str
-    dropped: str
-    late: str
-    ended: bool
-
-
-@dataclass(slots=True)
-class Rules:
-    """What decides spans in every conversation alike, and what was found out about turns.
-
-    Attributes:
-        name: the template, for errors.
-        options: what is trained on.
-        ends: texts that may end a turn: control tokens, longest first.
-        bos: the tokenizer's beginning-of-sequence text, or "".
-        eos: the tokenizer's end-of-sequence text, or "".
-        tested: strings that the template looks for in messages; none is empty.
-        letters: those that they begin with.
-        shapes: numbers for what of a message decides what a template writes around it.
-        numbers: those not given yet; none is given twice.
-        known: edges by the kind of turn and the template text at them.
-    """
-
-    name: str
-    options: MaskOptions
-    ends: tuple[str, ...]
-    bos: str
-    eos: str
-    tested: tuple[str, ...] = ()
-    letters: str = field(init=False)
-    shapes: dict[tuple[Any, ...], int] = field(default_factory=dict)
-    numbers: Iterator[int] = field(default_factory=count)
-    known: dict[tuple[Any, ...], _Edge] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.letters = "".join({one[0] for one in self.tested})
-
-    def shape(self, message: Mapping[str, Any], first: bool) -> int:
-        """A number that messages share if the template writes the same around them; ``first`` opens its row."""
-        content = message.get("content")
-        words = content[0].get("text") if type(content) is list and len(content) == 1 else content
-        found: list[str] = []
-        if type(words) is str:
-            for letter in self.letters:
-                if letter in words:
-                    found = [one for one in self.tested if one in words]
-                    break
-        calls = message.get("tool_calls")
-        many = min(len(calls), 2) if type(calls) is list else 0
-        reasons = bool(message.get("reasoning_content"))
-        shape = (message.get("role"), *message, bool(words), reasons, many, first, *found)
-        if (number := self.shapes.get(shape)) is None:
-            if len(self.shapes) >= _MOST_KNOWN:
-                self.shapes.clear()
-            number = self.shapes[shape] = next(self.numbers)
-        return number
-
-
 class SpanFinder:
     """Finds the trained spans of one rendered conversation.
 
@@ -135,9 +71,9 @@ class SpanFinder:
         rules: what holds for every conversation.
         text: the rendered conversation.
         messages: its messages, as the template saw them.
+        tools: the functions that can be called.
         traced: which of them wrote what; None where the template cannot be traced.
-        edges: makes what finds the edges of turns.
-        locate: finds the data of the messages in the text; None where that fails.
+        render: renders other ``messages`` and variables; None where the template refuses them.
         variables: what else decides what the template writes, as a key.
         sure_of_arguments: whether the template is known to write what functions are called with.
     """
@@ -147,20 +83,17 @@ class SpanFinder:
         rules: Rules,
         text: str,
         messages: Sequence[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
         traced: Traced | None,
-        edges: Callable[[], Edges],
-        locate: Callable[[], list[Place] | None],
-        variables: str = "",
-        sure_of_arguments: bool = True,
+        render: Callable[..., str | None],
+        variables: str,
+        sure_of_arguments: bool,
     ) -> None:
         self.notes: dict[str, int] = {}
         self._rules, self._text, self._messages, self._traced = rules, text, messages, traced
-        self._make_edges, self._locate, self._variables = edges, locate, variables
+        self._tools, self._render, self._variables = tools, render, variables
         self._sure_of_arguments = sure_of_arguments
         self._keeps_all = rules.options.train_on_thinking and rules.options.train_on_tool_calls
-        self._edges: Edges | None = None
-        self._places: list[Place] | None = None
-        self._searched = False
         self._written: dict[int, list[Segment]] = {}
         segments = [] if traced is None else traced.segments
         if traced is not None and traced.around:  # one message was written while another was
@@ -170,6 +103,15 @@ class SpanFinder:
                 self._written[segment.message] = [segment]
             else:
                 own.append(segment)
+
+    @cached_property
+    def _edges(self) -> Edges:
+        return Edges(self._rules, self._text, self._messages, self._render)
+
+    @cached_property
+    def _places(self) -> list[Place] | None:
+        """The data of the messages in the text; looked for once, at the price of another render."""
+        return locate(self._messages, self._tools, self._text, self._render)
 
     @cached_property
     def _shapes(self) -> list[int]:
@@ -204,7 +146,7 @@ class SpanFinder:
                 segments, traced = (placed, False) if placed else (segments, traced)
             if not segments:
                 if any(piece.kind != "reasoning" for piece in pieces):
-                    raise unusable(self._why_nowhere(message))
+                    raise self._nowhere(message)
                 if pieces:
                     self._reasoning_dropped(message)
                 return [], []
@@ -212,7 +154,9 @@ class SpanFinder:
         if len(found) < len(pieces) or (pieces and pieces[-1].kind == "call"):
             self._require_words(message, pieces, segments, found)
         if len(segments) > 1:
-            segments = self._with_words(segments, found)
+            last = max((at for at, _ in found), default=-1)
+            while len(segments) > 1 and last >= 0 and segments[-1].start > last:
+                segments = segments[:-1]  # what follows another message's text and holds no words of this one
         start, stop = self._edges_of(message, segments, found, traced)
         if len(segments) == 1 and self._keeps_all and start < stop:
             spans = [(start, stop)]
@@ -261,7 +205,8 @@ class SpanFinder:
                 at += 1
             if at < len(segments) and segments[at].start <= start:
                 message = segments[at].message
-                if not self._speaks(start, stop):
+                words = _TAG.sub("", self._text[start:stop])  # which an end of turn has none of
+                if not any(map(str.isalnum, words)):
                     before = range(message, -1, -1)
                     message = next((i for i in before if self._messages[i].get("role") == "assistant"), message)
             else:
@@ -270,12 +215,6 @@ class SpanFinder:
                 raise unusable(f"{self._rules.name}: a generation block stands outside every loop over the messages")
             spans.setdefault(message, []).append((start, stop))
         return spans
-
-    def _speaks(self, start: int, stop: int) -> bool:
-        """Whether there is more than tags in a stretch of the text."""
-        if self._text[start : start + 1].isalnum():
-            return True  # a tag begins with its bracket
-        return any(map(str.isalnum, _TAG.sub("", self._text[start:stop])))
 
     def _unwritten(self, before: int, start: int, stop: int) -> int | None:
         """The message that a generation block outside the loops was written for."""
@@ -306,7 +245,7 @@ class SpanFinder:
 
     def _placed(self, message: int, pieces: list[Piece]) -> list[Segment]:
         """The text around a message's data, found by marks in it: from the data before to the data behind."""
-        places = self.places()
+        places = self._places
         if places is None:
             return []
         mine = [place.at for place in places if place.message == message]
@@ -320,16 +259,10 @@ class SpanFinder:
         inside = mine or any(self._text.find(piece.text, low, high) >= 0 for piece in pieces)
         return [Segment(low, high, 0, message)] if inside else []
 
-    def places(self) -> list[Place] | None:
-        """The data of the messages in the text; looked for once, at the price of another render."""
-        if not self._searched:
-            self._searched, self._places = True, self._locate()
-        return self._places
-
-    def _why_nowhere(self, message: int) -> str:
-        if self.places() is not None or (self._traced is not None and self._traced.segments):
-            return f"the chat template {self._rules.name} leaves out assistant message {message + 1}"
-        return (
+    def _nowhere(self, message: int) -> SequenceError:
+        if self._places is not None or (self._traced is not None and self._traced.segments):
+            return unusable(f"the chat template {self._rules.name} leaves out assistant message {message + 1}")
+        return unusable(
             f"nothing tells what of the text of the chat template {self._rules.name} assistant message {message + 1}"
             " wrote: it looks at text that it captured, or writes messages outside its loops over them, and marks in"
             " their words change the rest; put {% generation %} markers around what the assistant says, or train on all"
@@ -338,13 +271,6 @@ class SpanFinder:
 
     def _everywhere(self, message: int) -> list[Segment]:
         return [Segment(0, len(self._text), 0, message)]
-
-    def _with_words(self, segments: list[Segment], found: list[tuple[int, Piece]]) -> list[Segment]:
-        """Without what follows another message's text and holds no words of this one."""
-        last = max((at for at, _ in found), default=-1)
-        while len(segments) > 1 and last >= 0 and segments[-1].start > last:
-            segments = segments[:-1]
-        return segments
 
     def _find(self, words: str, segments: list[Segment]) -> int:
         for segment in segments:
@@ -357,10 +283,13 @@ class SpanFinder:
 
     def _standing(self, pieces: list[Piece], segments: list[Segment]) -> list[tuple[int, Piece]]:
         """Those pieces that stand in the text letter for letter, and where at first."""
-        if len(segments) != 1:
-            return [(at, piece) for piece in pieces if (at := self._find(piece.text, segments)) >= 0]
-        start, stop, _, _ = segments[0]
-        return [(at, piece) for piece in pieces if (at := self._text.find(piece[1], start, stop)) >= 0]
+        found = []
+        for piece in pieces:
+            for start, stop, _, _ in segments:
+                if (at := self._text.find(piece[1], start, stop)) >= 0:
+                    found.append((at, piece))
+                    break
+        return found
 
     def _require_words(
         self, message: int, pieces: list[Piece], segments: list[Segment], found: list[tuple[int, Piece]]
@@ -454,9 +383,9 @@ class SpanFinder:
         ):
             start, stop, ended = self._learnt(message, segments, found, traced)
             late = text[end:stop] if stop > high else ""
-            if len(known) >= _MOST_KNOWN:
+            if len(known) >= MOST_KNOWN:
                 known.clear()
-            known[key] = _Edge(text[low:start], text[stop:high], late, ended)
+            known[key] = Edge(text[low:start], text[stop:high], late, ended)
         else:
             start, ended = low + len(edge.head), edge.ended
             stop = end + len(edge.late) if edge.late else high - len(edge.dropped)
@@ -485,7 +414,7 @@ class SpanFinder:
         """The edges of a turn of a new kind, from renderings of the beginnings, checked; and whether it has an end."""
         text, rules, last = self._text, self._rules, segments[-1]
         low, high = segments[0].start, last.start + len(text[last.start : last.stop].rstrip())
-        places = self.places() or []
+        places = self._places or []
         mine = [
             place
             for place in places
@@ -497,8 +426,6 @@ class SpanFinder:
         first = min([*words, *(place.at for place in mine if not place.stops)], default=last.stop)
         ends = [place.at for place in mine if place.stops]
         said = max(ends or [at + len(piece.text) for at, piece in found], default=low)
-        if self._edges is None:
-            self._edges = self._make_edges()
         own = first - (self._said_before(message, first) if first in words else 0)
         start = min(first, self._edges.start(message, low, first, own if first in words else None))
         said = max(said, start)
@@ -546,7 +473,7 @@ class SpanFinder:
         spans = [
             (max(start, one.start), min(stop, one.stop) if one.stop < segments[-1].stop else stop) for one in segments
         ]
-        places = self.places()
+        places = self._places
         if places is None:  # where marks change what the template does, words have to tell
             self._check_words(message, spans)
         own: dict[tuple[int, bool], bool] = {}
@@ -559,7 +486,7 @@ class SpanFinder:
                 raise unusable(self._mixed(message, f"words of message {place.message + 1} in", place.at))
         for (string, _), inside in own.items():
             if not inside:
-                at = next(place.at for place in self.places() or () if place.string == string)
+                at = next(place.at for place in self._places or () if place.string == string)
                 raise unusable(self._mixed(message, "words outside", at))
 
     def _check_words(self, message: int, spans: Ranges) -> None:
@@ -615,7 +542,7 @@ class SpanFinder:
                 wanted = (message, pieces.index(piece), False)
                 marked = [
                     place.at
-                    for place in self.places() or ()
+                    for place in self._places or ()
                     if (place.message, place.piece, place.stops) == wanted and low <= place.at < high
                 ]
                 if marked:

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 from jinja2 import Template, TemplateSyntaxError, nodes
 from jinja2.visitor import NodeTransformer
 
-from megatron_sft_idx.chat.template.codegen import nests
-from megatron_sft_idx.chat.template.environment import GENERATION, TemplateEnvironment
+from megatron_sft_idx.chat.template.environment import GENERATION, TemplateEnvironment, nests
 from megatron_sft_idx.chat.template.forms import pieces_of
 from megatron_sft_idx.errors import FormatError
 
@@ -90,8 +89,7 @@ class _Tracker:
         self.frames.clear()
         self._stack[:] = [-1]
         self._places.clear()
-        for index, message in enumerate(messages):
-            self._places[id(message)] = index
+        self._places.update((id(message), index) for index, message in enumerate(messages))
         self.sentinel = sentinel
         self.captured = False
 
@@ -125,12 +123,6 @@ class _Tracker:
             if stack.pop() != stack[-1]:
                 events.append((len(chunks), _LEAVE))
 
-        def begin(_value: Any) -> None:
-            events.append((len(chunks), _BEGIN))
-
-        def end(_value: Any) -> None:
-            events.append((len(chunks), _END))
-
         def enter_captured(value: Any, *lists: Any) -> str:
             frame = push(value, lists)
             return self._written(frame) if frame >= 0 else ""
@@ -138,14 +130,16 @@ class _Tracker:
         def leave_captured(_value: Any) -> str:
             return self._written(_LEAVE) if stack.pop() != stack[-1] else ""
 
-        def begin_captured(_value: Any) -> str:
-            return self._written(_BEGIN)
-
-        def end_captured(_value: Any) -> str:
-            return self._written(_END)
-
-        functions = (enter, leave, begin, end, enter_captured, leave_captured, begin_captured, end_captured)
-        return {f"trace {function.__name__}": function for function in functions}
+        return {
+            "trace enter": enter,
+            "trace leave": leave,
+            "trace begin": lambda _value: events.append((len(chunks), _BEGIN)),
+            "trace end": lambda _value: events.append((len(chunks), _END)),
+            "trace enter_captured": enter_captured,
+            "trace leave_captured": leave_captured,
+            "trace begin_captured": lambda _value: self._written(_BEGIN),
+            "trace end_captured": lambda _value: self._written(_END),
+        }
 
     def _written(self, event: int) -> str:
         self.captured = True
@@ -180,9 +174,17 @@ class _Marker(NodeTransformer):
         """Put the body between marks."""
         if not self.marks:
             return self.generic_visit(node)
-        target = _loaded(node.target)
-        if target is None or not _matters(node):
-            return self._visit_unmarked(node)
+        target: nodes.Expr | None = None  # an expression for the value of the loop's target
+        if isinstance(node.target, nodes.Name):
+            target = nodes.Name(node.target.name, "load")
+        elif isinstance(node.target, nodes.Tuple):
+            target = nodes.Tuple([nodes.Name(name.name, "load") for name in node.target.find_all(nodes.Name)], "load")
+        writes = any(isinstance(item, _WRITERS) or any(item.find_all(_WRITERS)) for item in node.body)
+        if target is None or not writes:
+            leaves, self._leaves = self._leaves, []  # its breaks are its own
+            self.generic_visit(node)
+            self._leaves = leaves
+            return node
         around = self.captured
         node.else_ = [child for item in node.else_ for child in self._listed(item)]
         self.captured = around or node.recursive
@@ -196,12 +198,6 @@ class _Marker(NodeTransformer):
         self._leaves.pop()
         node.body = [enter, *body, leave]
         self.captured = around
-        return node
-
-    def _visit_unmarked(self, node: nodes.For) -> nodes.Node:
-        leaves, self._leaves = self._leaves, []  # its breaks are its own
-        self.generic_visit(node)
-        self._leaves = leaves
         return node
 
     def visit_Break(self, node: nodes.Node) -> Any:  # noqa: N802
@@ -244,24 +240,6 @@ class _Marker(NodeTransformer):
         call = nodes.Filter(value, f"trace {name}{'_captured' if self.captured else ''}", lists, [], None, None)
         statement: nodes.Stmt = nodes.Output([call]) if self.captured else nodes.ExprStmt(call)
         return statement.set_lineno(line).set_environment(self.environment)  # type: ignore[return-value]
-
-
-def _matters(loop: nodes.For) -> bool:
-    """Whether a loop can write anything."""
-    return any(_holds(item, kind) for item in loop.body for kind in _WRITERS)
-
-
-def _holds(node: nodes.Node, kind: type[nodes.Node]) -> bool:
-    return isinstance(node, kind) or node.find(kind) is not None
-
-
-def _loaded(target: nodes.Node) -> nodes.Expr | None:
-    """An expression for the value of a loop's target."""
-    if isinstance(target, nodes.Name):
-        return nodes.Name(target.name, "load")
-    if isinstance(target, nodes.Tuple):
-        return nodes.Tuple([nodes.Name(name.name, "load") for name in target.find_all(nodes.Name)], "load")
-    return None
 
 
 def _indexed_by(loop: nodes.For, index: str) -> list[str]:
@@ -454,27 +432,18 @@ def without_glances(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> li
     return result
 
 
-class _Claim(NamedTuple):
-    """What speaks for an iteration's being the one that writes its message; the greater claim is the better."""
-
-    alone: bool
-    """It is not inside another message's iteration."""
-
-    held: int
-    """Pieces of the message that its text holds."""
-
-
 def _writers(traced: Traced, messages: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """The iteration that writes each message: of the best claims the first. None if that one holds no piece of it."""
+    """The iteration that writes each message: of the best claims the first. None if that one holds no piece of it.
+
+    A claim is the better if the iteration is not inside another message's, and then by the pieces that its text holds.
+    """
     written: dict[int, str] = {}
     for segment in traced.segments:
         written[segment.frame] = written.get(segment.frame, "") + traced.text[segment.start : segment.stop]
-    best: dict[int, tuple[_Claim, int]] = {}
+    best: dict[int, tuple[bool, int, int]] = {}
     for frame, text in sorted(written.items()):  # an iteration's number tells when it began
-        if not text.strip():
-            continue
         message = traced.frames[frame]
-        claim = _Claim(frame not in traced.around, sum(piece.text in text for piece in pieces_of(messages[message])))
-        if message not in best or claim > best[message][0]:
-            best[message] = (claim, frame)
-    return {message: frame for message, (claim, frame) in best.items() if claim.held}
+        claim = (frame not in traced.around, sum(piece.text in text for piece in pieces_of(messages[message])))
+        if text.strip() and (message not in best or claim > best[message][:2]):
+            best[message] = (*claim, frame)
+    return {message: frame for message, (_, held, frame) in best.items() if held}
