@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ __all__ = ["MaskAlignment", "RowError", "RowKind", "RowOptions", "to_sequence_so
 
 RowKind = Literal["auto", "messages", "alpaca", "prompt-completion", "tokenized", "preference", "kto"]
 MaskAlignment = Literal["token", "label"]
+_Kind = TypeVar("_Kind", str, list[Any], dict[str, Any])
 # Messages, and the loss weight of each.
 _Turns = tuple[list[dict[str, Any]], list[float]]
 
@@ -86,7 +87,7 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
     Raises:
         RowError: with the reason alone, for every row that cannot be used.
     """
-    columns = _object(data, "the row").keys()
+    columns = _typed(data, dict, "the row").keys()
     if not columns.isdisjoint(_REFUSED):
         _refuse_columns(data, options)
     kind = _kind_by_columns(data, options) if options.kind == "auto" else options.kind
@@ -149,7 +150,7 @@ def _kind_by_columns(data: dict[str, Any], options: RowOptions) -> RowKind:
 
 
 def _read_list(turns: Any, column: str) -> _Turns:
-    turns = _list(_parsed(turns, column), column, "a list of messages")
+    turns = _typed(_parsed(turns, column), list, column, "a list of messages")
     if not turns:
         raise RowError(f"{column} is empty")
     first = turns[0]
@@ -200,7 +201,7 @@ def _read_alpaca(data: dict[str, Any]) -> _Turns:
         column = _first(data, columns)
         if column is None and what:
             raise RowError(f"the row has no {what}: none of {', '.join(columns)}")
-        texts.append("" if column is None else _string(data[column], column))
+        texts.append("" if column is None else _typed(data[column], str, column))
     prompt, answer, more = texts
     asked = f"{prompt}\n{more}" if prompt and more else prompt or more
     if not asked:
@@ -235,7 +236,7 @@ def _put_system_first(data: dict[str, Any], messages: list[dict[str, Any]], weig
     column = next((name for name in _SYSTEMS if _is_filled(data.get(name))), None)
     if column is None:
         return
-    system = _string(data[column], column)
+    system = _typed(data[column], str, column)
     if messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": system})
         weights.insert(0, 1.0)
@@ -253,9 +254,9 @@ def _tools_of(data: dict[str, Any]) -> list[dict[str, Any]] | None:
     if (tools := _parsed(tools, column)) is None:
         return None
     read = []
-    for i, given in enumerate(_list(tools, column, "a list of tool schemas")):
+    for i, given in enumerate(_typed(tools, list, column, "a list of tool schemas")):
         what = f"{column}[{i}]"
-        tool = _object(_parsed(given, what), what)
+        tool = _typed(_parsed(given, what), dict, what)
         read.append({"type": "function", "function": tool} if column == "functions" else tool)
     return read or None
 
@@ -265,7 +266,7 @@ def _kwargs_of(data: dict[str, Any]) -> dict[str, Any]:
     kwargs = data.get(name)
     if not _is_filled(kwargs) or not _is_filled(kwargs := _parsed(kwargs, name)):
         return {}
-    kwargs = _object(kwargs, name)
+    kwargs = _typed(kwargs, dict, name)
     if reserved := [key for key in _RESERVED_KWARGS if key in kwargs]:
         raise RowError(f"{name} sets {reserved[0]}, which is not a row's to set")
     return dict(kwargs)
@@ -299,7 +300,7 @@ def _message_of_turn(turn: Any, what: str) -> dict[str, Any]:
     The value of a ``function_call`` is JSON: a function with its arguments, or a list of them. It becomes an
     assistant message of tool calls, and what follows stays a message of its own.
     """
-    turn = _object(turn, what, "an object with from and value")
+    turn = _typed(turn, dict, what, "an object with from and value")
     speaker = turn.get("from")
     role = _SPEAKERS.get(speaker) if isinstance(speaker, str) else None
     if role is None:
@@ -332,6 +333,7 @@ _FLAGS = ("train", "loss", "trainable")
 _UNREAD = ("train_detail", "loss_mask", "masked")
 # Read here and not handed on; the rest of a message is kept for the template.
 _CONSUMED = frozenset({"role", "content", "tool_calls", "function_call", *_WEIGHTS, *_FLAGS, *_UNREAD})
+_WEIGHING, _NOT_TAKEN = frozenset({*_WEIGHTS, *_FLAGS}), frozenset({*_MEDIA, *_UNREAD})
 
 
 def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
@@ -346,16 +348,15 @@ def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
         message: the message as the row has it; not changed.
         what: how error messages call it, such as ``messages[3]``.
     """
-    message = _object(message, what, "an object with role and content")
+    message = _typed(message, dict, what, "an object with role and content")
     given = message.get("role")
     role = _ROLES.get(given) if isinstance(given, str) else None
     if role is None:
         raise RowError(f"{what} has the role {_name_of(given)}; known are {', '.join(_ROLES)}")
-    for key in _MEDIA:
-        if _is_filled(message.get(key)):
+    for key in (*_MEDIA, *_UNREAD) if not _NOT_TAKEN.isdisjoint(message) else ():
+        if key in _MEDIA and _is_filled(message.get(key)):
             raise RowError(f"{what} has {key}; only text can be trained on here")
-    for key in _UNREAD:
-        if message.get(key) is not None:
+        if key in _UNREAD and message.get(key) is not None:
             raise RowError(f"{what} has {key}, which is not read here; say weight or train for the whole message")
     if role == "assistant" and isinstance(message.get("content"), list):
         message = _with_fields(message, what)
@@ -373,8 +374,8 @@ def _read_message(message: Any, what: str) -> tuple[dict[str, Any], float]:
     if calls:
         out["tool_calls"] = calls
     if "name" in out:
-        _string(out["name"], f"{what}.name")
-    return out, _weight_of(message, what)
+        _typed(out["name"], str, f"{what}.name")
+    return out, 1.0 if _WEIGHING.isdisjoint(message) else _weight_of(message, what)
 
 
 def _text_of(content: Any, what: str) -> str:
@@ -385,15 +386,15 @@ def _text_of(content: Any, what: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for i, part in enumerate(_list(content, what, "a string or a list of text parts")):
+    for i, part in enumerate(_typed(content, list, what, "a string or a list of text parts")):
         if isinstance(part, str):
             texts.append(part)
             continue
-        kind = _object(part, f"{what}[{i}]", "a text part").get("type")
+        kind = _typed(part, dict, f"{what}[{i}]", "a text part").get("type")
         if kind not in _TEXT_PARTS:
             raise RowError(f"{what}[{i}] is of type {_name_of(kind)}; only text can be trained on here")
         key = _first(part, _TEXT_KEYS) or "text"
-        texts.append(_string(part.get(key), f"{what}[{i}].{key}"))
+        texts.append(_typed(part.get(key), str, f"{what}[{i}].{key}"))
     return "".join(texts)
 
 
@@ -436,7 +437,7 @@ def _make_tool_call(call: Any, what: str) -> dict[str, Any]:
     Accepts that, or the function alone. Arguments given as a JSON string are parsed; none are an empty
     object.
     """
-    call = _object(call, what, "an object with name and arguments")
+    call = _typed(call, dict, what, "an object with name and arguments")
     if (kind := call.get("type")) not in (None, "function"):
         raise RowError(f"{what} is of type {_name_of(kind)}, expected 'function'")
     if call.get("function") is None:
@@ -444,7 +445,7 @@ def _make_tool_call(call: Any, what: str) -> dict[str, Any]:
         function = {key: value for key, value in call.items() if key not in ("id", "type", "function")}
     else:
         outer = {key: value for key, value in call.items() if value is not None}
-        function = _object(call["function"], f"{what}.function")
+        function = _typed(call["function"], dict, f"{what}.function")
     name = function.get("name")
     if not isinstance(name, str) or not name:
         raise RowError(f"{what} has no function name; expected name and arguments")
@@ -453,7 +454,7 @@ def _make_tool_call(call: Any, what: str) -> dict[str, Any]:
     where, arguments = f"{what} ({name}).{key}", function.get(key)
     if isinstance(arguments, str):
         arguments = _parsed(arguments, where) if arguments.strip() else None
-    made = {} if arguments is None else _object(arguments, where, "an object, or a JSON string of one")
+    made = {} if arguments is None else _typed(arguments, dict, where, "an object, or a JSON string of one")
     rest = {other: value for other, value in function.items() if other != key}
     return outer | {"type": "function", "function": rest | {"arguments": made}}
 
@@ -467,7 +468,7 @@ def _tool_calls_of(message: dict[str, Any], what: str) -> list[dict[str, Any]]:
     if not _is_filled(calls):
         return []
     what = f"{what}.tool_calls"
-    calls = _list(_parsed(calls, what), what)
+    calls = _typed(_parsed(calls, what), list, what)
     return [_make_tool_call(call, f"{what}[{i}]") for i, call in enumerate(calls)]
 
 
@@ -626,21 +627,10 @@ def _first(data: Mapping[str, Any], names: Iterable[str]) -> str | None:
     return None
 
 
-def _string(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise RowError(f"{what} is {_kind_of(value)}, expected a string")
-    return value
-
-
-def _list(value: Any, what: str, expected: str = "a list") -> list[Any]:
-    if not isinstance(value, list):
-        raise RowError(f"{what} is {_kind_of(value)}, expected {expected}")
-    return value
-
-
-def _object(value: Any, what: str, expected: str = "an object") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise RowError(f"{what} is {_kind_of(value)}, expected {expected}")
+def _typed(value: Any, kind: type[_Kind], what: str, expected: str = "") -> _Kind:
+    """The value, where it is a string, a list or an object, as is asked for; else RowError."""
+    if not isinstance(value, kind):
+        raise RowError(f"{what} is {_kind_of(value)}, expected {expected or _JSON_NAMES[kind]}")
     return value
 
 

@@ -32,11 +32,9 @@ __all__ = [
     "ColumnarPiece",
     "JsonPiece",
     "Piece",
-    "Run",
     "cut_array",
     "cut_lines",
     "iter_pieces",
-    "pieces_of_runs",
     "stream_pieces",
 ]
 
@@ -88,16 +86,14 @@ class JsonPiece(Piece):
         for position, end in enumerate(self.ends.tolist(), self.first):
             raw, start = self.payload[start:end].strip(b" \t\r\n"), end + 1
             if raw:
-                yield position, self._parse(raw, position)
+                try:
+                    row = parse_json(raw)
+                except ValueError as error:
+                    row = SequenceError(self.path, position, str(error))
+                yield position, row
             elif self.is_array:
                 reason = "nothing where an element should be: a comma too many in the array"
                 yield position, SequenceError(self.path, position, reason)
-
-    def _parse(self, raw: bytes, position: int) -> Any | SequenceError:
-        try:
-            return parse_json(raw)
-        except ValueError as error:
-            return SequenceError(self.path, position, str(error))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,8 +116,22 @@ class ColumnarPiece(Piece):
                         position += 1
 
     def fingerprint(self) -> str:
-        """Of the values: the bytes of the stream are those of one release of pyarrow."""
-        return _fingerprint_of_stream(self.payload)
+        """Of the values, not of the stream, whose bytes are those of one release of pyarrow.
+
+        Dictionaries, 32-bit or 64-bit offsets, the width of numbers, chunks and columns of nothing but nulls make no
+        difference: the rows are the same.
+        """
+        import pyarrow as pa
+
+        with pa.ipc.open_stream(self.payload) as reader:
+            table = reader.read_all()
+        stream = StreamHash()
+        stream.update(table.num_rows.to_bytes(8, "little"))
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            if column.null_count < len(column):
+                stream.update(f"column {name}".encode())
+                _hash_values(stream, pa.concat_arrays(_plain(chunk) for chunk in column.chunks))
+        return stream.hex()
 
 
 def iter_pieces(
@@ -144,8 +154,7 @@ def iter_pieces(
             yield from _columnar_pieces(file, piece_nbytes)
             continue
         cut = cut_array if file.kind == "array" else cut_lines
-        runs = cut(read_blocks(file), path=file.path, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes)
-        yield from pieces_of_runs(runs, file.path, is_array=file.kind == "array")
+        yield from cut(read_blocks(file), path=file.path, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes)
 
 
 def stream_pieces(
@@ -159,16 +168,7 @@ def stream_pieces(
         FormatError: the pipe cannot be read, holds compressed data, or a row longer than ``max_row_nbytes``.
     """
     blocks = stream_blocks(stream, name)
-    runs = cut_lines(blocks, path=name, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes)
-    yield from pieces_of_runs(runs, name, is_array=False)
-
-
-def pieces_of_runs(runs: Iterable[Run], path: str, *, is_array: bool) -> Iterator[Piece]:
-    """What was cut from one file, as pieces; their rows are numbered from 1."""
-    first, consumed = 1, 0
-    for run in runs:
-        yield JsonPiece(path, first, run.position - consumed, run.payload, run.ends, is_array)
-        first, consumed = first + len(run.ends), run.position
+    yield from cut_lines(blocks, path=name, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes)
 
 
 # ---- JSON ----
@@ -181,28 +181,13 @@ Blocks = Iterator[tuple[bytes, int]]
 _Marked = Iterator[tuple[bytes, NDArray[np.int64], int]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
-    """Rows end to end with one separator byte between them.
-
-    Attributes:
-        payload: the rows' bytes.
-        ends: where each row ends in ``payload``, int64 [rows]; the next one starts a byte later.
-        position: bytes of the file read when the run was cut.
-    """
-
-    payload: bytes
-    ends: NDArray[np.int64]
-    position: int
-
-
-def cut_lines(blocks: Blocks, *, path: str, piece_nbytes: int, max_row_nbytes: int) -> Iterator[Run]:
+def cut_lines(blocks: Blocks, *, path: str, piece_nbytes: int, max_row_nbytes: int) -> Iterator[JsonPiece]:
     """Cuts at newlines; blank lines are rows too. The last line may lack its newline."""
     marked = ((block, np.flatnonzero(np.frombuffer(block, np.uint8) == 10), at) for block, at in blocks)
-    return _cut(marked, path=path, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes)
+    return _cut(marked, path, piece_nbytes, max_row_nbytes, is_array=False)
 
 
-def cut_array(blocks: Blocks, *, path: str, piece_nbytes: int, max_row_nbytes: int) -> Iterator[Run]:
+def cut_array(blocks: Blocks, *, path: str, piece_nbytes: int, max_row_nbytes: int) -> Iterator[JsonPiece]:
     """Cuts between the elements of the one JSON array that the stream holds.
 
     Only brackets and strings are followed: what stands between two commas may be anything, blank included.
@@ -211,16 +196,16 @@ def cut_array(blocks: Blocks, *, path: str, piece_nbytes: int, max_row_nbytes: i
         FormatError: no array, or it is never closed, or something follows it.
     """
     marked = _mark_elements(blocks, path)
-    runs = _cut(marked, path=path, piece_nbytes=piece_nbytes, max_row_nbytes=max_row_nbytes)
-    first = next(runs)
+    pieces = _cut(marked, path, piece_nbytes, max_row_nbytes, is_array=True)
+    first = next(pieces)
     # ``[]`` looks like one blank element. A blank one before others is a comma too many.
     if len(first.ends) == 1 and not first.payload.strip(_JSON_SPACE):
-        if (second := next(runs, None)) is None:
+        if (second := next(pieces, None)) is None:
             return
         yield first
         first = second
     yield first
-    yield from runs
+    yield from pieces
 
 
 def _mark_elements(blocks: Blocks, path: str) -> _Marked:
@@ -262,16 +247,15 @@ def _require_blank(rest: bytes, blocks: Blocks, path: str, position: int) -> int
     )
 
 
-def _cut(marked: _Marked, *, path: str, piece_nbytes: int, max_row_nbytes: int) -> Iterator[Run]:
+def _cut(marked: _Marked, path: str, piece_nbytes: int, max_row_nbytes: int, *, is_array: bool) -> Iterator[JsonPiece]:
     buffer = bytearray()
     start = 0  # of the buffer, in the stream
     ends = np.empty(0, np.int64)  # of the rows in the buffer, in the stream
-    num_cut = 0
-    position = 0
+    num_cut = position = consumed = 0
 
-    def cut_one() -> Run:
+    def cut_one() -> JsonPiece:
         """As many rows as fit a piece, or one that does not fit."""
-        nonlocal start, ends, num_cut
+        nonlocal start, ends, num_cut, consumed
         take = max(1, int(np.searchsorted(ends, start + piece_nbytes, side="right")))
         chosen, ends = ends[:take] - start, ends[take:]
         cut = int(chosen[-1])
@@ -281,8 +265,9 @@ def _cut(marked: _Marked, *, path: str, piece_nbytes: int, max_row_nbytes: int) 
             payload = bytes(view[:cut])
         del buffer[: cut + 1]
         start += cut + 1
-        num_cut += take
-        return Run(payload, chosen, position)
+        piece = JsonPiece(path, num_cut + 1, position - consumed, payload, chosen, is_array)
+        num_cut, consumed = num_cut + take, position
+        return piece
 
     for block, marks, at in marked:
         position = at
@@ -392,25 +377,6 @@ def _to_stream(batches: list[pa.RecordBatch]) -> bytes:
             writer.write_batch(batch)
     payload: bytes = sink.getvalue().to_pybytes()
     return payload
-
-
-def _fingerprint_of_stream(payload: bytes) -> str:
-    """xxh3_128 in hex of the rows of one such Arrow stream, however they are encoded.
-
-    Values are hashed, not the stream, whose bytes are of one release of pyarrow. Dictionaries, 32-bit or 64-bit
-    offsets, the width of numbers, chunks and columns of nothing but nulls make no difference: the rows are the same.
-    """
-    import pyarrow as pa
-
-    with pa.ipc.open_stream(payload) as reader:
-        table = reader.read_all()
-    stream = StreamHash()
-    stream.update(table.num_rows.to_bytes(8, "little"))
-    for name, column in zip(table.column_names, table.columns, strict=True):
-        if column.null_count < len(column):
-            stream.update(f"column {name}".encode())
-            _hash_values(stream, pa.concat_arrays(_plain(chunk) for chunk in column.chunks))
-    return stream.hex()
 
 
 def _plain(array: pa.Array) -> pa.Array:

@@ -12,8 +12,6 @@ from megatron_sft_idx.errors import FormatError
 
 __all__ = ["Conversation", "Encoded", "MaskOptions", "Rendered", "Span", "TokenizedRow"]
 
-_TURNS = ("error", "whole", "split")
-
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -114,7 +112,7 @@ class MaskOptions:
     def __post_init__(self) -> None:
         for flag, value, known in (
             ("--train-on", self.train_on, ("assistant", "last-turn", "all")),
-            ("--turns", self.turns, _TURNS),
+            ("--turns", self.turns, ("error", "whole", "split")),
             ("--partial-markers", self.partial_markers, ("error", "keep")),
         ):
             if value not in known:

@@ -151,20 +151,20 @@ def create_raw_index(
 
 def _scan(path: str, drop_faulty: bool, on_progress: Update, counts: Counter[str]) -> Iterator[NDArray[np.int64]]:
     """Offset and length of rows, int64 [some, 2], in one pass over the lines of a file; counts what they were."""
-    offset, line, reported = 0, 1, 0
+    offset = 0
     with open_regular(path) as file:
         data = ((block, file.tell()) for block in iter(lambda: file.read(_BLOCK_NBYTES), b""))
         for run in cut_lines(data, path=path, piece_nbytes=_BLOCK_NBYTES, max_row_nbytes=MAX_ROW_NBYTES):
             starts = np.append(0, run.ends[:-1] + 1)
             kinds = [
-                _kind_of(run.payload[start:end], line + i, path, drop_faulty)
+                _kind_of(run.payload[start:end], run.first + i, path, drop_faulty)
                 for i, (start, end) in enumerate(zip(starts.tolist(), run.ends.tolist(), strict=True))
             ]
             counts.update(kinds)
             good = [kind == "rows" for kind in kinds]
             yield np.stack([starts + offset, run.ends - starts], axis=1)[good]
-            on_progress(run.position - reported, sum(good))
-            offset, line, reported = offset + len(run.payload) + 1, line + len(good), run.position
+            on_progress(run.num_bytes, sum(good))
+            offset += len(run.payload) + 1
 
 
 def _kind_of(raw: bytes, line: int, path: str, drop_faulty: bool) -> str:

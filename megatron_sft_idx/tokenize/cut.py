@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from megatron_sft_idx.chat.inputs import UTF8_BOM, InputFile, find_object, open_object, total_bytes
-from megatron_sft_idx.chat.pieces import MAX_ROW_NBYTES, Piece, cut_lines, iter_pieces, pieces_of_runs
+from megatron_sft_idx.chat.pieces import MAX_ROW_NBYTES, Piece, cut_lines, iter_pieces
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.storage import is_remote, naming, open_regular
 from megatron_sft_idx.storage.local import StreamHash
@@ -198,8 +198,9 @@ def read_pieces(stretch: Stretch, cutting: Cutting) -> Iterator[Piece]:
             yield replace(piece, path=stretch.name)
         return
     path = f"{stretch.name} (rows counted from byte {stretch.offset} on)" if stretch.part else stretch.name
-    runs = cut_lines(_blocks(stretch), path=path, piece_nbytes=cutting.piece_nbytes, max_row_nbytes=MAX_ROW_NBYTES)
-    yield from pieces_of_runs(runs, stretch.name, is_array=False)
+    blocks, nbytes = _blocks(stretch), cutting.piece_nbytes
+    for piece in cut_lines(blocks, path=path, piece_nbytes=nbytes, max_row_nbytes=MAX_ROW_NBYTES):
+        yield replace(piece, path=stretch.name)
 
 
 def _blocks(stretch: Stretch) -> Iterator[tuple[bytes, int]]:

@@ -11,7 +11,7 @@ from fuzz.fuzz_json_lines import same
 from json_scan_twin import array_ends
 
 from megatron_sft_idx._native import scan_json_array
-from megatron_sft_idx.chat.pieces import JsonPiece, cut_array
+from megatron_sft_idx.chat.pieces import cut_array
 from megatron_sft_idx.errors import SequenceError
 
 _NAME = "x.json"
@@ -42,6 +42,6 @@ def _is_array(data: bytes) -> bool:
 def rows_of(data: bytes, block_nbytes: int) -> list[tuple[int, Any]]:
     blocks = ((data[i : i + block_nbytes], i) for i in range(0, len(data), block_nbytes))
     rows: list[tuple[int, Any]] = []
-    for run in cut_array(blocks, path=_NAME, **_SIZES):
-        rows += JsonPiece(_NAME, len(rows) + 1, 0, run.payload, run.ends, True).rows()
+    for piece in cut_array(blocks, path=_NAME, **_SIZES):
+        rows += piece.rows()
     return rows

@@ -8,7 +8,7 @@ from typing import Any
 
 from fuzz.contract import refused
 
-from megatron_sft_idx.chat.pieces import JsonPiece, cut_lines
+from megatron_sft_idx.chat.pieces import cut_lines
 from megatron_sft_idx.errors import SequenceError
 
 _NAME = "x.jsonl"
@@ -30,11 +30,7 @@ def run(data: bytes) -> None:
 
 def rows_of(data: bytes, block_nbytes: int) -> list[tuple[int, Any]]:
     blocks = ((data[i : i + block_nbytes], i) for i in range(0, len(data), block_nbytes))
-    rows, first = [], 1
-    for run in cut_lines(blocks, path=_NAME, **_SIZES):
-        rows += JsonPiece(_NAME, first, 0, run.payload, run.ends, False).rows()
-        first += len(run.ends)
-    return rows
+    return [row for piece in cut_lines(blocks, path=_NAME, **_SIZES) for row in piece.rows()]
 
 
 def same(found: Any, expected: Any) -> bool:
