@@ -21,8 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backends_peers import PEERS
-from backends_reasons import reasons
+from backends_peers import PEERS, defaults
 from measure import write_equal_packs
 from plot import Dot, dots
 from report import MIB, Bench, Size, run_bench
@@ -206,14 +205,11 @@ def report(bench: Bench, folder: Path, options: argparse.Namespace) -> None:
         if why:
             bench.section("Over a memory limit")
             bench.say(f"Not measured: {why}.")
-    reasons(bench, cases[0].found, cases[2].found, limited[0].found if limited else None)
+    defaults(bench, cases[0].found, cases[2].found, limited[0].found if limited else None)
     headlines(bench, cases[0], limited[0] if limited else None)
     plot(bench, limited[0] if limited else cases[0])
 
 
 if __name__ == "__main__":
-    sizes = {
-        "mib": Size(256, 1024, "MiB of tokens and masks; the memory limit is a quarter"),
-        "rounds": Size(3, 7, "of which medians are taken"),
-    }
-    run_bench("backends", "Ways of reading a shard", ("megatron-core", "numpy"), report, __doc__, sizes)
+    sizes = {"mib": Size(256, 1024, "MiB of tokens and masks; the memory limit is a quarter")}
+    run_bench("Ways of reading a shard", ("megatron-core", "numpy"), report, sizes, rounds=(3, 7))

@@ -1,32 +1,35 @@
-"""What ``backends.py`` measures beside ``Shard``: the same files through other readers."""
+"""What ``backends.py`` measures beside ``Shard``: the same files through other readers; and what our options gain."""
 
 from __future__ import annotations
 
+import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from report import MIB, Bench
 
+from megatron_sft_idx.inspect.bench_read import Measured, Which
 from megatron_sft_idx.inspect.read_worker import Job, Reader
 from megatron_sft_idx.shard import Shard
 
-__all__ = ["PEERS"]
 
-
-class _Untold:
+class Untold:
     """A reader that cannot be told anything."""
 
     def schedule(self, packs: NDArray[np.int64]) -> None:
+        """Refused."""
         raise NotImplementedError("no peer knows what comes next")
 
     def huge_nbytes(self) -> int:
+        """None."""
         return 0
 
 
-class MemmapReader(_Untold):
+class MemmapReader(Untold):
     """Tokens and masks sliced from ``np.memmap``, where packs end held in memory."""
 
     def __init__(self, job: Job) -> None:
@@ -38,13 +41,14 @@ class MemmapReader(_Untold):
         self._ids, self._mask = (np.zeros(header.longest_pack, array.dtype) for array in (self._tokens, self._loss))
 
     def read(self, pack: int) -> int:
+        """Copy a pack out; its bytes."""
         start, stop = self._ends[pack : pack + 2]
         ids, mask = self._tokens[start:stop], self._loss[start:stop]
         self._ids[: len(ids)], self._mask[: len(mask)] = ids, mask
         return ids.nbytes + mask.nbytes
 
 
-class StockReader(_Untold):
+class StockReader(Untold):
     """Tokens by Megatron's own reader, which knows no masks."""
 
     def __init__(self, job: Job, mmap: bool) -> None:
@@ -56,6 +60,7 @@ class StockReader(_Untold):
         self._ids = np.zeros(int(self._dataset.sequence_lengths.max()), self._dataset.index.dtype)
 
     def read(self, pack: int) -> int:
+        """Copy a pack out; its bytes."""
         ids = self._dataset[pack]
         self._ids[: len(ids)] = ids
         return int(ids.nbytes)
@@ -67,3 +72,45 @@ PEERS: dict[str, tuple[str, Callable[[Job], Reader]]] = {
     "stock-mmap": ("stock `IndexedDataset`, tokens only", partial(StockReader, mmap=True)),
     "stock-file": ("the same, `mmap=False`", partial(StockReader, mmap=False)),
 }
+
+
+# ---- defaults ----
+
+Found = Mapping[str, Measured]
+# Option, default, and two ways between which it decides.
+_DECIDES = (
+    ("`backend`", '`"mmap"`', "mmap", "pread"),
+    ("`backend`, announced", '`"mmap"`', "mmap, random, schedule", "pread, random, schedule"),
+    ("`advice`", '`"normal"`', "mmap", "mmap, random"),
+    ("`schedule()`", "called by batch loaders", "mmap, random, schedule", "mmap, random"),
+    ("`huge_pages`", "`False`", "mmap", "mmap, huge pages"),
+)
+
+
+def defaults(bench: Bench, cold: Found, memory: Found, limited: Found | None) -> None:
+    """A section of the report: what each option of reading gains, in the figures of the run.
+
+    Args:
+        bench: the report.
+        cold: shuffled, on a disk, in memory's reach.
+        memory: shuffled, in a file system in memory.
+        limited: shuffled, over a memory limit; None where none could be set.
+    """
+
+    def gain(found: Found | None, one: str, other: str, which: Which) -> str:
+        pairs = zip(found[one].epochs(which), found[other].epochs(which), strict=False) if found else ()
+        ratios = [mine.rate / others.rate for mine, others in pairs]
+        return f"{statistics.median(ratios):.2f}" if ratios else "not measured"
+
+    bench.section("Defaults, and what they gain")
+    cases: list[tuple[Found | None, Which]] = [(cold, "first"), (cold, "second"), (limited, "first")]
+    rows = [
+        (option, default, f"`{one}` / `{other}`", *(gain(found, one, other, which) for found, which in cases))
+        for option, default, one, other in _DECIDES
+    ]
+    bench.table(("option", "default", "rates compared, median of rounds", "cold", "warm", "over the limit"), rows)
+    huge = [max((run.huge_nbytes for run in found["mmap, huge pages"].runs), default=0) for found in (cold, memory)]
+    bench.say(
+        f"Mapped by huge pages that were asked for: {huge[0] / MIB:,.0f} MiB on the disk, {huge[1] / MIB:,.0f} MiB in"
+        " memory."
+    )

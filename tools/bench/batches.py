@@ -343,8 +343,5 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
 
 if __name__ == "__main__":
     versions = ("torch", "datasets", "mosaicml-streaming", "numpy")
-    sizes = {
-        "packs": Size(10_000, 20_000, "packs in every store"),
-        "rounds": Size(3, 5, "runs of which the median is taken"),
-    }
-    run_bench("batches", "Batches beside other stores and collates", versions, report, __doc__, sizes)
+    sizes = {"packs": Size(10_000, 20_000, "packs in every store")}
+    run_bench("Batches beside other stores and collates", versions, report, sizes, rounds=(3, 5))

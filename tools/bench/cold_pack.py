@@ -70,4 +70,4 @@ if __name__ == "__main__":
         "packs": Size(50_000, 50_000, f"packs of {LENGTH} tokens, 20 KiB each"),
         "rounds": Size(15, 60, "packs that each way reads"),
     }
-    run_bench("cold_pack", "One cold pack", ("mosaicml-streaming", "numpy"), report, __doc__, sizes)
+    run_bench("One cold pack", ("mosaicml-streaming", "numpy"), report, sizes)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from batches import per_batch, random_batches
 from batches_peers import CAPACITY, ROWS, SEQUENCES, fill
-from measure import timed
+from measure import in_turns, timed
 from report import Bench, Size, run_bench
 
 from megatron_sft_idx import preprocess
@@ -80,10 +80,7 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
         fill(writer, np.random.default_rng(0), packs)
     attach(prefix)
     runs = {way: assembling(prefix, columns, packs) for way, columns in WAYS.items()}
-    found: dict[str, list[float]] = {way: [] for way in WAYS}
-    for seed in range(options.rounds):
-        for way, run in runs.items():
-            found[way].append(run(seed))
+    found = in_turns(runs, options.rounds)
     paths = ShardPaths(str(prefix))
     tokens = Shard(prefix).header.num_tokens
     five = sum(Path(path).stat().st_size for path in paths.all)
@@ -117,6 +114,5 @@ if __name__ == "__main__":
     sizes = {
         "packs": Size(4_000, 10_000, "packs of the shard"),
         "copies": Size(20, 100, "times the demo's chats are taken for preprocess"),
-        "rounds": Size(5, 9, "runs of which the median is taken"),
     }
-    run_bench("columns", "Columns in batches", ("torch", "numpy"), report, __doc__, sizes)
+    run_bench("Columns in batches", ("torch", "numpy"), report, sizes, rounds=(5, 9))

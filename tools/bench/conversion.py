@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from formats_peers import nbytes_of
-from formats_ways import write_packs
+from formats_peers import nbytes_of, write_packs
 from measure import in_own_process, memory
 from plot import Dot, dots
 from report import MIB, Bench, Size, cells, run_bench
@@ -233,8 +232,5 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
 
 if __name__ == "__main__":
     title = "Converting between a shard and every other format"
-    sizes = {
-        "gigabytes": Size(0.1, 2.0, "size of what is converted"),
-        "rounds": Size(3, 3, "runs beside a script, of which the median is taken"),
-    }
-    run_bench("conversion", title, ("pyarrow", "megatron-core", "numpy"), report, __doc__, sizes)
+    sizes = {"gigabytes": Size(0.1, 2.0, "size of what is converted")}
+    run_bench(title, ("pyarrow", "megatron-core", "numpy"), report, sizes, rounds=(3, 3))

@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 import formats_peers as peers
 import numpy as np
-from formats_peers import Items
-from formats_ways import CAPACITY, SEQUENCES, WAYS, Way, check_equal, write_all
+from formats_peers import CAPACITY, SEQUENCES, WAYS, Items, Way, check_equal, write_all
 from measure import in_own_process, memory, read_from_disk
 from plot import Dot, dots
 from report import MIB, Bench, Size, cells, run_bench
@@ -210,6 +209,5 @@ if __name__ == "__main__":
     sizes = {
         "packs": Size(12_000, 20_000, "packs in every format but .npy"),
         "npy_packs": Size(1_000, 2_000, "packs in the pickled .npy"),
-        "rounds": Size(3, 5, "runs of which the median is taken"),
     }
-    run_bench("formats", "Formats beside each other", versions, report, __doc__, sizes)
+    run_bench("Formats beside each other", versions, report, sizes, rounds=(3, 5))

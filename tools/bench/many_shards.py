@@ -202,5 +202,5 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sizes = {"shards": Size(1000, 5000, "how many"), "rounds": Size(3, 5, "runs of which the median is taken")}
-    run_bench("many_shards", "Many shards beside one of the same size", ("megatron-core",), report, __doc__, sizes)
+    sizes = {"shards": Size(1000, 5000, "how many")}
+    run_bench("Many shards beside one of the same size", ("megatron-core",), report, sizes, rounds=(3, 5))

@@ -5,18 +5,20 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from megatron_sft_idx.shard import ShardWriter
 
 CHUNK_TOKENS = 1 << 22
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
 
 
 class Time(NamedTuple):
@@ -64,6 +66,15 @@ def alternated(
 def medians(times: Iterable[Sequence[Time]]) -> list[Time]:
     """The median of each work, by either clock."""
     return [Time(*map(median, zip(*column, strict=True))) for column in times]
+
+
+def in_turns(works: Mapping[K, Callable[[int], T]], rounds: int) -> dict[K, list[T]]:
+    """What each work gives in every round, of which it is told the number; they take turns."""
+    found: dict[K, list[T]] = {name: [] for name in works}
+    for number in range(rounds):
+        for name, work in works.items():
+            found[name].append(work(number))
+    return found
 
 
 def in_own_process(work: Callable[..., Any], *arguments: Any) -> Any:

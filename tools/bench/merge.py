@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from measure import in_own_process, memory, reset_peak, write_equal_packs
 from plot import Dot, dots
-from report import MIB, Bench, Size, cells, run_bench
+from report import MIB, Bench, cells, run_bench
 
 from megatron_sft_idx.layout.files import DATA_SUFFIXES
 from megatron_sft_idx.packs.merge import merge
@@ -170,5 +170,4 @@ def headlines(bench: Bench, found: dict[str, Run]) -> None:
 
 
 if __name__ == "__main__":
-    sizes = {"rounds": Size(3, 7, "runs of which the median is taken")}
-    run_bench("merge", "Merging and splitting", ("megatron-core", "numpy"), report, __doc__, sizes)
+    run_bench("Merging and splitting", ("megatron-core", "numpy"), report, {}, rounds=(3, 7))

@@ -53,21 +53,21 @@ def random_shape(random: np.random.Generator) -> tuple[Lengths, int]:
     count = int(np.exp(random.uniform(np.log(300), np.log(1e5))))
     capacity = int(random.choice([512, 2048, 4096, 8192, 32768]))
     mean = max(1.0, capacity / float(np.exp(random.uniform(0, np.log(60)))))
-    family = random.integers(6)
-    if family == 0:
-        values = random.lognormal(np.log(mean), random.uniform(0.1, 1.5), count)
-    elif family == 1:
-        values = random.uniform(mean * random.uniform(0, 1), mean * random.uniform(1, 2), count)
-    elif family == 2:
-        values = random.exponential(mean, count) + 1
-    elif family == 3:
-        values = random.choice(random.uniform(1, 2 * mean, random.integers(1, 30)), count)
-    elif family == 4:
+
+    def two_lengths() -> NDArray[Any]:
         short = random.lognormal(np.log(mean), 0.3, count)
         long = random.lognormal(np.log(2 * mean), 0.5, count)
-        values = np.where(random.random(count) < 0.5, short, long)
-    else:
-        values = random.normal(mean, mean * random.uniform(0.02, 0.4), count)
+        return np.where(random.random(count) < 0.5, short, long)
+
+    families: list[Callable[[], NDArray[Any]]] = [
+        lambda: random.lognormal(np.log(mean), random.uniform(0.1, 1.5), count),
+        lambda: random.uniform(mean * random.uniform(0, 1), mean * random.uniform(1, 2), count),
+        lambda: random.exponential(mean, count) + 1,
+        lambda: random.choice(random.uniform(1, 2 * mean, random.integers(1, 30)), count),
+        two_lengths,
+        lambda: random.normal(mean, mean * random.uniform(0.02, 0.4), count),
+    ]
+    values = families[random.integers(6)]()
     return np.clip(np.round(values), 1, capacity).astype(np.int64), capacity
 
 
@@ -323,4 +323,4 @@ if __name__ == "__main__":
         "sizes": Size([1e4, 1e5, 1e6, 1e7], [1e4, 1e5, 1e6, 1e7], "numbers of lengths"),
         "random": Size(25, 200, "random shapes"),
     }
-    run_bench("packing", "Packing", ("lightbinpack", "trl", "binpacking"), report, __doc__, sizes)
+    run_bench("Packing", ("lightbinpack", "trl", "binpacking"), report, sizes)

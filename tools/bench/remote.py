@@ -264,8 +264,7 @@ if __name__ == "__main__":
     versions = ("boto3", "multi-storage-client", "obstore", "megatron-core")
     sizes = {
         "packs": Size(2_000, 4_000, "in the shard"),
-        "rounds": Size(3, 3, "of which the median is taken"),
         "seconds": Size(1.2, 4.0, "each way in a round"),
         "latency": Size([0.0, 20.0], [0.0, 5.0, 20.0], "milliseconds added to every request"),
     }
-    run_bench("remote", "Shuffled batches from an object store", versions, report, __doc__, sizes)
+    run_bench("Shuffled batches from an object store", versions, report, sizes, rounds=(3, 3))

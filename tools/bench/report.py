@@ -7,10 +7,10 @@ A bench is a function that says what it found to a ``Bench``, and is given to ``
         bench.table(("packs", "ms"), rows)
         bench.headline("open", "opening a shard", [0.51, 0.52], "ms", peer="IndexedDataset", theirs=[0.50, 0.50])
 
-    sizes = {"rounds": Size(3, 9, "runs of which the median is taken")}
-    run_bench("shard", "Shards beside Megatron's", ("megatron-core",), report, __doc__, sizes)
+    sizes = {"packs": Size(20_000, 50_000, "packs that are read")}
+    run_bench("Shards beside Megatron's", ("megatron-core",), report, sizes, rounds=(3, 9))
 
-which leaves ``results/shard.md`` to read, ``results/shard.json`` for the board, and a plot where one was made.
+which in ``shard.py`` leaves ``results/shard.md`` to read, ``results/shard.json`` for the board, and plots.
 """
 
 from __future__ import annotations
@@ -264,16 +264,26 @@ def parse(documentation: str | None, sizes: dict[str, Size]) -> argparse.Namespa
 
 
 def run_bench(
-    name: str,
     title: str,
     peers: Sequence[str],
     work: Callable[[Bench, Path, argparse.Namespace], None],
-    documentation: str | None,
     sizes: dict[str, Size],
+    rounds: tuple[int, int] | None = None,
 ) -> None:
-    """What a bench does when it is run: ``work`` measures in a folder of its own and says what it found."""
-    options = parse(documentation, sizes)
-    bench = Bench(name, title, peers, options)
+    """What the script that is run does: ``work`` measures in a folder of its own and says what it found.
+
+    Args:
+        title: in the reports.
+        peers: distributions whose versions are noted.
+        work: told the sizes of this run.
+        sizes: by name.
+        rounds: how often things are measured, for the board and with ``--full``; a size too.
+    """
+    script: Any = sys.modules["__main__"]
+    if rounds:
+        sizes = {**sizes, "rounds": Size(*rounds, "rounds of which the median is taken")}
+    options = parse(script.__doc__, sizes)
+    bench = Bench(Path(script.__file__).stem, title, peers, options)
     with tempfile.TemporaryDirectory() as folder:
         work(bench, Path(folder), options)
     bench.write()

@@ -264,7 +264,6 @@ if __name__ == "__main__":
     title = "Preprocessing: what each stage costs, and two processors against one"
     sizes = {
         "chats": Size(24_000, 100_000, "how many"),
-        "rounds": Size(3, 3, "whole runs of which the median is taken"),
         "engines": Size(["local"], ["local"], "of whole runs; ray where it is installed"),
     }
-    run_bench("scaling", title, ("tokenizers", "gigatoken", "ray"), report, __doc__, sizes)
+    run_bench(title, ("tokenizers", "gigatoken", "ray"), report, sizes, rounds=(3, 3))

@@ -10,10 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pickle
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from measure import in_own_process
 from plot import Dot, dots
 from report import Bench, Size, run_bench
 
@@ -180,10 +178,11 @@ RIVALS = list(CONTESTANTS)[:2]
 OURS = list(CONTESTANTS)[2:4]
 
 
-def run_worker(name: str, folder: str, data: str) -> None:
-    """Times one contestant and prints what it found."""
-    make, rendered, _ = CONTESTANTS[name]
-    warm, timed = pickle.loads(Path(data).read_bytes())
+def work(name: str, folder: str, warm: list[Any], timed: list[Any]) -> tuple[float, int, str, str | None]:
+    """In a process of its own: seconds, tokens, and the hashes of ids and masks that one contestant gives."""
+    make, rendered, every_core = CONTESTANTS[name]
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if every_core else "false"
     contestant = make(folder)
     if rendered:
         warm, timed = rendering_only(warm), rendering_only(timed)
@@ -194,20 +193,8 @@ def run_worker(name: str, folder: str, data: str) -> None:
     ids, masks = xxhash.xxh3_128(), xxhash.xxh3_128()
     for row_ids, mask in rows:
         ids.update(np.asarray(row_ids, np.int32).tobytes())
-        if mask is not None:
-            masks.update(np.asarray(mask, np.uint8).tobytes())
-    tokens = sum(len(row_ids) for row_ids, _ in rows)
-    no_masks = rows[0][1] is None
-    print(json.dumps([seconds, tokens, ids.hexdigest(), None if no_masks else masks.hexdigest()]))
-
-
-def run_contestant(name: str, folder: str, data: str) -> list[Any]:
-    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-    environment["TOKENIZERS_PARALLELISM"] = "true" if CONTESTANTS[name][2] else "false"
-    command = [sys.executable, __file__, "--worker", name, folder, data]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    found: list[Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        masks.update(b"" if mask is None else np.asarray(mask, np.uint8).tobytes())
+    return seconds, sum(len(one) for one, _ in rows), ids.hexdigest(), None if rows[0][1] is None else masks.hexdigest()
 
 
 # ---- the table ----
@@ -235,13 +222,12 @@ def measure(options: argparse.Namespace, chats: list[Any]) -> tuple[dict[str, li
     """Seconds of every contestant, and tokens; SystemExit where one gives other ids or masks."""
     with tempfile.TemporaryDirectory() as folder:
         train_tokenizer(Path(folder), chats[: len(chats) // 3])
-        data = Path(folder) / "chats.pickle"
-        data.write_bytes(pickle.dumps((chats[: len(chats) // 5], chats[len(chats) // 5 :])))
+        warm, rest = chats[: len(chats) // 5], chats[len(chats) // 5 :]
         times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
         tokens, seen_ids, seen_masks = 0, set(), set()
         for _ in range(options.rounds):
             for name, every in times.items():
-                seconds, tokens, ids, masks = run_contestant(name, folder, str(data))
+                seconds, tokens, ids, masks = in_own_process(work, name, folder, warm, rest)
                 every.append(seconds)
                 seen_ids.add(ids)
                 seen_masks.add(masks)
@@ -263,11 +249,4 @@ def report(bench: Bench, _: Path, options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     title, peers = "Tokenising and masking chats, beside transformers", ("transformers", "tokenizers", "gigatoken")
-    if sys.argv[1:2] == ["--worker"]:
-        run_worker(*sys.argv[2:])
-    else:
-        sizes = {
-            "count": Size(3000, 10_000, "chats to make"),
-            "rounds": Size(3, 7, "runs of which the median is taken"),
-        }
-        run_bench("tokenising", title, peers, report, __doc__, sizes)
+    run_bench(title, peers, report, {"count": Size(3000, 10_000, "chats to make")}, rounds=(3, 7))

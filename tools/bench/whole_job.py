@@ -121,22 +121,19 @@ def run_ours(folder: Path) -> Done:
     return Done(seconds, size(folder / "ours"), len(counts), *map(sum, zip(*counts, strict=True)))
 
 
-def run_trl(folder: Path) -> Done:
-    from datasets import load_from_disk
+def run_peer(folder: Path, name: str, python: object = sys.executable) -> Done:
+    """A peer's run, and what lies in its table then."""
+    seconds = timed_run([python, __file__, "--worker", name, folder])
+    if name == "trl":
+        from datasets import load_from_disk
 
-    seconds = timed_run([sys.executable, __file__, "--worker", "trl", folder])
-    table = load_from_disk(folder / "trl").data.table
-    flat = [table.column(name).combine_chunks().flatten().to_numpy() for name in ("input_ids", "assistant_masks")]
-    return Done(seconds, size(folder / "trl"), len(table), len(flat[0]), int(flat[1].sum()))
+        table, mask = load_from_disk(folder / name).data.table, "assistant_masks"
+    else:
+        import pyarrow.parquet as pq
 
-
-def run_bridge(folder: Path, python: Path) -> Done:
-    import pyarrow.parquet as pq
-
-    seconds = timed_run([python, __file__, "--worker", "bridge", folder])
-    table = pq.read_table(folder / "bridge/packed.idx.parquet")
-    flat = [table.column(name).combine_chunks().flatten().to_numpy() for name in ("input_ids", "loss_mask")]
-    return Done(seconds, size(folder / "bridge"), len(table), len(flat[0]), int(flat[1].sum()))
+        table, mask = pq.read_table(folder / name / "packed.idx.parquet"), "loss_mask"
+    ids, trained = (table.column(column).combine_chunks().flatten().to_numpy() for column in ("input_ids", mask))
+    return Done(seconds, size(folder / name), len(table), len(ids), int(trained.sum()))
 
 
 def clean(folder: Path) -> None:
@@ -167,9 +164,9 @@ def has_bridge(python: Path) -> bool:
 
 
 def report(bench: Bench, folder: Path, options: Namespace) -> None:
-    ways: dict[str, Callable[[Path], Done]] = {OURS: run_ours, TRL: run_trl}
+    ways: dict[str, Callable[[Path], Done]] = {OURS: run_ours, TRL: lambda folder: run_peer(folder, "trl")}
     if has_bridge(python := Path(options.bridge_python)):
-        ways[BRIDGE] = lambda folder: run_bridge(folder, python)
+        ways[BRIDGE] = lambda folder: run_peer(folder, "bridge", python)
     make_input(folder, options.count)
     input_nbytes = (folder / "chats.jsonl").stat().st_size
     runs: dict[str, list[Done]] = {way: [] for way in ways}
@@ -208,8 +205,7 @@ if __name__ == "__main__":
 
         sizes = {
             "count": Size(10_000, 100_000, "chats to make"),
-            "rounds": Size(3, 5, "runs of which the median is taken"),
             "bridge_python": Size(str(BRIDGE_PYTHON), str(BRIDGE_PYTHON), "a Python that has megatron-bridge"),
         }
         title = "The whole job: chats to packed data on disk"
-        run_bench("whole_job", title, ("transformers", "datasets", "trl", "gigatoken"), report, __doc__, sizes)
+        run_bench(title, ("transformers", "datasets", "trl", "gigatoken"), report, sizes, rounds=(3, 5))
