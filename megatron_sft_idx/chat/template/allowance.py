@@ -191,14 +191,16 @@ class Allowance:
 
     def each(self, iterable: Iterable[Any], weight: int = ITEM) -> Iterator[Any]:
         """The items, each paid for when it is taken."""
-        return self._each(iter(iterable), weight)
+        items = iter(iterable)  # at once: what cannot be gone through is an error here
 
-    def _each(self, items: Iterator[Any], weight: int) -> Iterator[Any]:
-        for item in items:
-            self.left -= weight
-            if self.left < 0:
-                self.overspent()
-            yield item
+        def paid() -> Iterator[Any]:
+            for item in items:
+                self.left -= weight
+                if self.left < 0:
+                    self.overspent()
+                yield item
+
+        return paid()
 
     def listed(self, iterable: Any, weight: int = 4 * ITEM) -> list[Any]:
         """A list of what a template goes through."""
@@ -224,10 +226,23 @@ class Allowance:
         return text
 
     def written(self, value: Any) -> None:
-        """Make sure that a value has a text of its own, and spend what it takes."""
+        """Make sure that a value has a text of its own, wherever in it, and spend what it takes."""
         if isinstance(value, (dict, Namespace, *_CONTAINERS)):
             self.weigh(value, per_character=12)  # the most that quoting can make of one
-        _check_text(value)
+        waiting = [value]
+        while waiting:
+            one = waiting.pop()
+            if type(one) is str or type(one) in _NUMBERS or isinstance(one, (Markup, Undefined)):
+                continue
+            if isinstance(one, dict):
+                waiting.extend(one)
+                waiting.extend(one.values())
+            elif isinstance(one, _CONTAINERS):
+                waiting.extend(one)
+            elif isinstance(one, Namespace):
+                waiting.append(vars(one))
+            else:
+                raise NotText(f"the template writes {_called(one)}")
 
     def soft_text(self, value: Any) -> str:
         """The text of a value, which stays ``Markup`` if it is."""
@@ -360,24 +375,6 @@ class _Paid:
 def text_bytes(text: str | bytes) -> int:
     """The most bytes that hold a text."""
     return len(text) if text.isascii() else 4 * len(text)
-
-
-def _check_text(value: Any) -> None:
-    """Refuse what has no text of its own, wherever in the value it is."""
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if type(one) is str or type(one) in _NUMBERS or isinstance(one, (Markup, Undefined)):
-            continue
-        if isinstance(one, dict):
-            waiting.extend(one)
-            waiting.extend(one.values())
-        elif isinstance(one, _CONTAINERS):
-            waiting.extend(one)
-        elif isinstance(one, Namespace):
-            waiting.append(vars(one))
-        else:
-            raise NotText(f"the template writes {_called(one)}")
 
 
 def _called(value: Any) -> str:

@@ -1,8 +1,8 @@
 """Conversations to text, with the characters that are trained on.
 
-``ChatTemplate`` puts the steps together: ``forms`` brings messages into the form that the template wants, ``trace``
+``ChatTemplate`` puts the steps together: ``words`` brings messages into the form that the template wants, ``trace``
 renders and says which message wrote what, ``scaffold`` finds the edges of turns by rendering beginnings of the
-conversation, ``spans`` decides what the model must learn, ``marking`` follows strings of the data.
+conversation, ``spans`` decides what the model must learn.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from jinja2.exceptions import SecurityError
 
 from megatron_sft_idx.chat.template.allowance import NotText, Overspent
 from megatron_sft_idx.chat.template.environment import RaisedByTemplate, TemplateEnvironment
-from megatron_sft_idx.chat.template.forms import (
+from megatron_sft_idx.chat.template.scaffold import Rules
+from megatron_sft_idx.chat.template.spans import Ranges, SpanFinder, selected, unusable
+from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable
+from megatron_sft_idx.chat.template.words import (
     ABSENT,
     NULL_FORMS,
+    ControlTokens,
     Style,
     in_text_parts,
     lacks_content,
@@ -29,10 +33,6 @@ from megatron_sft_idx.chat.template.forms import (
     prepared,
     prints_parts,
 )
-from megatron_sft_idx.chat.template.marking import ControlTokens
-from megatron_sft_idx.chat.template.scaffold import Rules
-from megatron_sft_idx.chat.template.spans import Ranges, SpanFinder, selected, unusable
-from megatron_sft_idx.chat.template.trace import Traced, TracedTemplate, Untraceable
 from megatron_sft_idx.chat.types import Conversation, MaskOptions, Rendered, Span
 from megatron_sft_idx.errors import FormatError, SequenceError
 
@@ -189,8 +189,12 @@ class ChatTemplate:
                     row = _Row(conversation, messages, self._variables(messages, conversation), notes, style)
                     try:
                         rendered = step(row)
+                    except _Runaway:
+                        raise
                     except SequenceError as error:
-                        failed = _first_reason(failed, error)
+                        # The first failure is told, unless it says only that nothing was rendered.
+                        unsaid = isinstance(failed, _UnrenderedError) and not isinstance(error, _UnrenderedError)
+                        failed = error if failed is None or unsaid else failed
                         continue
                     if style.in_parts and any(prints_parts(one.text) for one in rendered):
                         continue
@@ -237,9 +241,8 @@ class ChatTemplate:
             if chosen is None:
                 chosen = speakers or selected(row.messages, weights, self.options.train_on)
             spans = self._spans(finder, row, chosen, len(text))
-        if finder.notes:
-            for what, count in finder.notes.items():
-                row.notes[what] = row.notes.get(what, 0) + count
+        for what, count in finder.notes.items():
+            row.notes[what] = row.notes.get(what, 0) + count
         literals = [] if self.options.allow_control_tokens else self._literals(text, row)
         return Rendered(text, spans, literals, row.notes)
 
@@ -256,17 +259,10 @@ class ChatTemplate:
             text, more = texts[number], texts[number + 1 : number + 2]
             if more and (text is None or (more[0] is not None and more[0].startswith(text.rstrip()))):
                 continue
-            cut = Conversation(
-                row.conversation.messages[: index + 1],
-                row.conversation.weights[: index + 1],
-                row.conversation.tools,
-                row.conversation.kwargs,
-            )
-            messages = row.messages[: index + 1]
-            notes = row.notes if not found else {}
-            found.append(
-                self._whole(_Row(cut, messages, {**row.variables, "messages": messages}, notes, row.style), group)
-            )
+            whole, messages = row.conversation, row.messages[: index + 1]
+            cut = replace(whole, messages=whole.messages[: index + 1], weights=whole.weights[: index + 1])
+            variables = {**row.variables, "messages": messages}
+            found.append(self._whole(_Row(cut, messages, variables, {} if found else row.notes, row.style), group))
             group = []
         return found
 
@@ -292,14 +288,31 @@ class ChatTemplate:
         return SpanFinder(self._rules, text, row.messages, tools, traced, render, key, row.style.writes_arguments)
 
     def _spans(self, finder: SpanFinder, row: _Row, chosen: Sequence[int], length: int) -> list[Span]:
-        weights = row.conversation.weights
-        found: list[tuple[int, Ranges, Ranges]] = []
+        """What the chosen messages say with their weights, ascending; beside it what nobody says, where all counts."""
         blocks = finder.blocks() if self.has_generation_markers else {}
+        trained: list[tuple[int, int, int]] = []
+        said: Ranges = []
         for index in chosen:
-            one = finder.marked(index, blocks.get(index, [])) if self.has_generation_markers else finder.turn(index)
-            found.append((index, *one))
-        spans = _weighted(found, weights)
-        return _around(found, spans, length) if self.options.train_on == "all" else spans
+            marked = self.has_generation_markers
+            whole, kept = finder.marked(index, blocks.get(index, [])) if marked else finder.turn(index)
+            trained += [(start, stop, index) for start, stop in kept]
+            said += whole
+        spans: list[Span] = []
+        at = 0
+        for start, stop, message in sorted(trained):
+            # The end of a turn may stand in the next message's text.
+            if stop > (first := start if start > at else at):
+                spans.append(Span(first, stop, row.conversation.weights[message]))
+                at = stop
+        if self.options.train_on != "all":
+            return spans
+        at = 0
+        for start, stop in sorted(said):
+            spans.append(Span(at, start))
+            at = max(at, stop)
+        spans.append(Span(at, length))
+        spans = [span for span in spans if span.start < span.stop and span.weight != 0]
+        return sorted(spans, key=lambda span: span.start)
 
     def _tried(self, variables: dict[str, Any]) -> str | None:
         """Render an altered or made-up conversation; None where the template finds it odd. Others may do."""
@@ -356,36 +369,3 @@ class ChatTemplate:
 
 def _unrendered(reason: str) -> SequenceError:
     return _UnrenderedError("conversation", None, reason)
-
-
-def _weighted(found: Sequence[tuple[int, Ranges, Ranges]], weights: Sequence[float]) -> list[Span]:
-    """Trained ranges with their messages' weights: ascending, none overlapping the one before it."""
-    spans: list[Span] = []
-    at = 0
-    for start, stop, message in sorted((start, stop, message) for message, _, kept in found for start, stop in kept):
-        # The end of a turn may stand in the next message's text.
-        if stop > (first := start if start > at else at):
-            spans.append(Span(first, stop, weights[message]))
-            at = stop
-    return spans
-
-
-def _around(found: Sequence[tuple[int, Ranges, Ranges]], spans: list[Span], length: int) -> list[Span]:
-    """The spans, and the rest of a text of ``length`` characters but for what the options left out."""
-    rest: list[Span] = []
-    at = 0
-    for start, stop in sorted(one for _, said, _ in found for one in said):
-        rest.append(Span(at, start))
-        at = max(at, stop)
-    rest.append(Span(at, length))
-    spans = [span for span in (*spans, *rest) if span.start < span.stop and span.weight != 0]
-    return sorted(spans, key=lambda span: span.start)
-
-
-def _first_reason(failed: SequenceError | None, error: SequenceError) -> SequenceError:
-    """Which of two failures to tell of: the first, unless it says only that nothing was rendered. Raises a runaway."""
-    if isinstance(error, _Runaway):
-        raise error
-    if failed is None or (isinstance(failed, _UnrenderedError) and not isinstance(error, _UnrenderedError)):
-        return error
-    return failed

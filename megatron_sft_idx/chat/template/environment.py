@@ -453,7 +453,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         for name in _OF_ALLOWANCE:
             setattr(self, name, getattr(allowance, name))
         self.filters = counted_filters(allowance, self.filters)
-        self.tests.update(_counted_tests(allowance, {**self.tests}))
+        tests: dict[str, Any] = {**self.tests}
+        for name in _COMPARING:
+            self.tests[name] = _counted_test(tests[name], allowance.weighed)
+        for name in ("lower", "upper"):
+            self.tests[name] = _counted_test(tests[name], allowance.soft_text)
+        self.tests["in"] = allowance.contains
         self.globals.pop("lipsum", None)
         self.globals["raise_exception"] = self._raise_exception
         self.globals["strftime_now"] = _clock(template_date, allowance)
@@ -630,17 +635,8 @@ class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
     """The same for Markup."""
 
 
-def _counted_tests(allowance: Allowance, tests: dict[str, Any]) -> dict[str, Any]:
-    """Tests that compare, as they are but paid for."""
-
-    def of_two(test: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        return lambda value, other: test(allowance.weighed(value), allowance.weighed(other))
-
-    def of_text(test: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return lambda value: test(allowance.soft_text(value))
-
-    counted = {name: of_two(test) for name, test in tests.items() if name in _COMPARING}
-    return {**counted, "in": allowance.contains, "lower": of_text(tests["lower"]), "upper": of_text(tests["upper"])}
+def _counted_test(test: Callable[..., Any], pay: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda *values: test(*map(pay, values))
 
 
 def _cut(message: str) -> str:

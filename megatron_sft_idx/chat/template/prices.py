@@ -125,15 +125,7 @@ def _split(text: str, sep: Any = None, maxsplit: int = -1) -> int:
 
 
 def _splitlines(text: str, keepends: Any = False) -> int:
-    return text_bytes(text) + _PIECE * (_breaks(text) + _NO_CUT)
-
-
-def _breaks(text: str) -> int:
-    return sum(map(text.count, _BREAKS))
-
-
-def _expandtabs(text: str, tabsize: int = 8) -> int:
-    return 4 * (len(text) + text.count("\t") * max(0, tabsize))
+    return text_bytes(text) + _PIECE * (sum(map(text.count, _BREAKS)) + _NO_CUT)
 
 
 def _encoded(text: str, encoding: str = "utf-8", errors: str = "strict") -> int:
@@ -155,7 +147,7 @@ _STRING_PRICES: dict[str, Callable[..., int]] = {
     "split": _split,
     "rsplit": _split,
     "splitlines": _splitlines,
-    "expandtabs": _expandtabs,
+    "expandtabs": lambda text, tabsize=8: 4 * (len(text) + text.count("\t") * max(0, tabsize)),
     "encode": _encoded,
 }
 
@@ -255,15 +247,6 @@ def spec_width(spec: str) -> int:
 # Filters
 
 
-def counted_filters(allowance: Allowance, filters: dict[str, Filter]) -> dict[str, Filter]:
-    """Jinja's ``filters`` by their names, each of which takes off ``allowance`` what it costs."""
-    made = {name: filters[name] for name in _FREE}
-    for name, price in _PRICES.items():
-        made[name] = _counted(filters[name], price, allowance)
-    made.update(_own(allowance, filters))
-    return made
-
-
 def _counted(filter_: Filter, price: Filter, allowance: Allowance) -> Filter:
     """A filter whose price is taken first; ``price`` gives the value that it works on."""
     if hasattr(filter_, "jinja_pass_arg"):
@@ -281,8 +264,11 @@ def _counted(filter_: Filter, price: Filter, allowance: Allowance) -> Filter:
     return plain
 
 
-def _own(allowance: Allowance, filters: dict[str, Filter]) -> dict[str, Filter]:
-    """The filters that are written anew, because they are used much or cannot be paid for before."""
+def counted_filters(allowance: Allowance, filters: dict[str, Filter]) -> dict[str, Filter]:
+    """Jinja's ``filters`` by their names, each of which takes off ``allowance`` what it costs.
+
+    Some are written anew, because they are used much or cannot be paid for before.
+    """
 
     def trim(value: Any, chars: str | None = None) -> str:
         if type(value) is not str:
@@ -329,11 +315,16 @@ def _own(allowance: Allowance, filters: dict[str, Filter]) -> dict[str, Filter]:
         price_of_percent(allowance, text, kwargs or args)
         return text % (kwargs or args)
 
+    def random(*_args: Any) -> Any:
+        raise SecurityError("the random filter would make other text from the same row; take it out of the template")
+
     return {
+        **{name: filters[name] for name in _FREE},
+        **{name: _counted(filters[name], price, allowance) for name, price in _PRICES.items()},
         "format": format_,
         "join": join,
         "list": allowance.listed,
-        "random": _refuse_random,
+        "random": random,
         "string": string,
         "sum": sum_,
         "tojson": partial(_to_json, allowance),
@@ -369,42 +360,56 @@ def _to_json(
 _encode_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
-def _refuse_random(*_args: Any) -> Any:
-    raise SecurityError("the random filter would make other text from the same row; take it out of the template")
-
-
 # Prices. Each has the arguments of its filter, and gives the value that the filter is to work on.
 
 
-def _per_byte(factor: int) -> Filter:
-    """The price of a filter that takes ``factor`` units for each byte of its text, and the weight of its arguments."""
+def _text_of(allowance: Allowance, value: Any) -> str:
+    return value if isinstance(value, str) else allowance.text(value)
+
+
+def _of_text(units: Callable[..., int]) -> Filter:
+    """The price of a filter that makes text of its value first, by that text and the filter's arguments."""
 
     def price(allowance: Allowance, value: Any, *args: Any, **kwargs: Any) -> Any:
-        allowance.weigh((args, kwargs))
-        if not isinstance(value, str):
-            value = allowance.text(value)
-        allowance.spend(factor * text_bytes(value))
+        value = _text_of(allowance, value)
+        allowance.spend(units(value, *args, **kwargs))
         return value
 
     return price
 
 
-def _center(allowance: Allowance, value: Any, width: int = 80) -> Any:
-    value = value if isinstance(value, str) else allowance.text(value)
-    allowance.spend(_width(value, width))
-    return value
+def _beside_arguments(units: Callable[[str, int], int]) -> Filter:
+    """As ``_of_text``, by the text and the weight of the arguments, which is spent as well."""
+
+    def price(allowance: Allowance, value: Any, *args: Any, **kwargs: Any) -> Any:
+        weight = allowance.weigh((args, kwargs))
+        return _of_text(lambda text: units(text, weight))(allowance, value)
+
+    return price
+
+
+def _per_byte(factor: int) -> Filter:
+    return _beside_arguments(lambda text, _: factor * text_bytes(text))
+
+
+def _center(text: str, width: int = 80) -> int:
+    return _width(text, width)
+
+
+def _striptags(text: str) -> int:
+    return (len(text) + 1) * (16 + text.count("<!--") + text.count("<"))
 
 
 def _indent(allowance: Allowance, s: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> Any:
     if isinstance(s, str):
         step = text_bytes(width) if isinstance(width, str) else max(0, width)
         wide = 1 if s.isascii() else 4
-        allowance.spend(3 * _splitlines(s) + wide * step * (_breaks(s) + 2))
+        allowance.spend(3 * _splitlines(s) + wide * step * (sum(map(s.count, _BREAKS)) + 2))
     return s
 
 
 def _replace(allowance: Allowance, s: Any, old: Any, new: Any, count: int | None = None) -> Any:
-    s, old, new = (one if isinstance(one, str) else allowance.text(one) for one in (s, old, new))
+    s, old, new = (_text_of(allowance, one) for one in (s, old, new))
     price = _replaced(s, old, new, -1 if count is None else count)
     allowance.spend(6 * price if Markup in (type(s), type(old), type(new)) else price)
     return s
@@ -429,20 +434,6 @@ def _wordwrap(
         lines = longest // max(1, width) if break_long_words else 0
         allowance.spend(64 * text_bytes(s) + words + lines * longest + len(s) * text_bytes(wrapstring or ""))
     return s
-
-
-def _striptags(allowance: Allowance, value: Any) -> Any:
-    value = value if isinstance(value, str) else allowance.text(value)
-    allowance.spend((len(value) + 1) * (16 + value.count("<!--") + value.count("<")))
-    return value
-
-
-def _links(allowance: Allowance, value: Any, *args: Any, **kwargs: Any) -> Any:
-    """A filter that may write its arguments beside every word."""
-    size = allowance.weigh((args, kwargs))
-    value = value if isinstance(value, str) else allowance.text(value)
-    allowance.spend(text_bytes(value) * (64 + size))
-    return value
 
 
 def _pairs(allowance: Allowance, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -529,7 +520,7 @@ _PRICES: dict[str, Filter] = {
     **dict.fromkeys(("urlencode", "xmlattr"), _pairs),
     **{name: _per_byte(factor) for name, factor in _FILTER_FACTORS.items()},
     "batch": _batch,
-    "center": _center,
+    "center": _of_text(_center),
     "indent": _indent,
     "pprint": _pretty,
     "replace": _replace,
@@ -537,9 +528,9 @@ _PRICES: dict[str, Filter] = {
     "round": _round,
     "safe": Allowance.soft_text,
     "slice": _slice,
-    "striptags": _striptags,
+    "striptags": _of_text(_striptags),
     "truncate": _truncate,
     "unique": _unique,
-    "urlize": _links,
+    "urlize": _beside_arguments(lambda text, weight: text_bytes(text) * (64 + weight)),  # beside every word
     "wordwrap": _wordwrap,
 }

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from jinja2 import nodes
 
-from megatron_sft_idx.chat.template.forms import ASKED, SAID
+from megatron_sft_idx.chat.template.words import ASKED, SAID, called
 from megatron_sft_idx.chat.types import MaskOptions
 
 __all__ = ["MOST_KNOWN", "Edge", "Edges", "Rules", "Written"]
@@ -82,7 +82,16 @@ class Rules:
         self.piece = re.compile(rf"{tokens}<[^<>\s]+>|\[[A-Z_/]+\]|\w+|.", re.DOTALL)
         self.prompted = "add_generation_prompt" in source
         self.known: dict[tuple[Any, ...], Edge] = {}
-        self._tested = _tested_strings(tree)
+        # Strings that the template looks for in what it is given, such as </think> and /no_think.
+        tested = {
+            compare.expr.value
+            for compare in tree.find_all(nodes.Compare)
+            if isinstance(compare.expr, nodes.Const) and any(operand.op in ("in", "notin") for operand in compare.ops)
+        }
+        for call in tree.find_all(nodes.Call):
+            if isinstance(call.node, nodes.Getattr) and call.node.attr in _LOOKING:
+                tested |= {argument.value for argument in call.args if isinstance(argument, nodes.Const)}
+        self._tested = tuple(sorted(text for text in tested if isinstance(text, str) and text.strip()))
         self._letters = "".join({one[0] for one in self._tested})
         self._shapes: dict[tuple[Any, ...], int] = {}
         self._numbers = count()  # of shapes; none is given twice
@@ -208,7 +217,8 @@ class Edges:
             # What every turn begins with is no turn's end, even where a rendering goes on with it by itself.
             ends = [at for opening in openings if (at := text.find(opening, said, said + length)) >= 0]
             shared = said + len(text[said : min(ends, default=said + length)].rstrip())
-            shared -= max((_overlap(text[said:shared], opening) for opening in openings), default=0)
+            begun = [opening[:length] for opening in openings for length in range(1, len(opening))]  # as [ of [user]
+            shared -= max((len(one) for one in begun if text.endswith(one, said, shared)), default=0)
         if written is None:  # nothing else says where the turn's own text ends
             if tail is None and last and not any(opening in text[said:high] for opening in openings):
                 return high
@@ -236,11 +246,24 @@ class Edges:
             other, calls = self._view(len(self._messages), ASKED), self._messages[-1].get("tool_calls")
             if other is None and calls:
                 results = [
-                    {"role": "tool", "content": ASKED, "tool_call_id": call.get("id", ""), "name": _name_of(call)}
+                    {
+                        "role": "tool",
+                        "content": ASKED,
+                        "tool_call_id": call.get("id", ""),
+                        "name": str(called(call).get("name", "")),
+                    }
                     for call in calls
                 ]
                 other = self._render(messages=[*self._messages, *results], add_generation_prompt=False)
-        return None if other is None else self._tail(other, low, said)
+        if other is None:
+            return None
+        if other.startswith(self._text[:said]):
+            return other[said:]
+        for far in (_NEAR, 8):
+            near = self._text[max(low, said - far) : said]
+            if near.strip() and (at := other.rfind(near)) >= 0:
+                return other[at + len(near) :]
+        return None
 
     def _ending(self, start: int, stop: int) -> int:
         """Where an end of turn that was written after the turn is over: no word belongs to it.
@@ -367,16 +390,6 @@ class Edges:
                 return self._common(other[begin + len(near) : at], head)
         return 0
 
-    def _tail(self, other: str, low: int, said: int) -> str | None:
-        """What follows a turn's last words in another rendering."""
-        if other.startswith(self._text[:said]):
-            return other[said:]
-        for far in (_NEAR, 8):
-            near = self._text[max(low, said - far) : said]
-            if near.strip() and (at := other.rfind(near)) >= 0:
-                return other[at + len(near) :]
-        return None
-
     def _end_behind(self, turn: int, high: int, at: int, openings: Sequence[str], answered: bool | None) -> int | None:
         """The end of a control token right behind a turn, which the model writes if nothing else ends its turn.
 
@@ -410,18 +423,8 @@ class Edges:
         return length
 
 
-def _overlap(text: str, opening: str) -> int:
-    """How much of an opening, but not all of it, a text ends with: such as ``[`` of ``[user]``."""
-    return next((length for length in range(len(opening) - 1, 0, -1) if text.endswith(opening[:length])), 0)
-
-
 def _is_tag(piece: str) -> bool:
     return len(piece) > 1 and not piece.replace("_", "").isalnum()
-
-
-def _name_of(call: Mapping[str, Any]) -> str:
-    function = call.get("function")
-    return str((function if isinstance(function, Mapping) else call).get("name", ""))
 
 
 def _parting(one: str, other: str) -> int:
@@ -434,16 +437,3 @@ def _parting(one: str, other: str) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _tested_strings(template: nodes.Template) -> tuple[str, ...]:
-    """Strings that a template looks for in what it is given, such as ``</think>`` and ``/no_think``."""
-    found = {
-        compare.expr.value
-        for compare in template.find_all(nodes.Compare)
-        if isinstance(compare.expr, nodes.Const) and any(operand.op in ("in", "notin") for operand in compare.ops)
-    }
-    for call in template.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Getattr) and call.node.attr in _LOOKING:
-            found |= {argument.value for argument in call.args if isinstance(argument, nodes.Const)}
-    return tuple(sorted(text for text in found if isinstance(text, str) and text.strip()))

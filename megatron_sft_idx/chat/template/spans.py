@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
@@ -21,10 +22,17 @@ from typing import Any
 
 from markupsafe import escape
 
-from megatron_sft_idx.chat.template.forms import Piece, content_of, pieces_of, squeezed, words_called_with
-from megatron_sft_idx.chat.template.marking import Place, locate
 from megatron_sft_idx.chat.template.scaffold import MOST_KNOWN, Edge, Edges, Rules, Written
 from megatron_sft_idx.chat.template.trace import Segment, Traced, without_glances
+from megatron_sft_idx.chat.template.words import (
+    Piece,
+    Place,
+    content_of,
+    locate,
+    pieces_of,
+    squeezed,
+    words_called_with,
+)
 from megatron_sft_idx.errors import SequenceError
 
 __all__ = ["Ranges", "SpanFinder", "selected", "unusable"]
@@ -89,7 +97,7 @@ class SpanFinder:
         variables: str,
         sure_of_arguments: bool,
     ) -> None:
-        self.notes: dict[str, int] = {}
+        self.notes: Counter[str] = Counter()
         self._rules, self._text, self._messages, self._traced = rules, text, messages, traced
         self._tools, self._render, self._variables = tools, render, variables
         self._sure_of_arguments = sure_of_arguments
@@ -172,7 +180,7 @@ class SpanFinder:
             SequenceError: the template leaves out some of the message's words, or the markers do.
         """
         pieces = pieces_of(self._messages[message])
-        segments = self._written.get(message) or self._everywhere(message)
+        segments = self._written.get(message) or [Segment(0, len(self._text), 0, message)]
         found = self._standing(pieces, segments)
         self._require_words(message, pieces, segments, found)
         if self._rules.options.partial_markers == "error":
@@ -186,7 +194,7 @@ class SpanFinder:
     def require_words(self, messages: Sequence[int]) -> None:
         """Require what assistant messages say somewhere in the text."""
         for message in messages:
-            pieces, segments = pieces_of(self._messages[message]), self._everywhere(message)
+            pieces, segments = pieces_of(self._messages[message]), [Segment(0, len(self._text), 0, message)]
             self._require_words(message, pieces, segments, self._standing(pieces, segments))
 
     def blocks(self) -> dict[int, Ranges]:
@@ -210,20 +218,18 @@ class SpanFinder:
                     before = range(message, -1, -1)
                     message = next((i for i in before if self._messages[i].get("role") == "assistant"), message)
             else:
-                message = self._unwritten(-1 if message is None else message, start, stop)
+                behind = range(0 if message is None else message + 1, len(self._messages))
+                message = next((i for i in behind if self._stands_alone(i, start, stop)), message)
             if message is None:
                 raise unusable(f"{self._rules.name}: a generation block stands outside every loop over the messages")
             spans.setdefault(message, []).append((start, stop))
         return spans
 
-    def _unwritten(self, before: int, start: int, stop: int) -> int | None:
-        """The message that a generation block outside the loops was written for."""
-        for message in range(before + 1, len(self._messages)):
-            pieces = pieces_of(self._messages[message])
-            answers = self._messages[message].get("role") == "assistant" and message not in self._written
-            if answers and pieces and all(self._text.find(piece.text, start, stop) >= 0 for piece in pieces):
-                return message
-        return before if before >= 0 else None
+    def _stands_alone(self, message: int, start: int, stop: int) -> bool:
+        """Whether a stretch outside the loops holds the words of an answer that no loop wrote."""
+        pieces = pieces_of(self._messages[message])
+        answers = self._messages[message].get("role") == "assistant" and message not in self._written
+        return answers and bool(pieces) and all(self._text.find(one.text, start, stop) >= 0 for one in pieces)
 
     # Where a message's text is
 
@@ -269,9 +275,6 @@ class SpanFinder:
             " tokens"
         )
 
-    def _everywhere(self, message: int) -> list[Segment]:
-        return [Segment(0, len(self._text), 0, message)]
-
     def _find(self, words: str, segments: list[Segment]) -> int:
         for segment in segments:
             at = self._text.find(words, segment.start, segment.stop)
@@ -314,7 +317,7 @@ class SpanFinder:
     def _reasoning_dropped(self, message: int) -> None:
         options = self._rules.options
         if options.turns == "whole" or not options.train_on_thinking:
-            self._note("reasoning_dropped")
+            self.notes["reasoning_dropped"] += 1
             return
         split = "" if options.turns == "split" else "--turns split makes a sequence of each turn, as the model sees it;"
         raise unusable(
@@ -368,7 +371,9 @@ class SpanFinder:
                 said = behind
         shapes = self._shapes
         around = (shapes[message], shapes[message + 1], shapes[message + 2])
-        place = (message > self._question, traced, len(segments), high == end, _tag_before(text, low))
+        before = text[max(0, low - 64) : low].rstrip()  # only a tag counts: there, data would make kinds without end
+        tag = _end_piece(before) if before[-1:] in (">", "]") else ""
+        place = (message > self._question, traced, len(segments), high == end, tag)
         # Arguments of calls, and text in several stretches, are not told from the template's own by looking.
         opaque = traced and (len(segments) > 1 or (bool(found) and found[-1][1].kind == "call"))
         tail = _end_piece(text[max(said, begin, high - 64) : high]) if opaque else self._beside(found, said, high)
@@ -379,7 +384,7 @@ class SpanFinder:
             or not text.startswith(edge.head, low)
             or not text.startswith(edge.late, end)
             or not text.endswith(edge.dropped, said, high)
-            or (opaque and self._may_hold_others(message, segments))
+            or (opaque and any(self._find(words, segments) >= 0 for words in self._around(message)))
         ):
             start, stop, ended = self._learnt(message, segments, found, traced)
             late = text[end:stop] if stop > high else ""
@@ -390,7 +395,7 @@ class SpanFinder:
             start, ended = low + len(edge.head), edge.ended
             stop = end + len(edge.late) if edge.late else high - len(edge.dropped)
         if not ended:
-            self._note("no_end_of_turn")
+            self.notes["no_end_of_turn"] += 1
         return start, stop
 
     def _beside(self, found: list[tuple[int, Piece]], said: int, high: int) -> str:
@@ -401,12 +406,11 @@ class SpanFinder:
         ends = [*(at for at, _ in stretches[1:]), high]
         return "\n".join(self._text[stop:at] for (_, stop), at in zip(stretches, ends, strict=True))
 
-    def _may_hold_others(self, message: int, segments: list[Segment]) -> bool:
-        """Whether a neighbour's words stand in what a message wrote; its calls may merely repeat them."""
+    def _around(self, message: int) -> list[str]:
+        """The words of a message's neighbours that are long enough to tell; its calls may merely repeat them."""
         others = list(self._messages[max(message - 1, 0) : message])
         others += takewhile(lambda one: one.get("role") != "assistant", self._messages[message + 1 :])
-        words = map(content_of, others)
-        return any(len(one) >= _TELLING and self._find(one, segments) >= 0 for one in words)
+        return [words for words in map(content_of, others) if len(words) >= _TELLING]
 
     def _learnt(
         self, message: int, segments: list[Segment], found: list[tuple[int, Piece]], traced: bool
@@ -507,9 +511,6 @@ class SpanFinder:
             " assistant says, or train on all tokens"
         )
 
-    def _note(self, what: str) -> None:
-        self.notes[what] = self.notes.get(what, 0) + 1
-
     # What the options leave of it
 
     def _without_cuts(self, message: int, found: list[tuple[int, Piece]], spans: Ranges) -> Ranges:
@@ -548,7 +549,7 @@ class SpanFinder:
                 if marked:
                     at = marked[0]
                 else:
-                    self._note("words_placed_by_search")
+                    self.notes["words_placed_by_search"] += 1
             result.append((at, at + len(piece.text)))
         return sorted(result)
 
@@ -582,12 +583,6 @@ class SpanFinder:
     def _past_thinking(self, start: int, stop: int) -> int:
         closing = _EMPTY_THINKING.match(self._text, start, stop)
         return closing.end() if closing else start
-
-
-def _tag_before(text: str, at: int) -> str:
-    """The tag that a template wrote right before a place, if it is one: there, data would make kinds without end."""
-    before = text[max(0, at - 64) : at].rstrip()
-    return _end_piece(before) if before[-1:] in (">", "]") else ""
 
 
 def _end_piece(text: str) -> str:

@@ -26,7 +26,7 @@ from jinja2 import Template, TemplateSyntaxError, nodes
 from jinja2.visitor import NodeTransformer
 
 from megatron_sft_idx.chat.template.environment import GENERATION, TemplateEnvironment, nests
-from megatron_sft_idx.chat.template.forms import pieces_of
+from megatron_sft_idx.chat.template.words import pieces_of
 from megatron_sft_idx.errors import FormatError
 
 __all__ = ["Segment", "Traced", "TracedTemplate", "Untraceable", "without_glances"]
@@ -99,9 +99,13 @@ class _Tracker:
         place = self._places.get
 
         def push(value: Any, lists: Sequence[Any]) -> int:
-            message = place(id(value))
-            if message is None:
-                message = self._indexed(value, lists)
+            # The message that a loop variable stands for: itself, an index of it, or one of several values.
+            stands_for = [value]
+            if type(value) is int:
+                stands_for = [some[value] for some in lists if type(some) is list and 0 <= value < len(some)]
+            elif type(value) is tuple:
+                stands_for = [value, *value]
+            message = next((found for one in stands_for if (found := place(id(one))) is not None), None)
             around = stack[-1]
             if message is None or message == around:
                 stack.append(around)
@@ -144,20 +148,6 @@ class _Tracker:
     def _written(self, event: int) -> str:
         self.captured = True
         return f"{self.sentinel}{event}{chr(ord(self.sentinel) + 1)}"
-
-    def _indexed(self, value: Any, lists: Sequence[Any]) -> int | None:
-        """The message that a loop variable stands for without being it: an index, or one of several values."""
-        if type(value) is int:
-            for candidate in lists:
-                if type(candidate) is list and 0 <= value < len(candidate):
-                    message = self._places.get(id(candidate[value]))
-                    if message is not None:
-                        return message
-        elif type(value) is tuple:
-            for item in value:
-                if id(item) in self._places:
-                    return self._places[id(item)]
-        return None
 
 
 class _Marker(NodeTransformer):
