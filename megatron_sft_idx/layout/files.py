@@ -488,6 +488,11 @@ class Header:
         """Size of the whole ``.seq.idx``."""
         return self.token_offsets_offset + 8 * (self.num_packs + 1)
 
+    def sizes(self, paths: ShardPaths) -> dict[str, int]:
+        """Size of each of the five files, by path."""
+        data = {path: digest.nbytes for path, digest in zip(paths.data, self.digests, strict=True)}
+        return data | {paths.seq_idx: self.seq_idx_nbytes}
+
     @property
     def index_nbytes(self) -> int:
         """Memory that the index arrays take: two offsets a pack, and those behind the last one, and the starts."""

@@ -44,22 +44,6 @@ from megatron_sft_idx.layout.files import (
     token_dtype_of,
 )
 
-__all__ = [
-    "DONE",
-    "MAGICS",
-    "MAX_RECORDS",
-    "PACK",
-    "Block",
-    "BuildOptions",
-    "Head",
-    "encode_block",
-    "encode_head",
-    "encode_json",
-    "read_blocks",
-    "read_head",
-    "torn",
-]
-
 _MAGIC, _OLD_MAGICS = b"SFTJRNL3", (b"SFTJRNL2", b"SFTJRNL1")
 # What a file begins with that is a journal of this package, of whatever version.
 MAGICS = (_MAGIC, *_OLD_MAGICS)

@@ -20,7 +20,7 @@ from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.column import ColumnSpec, is_source
 from megatron_sft_idx.live.catalog import Catalog, Limits, ProducerState, Still, Stopped, Waiter, shard_name
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.shard.reader import read_header
+from megatron_sft_idx.shard.opening import read_header
 from megatron_sft_idx.shard.shard_set import alike_columns
 from megatron_sft_idx.storage import Backend
 from megatron_sft_idx.training import Arrays, Index, Segments, in_slots, located

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 
-__all__ = ["plan_by_linear_program"]
-
 GRID: Final = 256
 _PIVOTS: Final = 3000  # seconds; the solution is valid after any of them
 _TOLERANCE: Final = 1e-7

@@ -24,13 +24,6 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import SequenceError
 from megatron_sft_idx.packing.linear_program import plan_by_linear_program
 
-__all__ = [
-    "METHODS",
-    "PackPlan",
-    "WindowPacker",
-    "pack_sequences",
-]
-
 _LARGEST_CAPACITY: Final = 2**31 - 1  # boundaries are int32
 METHODS: Final = (
     "auto",

@@ -18,8 +18,8 @@ from megatron_sft_idx.layout.files import DATA_SUFFIXES, SEQ_IDX
 from megatron_sft_idx.layout.journal import PACK, BuildOptions, encode_block
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.columns import ColumnFiles, Rows, open_column
+from megatron_sft_idx.shard.opening import require_same
 from megatron_sft_idx.shard.publication import Publication
-from megatron_sft_idx.shard.reader import require_same
 from megatron_sft_idx.shard.writer import FORMAT_WRITER, JournalPacks, write_idx, write_seq_idx
 from megatron_sft_idx.storage import Array, PreadArray, require_local
 from megatron_sft_idx.storage.local import HashedFile, StreamHash

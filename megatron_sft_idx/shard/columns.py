@@ -28,16 +28,13 @@ from megatron_sft_idx.layout.column import (
     torn_pairs,
 )
 from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, column_of
-from megatron_sft_idx.shard.opening import read_header, require_same
+from megatron_sft_idx.shard.opening import open_items, read_header, read_start, require_same
 from megatron_sft_idx.shard.publication import Publication, held, is_column
 from megatron_sft_idx.storage import (
     Array,
     Backend,
-    ReopenedArray,
     check_size,
     is_remote,
-    open_array,
-    open_regular,
     require_local,
 )
 from megatron_sft_idx.storage.local import HashedFile
@@ -46,20 +43,6 @@ from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, open_store
 
 if TYPE_CHECKING:
     from megatron_sft_idx.shard.reader import Shard
-
-__all__ = [
-    "ColumnFiles",
-    "Rows",
-    "ShardColumn",
-    "ShardColumns",
-    "column_names",
-    "columns_beside",
-    "is_of_another_shard",
-    "open_column",
-    "pair_numbers",
-    "write_column",
-]
-
 
 # ---- written ----
 
@@ -305,10 +288,8 @@ def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend =
     array: Array
     if file.info is not None:
         array = RemoteArray(*open_store(path), item, items, file.info.etag, offset=begin)
-    elif backend == "reopen":
-        array = ReopenedArray(path, item, items, file.nbytes, confirm, offset=begin)
     else:
-        array = open_array(path, item, items, nbytes=file.nbytes, offset=begin, backend=backend)
+        array = open_items(path, item, items, file.nbytes, backend, confirm, begin)
     return ShardColumn(name, column, array)
 
 
@@ -326,24 +307,11 @@ def _look(path: str, *, strangers: bool = True) -> _Found | None:
 
     Errors as ``ColumnHeader.decode``.
     """
-    if is_remote(path):
-        store, key = open_store(path)
-        if (info := store.head(key)) is None:
-            return None
-        nbytes, etag = info.nbytes, info.etag
-        raw = bytes(store.read(key, 0, min(FIXED_NBYTES, nbytes), etag=etag))
-        raw = bytes(store.read(key, 0, min(ColumnHeader.peek(raw), nbytes), etag=etag))
-    else:
-        info = None
-        try:
-            with open_regular(path) as file:
-                nbytes, raw = os.fstat(file.fileno()).st_size, file.read(FIXED_NBYTES)
-                raw += file.read(min(ColumnHeader.peek(raw), nbytes) - len(raw))
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-    if not strangers and raw[: len(COLUMN_MAGIC)] != COLUMN_MAGIC:
+    start = read_start(path, FIXED_NBYTES, ColumnHeader.peek)
+    if start is None or not (strangers or start.raw.startswith(COLUMN_MAGIC)):
         return None
-    return _Found(ColumnHeader.decode(raw, path), raw[-CHECKSUM_NBYTES:].hex(), nbytes, info)
+    checksum = start.raw[-CHECKSUM_NBYTES:].hex()
+    return _Found(ColumnHeader.decode(start.raw, path), checksum, start.nbytes, start.info)
 
 
 def is_of_another_shard(path: str, shard_id: bytes) -> bool:

@@ -1,24 +1,35 @@
-"""Opening a shard: its header, and five arrays, each read the way that was chosen; packs as ranges of them."""
+"""Opening a shard: its header, and five arrays, each read the way that was chosen; packs as ranges of them.
+
+Of a shard in an object store the index files come through a local cache, tokens and masks by ranges. There as on disk,
+whoever replaces a shard removes its ``.seq.idx`` first and puts the new one last (rules W2, W3). So ``.seq.idx`` is
+looked at first, and again when all is open: what was found in between belongs to it. From then on every range of an
+object is read under the etag that it had.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import glob
 import os
+import re
+import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from pathlib import Path
+from stat import S_ISREG
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError, ShardNotFoundError
-from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, Header, ShardPaths
+from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
+from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, FileDigest, Header, ShardPaths
 from megatron_sft_idx.layout.column import listed_columns
 from megatron_sft_idx.layout.files import peek_nbytes
-from megatron_sft_idx.shard import remote
 from megatron_sft_idx.shard.publication import is_journal
 from megatron_sft_idx.storage import (
     Array,
+    Backend,
     FirstReads,
     ReadOptions,
     ReopenedArray,
@@ -30,17 +41,140 @@ from megatron_sft_idx.storage import (
     open_array,
     open_regular,
 )
+from megatron_sft_idx.storage.local import HashedFile, has_digest
+from megatron_sft_idx.storage.publish import Kind, new_file
+from megatron_sft_idx.storage.remote import ObjectInfo, RemoteArray, open_store
+from megatron_sft_idx.storage.remote.store import exists, read_ahead, threads
 
-__all__ = [
-    "Files",
-    "checked_packs",
-    "missing_files",
-    "open_files",
-    "read_header",
-    "require_same",
-    "runs_of",
-    "where_to_look",
-]
+# ---- files, wherever they lie ----
+
+# One request reads the whole header of nearly every shard: 256 bytes and a few KiB of JSON.
+_HEADER_NBYTES = 16 << 10
+
+
+class Start(NamedTuple):
+    """The header of a file or an object, as far as that reaches, its size in bytes, and the object that it is."""
+
+    raw: bytes
+    nbytes: int
+    info: ObjectInfo | None
+
+
+def read_start(path: str, fixed_nbytes: int, peek: Callable[[bytes], int]) -> Start | None:
+    """The header of a file or an object; None where there is none.
+
+    Args:
+        path: where it lies.
+        fixed_nbytes: that tell how long the header is.
+        peek: says how long, by those.
+    """
+    if is_remote(path):
+        store, key = open_store(path)
+        if (info := store.head(key)) is None:
+            return None
+        raw = bytes(store.read(key, 0, min(_HEADER_NBYTES, info.nbytes), etag=info.etag))
+        if len(raw) < (size := min(peek(raw), info.nbytes)):
+            raw += store.read(key, len(raw), size - len(raw), etag=info.etag)
+        return Start(raw[:size], info.nbytes, info)
+    try:
+        with open_regular(path) as file:
+            raw, nbytes = file.read(fixed_nbytes), os.fstat(file.fileno()).st_size
+            return Start(raw + file.read(min(peek(raw), nbytes) - len(raw)), nbytes, None)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def open_items(
+    path: str, dtype: np.dtype[Any], count: int, nbytes: int, backend: Backend, same: Callable[[], None], begin: int = 0
+) -> Array:
+    """Items of a local file, read the way that was chosen; ``same`` raises where others are there by now."""
+    if backend == "reopen":
+        return ReopenedArray(path, dtype, count, nbytes, same, offset=begin)
+    return open_array(path, dtype, count, nbytes=nbytes, offset=begin, backend=backend)
+
+
+def read_header(prefix: str | os.PathLike[str] | ShardPaths) -> Header:
+    """The header of a shard; reads nothing else.
+
+    Raises:
+        ShardNotFoundError: no ``.seq.idx``.
+        CorruptShardError, UnsupportedVersionError: see ``Header.decode``.
+    """
+    paths = ShardPaths.of(prefix)
+    return Header.decode(_look(paths).raw, paths.seq_idx)
+
+
+def _look(paths: ShardPaths) -> Start:
+    """``.seq.idx``, its header not yet checked; ShardNotFoundError where there is none."""
+    # Whoever opens a pipe waits for its other end.
+    if is_remote(paths.prefix) or os.path.isfile(paths.seq_idx):
+        start = read_start(paths.seq_idx, HEADER_FIXED_NBYTES, lambda raw: peek_nbytes(raw, paths.seq_idx))
+        if start is not None:
+            return start
+    raise _not_found(paths)
+
+
+def missing_files(prefix: str | os.PathLike[str]) -> list[str]:
+    """Which of a shard's files are not there, locally or in an object store: the five, and columns that it lists."""
+    paths = ShardPaths.of(prefix)
+    with contextlib.suppress(FormatError, ShardNotFoundError):
+        paths = paths.with_columns(listed_columns(read_header(paths).metadata))
+    return _missing(paths)
+
+
+def _missing(paths: ShardPaths) -> list[str]:
+    # One after another: headers of many shards are read by the threads, which must not wait for each other.
+    return [path for path in paths.all if not exists(path)] if is_remote(paths.prefix) else paths.missing()
+
+
+def _not_found(paths: ShardPaths) -> ShardNotFoundError:
+    """What is missing at a prefix, and what would help."""
+    missing = _missing(paths)
+    remote, headless = is_remote(paths.prefix), not missing or paths.seq_idx in missing
+    if remote:
+        whole = len(missing) == len(paths.all)
+        remedy = "check the path: the prefix without .seq.idx" if whole else "copy all five files, .seq.idx last"
+    elif headless and is_journal(paths.journal):
+        remedy = (
+            "a build was interrupted here: go on with it (preprocess --resume), recover its packs (megatron-sft-idx"
+            f" rebuild {paths.prefix}), or start anew with overwrite (--overwrite)"
+        )
+    elif len(missing) == len(paths.all):
+        remedy = where_to_look(paths)
+    elif headless and (len(missing) == 1 or paths.loss in missing):
+        remedy = "the files beside them may be a stock Megatron dataset without loss masks, or a shard copied in part"
+    else:
+        remedy = paths.index_remedy if missing == [paths.idx] else "copy all five files"
+    return ShardNotFoundError(paths.prefix, missing or [paths.seq_idx], remedy)
+
+
+def where_to_look(paths: ShardPaths) -> str:
+    """A remedy where nothing is at a prefix: what a killed run was making there may lie beside it, under a longer name.
+
+    ``preprocess`` tokenises into ``PREFIX.parts``, and makes the corpus that it is to keep at ``PREFIX.unpacked``.
+    """
+    if os.path.lexists(f"{paths.prefix}.parts/run.json"):
+        return f"preprocess was interrupted here, or is at work: preprocess --resume goes on with {paths.prefix}.parts"
+    journals = sorted(glob.glob(f"{glob.escape(paths.prefix)}.*.journal"))
+    if not journals:
+        return "check the prefix: the path without .seq.idx"
+    beside = journals[0].removesuffix(".journal")
+    return (
+        f"a build of {beside} was interrupted, or is at work: preprocess --resume goes on with it,"
+        f" megatron-sft-idx rebuild {beside} recovers its packs"
+    )
+
+
+def require_same(prefix: str, found: bytes, expected: bytes) -> None:
+    """FormatError unless the shard that is at a prefix now is the one that a dataset was made from."""
+    if found != expected:
+        raise FormatError(
+            f"{prefix}: shard {found.hex()} is here now, this dataset was made from {expected.hex()};"
+            " another shard was published over it: start again"
+        )
+
+
+# ---- an open shard ----
 
 
 class Files(NamedTuple):
@@ -86,7 +220,7 @@ def _pair(offsets: Array) -> _Pair:
 
 
 def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None) -> Files:
-    """The files of a shard, wherever it lies.
+    """The files of a shard, wherever it lies; of a remote one in seven small requests, and what the cache lacks.
 
     Args:
         paths: of the files.
@@ -96,26 +230,29 @@ def open_files(paths: ShardPaths, options: ReadOptions, index_cache: str | None)
     Raises:
         ShardNotFoundError, FormatError, StorageError: as of ``Shard``.
     """
-    if is_remote(paths.prefix):
-        return Files.of(*remote.open_remote(paths, index_cache, options.backend))
+    seq_idx = _look(paths)
+    header = Header.decode(seq_idx.raw, paths.seq_idx)
     try:
-        return _open_local(paths, options)
+        if seq_idx.info is None:
+            files = _open_local(paths, header, options)
+            same = _look(paths).raw == seq_idx.raw
+        else:
+            files = _open_remote(paths, header, seq_idx.info, index_cache, options.backend)
+            same = (now := _object_at(paths.seq_idx)) is not None and now.etag == seq_idx.info.etag
     except ShardNotFoundError:
         raise
     except FileNotFoundError:  # gone since it was looked for, as when another shard is being published
         raise _not_found(paths) from None
+    # Sizes alone would not tell: a shuffled shard has the same.
+    if not same:
+        raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")
+    return files
 
 
-def _open_local(paths: ShardPaths, options: ReadOptions) -> Files:
-    raw = _read_raw_header(paths)
-    header = Header.decode(raw, paths.seq_idx)
-    if missing := paths.missing():
-        if paths.seq_idx in missing:
-            raise _not_found(paths)
-        remedy = paths.index_remedy if missing == [paths.idx] else "copy all five files"
-        raise ShardNotFoundError(paths.prefix, missing, remedy)
-    sizes = dict(zip(paths.data, (digest.nbytes for digest in header.digests), strict=True))
-    sizes[paths.seq_idx] = header.seq_idx_nbytes
+def _open_local(paths: ShardPaths, header: Header, options: ReadOptions) -> Files:
+    if paths.missing():
+        raise _not_found(paths)
+    sizes = header.sizes(paths)
     # Megatron's index is not read here, only held to its size.
     check_size(paths.idx, os.stat(paths.idx).st_size, sizes[paths.idx])
 
@@ -123,16 +260,7 @@ def _open_local(paths: ShardPaths, options: ReadOptions) -> Files:
         require_same(paths.prefix, read_header(paths.prefix).shard_id, header.shard_id)
 
     def array(path: str, dtype: np.dtype[Any], count: int, offset: int = 0) -> Array:
-        if options.backend == "reopen":
-            return ReopenedArray(path, dtype, count, sizes[path], same)
-        return open_array(path, dtype, count, nbytes=sizes[path], offset=offset, backend=options.backend)
-
-    def data(path: str, dtype: np.dtype[Any]) -> Array:
-        found = array(path, dtype, header.num_tokens)
-        advise_order(found, options.advice)
-        if options.huge_pages:
-            ask_huge_pages(path, found)
-        return found
+        return open_items(path, dtype, count, sizes[path], options.backend, same, offset)
 
     int64, count, second = np.dtype("<i8"), header.num_packs + 1, header.token_offsets_offset
     offsets: tuple[Array, Array]
@@ -143,20 +271,57 @@ def _open_local(paths: ShardPaths, options: ReadOptions) -> Files:
         whole = array(paths.seq_idx, np.dtype("u1"), sizes[paths.seq_idx])[:]
         offsets = whole[header.nbytes : header.nbytes + 8 * count].view(int64), whole[second:].view(int64)
     starts = array(paths.starts, np.dtype("<u4"), header.num_sequences)
-    files = Files.of(
-        header,
-        data(paths.tokens, header.token_dtype),
-        data(paths.loss, header.mask_dtype),
-        starts[:] if options.backend == "reopen" else starts,
-        *offsets,
+    tokens, loss = (
+        array(paths.tokens, header.token_dtype, header.num_tokens),
+        array(paths.loss, header.mask_dtype, header.num_tokens),
     )
-    if options.advice == "normal" and isinstance(files.tokens, np.ndarray) and isinstance(files.loss, np.ndarray):
-        files = files._replace(first_reads=FirstReads(files.tokens, files.loss))
-    # Whoever replaces a shard removes its .seq.idx first (rule W3). Where it is still the same one, every file
-    # opened in between belongs to it; sizes alone would not tell, a shuffled shard has the same.
-    if _read_raw_header(paths) != raw:
-        raise FormatError(f"{paths.prefix}: another shard was published here while it was opened; open it again")
+    for path, data in ((paths.tokens, tokens), (paths.loss, loss)):
+        advise_order(data, options.advice)
+        if options.huge_pages:
+            ask_huge_pages(path, data)
+    files = Files.of(header, tokens, loss, starts[:] if options.backend == "reopen" else starts, *offsets)
+    if options.advice == "normal" and isinstance(tokens, np.ndarray) and isinstance(loss, np.ndarray):
+        files = files._replace(first_reads=FirstReads(tokens, loss))
     return files
+
+
+def _open_remote(
+    paths: ShardPaths, header: Header, seq_idx: ObjectInfo, index_cache: str | None, backend: Backend
+) -> Files:
+    sizes, (store, _) = header.sizes(paths), open_store(paths.prefix)
+    check_size(paths.seq_idx, seq_idx.nbytes, sizes[paths.seq_idx])
+    found: dict[str, ObjectInfo] = {}
+    for path, info in zip(paths.data, threads().map(_object_at, paths.data), strict=True):
+        if info is not None:
+            check_size(path, info.nbytes, sizes[path])
+            found[path] = info
+    if len(found) < len(paths.data):
+        raise _not_found(paths)
+
+    def index(digest: FileDigest, info: ObjectInfo, offset: int, source: str) -> NDArray[np.uint8]:
+        local = _local_copy(index_cache, digest, lambda: read_ahead(store, info, offset=offset), source)
+        # The copies of pread need no open file.
+        how: Backend = "mmap" if backend == "mmap" else "pread"
+        return open_array(local, np.dtype("u1"), digest.nbytes, nbytes=digest.nbytes, backend=how)[:]
+
+    arrays = FileDigest(header.seq_idx_nbytes - header.nbytes, header.arrays_checksum)
+    offsets = index(arrays, seq_idx, header.nbytes, paths.seq_idx)
+    starts = index(header.digests[3], found[paths.starts], 0, paths.starts)
+    first, second = offsets[: 8 * (header.num_packs + 1)], offsets[header.token_offsets_offset - header.nbytes :]
+    tokens, loss = (
+        RemoteArray(store, found[path].key, dtype, header.num_tokens, found[path].etag)
+        for path, dtype in ((paths.tokens, header.token_dtype), (paths.loss, header.mask_dtype))
+    )
+    views = (raw.view(dtype) for raw, dtype in ((starts, "<u4"), (first, "<i8"), (second, "<i8")))
+    return Files.of(header, tokens, loss, *views)
+
+
+def _object_at(path: str) -> ObjectInfo | None:
+    store, key = open_store(path)
+    return store.head(key)
+
+
+# ---- packs as ranges ----
 
 
 def checked_packs(
@@ -198,78 +363,91 @@ def runs_of(shards: Sequence[Files], slots: NDArray[np.int64], packs: NDArray[np
     return Runs(arrays, both, np.repeat(starts[some], 2), np.repeat(counts[some], 2))
 
 
-def read_header(prefix: str | os.PathLike[str] | ShardPaths) -> Header:
-    """The header of a shard; reads nothing else.
+# ---- copies of index files, by their checksums, in a folder that processes share ----
+
+_VARIABLE = "SFT_IDX_CACHE"
+_KIND = Kind("an index file of a shard", lambda path: False)
+_COPY = re.compile(r"([0-9a-f]{32})(\.\d+)?\.index")
+_DAY = 86_400
+_KEPT_DAYS = 30
+# Copies that were found good: their paths and checksums, and what the system said of the files then.
+_found_good: set[tuple[Any, ...]] = set()
+
+
+def _local_copy(
+    named: str | None, digest: FileDigest, fetch: Callable[[], Iterable[bytes | memoryview]], source: str
+) -> str:
+    """The path of a local copy of some bytes, whole and checked.
+
+    Args:
+        named: folder where copies are kept; None for what ``SFT_IDX_CACHE`` names, else one in the user's cache folder.
+        digest: of the bytes.
+        fetch: gives them, piece by piece; called where there is no good copy.
+        source: where they are from, for messages.
 
     Raises:
-        ShardNotFoundError: no ``.seq.idx``.
-        CorruptShardError, UnsupportedVersionError: see ``Header.decode``.
+        CorruptShardError: what was fetched has another checksum (rule F3).
+        FormatError: the folder cannot be written, or is full.
     """
-    paths = ShardPaths.of(prefix)
-    return Header.decode(_read_raw_header(paths), paths.seq_idx)
-
-
-def missing_files(prefix: str | os.PathLike[str]) -> list[str]:
-    """Which of a shard's files are not there, locally or in an object store: the five, and columns that it lists."""
-    paths = ShardPaths.of(prefix)
-    with contextlib.suppress(FormatError, ShardNotFoundError):
-        paths = paths.with_columns(listed_columns(read_header(paths).metadata))
-    return remote.find_missing(paths) if is_remote(paths.prefix) else paths.missing()
-
-
-def _read_raw_header(paths: ShardPaths) -> bytes:
-    """The header's bytes, as many as are there; ShardNotFoundError where there is no ``.seq.idx``."""
-    if is_remote(paths.prefix):
-        return remote.read_raw_header(paths)
-    if not os.path.isfile(paths.seq_idx):  # whoever opens a pipe waits for its other end
-        raise _not_found(paths)
+    users = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(named or os.environ.get(_VARIABLE) or Path(users) / "megatron-sft-idx")
+    # Something else under the name may be anybody's: it is passed over.
+    names = (f"{digest.checksum.hex()}{f'.{number}' if number else ''}.index" for number in count())
+    for local in map(folder.joinpath, names):
+        if _is_good(local, digest):
+            return str(local)
+        if not os.path.lexists(local):
+            break
     try:
-        with open_regular(paths.seq_idx) as file:
-            raw = file.read(HEADER_FIXED_NBYTES)
-            size = min(peek_nbytes(raw, paths.seq_idx), os.fstat(file.fileno()).st_size)
-            return raw + file.read(size - len(raw))
-    except FileNotFoundError:
-        raise _not_found(paths) from None
-
-
-def _not_found(paths: ShardPaths) -> ShardNotFoundError:
-    """What is missing at a prefix, and what would help."""
-    missing = paths.missing()
-    if paths.seq_idx in missing and is_journal(paths.journal):
-        remedy = (
-            "a build was interrupted here: go on with it (preprocess --resume), recover its packs (megatron-sft-idx"
-            f" rebuild {paths.prefix}), or start anew with overwrite (--overwrite)"
-        )
-    elif len(missing) == len(paths.all):
-        remedy = where_to_look(paths)
-    elif missing == [paths.seq_idx] or paths.loss in missing:
-        remedy = "the files beside them may be a stock Megatron dataset without loss masks, or a shard copied in part"
-    else:
-        remedy = "copy all five files"
-    return ShardNotFoundError(paths.prefix, missing or [paths.seq_idx], remedy)
-
-
-def require_same(prefix: str, found: bytes, expected: bytes) -> None:
-    """FormatError unless the shard that is at a prefix now is the one that a dataset was made from."""
-    if found != expected:
+        folder.mkdir(parents=True, exist_ok=True)
+        with new_file(local, _KIND, overwrite=False) as new:
+            file = HashedFile(new.open(durable=False))
+            for piece in fetch():
+                file.write(piece)
+            if file.digest() != digest:
+                raise CorruptShardError(
+                    source, 0, "F3", f"checksum is not {digest.checksum.hex()}, which the header expects; restore it"
+                )
+            new.publish()
+        _prune(folder)
+    except OSError as error:
         raise FormatError(
-            f"{prefix}: shard {found.hex()} is here now, this dataset was made from {expected.hex()};"
-            " another shard was published over it: start again"
-        )
+            f"{folder}: index files of remote shards cannot be kept here ({error.strerror}); name another folder with"
+            f" {_VARIABLE}, or --object-storage-cache-path in training"
+        ) from None
+    except FormatError:
+        if not _is_good(local, digest):  # else another process's, which was faster
+            raise
+    return str(local)
 
 
-def where_to_look(paths: ShardPaths) -> str:
-    """A remedy where nothing is at a prefix: what a killed run was making there may lie beside it, under a longer name.
+def _prune(folder: Path) -> None:
+    """Remove copies that were not opened for a month; what has such a name and other content is not ours."""
+    for path in folder.iterdir():
+        named = _COPY.fullmatch(path.name)
+        with contextlib.suppress(OSError, FormatError):  # another process may remove it too
+            stat = path.lstat()
+            old = S_ISREG(stat.st_mode) and time.time() - stat.st_mtime > _KEPT_DAYS * _DAY
+            if named and old and has_digest(str(path), FileDigest(stat.st_size, bytes.fromhex(named[1]))):
+                path.unlink()
 
-    ``preprocess`` tokenises into ``PREFIX.parts``, and makes the corpus that it is to keep at ``PREFIX.unpacked``.
-    """
-    if os.path.lexists(f"{paths.prefix}.parts/run.json"):
-        return f"preprocess was interrupted here, or is at work: preprocess --resume goes on with {paths.prefix}.parts"
-    journals = sorted(glob.glob(f"{glob.escape(paths.prefix)}.*.journal"))
-    if not journals:
-        return "check the prefix: the path without .seq.idx"
-    beside = journals[0].removesuffix(".journal")
-    return (
-        f"a build of {beside} was interrupted, or is at work: preprocess --resume goes on with it,"
-        f" megatron-sft-idx rebuild {beside} recovers its packs"
-    )
+
+def _is_good(path: Path, digest: FileDigest) -> bool:
+    try:
+        if (stamp := _stamp(path, digest)) in _found_good:
+            return True
+        if not has_digest(str(path), digest):
+            return False
+        if time.time() - path.stat().st_mtime > _DAY:
+            with contextlib.suppress(OSError):  # a folder that is only read is not pruned either
+                os.utime(path)
+                stamp = _stamp(path, digest)
+        _found_good.add(stamp)
+    except (OSError, FormatError):
+        return False
+    return True
+
+
+def _stamp(path: Path, digest: FileDigest) -> tuple[Any, ...]:
+    stat = path.stat()
+    return path, digest, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

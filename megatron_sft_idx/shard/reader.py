@@ -19,7 +19,7 @@ from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import check_name
 from megatron_sft_idx.layout.files import shown_counts
 from megatron_sft_idx.shard.columns import ShardColumns
-from megatron_sft_idx.shard.opening import Files, checked_packs, open_files, read_header, require_same, runs_of
+from megatron_sft_idx.shard.opening import Files, checked_packs, open_files, require_same, runs_of
 from megatron_sft_idx.storage import (
     Advice,
     Backend,
@@ -32,8 +32,6 @@ from megatron_sft_idx.storage import (
     is_remote,
 )
 from megatron_sft_idx.storage.advice import APART, STRETCH_SHIFT
-
-__all__ = ["Pack", "Shard", "read_header", "require_same"]
 
 
 class Pack(TypedDict):

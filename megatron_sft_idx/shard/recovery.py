@@ -119,8 +119,7 @@ def complete_header(paths: ShardPaths) -> Header:
     with contextlib.suppress(FileNotFoundError):
         raw = read_most(seq_idx, MAX_HEADER_NBYTES)
     header = Header.decode(raw, seq_idx)
-    sizes = {path: (digest.nbytes, seq_idx) for path, digest in zip(paths.data, header.digests, strict=True)}
-    sizes[paths.seq_idx] = header.seq_idx_nbytes, seq_idx
+    sizes = {path: (nbytes, seq_idx) for path, nbytes in header.sizes(paths).items()}
     for name in paths.with_columns_of(head.files if head else ()).columns:
         path = paths.column(name)
         where, raw = now(path), b""

@@ -23,23 +23,11 @@ from megatron_sft_idx.errors import FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec, check_name
 from megatron_sft_idx.shard.columns import open_column
-from megatron_sft_idx.shard.opening import checked_packs, runs_of
+from megatron_sft_idx.shard.opening import checked_packs, read_header, require_same, runs_of
 from megatron_sft_idx.shard.publication import is_journal
-from megatron_sft_idx.shard.reader import Pack, Shard, read_header, require_same
+from megatron_sft_idx.shard.reader import Pack, Shard
 from megatron_sft_idx.storage import BackendName, ReadOptions, announce, is_remote
 from megatron_sft_idx.storage.remote.store import exists, in_folder, matching, threads
-
-__all__ = [
-    "OPENED_AT_ONCE",
-    "HeldArrays",
-    "ShardSet",
-    "Source",
-    "alike_columns",
-    "find_prefixes",
-    "joined_columns",
-    "natural_key",
-    "running_sums",
-]
 
 # An open shard holds four maps, or five descriptors where it is read with pread. Some cluster file systems refuse a
 # process more than about 590 maps, of which torch and Megatron take their part; 256 descriptors is a common limit.
