@@ -46,13 +46,14 @@ def plan_by_linear_program(
     taken = _Taken(left, group)
     for column, amount in zip(columns, np.floor(amounts + _TOLERANCE).astype(np.int64), strict=True):
         taken.use(column, int(amount))
-    plans = [taken.patterns()]
-    rest = np.flatnonzero(left)
-    if len(rest) > 0:
-        offsets, entries, packs = _plan_rest(sizes[rest], left[rest], capacity, most, seed)
-        entries[:, 0] = rest[entries[:, 0]]
-        plans.append((offsets, entries, packs))
-    return _joined(plans)
+    if len(rest := np.flatnonzero(left)):
+        planners = ("exact-fill-average", "exact-fill-fewest", "best-fit", "first-fit-decreasing")
+        plans = (_native.packing_plan(sizes[rest], left[rest], capacity, most, planner, seed) for planner in planners)
+        offsets, entries, packs = min(plans, key=lambda plan: int(plan[2].sum()))
+        taken.offsets += (offsets[1:] + len(taken.entries)).tolist()
+        taken.entries += zip(rest[entries[:, 0]].tolist(), entries[:, 1].tolist(), strict=True)
+        taken.used += packs.tolist()
+    return np.array(taken.offsets), np.array(taken.entries, np.int32).reshape(-1, 2), np.array(taken.used, np.int64)
 
 
 def _solve(
@@ -115,8 +116,8 @@ class _Taken:
         self._left = left
         self._first = np.searchsorted(group, np.arange(int(group.max()) + 1))
         self._at = np.append(self._first[1:], len(group)) - 1
-        self._offsets, self._used = [0], list[int]()
-        self._entries: list[tuple[int, int]] = []
+        self.offsets, self.used = [0], list[int]()
+        self.entries: list[tuple[int, int]] = []
 
     def use(self, column: NDArray[np.int64], packs: int) -> None:
         wanted = np.flatnonzero(column)
@@ -135,9 +136,9 @@ class _Taken:
             step = min(max(alike, 1), packs)
             for c, times in entries:
                 self._left[c] -= times * step
-            self._entries.extend(entries)
-            self._offsets.append(len(self._entries))
-            self._used.append(step)
+            self.entries.extend(entries)
+            self.offsets.append(len(self.entries))
+            self.used.append(step)
             packs -= step
 
     def _head(self, g: int) -> int:
@@ -157,23 +158,3 @@ class _Taken:
             if missing > 0:
                 return []
         return entries
-
-    def patterns(self) -> Patterns:
-        entries = np.array(self._entries, np.int32).reshape(-1, 2)
-        return np.array(self._offsets, np.int64), entries, np.array(self._used, np.int64)
-
-
-def _plan_rest(sizes: NDArray[np.int64], counts: NDArray[np.int64], capacity: int, most: int, seed: int) -> Patterns:
-    planners = ("exact-fill-average", "exact-fill-fewest", "best-fit", "first-fit-decreasing")
-    plans = [_native.packing_plan(sizes, counts, capacity, most, planner, seed) for planner in planners]
-    return min(plans, key=lambda plan: int(plan[2].sum()))
-
-
-def _joined(plans: list[Patterns]) -> Patterns:
-    starts = np.cumsum([0] + [int(offsets[-1]) for offsets, _, _ in plans])
-    offsets = [plan[0][1:] + start for plan, start in zip(plans, starts[:-1], strict=True)]
-    return (
-        np.concatenate([np.zeros(1, np.int64), *offsets]),
-        np.concatenate([entries for _, entries, _ in plans]),
-        np.concatenate([packs for _, _, packs in plans]),
-    )

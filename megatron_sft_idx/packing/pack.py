@@ -5,16 +5,13 @@
     lengths -> histogram -> patterns (several planners, the one with fewest packs) -> hand-out -> PackPlan
 
 Planners see distinct sizes with counts and return patterns, so their cost does not follow the number of
-sequences. ``first-fit-shuffle`` and ``sequential`` are about an order and go sequence by sequence. Streams are packed
-in windows.
+sequences. ``first-fit-shuffle`` and ``sequential`` are about an order and go sequence by sequence.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -134,7 +131,7 @@ def pack_sequences(
         empty = np.zeros(0, np.int64)
         return PackPlan(np.zeros(1, np.int64), empty, capacity, 0.0, 0, 0, 0, method)
     if starts is None:
-        return _planned(_Job(array, capacity, multiple, most, seed), method, effort)
+        return _Job(array, capacity, multiple, most, seed).plan(method, effort)
     counts = np.diff(starts, append=len(array))
     if max_sequences_per_pack is not None:
         if (counts != counts[0]).any():
@@ -144,20 +141,8 @@ def pack_sequences(
                 f"max_sequences_per_pack is {max_sequences_per_pack}, but groups have {counts[0]} sequences; raise it"
             )
     units = _group_units(array, starts, capacity, multiple)
-    return _ungroup(_planned(_Job(units, capacity // multiple, 1, most, seed), method, effort), array, starts, capacity)
-
-
-def _planned(job: _Job, method: str, effort: str) -> PackPlan:
-    if method in ("first-fit-shuffle", "sequential"):
-        return job.in_order(method)
-    if method != "auto":
-        planners = [planner for planner, name in _PLANNERS.items() if name == method]
-        return job.hand_out(job.fewest(job.plans(planners)))
-    best = job.fewest(job.plans(list(_PLANNERS)))
-    if effort == "high" and best.packs > job.bound * (1 + _GAP) + 1:
-        patterns = plan_by_linear_program(job.sizes, job.counts, job.units, job.most, job.seed)
-        best = min(best, _Patterns("linear-program", *patterns), key=lambda plan: plan.packs)
-    return job.fewest_in_order(best) or job.hand_out(best)
+    plan = _Job(units, capacity // multiple, 1, most, seed).plan(method, effort)
+    return _ungroup(plan, array, starts, capacity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,28 +171,26 @@ class _Job:
             raise _misfit(lengths, capacity, multiple) from None
         self.bound = _native.packing_lower_bound(self.sizes, self.counts, self.units, most)
 
-    def plans(self, planners: Sequence[str]) -> Iterator[_Patterns]:
-        for planner in planners:
-            patterns = _native.packing_plan(self.sizes, self.counts, self.units, self.most, planner, self.seed)
-            yield _Patterns(_PLANNERS[planner], *patterns)
-
-    def fewest(self, plans: Iterator[_Patterns]) -> _Patterns:
-        """The plan with the fewest packs, the earlier of two; the bound ends the search."""
-        best = next(plans)
-        while best.packs > self.bound and (other := next(plans, None)) is not None:
-            best = min(best, other, key=lambda plan: plan.packs)
-        return best
-
-    def fewest_in_order(self, best: _Patterns) -> PackPlan | None:
-        """A method that goes in order, where that has fewer packs: lengths may come in a perfect order."""
-        if best.packs == self.bound:
-            return None
-        methods = ["sequential"]
-        if len(self.lengths) <= _SHUFFLE_UP_TO:
-            methods.append("first-fit-shuffle")
-        plan = min((self.in_order(method) for method in methods), key=lambda plan: plan.num_packs)
+    def plan(self, method: str, effort: str) -> PackPlan:
+        if method in ("first-fit-shuffle", "sequential"):
+            return self.in_order(method)
+        best: _Patterns | None = None
+        # The fewest packs, the earlier planner of two; the bound ends the search.
+        for planner, name in _PLANNERS.items():
+            if method in ("auto", name) and (best is None or best.packs > self.bound):
+                patterns = _native.packing_plan(self.sizes, self.counts, self.units, self.most, planner, self.seed)
+                best = _fewer(best, _Patterns(name, *patterns))
+        assert best is not None
+        if effort == "high" and best.packs > self.bound * (1 + _GAP) + 1:
+            patterns = plan_by_linear_program(self.sizes, self.counts, self.units, self.most, self.seed)
+            best = _fewer(best, _Patterns("linear-program", *patterns))
+        if method != "auto" or best.packs == self.bound:
+            return self.hand_out(best)
+        # A method that goes in order may have fewer packs: lengths may come in a perfect order.
+        methods = ["sequential", "first-fit-shuffle"] if len(self.lengths) <= _SHUFFLE_UP_TO else ["sequential"]
+        plan = min((self.in_order(each) for each in methods), key=lambda plan: plan.num_packs)
         if plan.num_packs >= best.packs:
-            return None
+            return self.hand_out(best)
         if plan.method != "sequential":
             return plan
         return _reorder(plan, _native.packing_permutation(plan.num_packs, self.seed))
@@ -219,29 +202,35 @@ class _Job:
             offsets = _native.packing_sequential(self.lengths, *limits)
         else:
             offsets, sequences = _native.packing_first_fit_shuffle(self.lengths, *limits, self.seed)
-        longest = self._longest(offsets, sequences)
-        return self._plan(offsets, sequences, longest, int(np.diff(offsets).max()), method)
+        return self._plan(offsets, sequences, int(np.diff(offsets).max()), method)
 
     def hand_out(self, plan: _Patterns) -> PackPlan:
         offsets, sequences = _native.packing_hand_out(
             self.lengths, self.multiple, self.sizes, plan.offsets, plan.entries, plan.used, self.seed
         )
-        sequence_counts = np.add.reduceat(plan.entries[:, 1], plan.offsets[:-1], dtype=np.int64)
+        counts = np.add.reduceat(plan.entries[:, 1], plan.offsets[:-1], dtype=np.int64)
+        longest = None
         if self.multiple == 1:  # then the patterns know, and nothing as long as the lengths is touched
             tokens = self.sizes[plan.entries[:, 0]] * plan.entries[:, 1]
             longest = int(np.add.reduceat(tokens, plan.offsets[:-1]).max())
-        else:
-            longest = self._longest(offsets, sequences)
-        return self._plan(offsets, sequences, longest, int(sequence_counts.max()), plan.method)
-
-    def _longest(self, offsets: NDArray[np.int64], sequences: NDArray[np.int64]) -> int:
-        return int(np.add.reduceat(self.lengths[sequences], offsets[:-1]).max())
+        return self._plan(offsets, sequences, int(counts.max()), plan.method, longest)
 
     def _plan(
-        self, offsets: NDArray[np.int64], sequences: NDArray[np.int64], longest: int, most: int, method: str
+        self,
+        offsets: NDArray[np.int64],
+        sequences: NDArray[np.int64],
+        most: int,
+        method: str,
+        longest: int | None = None,
     ) -> PackPlan:
+        if longest is None:
+            longest = int(np.add.reduceat(self.lengths[sequences], offsets[:-1]).max())
         fill = self.tokens / ((len(offsets) - 1) * self.capacity)
         return PackPlan(offsets, sequences, self.capacity, fill, self.bound, longest, most, method)
+
+
+def _fewer(best: _Patterns | None, other: _Patterns) -> _Patterns:
+    return other if best is None or other.packs < best.packs else best
 
 
 def _reorder(plan: PackPlan, order: NDArray[np.int64]) -> PackPlan:
@@ -338,135 +327,17 @@ def _as_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     return np.ascontiguousarray(array, dtype=np.int64)
 
 
-def _misfit(lengths: NDArray[np.int64], capacity: int, multiple: int, start: int = 0) -> SequenceError:
-    """The error for lengths that no pack holds: which is the first, how many there are, and the longest.
-
-    Args:
-        lengths: at least one of them does not fit.
-        capacity: as the caller gave it.
-        multiple: as the caller gave it.
-        start: what the first of the lengths is called in the message.
-    """
+def _misfit(lengths: NDArray[np.int64], capacity: int, multiple: int) -> SequenceError:
+    """The error for lengths, some of which no pack holds: the first, how many there are, and the longest."""
     usable = capacity // multiple * multiple
-    short = np.flatnonzero(lengths < 1)
-    if len(short) > 0:
-        first = int(short[0])
-        found = f"length {int(lengths[first])}, a sequence has at least one token"
-        reason = f"{found}; {len(short)} sequences are like it, drop them"
-        return SequenceError("lengths", start + first, reason)
+    if len(short := np.flatnonzero(lengths < 1)):
+        found = f"length {int(lengths[short[0]])}, a sequence has at least one token"
+        return SequenceError("lengths", int(short[0]), f"{found}; {len(short)} sequences are like it, drop them")
     overlong = np.flatnonzero(lengths > usable)
-    first = int(overlong[0])
     rounded = f" rounded up to a multiple of {multiple}" if multiple > 1 else ""
     reason = (
-        f"length {int(lengths[first])}{rounded} does not fit capacity {capacity}; overlong sequences: "
+        f"length {int(lengths[overlong[0]])}{rounded} does not fit capacity {capacity}; overlong sequences: "
         f"{len(overlong)}, the longest has {int(lengths.max())} tokens; drop, truncate or split them, "
         "or raise the capacity"
     )
-    return SequenceError("lengths", start + first, reason)
-
-
-# ---- streams ----
-
-
-_FULL: Final = 0.98
-_WAIT: Final = 3  # windows
-
-
-class WindowPacker:
-    """Packs lengths that arrive in order, ``window`` of them at a time.
-
-    Packs at least ``full`` are given out after each window; the sequences of the others wait and are packed
-    anew with the next one, for at most three windows, so that memory stays bounded and no sequence waits for
-    ever. Against packing everything at once this costs a few hundredths of a percent of fill. The packs
-    depend on the lengths and the options, not on how the lengths are cut into calls of ``add``.
-
-    Args:
-        capacity: as for ``pack_sequences``, and so are the options not named here.
-        window: sequences packed at a time; more fill better and wait longer.
-        full: the share of the capacity from which on a pack is given out at once.
-    """
-
-    def __init__(
-        self,
-        capacity: int,
-        *,
-        window: int = 10_000,
-        full: float = _FULL,
-        method: str = "auto",
-        max_sequences_per_pack: int | None = None,
-        sequence_multiple: int = 1,
-        seed: int = 0,
-    ) -> None:
-        self._window = _as_integer("window", window, 1, 2**31 - 1)
-        self._seed = _as_integer("seed", seed, 0, 2**64 - 1)
-        if not 0 <= full <= 1:
-            raise ValueError(f"full is {full}, it must be 0 to 1")
-        self._full = full
-        self._in_order = method == "sequential"
-        self._capacity, self._multiple, self._most = capacity, sequence_multiple, max_sequences_per_pack
-        self._pack = partial(
-            pack_sequences,
-            capacity=capacity,
-            method=method,
-            max_sequences_per_pack=max_sequences_per_pack,
-            sequence_multiple=sequence_multiple,
-        )
-        self._pack([])  # refuses bad options now, not at the first full window
-        self._windows = 0  # packed so far
-        self._seen = 0  # sequences added so far
-        self._positions = np.zeros(0, np.int64)  # of the sequences at hand, in the stream
-        self._lengths = np.zeros(0, np.int64)
-        self._fresh = 0  # of those, the ones that no window has seen
-
-    def add(self, lengths: ArrayLike) -> list[NDArray[np.int64]]:
-        """Takes the next lengths; returns the packs that are ready, as int64 positions in the stream.
-
-        Raises:
-            SequenceError: a length does not fit; none of these lengths is taken then.
-        """
-        array = _as_lengths(lengths)
-        usable = self._capacity // self._multiple * self._multiple
-        if len(array) > 0 and not (array.min() >= 1 and array.max() <= usable):
-            raise _misfit(array, self._capacity, self._multiple, start=self._seen)
-        packs: list[NDArray[np.int64]] = []
-        while len(array) > 0:
-            taken = array[: self._window - self._fresh]
-            array = array[len(taken) :]
-            positions = np.arange(self._seen, self._seen + len(taken), dtype=np.int64)
-            self._positions = np.concatenate([self._positions, positions])
-            self._lengths = np.concatenate([self._lengths, taken])
-            self._seen += len(taken)
-            self._fresh += len(taken)
-            if self._fresh == self._window:
-                packs += self._flush(last=False)
-        return packs
-
-    def finish(self) -> list[NDArray[np.int64]]:
-        """Returns all packs that are left."""
-        return self._flush(last=True)
-
-    def _flush(self, *, last: bool) -> list[NDArray[np.int64]]:
-        if len(self._lengths) == 0:
-            return []
-        plan = self._pack(self._lengths, seed=(self._seed + self._windows) % 2**64)
-        self._windows += 1
-        self._fresh = 0
-        ready = np.ones(plan.num_packs, bool) if last else self._ready(plan)
-        positions = self._positions[plan.sequences]
-        given = [positions[plan.offsets[p] : plan.offsets[p + 1]] for p in np.flatnonzero(ready)]
-        # Those that wait stay in the order of the stream, which is all that sequential asks for.
-        waiting = np.sort(plan.sequences[np.repeat(~ready, np.diff(plan.offsets))])
-        self._positions, self._lengths = self._positions[waiting], self._lengths[waiting]
-        return given
-
-    def _ready(self, plan: PackPlan) -> NDArray[np.bool_]:
-        """Which packs are given out: full ones, and those with a sequence that has waited long enough."""
-        if self._in_order:
-            return np.arange(plan.num_packs) < plan.num_packs - 1
-        starts = plan.offsets[:-1]
-        rounded = -(-self._lengths // self._multiple) * self._multiple
-        ready = np.add.reduceat(rounded[plan.sequences], starts) >= self._full * self._capacity
-        if self._most is not None:
-            ready |= np.diff(plan.offsets) == self._most
-        oldest = np.minimum.reduceat(self._positions[plan.sequences], starts)
-        return ready | (oldest < self._seen - (_WAIT - 1) * self._window)
+    return SequenceError("lengths", int(overlong[0]), reason)
