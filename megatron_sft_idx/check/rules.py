@@ -237,7 +237,7 @@ def check_header(file: CheckedFile, findings: Findings) -> Claims | None:
     if len(raw) < size:
         findings.add("H3", file.path, len(raw), "a file that ends inside the header", f"{size} bytes of it")
         return None
-    broken = list(broken_rules(raw))
+    broken = list(broken_rules(raw, values))
     for rule in broken:
         add(rule)
     metadata = SEQ_IDX.metadata(raw)

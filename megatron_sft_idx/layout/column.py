@@ -261,7 +261,7 @@ class ColumnHeader:
     @staticmethod
     def peek(raw: bytes) -> int:
         """How many bytes the header has by its first 128; 128 where they are of no column."""
-        return FIXED_NBYTES if COLUMN.outline(raw) else int(COLUMN.values(raw)["header_nbytes"])
+        return FIXED_NBYTES if COLUMN.outline(raw) else COLUMN.size(raw)
 
 
 def broken_column(raw: bytes) -> Iterator[Broken]:
@@ -281,4 +281,4 @@ def broken_column(raw: bytes) -> Iterator[Broken]:
         ("zeros", "C4", not any(values["zeros"]), "zeros"),
         ("reserved", "C4", not any(values["reserved"]), "zeros"),
     )
-    yield from COLUMN.broken(raw, checks)
+    yield from COLUMN.broken(raw, values, checks)

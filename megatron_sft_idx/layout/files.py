@@ -259,6 +259,9 @@ class Broken(NamedTuple):
 Checks = Iterable[tuple[str, str, bool, str]]
 
 
+_UINT32 = struct.Struct("<I")
+
+
 class HeaderForm:
     """Fixed fields, a JSON block, zeros up to a multiple of 64, a checksum: the header of ``.seq.idx``, or of a column.
 
@@ -317,7 +320,8 @@ class HeaderForm:
 
     def metadata(self, raw: bytes) -> dict[str, Any] | None:
         """The JSON block's object, not to be changed; None where it is not one in canonical form."""
-        return decode_metadata(raw[self.fixed_nbytes : self.fixed_nbytes + self.values(raw)["json_nbytes"]])
+        (nbytes,) = _UINT32.unpack_from(raw, self.offsets["json_nbytes"])
+        return decode_metadata(raw[self.fixed_nbytes : self.fixed_nbytes + nbytes])
 
     def outline(self, raw: bytes) -> Broken | None:
         """What keeps the first bytes of a file, as many as the fixed fields have, from being read as a header."""
@@ -326,23 +330,27 @@ class HeaderForm:
             return Broken(0, magic, f"magic {raw[:8]!r}", f"{self.magic!r} of {self.what} of a packed SFT shard")
         if len(raw) < self.fixed_nbytes:
             return Broken(len(raw), rule, f"a file that ends after {len(raw)} bytes", f"at least {self.fixed_nbytes}")
-        values = self.values(raw)
-        if values["version"] != self.version:
-            return Broken(self.offsets["version"], version, f"format version {values['version']}", str(self.version))
-        size, least = values["header_nbytes"], self.fixed_nbytes + CHECKSUM_NBYTES
+        (found,), size, least = _UINT32.unpack_from(raw, 8), self.size(raw), self.fixed_nbytes + CHECKSUM_NBYTES
+        if found != self.version:
+            return Broken(self.offsets["version"], version, f"format version {found}", str(self.version))
         if size % ARRAY_ALIGNMENT or not least <= size <= MAX_HEADER_NBYTES:
             expected = f"a multiple of {ARRAY_ALIGNMENT} from {align(least)} to {MAX_HEADER_NBYTES}"
             return Broken(self.offsets["header_nbytes"], rule, f"header size {size}", expected)
         return None
 
-    def broken(self, raw: bytes, checks: Checks) -> Iterator[Broken]:
+    def size(self, raw: bytes) -> int:
+        """Size of the whole header, as it says."""
+        (nbytes,) = _UINT32.unpack_from(raw, self.offsets["header_nbytes"])
+        return int(nbytes)
+
+    def broken(self, raw: bytes, values: Mapping[str, Any], checks: Checks) -> Iterator[Broken]:
         """What is wrong with a header whose outline is right: the end of the file inside it, or all else.
 
         Args:
             raw: its bytes, and any number of those behind it.
+            values: of its fields.
             checks: of the fields.
         """
-        values = self.values(raw)
         _, _, whole, checksum, between, json_block = self.rules
         if len(raw) < (size := values["header_nbytes"]):
             yield Broken(len(raw), whole, "a file that ends inside the header", f"{size} bytes of it")
@@ -553,9 +561,9 @@ class Header:
             UnsupportedVersionError: another format version.
         """
         peek_nbytes(raw, path)
-        for broken in broken_rules(raw):
-            SEQ_IDX.refuse(raw, path, broken, _remedy(path))
         values = SEQ_IDX.values(raw)
+        for broken in broken_rules(raw, values):
+            SEQ_IDX.refuse(raw, path, broken, _remedy(path))
         plain = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         plain |= {
             "token_dtype": TOKEN_DTYPES[values["token_dtype"]],
@@ -572,7 +580,7 @@ def peek_nbytes(raw: bytes, path: str) -> int:
     """Header size said by the first 256 bytes, once magic and version are known to be right."""
     if broken := SEQ_IDX.outline(raw):
         SEQ_IDX.refuse(raw, path, broken, _remedy(path))
-    return int(SEQ_IDX.values(raw)["header_nbytes"])
+    return SEQ_IDX.size(raw)
 
 
 def _remedy(path: str) -> str:
@@ -598,9 +606,9 @@ def data_nbytes(values: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def broken_rules(raw: bytes) -> Iterator[Broken]:
-    """What is wrong with a header whose outline is right: rules H4 to H8, and F2 of what it says."""
-    return SEQ_IDX.broken(raw, _checks(SEQ_IDX.values(raw)))
+def broken_rules(raw: bytes, values: dict[str, Any]) -> Iterator[Broken]:
+    """What is wrong with a header of these fields whose outline is right: rules H4 to H8, and F2 of what it says."""
+    return SEQ_IDX.broken(raw, values, _checks(values))
 
 
 def _checks(values: dict[str, Any]) -> Checks:
