@@ -72,7 +72,8 @@ def ids_of(chunks: LiveChunks, number: int) -> list[int]:
     opened = chunks.open(number)
     found = []
     for pack in range(opened.num_packs):
-        (_, bounds, _, total), (tokens, mask), _ = opened.load(np.array([pack]))
+        assert opened.load is not None
+        ((_, bounds, _, total), (tokens, mask)), _ = opened.load(np.array([pack]))
         assert len(tokens) == len(mask) == bounds[-1] == total
         found.append(int(tokens[0]))
     return found

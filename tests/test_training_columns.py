@@ -25,8 +25,8 @@ from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.shard import Shard, ShardWriter, write_column
 from megatron_sft_idx.shard.shard_set import ShardSet
-from megatron_sft_idx.training.batch import BatchAssembler, widen
-from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
+from megatron_sft_idx.training.batch import BatchAssembler, whole_batch, widen
+from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.rows import BlendedRows, EpochOrder, PackedBatchSampler, PackedRows, rows_of
 from megatron_sft_idx.training.sources import JoinedPacks, PlannedPacks, PlanOptions, StoredPacks
 
@@ -151,10 +151,10 @@ def test_columns_come_out_of_worker_processes(tmp_path: Path, workers: int) -> N
     assembler = BatchAssembler(StoredPacks(shards_of(tmp_path)), LENGTH, columns=NAMES)
     batches = [[0, 12, 3], [17, 5], [1]]
     options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
-    loader = DataLoader(PackRows(assembler), batch_sampler=batches, collate_fn=whole_batch, **options)
+    loader = DataLoader(assembler, batch_sampler=batches, collate_fn=whole_batch, **options)
     for batch, picked in zip(loader, batches, strict=True):
         assert_columns(batch, slow_columns(tmp_path, assembler, picked))
-    (stacked,) = DataLoader(PackRows(assembler), batch_sampler=batches[:1])
+    (stacked,) = DataLoader(assembler, batch_sampler=batches[:1])
     assert_columns(stacked, slow_columns(tmp_path, assembler, batches[0]))
 
 

@@ -24,7 +24,7 @@ from megatron_sft_idx.check import Known, rebuild
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage import ReadOptions
-from megatron_sft_idx.training.loader import whole_batch
+from megatron_sft_idx.training.batch import whole_batch
 from megatron_sft_idx.training.rows import PackedRows
 from megatron_sft_idx.training.sft_dataset import Corpus, PackedSFTDataset
 

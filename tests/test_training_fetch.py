@@ -20,9 +20,9 @@ from training_source import random_samples
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage.remote import RemoteArray
-from megatron_sft_idx.training.batch import Batch, BatchAssembler
+from megatron_sft_idx.training.batch import Batch, BatchAssembler, whole_batch
 from megatron_sft_idx.training.fetch import Fetcher, coalesce
-from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
+from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks
 
 CAPACITY, COUNT = 40, 30
@@ -105,7 +105,7 @@ def test_a_data_loader_gives_it_too(places: tuple[Path, str], method: str | None
     assembler = BatchAssembler(StoredPacks(ShardSet.open(url)), CAPACITY)
     assembler.assemble(BATCHES[0])  # so that a fork inherits threads' and clients' remains
     workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": method} if method else {}
-    loader = DataLoader(PackRows(assembler), batch_sampler=BATCHES, collate_fn=whole_batch, **workers)
+    loader = DataLoader(assembler, batch_sampler=BATCHES, collate_fn=whole_batch, **workers)
     assert all(map(same, loader, local_batches(folder)))
 
 

@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import DataLoader
 from training_source import two_shards
 
-from megatron_sft_idx.training.batch import BatchAssembler
-from megatron_sft_idx.training.loader import BatchLoader, PackRows, Wanted, whole_batch, whole_rows
+from megatron_sft_idx.training.batch import BatchAssembler, whole_batch
+from megatron_sft_idx.training.loader import BatchLoader, Wanted
 
 Tensors = dict[str, torch.Tensor]
 
@@ -247,7 +247,7 @@ import sys
 sys.path[:0] = {[str(Path(__file__).parent)]!r}
 from training_source import StoredRows
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.training.batch import BatchAssembler
+from megatron_sft_idx.training.batch import BatchAssembler, whole_batch
 from megatron_sft_idx.training.loader import BatchLoader
 source = StoredRows(Shard({str(tmp_path / "first")!r}))
 taken = iter(BatchLoader(BatchAssembler(source, 40), [[i % 13] for i in range(1000)]))
@@ -268,7 +268,7 @@ print(next(taken)["tokens"].shape)
 def test_a_plain_dataloader_gets_whole_batches(assembler: BatchAssembler, workers: int, start: str | None) -> None:
     batches = batches_of(26)
     loader: Any = DataLoader(
-        PackRows(assembler),
+        assembler,
         batch_sampler=batches,
         collate_fn=whole_batch,
         num_workers=workers,
@@ -286,7 +286,7 @@ def test_a_plain_dataloader_gets_whole_batches(assembler: BatchAssembler, worker
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataloader_that_knows_of_no_whole_batches_stacks_rows(assembler: BatchAssembler, workers: int) -> None:
     batches = batches_of(26)
-    loader: Any = DataLoader(PackRows(assembler), batch_sampler=batches, num_workers=workers)
+    loader: Any = DataLoader(assembler, batch_sampler=batches, num_workers=workers)
     for batch, picked in zip(loader, batches, strict=True):
         assert same(batch, assembler.assemble(picked))
 
@@ -298,7 +298,7 @@ def test_the_collate_stacks_what_is_no_batch_yet(assembler: BatchAssembler) -> N
 
 def test_masked_rows_of_a_batch_train_nothing(assembler: BatchAssembler) -> None:
     picked = [3, 20, 1]
-    batch = whole_batch(whole_rows(assembler, picked, np.array([False, True, False])))
+    batch = whole_batch(assembler.rows(picked, np.array([False, True, False])))
     plain = assembler.assemble(picked)
     assert plain["loss_mask"][1].any()
     plain["loss_mask"][1] = 0
@@ -307,16 +307,16 @@ def test_masked_rows_of_a_batch_train_nothing(assembler: BatchAssembler) -> None
 
 def test_a_dataloader_over_single_rows_is_the_same(assembler: BatchAssembler) -> None:
     batches = batches_of(26)
-    rows = PackRows(assembler)
-    assert len(rows) == 26
+    assert len(assembler) == 26
     for picked in batches:
-        stacked = torch.utils.data.default_collate([rows[i] for i in picked])
+        stacked = torch.utils.data.default_collate([assembler[i] for i in picked])
         assert same(stacked, assembler.assemble(picked))
 
 
 def test_a_workers_error_reaches_the_trainer(tmp_path: Path) -> None:
     source, packs = two_shards(tmp_path)
-    rows = PackRows(BatchAssembler(source, 40, width=2))
-    loader: Any = DataLoader(rows, batch_size=len(packs), collate_fn=whole_batch, num_workers=1)
+    loader: Any = DataLoader(
+        BatchAssembler(source, 40, width=2), batch_size=len(packs), collate_fn=whole_batch, num_workers=1
+    )
     with pytest.raises(ValueError, match="cu_seqlens of width 2"):
         list(loader)

@@ -154,6 +154,17 @@ def test_offsets_wrong_inside_name_file_pack_rule_and_remedy(tmp_path: Path, kin
     assert [said for said in refused if not form.fullmatch(said)] == []
 
 
+def test_stored_packs_join_planned_ones(tmp_path: Path) -> None:
+    for name, count in (("a", 9), ("b", 5)):
+        write_samples(tmp_path / name, demo_samples(count), capacity=64)
+    planned = PlannedPacks(ShardSet.open(tmp_path / "a"), PlanOptions(64))
+    stored = StoredPacks(ShardSet.open(tmp_path / "b"))
+    joined, first = JoinedPacks([planned, stored]), planned.num_packs
+    behind = rows_of(stored, range(stored.num_packs))
+    assert rows_of(joined, range(first, joined.num_packs)) == behind  # of one source alone
+    assert rows_of(joined, range(joined.num_packs)) == rows_of(planned, range(first)) + behind
+
+
 # ---- planned ----
 
 LONGEST = 9  # of the sequences that ``samples`` draws

@@ -99,11 +99,6 @@ class ChunkRows:
         """The tokenizer's padding id, None where unknown."""
         return None if self.encoder is None else self.encoder.tokenizer.pad_id
 
-    def check(self, path: str) -> None:
-        """FormatError where raw chats are expected and a chunk is pre-packed: packs would be read as sequences."""
-        if self.encoding is not None and (evidence := recognise(path)) is not None and os.path.getsize(path):
-            raise FormatError(f"{path}: {evidence}: it is packed already; leave --tokenizer out")
-
     def packs(self, chunk: ChunkFile, indices: Sequence[int]) -> PackRun:
         """The packs of these lines, end to end.
 
@@ -367,18 +362,21 @@ class LiveChunks(LiveShards):
         Raises:
             FormatError: it is of another kind, or has another number of lines than every chunk should have.
         """
-        self.rows.check(self.path_of(number))
+        path = self.path_of(number)
+        if self.rows.encoding is not None and (evidence := recognise(path)) is not None and os.path.getsize(path):
+            # Packs would be read as sequences.
+            raise FormatError(f"{path}: {evidence}: it is packed already; leave --tokenizer out")
         counted, self._counted = self._counted, None
         chunk = counted[1] if counted and counted[0] == number else self._opened(number)
 
-        def load(packs: NDArray[np.int64]) -> tuple[Index, Arrays, NDArray[np.int64]]:
+        def load(packs: NDArray[np.int64]) -> tuple[tuple[Index, Arrays], NDArray[np.int64]]:
             """Read these packs, line by line: memory holds the bounds of lines and one batch's packs."""
             run = self.rows.packs(chunk, packs.tolist())
             index = run.sequence_offsets, run.token_offsets, run.seq_starts.astype(np.uint32), len(run.tokens)
-            return index, (run.tokens, run.loss_mask), np.arange(len(packs))
+            return (index, (run.tokens, run.loss_mask)), np.arange(len(packs))
 
         # How many tokens it has nobody knows before all is read; lines are held to the rules as they are read.
-        return OpenPacks(len(chunk), None, {}, load, lambda found: FormatError(f"{chunk.path}: {found}"))
+        return OpenPacks(len(chunk), None, {}, None, load, lambda found: FormatError(f"{chunk.path}: {found}"))
 
     def committed(self) -> None:
         """Mark every chunk that is there and that every consumer is done with.

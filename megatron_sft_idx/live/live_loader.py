@@ -39,7 +39,7 @@ from megatron_sft_idx.live.acks import (
 from megatron_sft_idx.live.catalog import Catalog, Limits, Stopped, Waiter
 from megatron_sft_idx.live.live_order import AtEnd, RankState, Walk, least_ahead, resume
 from megatron_sft_idx.live.live_shards import CatalogShards, LiveShards, OpenShards
-from megatron_sft_idx.training import BatchAssembler, BatchLoader, Form, Tensors, Wanted, whole_rows
+from megatron_sft_idx.training import BatchAssembler, BatchLoader, Form, Tensors, Wanted
 
 __all__ = ["LiveDataset", "LiveLoader"]
 
@@ -304,7 +304,7 @@ class LiveDataset(IterableDataset[Tensors]):
             info = get_worker_info()
             worker, workers = (info.id, info.num_workers) if info else (0, 1)
             for batch in itertools.islice(batches(), worker, None, workers):
-                yield whole_rows(assembler, batch.packs, batch.masked).whole(), batch.state
+                yield assembler.rows(batch.packs, batch.masked).whole(), batch.state
         yield None, walk.state
 
     def __iter__(self) -> Iterator[Tensors]:

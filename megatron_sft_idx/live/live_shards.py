@@ -23,7 +23,7 @@ from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.opening import read_header
 from megatron_sft_idx.shard.shard_set import alike_columns
 from megatron_sft_idx.storage import Backend
-from megatron_sft_idx.training import Arrays, Index, Segments, in_slots, located
+from megatron_sft_idx.training import Arrays, Index, Segments, located
 
 __all__ = ["CatalogShards", "LiveShards", "OpenPacks", "OpenShards"]
 
@@ -39,16 +39,18 @@ class OpenPacks(NamedTuple):
         num_packs: in it.
         num_tokens: in all of them; None where that is not known without reading everything.
         columns: that it was opened with, in the order of its arrays.
-        load: has some packs, int64, one or more, at hand: a shard may be read as it is needed. Gives the index of these
-            packs at least; tokens (uint16 or int32), label-aligned loss mask (uint8 or float32) and columns, an item a
-            row, that it points into; and what the packs are numbered in it.
+        found: the index of its packs, and tokens (uint16 or int32), label-aligned loss mask (uint8 or float32) and
+            columns, an item a row, that it points into; None where ``load`` reads them as they are needed.
+        load: has some packs, int64, one or more, at hand: gives the index of these and what that points into, and what
+            the packs are numbered there. None where all are at hand.
         broken: makes an error where a kernel found ``shard S, pack N: what (rule R)``.
     """
 
     num_packs: int
     num_tokens: int | None
     columns: Mapping[str, ColumnSpec]
-    load: Callable[[NDArray[np.int64]], tuple[Index, Arrays, NDArray[np.int64]]]
+    found: tuple[Index, Arrays] | None
+    load: Callable[[NDArray[np.int64]], tuple[tuple[Index, Arrays], NDArray[np.int64]]] | None
     broken: Callable[[str], Exception]
 
 
@@ -143,17 +145,23 @@ class OpenShards:
         self.columns = {name: [spec] for name, spec in self._like[1].items()}
         self._numbered = any(spec.per == "sequence" for spec in self._like[1].values())
         self._open: dict[int, OpenPacks] = {}
-        self._arrays: list[Arrays] = []
+        # Of the shards that are open, ascending: their numbers, and where their packs are at the moment.
+        self._numbers = np.zeros(0, np.int64)
+        self._found: list[tuple[Index, Arrays] | None] = []
 
     def hold(self, numbers: Iterable[int]) -> None:
         """Have these shards open and no others."""
         wanted = set(numbers)
-        self._open = {number: opened for number, opened in self._open.items() if number in wanted}
+        if wanted == self._open.keys():
+            return
         for number in sorted(wanted - self._open.keys()):
             opened = self._open[number] = self._shards.open(number, tuple(self.columns))
             self._require_alike(number, opened.columns)
             tokens = "" if opened.num_tokens is None else f", {opened.num_tokens:,} tokens"
             self._waiter.say(f"{self._waiter.who}: {self._shards.name(number)}, {opened.num_packs:,} packs{tokens}")
+        self._open = {number: self._open[number] for number in sorted(wanted)}
+        self._numbers = np.array(list(self._open), np.int64)
+        self._found = [opened.found for opened in self._open.values()]
 
     def _require_alike(self, number: int, columns: Mapping[str, ColumnSpec]) -> None:
         """FormatError where columns are of another kind than in another shard, or ``source`` numbers other files."""
@@ -180,20 +188,20 @@ class OpenShards:
         Their places are good until it is called again.
         """
         numbers, local = np.array(packs.T, order="C")
-        used, slots = in_slots(numbers)
-        indexes, self._arrays = [], []
-        for slot, number in enumerate(used):
-            here = slots == slot
-            index, arrays, local[here] = self._open[number].load(local[here])
-            indexes.append(index)
-            self._arrays.append(arrays)
+        slots, opened = np.searchsorted(self._numbers, numbers), list(self._open.values())
+        for slot, one in enumerate(opened):
+            if one.load is not None and len(mine := np.flatnonzero(slots == slot)):
+                self._found[slot], local[mine] = one.load(local[mine])
+        indexes = [None if found is None else found[0] for found in self._found]
         limits = self.capacity, self.sequence_multiple, self.most_sequences
-        broken = lambda at, found: self._open[used[slots[at]]].broken(found)  # noqa: E731
+        broken = lambda at, said: opened[slots[at]].broken(said)  # noqa: E731
         return located(indexes, slots, local, limits, broken, numbered=self._numbered)
 
     def arrays(self, shard: int) -> Arrays:
-        """Tokens, label-aligned loss mask and columns of one of the shards that packs were last asked of."""
-        return self._arrays[shard]
+        """Tokens, label-aligned loss mask and columns of one of the held shards, numbered from 0 as they ascend."""
+        found = self._found[shard]
+        assert found is not None  # ``segments`` loaded what it names
+        return found[1]
 
 
 # ---- shards of a catalog ----
@@ -350,14 +358,12 @@ class CatalogShards(LiveShards):
                         f"{shard.prefix}: {found}, the catalog's producer promised {promised}; somebody else wrote this"
                         " shard: make the catalog anew"
                     )
-        opened, files, index = [shard.columns.open(name) for name in columns], shard.files, shard.index
+        opened, files = [shard.columns.open(name) for name in columns], shard.files
         arrays = files.tokens[:], files.loss[:], *(column.held_items for column in opened)
         for array in arrays:
             _native.will_need(array, np.zeros(1, np.int64), np.array([len(array)]))
         specs = {column.name: column.spec for column in opened}
-        return OpenPacks(
-            header.num_packs, header.num_tokens, specs, lambda packs: (index, arrays, packs), shard.broken_pack
-        )
+        return OpenPacks(header.num_packs, header.num_tokens, specs, (shard.index, arrays), None, shard.broken_pack)
 
     # ---- waiting for its producer ----
 

@@ -268,14 +268,14 @@ class ShardSet:
         return found
 
     def _check(self, same_capacity: bool) -> None:
-        self._same("tokens are", lambda header: header.token_dtype, "write all shards of a dataset with one dtype")
-        self._same("pad id is", lambda header: header.pad_id, "they come from different tokenizers")
-        self._same("tokenizer is", lambda header: header.tokenizer, "they come from different tokenizers")
+        self.agree_on("tokens are", lambda header: header.token_dtype, "write all shards of a dataset with one dtype")
+        self.agree_on("pad id is", lambda header: header.pad_id, "they come from different tokenizers")
+        self.agree_on("tokenizer is", lambda header: header.tokenizer, "they come from different tokenizers")
         if same_capacity:
             remedy = "pack them again for one --seq-length, or let training pack them when it starts"
-            self._same("capacity is", lambda header: header.capacity, remedy)
+            self.agree_on("capacity is", lambda header: header.capacity, remedy)
 
-    def _same(self, what: str, value_of: Callable[[Header], Any], remedy: str) -> None:
+    def agree_on(self, what: str, value_of: Callable[[Header], Any], remedy: str) -> None:
         """FormatError where two shards that both know a value differ in it."""
         first: tuple[str, Any] | None = None
         for prefix, header in zip(self.prefixes, self.headers, strict=True):

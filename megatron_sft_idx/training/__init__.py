@@ -6,8 +6,8 @@ seconds, and worker processes do without it. So what batches are made by (``rows
 """
 
 from megatron_sft_idx.training.batch import BatchAssembler, Form, Tensors
-from megatron_sft_idx.training.loader import BatchIterator, BatchLoader, Wanted, whole_rows
-from megatron_sft_idx.training.sources import Arrays, Index, PackSource, Segments, in_slots, located
+from megatron_sft_idx.training.loader import BatchIterator, BatchLoader, Wanted
+from megatron_sft_idx.training.sources import Arrays, Index, PackSource, Segments, located
 
 __all__ = [
     "Arrays",
@@ -20,7 +20,5 @@ __all__ = [
     "Segments",
     "Tensors",
     "Wanted",
-    "in_slots",
     "located",
-    "whole_rows",
 ]

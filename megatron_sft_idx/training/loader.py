@@ -1,4 +1,4 @@
-"""Batches on their way to the trainer: a thread that prepares them ahead, and what a torch DataLoader needs.
+"""Batches on their way to the trainer: a thread that prepares them ahead.
 
 ``BatchLoader`` is the default. Assembling a batch takes less time than handing one over from another process, so one
 thread beside the trainer keeps a few batches ready and asks the kernel for the file pages of the next ones.
@@ -6,11 +6,6 @@ thread beside the trainer keeps a few batches ready and asks the kernel for the 
     loader = BatchLoader(rows.assembler, rows.micro_batches(batch_sampler))
     for batch in loader:
         step(batch["tokens"], ...)
-
-``PackRows`` makes a plain ``torch.utils.data.DataLoader`` get whole batches:
-
-    rows = PackRows(assembler)
-    loader = DataLoader(rows, batch_sampler=batch_sampler, collate_fn=whole_batch, num_workers=2)
 """
 
 from __future__ import annotations
@@ -26,12 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from megatron_sft_idx.training.batch import Batch, BatchAssembler, BatchLayout, Tensors
 from megatron_sft_idx.training.sources import Segments
 
-__all__ = ["BatchIterator", "BatchLoader", "BatchRows", "PackRows", "Wanted", "whole_batch", "whole_rows"]
+__all__ = ["BatchIterator", "BatchLoader", "Wanted"]
 
 
 class Wanted(NamedTuple):
@@ -227,77 +221,3 @@ def _looking_ahead(
         if len(waiting) > ahead:
             yield waiting.popleft()
     yield from waiting
-
-
-# ---- torch DataLoader ----
-
-
-class BatchRows(Sequence[Tensors]):
-    """The rows of one finished batch, as ``__getitems__`` of a dataset returns them.
-
-    ``whole_batch`` takes the batch out of them. Any other collate finds single rows, so a DataLoader that knows nothing
-    of whole batches works as well, only slower.
-    """
-
-    def __init__(self, batch: Batch, in_worker: bool) -> None:
-        self._batch = batch
-        self._in_worker = in_worker
-
-    def __len__(self) -> int:
-        return self._batch.layout.rows
-
-    def __getitem__(self, row: Any) -> Any:
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of {len(self)}")
-        return {name: tensor[row] for name, tensor in self._batch.tensors.items()}
-
-    def whole(self) -> Tensors | _Packed:
-        """The batch, in a worker process ready to be handed over."""
-        return _Packed(self._batch) if self._in_worker else dict(self._batch.tensors)
-
-
-class _Packed(NamedTuple):
-    """A batch on its way out of a worker process: pickles as one tensor, unpickles as the dictionary."""
-
-    batch: Batch
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.batch.layout.carve, (self.batch.storage,)
-
-
-class PackRows(Dataset[Tensors]):
-    """A map-style dataset of packs that gives a DataLoader whole batches at once (``__getitems__``).
-
-    Without workers the batch is fresh tensors. A worker process hands over one tensor that holds all of them, in shared
-    memory, which is carved into views on arrival; that is less than half of the cost of five.
-    """
-
-    def __init__(self, assembler: BatchAssembler) -> None:
-        self.assembler = assembler
-
-    def __len__(self) -> int:
-        return self.assembler.source.num_packs
-
-    def __getitem__(self, index: int) -> Tensors:
-        return self.assembler.sample(index)
-
-    def __getitems__(self, indices: Sequence[int]) -> BatchRows:
-        return whole_rows(self.assembler, indices)
-
-
-def whole_rows(
-    assembler: BatchAssembler, packs: NDArray[np.int64] | Sequence[int], masked: NDArray[np.bool_] | None = None
-) -> BatchRows:
-    """What ``__getitems__`` of a dataset returns; the loss of rows that are ``masked``, bool [packs], is zeroed."""
-    in_worker = get_worker_info() is not None
-    segments = assembler.plan(packs)
-    if in_worker:
-        assembler.will_need(segments)  # from disk, all of it at once is faster than one page after another
-    batch = Batch(assembler.layout(len(segments.offsets) - 1), shared=in_worker)
-    assembler.fill(segments, batch, masked)
-    return BatchRows(batch, in_worker)
-
-
-def whole_batch(rows: Any) -> Any:
-    """The ``collate_fn`` for datasets with such ``__getitems__``; rows from any other are stacked as ever."""
-    return rows.whole() if isinstance(rows, BatchRows) else default_collate(rows)

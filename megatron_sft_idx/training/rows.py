@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
-from megatron_sft_idx.training.loader import BatchRows, Wanted, whole_rows
+from megatron_sft_idx.training.loader import Wanted
 from megatron_sft_idx.training.sources import JoinedPacks, PackSource, PlannedPacks, StoredPacks, reopen
 
 __all__ = [
@@ -163,10 +163,10 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         packs, masked = self.wanted(samples)
         return self.assembler.assemble(packs, masked=masked)
 
-    def __getitems__(self, samples: Sequence[int] | NDArray[np.int64]) -> BatchRows:
+    def __getitems__(self, samples: Sequence[int] | NDArray[np.int64]) -> Batch:
         """What a ``DataLoader`` asks for a batch: assembled whole; give it ``collate_fn=whole_batch``."""
         packs, masked = self.wanted(samples)
-        return whole_rows(self.assembler, packs, masked)
+        return self.assembler.rows(packs, masked)
 
     def __len__(self) -> int:
         return self.num_samples
@@ -177,8 +177,8 @@ class Rows(ABC, torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         A negative index (or None, as Megatron's GPTDataset has it) gives a row that fills up a batch: real tokens,
         counted from the end, and a loss mask of zeros. IndexError where there is no such sample.
         """
-        packs, masked = self.wanted([-1 if index is None else operator.index(index)])
-        return self.assembler.sample(int(packs[0]), bool(masked[0]))
+        i = -1 if index is None else operator.index(index)
+        return self.assembler.sample(int(self.packs([i if i >= 0 else i + self.num_samples])[0]), i < 0)
 
 
 class PackedRows(Rows):

@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.layout.column import listed_columns
-from megatron_sft_idx.shard.shard_set import ShardSet, joined_columns
+from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import ReadOptions, is_remote
+from megatron_sft_idx.training.batch import Batch
 from megatron_sft_idx.training.rows import EpochOrder, PackedRows, SingleRows
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks, require_fit
 
@@ -136,7 +137,12 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
             if path not in self._opened:
                 self._check_shards(path, self.open_shards(path))
             self._check_split(path, split, ends)
-        self._check_together()
+        # What the shards of each path agree on, those of all paths do.
+        together = ShardSet.joined(list(self._opened.values()))
+        together.agree_on("tokenizer is", lambda header: header.tokenizer, "tokenize them with one")
+        if not self.index_only_packing:
+            remedy = "pack them again for one --seq-length, or set index_only_packing"
+            together.agree_on("capacity is", lambda header: header.capacity, remedy)
 
     def _blends(self) -> Iterator[tuple[Split | None, tuple[list[str], list[float] | None]]]:
         if self.blend is not None:
@@ -251,21 +257,6 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
                 f"{path}: the {split.name} split is empty, {ends[0]:.4g} to {ends[1]:.4g} of {count} {what}; give it"
                 " more of --split, or none at all"
             )
-
-    def _check_together(self) -> None:
-        """FormatError where paths differ in what their shards agree on within each."""
-        joined_columns(list(self._opened.values()))
-        rules = [("tokenizer", "tokenize them with one")]
-        if not self.index_only_packing:
-            rules.append(("capacity", "pack them again for one --seq-length, or set index_only_packing"))
-        for what, remedy in rules:
-            first: tuple[str, Any] | None = None
-            for path, shards in self._opened.items():
-                known = (getattr(header, what) for header in shards.headers)
-                value = next((value for value in known if value is not None), None)
-                first = first or (None if value is None else (path, value))
-                if first is not None and value not in (None, first[1]):
-                    raise FormatError(f"{path}: {what} is {value}, in {first[0]} {first[1]}; {remedy}")
 
     def count(self, path: str) -> int:
         """What splits of a path divide: packs, or sequences with index-only packing."""
@@ -415,6 +406,6 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
         """One row; see ``PackedRows.__getitem__``, for negative and missing indices too."""
         return self.rows[idx]
 
-    def __getitems__(self, samples: Sequence[int]) -> Sequence[dict[str, torch.Tensor]]:
+    def __getitems__(self, samples: Sequence[int]) -> Batch:
         """A whole batch; see ``PackedRows.__getitems__``."""
         return self.rows.__getitems__(samples)

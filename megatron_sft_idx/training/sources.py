@@ -16,7 +16,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -177,7 +177,7 @@ def _pieces(bounds: NDArray[np.int64], first: int, last: int) -> list[tuple[int,
 
 
 def located(
-    indexes: list[Index],
+    indexes: list[Index] | list[Index | None],
     slots: NDArray[Any],
     packs: NDArray[np.int64],
     limits: tuple[int, int, int],
@@ -189,7 +189,7 @@ def located(
     """The sequences of packs, by the index arrays of their shards, in one native call.
 
     Args:
-        indexes: of each shard.
+        indexes: of each shard; None for one that no pack is of.
         slots: [packs], which of these each pack is of.
         packs: int64 [packs], its number there.
         limits: capacity, sequence multiple and most sequences that packs keep to.
@@ -209,9 +209,10 @@ def located(
     sequences = None
     if numbered:
         firsts = np.empty(len(packs), np.int64)
-        for slot, (sequence_offsets, *_) in enumerate(indexes):
+        for slot, index in enumerate(indexes):
             here = slots == slot
-            firsts[here] = sequence_offsets[packs[here]]
+            if index is not None:
+                firsts[here] = index[0][packs[here]]
         sequences = np.repeat(firsts - offsets[:-1], np.diff(offsets)) + np.arange(offsets[-1])
     if numbers is not None and numbers != list(range(len(numbers))):
         shards = np.array(numbers, np.int32)[shards]
@@ -421,7 +422,7 @@ class JoinedPacks:
         parts = []
         for member, rows in zip(used.tolist(), np.split(order, firsts)[1:], strict=True):
             part = self._sources[member].segments(packs[rows] - self.packs_before[member])
-            parts.append(replace(part, shards=part.shards + np.int32(self._shards_before[member])))
+            parts.append(replace(part, shards=part.shards + np.int32(self._shards_before[member]), used=None))
         if len(parts) < 2:
             return parts[0] if parts else self._sources[0].segments(packs)
         counts, begins = np.empty(len(members), np.int64), np.empty(len(members), np.int64)
@@ -588,7 +589,13 @@ def load_or_make(folder: str | None, key: str, make: Callable[[], PlacedPlan]) -
     path = plan_path(folder, key)
     if os.path.exists(path):
         return _load(path)
-    with _locked(path + ".lock"):
+    with contextlib.ExitStack() as held:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            held.callback(os.close, lock_file(path + ".lock", (b"",), create=True, busy=None))
+        except (OSError, FormatError) as error:
+            # Some network file systems have no locks. Then a plan may be made twice, and the first one stays.
+            logger.info("%s: no lock (%s); going on without", path, error)
         if os.path.exists(path):
             return _load(path)
         plan = make()
@@ -616,19 +623,6 @@ def load_or_make(folder: str | None, key: str, make: Callable[[], PlacedPlan]) -
             )
             return plan
     return _load(path)
-
-
-@contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
-    """Hold a lock file, where there can be one."""
-    with contextlib.ExitStack() as held:
-        try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            held.callback(os.close, lock_file(path, (b"",), create=True, busy=None))
-        except (OSError, FormatError) as error:
-            # Some network file systems have no locks. Then a plan may be made twice, and the first one stays.
-            logger.info("%s: no lock (%s); going on without", path, error)
-        yield
 
 
 def _load(path: str) -> PlacedPlan:

@@ -24,8 +24,8 @@ from megatron_sft_idx.dataset import SFTIndexedDataset
 from megatron_sft_idx.formats.packed_dataset import open_dataset
 from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.shard.shard_set import ShardSet, find_prefixes
-from megatron_sft_idx.training.batch import BatchAssembler
-from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
+from megatron_sft_idx.training.batch import BatchAssembler, whole_batch
+from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.sources import StoredPacks
 
 pytestmark = pytest.mark.cloud
@@ -67,7 +67,7 @@ def test_batches_are_the_local_ones(s3: Any, bucket: str, urls: dict[str, str], 
     loaders: dict[str, Any] = {"BatchLoader": BatchLoader(remote, batches, copy=True)}
     for workers, method in ((0, None), (2, "fork"), (2, "spawn")):
         loaders[f"DataLoader, {workers} workers, {method}"] = DataLoader(
-            PackRows(remote),
+            remote,
             batch_sampler=batches,
             collate_fn=whole_batch,
             num_workers=workers,

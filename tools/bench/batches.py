@@ -29,8 +29,8 @@ from megatron_sft_idx.inspect.place import drop_cache
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.storage import Advice, ReadOptions
-from megatron_sft_idx.training.batch import Batch, BatchAssembler
-from megatron_sft_idx.training.loader import BatchLoader, PackRows, whole_batch
+from megatron_sft_idx.training.batch import Batch, BatchAssembler, whole_batch
+from megatron_sft_idx.training.loader import BatchLoader
 from megatron_sft_idx.training.sources import StoredPacks
 
 WARM_UP, COLD_BATCHES, STEP_SECONDS = 10, 80, 0.004
@@ -133,7 +133,7 @@ def warm_ways(stores: list[Store], prefix: Path, packs: int) -> list[tuple[str, 
         (COPYING, [copying(prefix, order), None, None]),
         (ASSEMBLE, [inline("wide"), None, None]),
         (THREAD, thread("wide")),
-        ("`PackRows` in a DataLoader", through(PackRows(assembler_of(prefix)), whole_batch, (400, 150, 100))),
+        ("`BatchAssembler` in a DataLoader", through(assembler_of(prefix), whole_batch, (400, 150, 100))),
         ("narrow form into reused buffers", [inline("narrow"), None, None]),
         ("narrow form, the thread", thread("narrow")),
         (NUMPY, through(Files(prefix), peers.collate, (400, 150, 100))),
