@@ -25,7 +25,6 @@ from megatron_sft_idx.shard.columns import columns_beside
 from megatron_sft_idx.shard.shard_set import find_prefixes
 from megatron_sft_idx.storage import is_remote
 from megatron_sft_idx.storage.progress import shown
-from megatron_sft_idx.tokenize import Output
 
 __all__ = ["add_parser"]
 
@@ -154,6 +153,8 @@ def _once_a_shard(sources: Sequence[str]) -> list[str]:
 
 
 def _merge(arguments: argparse.Namespace, _parser: argparse.ArgumentParser) -> None:
+    from megatron_sft_idx.tokenize import Output  # brings tokenizers and templates, which copy does without
+
     output = Output(arguments.output_prefix, staging=arguments.staging, overwrite=arguments.overwrite)
     prefixes = find_prefixes(_once_a_shard(arguments.sources))
     output.prepare(place for prefix in prefixes for place in places(prefix, "sft-idx", "a source"))

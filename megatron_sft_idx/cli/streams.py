@@ -113,36 +113,40 @@ def standard_streams() -> Iterator[StandardOutput]:
 
     Streams that are not descriptors 1 and 2, such as those of a caller that collects the output, stay as they are.
     """
-    closed = [number for number in range(3) if not _is_open(number)]
-    for number in closed:
-        # Reading from a closed stdin goes on being an error, rather than an empty input.
-        null = os.open(os.devnull, os.O_WRONLY)
-        if null == number:
-            os.set_inheritable(null, True)
-        else:
-            os.dup2(null, number)
-            os.close(null)
+    closed = []
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            closed.append(number)
+            # Reading from a closed stdin goes on being an error, rather than an empty input.
+            _to_devnull(number)
     before = sys.stdout, sys.stderr
-    out = _replacement(before[0], 1, STDOUT)
-    err = _replacement(before[1], 2, STDERR)
-    sys.stdout, sys.stderr = out or before[0], err or before[1]
+    ours = [_replacement(stream, number) for number, stream in enumerate(before, 1)]
+    sys.stdout, sys.stderr = (new or old for new, old in zip(ours, before, strict=True))
     try:
-        yield StandardOutput(_raw(out), closed=1 in closed)
+        yield StandardOutput(ours[0].buffer.raw if ours[0] else None, closed=1 in closed)  # type: ignore[attr-defined]
     finally:
-        for stream, number in ((out, 1), (err, 2)):
-            _end(stream, number)
+        for number, stream in enumerate(ours, 1):
+            if stream is not None:
+                raw: _Stream = stream.buffer.raw  # type: ignore[attr-defined]
+                raw.strict = False
+                stream.flush()
+                if raw.failing:  # keep Python from trying again when it exits
+                    _to_devnull(number)
         sys.stdout, sys.stderr = before
 
 
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
+def _to_devnull(number: int) -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    if null == number:
+        os.set_inheritable(null, True)
+    else:
+        os.dup2(null, number)
+        os.close(null)
 
 
-def _replacement(stream: TextIO | None, number: int, name: str) -> TextIO | None:
+def _replacement(stream: TextIO | None, number: int) -> io.TextIOWrapper | None:
     """A stream on the same descriptor; None where ``stream`` is something else."""
     try:
         if stream is not None and stream.fileno() != number:
@@ -154,26 +158,8 @@ def _replacement(stream: TextIO | None, number: int, name: str) -> TextIO | None
             stream.flush()
     # Data hold any character; a terminal or file of another encoding gets those it lacks by number.
     return io.TextIOWrapper(
-        io.BufferedWriter(_Stream(number, name)),
+        io.BufferedWriter(_Stream(number, (STDOUT, STDERR)[number - 1])),
         encoding=getattr(stream, "encoding", "utf-8"),
         errors="backslashreplace",
         line_buffering=number == 2 or os.isatty(number),
     )
-
-
-def _raw(stream: TextIO | None) -> _Stream | None:
-    raw = getattr(getattr(stream, "buffer", None), "raw", None)
-    return raw if isinstance(raw, _Stream) else None
-
-
-def _end(stream: TextIO | None, number: int) -> None:
-    """Flush a replacement; where its descriptor takes no more, keep Python from trying again when it exits."""
-    raw = _raw(stream)
-    if stream is None or raw is None:
-        return
-    raw.strict = False
-    stream.flush()
-    if raw.failing:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, number)
-        os.close(null)
