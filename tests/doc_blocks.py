@@ -19,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -132,8 +133,8 @@ def paste(
 def _in_one_shell(
     blocks: Sequence[Block], folder: Path, environment: Mapping[str, str], seconds: float
 ) -> dict[Block, Said]:
-    said = folder / ".said"
-    said.mkdir()
+    # Apart from the clone: a test that is pasted there reads every file of it.
+    said = Path(tempfile.mkdtemp())
     script = ["set -e"]
     for number, block in enumerate(blocks):
         script.append(f"exec >{said}/{number}.out 2>{said}/{number}.err </dev/null")

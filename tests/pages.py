@@ -48,7 +48,7 @@ class Markup(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "link", "br", "img"):
+        if tag not in ("meta", "link", "br", "img", "input"):
             self.stack.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

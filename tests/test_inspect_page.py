@@ -21,6 +21,7 @@ from pages import HOSTILE, Markup, colours, decode_hostile, markup_of, write_hos
 from megatron_sft_idx.inspect import page as pages
 from megatron_sft_idx.inspect.page import MAX_NBYTES, make_page, nice_ticks
 from megatron_sft_idx.inspect.summary import survey_shard
+from megatron_sft_idx.inspect.text import token_texts
 from megatron_sft_idx.shard import Shard, ShardWriter
 
 
@@ -243,3 +244,21 @@ def test_text_can_be_read_on_its_ground(mode: int) -> None:
     palette = palette_of(mode)
     for ink, ground in (("ink", "paper"), ("soft", "paper"), ("link", "paper"), ("mark-ink", "mark"), ("ink", "panel")):
         assert contrast(palette[ink], palette[ground]) >= 4.5, (ink, ground)
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "said"),
+    [(0, 7, "0%"), (1, 2, "50.0%"), (1, 10**6, "0.1%"), (999_999, 10**6, "99.9%"), (3, 8, "37.5%"), (7, 7, "100%")],
+)
+def test_a_share_is_all_or_nothing_only_where_it_is(part: int, whole: int, said: str) -> None:
+    assert pages._percent(part, whole) == said
+
+
+def test_texts_of_tokens_make_up_the_whole() -> None:
+    spelled = {1: b"a", 2: "é".encode()[:1], 3: "é".encode()[1:], 4: b" b", 5: b"\x07"}
+
+    def decode(ids: list[int]) -> str:  # as sentencepiece does, without the space that a text begins with
+        return b"".join(spelled[one] for one in ids).decode("utf-8", "replace").removeprefix(" ")
+
+    found = token_texts(np.array([4, 1, 2, 3, 4, 5]), decode)
+    assert found == [("b", [4]), ("a", [1]), ("é", [2, 3]), (" b", [4]), ("\u2407", [5])]

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
 from megatron_sft_idx.inspect.tally import HashSample
 from megatron_sft_idx.inspect.text import shortened
@@ -24,6 +23,7 @@ __all__ = [
     "SOURCE",
     "FileCounts",
     "SourceCounts",
+    "cut_length",
     "find_row",
     "parse_place",
     "place_name",
@@ -85,6 +85,15 @@ def find_row(shard: Shard, file: int, row: int) -> Iterator[tuple[int, int]]:
             yield window.place(number)
 
 
+def cut_length(header: Header) -> int | None:
+    """Tokens of a sequence that was cut; 0 where none was, None where the shard does not say."""
+    packing = header.metadata.get("packing")
+    if not isinstance(packing, dict) or "overlong" not in packing:
+        return None
+    cuts = packing["overlong"] in ("split", "truncate")
+    return header.capacity // header.sequence_multiple * header.sequence_multiple if cuts else 0
+
+
 class FileCounts(NamedTuple):
     """What one file became.
 
@@ -122,9 +131,7 @@ class SourceCounts:
         size = len(self._names) + 1  # the last is for what the column names no file for
         self._sequences, self._tokens, self._cut, self._read, self._trained = np.zeros((5, size), np.int64)
         self._rows, self._ids = HashSample(), HashSample()
-        packing = header.metadata.get("packing")
-        cuts = isinstance(packing, dict) and packing.get("overlong") in ("split", "truncate")
-        self._longest = header.capacity // header.sequence_multiple * header.sequence_multiple if cuts else 0
+        self._longest = cut_length(header)
 
     @property
     def exact(self) -> bool:
@@ -144,10 +151,10 @@ class SourceCounts:
         places = window.columns[SOURCE].values.astype(np.uint64)
         self._rows.add(_with_file(_mixed(places[:, 0] << np.uint64(32) | places[:, 1]), files), window.sequence)
 
-    def add_content(self, window: Window, loss: NDArray[Any], hashes: NDArray[np.uint64]) -> None:
-        """What masks tell, and hashes of ids, one a sequence."""
+    def add_content(self, window: Window, trained: NDArray[np.int64], hashes: NDArray[np.uint64]) -> None:
+        """Trained tokens, and hashes of ids, one a sequence."""
         files = self._file_of(window)
-        self._trained += self._counted(files, _native.count_positive(loss, window.bounds))
+        self._trained += self._counted(files, trained)
         self._read += self._counted(files, np.diff(window.bounds))
         self._ids.add(_with_file(hashes, files), window.sequence)
 

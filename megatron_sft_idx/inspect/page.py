@@ -24,8 +24,16 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.inspect.origin import SOURCE, sources_of
 from megatron_sft_idx.inspect.summary import PERMILLE, Survey, column_lines, fingerprints, losses
-from megatron_sft_idx.inspect.tally import Profile, Tally
-from megatron_sft_idx.inspect.text import Decode, counted, ids_as_text, marked_runs, shortened, trained_tokens
+from megatron_sft_idx.inspect.tally import Tally
+from megatron_sft_idx.inspect.text import (
+    Decode,
+    counted,
+    ids_as_text,
+    marked_runs,
+    shortened,
+    token_texts,
+    trained_tokens,
+)
 from megatron_sft_idx.shard import Pack, Shard
 from megatron_sft_idx.storage.publish import Kind, head_of
 
@@ -37,7 +45,7 @@ _BEGIN = b'<!doctype html>\n<html lang="en">\n<head>\n<meta name="generator" con
 PAGE = Kind("a page of inspect", lambda path: head_of(path, len(_BEGIN)) == _BEGIN)
 _DRAWN, _BINS = 48, 48
 # Bytes for the viewer's text; where the rest of the page leaves no room for that, it is made again with less.
-_TEXT_NBYTES = (520_000, 260_000, 60_000, 0)
+_TEXT_NBYTES = (640_000, 320_000, 60_000, 0)
 # What a run, and a sequence, costs beside its text.
 _RUN_NBYTES, _SEQUENCE_NBYTES = 24, 260
 # Files in the table of sources; sequences that the page finds by their line, some 10 bytes each.
@@ -59,11 +67,18 @@ class DrawnPack(NamedTuple):
     trained: int
     sequences: int
 
+    @property
+    def share(self) -> str:
+        """How much of it is trained on, in words where that is all or nothing; no sequence's first token ever is."""
+        if not self.trained:
+            return "none"
+        return "all" if self.trained >= self.length - self.sequences else _percent(self.trained, self.length)
+
 
 class ShownSequence(NamedTuple):
     """A sequence as text, or its beginning: ``runs`` of text and weight; ``hidden`` tokens at its end are left out.
 
-    ``source`` is where it came from, where that is known.
+    ``source`` is where it came from, where that is known; ``ids`` are those of its tokens, as ``_spelled`` has them.
     """
 
     number: int
@@ -73,6 +88,12 @@ class ShownSequence(NamedTuple):
     runs: Sequence[tuple[str, float]]
     hidden: int
     source: str
+    ids: str
+
+    @property
+    def share(self) -> str:
+        """How much of it is trained on."""
+        return _percent(self.trained, self.stop - self.start)
 
 
 class ShownPack(NamedTuple):
@@ -138,7 +159,6 @@ def _context(shard: Shard, survey: Survey, decode: Decode | None, text_nbytes: i
         "figures": list(_figures(survey)),
         "rows": [pack.drawn for pack in packs if pack.drawn.number in drawn],
         "charts": list(_charts(survey)),
-        "cost": _cost(survey),
         "packs": packs,
         # Pack and number of the sequences that are shown.
         "anchors": shown,
@@ -172,6 +192,12 @@ def _drawn_pack(shard: Shard, number: int) -> DrawnPack:
     ids, trained = pack["input_ids"], int(np.count_nonzero(pack["loss_mask"]))
     bar = bar_paths(pack, shard.header.capacity)
     return DrawnPack(number, bar, len(ids), trained, len(pack["seq_boundaries"]) - 1)
+
+
+def _percent(part: int, whole: int) -> str:
+    """As people write it; what is neither nothing nor all is never said to be."""
+    share = 100 * part / whole
+    return f"{min(max(share, 0.1), 99.9):.1f}%" if 0 < part < whole else f"{share:.0f}%"
 
 
 def _lede(survey: Survey) -> str:
@@ -224,10 +250,12 @@ def _charts(survey: Survey) -> Iterator[Chart]:
     fill, capacity = survey.pack_lengths, survey.header.capacity
     yield _count_chart("Sequence length in tokens", survey.sequence_lengths, "tokens", "sequences")
     low = 0 if fill.quantile(0.02) < 0.6 * capacity else fill.least
-    yield _share_chart("Fill of a pack", fill, low, capacity)
     sampled = "" if survey.complete else " (sampled)"
-    yield _share_chart("Trained share of a pack", survey.trained, 0, PERMILLE, sampled)
+    yield _share_chart("Trained share of a sequence", survey.sequence_trained, 0, PERMILLE, "sequences", sampled)
+    yield _share_chart("Fill of a pack", fill, low, capacity, "packs")
+    yield _share_chart("Trained share of a pack", survey.trained, 0, PERMILLE, "packs", sampled)
     yield _count_chart("Sequences in a pack", survey.sequences, "sequences", "packs")
+    yield _cost_chart(survey.cost)
 
 
 def _count_chart(title: str, tally: Tally, unit: str, of: str) -> Chart:
@@ -237,26 +265,25 @@ def _count_chart(title: str, tally: Tally, unit: str, of: str) -> Chart:
     return Chart(title, caption, histogram(edges, counts, f"{title}: {caption}", unit=unit, of=of))
 
 
-def _share_chart(title: str, tally: Tally, low: int, whole: int, remark: str = "") -> Chart:
-    """Values of packs as shares of ``whole``, in per cent, from ``low`` on."""
+def _cost_chart(cost: Tally) -> Chart:
+    """Pairs of tokens that attend to each other, as multiples of the mean of all packs."""
+    half, most, largest = (value / cost.mean for value in (cost.quantile(0.5), cost.quantile(0.95), cost.largest))
+    caption = f"1× is the mean: median {half:.2f}×, 95th percentile {most:.2f}×, largest {largest:.2f}×"
+    edges, counts = cost.histogram(_BINS, 0, cost.largest)
+    return Chart(
+        "Attention cost of a pack",
+        caption,
+        histogram(edges, counts, caption, unit="×", of="packs", scale=1 / cost.mean),
+    )
+
+
+def _share_chart(title: str, tally: Tally, low: int, whole: int, of: str, remark: str = "") -> Chart:
+    """Values as shares of ``whole``, in per cent, from ``low`` on."""
     percent = 100 / whole
     least, half, few = (percent * value for value in (tally.least, tally.quantile(0.5), tally.quantile(0.05)))
     caption = f"median {half:.1f}%, 5th percentile {few:.1f}%, least {least:.1f}%{remark}"
     edges, counts = tally.histogram(_BINS, low, whole)
-    return Chart(title, caption, histogram(edges, counts, caption, unit="%", of="packs", scale=percent))
-
-
-def _cost(survey: Survey) -> Chart:
-    header, width = survey.header, survey.cost.width
-    caption = (
-        "Pairs of tokens that attend to each other, in order of the shard, the mean of all packs being 1×."
-        f" The costliest pack costs {survey.cost_spread:.2f} times the mean."
-    )
-    if width > 1:
-        caption += (
-            f" The line is the mean of {width:,} packs; nine of ten of them lie in the band, none above the thin line."
-        )
-    return Chart("", caption, profile(survey.cost, header.num_packs, f"attention cost by pack: {caption}"))
+    return Chart(title, caption, histogram(edges, counts, caption, unit="%", of=of, scale=percent))
 
 
 def _origin(survey: Survey) -> Iterator[tuple[str, str | int]]:
@@ -312,30 +339,43 @@ def _shown_pack(shard: Shard, number: int, decode: Decode, nbytes: int) -> Shown
             break
         weights = trained_tokens(mask[start:stop])
         # A token is a byte of the page at least: more of them are never shown.
-        runs, tokens, used = _cut(marked_runs(ids[start:stop][:left], weights[:left], decode), left)
+        runs, tokens, used, spelled = _cut(ids[start:stop][:left], weights[:left], decode, left)
         left -= used
         trained = int(np.count_nonzero(weights))
         source = sources[index] if sources else ""
-        shown.append(ShownSequence(index, start, stop, trained, runs, stop - start - tokens, source))
+        shown.append(ShownSequence(index, start, stop, trained, runs, stop - start - tokens, source, spelled))
     return ShownPack(_drawn_pack(shard, number), shown, nbytes - max(left, 0))
 
 
-def _cut(runs: Iterable[tuple[str, float, int]], nbytes: int) -> tuple[list[tuple[str, float]], int, int]:
-    """The runs that fit so many bytes of the page, the tokens in them, the bytes they take.
+def _cut(
+    ids: NDArray[np.integer], weights: NDArray[np.float32], decode: Decode, nbytes: int
+) -> tuple[list[tuple[str, float]], int, int, str]:
+    """The runs that fit so many bytes of the page, the tokens in them, the bytes they take, and their ids.
 
     Of a run that does not fit, the beginning is kept, and none of its tokens counted.
     """
     kept: list[tuple[str, float]] = []
+    spelled: list[str] = []
     tokens = used = 0
-    for text, weight, length in runs:
+    for text, weight, length in marked_runs(ids, weights, decode):
         size = len(str(escape(text)).encode("utf-8", "replace")) + _RUN_NBYTES
-        if used + size > nbytes:
+        run = "" if decode is ids_as_text or used + size > nbytes else _spelled(ids[tokens : tokens + length], decode)
+        if used + size + len(run) > nbytes:
             # The longest a character becomes is 5 bytes.
             kept.append((text[: max(0, nbytes - used) // 5], weight))
-            return kept, tokens, nbytes
+            return kept, tokens, nbytes, " ".join(spelled)
         kept.append((text, weight))
-        tokens, used = tokens + length, used + size
-    return kept, tokens, used
+        spelled.append(run)
+        tokens, used = tokens + length, used + size + len(run)
+    return kept, tokens, used, " ".join(spelled)
+
+
+def _spelled(ids: NDArray[np.integer], decode: Decode) -> str:
+    """Length and ids of each text that is whole tokens, for page.js: ``4.9ix 1.2f+3g``, ids in base 36."""
+    return " ".join(
+        f"{len(text)}.{'+'.join(np.base_repr(token, 36).lower() for token in some)}"
+        for text, some in token_texts(ids, decode)
+    )
 
 
 # ---- pictures: numbers in, markup out ----
@@ -439,47 +479,19 @@ def histogram(
     bars = []
     for (low, high), share, count in zip(pairwise(edges.tolist()), shares.tolist(), counts.tolist(), strict=True):
         last = (high - 1) * scale if scale == 1 else high * scale
-        span = f"{low * scale:,.6g}" + (f" to {last:,.6g}" if last > low * scale else "")
+        digits = 6 if scale == 1 else 3
+        span = f"{low * scale:,.{digits}g}" + (f" to {last:,.{digits}g}" if last > low * scale else "")
         if count:
             bars.append(frame.bar(low, high, share, f"{span} {unit}: {count:,} {of} ({share:.2g}%)"))
     # A class of one value is named in its middle, one of several where it begins.
     low, high, middle = edges[0] * scale, edges[-1] * scale, 0.5 if edges[1] - edges[0] == 1 and scale == 1 else 0.0
-    sign = "%" if unit == "%" else ""
+    sign = unit if unit in "%×" else ""
     ticks = [
         (value / scale + middle, text + sign)
         for value, text in nice_ticks(low, high - 2 * middle, 6, whole=scale == 1)
         if low <= value
     ]
     return frame.svg(label, joined(bars), ticks, "%")
-
-
-def profile(values: Profile, places: int, label: str) -> Markup:
-    """A value along the shard, in means of all: a bar a place, or of many places the mean, 5 to 95% and the largest."""
-    mean = float(values.sums.sum()) / max(1, places) or 1.0
-    high, means = (values.largest / mean).tolist(), (values.means / mean).tolist()
-    frame = _Frame(1000, 230, (0.0, float(places)), max(high, default=1.0))
-    columns = list(pairwise(min(k * values.width, places) for k in range(len(means) + 1)))
-    ticks = nice_ticks(0, places, 6, whole=True)
-    if values.width == 1:
-        bars = zip(columns, means, strict=True)
-        marks = joined(frame.bar(a, b, value, f"pack {a}: {value:.2f} times the mean") for (a, b), value in bars)
-        return frame.svg(label, marks, [(value + 0.5, text) for value, text in ticks if value < places], "×")
-
-    def steps(heights: Sequence[float], way: int = 1) -> list[str]:
-        """To the right, or with a way of -1 back to the left."""
-        spans = [(*span[::way], height) for span, height in zip(columns, heights, strict=True)][::way]
-        return [f"{number(frame.x(a))} {number(frame.y(v))}H{number(frame.x(b))}" for a, b, v in spans]
-
-    low, upper = ((values.quantile(share) / mean).tolist() for share in (0.05, 0.95))
-    marks = joined(
-        element("path", class_=name, d=f"M{'L'.join(points)}{end}")
-        for name, points, end in (
-            ("band", steps(upper) + steps(low, -1), "z"),
-            ("most", steps(high), ""),
-            ("line", steps(means), ""),
-        )
-    )
-    return frame.svg(label, marks, ticks, "×")
 
 
 def element(name: str, content: str = "", **attributes: str | float) -> Markup:

@@ -1,6 +1,6 @@
 """What a shard holds, counted in one pass, and told to people, as lines, and to programs, as plain values.
 
-Distributions, attention cost, odd packs, repeated sequences: everything that the indexes tell is counted in full. Ids
+Distributions, odd packs, repeated sequences: everything that the indexes tell is counted in full. Ids
 and masks are read in full up to a limit, and of larger shards in evenly spread windows.
 """
 
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.inspect.origin import SOURCE, SourceCounts, place_name, source_names
-from megatron_sft_idx.inspect.tally import HashSample, Profile, Tally, Top
+from megatron_sft_idx.inspect.origin import SOURCE, SourceCounts, cut_length, place_name, source_names
+from megatron_sft_idx.inspect.tally import HashSample, Tally, Top
 from megatron_sft_idx.inspect.text import counted, shortened
 from megatron_sft_idx.layout import Header
 from megatron_sft_idx.layout.column import listed_columns
@@ -43,7 +43,6 @@ __all__ = [
 # Tokens whose ids and masks are read: a few seconds' worth.
 CONTENT_TOKENS = 1 << 29
 PERMILLE = 1000
-_COLUMNS = 240
 _PLACES = 4
 _LOSSES = {
     "overlong_sequences": "overlong sequences",
@@ -101,8 +100,9 @@ class Survey:
         sequence_lengths: tokens of every sequence.
         pack_lengths: tokens of every pack.
         sequences: of every pack.
-        cost: attention pairs of every pack, by its place in the shard.
-        trained: of every pack that was read, the trained share of its tokens, in thousandths, rounded.
+        cost: attention pairs of every pack.
+        trained, sequence_trained: of every pack, and sequence, that was read, the trained share of its tokens, in
+            thousandths, rounded.
         read_packs: packs whose ids and masks were read.
         sources: counts by input file; None where the shard does not say where its sequences came from.
     """
@@ -112,10 +112,11 @@ class Survey:
         self.columns = _columns(shard)
         longest = self.header.longest_pack
         self.sequence_lengths, self.pack_lengths = Tally(longest), Tally(longest)
-        self.sequences, self.trained = Tally(self.header.most_sequences), Tally(PERMILLE)
-        self.cost = Profile(self.header.num_packs, _COLUMNS, longest * (longest + 1) // 2)
-        self.read_packs = self._single_sequences = 0
-        self._masked, self._single, self._longest = (Top(_PLACES) for _ in range(3))
+        self.sequences, self.cost = Tally(self.header.most_sequences), Tally(longest * (longest + 1) // 2)
+        self.trained, self.sequence_trained = Tally(PERMILLE), Tally(PERMILLE)
+        self.read_packs = self._single_sequences = self._whole_packs = self._cut_sequences = 0
+        self._cut_length = cut_length(self.header)
+        self._masked, self._whole, self._cut, self._single, self._longest = (Top(_PLACES) for _ in range(5))
         self._costliest, self._most_sequences, self._emptiest = (Top(_PLACES) for _ in range(3))
         self._repeats = HashSample()
         self.names = source_names(shard)
@@ -135,8 +136,7 @@ class Survey:
     @property
     def cost_spread(self) -> float:
         """Attention pairs of the costliest pack, in means of all packs."""
-        mean = self.cost.sums.sum() / max(1, self.header.num_packs)
-        return float(self.cost.largest.max() / mean) if mean else 0.0
+        return self.cost.largest / self.cost.mean if self.cost.total else 0.0
 
     def add_index(self, window: Window) -> None:
         """What the indexes tell of a window. FormatError: packs are larger than the header says (rule H9)."""
@@ -150,7 +150,7 @@ class Survey:
         self.sequence_lengths.add(lengths)
         self.pack_lengths.add(pack_lengths)
         self.sequences.add(counts)
-        self.cost.add(first, cost)
+        self.cost.add(cost)
         self._single_sequences += int(np.count_nonzero(single))
         self._single.add(first, np.logical_or.reduceat(single, begins))
         self._costliest.add(first, cost)
@@ -170,20 +170,39 @@ class Survey:
     def add_content(self, window: Window) -> None:
         """What the ids and masks of a window tell."""
         ids, loss = window.content()
-        trained, lengths = _native.count_positive(loss, window.pack_bounds), np.diff(window.pack_bounds)
-        self._masked.add(window.first, trained == 0)
-        self.trained.add((2 * trained * PERMILLE + lengths) // (2 * lengths))
+        trained, lengths = _native.count_positive(loss, window.bounds), np.diff(window.bounds)
+        self.sequence_trained.add(_permille(trained, lengths))
+        if self._cut_length:
+            # The last mask of a sequence is that of a token behind it.
+            cut = (lengths == self._cut_length) & (loss[np.maximum(window.bounds[1:] - 2, 0)] > 0)
+            self._cut_sequences += int(np.count_nonzero(cut))
+            self._cut.add(window.sequence, cut)
+        begins, counts = window.sequence_offsets[:-1], np.diff(window.sequence_offsets)
+        of_packs, pack_lengths = np.add.reduceat(trained, begins), np.diff(window.pack_bounds)
+        self.trained.add(_permille(of_packs, pack_lengths))
+        # Nothing predicts the first token of a sequence.
+        whole = (of_packs > 0) & (of_packs == pack_lengths - counts)
+        self._whole_packs += int(np.count_nonzero(whole))
+        self._masked.add(window.first, of_packs == 0)
+        self._whole.add(window.first, whole)
         hashes = _native.hash_runs(ids, window.bounds)
         self._repeats.add(hashes, window.sequence)
         if self.sources is not None:
-            self.sources.add_content(window, loss, hashes)
+            self.sources.add_content(window, trained, hashes)
         self.read_packs += len(window)
 
     @cached_property
     def odd(self) -> list[Odd]:
         """Kinds of odd packs, once all windows are counted; of the largest of a kind none, where all are alike."""
         masked = [Place(pack, None, "no token is trained on") for is_so, pack in self._masked.found if is_so]
+        whole = [Place(pack, None, "every token is trained on") for is_so, pack in self._whole.found if is_so]
+        cut = [
+            Place(*locate_sequence(self._shard, number)[:2], f"ends in a trained token{self._from(number)}")
+            for is_so, number in self._cut.found
+            if is_so
+        ]
         single = [Place(pack, None, "has a sequence of one token") for is_so, pack in self._single.found if is_so]
+        cuts = None if self._cut_length is None else self._cut_sequences
         copies, repeated = self._repeated()
         longest = [
             Place(*locate_sequence(self._shard, number)[:2], counted(length, "token") + self._from(number))
@@ -194,6 +213,8 @@ class Survey:
         most, costliest = self._most_sequences.found, self._costliest.found
         return [
             Odd("All masked", self.header.num_masked_packs, "pack", masked),
+            Odd("All trained", self._whole_packs, "pack", whole, self.complete),
+            Odd("Cut mid-turn", cuts, "sequence", cut, self.complete),
             Odd("One-token sequences", self._single_sequences, "sequence", single),
             Odd("Repeated sequences", copies, "copy", repeated, self.complete and not self._repeats.bits),
             Odd("Longest sequences", None, "", [] if self.sequence_lengths.alike else longest),
@@ -217,6 +238,12 @@ class Survey:
         if self.names is None:
             return ""
         return f", {place_name(self.names, self._shard.columns[SOURCE].values[number : number + 1][0].tolist())}"
+
+
+def _permille(part: NDArray[np.int64], whole: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Shares in thousandths, rounded."""
+    shares: NDArray[np.int64] = (2 * part * PERMILLE + whole) // (2 * whole)
+    return shares
 
 
 def _packs(found: Sequence[tuple[int, int]], unit: str) -> list[Place]:

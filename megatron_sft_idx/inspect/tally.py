@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Counted", "HashSample", "Profile", "Repeat", "Tally", "Top"]
+__all__ = ["Counted", "HashSample", "Repeat", "Tally", "Top"]
 
 _MOST_COUNTS, _MOST_HASHES = 1 << 17, 3 << 19
 
@@ -81,52 +81,6 @@ class Tally:
             return {"count": 0}
         quantiles = {f"p{round(100 * share)}": self.quantile(share) for share in (0.05, 0.25, 0.5, 0.75, 0.95)}
         return {"count": self.total, "min": self.least, **quantiles, "max": self.largest, "mean": round(self.mean, 3)}
-
-
-class Profile:
-    """How a value is distributed by place, the places being put together in columns.
-
-    Args:
-        places: how many there are.
-        columns: of how many at most.
-        most: the largest value there can be.
-
-    Attributes:
-        width: places of a column; the last may have fewer.
-        sums: of the values, by column.
-        largest: of the values, by column.
-    """
-
-    _CLASSES = 256
-
-    def __init__(self, places: int, columns: int, most: int) -> None:
-        self.width = max(1, -(-places // columns))
-        columns = -(-places // self.width)
-        self.sums, self.largest = np.zeros(columns), np.zeros(columns)
-        self._size = max(1, -(-(most + 1) // self._CLASSES))
-        self._counts = np.zeros((columns, self._CLASSES), np.int64)
-
-    def add(self, first: int, values: NDArray[np.int64]) -> None:
-        """The values of the places from ``first`` on, each from 0 to ``most``."""
-        column = np.arange(first, first + len(values)) // self.width
-        starts = np.flatnonzero(np.diff(column, prepend=-1))
-        at = column[starts]
-        self.sums[at] += np.add.reduceat(values, starts)
-        self.largest[at] = np.maximum(self.largest[at], np.maximum.reduceat(values, starts))
-        np.add.at(self._counts, (column, values // self._size), 1)
-
-    @property
-    def means(self) -> NDArray[np.float64]:
-        """By column."""
-        means: NDArray[np.float64] = self.sums / np.maximum(self._counts.sum(axis=1), 1)
-        return means
-
-    def quantile(self, share: float) -> NDArray[np.float64]:
-        """The value that so large a share of a column do not exceed, to within a 256th of ``most``, by column."""
-        sums = np.cumsum(self._counts, axis=1)
-        at = np.argmax(sums >= np.maximum(share * sums[:, -1:], 1), axis=1)
-        values: NDArray[np.float64] = np.minimum((at + 0.5) * self._size, self.largest)
-        return values
 
 
 class Top:

@@ -29,6 +29,7 @@ __all__ = [
     "shortened",
     "show_pack",
     "shown_nbytes",
+    "token_texts",
     "trained_tokens",
 ]
 
@@ -192,6 +193,25 @@ def marked_runs(
         length = sum(1 for _ in run)
         yield decode(ids[position : position + length].tolist()).translate(PICTURES), weight, length
         position += length
+
+
+def token_texts(ids: NDArray[np.integer], decode: Decode) -> list[tuple[str, list[int]]]:
+    """The text of each token, control characters shown as pictures; tokens that share a character stand together.
+
+    Each is decoded behind the one before, as some tokenizers drop the space that begins a text. Where the texts do
+    not make up that of all ids, they are one.
+    """
+    found: list[tuple[str, list[int]]] = []
+    before: list[int] = []
+    some: list[int] = []
+    for token in ids.tolist():
+        some.append(token)
+        text = decode(before + some)[len(decode(before)) if before else 0 :]
+        if len(some) == _LONGEST_CHARACTER or not text.endswith("\ufffd"):
+            found.append((text.translate(PICTURES), some))
+            before, some = some, []
+    whole = decode(ids.tolist()).translate(PICTURES)
+    return found if "".join(text for text, _ in found) == whole else [(whole, ids.tolist())]
 
 
 def _marked(text: str, weight: float, color: bool) -> str:

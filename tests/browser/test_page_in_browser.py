@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from chats import TOKENIZER, command, preprocess
-from packs import Sample, sample_of
+from packs import Sample, sample_of, write_samples
 from pages import HOSTILE, decode_hostile, write_hostile
 
 from megatron_sft_idx.inspect.page import make_page
@@ -83,11 +84,14 @@ def test_it_shows_what_the_shard_holds(chromium: Any, demo: Path) -> None:
     shard = Shard(demo.parent / "chats")
     assert page.title() == f"chats: {len(shard)} packs"
     assert f"{shard.header.num_sequences} sequences" in page.inner_text("header")
-    assert page.locator("figure svg").count() == 5
+    assert page.locator("figure svg").count() == 6
     assert page.locator("#pack-0").get_attribute("open") is not None
     trained = page.locator("#pack-0 mark").all_inner_texts()
     assert trained
     assert all("<|im_start|>" not in text for text in trained)
+    ids, mask = shard.sequences(0)[0]
+    share = f"{np.count_nonzero(mask)} of {len(ids)} tokens trained ({100 * np.count_nonzero(mask) / len(ids):.1f}%)"
+    assert share in page.locator("#pack-0 h4").first.inner_text()
     boxes = [
         page.locator(selector).first.bounding_box() for selector in ("table.packs path.t0", "#pack-0 path.t0", ".bar")
     ]
@@ -141,6 +145,59 @@ def test_a_line_of_the_input_is_found(chromium: Any, tmp_path: Path) -> None:
     assert page.evaluate("document.activeElement.id") == "place"
     assert page.problems == []
     kept(page, "sources")
+
+
+def test_ids_show_on_hover(chromium: Any, demo: Path) -> None:
+    page = opened(chromium, demo)
+    shard = Shard(demo.parent / "chats")
+    text = page.locator("#pack-0 .text").first
+    before = text.inner_text()
+    text.locator("mark").first.hover()
+    ids = [int(one) for title in text.locator("span").evaluate_all("all => all.map((one) => one.title)")
+           for one in title.split()]  # fmt: skip
+    assert ids == shard.sequences(0)[0][0].tolist()
+    assert text.inner_text() == before
+    assert page.problems == []
+
+
+def test_packs_are_chosen_and_ordered(chromium: Any, tmp_path: Path) -> None:
+    packs = [
+        sample_of([4 + i, 5], lambda p, i=i: int(p > 0) * (i % 3 > 0) * (p % max(i % 3, 1) == 0), lambda p: p)
+        for i in range(9)
+    ]
+    write_samples(tmp_path / "x", packs, capacity=64)
+    path = tmp_path / "x.html"
+    path.write_bytes(make_page(Shard(tmp_path / "x"), survey_shard(Shard(tmp_path / "x"))))
+    page = opened(chromium, path)
+
+    def shown() -> list[int]:
+        ids = page.locator("details.pack:visible").evaluate_all("packs => packs.map((pack) => pack.id)")
+        return [int(name.removeprefix("pack-")) for name in ids]
+
+    for kind, numbers in (("none", [0, 3, 6]), ("all", [1, 4, 7]), ("part", [2, 5, 8]), ("", [*range(9)])):
+        page.select_option("#trained", kind)
+        assert shown() == numbers
+        if kind in ("none", "all"):
+            assert f"{kind} trained" in page.inner_text(f"#pack-{numbers[0]} summary")
+    page.select_option("#order", "share")
+    assert shown()[:3] == [0, 3, 6]
+    page.select_option("#order", "-share")
+    assert sorted(shown()[-3:]) == [0, 3, 6]
+    page.select_option("#order", "-length")
+    assert shown() == [*range(8, -1, -1)]
+    page.select_option("#order", "length")
+    assert shown() == [*range(9)]
+    page.fill("#text", "positions 0 to 6,")
+    assert shown() == [3]
+    assert page.locator("#pack-3 li:not([hidden])").count() == 1
+    assert page.inner_text("#left") == "1 of the 9 packs on this page"
+    page.keyboard.type("jk")
+    assert page.evaluate("document.activeElement.id") == "text"
+    # A link into a pack that is not shown brings all back.
+    page.locator("table.packs a").last.click()
+    page.wait_for_function("document.activeElement.closest('details.pack')?.id === 'pack-8'")
+    assert shown() == [*range(9)]
+    assert page.problems == []
 
 
 def test_a_link_to_a_sequence_leads_to_it(chromium: Any, demo: Path) -> None:
@@ -198,11 +255,11 @@ def test_the_dark_is_dark_and_paper_is_white(chromium: Any, demo: Path) -> None:
 
 
 def test_it_is_read_on_a_narrow_screen_and_without_scripts(chromium: Any, demo: Path) -> None:
-    page = opened(chromium, demo, viewport={"width": 400, "height": 800}, java_script_enabled=False)
+    page = opened(chromium, demo, viewport={"width": 390, "height": 800}, java_script_enabled=False)
     page.locator("#pack-3 summary").click()
     assert page.locator("#pack-3 .text").first.is_visible()
-    wide = page.locator("body").bounding_box()
-    assert wide["width"] <= 400
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert not page.locator(".choose").is_visible()
     kept(page, "demo-narrow")
 
 
@@ -231,7 +288,6 @@ def test_the_page_of_many_packs(chromium: Any, tmp_path: Path) -> None:
             writer.add_pack(pack.tokens, pack.label_mask, pack.starts)
     assert command("inspect", tmp_path / "x", "--html", tmp_path / "x.html").code == 0
     page = opened(chromium, tmp_path / "x.html")
-    assert page.locator("#attention path.band").bounding_box()["width"] > 500
     assert page.locator("table.packs tbody tr").count() == 48
     assert page.locator("table.packs tbody a").count() == 48
     assert page.problems == []
