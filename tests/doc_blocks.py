@@ -141,8 +141,11 @@ def _in_one_shell(
         if block.kind == "python":
             # As a file where the commands are run; given to Python in both other ways it prints the same.
             (said / f"{number}.py").write_text(block.text, encoding="utf-8")
+            # What it writes is not there when it is given again.
+            script += [f"rm -rf {said}/data; cp -a data {said}/data || true"]
             script += [f"cp {said}/{number}.py block.py", "python block.py", "program=$(cat block.py)"]
-            script += [f"{way} | diff - {said}/{number}.out" for way in ('python -c "$program"', "python - < block.py")]
+            for way in ('python -c "$program"', "python - < block.py"):
+                script += [f"rm -rf data; cp -a {said}/data data || true", f"{way} | diff - {said}/{number}.out"]
             script.append("rm block.py")
         elif block.kind == "sh fails":
             script.append(f"if (\n{block.text}) then\necho it succeeded >&2\nexit 1\nfi")
