@@ -37,19 +37,20 @@ _Kind = TypeVar("_Kind", str, list[Any], dict[str, Any])
 # Messages, and the loss weight of each.
 _Turns = tuple[list[dict[str, Any]], list[float]]
 
-_TURNS = ("messages", "conversations", "conversation")
-_PROMPTS = ("instruction", "prompt", "query", "question")
-_INPUTS = ("input", "context")
+TURNS = ("messages", "conversations", "conversation")
+PROMPTS = ("instruction", "prompt", "query", "question")
+INPUTS = ("input", "context")
 _ANSWERS = ("output", "response", "completion", "answer")
 _SYSTEMS = ("system", "system_prompt")
 _TOOLS = ("tools", "functions")
 # What says which tokens are trained on; the first of these that is there counts.
 _MASKS = ("loss_mask", "labels", "assistant_masks", "completion_mask")
 _MEDIA = ("images", "image", "image_url", "audios", "audio", "input_audio", "videos", "video")
-_PAIRS = ("chosen", "rejected", "chosen_response", "rejected_response", "rejected_messages")
-_VERDICTS = ("label", "kto_tag")
+CHOSEN, REJECTED = ("chosen", "chosen_response"), ("rejected", "rejected_response", "rejected_messages")
+_PAIRS = (*CHOSEN, *REJECTED)
+VERDICTS = ("label", "kto_tag")
 # Beside what makes a chat.
-_REFUSED = frozenset({*_MEDIA, *_PAIRS, *_VERDICTS})
+_REFUSED = frozenset({*_MEDIA, *_PAIRS, *VERDICTS})
 _MORE = frozenset({*_SYSTEMS, *_TOOLS, "chat_template_kwargs"})
 # Set by whoever renders; a row that sets them would change what a conversation is.
 _RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize")
@@ -94,7 +95,7 @@ def to_sequence_source(data: Any, options: RowOptions = _DEFAULT) -> Conversatio
     if kind == "tokenized":
         return _read_tokenized(data, options.mask_alignment)
     if kind == "messages":
-        keys = [options.messages_key] if options.messages_key else _TURNS
+        keys = [options.messages_key] if options.messages_key else TURNS
         if (column := _first(data, keys)) is None:
             raise RowError(f"the row has no {' or '.join(keys)}")
         messages, weights = _read_list(data[column], column)
@@ -112,14 +113,18 @@ def _refuse_columns(data: dict[str, Any], options: RowOptions) -> None:
     for column in _MEDIA:
         if _is_filled(data.get(column)):
             raise RowError(f"the row has {column}; only text can be trained on here")
-    pair = [column for column in _PAIRS if _is_filled(data.get(column)) and not isinstance(data[column], (bool, int))]
+    pair = [
+        column
+        for column in (*CHOSEN, *REJECTED)
+        if _is_filled(data.get(column)) and not isinstance(data[column], (bool, int))
+    ]
     if pair and options.messages_key not in pair:
         raise RowError(
             f"a preference row ({', '.join(pair)}), but supervised fine-tuning takes one answer; keep the chosen one"
             " alone, as messages, name the column that holds it as messages with --messages-key, or make pairs of such"
             " rows with --row-kind preference"
         )
-    for column in _VERDICTS:
+    for column in VERDICTS:
         verdict = data.get(column)
         # A number beside other columns may be a class; beside a completion it is a verdict on it.
         if isinstance(verdict, bool) or (verdict in (0, 1) and "completion" in data and isinstance(verdict, int)):
@@ -134,11 +139,11 @@ def _kind_by_columns(data: dict[str, Any], options: RowOptions) -> RowKind:
     has = {column for column, value in data.items() if value is not None}
     if "input_ids" in has and has.intersection(_MASKS):
         return "tokenized"
-    if options.messages_key or not has.isdisjoint(_TURNS):
+    if options.messages_key or not has.isdisjoint(TURNS):
         return "messages"
     if "prompt" in has and "completion" in has:
         return "prompt-completion"
-    if not (has.isdisjoint(_PROMPTS) or has.isdisjoint(_ANSWERS)):
+    if not (has.isdisjoint(PROMPTS) or has.isdisjoint(_ANSWERS)):
         return "alpaca"
     if "input_ids" in has:
         return "tokenized"  # which says that its mask is missing
@@ -197,7 +202,7 @@ def _read_prompt_completion(data: dict[str, Any]) -> _Turns:
 
 def _read_alpaca(data: dict[str, Any]) -> _Turns:
     texts = []
-    for columns, what in ((_PROMPTS, "prompt"), (_ANSWERS, "answer"), (_INPUTS, "")):
+    for columns, what in ((PROMPTS, "prompt"), (_ANSWERS, "answer"), (INPUTS, "")):
         column = _first(data, columns)
         if column is None and what:
             raise RowError(f"the row has no {what}: none of {', '.join(columns)}")

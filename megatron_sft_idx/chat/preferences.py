@@ -20,21 +20,25 @@ message, or the ``completion``, is trained on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, Final
 
-from megatron_sft_idx.chat.chat_rows import RowError, RowOptions, to_sequence_source
+from megatron_sft_idx.chat.chat_rows import (
+    CHOSEN,
+    INPUTS,
+    PROMPTS,
+    REJECTED,
+    TURNS,
+    VERDICTS,
+    RowError,
+    RowOptions,
+    to_sequence_source,
+)
 from megatron_sft_idx.chat.types import Conversation, TokenizedRow
 
 __all__ = ["read_judged"]
 
-_CHOSEN: Final = ("chosen", "chosen_response")
-_REJECTED: Final = ("rejected", "rejected_response", "rejected_messages")
-_TURNS: Final = ("messages", "conversations", "conversation")
-# Of each the first that says something; the second goes on after a newline.
-_PROMPTS: Final = (("instruction", "prompt", "query", "question"), ("input", "context"))
-_VERDICTS: Final = ("label", "kto_tag")
 _BEGINNERS: Final = ("system", "developer", "user", "human")
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
@@ -54,7 +58,7 @@ def read_judged(data: dict[str, Any], options: RowOptions) -> tuple[list[Convers
         source, label = _read_verdict(data, options)
         return [source], label
     prompt, chosen, rejected = _pair_of(data, options)
-    used = {*_CHOSEN, *_REJECTED, *_TURNS, *_PROMPTS[0], *_PROMPTS[1], "history", options.messages_key}
+    used = {*CHOSEN, *REJECTED, *TURNS, *PROMPTS, *INPUTS, "history", options.messages_key}
     rest = {column: value for column, value in data.items() if column not in used}
     alone = replace(options, kind="prompt-completion", messages_key=None)
     read: list[Conversation | TokenizedRow] = []
@@ -68,9 +72,8 @@ def read_judged(data: dict[str, Any], options: RowOptions) -> tuple[list[Convers
 
 def _pair_of(data: dict[str, Any], options: RowOptions) -> tuple[Turns, Turns, Turns]:
     """The turns that both conversations begin with, and what follows in the chosen and in the rejected one."""
-    turns = next((name for name in (options.messages_key, *_TURNS) if name and data.get(name)), None)
-    chosen_in = next((name for name in _CHOSEN if data.get(name)), None)
-    rejected_in = next((name for name in _REJECTED if data.get(name)), None)
+    turns = _first(data, (options.messages_key, *TURNS))
+    chosen_in, rejected_in = _first(data, CHOSEN), _first(data, REJECTED)
     if rejected_in is None or (chosen_in or turns) is None:
         raise RowError(f"no preference row: it has no {'rejected' if rejected_in is None else 'chosen'}")
     given = data[turns] if turns else None
@@ -123,10 +126,13 @@ def _prompt_of(data: dict[str, Any]) -> Turns:
     return [*earlier, _said("user", "\n".join(found.values()))] if found else earlier
 
 
+def _first(data: dict[str, Any], names: Iterable[str | None]) -> str | None:
+    return next((name for name in names if name and data.get(name)), None)
+
+
 def _texts_of(data: dict[str, Any]) -> dict[str, Any]:
-    """The columns that make a prompt of Alpaca's kind."""
-    names = (next((name for name in some if data.get(name)), None) for some in _PROMPTS)
-    return {name: data[name] for name in names if name is not None}
+    """The columns that make a prompt of Alpaca's kind: of each sort the first; the second goes on after a newline."""
+    return {name: data[name] for name in (_first(data, PROMPTS), _first(data, INPUTS)) if name is not None}
 
 
 def _require_shared(data: dict[str, Any], prompt: Turns, chosen: Turns, rejected: Turns) -> None:
@@ -136,7 +142,7 @@ def _require_shared(data: dict[str, Any], prompt: Turns, chosen: Turns, rejected
     texts = [turn.get("content", turn.get("value")) for one, turn in zip(rejected, chosen, strict=False) if one == turn]
     if missing := [name for name, text in _texts_of(data).items() if text not in texts]:
         raise RowError(f"chosen and rejected are whole conversations, in which {missing[0]} is not a message of both")
-    if any(data.get(name) for name in _TURNS):
+    if any(data.get(name) for name in TURNS):
         raise RowError("chosen and rejected are whole conversations that do not begin with the row's messages")
 
 
@@ -153,12 +159,12 @@ def _said(role: str, text: str) -> dict[str, str]:
 
 
 def _read_verdict(data: dict[str, Any], options: RowOptions) -> tuple[Conversation | TokenizedRow, int]:
-    column = next((name for name in _VERDICTS if data.get(name) is not None), None)
+    column = next((name for name in VERDICTS if data.get(name) is not None), None)
     if column is None:
-        raise RowError(f"no row of KTO: it has no {' or '.join(_VERDICTS)}")
+        raise RowError(f"no row of KTO: it has no {' or '.join(VERDICTS)}")
     if data[column] not in (0, 1) or not isinstance(data[column], (bool, int)):
         raise RowError(f"{column} is {str(data[column])[:40]!r}, expected true or false")
-    rest = {name: value for name, value in data.items() if name not in _VERDICTS}
+    rest = {name: value for name, value in data.items() if name not in VERDICTS}
     source = to_sequence_source(rest, replace(options, kind="auto"))
     if isinstance(source, Conversation) and "completion" not in data:
         asked = [index for index, message in enumerate(source.messages) if message["role"] == "user"]

@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -504,7 +504,13 @@ def find_start(
         return ProducerState(limits, options=wanted, input=Cursor().to_json()), Cursor()
     if not state.published and not catalog.is_published(0) and catalog.end() is None:
         return ProducerState(limits, state.beat, options=wanted, input=Cursor().to_json()), Cursor()
-    if differs := _differences(state, wanted, limits, options, encoder):
+    differs = option_differences(state.options, encoder) + packing_differences(state.options, options.packing)
+    for group in ("sharding", "input"):
+        found = state.options.get(group)
+        differs += differences(found if isinstance(found, dict) else {}, wanted[group])
+    if state.limits.token_dtype != limits.token_dtype:
+        differs.append(f"token dtype was {state.limits.token_dtype}, is {limits.token_dtype}")
+    if differs:
         raise FormatError(
             f"{catalog.folder}: this catalog was begun with other options: {'; '.join(differs)}; give the same ones to"
             " go on with it, or name another folder"
@@ -524,20 +530,5 @@ def find_start(
             )
         cursor = Cursor.parse(paths.seq_idx, content, f"{CURSOR}.")
         published += 1
-    return (
-        ProducerState(limits, state.beat, "running", None, published, state.freed, wanted, cursor.to_json()),
-        cursor,
-    )
-
-
-def _differences(
-    state: ProducerState, wanted: Mapping[str, Any], limits: Limits, options: ProduceOptions, encoder: RowEncoder
-) -> list[str]:
-    """What decides over the bytes of the shards and is another now."""
-    differs = option_differences(state.options, encoder) + packing_differences(state.options, options.packing)
-    for group in ("sharding", "input"):
-        found = state.options.get(group)
-        differs += differences(found if isinstance(found, dict) else {}, wanted[group])
-    if state.limits.token_dtype != limits.token_dtype:
-        differs.append(f"token dtype was {state.limits.token_dtype}, is {limits.token_dtype}")
-    return differs
+    state = ProducerState(limits, state.beat, "running", None, published, state.freed, wanted, cursor.to_json())
+    return state, cursor

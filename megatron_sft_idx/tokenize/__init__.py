@@ -8,14 +8,13 @@ becomes tokens, and nothing here knows how a shard lies on disk.
 
 from megatron_sft_idx.tokenize.begin import (
     PreprocessOptions,
-    corpus_prefix,
     differences,
     option_differences,
     packing_differences,
 )
 from megatron_sft_idx.tokenize.dry_run import Preview, preview
 from megatron_sft_idx.tokenize.encoding import EncodedPiece, EncodingOptions, RowEncoder
-from megatron_sft_idx.tokenize.gather import output_prefixes, pack_shard
+from megatron_sft_idx.tokenize.gather import pack_shard
 from megatron_sft_idx.tokenize.job import (
     FROM_ZERO,
     Output,
@@ -33,7 +32,7 @@ from megatron_sft_idx.tokenize.local import NOT_YET, Local, NotYet, available_cp
 from megatron_sft_idx.tokenize.parts import encode_piece, remember_encoder
 from megatron_sft_idx.tokenize.pipeline import make_shards
 from megatron_sft_idx.tokenize.plan import PackOptions
-from megatron_sft_idx.tokenize.report import CorpusReport, PackReport, Summary, check_summary
+from megatron_sft_idx.tokenize.report import CorpusReport, Summary, check_summary
 
 __all__ = [
     "FROM_ZERO",
@@ -45,7 +44,6 @@ __all__ = [
     "NotYet",
     "Output",
     "PackOptions",
-    "PackReport",
     "PreprocessOptions",
     "Preview",
     "RowEncoder",
@@ -53,7 +51,6 @@ __all__ = [
     "Summary",
     "available_cpus",
     "check_summary",
-    "corpus_prefix",
     "differences",
     "downloaded",
     "encode_piece",
@@ -61,7 +58,6 @@ __all__ = [
     "inputs_of",
     "make_shards",
     "option_differences",
-    "output_prefixes",
     "pack_shard",
     "packing_differences",
     "packing_options",

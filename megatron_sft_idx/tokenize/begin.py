@@ -328,19 +328,6 @@ def _content_differences(header: Header, job: Job) -> list[str]:
     return [] if found == wanted else [f"the content of the input was {found}, is {wanted}"]
 
 
-def _shards_differences(headers: Sequence[Header], job: Job) -> list[str]:
-    """What of the shards of one run is another: how they were packed, of what rows, and the input, read once."""
-    first = headers[0].metadata.get("sources")
-    for header in headers:
-        if differs := packing_differences(header.metadata, job.options.packing):
-            return differs
-    for header in headers:
-        differs = option_differences(header.metadata, job.encoder)
-        if differs := differs or list(differences(header.metadata.get("sources"), first, "sources")):
-            return differs
-    return _content_differences(headers[0], job)
-
-
 def differences(found: Any, wanted: Any, name: str = "") -> Iterator[str]:
     """``name was this, is that`` of every value in nested objects."""
     if isinstance(found, Mapping) and isinstance(wanted, Mapping):
@@ -375,7 +362,12 @@ def find_done(job: Job) -> list[Header]:
     if any(each.missing() for each in paths) or (job.folder.exists and job.folder.read().overwrite):
         return []
     headers = [read_header(prefix) for prefix in job.outputs]
-    if differs := _shards_differences(headers, job):
+    first = headers[0].metadata.get("sources")
+    differs = next(filter(None, (packing_differences(each.metadata, job.options.packing) for each in headers)), [])
+    for found in (header.metadata for header in headers):
+        differs = differs or option_differences(found, job.encoder)
+        differs = differs or list(differences(found.get("sources"), first, "sources"))
+    if differs := differs or _content_differences(headers[0], job):
         raise _other_shard(job.outputs[0], differs)
     return headers
 

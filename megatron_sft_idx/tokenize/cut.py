@@ -164,24 +164,20 @@ class _Ends:
             with naming(self._file.path):
                 return os.pread(self._local.fileno(), nbytes, offset)
         nbytes = min(nbytes, self._file.num_bytes - offset)
-        for _ in range(2):
+        while True:
             for begin, held in self._held:
                 if begin <= offset and offset + nbytes <= begin + len(held):
                     return held[offset - begin : offset - begin + nbytes]
-            self._foresee(offset, nbytes)
-        raise AssertionError("what was asked for was fetched")
-
-    def _foresee(self, offset: int, nbytes: int) -> None:
-        """Fetch a range, and those of the pieces that follow: each ends somewhat earlier than it might."""
-        ranges = [(offset, nbytes)]
-        for ahead in range(1, _ENDS_AT_ONCE):
-            stop = offset + nbytes + ahead * self._piece_nbytes
-            begin = max(stop - (ahead + 1) * _TAIL_NBYTES, offset + nbytes)
-            if nbytes > _TAIL_NBYTES or stop > self._file.num_bytes:
-                break
-            ranges.append((begin, stop - begin))
-        found = self._store.read_many(self._key, ranges, etag=self._file.etag)
-        self._held = [(begin, bytes(data)) for (begin, _), data in zip(ranges, found, strict=True)]
+            # This range, and those of the pieces that follow: each ends somewhat earlier than it might.
+            ranges = [(offset, nbytes)]
+            for ahead in range(1, _ENDS_AT_ONCE):
+                stop = offset + nbytes + ahead * self._piece_nbytes
+                begin = max(stop - (ahead + 1) * _TAIL_NBYTES, offset + nbytes)
+                if nbytes > _TAIL_NBYTES or stop > self._file.num_bytes:
+                    break
+                ranges.append((begin, stop - begin))
+            found = self._store.read_many(self._key, ranges, etag=self._file.etag)
+            self._held = [(begin, bytes(data)) for (begin, _), data in zip(ranges, found, strict=True)]
 
 
 def read_pieces(stretch: Stretch, cutting: Cutting) -> Iterator[Piece]:

@@ -473,7 +473,12 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[list[str]]:
         FormatError: neither paths nor rows.
         SequenceError: a row that JSON has no form for.
     """
-    entries = iter([rows] if isinstance(rows, (str, os.PathLike)) else _iterable(rows))
+    if isinstance(rows, Mapping) or not isinstance(rows, (str, os.PathLike, Iterable)):
+        raise FormatError(
+            f"rows: a {type(rows).__name__}, expected paths, an iterable of rows, or one split of a dataset; put a"
+            " single row in a list"
+        )
+    entries: Iterator[Any] = iter([rows] if isinstance(rows, (str, os.PathLike)) else rows)
     head = list(itertools.islice(entries, 1))
     if all(isinstance(entry, (str, os.PathLike)) for entry in head):
         paths = [os.fspath(entry) for entry in [*head, *entries]]
@@ -493,15 +498,6 @@ def inputs_of(rows: Rows, prefix: str) -> Iterator[list[str]]:
         else:
             _write_rows(path := os.path.join(place, "rows.jsonl"), itertools.chain(head, entries))
         yield [path]
-
-
-def _iterable(rows: Any) -> Iterable[Any]:
-    if isinstance(rows, Mapping) or not isinstance(rows, Iterable):
-        raise FormatError(
-            f"rows: a {type(rows).__name__}, expected paths, an iterable of rows, or one split of a dataset; put a"
-            " single row in a list"
-        )
-    return rows
 
 
 def _write_rows(path: str, rows: Iterable[Any]) -> None:

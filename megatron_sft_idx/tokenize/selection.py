@@ -123,18 +123,15 @@ def row_hash(row: Sequence[Conversation | TokenizedRow], label: int | None = Non
             stream.update(each.input_ids.tobytes() + each.loss_mask.tobytes())
         else:
             said = [each.messages, each.weights, each.tools, each.kwargs]
-            stream.update(_as_json(said))
+            try:
+                # What JSON has no word for, as tables have it, counts by how Python shows it.
+                text = orjson.dumps(said, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
+            except TypeError:  # numbers beyond 64 bits, lone surrogates
+                text = json.dumps(said, default=repr, sort_keys=True).encode()
+            stream.update(text)
     words = np.frombuffer(stream.digest(), "<u4").copy()
     words[0] = words[0] & 0xFFFFFFFE | (label or 0)
     return words
-
-
-def _as_json(value: Any) -> bytes:
-    try:
-        # What JSON has no word for, as tables have it, counts by how Python shows it.
-        return orjson.dumps(value, default=repr, option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
-    except TypeError:  # numbers beyond 64 bits, lone surrogates
-        return json.dumps(value, default=repr, sort_keys=True).encode()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,7 +170,10 @@ def select_rows(
     kept = np.arange(min(len(starts), selection.max_rows or len(starts)))
     counts = {} if selection.max_rows is None else {"max_rows": len(kept)}
     if selection.dedup == "exact":
-        unique = kept[first_occurrences(keys[kept])]
+        seen = keys[kept]
+        order = np.lexsort((seen[:, 1], seen[:, 0]))  # which is stable
+        repeats = (seen[order[1:]] == seen[order[:-1]]).all(1)
+        unique = np.sort(kept[order[np.append(np.ones(min(len(order), 1), bool), ~repeats)]])
         counts["duplicates"], kept = len(kept) - len(unique), unique
     if selection.sample < 1:
         sampled = kept[draw_lots(keys[kept], seed, "sample") < selection.sample]
@@ -196,13 +196,6 @@ def select_rows(
         if not len(rows) and (name == "train on" or selection.valid_fraction):
             raise FormatError(f"no row is left to {name}, of {len(starts)} usable ones: ask for more of them")
     return Selected(_sequences_of(train, starts, sizes), _sequences_of(valid, starts, sizes), counts)
-
-
-def first_occurrences(keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Numbers of the rows whose key, uint64 [rows, 2], no earlier one has; ascending."""
-    order = np.lexsort((keys[:, 1], keys[:, 0]))  # which is stable
-    of_one = (keys[order[1:]] == keys[order[:-1]]).all(1)
-    return np.sort(order[np.append(np.ones(min(len(order), 1), bool), ~of_one)])
 
 
 def draw_lots(keys: NDArray[np.uint64], seed: int, what_for: str) -> NDArray[np.float64]:
