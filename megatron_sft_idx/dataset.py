@@ -115,10 +115,11 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         sequences_per_dataset: tuple[int, int] | None = None,
         dtype_code: int | None = None,
         *,
+        copy: bool = False,
         backend: BackendName | ReadOptions | None = None,
         advice: Advice = "normal",
         huge_pages: bool = False,
-        **options: Any,
+        columns: Sequence[str] = (),
     ) -> None:
         """Open the shard; arguments as the constructor's."""
         if multimodal:
@@ -128,7 +129,8 @@ class SFTIndexedDataset(IndexedDataset):  # type: ignore[misc]
         cache = object_storage_config.path_to_idx_cache if object_storage_config else None
         name = backend or ("mmap" if mmap else "pread")
         read = ReadOptions.of(path_prefix, name, advice=advice, huge_pages=huge_pages)
-        self._take(Shard(path_prefix, backend=read, index_cache=cache, **options), object_storage_config)
+        shard = Shard(path_prefix, backend=read, copy=copy, index_cache=cache, columns=columns)
+        self._take(shard, object_storage_config)
 
     def _take(self, shard: Shard, object_storage_config: Any) -> None:
         """Set all state; the constructor and unpickling both come through here."""

@@ -20,7 +20,7 @@ from test_formats_jsonl_chunks import produced, write_chunk
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.jsonl_chunks import ChunkFile, ends_whole, line_bounds
 from megatron_sft_idx.live import Limits
-from megatron_sft_idx.live.chunks import ChunkRows, LiveChunks
+from megatron_sft_idx.live.chunks import LiveChunks
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 
 SETTLE = 0.2
@@ -28,7 +28,7 @@ PATIENCE = 300.0
 
 
 def folder_of(path: Path) -> LiveChunks:
-    return LiveChunks(str(path), ChunkRows(Limits(64, 8)), settle_seconds=SETTLE)
+    return LiveChunks(str(path), Limits(64, 8), settle_seconds=SETTLE)
 
 
 def put(folder: Path, number: int, text: str = '{"a": 1}\n') -> Path:
@@ -178,7 +178,7 @@ def test_a_chunk_that_was_not_whole_after_all_is_an_error(tmp_path: Path) -> Non
 def test_pre_packed_lines_are_packs(tmp_path: Path) -> None:
     packs = demo_samples(6)
     chunk = ChunkFile(str(write_chunk(tmp_path / "chunk_00000.jsonl", [produced(pack) for pack in packs])))
-    rows = ChunkRows(Limits(64, 8))
+    rows = LiveChunks(".", Limits(64, 8))
     run = rows.packs(chunk, [4, 0])
     assert run.tokens.tolist() == [*packs[4].tokens, *packs[0].tokens]
     assert run.loss_mask.tolist() == [*packs[4].label_mask, *packs[0].label_mask]
@@ -192,7 +192,7 @@ def chat(number: int, answer: str = "yes") -> dict[str, object]:
 def test_raw_chats_are_tokenised_when_asked_for(tmp_path: Path) -> None:
     path = write_chunk(tmp_path / "chunk_00000.jsonl", [chat(i) for i in range(3)])
     chunk = ChunkFile(str(path))
-    rows = ChunkRows(Limits(64, 1), EncodingOptions(str(TOKENIZER)))
+    rows = LiveChunks(".", Limits(64, 1), EncodingOptions(str(TOKENIZER)))
     assert "encoder" not in vars(rows)
     tokenizer = RowEncoder(EncodingOptions(str(TOKENIZER))).tokenizer
     for index in (2, 0):
@@ -212,12 +212,12 @@ def test_bad_lines_are_errors_with_file_and_line(tmp_path: Path) -> None:
     chunk = ChunkFile(str(path))
     assert len(chunk) == 4
     limits, encoding = Limits(64, 1), EncodingOptions(str(TOKENIZER))
-    strict = ChunkRows(limits, encoding)
+    strict = LiveChunks(".", limits, encoding)
     with pytest.raises(SequenceError, match=r"chunk_00000.jsonl:3: messages is empty; --on-bad-row skip"):
         strict.packs(chunk, [0, 1])
     with pytest.raises(SequenceError, match=r"chunk_00000.jsonl:4: \d+ tokens, a pack holds 64; raise --seq-length"):
         strict.packs(chunk, [2])
-    lenient = ChunkRows(limits, encoding, on_bad_row="skip")
+    lenient = LiveChunks(".", limits, encoding, on_bad_row="skip")
     run = lenient.packs(chunk, [0, 1, 2, 3])
     assert run.pack_lengths.tolist()[1:3] == [1, 1]
     first = int(run.pack_lengths[0])
@@ -236,7 +236,7 @@ def test_packs_that_cannot_fit_are_refused(tmp_path: Path) -> None:
         (Limits(positions, most - 1, 8), None, "raise --max-sequences-per-pack"),
         (Limits(positions, most, 8), max(packs[3].tokens), "raise --vocab-size"),
     ):
-        rows = ChunkRows(limits, vocab_size=vocab_size)
+        rows = LiveChunks(".", limits, vocab_size=vocab_size)
         if message is None:
             rows.packs(chunk, [3])
         else:
@@ -254,4 +254,4 @@ def test_no_descriptor_stays_open(tmp_path: Path) -> None:
 
 def test_chunks_in_an_object_store_are_refused():
     with pytest.raises(FormatError, match="share a file system"):
-        LiveChunks("s3://bucket/chunks", ChunkRows(Limits(64, 8)))
+        LiveChunks("s3://bucket/chunks", Limits(64, 8))

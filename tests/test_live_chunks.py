@@ -25,7 +25,7 @@ from test_formats_jsonl_chunks import produced
 
 from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.live import Ack, Base, Catalog, Limits, Stopped, Waiter, write_ack
-from megatron_sft_idx.live.chunks import ChunkRows, LiveChunks, declaring_end
+from megatron_sft_idx.live.chunks import LiveChunks, declaring_end
 from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
 from megatron_sft_idx.tokenize import EncodingOptions
 
@@ -63,8 +63,7 @@ def producer(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> Iter
 def chunks_of(tmp_path: Path, **changes: Any) -> LiveChunks:
     folder = str(tmp_path / "chunks")
     options: dict[str, Any] = {"end_folders": (folder,), "settle_seconds": 1.0, "max_wait": PATIENCE}
-    rows = ChunkRows(Limits(64, 8), changes.pop("encoding", None))
-    return LiveChunks(folder, rows, **{**options, **changes})
+    return LiveChunks(folder, Limits(64, 8), **{**options, **changes})
 
 
 def ids_of(chunks: LiveChunks, number: int) -> list[int]:

@@ -19,7 +19,7 @@ from megatron_sft_idx.formats import registry
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
 from megatron_sft_idx.formats.registry import WRITABLE
 from megatron_sft_idx.live import Ack, Base, Catalog, Limits, ProducerState, write_ack
-from megatron_sft_idx.live.chunks import ChunkRows, LiveChunks
+from megatron_sft_idx.live.chunks import LiveChunks
 from megatron_sft_idx.storage.publish import Kind
 from megatron_sft_idx.training.sources import PlacedPlan, load_or_make, plan_path
 
@@ -284,7 +284,7 @@ def test_a_mark_is_never_made_through_a_link(tmp_path: Path) -> None:
     write_packs(tmp_path / "chunks", "jsonl-chunks")
     write_ack(str(tmp_path / "acks"), ACK)
     (tmp_path / "chunks" / "chunk_00000.jsonl.completed").symlink_to(tmp_path / "elsewhere")
-    LiveChunks(str(tmp_path / "chunks"), ChunkRows(Limits(64, 8)), acks=str(tmp_path / "acks")).committed()
+    LiveChunks(str(tmp_path / "chunks"), Limits(64, 8), acks=str(tmp_path / "acks")).committed()
     assert not (tmp_path / "elsewhere").exists()
 
 

@@ -27,7 +27,7 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.live import Catalog
 from megatron_sft_idx.live.catalog import Limits
-from megatron_sft_idx.live.chunks import ChunkRows, LiveChunks
+from megatron_sft_idx.live.chunks import LiveChunks
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import BatchAssembler
 from megatron_sft_idx.training.sources import StoredPacks
@@ -158,6 +158,6 @@ def test_what_has_no_columns_says_so(tmp_path: Path) -> None:
     (tmp_path / "chunk_00000.jsonl").write_text("")
     (tmp_path / "_SUCCESS").write_text("")
     with pytest.raises(FormatError, match="columns source: chunks have none"):
-        read(LiveChunks(str(tmp_path), ChunkRows(Limits(CAPACITY, 3), None), num_chunks=1), "source")  # type: ignore[arg-type]
+        read(LiveChunks(str(tmp_path), Limits(CAPACITY, 3), num_chunks=1), "source")  # type: ignore[arg-type]
     with pytest.raises(FormatError, match="column 'tokens'"):
         read(tmp_path, "tokens")

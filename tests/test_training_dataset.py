@@ -26,7 +26,7 @@ from megatron_sft_idx.shard import Shard
 from megatron_sft_idx.storage import ReadOptions
 from megatron_sft_idx.training.batch import whole_batch
 from megatron_sft_idx.training.rows import PackedRows
-from megatron_sft_idx.training.sft_dataset import Corpus, PackedSFTDataset
+from megatron_sft_idx.training.sft_dataset import PackedSFTDataset
 
 
 @pytest.fixture
@@ -313,7 +313,7 @@ def test_a_rebuilt_shard_trains_as_the_one_that_was_lost(tmp_path: Path, lost: s
 def test_indices_that_are_no_range(prefix: str) -> None:
     config = config_of(prefix)
     low = PackedSFTDataset.build_low_level_dataset(prefix, config)
-    assert isinstance(low, Corpus)
+    assert PackedSFTDataset.numel_low_level_dataset(low) == 40
     for indices, message in (([], "split is empty"), ([1, 3], "not a run"), ([2, 1], "not a run")):
         with pytest.raises(FormatError, match=message):
             PackedSFTDataset(low, prefix, np.array(indices, np.int32), 3, Split.train, config)

@@ -45,122 +45,28 @@ from megatron_sft_idx.storage import OutputFile, require_local
 from megatron_sft_idx.tokenize import EncodingOptions, RowEncoder
 from megatron_sft_idx.training import Arrays, Index
 
-__all__ = ["ChunkRows", "LiveChunks", "OnBadRow", "declaring_end"]
+__all__ = ["LiveChunks", "OnBadRow", "declaring_end"]
 
 OnBadRow = Literal["error", "skip"]
 
 logger = logging.getLogger("megatron_sft_idx.live")
-
-# ---- lines to packs, when a batch needs them ----
-
-
-class ChunkRows:
-    """Packs of the lines of chunks, within limits: pre-packed ones parsed, raw chats tokenised, one sequence each.
-
-    One object a process, which counts what it had to leave out. Pickles small: what is heavy is made where lines are
-    read.
-
-    Args:
-        limits: of the packs.
-        encoding: how a raw chat becomes ids and a mask, its policy on bad rows aside; None for pre-packed lines.
-        vocab_size: ids are below this; None for any.
-        on_bad_row: ``error`` stops at the first line that cannot be used or does not fit; ``skip`` serves a pack of
-            one padding token with its loss masked in place of each, and says so.
-
-    Attributes:
-        skipped: lines that this process could not use.
-    """
-
-    def __init__(
-        self,
-        limits: Limits,
-        encoding: EncodingOptions | None = None,
-        *,
-        vocab_size: int | None = None,
-        on_bad_row: OnBadRow = "error",
-    ) -> None:
-        self.limits, self.encoding, self.vocab_size, self.on_bad_row = limits, encoding, vocab_size, on_bad_row
-        self.skipped = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the encoder, but with what the tokenizer's files have turned out to be."""
-        state = dict(self.__dict__)
-        if (made := state.pop("encoder", None)) is not None:
-            state["encoding"] = made.options
-        return state
-
-    @cached_property
-    def encoder(self) -> RowEncoder | None:
-        """Made by the process that tokenises."""
-        return None if self.encoding is None else RowEncoder(self.encoding)
-
-    @property
-    def pad_id(self) -> int | None:
-        """The tokenizer's padding id, None where unknown."""
-        return None if self.encoder is None else self.encoder.tokenizer.pad_id
-
-    def packs(self, chunk: ChunkFile, indices: Sequence[int]) -> PackRun:
-        """The packs of these lines, end to end.
-
-        Raises:
-            SequenceError: a line that cannot be used, with its file and line.
-            FormatError: the chunk changed since it was opened.
-        """
-        runs = [self._pack(chunk, index) for index in indices]
-        return runs[0] if len(runs) == 1 else PackRun.joined(runs)
-
-    def _pack(self, chunk: ChunkFile, index: int) -> PackRun:
-        try:
-            if self.encoder is None:
-                run = run_of(chunk.path, index, [parse(chunk.line(index))])
-            else:
-                raw = chunk.line(index)
-                piece = self.encoder.encode(JsonPiece(chunk.path, index, len(raw), raw, np.array([len(raw)]), False))
-                if piece.bad_rows:
-                    raise piece.bad_rows[0]
-                parts = piece.input_ids, piece.loss_mask, [0], [len(piece.input_ids)], [1]
-                run = checked_run(chunk.path, index, *parts, mask_alignment="token")
-            self._require_fit(run)
-        except FormatError:
-            raise
-        except (ValueError, RecursionError) as error:
-            reason = error.reason if isinstance(error, SequenceError) else str(error)
-            if self.on_bad_row == "error":
-                remedy = f"{reason}; --on-bad-row skip trains on without it"
-                raise SequenceError(chunk.path, chunk.line_number(index), remedy) from None
-            self.skipped += 1
-            bad = SequenceError(chunk.path, chunk.line_number(index), reason)
-            logger.warning("skipped %s; %d left out by this process", bad, self.skipped)
-            one = np.ones(1, np.int64)
-            return PackRun(np.array([self.pad_id or 0], np.int32), np.zeros(1, np.uint8), 0 * one, one, one)
-        return run
-
-    def _require_fit(self, run: PackRun) -> None:
-        """ValueError unless a run of one pack keeps to the limits."""
-        limits, sequences, largest = self.limits, len(run.seq_starts), int(run.tokens.max())
-        multiple, most = limits.sequence_multiple, limits.max_sequences_per_pack
-        positions = int((-(-run.sequence_lengths() // multiple) * multiple).sum())
-        if positions > limits.capacity:
-            padded = f" with sequences padded to multiples of {multiple}" if multiple > 1 else ""
-            raise ValueError(
-                f"{positions:,} tokens{padded}, a pack holds {limits.capacity:,}; raise --seq-length, or shorten it"
-            )
-        if sequences > most:
-            raise ValueError(f"{sequences:,} sequences, a pack holds {most:,}; raise --max-sequences-per-pack")
-        if self.vocab_size is not None and largest >= self.vocab_size:
-            raise ValueError(f"id {largest}, the vocabulary has {self.vocab_size:,}; raise --vocab-size")
-
 
 # ---- the folder, as a consumer sees it ----
 
 
 @dataclass
 class LiveChunks(LiveShards):
-    """Chunks as ``LiveShards``; give all ranks the same.
+    """Chunks as ``LiveShards``; give all ranks the same. Pre-packed lines are parsed, raw chats tokenised, one a pack.
+
+    It pickles small: what is heavy is made where lines are read.
 
     Args:
         folder: of the chunks.
-        rows: what makes packs of their lines.
+        promised: what packs keep to.
+        encoding: how a raw chat becomes ids and a mask, its policy on bad rows aside; None for pre-packed lines.
+        vocab_size: ids are below this; None for any.
+        on_bad_row: ``error`` stops at the first line that cannot be used or does not fit; ``skip`` serves a pack of
+            one padding token with its loss masked in place of each, and says so.
         samples_per_chunk: lines that every chunk but the last has; None for any number.
         num_chunks: how many there will be, where that is known beforehand.
         end_folders: where a document may say, once the last one is whole, how many there are; as in a catalog.
@@ -169,10 +75,16 @@ class LiveChunks(LiveShards):
         acks: folder of acknowledgements; chunks that are done are marked by it, for producers that delete by the
             marks. Every rank may, at any time: what comes out is the same. None marks nothing.
         consumers: training runs that read the chunks; nothing is marked before all of them have acknowledged.
+
+    Attributes:
+        skipped: lines that this process could not use.
     """
 
     folder: str
-    rows: ChunkRows
+    promised: Limits
+    encoding: EncodingOptions | None = None
+    vocab_size: int | None = None
+    on_bad_row: OnBadRow = "error"
     samples_per_chunk: int | None = None
     num_chunks: int | None = None
     end_folders: tuple[str, ...] = ()
@@ -184,6 +96,7 @@ class LiveChunks(LiveShards):
     def __post_init__(self) -> None:
         where = "keep it where who writes them and trainers share a file system"
         require_local(self.folder, "a folder of chunks", where)
+        self.skipped = 0
         # What chunks without a successor look like, and of those that were taken as whole, how many bytes they had.
         self._looks: dict[int, Still] = {}
         self._settled: dict[int, int] = {}
@@ -195,12 +108,15 @@ class LiveChunks(LiveShards):
         self._may_mark = self.acks is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As it was made."""
-        return LiveChunks, tuple(getattr(self, field.name) for field in fields(self))
+        """As it was made, but with what the tokenizer's files have turned out to be."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if (made := vars(self).get("encoder")) is not None:
+            values["encoding"] = made.options
+        return LiveChunks, tuple(values.values())
 
     def limits(self, waiter: Waiter) -> tuple[Limits, int | None]:
-        """As it was made."""
-        return self.rows.limits, self.rows.pad_id
+        """As it was made, and the tokenizer's padding id."""
+        return self.promised, self.pad_id
 
     def path_of(self, number: int) -> str:
         """The file of a chunk."""
@@ -363,7 +279,7 @@ class LiveChunks(LiveShards):
             FormatError: it is of another kind, or has another number of lines than every chunk should have.
         """
         path = self.path_of(number)
-        if self.rows.encoding is not None and (evidence := recognise(path)) is not None and os.path.getsize(path):
+        if self.encoding is not None and (evidence := recognise(path)) is not None and os.path.getsize(path):
             # Packs would be read as sequences.
             raise FormatError(f"{path}: {evidence}: it is packed already; leave --tokenizer out")
         counted, self._counted = self._counted, None
@@ -371,7 +287,7 @@ class LiveChunks(LiveShards):
 
         def load(packs: NDArray[np.int64]) -> tuple[tuple[Index, Arrays], NDArray[np.int64]]:
             """Read these packs, line by line: memory holds the bounds of lines and one batch's packs."""
-            run = self.rows.packs(chunk, packs.tolist())
+            run = self.packs(chunk, packs.tolist())
             index = run.sequence_offsets, run.token_offsets, run.seq_starts.astype(np.uint32), len(run.tokens)
             return (index, (run.tokens, run.loss_mask)), np.arange(len(packs))
 
@@ -423,6 +339,69 @@ class LiveChunks(LiveShards):
                     " (--samples-per-chunk) in every chunk but the last; counts are taken from the chunks themselves,"
                     " so the option may be left out"
                 )
+
+    # ---- lines to packs, when a batch needs them ----
+
+    @cached_property
+    def encoder(self) -> RowEncoder | None:
+        """Made by the process that tokenises."""
+        return None if self.encoding is None else RowEncoder(self.encoding)
+
+    @property
+    def pad_id(self) -> int | None:
+        """The tokenizer's padding id, None where unknown."""
+        return None if self.encoder is None else self.encoder.tokenizer.pad_id
+
+    def packs(self, chunk: ChunkFile, indices: Sequence[int]) -> PackRun:
+        """The packs of these lines, end to end.
+
+        Raises:
+            SequenceError: a line that cannot be used, with its file and line.
+            FormatError: the chunk changed since it was opened.
+        """
+        runs = [self._pack(chunk, index) for index in indices]
+        return runs[0] if len(runs) == 1 else PackRun.joined(runs)
+
+    def _pack(self, chunk: ChunkFile, index: int) -> PackRun:
+        try:
+            if self.encoder is None:
+                run = run_of(chunk.path, index, [parse(chunk.line(index))])
+            else:
+                raw = chunk.line(index)
+                piece = self.encoder.encode(JsonPiece(chunk.path, index, len(raw), raw, np.array([len(raw)]), False))
+                if piece.bad_rows:
+                    raise piece.bad_rows[0]
+                parts = piece.input_ids, piece.loss_mask, [0], [len(piece.input_ids)], [1]
+                run = checked_run(chunk.path, index, *parts, mask_alignment="token")
+            self._require_fit(run)
+        except FormatError:
+            raise
+        except (ValueError, RecursionError) as error:
+            reason = error.reason if isinstance(error, SequenceError) else str(error)
+            if self.on_bad_row == "error":
+                remedy = f"{reason}; --on-bad-row skip trains on without it"
+                raise SequenceError(chunk.path, chunk.line_number(index), remedy) from None
+            self.skipped += 1
+            bad = SequenceError(chunk.path, chunk.line_number(index), reason)
+            logger.warning("skipped %s; %d left out by this process", bad, self.skipped)
+            one = np.ones(1, np.int64)
+            return PackRun(np.array([self.pad_id or 0], np.int32), np.zeros(1, np.uint8), 0 * one, one, one)
+        return run
+
+    def _require_fit(self, run: PackRun) -> None:
+        """ValueError unless a run of one pack keeps to the limits."""
+        limits, sequences, largest = self.promised, len(run.seq_starts), int(run.tokens.max())
+        multiple, most = limits.sequence_multiple, limits.max_sequences_per_pack
+        positions = int((-(-run.sequence_lengths() // multiple) * multiple).sum())
+        if positions > limits.capacity:
+            padded = f" with sequences padded to multiples of {multiple}" if multiple > 1 else ""
+            raise ValueError(
+                f"{positions:,} tokens{padded}, a pack holds {limits.capacity:,}; raise --seq-length, or shorten it"
+            )
+        if sequences > most:
+            raise ValueError(f"{sequences:,} sequences, a pack holds {most:,}; raise --max-sequences-per-pack")
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            raise ValueError(f"id {largest}, the vocabulary has {self.vocab_size:,}; raise --vocab-size")
 
 
 # ---- the end, where nobody else says it ----

@@ -207,7 +207,7 @@ class OpenShards:
 # ---- shards of a catalog ----
 
 
-class CatalogShards(LiveShards):
+class CatalogShards(Catalog, LiveShards):
     """The shards of a catalog that ``megatron-sft-idx produce`` fills, and whether its producer is alive.
 
     It is while the beat in ``_producer.json`` changes, whatever the time of day is on any machine, or on the files.
@@ -228,8 +228,8 @@ class CatalogShards(LiveShards):
         producer_timeout: float = 120.0,
         backend: Backend = "mmap",
     ) -> None:
-        self.folder, self.max_wait, self.producer_timeout, self._backend = folder, max_wait, producer_timeout, backend
-        self._catalog = Catalog(folder)
+        super().__init__(folder)
+        self.max_wait, self.producer_timeout, self._backend = max_wait, producer_timeout, backend
         self._limits: tuple[Limits, int | None] | None = None
         self._counts: dict[int, int] = {}
         # What the producer said when it was last looked at, and since when its beat is that; None before the first
@@ -245,7 +245,7 @@ class CatalogShards(LiveShards):
         """What the producer promises; of a finished catalog without one, what the shards have."""
         if self._limits is None:
             header = self._of_any(self.newest_header, waiter)
-            if (producer := self._catalog.producer()) is not None:
+            if (producer := self.producer()) is not None:
                 self._limits = producer.limits, None if header is None else header.pad_id
             elif self.end() is None:
                 raise SFTIndexError(
@@ -254,7 +254,7 @@ class CatalogShards(LiveShards):
                     " train on the folder as on any other"
                 )
             else:
-                headers = [read_header(self._catalog.shard_prefix(number)) for number in self.numbers()]
+                headers = [read_header(self.shard_prefix(number)) for number in self.numbers()]
                 if not headers:
                     raise FormatError(
                         f"{self.folder}: a finished catalog without a shard, there is nothing to train on"
@@ -269,7 +269,7 @@ class CatalogShards(LiveShards):
 
     def least_packs(self) -> int:
         """By what the producer says of itself: a shard ends once it holds so many tokens, which so many packs hold."""
-        producer = self._catalog.producer()
+        producer = self.producer()
         if producer is None:
             return 1
         packing, sharding = (producer.options.get(name) for name in ("packing", "sharding"))
@@ -286,16 +286,16 @@ class CatalogShards(LiveShards):
         shards, nbytes = self._limits[0].max_ahead_shards, self._limits[0].max_ahead_nbytes
         if shards is not None and len(uncompleted) >= shards:
             return True
-        if nbytes is None or self._catalog.is_published(number):
+        if nbytes is None or self.is_published(number):
             return False
-        return (len(uncompleted) + 1) * max(map(self._catalog.shard_nbytes, uncompleted), default=0) > nbytes
+        return (len(uncompleted) + 1) * max(map(self.shard_nbytes, uncompleted), default=0) > nbytes
 
     def newest_header(self) -> Header | None:
         """The header of the newest shard that is there now; None where there is none."""
         for number in reversed(self.numbers()):
             # One that is listed may be freed in between, or not be there for all that a listing says.
             with contextlib.suppress(ShardNotFoundError):
-                return read_header(self._catalog.shard_prefix(number))
+                return read_header(self.shard_prefix(number))
         return None
 
     def columns(self, names: Sequence[str], waiter: Waiter) -> Columns | None:
@@ -304,10 +304,10 @@ class CatalogShards(LiveShards):
         def look() -> Columns | None:
             for number in reversed(self.numbers()):
                 try:
-                    columns = Shard(self._catalog.shard_prefix(number), columns=names).columns
+                    columns = Shard(self.shard_prefix(number), columns=names).columns
                     return number, {name: columns[name].spec for name in names}
                 except ShardNotFoundError:
-                    if self._catalog.is_published(number):  # and was not freed in between
+                    if self.is_published(number):  # and was not freed in between
                         raise
             return None
 
@@ -316,33 +316,25 @@ class CatalogShards(LiveShards):
     def _of_any(self, look: Callable[[], _Found | None], waiter: Waiter) -> _Found | None:
         """What is found of the newest shard; waits for one. None where all are freed and no more will come."""
         while (found := look()) is None:
-            producer = self._catalog.producer()
+            producer = self.producer()
             if not self.wait(0 if producer is None else producer.published, waiter):
                 return None
             if waiter.pause(0.05):
                 raise Stopped
         return found
 
-    def end(self) -> int | None:
-        """How many shards there are in all, once that is known."""
-        return self._catalog.end()
-
-    def numbers(self) -> list[int]:
-        """The shards that are there now."""
-        return self._catalog.numbers()
-
     def count(self, number: int) -> int | None:
         """Packs in a shard, from its header; None where it is not there."""
         if number not in self._counts:
             try:
-                self._counts[number] = read_header(self._catalog.shard_prefix(number)).num_packs
+                self._counts[number] = read_header(self.shard_prefix(number)).num_packs
             except ShardNotFoundError:
                 return None
         return self._counts[number]
 
     def open(self, number: int, columns: Sequence[str] = ()) -> OpenPacks:
         """Open a shard and hold it against what the producer promised."""
-        shard = Shard(self._catalog.shard_prefix(number), backend=self._backend, columns=columns)
+        shard = Shard(self.shard_prefix(number), backend=self._backend, columns=columns)
         header = shard.header
         if self._limits is not None:
             limits, pad_id = self._limits
@@ -369,7 +361,7 @@ class CatalogShards(LiveShards):
 
     def look(self, waiter: Waiter) -> ProducerState | None:
         """What the producer says now; a beat that is another than at the last look is noted as a sign of life."""
-        state = self._catalog.producer()
+        state = self.producer()
         if state is not None and (self._state is None or state.beat != self._state.beat):
             self._beat_since, self._seen_alive = waiter.clock(), self._looked
         self._state, self._looked = state, True
@@ -384,15 +376,14 @@ class CatalogShards(LiveShards):
             FormatError: a document of the catalog is damaged.
             Stopped: the waiter is to stop.
         """
-        catalog = self._catalog
-        if catalog.is_published(number):
+        if self.is_published(number):
             return True
         what, begin = f"{self.folder}: {waiter.who} waits for {shard_name(number)}", waiter.clock()
         missing, stuck = Still(waiter.clock), Still(waiter.clock)
         for waited in waiter.looks(lambda: f"shard {number}; {self._describe(waiter)}"):
-            state, end = self.look(waiter), catalog.end()
+            state, end = self.look(waiter), self.end()
             # Looked at again: it may have been published before what was just read was written.
-            if catalog.is_published(number):
+            if self.is_published(number):
                 return True
             if end is not None and number >= end:
                 return False
@@ -440,9 +431,9 @@ class CatalogShards(LiveShards):
                 f"shards below {state.freed} were removed, because every consumer had completed them (--keep-recent)."
                 " Go on from the newest checkpoint; for more passes over the data, produce without --keep-recent"
             )
-        self._catalog.numbers()  # listing a folder makes a network file system look again
+        self.numbers()  # listing a folder makes a network file system look again
         # Which may show a document before it shows a shard that was published before it.
-        if missing_seconds < 5.0 or self._catalog.is_published(number):
+        if missing_seconds < 5.0 or self.is_published(number):
             return None
         published = end if end is not None else state.published if state is not None else 0
         return (

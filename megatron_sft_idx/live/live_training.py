@@ -17,7 +17,7 @@ from megatron_sft_idx.errors import FormatError, SFTIndexError
 from megatron_sft_idx.formats.jsonl_chunks import chunk_numbers
 from megatron_sft_idx.live.acks import Base, ack_folder, read_acks
 from megatron_sft_idx.live.catalog import Catalog, Limits, Waiter, default_max_sequences
-from megatron_sft_idx.live.chunks import ChunkRows, LiveChunks, declaring_end
+from megatron_sft_idx.live.chunks import LiveChunks, declaring_end
 from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
 from megatron_sft_idx.live.live_order import RankState
 from megatron_sft_idx.live.live_shards import CatalogShards, LiveShards
@@ -119,10 +119,12 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
     shards: LiveShards = CatalogShards(folder, max_wait=args.max_wait)
     if chunks:
         most = 1 if encoding else args.max_sequences_per_pack or default_max_sequences(args.seq_length)
-        limits = Limits(args.seq_length, most)
         shards = LiveChunks(
             folder,
-            ChunkRows(limits, encoding, vocab_size=args.vocab_size, on_bad_row=args.on_bad_row),
+            Limits(args.seq_length, most),
+            encoding,
+            args.vocab_size,
+            args.on_bad_row,
             samples_per_chunk=args.samples_per_chunk,
             num_chunks=args.num_chunks,
             end_folders=(folder, args.ack_dir) if args.ack_dir else (folder,),
@@ -153,7 +155,7 @@ def open_live(args: argparse.Namespace, encoding: EncodingOptions | None = None)
         consumer=args.consumer,
         ack_dir=args.ack_dir,
     )
-    raw = isinstance(shards, LiveChunks) and shards.rows.encoding is not None
+    raw = isinstance(shards, LiveChunks) and shards.encoding is not None
     workers = args.num_workers if args.num_workers is not None else 2 * raw
     leads = _leads() and not parallel_state.get_data_parallel_rank()
     _require_first(args, shards)
@@ -211,7 +213,7 @@ class LiveData(Iterator[Tensors]):
         """
         shards = self._loader.dataset.shards
         if isinstance(shards, LiveChunks):
-            return None if shards.rows.encoder is None else shards.rows.encoder.tokenizer.vocab_size
+            return None if shards.encoder is None else shards.encoder.tokenizer.vocab_size
         assert isinstance(shards, CatalogShards)  # open_live makes no others
         self._loader.dataset.require_room(self._loader.dataset.waiter(), lagging=self._loader.num_workers > 0)
         if (header := shards.newest_header()) is not None:

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from megatron_sft_idx.training.batch import Batch
 from megatron_sft_idx.training.rows import EpochOrder, PackedRows, SingleRows
 from megatron_sft_idx.training.sources import PlannedPacks, PlanOptions, StoredPacks, require_fit
 
-__all__ = ["Corpus", "PackedSFTDataset", "PackedSFTDatasetConfig"]
+__all__ = ["PackedSFTDataset", "PackedSFTDatasetConfig"]
 
 logger = logging.getLogger(__name__)
 
@@ -279,13 +279,6 @@ class PackedSFTDatasetConfig(GPTDatasetConfig):  # type: ignore[misc]
 # ---- what Megatron builds ----
 
 
-class Corpus(NamedTuple):
-    """The shards of one path, and how much of it splits divide: packs, or sequences with index-only packing."""
-
-    shards: ShardSet
-    size: int
-
-
 class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
     """Rows of packed sequences, in an order of its own for every epoch.
 
@@ -311,14 +304,14 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
 
     def __init__(
         self,
-        dataset: Corpus,
-        dataset_path: str | None,
+        dataset: range,
+        dataset_path: str,
         indices: NDArray[np.integer[Any]] | None,
         num_samples: int | None,
         index_split: Split,
         config: PackedSFTDatasetConfig,
     ) -> None:
-        first, last = 0, dataset.size
+        first, last = 0, len(dataset)
         if indices is not None:
             if not len(indices):
                 raise FormatError(
@@ -329,7 +322,7 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
                 raise FormatError(f"{dataset_path}: the {index_split.name} split is not a run of consecutive numbers")
         # The parent keeps what it is given; a range says the same as gigabytes of consecutive numbers.
         super().__init__(dataset, dataset_path, range(first, last), num_samples, index_split, config)
-        shards = dataset.shards
+        shards = config.open_shards(dataset_path)
         self.source: StoredPacks | PlannedPacks
         if config.index_only_packing:
             if config.plan_cache is None:
@@ -368,14 +361,14 @@ class PackedSFTDataset(MegatronDataset):  # type: ignore[misc]
         return ["random_seed", "sequence_length", "split", "split_matrix", "sequence_multiple", "index_only_packing"]
 
     @staticmethod
-    def build_low_level_dataset(dataset_path: str, config: PackedSFTDatasetConfig) -> Corpus:
-        """Open the shards of a path: one shard, a folder or a glob."""
-        return Corpus(config.open_shards(dataset_path), config.count(dataset_path))
+    def build_low_level_dataset(dataset_path: str, config: PackedSFTDatasetConfig) -> range:
+        """Numbers of what splits of a path divide: packs, or sequences with index-only packing."""
+        return range(config.count(dataset_path))
 
     @staticmethod
-    def numel_low_level_dataset(low_level_dataset: Corpus) -> int:
-        """What splits divide: packs, or sequences with index-only packing."""
-        return low_level_dataset.size
+    def numel_low_level_dataset(low_level_dataset: range) -> int:
+        """How much splits divide."""
+        return len(low_level_dataset)
 
     @property
     def rows(self) -> PackedRows:
