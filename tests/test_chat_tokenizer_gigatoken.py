@@ -43,7 +43,7 @@ pytest.importorskip("gigatoken")
 
 def engines(spec: dict[str, Any]) -> tuple[FastEngine, Tokenizer]:
     tokenizer = build_tokenizer(spec)
-    fast, reason = load_fast_engine(spec, tokenizer, parallel=False)
+    fast, reason = load_fast_engine(spec, tokenizer)
     assert fast is not None, reason
     return fast, tokenizer
 
@@ -246,7 +246,7 @@ def test_a_wrong_answer_on_the_sample_sends_everything_to_tokenizers(monkeypatch
     spec = zoo.spec_of("gpt2")
     right = gigatoken.Tokenizer.from_json(json.dumps(spec))
     monkeypatch.setattr(gigatoken.Tokenizer, "from_json", lambda data: Wrong(right))
-    assert load_fast_engine(spec, build_tokenizer(spec), parallel=False) == (
+    assert load_fast_engine(spec, build_tokenizer(spec)) == (
         None,
         "gigatoken's ids differ from those of tokenizers on a sample",
     )
@@ -255,7 +255,7 @@ def test_a_wrong_answer_on_the_sample_sends_everything_to_tokenizers(monkeypatch
 def test_a_library_that_cannot_load_it_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "known_class", lambda spec: "gpt2")
     spec = zoo.spec_of("split-unknown")
-    engine, reason = load_fast_engine(spec, build_tokenizer(spec), parallel=False)
+    engine, reason = load_fast_engine(spec, build_tokenizer(spec))
     assert engine is None
     assert reason.startswith("gigatoken cannot load it: ")
 

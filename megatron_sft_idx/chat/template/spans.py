@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
@@ -97,7 +97,7 @@ class SpanFinder:
         variables: str,
         sure_of_arguments: bool,
     ) -> None:
-        self.notes: Counter[str] = Counter()
+        self.notes: defaultdict[str, int] = defaultdict(int)
         self._rules, self._text, self._messages, self._traced = rules, text, messages, traced
         self._tools, self._render, self._variables = tools, render, variables
         self._sure_of_arguments = sure_of_arguments
@@ -213,8 +213,10 @@ class SpanFinder:
                 at += 1
             if at < len(segments) and segments[at].start <= start:
                 message = segments[at].message
-                words = _TAG.sub("", self._text[start:stop])  # which an end of turn has none of
-                if not any(map(str.isalnum, words)):
+                # An end of turn has no words, but for its tags; a tag begins with its bracket.
+                if not self._text[start : start + 1].isalnum() and not any(
+                    map(str.isalnum, _TAG.sub("", self._text[start:stop]))
+                ):
                     before = range(message, -1, -1)
                     message = next((i for i in before if self._messages[i].get("role") == "assistant"), message)
             else:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -458,13 +457,15 @@ class ControlTokens:
     def among(self, value: Any) -> set[str]:
         """The control tokens spelt anywhere in a JSON-like value, keys included."""
         found: set[str] = set()
-        with suppress(TypeError, ValueError):  # a quick look at the JSON text settles nearly every row
+        try:
             text = orjson.dumps(value) if self._plain_letters else None
-            if text is not None and not (
-                any(first in text for first in self._firsts_utf8) and self._pattern.search(text.decode())
-            ):
-                return found
-        self._collect(value, found, self._pattern)
+        except (TypeError, ValueError):
+            text = None
+        # A quick look at the JSON text settles nearly every row.
+        if text is None or (
+            any(first in text for first in self._firsts_utf8) and self._pattern.search(text.decode()) is not None
+        ):
+            self._collect(value, found, self._pattern)
         return found
 
     def _collect(self, value: Any, found: set[str], pattern: re.Pattern[str]) -> None:

@@ -167,10 +167,6 @@ class SentencePieceModel:
         """See ``JsonModel.token_id``."""
         return self._added_ids.get(text, self._ids.get(text))
 
-    def token_name(self, index: int) -> str | None:
-        """See ``JsonModel.token_name``."""
-        return self._names.get(index)
-
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """See ``JsonModel.decode``; the space that the model put before a text is left out."""
         text = self._spellings.spell(ids).decode("utf-8", "replace")
@@ -245,11 +241,6 @@ class RankModel:
     def token_id(self, text: str) -> int | None:
         """See ``JsonModel.token_id``."""
         return self._added_ids.get(text)
-
-    def token_name(self, index: int) -> str | None:
-        """See ``JsonModel.token_name``."""
-        known = 0 <= index < self.size and self.spellings.nbytes[index]
-        return self.decode([index]) if known else None
 
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """See ``JsonModel.decode``."""
@@ -366,24 +357,20 @@ def _split_of(files: TokenizerFiles) -> tuple[str, int]:
     code = next((str(part) for part in code if part), None) if isinstance(code, list) else code
     module = str(code).split("--")[-1].split(".")[0] if code else KIMI_CODE[0]
     name = files.settings.get("tokenizer_class")
-    if name == "TikTokenTokenizer" and module in KIMI_CODE and _is_kimi(files.path / f"{module}.py"):
-        return "|".join(KIMI_SPLIT), KIMI_RESERVED
+    if name == "TikTokenTokenizer" and module in KIMI_CODE:
+        # The code, where it came along, must still hold what is known of it; it is read, and never run.
+        file = files.path / f"{module}.py"
+        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
+        numbers = map(str, (KIMI_RESERVED, KIMI_LONGEST_TEXT, KIMI_LONGEST_RUN))
+        if text is None or (
+            all(part in text for part in KIMI_SPLIT) and all(one in text.replace("_", "") for one in numbers)
+        ):
+            return "|".join(KIMI_SPLIT), KIMI_RESERVED
     where = f"{module}.py" if code else "the code of its tokenizer"
     raise FormatError(
         f"{files.file}: ranks of tiktoken's, tokenizer_class {name}: how text is split is written in {where}, which is"
         ' not run here; give its pattern as "pat_str" and its control tokens as "added_tokens_decoder" in'
         " tokenizer_config.json, beside the file, and the folder as the tokenizer"
-    )
-
-
-def _is_kimi(code: Path) -> bool:
-    """Whether the code, where it came along, still holds what is known of it; it is read, and never run."""
-    if not code.is_file():
-        return True
-    text = code.read_text(encoding="utf-8", errors="replace")
-    numbers = text.replace("_", "")
-    return all(part in text for part in KIMI_SPLIT) and all(
-        str(number) in numbers for number in (KIMI_RESERVED, KIMI_LONGEST_TEXT, KIMI_LONGEST_RUN)
     )
 
 

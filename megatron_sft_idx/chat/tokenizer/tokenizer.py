@@ -37,8 +37,8 @@ def load_tokenizer(
         path: the folder or file; nothing is ever downloaded, and no code that came with it is run.
         backend: of a ``tokenizer.json``. ``auto`` takes gigatoken where it is installed and known to give the same
             ids, tokenizers otherwise; ``gigatoken`` fails where it cannot be taken.
-        parallel: tokenise a batch on all cores. Off, this process keeps to one thread, which it asks of the
-            tokenizers library through ``TOKENIZERS_PARALLELISM`` unless the environment already sets that.
+        parallel: leave it to the tokenizers library whether to take all cores. Off, this process keeps to one thread,
+            which it asks of the library through ``TOKENIZERS_PARALLELISM`` unless the environment already sets that.
         proof: that of the tokenizer as loaded before, perhaps in another process: what it proved is not proved again.
 
     Raises:
@@ -48,7 +48,7 @@ def load_tokenizer(
         raise FormatError(f"backend: {backend!r} is not one of auto, tokenizers, gigatoken")
     if not parallel:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return Tokenizer(read_tokenizer_files(path), backend=backend, parallel=parallel, proof=proof)
+    return Tokenizer(read_tokenizer_files(path), backend=backend, proof=proof)
 
 
 class Tokenizer:
@@ -68,17 +68,17 @@ class Tokenizer:
             folder's other files change the added tokens.
     """
 
-    def __init__(self, files: TokenizerFiles, *, backend: Backend, parallel: bool, proof: str = "") -> None:
+    def __init__(self, files: TokenizerFiles, *, backend: Backend, proof: str = "") -> None:
         self._model: JsonModel | SentencePieceModel | RankModel
         self.proof = ""
         if files.kind == "json":
-            self._model = model = JsonModel(files, backend=backend, parallel=parallel, proof=proof)
+            self._model = model = JsonModel(files, backend=backend, proof=proof)
             self.proof = model.proof
         elif backend != "auto":
             raise FormatError(f"{files.path}: backend {backend} is for a tokenizer.json, this is {files.file.name}")
         else:
             self._model = SentencePieceModel(files) if files.kind == "sentencepiece" else RankModel(files)
-        self._again = partial(load_tokenizer, files.path, backend=backend, parallel=parallel, proof=self.proof)
+        self._again = partial(load_tokenizer, files.path, backend=backend, proof=self.proof)
         self._file, self.chat_templates = files.file, files.templates
         self._added_texts = tuple(token.text for token in self._model.added if token.text)
 
@@ -193,10 +193,6 @@ class Tokenizer:
         number in angle brackets.
         """
         return self._model.decode(ids)
-
-    def token_text(self, index: int) -> str:
-        """One token's text; where that is nothing on its own, the vocabulary's name for it."""
-        return self.decode([index]) or self._model.token_name(index) or ""
 
     def _ids(self, rows: Sequence[int], passages: Sequence[Passage]) -> Ids:
         """Ids of passages, of which row each is from."""

@@ -326,13 +326,12 @@ class FastEngine:
     its encoder is made anew now and then: memory stays bounded however long the input.
     """
 
-    def __init__(self, make: Callable[[], Any], exact: tokenizers.Tokenizer, *, nfc: bool, parallel: bool) -> None:
+    def __init__(self, make: Callable[[], Any], exact: tokenizers.Tokenizer, *, nfc: bool) -> None:
         self._make = make
         self._encoder = make()
         self._seen_nbytes = 0
         self._exact = exact
         self._nfc = nfc
-        self._parallel = parallel
 
     def ids(self, texts: list[str]) -> Ids:
         """Token ids of the texts, without special tokens added.
@@ -361,16 +360,11 @@ class FastEngine:
 
     def raw_ids(self, utf8: list[bytes]) -> Ids:
         """Gigatoken's own answer, whatever the text."""
-        if not utf8:
-            return Ids.of([])
         self._seen_nbytes += sum(map(len, utf8))
         if self._seen_nbytes > RENEWAL_NBYTES:
             self._encoder, self._seen_nbytes = self._make(), 0
-        if not self._parallel:  # as quick as a batch, which would import the awkward package: half a second
-            return Ids.join([self._encoder.encode(text) for text in utf8])
-        layout = self._encoder.encode_batch(utf8, parallel=True).layout
-        offsets = np.asarray(layout.offsets.data, dtype=np.int64)
-        return Ids(np.asarray(layout.content.data, dtype=np.uint32)[: offsets[-1]], offsets)
+        # As quick as a batch, which would import the awkward package: half a second.
+        return Ids.join([self._encoder.encode(text) for text in utf8])
 
 
 @lru_cache(maxsize=1)
@@ -381,7 +375,7 @@ def settled() -> NDArray[np.bool_]:
 
 
 def load_fast_engine(
-    spec: dict[str, Any], tokenizer: tokenizers.Tokenizer, *, parallel: bool, proven: bool = False
+    spec: dict[str, Any], tokenizer: tokenizers.Tokenizer, *, proven: bool = False
 ) -> tuple[FastEngine | None, str]:
     """Gigatoken for this tokenizer, or None and the reason why not; ``proven`` spares the sample."""
     if find_spec("gigatoken") is None:
@@ -391,12 +385,8 @@ def load_fast_engine(
     import gigatoken
 
     try:
-        engine = FastEngine(
-            lambda: gigatoken.Tokenizer.from_json(tokenizer.to_str()),
-            tokenizer,
-            nfc=spec.get("normalizer") is not None,
-            parallel=parallel,
-        )
+        nfc = spec.get("normalizer") is not None
+        engine = FastEngine(lambda: gigatoken.Tokenizer.from_json(tokenizer.to_str()), tokenizer, nfc=nfc)
         if not proven:
             # The tokenizers library keeps the words a thread has met, up to ten thousand a tokenizer, until the thread
             # ends, though the tokenizer be long gone. The sample's odd words must not stay, nor take the text's places.
@@ -437,7 +427,6 @@ class JsonModel:
     Args:
         files: the parsed ``tokenizer.json`` and what the folder adds to it.
         backend: as for ``load_tokenizer``.
-        parallel: tokenise a batch on all cores.
         proof: ``proof`` of the same tokenizer loaded before, here or in another process.
 
     Attributes:
@@ -454,7 +443,7 @@ class JsonModel:
         FormatError: the tokenizers library cannot load it, or gigatoken cannot where that was asked for.
     """
 
-    def __init__(self, files: TokenizerFiles, *, backend: Backend, parallel: bool, proof: str) -> None:
+    def __init__(self, files: TokenizerFiles, *, backend: Backend, proof: str) -> None:
         try:
             self._tokenizer = build_tokenizer(files.spec)
         except Exception as error:
@@ -492,9 +481,7 @@ class JsonModel:
         if backend != "tokenizers":
             gigatoken = version("gigatoken") if find_spec("gigatoken") else None
             wanted = f"{self.fingerprint} tokenizers {tokenizers.__version__}, gigatoken {gigatoken}"
-            self._fast, reason = load_fast_engine(
-                self._spec, self._tokenizer, parallel=parallel, proven=proof == wanted
-            )
+            self._fast, reason = load_fast_engine(self._spec, self._tokenizer, proven=proof == wanted)
             if self._fast is not None:
                 self.proof = wanted
             elif backend == "gigatoken":
@@ -545,15 +532,15 @@ class JsonModel:
         index = self._tokenizer.token_to_id(text)
         return None if index is None else int(index)
 
-    def token_name(self, index: int) -> str | None:
-        """The vocabulary's name for an id, None where it is no token."""
-        return self._tokenizer.id_to_token(index) if 0 <= index < self.size else None
-
     def decode(self, ids: Sequence[int] | NDArray[np.integer]) -> str:
         """The text that ids stand for; see ``Tokenizer.decode``."""
         if self.spellings is not None:
             return self.spellings.spell(ids).decode("utf-8", "replace")
-        runs = groupby(np.asarray(ids).tolist(), lambda index: self.token_name(index) is not None)
+
+        def is_token(index: int) -> bool:
+            return 0 <= index < self.size and self._tokenizer.id_to_token(index) is not None
+
+        runs = groupby(np.asarray(ids).tolist(), is_token)
         return "".join(
             self._tokenizer.decode(list(run), skip_special_tokens=False) if known else "".join(map(unknown_id, run))
             for known, run in runs
