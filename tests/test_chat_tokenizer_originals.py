@@ -555,6 +555,6 @@ def test_rows_become_sequences_by_such_tokenizers(tmp_path: Path) -> None:
         encoder = RowEncoder(EncodingOptions(tokenizer.path, chat_template=template))
         assert encoder.describe()["tokenizer"]["fingerprint"] == tokenizer.fingerprint
         row = {"messages": [{"role": "user", "content": "привет"}, {"role": "assistant", "content": "the fox 😀"}]}
-        encoded = encoder.tokenizer.encode(list(encoder._prepare(encoder._read(row)[0]).rendered))[0]  # type: ignore[union-attr]
+        encoded = encoder.tokenizer.encode(encoder._prepare(0, row).rendered)[0]
         trained = tokenizer.decode(encoded.input_ids[encoded.loss_mask > 0])
         assert trained.strip().startswith("the fox")

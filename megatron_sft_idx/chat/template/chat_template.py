@@ -77,6 +77,9 @@ class ChatTemplate:
         template_kwargs: further template variables; a row's own come after and win.
         name: what to call the template in errors, such as the file it came from.
 
+    Attributes:
+        has_generation_markers: whether the template says itself what is trained on, with ``{% generation %}``.
+
     Raises:
         FormatError: the template does not compile, or an option has an impossible value.
     """
@@ -100,17 +103,13 @@ class ChatTemplate:
         self._refuse_reserved(self._kwargs, FormatError)
         environment = TemplateEnvironment(self.options.template_date)
         self._template = TracedTemplate(source, environment, name)
+        self.has_generation_markers = self._template.has_generation
         tree = environment.parse(source)
         self._rules = Rules(name, self.options, self._special, self._controls.texts, source, tree)
         wants_all = self.options.train_on_thinking and self.options.train_on_tool_calls
         self._learns_everything = self.options.train_on == "all" and wants_all
         self._style: Style | None = None
         self._lock = Lock()
-
-    @property
-    def has_generation_markers(self) -> bool:
-        """Whether the template says itself what is trained on, with ``{% generation %}``."""
-        return self._template.has_generation
 
     @property
     def fingerprint(self) -> str:

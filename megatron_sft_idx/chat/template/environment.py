@@ -60,19 +60,8 @@ _COMPARING = frozenset(
     ["==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", "ge", ">=", "<", "lt", "lessthan", "<=", "le"]
 )
 _OF_ALLOWANCE = (
-    "concatenated",
-    "contains",
-    "cut",
-    "iterated",
-    "key",
-    "made",
-    "soft_text",
-    "spend",
-    "subtracted",
-    "text",
-    "weighed",
-)
-
+    "concatenated", "contains", "cut", "iterated", "key", "made", "soft_text", "spend", "subtracted", "text", "weighed",
+)  # fmt: skip
 
 _STEP = 8
 """Units of a node of the syntax tree, each time that it is evaluated."""
@@ -206,12 +195,16 @@ class CountingGenerator(CodeGenerator):
         else:
             self.write(") is str else environment.text(written))")
 
+    def _put(self, frame: Frame, *parts: str | nodes.Node) -> None:
+        """Write code, and expressions in between."""
+        for part in parts:
+            if isinstance(part, str):
+                self.write(part)
+            else:
+                self.visit(part, frame)
+
     def _called(self, function: str, arguments: Sequence[nodes.Expr], frame: Frame) -> None:
-        self.write(f"environment.{function}(")
-        for argument in arguments:
-            self.visit(argument, frame)
-            self.write(", ")
-        self.write(")")
+        self._put(frame, f"environment.{function}(", *(part for one in arguments for part in (one, ", ")), ")")
 
     @optimizeconst
     def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
@@ -230,19 +223,14 @@ class CountingGenerator(CodeGenerator):
             pays = values == 2 or (number == len(parts) and values == 1 and not paid and not _is_number(part))
             opening.append("environment.made(" if pays else "(")
             values, paid = (1, True) if pays else (values, paid)
-        self.write("".join(reversed(opening)))
-        self.visit(first, frame)
-        for part in parts[1:]:
-            self.write(" + ")
-            self.visit(part, frame)
-            self.write(")")
+        added = (one for part in parts[1:] for one in (" + ", part, ")"))
+        self._put(frame, "".join(reversed(opening)), first, *added)
 
     @optimizeconst
     def visit_Sub(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
         """Write ``a - b``."""
         if _is_number(node.left) or _is_number(node.right):
-            self._written("(", node.left, " - ", frame)
-            self._written("", node.right, ")", frame)
+            self._put(frame, "(", node.left, " - ", node.right, ")")
         else:
             self._called("subtracted", [node.left, node.right], frame)
 
@@ -282,48 +270,41 @@ class CountingGenerator(CodeGenerator):
     def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:  # noqa: N802
         """Take a dict's item, or what a loop says of itself."""
         name, attribute = self.temporary_identifier(), node.attr
-        of_loop = isinstance(node.node, nodes.Name) and node.node.name == "loop" and attribute in _LOOP_ATTRIBUTES
-        if of_loop:
-            self._written(f"({name}.{attribute} if type({name} := ", node.node, ") is LoopContext", frame)
-        elif attribute not in _DICT_ATTRIBUTES and node in self._asked:
-            self._written(f"({name}.get({attribute!r}) if type({name} := ", node.node, ") is dict", frame)
-        elif attribute not in _DICT_ATTRIBUTES:
-            known = f") is dict and {attribute!r} in {name}"
-            self._written(f"({name}[{attribute!r}] if type({name} := ", node.node, known, frame)
-        else:
+        if isinstance(node.node, nodes.Name) and node.node.name == "loop" and attribute in _LOOP_ATTRIBUTES:
+            taken, known = f"{name}.{attribute}", "LoopContext"
+        elif attribute in _DICT_ATTRIBUTES:
             super().visit_Getattr(node, frame)
             return
-        self.write(f" else environment.getattr({name}, {attribute!r}))")
+        elif node in self._asked:
+            taken, known = f"{name}.get({attribute!r})", "dict"
+        else:
+            taken, known = f"{name}[{attribute!r}]", f"dict and {attribute!r} in {name}"
+        other = f" else environment.getattr({name}, {attribute!r}))"
+        self._put(frame, f"({taken} if type({name} := ", node.node, f") is {known}{other}")
 
     @optimizeconst
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:  # noqa: N802
         """Write ``a[b:c]``, paid for; take a dict's item by its name, or a list's by its number."""
         if isinstance(node.arg, nodes.Slice):
-            self._written("environment.cut(", node.node, "[", frame)
-            self._written("", node.arg, "])", frame)
+            self._put(frame, "environment.cut(", node.node, "[", node.arg, "])")
             return
         name, key = self.temporary_identifier(), self.temporary_identifier()
         if isinstance(node.arg, nodes.Const) and type(node.arg.value) is str:
             key = repr(node.arg.value)
-            self._written(f"({name}[{key}] if type({name} := ", node.node, f") is dict and {key} in {name}", frame)
+            self._put(frame, f"({name}[{key}] if type({name} := ", node.node, f") is dict and {key} in {name}")
         else:
-            self._written(f"({name}[{key}] if (type({name} := ", node.node, ") is list)", frame)
             inside = f") is int) and -len({name}) <= {key} < len({name})"
-            self._written(f" & (type({key} := ", node.arg, inside, frame)
+            taken = f"({name}[{key}] if (type({name} := "
+            self._put(frame, taken, node.node, f") is list) & (type({key} := ", node.arg, inside)
         self.write(f" else environment.getitem({name}, {key}))")
 
     @optimizeconst
     def visit_Test(self, node: nodes.Test, frame: Frame) -> None:  # noqa: N802
         """Ask whether a value is a string, without a call."""
         if node.name == "string":
-            self._written("isinstance(", node.node, ", str)", frame)
+            self._put(frame, "isinstance(", node.node, ", str)")
         else:
             super().visit_Test(node, frame)
-
-    def _written(self, before: str, node: nodes.Expr, behind: str, frame: Frame) -> None:
-        self.write(before)
-        self.visit(node, frame)
-        self.write(behind)
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
         """Write a dict, whose keys are hashed."""
@@ -333,9 +314,7 @@ class CountingGenerator(CodeGenerator):
                 self.visit(item.key, frame)
             else:
                 self._called("key", [item.key], frame)
-            self.write(": ")
-            self.visit(item.value, frame)
-            self.write(", ")
+            self._put(frame, ": ", item.value, ", ")
         self.write("}")
 
     @optimizeconst
@@ -344,10 +323,8 @@ class CountingGenerator(CodeGenerator):
         if forward_caller or not isinstance(node.node, nodes.Getattr):
             super().visit_Call(node, frame, forward_caller=forward_caller)
             return
-        self.write("environment.call_method(context, ")
-        self.visit(node.node.node, frame)
-        self.write(f", {node.node.attr!r}, {'_loop_vars' if frame.loop_frame else None}")
-        self.write(f", {'_block_vars' if frame.block_frame else None}")
+        scopes = f"{'_loop_vars' if frame.loop_frame else None}, {'_block_vars' if frame.block_frame else None}"
+        self._put(frame, "environment.call_method(context, ", node.node.node, f", {node.node.attr!r}, {scopes}")
         self.signature(node, frame)
         self.write(")")
 
@@ -514,16 +491,15 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
         Methods that change their object never get here: the sandbox refuses to hand them out.
         """
-        if type(__obj) is BuiltinMethodType or (type(__obj) is MethodType and type(__obj.__self__) is Markup):
+        plain = type(__obj) is BuiltinMethodType or (type(__obj) is MethodType and type(__obj.__self__) is Markup)
+        if plain or __obj is _TemplateNamespace:
             kwargs.pop("_loop_vars", None)  # compiled loops and blocks pass their scopes along, meant for the context
             kwargs.pop("_block_vars", None)
-            return call_method(__self.allowance, __obj.__self__, __obj.__name__, args, kwargs)
+            if plain:
+                return call_method(__self.allowance, __obj.__self__, __obj.__name__, args, kwargs)
+            return _TemplateNamespace(*args, **kwargs)
         if args and type(__obj) is MethodType and type(__obj.__self__) in (LoopContext, Cycler):
             __self.allowance.weigh(args)
-        if __obj is _TemplateNamespace:
-            kwargs.pop("_loop_vars", None)
-            kwargs.pop("_block_vars", None)
-            return _TemplateNamespace(*args, **kwargs)
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_method(

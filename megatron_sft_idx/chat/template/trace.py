@@ -19,7 +19,9 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateSyntaxError, nodes
@@ -265,14 +267,16 @@ class TracedTemplate:
         self._tracker = _Tracker()
         environment.filters.update(self._tracker.marks())
         self._marked, self.has_generation = self._compile(marks=True)
-        self._plain: Template | None = None
+
+    @cached_property
+    def _plain(self) -> Template:
+        return self._compile(marks=False)[0]
 
     def plain(self, variables: dict[str, Any]) -> str:
         """Render without marks."""
-        if self._plain is None:
-            self._plain, _ = self._compile(marks=False)
+        template = self._plain
         self._tracker.reset((), "")
-        return self._text(self._plain, variables)
+        return self._text(template, variables)
 
     def render(self, messages: Sequence[object], variables: dict[str, Any]) -> Traced:
         """Render with marks.
@@ -294,13 +298,8 @@ class TracedTemplate:
 
     def line_of(self, error: BaseException) -> str:
         """``"line N: "`` for an error that came out of the template, else nothing."""
-        line = None
-        trace = error.__traceback__
-        while trace is not None:
-            if trace.tb_frame.f_code.co_filename == self._name:
-                line = self._marked.get_corresponding_lineno(trace.tb_lineno)
-            trace = trace.tb_next
-        return f"line {line}: " if line else ""
+        lines = [at for frame, at in walk_tb(error.__traceback__) if frame.f_code.co_filename == self._name]
+        return f"line {self._marked.get_corresponding_lineno(lines[-1])}: " if lines else ""
 
     def _text(self, template: Template, variables: dict[str, Any]) -> str:
         chunks = self._tracker.chunks
@@ -352,10 +351,9 @@ class TracedTemplate:
             environment.allowance.compile(nests(tree))
             tree = marker.visit(tree)
             code = environment.compile(tree, name=self._name, filename=self._name)
-        except TemplateSyntaxError as error:
-            raise FormatError(f"{self._name}: line {error.lineno}: {error.message}") from None
-        except SyntaxError as error:
-            raise FormatError(f"{self._name}: line {error.lineno}: {error.msg}") from None
+        except (TemplateSyntaxError, SyntaxError) as error:
+            said = error.msg if isinstance(error, SyntaxError) else error.message
+            raise FormatError(f"{self._name}: line {error.lineno}: {said}") from None
         except RecursionError:
             raise FormatError(f"{self._name}: the chat template is nested too deeply") from None
         return Template.from_code(environment, code, dict(environment.globals)), marker.generations > 0
