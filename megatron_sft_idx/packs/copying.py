@@ -12,17 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError
-from megatron_sft_idx.layout import Header, ShardPaths, token_dtype_of
+from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.layout.column import ColumnSpec, Per, check_name
 from megatron_sft_idx.layout.files import DATA_SUFFIXES, SEQ_IDX
 from megatron_sft_idx.layout.journal import PACK, BuildOptions, encode_block
 from megatron_sft_idx.shard import Shard
-from megatron_sft_idx.shard.columns import ColumnFiles, Rows, open_column
+from megatron_sft_idx.shard.columns import Rows, open_column
 from megatron_sft_idx.shard.opening import require_same
 from megatron_sft_idx.shard.publication import Publication
-from megatron_sft_idx.shard.writer import FORMAT_WRITER, JournalPacks, write_idx, write_seq_idx
+from megatron_sft_idx.shard.writer import FORMAT_WRITER, RowFiles
 from megatron_sft_idx.storage import Array, PreadArray, require_local
-from megatron_sft_idx.storage.local import HashedFile, StreamHash
+from megatron_sft_idx.storage.local import StreamHash
 from megatron_sft_idx.storage.progress import Advance
 
 __all__ = [
@@ -302,6 +302,7 @@ class CopyWriter:
             dict(like.metadata),
             dict(columns),
         )
+        self._columns = columns
         self._totals = np.zeros(2, np.int64)  # tokens, sequences
         self._most = np.zeros(2, np.int64)  # in one pack
         self._num_packs = 0
@@ -309,11 +310,7 @@ class CopyWriter:
             self._paths, options.encode(), overwrite=overwrite, durable=durable, nbytes=nbytes, drops=drops
         )
         try:
-            self._tokens, self._loss, self._starts = (
-                HashedFile(self._publication.open(path))
-                for path in (self._paths.tokens, self._paths.loss, self._paths.starts)
-            )
-            self._columns = ColumnFiles(self._publication, columns)
+            self._files = RowFiles(self._publication, options)
         except BaseException:
             self._publication.abandon()
             raise
@@ -345,19 +342,19 @@ class CopyWriter:
         token_span, sequence_span = source.spans(first, stop)
         spans: dict[Per, tuple[int, int]] = {"token": token_span, "sequence": sequence_span, "pack": (first, stop)}
         for piece in source.tokens.pieces(*token_span):
-            self._tokens.write(piece)
+            self._files.write(self._paths.tokens, piece)
         for piece in source.loss.pieces(*token_span):
-            self._loss.write(piece)
+            self._files.write(self._paths.loss, piece)
             if trained is not None:
                 trained.add(piece)
         for piece in source.starts.pieces(*sequence_span):
-            self._starts.write(piece)
-        for name, spec in self._columns.specs.items():
+            self._files.write(self._paths.starts, piece)
+        for name, spec in self._columns.items():
             found, change = source.columns[name], (renumber or {}).get(name)
             if found.spec.kind != spec.kind:
                 raise FormatError(f"{found.rows.path}: another column was attached here meanwhile; start again")
             for piece in found.rows.pieces(*spans[spec.per]):
-                self._columns.write(name, piece if change is None else change(piece))
+                self._files.write(self._paths.column(name), piece if change is None else change(piece))
         for records in source.records(first, stop):
             self._num_packs += len(records)
             self._totals += records.sum(axis=0)
@@ -375,14 +372,9 @@ class CopyWriter:
         Returns:
             The header.
         """
-        paths, like = self._paths, self._like
-        packs = JournalPacks(self._publication.journal.path, self._num_packs)
-        code, dtype = token_dtype_of(like.token_dtype)
-        idx, seq_idx = self._publication.open(paths.idx), self._publication.open(paths.seq_idx)
-        idx_digest = write_idx(idx, packs, code, dtype.itemsize, self._num_packs)
         (num_tokens, num_sequences), (longest, most) = self._totals.tolist(), self._most.tolist()
         header = dataclasses.replace(
-            like,
+            self._like,
             num_packs=self._num_packs,
             num_sequences=num_sequences,
             num_tokens=num_tokens,
@@ -390,9 +382,8 @@ class CopyWriter:
             num_masked_packs=num_masked_packs,
             longest_pack=longest,
             most_sequences=most,
-            digests=(self._tokens.digest(), self._loss.digest(), idx_digest, self._starts.digest()),
         )
-        header = write_seq_idx(seq_idx, packs, self._columns.finish(header))
+        header = self._files.finish(header)
         if publish:
             self._publication.publish()
         else:

@@ -7,10 +7,11 @@ import dataclasses
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import CorruptShardError, FormatError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
@@ -29,7 +30,7 @@ from megatron_sft_idx.layout.column import (
 )
 from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, column_of
 from megatron_sft_idx.shard.opening import open_items, read_header, read_start, require_same
-from megatron_sft_idx.shard.publication import Publication, held, is_column
+from megatron_sft_idx.shard.publication import held, is_column
 from megatron_sft_idx.storage import (
     Array,
     Backend,
@@ -45,74 +46,6 @@ if TYPE_CHECKING:
     from megatron_sft_idx.shard.reader import Shard
 
 # ---- written ----
-
-
-class ColumnFiles:
-    """The columns of a shard in the making: values first, and the headers when the shard is known.
-
-    Args:
-        publication: of the shard; its paths have these columns.
-        specs: by name.
-        keep: go on after what the files hold: ``take_in`` comes first.
-
-    Attributes:
-        specs: by name.
-    """
-
-    def __init__(self, publication: Publication, specs: Mapping[str, ColumnSpec], *, keep: bool = False) -> None:
-        self.specs = dict(specs)
-        self._files: dict[str, HashedFile] = {}
-        self._staged: dict[str, list[NDArray[Any]]] = {name: [] for name in specs}
-        for name, spec in self.specs.items():
-            file = publication.open(publication.paths.column(name), keep=keep)
-            if file.nbytes < spec.header_nbytes:
-                file.write(bytes(spec.header_nbytes - file.nbytes))
-            self._files[name] = HashedFile(file)
-
-    def arrays(self, columns: Mapping[str, ArrayLike] | None, **rows: int) -> dict[str, NDArray[Any]]:
-        """Values as they are stored, of so many rows a token, a sequence and a pack. ValueError: they do not fit."""
-        given = columns or {}
-        if given.keys() != self.specs.keys():
-            expected = ", ".join(sorted(self.specs)) or "none"
-            raise ValueError(f"columns {', '.join(sorted(given)) or 'none'}; this writer was opened for {expected}")
-        return {name: spec.array(name, given[name], rows[spec.per]) for name, spec in self.specs.items()}
-
-    def stage(self, values: Mapping[str, NDArray[Any]]) -> None:
-        """Keep values, which may change afterwards, until ``write_staged``."""
-        for name, array in values.items():
-            self._staged[name].append(array.copy())
-
-    def write_staged(self) -> None:
-        """Write what was staged."""
-        for name, arrays in self._staged.items():
-            for array in arrays:
-                self.write(name, array)
-            arrays.clear()
-
-    def write(self, name: str, values: NDArray[Any]) -> None:
-        """Append rows as they are stored."""
-        self._files[name].write(values.reshape(-1))
-
-    def take_in(self, **rows: int) -> None:
-        """The next rows of the files, which an interrupted build wrote."""
-        for name, spec in self.specs.items():
-            hashed = self._files[name]
-            nbytes = rows[spec.per] * spec.row_nbytes
-            hashed.update(hashed.file.read_at(spec.header_nbytes + hashed.nbytes, nbytes))
-
-    def finish(self, header: Header) -> Header:
-        """Write the headers, for a shard that has this one; returns its own, which lists the columns."""
-        listed: dict[str, str] = {}
-        for name, spec in self.specs.items():
-            hashed = self._files[name]
-            mine = ColumnHeader(spec, header.shard_id, column_rows(header, spec.per), hashed.checksum())
-            assert hashed.nbytes + spec.header_nbytes == mine.nbytes, name
-            raw = mine.encode()
-            hashed.file.cut(mine.nbytes)
-            hashed.file.write_at(raw, 0)
-            listed[name] = raw[-CHECKSUM_NBYTES:].hex()
-        metadata = {key: value for key, value in header.metadata.items() if key != "columns"}
-        return dataclasses.replace(header, metadata=metadata | ({"columns": listed} if listed else {}))
 
 
 _KIND = Kind("a column of a shard", is_column)
@@ -169,7 +102,7 @@ def write_column(
             file = new.open()
             file.write(bytes(spec.header_nbytes))
             hashed, rows = HashedFile(file), 0
-            for piece in _all(first, pieces):
+            for piece in chain([first], map(np.asarray, pieces)):
                 try:
                     array = spec.array(name, piece, len(piece))
                 except (TypeError, ValueError) as error:
@@ -182,11 +115,6 @@ def write_column(
             file.write_at(column.encode(), 0)
             new.publish()
     return column
-
-
-def _all(first: NDArray[Any], pieces: Iterable[Any]) -> Iterator[NDArray[Any]]:
-    yield first
-    yield from map(np.asarray, pieces)
 
 
 # ---- read ----
@@ -264,7 +192,10 @@ def open_column(paths: ShardPaths, name: str, header: Header, backend: Backend =
     """
     path = paths.column(name)
     if (file := _look(path)) is None:
-        raise _missing(paths, path, name, header)
+        remedy = f"the shard has no column {name}; write_column attaches one"
+        if name in listed_columns(header.metadata):
+            remedy = f"the shard was written with column {name} (rule C8): restore the file"
+        raise ShardNotFoundError(paths.prefix, [path], remedy)
     column, checksum = file.header, file.checksum
     if column.shard_id != header.shard_id:
         detail = f"of shard {column.shard_id.hex()}, this one is {header.shard_id.hex()}; attach it to its own shard"
@@ -321,14 +252,6 @@ def is_of_another_shard(path: str, shard_id: bytes) -> bool:
     except FormatError:
         return True
     return found is not None and found.header.shard_id != shard_id
-
-
-def _missing(paths: ShardPaths, path: str, name: str, header: Header) -> ShardNotFoundError:
-    if name in listed_columns(header.metadata):
-        remedy = f"the shard was written with column {name} (rule C8): restore the file"
-    else:
-        remedy = f"the shard has no column {name}; write_column attaches one"
-    return ShardNotFoundError(paths.prefix, [path], remedy)
 
 
 class ShardColumns(Mapping[str, ShardColumn]):

@@ -20,10 +20,17 @@ from numpy.typing import ArrayLike, NDArray
 from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout import FileDigest, Header, ShardPaths, mask_dtype_of, token_dtype_of
-from megatron_sft_idx.layout.column import ColumnSpec, check_name, listed_columns
-from megatron_sft_idx.layout.files import MAX_CAPACITY, SEQ_IDX, pack_idx_header
-from megatron_sft_idx.layout.journal import MAX_RECORDS, PACK, BuildOptions, encode_block, pack_records, read_head
-from megatron_sft_idx.shard.columns import ColumnFiles
+from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec, check_name, column_rows, listed_columns
+from megatron_sft_idx.layout.files import CHECKSUM_NBYTES, MAX_CAPACITY, SEQ_IDX, pack_idx_header
+from megatron_sft_idx.layout.journal import (
+    MAX_RECORDS,
+    PACK,
+    BuildOptions,
+    RowFile,
+    encode_block,
+    pack_records,
+    read_head,
+)
 from megatron_sft_idx.shard.publication import Publication
 from megatron_sft_idx.shard.reader import Shard
 from megatron_sft_idx.storage import OutputFile, open_regular
@@ -121,11 +128,9 @@ class ShardWriter:
             options.sequence_multiple,
             STAGE_TOKENS,
         )
-        paths, keep = publication.paths, journal_nbytes is not None
+        self._staged: dict[str, list[NDArray[Any]]] = {name: [] for name in options.columns}
         with self._all_or_nothing():
-            data = paths.tokens, paths.loss, paths.starts
-            self._files = [HashedFile(publication.open(path, keep=keep)) for path in data]
-            self._columns = ColumnFiles(publication, options.columns, keep=keep)
+            self._files = RowFiles(publication, options, keep=journal_nbytes is not None)
 
     @property
     def prefix(self) -> str:
@@ -208,7 +213,7 @@ class ShardWriter:
         Raises:
             SequenceError: a rule of FORMAT.md is broken; nothing of the pack is kept.
         """
-        if type(tokens) is type(loss_mask) is type(seq_starts) is np.ndarray and not (columns or self._columns.specs):
+        if type(tokens) is type(loss_mask) is type(seq_starts) is np.ndarray and not (columns or self._staged):
             # Arrays in a form that the stage takes go straight there. It keeps nothing of what it refuses, so what
             # is in another form, breaks a rule or has to wait for a flush goes the whole way below.
             self._require_ready(mask_alignment)
@@ -278,7 +283,12 @@ class ShardWriter:
         try:
             if mask.size != ids.size:
                 raise ValueError(f"{mask.size} loss mask values for {ids.size} tokens; there is one a token")
-            beside = self._columns.arrays(columns, token=ids.size, sequence=starts.size, pack=lengths.size)
+            given, specs = columns or {}, self._options.columns
+            if given.keys() != specs.keys():
+                expected = ", ".join(sorted(specs)) or "none"
+                raise ValueError(f"columns {', '.join(sorted(given)) or 'none'}; this writer was opened for {expected}")
+            rows = {"token": ids.size, "sequence": starts.size, "pack": lengths.size}
+            beside = {name: spec.array(name, given[name], rows[spec.per]) for name, spec in specs.items()}
         except (TypeError, ValueError) as error:
             raise SequenceError(self.prefix, None, f"pack {self.num_packs}: {error}") from None
         try:
@@ -286,7 +296,8 @@ class ShardWriter:
                 self.flush()
         except ValueError as error:
             raise SequenceError(self.prefix, None, str(error)) from None
-        self._columns.stage(beside)
+        for name, values in beside.items():
+            self._staged[name].append(values.copy())  # theirs may change before it is written
 
     def add_shard(self, shard: Shard) -> None:
         """Add all packs of another shard, in bounded memory, with the columns that this writer was opened with.
@@ -299,10 +310,10 @@ class ShardWriter:
         files, tokens, sequences = shard.files, shard.token_offsets, shard.sequence_offsets
         shard.check_ends()
         theirs = {
-            name: shard.columns.get(name) for name in {*self._columns.specs, *listed_columns(shard.header.metadata)}
+            name: shard.columns.get(name) for name in {*self._options.columns, *listed_columns(shard.header.metadata)}
         }
         for name, column in theirs.items():
-            mine = self._columns.specs.get(name)
+            mine = self._options.columns.get(name)
             if mine is None or column is None or column.spec.kind != mine.kind:
                 raise FormatError(f"{shard.prefix}: column {name} is not as {self.prefix} was opened for it")
         first = 0
@@ -348,8 +359,7 @@ class ShardWriter:
         """Some packs at once; one by one where a rule is broken, so that those before it are taken in."""
         lengths, sequences = np.ascontiguousarray(records.T)
         rows = {"token": int(lengths.sum()), "sequence": int(sequences.sum()), "pack": len(records)}
-        kinds = zip(self._files, self._options.files(self.paths), strict=False)
-        raw = [file.file.read_at(file.nbytes, rows[kind.per] * kind.row_nbytes) for file, kind in kinds]
+        raw = self._files.next_rows(rows)
         tokens = np.frombuffer(raw[0], self._options.token_dtype)
         mask = np.frombuffer(raw[1], self._options.mask_dtype)
         starts = np.frombuffer(raw[2], "<u4").astype(np.int64)
@@ -357,9 +367,7 @@ class ShardWriter:
             self._stage.add(tokens, mask, starts, lengths, sequences, False)
         except ValueError:
             return len(records) > 1 and all(self._replay_run(record) for record in records[:, np.newaxis])
-        for file, data in zip(self._files, raw, strict=True):
-            file.update(data)
-        self._columns.take_in(**rows)
+        self._files.take_in(raw)
         self._stage.clear()
         return True
 
@@ -370,9 +378,13 @@ class ShardWriter:
             return
         self._publication.require_owner()
         with self._all_or_nothing():
-            for file, staged in zip(self._files, (stage.tokens, stage.mask, stage.starts), strict=True):
-                file.write(staged)
-            self._columns.write_staged()
+            paths = self.paths
+            for path, data in ((paths.tokens, stage.tokens), (paths.loss, stage.mask), (paths.starts, stage.starts)):
+                self._files.write(path, data)
+            for name, staged in self._staged.items():
+                for values in staged:
+                    self._files.write(paths.column(name), values)
+                staged.clear()
             records = np.frombuffer(stage.records, np.uint32).reshape(-1, 2)
             for start in range(0, len(records), MAX_RECORDS):
                 self._publication.journal.write(encode_block(PACK, records[start : start + MAX_RECORDS]))
@@ -398,40 +410,29 @@ class ShardWriter:
         if self._header is None:
             with self._all_or_nothing():
                 self.flush()
-                self._header = self._write_indexes()
+                options, stage, unknown = self._options, self._stage, FileDigest(0, bytes(16))
+                header = Header(
+                    num_packs=stage.num_packs,
+                    num_sequences=stage.num_sequences,
+                    num_tokens=stage.num_tokens,
+                    num_trained_tokens=stage.num_trained_tokens,
+                    num_masked_packs=stage.num_masked_packs,
+                    token_dtype=options.token_dtype,
+                    mask_dtype=options.mask_dtype,
+                    sequence_multiple=options.sequence_multiple,
+                    capacity=options.capacity or stage.longest_padded_pack,
+                    longest_pack=stage.longest_pack,
+                    most_sequences=stage.most_sequences,
+                    pad_id=options.pad_id,
+                    digests=(unknown, unknown, unknown, unknown),
+                    arrays_checksum=bytes(16),
+                    metadata={**self.metadata, "format_writer": FORMAT_WRITER},
+                    rebuilt=self._journal_nbytes is not None,
+                )
+                self._header = self._files.finish(header)
+                if self._journal_nbytes is not None:
+                    self._publication.journal.cut(self._journal_nbytes)
         return self._header
-
-    def _write_indexes(self) -> Header:
-        publication, options, stage = self._publication, self._options, self._stage
-        paths, packs = publication.paths, JournalPacks(publication.journal.path, stage.num_packs)
-        code, dtype = token_dtype_of(options.token_dtype)
-        idx_digest = write_idx(publication.open(paths.idx), packs, code, dtype.itemsize, stage.num_packs)
-        tokens, loss, starts = (file.digest() for file in self._files)
-        header = Header(
-            num_packs=stage.num_packs,
-            num_sequences=stage.num_sequences,
-            num_tokens=stage.num_tokens,
-            num_trained_tokens=stage.num_trained_tokens,
-            num_masked_packs=stage.num_masked_packs,
-            token_dtype=dtype,
-            mask_dtype=options.mask_dtype,
-            sequence_multiple=options.sequence_multiple,
-            capacity=options.capacity or stage.longest_padded_pack,
-            longest_pack=stage.longest_pack,
-            most_sequences=stage.most_sequences,
-            pad_id=options.pad_id,
-            digests=(tokens, loss, idx_digest, starts),
-            arrays_checksum=bytes(16),
-            metadata={**self.metadata, "format_writer": FORMAT_WRITER},
-            rebuilt=self._journal_nbytes is not None,
-        )
-        header = write_seq_idx(publication.open(paths.seq_idx), packs, self._columns.finish(header))
-        # What is not of these packs was never part of the shard: the torn end of what a kill interrupted.
-        for data in self._files:
-            data.file.cut(data.nbytes)
-        if self._journal_nbytes is not None:
-            publication.journal.cut(self._journal_nbytes)
-        return header
 
     def finalize(self) -> Header:
         """Write the indexes, unless they are, and publish the shard.
@@ -521,7 +522,72 @@ def _native_form(values: ArrayLike, dtypes: tuple[np.dtype[Any], ...], kinds: st
     return np.require(array, dtypes[-1], ("C", "ALIGNED"))
 
 
-# ---- the indexes ----
+# ---- the files ----
+
+
+class RowFiles:
+    """What of a shard grows as packs come, each file with its hash: tokens, masks, starts, and columns.
+
+    Args:
+        publication: of the shard; its paths have the columns.
+        options: dtypes, and the columns.
+        keep: go on after what the files hold: ``take_in`` comes first.
+    """
+
+    def __init__(self, publication: Publication, options: BuildOptions, *, keep: bool = False) -> None:
+        self._publication, self._columns = publication, options.columns
+        self._files: dict[str, tuple[RowFile, HashedFile]] = {}
+        for kind in options.files(publication.paths):
+            file = publication.open(kind.path, keep=keep)
+            if file.nbytes < kind.begin:
+                file.write(bytes(kind.begin - file.nbytes))
+            self._files[kind.path] = kind, HashedFile(file)
+
+    def write(self, path: str, values: NDArray[Any] | memoryview) -> None:
+        """Append rows as they are stored to the file that will have this path."""
+        self._files[path][1].write(values if isinstance(values, memoryview) else values.reshape(-1))
+
+    def next_rows(self, rows: Mapping[str, int]) -> list[bytes]:
+        """What the files hold, as an interrupted build wrote it, of so many tokens, sequences and packs more."""
+        return [
+            hashed.file.read_at(kind.begin + hashed.nbytes, rows[kind.per] * kind.row_nbytes)
+            for kind, hashed in self._files.values()
+        ]
+
+    def take_in(self, raw: Iterable[bytes]) -> None:
+        """Go on after what ``next_rows`` gave."""
+        for (_, hashed), data in zip(self._files.values(), raw, strict=True):
+            hashed.update(data)
+
+    def finish(self, header: Header) -> Header:
+        """Write the indexes, for the packs that the journal records, and the headers of the columns.
+
+        Args:
+            header: of the shard, but for digests, checksums, and the list of the columns.
+
+        Returns:
+            The header as it is written.
+        """
+        paths, packs = self._publication.paths, JournalPacks(self._publication.journal.path, header.num_packs)
+        code, dtype = token_dtype_of(header.token_dtype)
+        idx = write_idx(self._publication.open(paths.idx), packs, code, dtype.itemsize, header.num_packs)
+        tokens, loss, starts = (self._files[path][1].digest() for path in (paths.tokens, paths.loss, paths.starts))
+        header = dataclasses.replace(header, digests=(tokens, loss, idx, starts))
+        listed: dict[str, str] = {}
+        for name, spec in self._columns.items():
+            hashed = self._files[paths.column(name)][1]
+            mine = ColumnHeader(spec, header.shard_id, column_rows(header, spec.per), hashed.checksum())
+            assert hashed.nbytes + spec.header_nbytes == mine.nbytes, name
+            raw = mine.encode()
+            hashed.file.write_at(raw, 0)
+            listed[name] = raw[-CHECKSUM_NBYTES:].hex()
+        metadata = {key: value for key, value in header.metadata.items() if key != "columns"}
+        header = dataclasses.replace(header, metadata=metadata | ({"columns": listed} if listed else {}))
+        header = write_seq_idx(self._publication.open(paths.seq_idx), packs, header)
+        # What is not of these packs was never part of the shard: the torn end of what a kill interrupted.
+        for kind, hashed in self._files.values():
+            hashed.file.cut(kind.begin + hashed.nbytes)
+        return header
 
 
 class PackChunk(NamedTuple):
@@ -547,7 +613,9 @@ class JournalPacks:
                     blocks.append(records[:left])
                     count, left = count + len(blocks[-1]), left - len(blocks[-1])
                 if count >= CHUNK_PACKS or (count and records is None):
-                    yield PackChunk(*np.ascontiguousarray(np.concatenate(blocks).T, np.int64))
+                    # Column by column: nothing else as large is held beside the result.
+                    columns = ([block[:, column] for block in blocks] for column in (0, 1))
+                    yield PackChunk(*(np.concatenate(column, dtype=np.int64) for column in columns))
                     blocks, count = [], 0
 
 
