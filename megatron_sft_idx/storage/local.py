@@ -575,42 +575,34 @@ def read_runs(arrays: Sequence[Array], starts: NDArray[np.int64], counts: NDArra
         ValueError: runs that lie outside their arrays, or do not fill ``out``.
         FormatError, OSError: as of a slice of one.
     """
-    room = np.array([len(array) for array in arrays], np.int64)
-    if (outside := (starts < 0) | (counts < 0) | (counts > room) | (starts > room - counts)).any():
+    lengths = np.array([len(array) for array in arrays], np.int64)
+    if (outside := (starts < 0) | (counts < 0) | (counts > lengths) | (starts > lengths - counts)).any():
         run = int(outside.argmax())
         raise ValueError(
-            f"run {run} begins at {starts[run]} and has {counts[run]} items, its array holds {room[run]};"
+            f"run {run} begins at {starts[run]} and has {counts[run]} items, its array holds {lengths[run]};"
             " the index is damaged, or of another shard"
         )
     if int(counts.sum()) != len(out):
         raise ValueError(f"runs of {counts.sum()} items do not fill an output of {len(out)}")
     files = [array for array in arrays if isinstance(array, ReopenedArray)]
-    if len(files) == len(arrays):
-        _read_files(files, starts, counts, out)
+    size, end = out.dtype.itemsize, 0
+    if len(files) < len(arrays):
+        for array, start, count in zip(arrays, starts.tolist(), counts.tolist(), strict=True):
+            if isinstance(array, CopiedArray):
+                array.read_bytes(start * array.dtype.itemsize, out[end : end + count].view(np.uint8))
+            else:
+                out[end : end + count] = array[start : start + count]
+            end += count
         return
-    end = 0
-    for array, start, count in zip(arrays, starts.tolist(), counts.tolist(), strict=True):
-        if isinstance(array, CopiedArray):
-            array.read_bytes(start * array.dtype.itemsize, out[end : end + count].view(np.uint8))
-        else:
-            out[end : end + count] = array[start : start + count]
-        end += count
-
-
-def _read_files(
-    arrays: Sequence[ReopenedArray], starts: NDArray[np.int64], counts: NDArray[np.int64], out: NDArray[Any]
-) -> None:
-    size = out.dtype.itemsize
-    begins, nbytes = np.array([array.offset for array in arrays], np.int64) + starts * size, counts * size
+    begins, nbytes = np.array([array.offset for array in files], np.int64) + starts * size, counts * size
     done, looks = 0, 0
-    while True:
-        files = tuple([array.file for array in arrays[done:]])
+    while done < len(files):
+        stamped = tuple([array.file for array in files[done:]])
         room = out[int(counts[:done].sum()) :] if done else out
-        more = _native.read_ranges(files, begins[done:], nbytes[done:], room)
+        more = _native.read_ranges(stamped, begins[done:], nbytes[done:], room)
         done, looks = done + more, 0 if more else looks
-        if done == len(arrays):
-            return
-        if looks == _MOST_LOOKS:
-            raise arrays[done].restless()
-        arrays[done].look_again()
-        looks += 1
+        if done < len(files):
+            if looks == _MOST_LOOKS:
+                raise files[done].restless()
+            files[done].look_again()
+            looks += 1

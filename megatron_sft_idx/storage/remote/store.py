@@ -48,7 +48,6 @@ __all__ = [
     "exists",
     "forget_stores",
     "in_folder",
-    "is_ending",
     "matching",
     "open_store",
     "read_ahead",
@@ -224,7 +223,8 @@ class RetryPolicy:
         begin, delay, attempts = time.monotonic(), self.first_delay, 0
         while True:
             attempts += 1
-            if is_ending():
+            # The interpreter waits for this thread before it exits: nothing is worth another attempt.
+            if _ending and threading.current_thread() is not threading.main_thread():
                 raise Temporary("the process ends")
             try:
                 return attempt()
@@ -255,11 +255,6 @@ def threads() -> ThreadPoolExecutor:
     if pool is None or pool[0] != os.getpid():
         pool = _pool = os.getpid(), ThreadPoolExecutor(CONNECTIONS, "storage")
     return pool[1]
-
-
-def is_ending() -> bool:
-    """Whether the interpreter waits for this thread before it exits, so that nothing is worth another attempt."""
-    return _ending and threading.current_thread() is not threading.main_thread()
 
 
 def _end() -> None:
@@ -328,12 +323,11 @@ class RemoteStore:
 
     def head(self, key: str, *, writing: bool = False) -> ObjectInfo | None:
         """What is at a key; None for nothing. With ``writing`` errors are worded for whoever writes there."""
-        try:
-            return self.policy.run(lambda: self.transport.head(key))
-        except Missing:
-            return None
-        except Failure as failure:
-            raise self._error(key, failure, writing=writing) from None
+        with self._telling(key, writing=writing):
+            try:
+                return self.policy.run(lambda: self.transport.head(key))
+            except Missing:
+                return None
 
     def read(self, key: str, offset: int, nbytes: int, *, etag: str | None = None) -> bytes | memoryview:
         """Exactly these bytes of an object; with ``etag``, of the object that it names and no other."""
@@ -364,7 +358,8 @@ class RemoteStore:
                 raise Temporary(f"{len(found)} bytes for the {nbytes} at {offset}")
             return found
 
-        return self._run(key, attempt)
+        with self._telling(key):
+            return self.policy.run(attempt)
 
     def confirm(self, key: str, etag: str) -> None:
         """FormatError unless all that was fetched so far is of the object that ``etag`` names.
@@ -382,13 +377,12 @@ class RemoteStore:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key begins with ``prefix``, in any order."""
-        try:
-            return iter(self._run(prefix, lambda: list(self.transport.list(prefix))))
-        except StorageError as error:
-            if error.missing:
+        with self._telling(prefix):
+            try:
+                return iter(self.policy.run(lambda: list(self.transport.list(prefix))))
+            except Missing:
                 where = f"{self.scheme}://{self.bucket}"
                 raise StorageError(where, "there is no such bucket; check its name", missing=True) from None
-            raise
 
     # Each of what follows raises StorageError only.
 
@@ -397,12 +391,12 @@ class RemoteStore:
 
         What ``chunks`` raises, at its end too, keeps the object from being written and comes out as it is.
         """
-        with self._writing(key):
+        with self._telling(key, writing=True):
             self.transport.put(key, chunks, nbytes, checksum, self.policy.total_seconds)
 
     def create(self, key: str, data: bytes, checksum: str) -> bool:
         """Write an object only if there is none; False where there is. Of two that try at once one succeeds."""
-        with self._writing(key):
+        with self._telling(key, writing=True):
             try:
                 self.policy.run(lambda: self.transport.create(key, data, checksum))
             except Changed:
@@ -411,29 +405,26 @@ class RemoteStore:
 
     def delete(self, key: str) -> None:
         """Remove an object; nothing where there is none."""
-        with self._writing(key):
+        with self._telling(key, writing=True):
             self.policy.run(lambda: self.transport.delete(key))
 
     def abort_uploads(self, key: str) -> int:
         """Remove the parts of uploads to ``key`` that never ended; returns how many uploads there were."""
-        with self._writing(key):
+        with self._telling(key, writing=True):
             return self.policy.run(lambda: self.transport.abort_uploads(key))
 
     @contextlib.contextmanager
-    def _writing(self, key: str) -> Iterator[None]:
+    def _telling(self, key: str, *, writing: bool = False) -> Iterator[None]:
+        """Failures become errors, worded for whoever reads or writes at a key."""
         try:
             yield
         except ModuleNotFoundError as error:
+            if not writing:
+                raise
             needs = f"writing needs {error.name}; pip install 'megatron-sft-idx[cloud]'"
             raise StorageError(self.path(key), needs) from None
         except Failure as failure:
-            raise self._error(key, failure, writing=True) from None
-
-    def _run(self, key: str, attempt: Callable[[], _T]) -> _T:
-        try:
-            return self.policy.run(attempt)
-        except Failure as failure:
-            raise self._error(key, failure) from None
+            raise self._error(key, failure, writing=writing) from None
 
     def _error(self, key: str, failure: Failure, *, writing: bool = False) -> SFTIndexError:
         path = self.path(key)
