@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
+from measure import indexed_dataset
 from numpy.typing import NDArray
 from report import MIB, Bench
 
@@ -52,11 +52,7 @@ class StockReader(Untold):
     """Tokens by Megatron's own reader, which knows no masks."""
 
     def __init__(self, job: Job, mmap: bool) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron's, of what is not installed
-            from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-        self._dataset: Any = IndexedDataset(job.prefix, mmap=mmap)
+        self._dataset: Any = indexed_dataset().IndexedDataset(job.prefix, mmap=mmap)
         self._ids = np.zeros(int(self._dataset.sequence_lengths.max()), self._dataset.index.dtype)
 
     def read(self, pack: int) -> int:

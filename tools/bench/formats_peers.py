@@ -12,7 +12,6 @@ import pickle
 import shutil
 import struct
 import sys
-import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from types import ModuleType
 from typing import Any, Protocol, cast
 
 import numpy as np
+from measure import indexed_dataset
 
 from megatron_sft_idx import open_dataset
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
@@ -177,10 +177,7 @@ class Stock:
     """Megatron's ``IndexedDataset``: tokens alone."""
 
     def __init__(self, prefix: str) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Megatron says that it falls back to its own code
-            from megatron.core.datasets.indexed_dataset import IndexedDataset
-        self.items = IndexedDataset(prefix)
+        self.items = indexed_dataset().IndexedDataset(prefix)
 
     def __len__(self) -> int:
         return len(self.items)

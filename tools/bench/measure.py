@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -81,6 +82,14 @@ def in_own_process(work: Callable[..., Any], *arguments: Any) -> Any:
     """What a function of a module returns in a process that has imported that and nothing else."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
+
+
+def indexed_dataset() -> Any:
+    """Megatron's module of that name; without what it warns of, that it falls back to its own code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets import indexed_dataset as module
+    return module
 
 
 def memory(field: str, process: int | str = "self", file: str = "status") -> int:

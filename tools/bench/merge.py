@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import tempfile
 import time
-import warnings
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from measure import in_own_process, memory, reset_peak, write_equal_packs
+from measure import in_own_process, indexed_dataset, memory, reset_peak, write_equal_packs
 from plot import Dot, dots
 from report import MIB, Bench, cells, run_bench
 
@@ -66,11 +65,7 @@ def with_add_shard(sources: list[str], output: str) -> None:
 
 
 def with_add_index(sources: list[str], output: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron says that it falls back to its own code
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(output + ".bin", np.int32)
+    builder = indexed_dataset().IndexedDatasetBuilder(output + ".bin", np.int32)
     for source in sources:
         builder.add_index(source)
     builder.finalize(output + ".idx")
