@@ -24,7 +24,7 @@ from pathlib import Path
 from backends_peers import PEERS, defaults
 from measure import write_equal_packs
 from plot import Dot, dots
-from report import MIB, Bench, Size, run_bench
+from report import MIB, Bench, run_bench
 
 from megatron_sft_idx.inspect.bench_read import Measured, Which
 from megatron_sft_idx.inspect.place import cached_nbytes, drop_cache, find_place, memory_limit
@@ -211,5 +211,5 @@ def report(bench: Bench, folder: Path, options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sizes = {"mib": Size(256, 1024, "MiB of tokens and masks; the memory limit is a quarter")}
+    sizes = {"mib": (256, 1024, "MiB of tokens and masks; the memory limit is a quarter")}
     run_bench("Ways of reading a shard", ("megatron-core", "numpy"), report, sizes, rounds=(3, 7))

@@ -22,7 +22,7 @@ import torch
 from batches_peers import CAPACITY, ROWS, SEQUENCES, TOKENS, Files, fill
 from measure import read_from_disk
 from plot import Dot, dots
-from report import Bench, Size, cells, run_bench
+from report import Bench, cells, run_bench
 from torch.utils.data import DataLoader, Dataset
 
 from megatron_sft_idx.inspect.place import drop_cache
@@ -343,5 +343,5 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
 
 if __name__ == "__main__":
     versions = ("torch", "datasets", "mosaicml-streaming", "numpy")
-    sizes = {"packs": Size(10_000, 20_000, "packs in every store")}
+    sizes = {"packs": (10_000, 20_000, "packs in every store")}
     run_bench("Batches beside other stores and collates", versions, report, sizes, rounds=(3, 5))

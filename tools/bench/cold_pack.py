@@ -19,7 +19,7 @@ from batches_peers import Files, mds
 from formats import copied
 from formats_peers import Items, RawMemmap, mds_items
 from measure import write_equal_packs
-from report import Bench, Size, cells, run_bench
+from report import Bench, cells, run_bench
 
 from megatron_sft_idx.inspect.place import drop_cache, find_place
 from megatron_sft_idx.shard import Shard
@@ -67,7 +67,7 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
 
 if __name__ == "__main__":
     sizes = {
-        "packs": Size(50_000, 50_000, f"packs of {LENGTH} tokens, 20 KiB each"),
-        "rounds": Size(15, 60, "packs that each way reads"),
+        "packs": (50_000, 50_000, f"packs of {LENGTH} tokens, 20 KiB each"),
+        "rounds": (15, 60, "packs that each way reads"),
     }
     run_bench("One cold pack", ("mosaicml-streaming", "numpy"), report, sizes)

@@ -15,7 +15,7 @@ import numpy as np
 from batches import per_batch, random_batches
 from batches_peers import CAPACITY, ROWS, SEQUENCES, fill
 from measure import in_turns, timed
-from report import Bench, Size, run_bench
+from report import Bench, run_bench
 
 from megatron_sft_idx import preprocess
 from megatron_sft_idx.layout import ShardPaths
@@ -112,7 +112,7 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
 
 if __name__ == "__main__":
     sizes = {
-        "packs": Size(4_000, 10_000, "packs of the shard"),
-        "copies": Size(20, 100, "times the demo's chats are taken for preprocess"),
+        "packs": (4_000, 10_000, "packs of the shard"),
+        "copies": (20, 100, "times the demo's chats are taken for preprocess"),
     }
     run_bench("Columns in batches", ("torch", "numpy"), report, sizes, rounds=(5, 9))

@@ -24,7 +24,7 @@ import numpy as np
 from formats_peers import nbytes_of, write_packs
 from measure import in_own_process, memory
 from plot import Dot, dots
-from report import MIB, Bench, Size, cells, run_bench
+from report import MIB, Bench, cells, run_bench
 
 from megatron_sft_idx.formats.convert import ConvertOptions, convert
 
@@ -232,5 +232,5 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
 
 if __name__ == "__main__":
     title = "Converting between a shard and every other format"
-    sizes = {"gigabytes": Size(0.1, 2.0, "size of what is converted")}
+    sizes = {"gigabytes": (0.1, 2.0, "size of what is converted")}
     run_bench(title, ("pyarrow", "megatron-core", "numpy"), report, sizes, rounds=(3, 3))

@@ -23,7 +23,7 @@ import numpy as np
 from formats_peers import CAPACITY, SEQUENCES, WAYS, Items, Way, check_equal, write_all
 from measure import in_own_process, memory, read_from_disk
 from plot import Dot, dots
-from report import MIB, Bench, Size, cells, run_bench
+from report import MIB, Bench, cells, run_bench
 
 from megatron_sft_idx import open_dataset
 from megatron_sft_idx.inspect.place import drop_cache
@@ -207,7 +207,7 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
 if __name__ == "__main__":
     versions = ("pyarrow", "datasets", "mosaicml-streaming", "megatron-core", "numpy")
     sizes = {
-        "packs": Size(12_000, 20_000, "packs in every format but .npy"),
-        "npy_packs": Size(1_000, 2_000, "packs in the pickled .npy"),
+        "packs": (12_000, 20_000, "packs in every format but .npy"),
+        "npy_packs": (1_000, 2_000, "packs in the pickled .npy"),
     }
     run_bench("Formats beside each other", versions, report, sizes, rounds=(3, 5))

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from measure import in_own_process, memory, reset_peak
-from report import MIB, Bench, Size, cells, run_bench
+from report import MIB, Bench, cells, run_bench
 
 from megatron_sft_idx.shard import ShardWriter
 from megatron_sft_idx.shard.shard_set import ShardSet
@@ -118,5 +118,5 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sizes = {"sequences": Size(10**7, 3 * 10**7, "sequences of the corpus")}
+    sizes = {"sequences": (10**7, 3 * 10**7, "sequences of the corpus")}
     run_bench("Index-only packing", ("torch", "numpy"), report, sizes, rounds=(3, 5))

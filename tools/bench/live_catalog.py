@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from batches_peers import CAPACITY, ROWS, SEQUENCES, TOKENS, fill
 from plot import Dot, dots
-from report import Bench, Size, cells, run_bench
+from report import Bench, cells, run_bench
 
 from megatron_sft_idx.live import Catalog, Limits, ProducerState
 from megatron_sft_idx.live.live_loader import LiveDataset, LiveLoader
@@ -185,7 +185,7 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
 
 if __name__ == "__main__":
     sizes = {
-        "packs": Size(8000, 8000, "packs in the catalog"),
-        "shards": Size(20, 20, "shards they are in"),
+        "packs": (8000, 8000, "packs in the catalog"),
+        "shards": (20, 20, "shards they are in"),
     }
     run_bench("A live catalog beside a static dataset", ("torch",), report, sizes, rounds=(5, 9))

@@ -23,7 +23,7 @@ import numpy as np
 from measure import alternated, in_own_process, memory, write_equal_packs
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from plot import Dot, dots
-from report import MIB, Bench, Size, run_bench
+from report import MIB, Bench, run_bench
 
 from megatron_sft_idx.shard.shard_set import ShardSet
 from megatron_sft_idx.training.batch import Batch, BatchAssembler
@@ -202,5 +202,5 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sizes = {"shards": Size(1000, 5000, "how many")}
+    sizes = {"shards": (1000, 5000, "how many")}
     run_bench("Many shards beside one of the same size", ("megatron-core",), report, sizes, rounds=(3, 5))

@@ -21,7 +21,7 @@ import numpy as np
 from measure import processed
 from numpy.typing import NDArray
 from plot import Dot, dots
-from report import Bench, Size, cells, run_bench
+from report import Bench, cells, run_bench
 
 from megatron_sft_idx.packing import METHODS, pack_sequences
 
@@ -306,7 +306,7 @@ def report(bench: Bench, _: Path, options: Namespace) -> None:
 
 if __name__ == "__main__":
     sizes = {
-        "sizes": Size([1e4, 1e5, 1e6, 1e7], [1e4, 1e5, 1e6, 1e7], "numbers of lengths"),
-        "random": Size(25, 200, "random shapes"),
+        "sizes": ([1e4, 1e5, 1e6, 1e7], [1e4, 1e5, 1e6, 1e7], "numbers of lengths"),
+        "random": (25, 200, "random shapes"),
     }
     run_bench("Packing", ("lightbinpack", "trl", "binpacking"), report, sizes)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from measure import memory, write_equal_packs
 from plot import Dot, dots
-from report import MIB, Bench, Size, cells, not_run, run_bench
+from report import MIB, Bench, cells, not_run, run_bench
 from servers import Link, range_server, slow_link
 
 SERVER = Path(__file__).parents[2] / "tests" / "cloud" / "swift_server.py"
@@ -263,8 +263,8 @@ def headlines(bench: Bench, found: dict[Way, list[Run]], key: str, where: str) -
 if __name__ == "__main__":
     versions = ("boto3", "multi-storage-client", "obstore", "megatron-core")
     sizes = {
-        "packs": Size(2_000, 4_000, "in the shard"),
-        "seconds": Size(1.2, 4.0, "each way in a round"),
-        "latency": Size([0.0, 20.0], [0.0, 5.0, 20.0], "milliseconds added to every request"),
+        "packs": (2_000, 4_000, "in the shard"),
+        "seconds": (1.2, 4.0, "each way in a round"),
+        "latency": ([0.0, 20.0], [0.0, 5.0, 20.0], "milliseconds added to every request"),
     }
     run_bench("Shuffled batches from an object store", versions, report, sizes, rounds=(3, 3))

@@ -7,7 +7,7 @@ A bench is a function that says what it found to a ``Bench``, and is given to ``
         bench.table(("packs", "ms"), rows)
         bench.headline("open", "opening a shard", [0.51, 0.52], "ms", peer="IndexedDataset", theirs=[0.50, 0.50])
 
-    sizes = {"packs": Size(20_000, 50_000, "packs that are read")}
+    sizes = {"packs": (20_000, 50_000, "packs that are read")}
     run_bench("Shards beside Megatron's", ("megatron-core",), report, sizes, rounds=(3, 9))
 
 which in ``shard.py`` leaves ``results/shard.md`` to read, ``results/shard.json`` for the board, and plots.
@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -233,16 +233,11 @@ def _version(distribution: str) -> str | None:
 # ---- sizes ----
 
 
-@dataclass(frozen=True)
-class Size:
-    """How large one thing of a bench is."""
-
-    board: Any  # for the board, which has minutes for all benches
-    full: Any  # for ``--full``
-    about: str  # for ``--help``
+# How large a thing is for the board, which has minutes for all benches, and for --full; what it is, for --help.
+Size = tuple[Any, Any, str]
 
 
-def parse(documentation: str | None, sizes: dict[str, Size]) -> argparse.Namespace:
+def parse(documentation: str | None, sizes: Mapping[str, Size]) -> argparse.Namespace:
     """What the command line says: every size is an option, and ``--full`` sets those that are not given.
 
     Args:
@@ -251,15 +246,15 @@ def parse(documentation: str | None, sizes: dict[str, Size]) -> argparse.Namespa
     """
     parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="larger, and more often, than make bench has time for")
-    for name, size in sizes.items():
-        several = isinstance(size.board, list)
-        kind = type(size.board[0] if several else size.board)
-        about = f"{size.about} (default: {_plain(size.board)}; --full: {_plain(size.full)})"
+    for name, (board, full, what) in sizes.items():
+        several = isinstance(board, list)
+        kind = type(board[0] if several else board)
+        about = f"{what} (default: {_plain(board)}; --full: {_plain(full)})"
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, nargs="+" if several else None, help=about)
     options = parser.parse_args()
-    for name, size in sizes.items():
+    for name, (board, full, _) in sizes.items():
         if getattr(options, name) is None:
-            setattr(options, name, size.full if options.full else size.board)
+            setattr(options, name, full if options.full else board)
     return options
 
 
@@ -267,7 +262,7 @@ def run_bench(
     title: str,
     peers: Sequence[str],
     work: Callable[[Bench, Path, argparse.Namespace], None],
-    sizes: dict[str, Size],
+    sizes: Mapping[str, Size],
     rounds: tuple[int, int] | None = None,
 ) -> None:
     """What the script that is run does: ``work`` measures in a folder of its own and says what it found.
@@ -281,7 +276,7 @@ def run_bench(
     """
     script: Any = sys.modules["__main__"]
     if rounds:
-        sizes = {**sizes, "rounds": Size(*rounds, "rounds of which the median is taken")}
+        sizes = {**sizes, "rounds": (*rounds, "rounds of which the median is taken")}
     options = parse(script.__doc__, sizes)
     bench = Bench(Path(script.__file__).stem, title, peers, options)
     with tempfile.TemporaryDirectory() as folder:

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from measure import memory, processed, reset_peak
-from report import Bench, Size, cells, run_bench
-from tokenising import TEMPLATE, make_chats, train_tokenizer
+from report import Bench, cells, run_bench
+from tokenising import make_input
 
 from megatron_sft_idx.chat.inputs import expand_inputs
 from megatron_sft_idx.layout.files import SUFFIXES
@@ -49,7 +49,7 @@ class Stage(NamedTuple):
 
 
 def encoder_of(folder: Path) -> RowEncoder:
-    return RowEncoder(EncodingOptions(str(folder / "tokenizer"), chat_template=TEMPLATE))
+    return RowEncoder(EncodingOptions(str(folder / "tokenizer")))
 
 
 def tokenising_stages(folder: Path) -> tuple[list[Stage], list[str], list[Any]]:
@@ -93,7 +93,8 @@ def packing_stages(folder: Path, paths: list[str], lengths: list[Any]) -> list[S
     encoder, seconds, nbytes = encoder_of(folder), 0.0, 0
     settings: dict[str, Any] = {"token_dtype": encoder.token_dtype, "pad_id": None, "overwrite": False, "columns": {}}
     tasks = outputs_of(str(folder / "gathered"), packing, PackOptions(CAPACITY), {}, "bench", **settings)
-    plans, sharing = processed(lambda: [pickle.dumps(lean(run), protocol=5) for _, run in tasks])
+    lean = [(run.offsets, run.sequences, run.lengths) for _, run in tasks]
+    plans, sharing = processed(lambda: [pickle.dumps(run, protocol=5) for run in lean])
     bounds = np.cumsum([0, *map(len, lengths)], dtype=np.int64)
     for output, run in tasks:
         with ShardWriter(output.prefix, **output.settings) as writer:
@@ -106,10 +107,6 @@ def packing_stages(folder: Path, paths: list[str], lengths: list[Any]) -> list[S
         Stage("share the plan out (driver)", sharing, sum(map(len, plans)), "from the driver"),
         Stage("gather tokens and write shards", seconds, 2 * nbytes, "read and written"),
     ]
-
-
-def lean(run: Any) -> Any:
-    return run.offsets, run.sequences, run.lengths
 
 
 # ---- the driver, by the number of sequences ----
@@ -142,7 +139,7 @@ class Outcome(NamedTuple):
 def run(folder: Path, engine: str, workers: int) -> Outcome:
     prefix, summary = folder / "out", folder / "summary.json"
     arguments = ["--input", folder / "chats.jsonl", "--tokenizer", folder / "tokenizer", "--seq-length", CAPACITY,
-                 "--chat-template", folder / "template.jinja", "--output-prefix", prefix, "--output-shards", SHARDS,
+                 "--output-prefix", prefix, "--output-shards", SHARDS,
                  "--workers", workers, "--engine", engine, "--summary", summary, "--overwrite",
                  "--log-interval", 0]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
@@ -181,16 +178,6 @@ def run_rows(runs: Runs) -> Iterator[list[object]]:
         first, whole, _ = medians(runs[engine, 1])
         figures = cells(".1f .2f .1f .2f", tokenising, first / tokenising, wall, whole / wall)
         yield [engine, workers, *figures, f"{user:.1f}" if engine == "local" else "not known"]
-
-
-def make_input(folder: Path, count: int) -> None:
-    """Chats, a tokenizer and its template."""
-    chats = make_chats(count, seed=1)
-    with open(folder / "chats.jsonl", "w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
-    (folder / "tokenizer").mkdir()
-    train_tokenizer(folder / "tokenizer", chats[:2000])
-    (folder / "template.jinja").write_text(TEMPLATE)
 
 
 def report_stages(bench: Bench, folder: Path) -> None:
@@ -243,7 +230,7 @@ def report_runs(bench: Bench, runs: Runs, engines: Sequence[str]) -> None:
 
 def report(bench: Bench, folder: Path, options: Namespace) -> None:
     load = os.getloadavg()[0]
-    make_input(folder, options.chats)
+    make_input(folder, options.chats, seed=1)
     report_stages(bench, folder)
     bench.section("The plan, which one process makes for all")
     rows = list(driver_rows())
@@ -263,7 +250,7 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
 if __name__ == "__main__":
     title = "Preprocessing: what each stage costs, and two processors against one"
     sizes = {
-        "chats": Size(24_000, 100_000, "how many"),
-        "engines": Size(["local"], ["local"], "of whole runs; ray where it is installed"),
+        "chats": (24_000, 100_000, "how many"),
+        "engines": (["local"], ["local"], "of whole runs; ray where it is installed"),
     }
     run_bench(title, ("tokenizers", "gigatoken", "ray"), report, sizes, rounds=(3, 3))

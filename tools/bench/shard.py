@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from measure import alternated, in_own_process, medians, memory, reset_peak, write_equal_packs
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-from report import MIB, Bench, Size, cells, run_bench
+from report import MIB, Bench, cells, run_bench
 
 from megatron_sft_idx.builder import SFTIndexedDatasetBuilder
 from megatron_sft_idx.dataset import SFTIndexedDataset
@@ -220,5 +220,5 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
 
 if __name__ == "__main__":
     title = "Shards beside Megatron's IndexedDataset"
-    sizes = {"largest": Size(10**6, 10**7, "packs in the largest shard that is opened")}
+    sizes = {"largest": (10**6, 10**7, "packs in the largest shard that is opened")}
     run_bench(title, ("megatron-core", "torch", "numpy"), report, sizes, rounds=(3, 9))

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 from measure import in_own_process
 from plot import Dot, dots
-from report import Bench, Size, run_bench
+from report import Bench, run_bench
 
 from megatron_sft_idx.chat.template import ChatTemplate
 from megatron_sft_idx.chat.tokenizer import load_tokenizer
@@ -99,6 +99,17 @@ def train_tokenizer(folder: Path, chats: list[list[dict[str, str]]]) -> None:
     special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def make_input(folder: Path, count: int, *, seed: int) -> None:
+    """``chats.jsonl``, and a tokenizer that carries the template."""
+    chats = make_chats(count, seed)
+    (folder / "tokenizer").mkdir()
+    train_tokenizer(folder / "tokenizer", chats[: min(count, 3000) // 3])
+    config = folder / "tokenizer/tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": TEMPLATE}))
+    with (folder / "chats.jsonl").open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
 
 
 # ---- the contestants: each gives, for chats, rows of (ids, mask) ----
@@ -249,4 +260,4 @@ def report(bench: Bench, _: Path, options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     title, peers = "Tokenising and masking chats, beside transformers", ("transformers", "tokenizers", "gigatoken")
-    run_bench(title, peers, report, {"count": Size(3000, 10_000, "chats to make")}, rounds=(3, 7))
+    run_bench(title, peers, report, {"count": (3000, 10_000, "chats to make")}, rounds=(3, 7))

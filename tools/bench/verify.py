@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 from measure import Time, alternated, in_own_process, medians, memory, timed, write_equal_packs
 from plot import Dot, dots
-from report import MIB, Bench, Size, cells, run_bench
+from report import MIB, Bench, cells, run_bench
 
 from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.layout import ShardPaths
@@ -126,5 +126,5 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sizes = {"mib": Size(512, 1024, "size of each shard")}
+    sizes = {"mib": (512, 1024, "size of each shard")}
     run_bench("Verifying every byte beside plain checksumming", ("xxhash", "numpy"), report, sizes, rounds=(5, 9))

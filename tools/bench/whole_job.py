@@ -8,7 +8,6 @@ has for it, or in that of ``--bridge-python``. Where there is none, that one is 
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -145,19 +144,6 @@ def clean(folder: Path) -> None:
 # ---- the table ----
 
 
-def make_input(folder: Path, count: int) -> None:
-    """Chats of a capacity at most, and a tokenizer that carries the template."""
-    from tokenising import TEMPLATE, make_chats, train_tokenizer
-
-    chats = make_chats(count, seed=0)
-    (folder / "tokenizer").mkdir()
-    train_tokenizer(folder / "tokenizer", chats[: min(count, 3000) // 3])
-    config = folder / "tokenizer/tokenizer_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": TEMPLATE}))
-    with (folder / "chats.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps({"messages": chat}, ensure_ascii=False) + "\n" for chat in chats)
-
-
 def has_bridge(python: Path) -> bool:
     probe = "from importlib.util import find_spec as f; raise SystemExit(not (f('megatron.bridge') and f('datasets')))"
     return python.exists() and not subprocess.run([python, "-c", probe], capture_output=True, check=False).returncode
@@ -167,7 +153,7 @@ def report(bench: Bench, folder: Path, options: Namespace) -> None:
     ways: dict[str, Callable[[Path], Done]] = {OURS: run_ours, TRL: lambda folder: run_peer(folder, "trl")}
     if has_bridge(python := Path(options.bridge_python)):
         ways[BRIDGE] = lambda folder: run_peer(folder, "bridge", python)
-    make_input(folder, options.count)
+    make_input(folder, options.count, seed=0)
     input_nbytes = (folder / "chats.jsonl").stat().st_size
     runs: dict[str, list[Done]] = {way: [] for way in ways}
     for _ in range(options.rounds):
@@ -201,11 +187,12 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         PEERS[sys.argv[2]](Path(sys.argv[3]))
     else:
-        from report import Bench, Size, cells, run_bench
+        from report import Bench, cells, run_bench
+        from tokenising import make_input
 
         sizes = {
-            "count": Size(10_000, 100_000, "chats to make"),
-            "bridge_python": Size(str(BRIDGE_PYTHON), str(BRIDGE_PYTHON), "a Python that has megatron-bridge"),
+            "count": (10_000, 100_000, "chats to make"),
+            "bridge_python": (str(BRIDGE_PYTHON), str(BRIDGE_PYTHON), "a Python that has megatron-bridge"),
         }
         title = "The whole job: chats to packed data on disk"
         run_bench(title, ("transformers", "datasets", "trl", "gigatoken"), report, sizes, rounds=(3, 5))
