@@ -382,10 +382,8 @@ class LiveLoader(Iterator[Tensors]):
         if not self.num_workers:
             return dataset.deliveries(dataset.waiter(self._stop), thread=True)
         deliveries, pinned = _InWorkers(dataset, self._stop), torch.cuda.is_available()
-        made: DataLoader[_Outcome] = DataLoader(
-            deliveries, batch_size=None, num_workers=self.num_workers, collate_fn=_as_it_is, pin_memory=pinned
-        )
-        return iter(made)
+        # With no collate of ours, torch makes tensors of arrays, of which there are none here.
+        return iter(DataLoader(deliveries, batch_size=None, num_workers=self.num_workers, pin_memory=pinned))
 
     def prepare(self) -> None:
         """Learn what the catalog promises; see ``LiveDataset.prepare``."""
@@ -465,8 +463,3 @@ class _InWorkers(IterableDataset[_Outcome]):
             yield from self._dataset.deliveries(self._dataset.waiter(self._stop))
         except SFTIndexError as error:
             yield error
-
-
-def _as_it_is(delivery: Any) -> Any:
-    """The ``collate_fn``: batches come whole."""
-    return delivery
