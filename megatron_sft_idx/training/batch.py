@@ -177,7 +177,7 @@ class Batch:
             storage = torch.empty(layout.nbytes, dtype=torch.uint8, pin_memory=pin_memory and torch.cuda.is_available())
         if shared:
             storage.share_memory_()  # type: ignore[no-untyped-call]
-        self.layout, self.storage, self.tensors = layout, storage, layout.carve(storage)
+        self.layout, self.storage, self.tensors, self._shared = layout, storage, layout.carve(storage), shared
         self.arrays: dict[str, NDArray[Any]] = {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
     def __len__(self) -> int:
@@ -194,7 +194,7 @@ class Batch:
 
     def whole(self) -> Tensors | Batch:
         """The batch as a dictionary, or, where it is for another process, ready to be handed over."""
-        return self if self.storage.is_shared() else dict(self.tensors)  # type: ignore[no-untyped-call]
+        return self if self._shared else dict(self.tensors)
 
     def head(self, rows: int) -> Batch:
         """Room for as many rows or fewer in the same storage: the last batch of an epoch may be smaller."""
