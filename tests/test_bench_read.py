@@ -21,10 +21,9 @@ from chats import ROOT, command
 from packs import demo_samples, write_samples
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.inspect.bench_read import Plan, bench_read
+from megatron_sft_idx.inspect.bench_read import Plan, bench_read, reading_lines, recommend
 from megatron_sft_idx.inspect.place import cached_nbytes, drop_cache, memory_limit
 from megatron_sft_idx.inspect.read_worker import SETTINGS, Job, Run, Sample, Setting, ShardReader, Workers, read_epoch
-from megatron_sft_idx.inspect.recommend import reading_lines, recommend
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.shard import ShardWriter
 

@@ -15,11 +15,13 @@ from megatron_sft_idx.inspect.bench_read import (
     ReadingReport,
     Subject,
     largest_sample,
+    reading_dict,
+    reading_lines,
+    recommend,
     sample_of,
 )
 from megatron_sft_idx.inspect.place import DiskKind, MemoryLimit, ShardPlace, find_place, kind_of
 from megatron_sft_idx.inspect.read_worker import Epoch, Run, Sample, Setting
-from megatron_sft_idx.inspect.recommend import reading_dict, reading_lines, recommend
 from megatron_sft_idx.inspect.text import shown_nbytes
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.storage.advice import mount_of

@@ -340,9 +340,8 @@ def _plain(value: Any) -> Any:
 
 
 def _bench_read(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from megatron_sft_idx.inspect.bench_read import Plan, bench_read
+    from megatron_sft_idx.inspect.bench_read import Plan, bench_read, reading_dict, reading_lines, recommend
     from megatron_sft_idx.inspect.place import memory_limit
-    from megatron_sft_idx.inspect.recommend import reading_dict, reading_lines, recommend
 
     with ExitStack() as stack:
         limit = None
