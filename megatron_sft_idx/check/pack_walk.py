@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from threading import Lock
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,19 +66,9 @@ class Meter:
         self._stopped = True
 
 
-class _Source(Protocol):
-    """Where the bytes of a file lie: ``nbytes`` is their number when it was opened."""
-
-    nbytes: int
-
-    def read_some(self, out: memoryview, offset: int) -> int:
-        """Fill the beginning of a buffer, which is not empty; how many bytes, 0 at the file's end."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class _Disk:
+    """A local file: ``nbytes`` is its size when it was opened."""
+
     def __init__(self, path: str) -> None:
         self._path = path
         # Not to wait for the other end where somebody has put a pipe there.
@@ -90,6 +80,7 @@ class _Disk:
             raise FileNotFoundError(0, "not a regular file", path)
 
     def read_some(self, out: memoryview, offset: int) -> int:
+        """Fill the beginning of a buffer, which is not empty; how many bytes, 0 at the file's end."""
         try:
             return os.preadv(self._fd, [out], offset)
         except OSError as error:
@@ -111,6 +102,7 @@ class _Object:
         self._windows: dict[int, Future[bytes | memoryview]] = {}
 
     def read_some(self, out: memoryview, offset: int) -> int:
+        """As of a local file."""
         number, begin = divmod(offset, _WINDOW_NBYTES)
         count = max(min(len(out), self.nbytes - offset), 0)
         if count > _SMALL_NBYTES or number in self._windows:
@@ -157,7 +149,7 @@ class CheckedFile:
     def __init__(self, path: str) -> None:
         self.path = path
         self.shrunk: int | None = None
-        self._source: _Source = _Object(path) if is_remote(path) else _Disk(path)
+        self._source = _Object(path) if is_remote(path) else _Disk(path)
         self.nbytes = self._source.nbytes
 
     def __enter__(self) -> CheckedFile:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_sft_idx.check.lengths import idx_lengths
-from megatron_sft_idx.check.restore import Damaged, Known, Replacement, derive, restore
+from megatron_sft_idx.check.restore import Known, Repair, derive, restore
 from megatron_sft_idx.check.verify import Report, verify_shard
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, ShardNotFoundError
 from megatron_sft_idx.layout import Header, ShardPaths
@@ -120,8 +120,12 @@ def rebuild(
     require_local(paths.prefix, "rebuild")
     if copied and not dry_run:
         adopt_remains(paths)
-    if _has_remains(paths) and (remains := find_remains(prefix)) is not None:
-        return _recovered(paths, remains, dry_run, watch)
+    head = read_journal(paths)
+    # A journal that is only a lock, or that of a killed rebuild, has nothing of a build.
+    if os.path.lexists(paths.journal) and os.path.getsize(paths.journal) > 0:
+        unfinished = head is not None and head.work == "rebuild" and head.done is None
+        if not unfinished and (remains := find_remains(prefix)) is not None:
+            return _recovered(paths, remains, dry_run, watch)
     if not paths.present():
         raise ShardNotFoundError(paths.prefix, list(paths.all), f"nothing to rebuild from; {where_to_look(paths)}")
     with _locked(paths, dry_run=dry_run) as lock:
@@ -130,14 +134,15 @@ def rebuild(
         if not faults:
             states = (*_states(paths, header, faults, {}), *_column_states(paths, header, checked))
             return Rebuilt(paths.prefix, states, note="nothing to do", dry_run=dry_run)
-        with Replacement(paths, lock) as new:
-            shard = Damaged(paths, faults, known or Known(), new, watch)
+        with Repair(paths, faults, known or Known(), watch, lock) as repair:
             if header is not None:
-                done = restore(shard, header)
+                done = restore(repair, header)
+            elif missing := [path for path in (paths.tokens, paths.loss, paths.starts) if path in faults]:
+                lost = "; ".join(f"{path} is missing: {_why_lost(paths, path, None)}" for path in missing)
+                raise FormatError(f"{paths.prefix}: there is no good .seq.idx, and {lost} (rule F1)")
             else:
-                _require_data(paths, faults)
-                done = derive(shard, raw, error)
-            kept = new.publish()
+                done = derive(repair, raw, error)
+            kept = repair.publish()
         report, note = Rebuilt(paths.prefix, _states(paths, header, faults, done)), ""
         if report.opens and not dry_run:
             _require_rules(paths, checked := _verified(paths, watch, "verifying"), "rebuilt")
@@ -258,30 +263,21 @@ def _unlisted(paths: ShardPaths, header: Header) -> str:
     return "; ".join(notes)
 
 
+_NOT_DERIVED = {
+    ".bin": "tokens cannot be derived; restore it from a copy",
+    ".loss.bin": "loss masks cannot be derived; restore it from a copy",
+    ".seq.bin": "sequence starts follow only where a good .seq.idx is there, and either every pack is one sequence or"
+    " every sequence ends with the --eod-id and no other token has it; restore it from a copy",
+    ".seq.idx": "no source of pack lengths gives the arrays that its header was written with: restore what is lost, try"
+    " --eod-id, or move this file away to have it derived from the rest",
+}
+
+
 def _why_lost(paths: ShardPaths, path: str, header: Header | None) -> str:
-    if path == paths.tokens:
-        return "tokens cannot be derived; restore it from a copy"
-    if path == paths.loss:
-        return "loss masks cannot be derived; restore it from a copy"
-    if path == paths.starts:
-        return (
-            "sequence starts follow only where a good .seq.idx is there, and either every pack is one sequence or"
-            " every sequence ends with the --eod-id and no other token has it; restore it from a copy"
-        )
-    if path == paths.seq_idx and header is not None:
-        return (
-            "no source of pack lengths gives the arrays that its header was written with: restore what is lost, try"
-            " --eod-id, or move this file away to have it derived from the rest"
-        )
-    return "restore what is lost first, then run again"
-
-
-def _require_data(paths: ShardPaths, faults: dict[str, str]) -> None:
-    """FormatError where no header is left and one of the three data files is missing."""
-    missing = [path for path in (paths.tokens, paths.loss, paths.starts) if path in faults]
-    if missing:
-        lost = "; ".join(f"{path} is missing: {_why_lost(paths, path, None)}" for path in missing)
-        raise FormatError(f"{paths.prefix}: there is no good .seq.idx, and {lost} (rule F1)")
+    suffix = path.removeprefix(paths.prefix)
+    if suffix == ".idx" or (suffix == ".seq.idx" and header is None):
+        return "restore what is lost first, then run again"
+    return _NOT_DERIVED[suffix]
 
 
 @contextlib.contextmanager
@@ -310,20 +306,26 @@ def _locked(paths: ShardPaths, *, dry_run: bool) -> Iterator[int | None]:
 # ---- what a killed build left ----
 
 
-def _has_remains(paths: ShardPaths) -> bool:
-    """Whether a build or a copy has written a journal: not one that is only a lock, or that of a killed rebuild."""
-    head = read_journal(paths)
-    if head is not None and head.work == "rebuild" and head.done is None:
-        return False
-    return os.path.lexists(paths.journal) and os.path.getsize(paths.journal) > 0
-
-
 def _recovered(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch) -> Rebuilt:
-    """The shard of a killed build."""
+    """The shard of a killed build; nothing to do where that was to replace a shard which is here, and good.
+
+    Raises:
+        FormatError: there is nothing to recover. Or the shard that is here is damaged, and either may be wanted.
+    """
     unpublished = os.path.lexists(paths.temporary(paths.seq_idx))
     replaces = unpublished and os.path.lexists(paths.seq_idx) and remains.head.work == "build"
     if paths.present() and (not remains.done or replaces):
-        return _left_alone(paths, remains, dry_run, watch)
+        _, header, error = _read_header(paths)
+        faults, checked = _faults(paths, header, error, watch)
+        if faults:
+            raise FormatError(
+                f"{paths.prefix}: a damaged shard is here, and beside it what a killed build of {remains.num_packs}"
+                " packs left that was to replace it; move the five files away to recover the build, or the .journal"
+                " and .tmp files to rebuild the shard"
+            )
+        states = (*_states(paths, header, faults, {}), *_column_states(paths, header, checked))
+        beside = f"{paths.journal} and the .tmp files are of a build that was to replace it: run it again to do so"
+        return Rebuilt(paths.prefix, states, note=f"nothing to do; {beside}", dry_run=dry_run)
     if not remains.done and not remains.num_packs:
         raise FormatError(
             f"{paths.journal}: the build was killed before it had written a pack, so there is nothing to recover;"
@@ -337,22 +339,3 @@ def _recovered(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch)
         _require_rules(paths, _verified(paths, watch, "verifying"), "rebuilt")
     files = tuple(FileState(path, "rebuilt", remedy="from the journal") for path in named_by(paths, remains.head).all)
     return Rebuilt(paths.prefix, files, note=how, dry_run=dry_run)
-
-
-def _left_alone(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch) -> Rebuilt:
-    """Nothing to do where a good shard is beside the remains of a build that was to replace it.
-
-    Raises:
-        FormatError: the shard is damaged, and either may be the one that is wanted.
-    """
-    _, header, error = _read_header(paths)
-    beside = f"{paths.journal} and the .tmp files are of a build that was to replace it: run it again to do so"
-    faults, checked = _faults(paths, header, error, watch)
-    if not faults:
-        states = (*_states(paths, header, faults, {}), *_column_states(paths, header, checked))
-        return Rebuilt(paths.prefix, states, note=f"nothing to do; {beside}", dry_run=dry_run)
-    raise FormatError(
-        f"{paths.prefix}: a damaged shard is here, and beside it what a killed build of {remains.num_packs} packs left"
-        " that was to replace it; move the five files away to recover the build, or the .journal and .tmp files to"
-        " rebuild the shard"
-    )

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -22,8 +22,15 @@ import xxhash
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.check.infer import infer_lengths
-from megatron_sft_idx.check.lengths import Lengths, Repeated, Starts, idx_lengths, offset_lengths, started
+from megatron_sft_idx.check.lengths import (
+    Lengths,
+    Repeated,
+    Starts,
+    idx_lengths,
+    infer_lengths,
+    offset_lengths,
+    started,
+)
 from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, Run, Stream, walk_packs
 from megatron_sft_idx.check.rules import Claims, Findings, add_breaches, check_ids
 from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError, UnsupportedVersionError
@@ -47,7 +54,7 @@ from megatron_sft_idx.storage.local import HashedFile, digest_file
 from megatron_sft_idx.storage.progress import Watch
 from megatron_sft_idx.storage.publish import put
 
-__all__ = ["Damaged", "Known", "Replacement", "derive", "restore"]
+__all__ = ["Known", "Repair", "derive", "restore"]
 
 _SAME = "byte for byte"
 # Added to the name of a file whose place a rebuilt one takes.
@@ -103,25 +110,30 @@ class Known:
 # ---- putting new files in their places ----
 
 
-class Replacement:
-    """New files of one shard, published together; leaving the context removes what was not published.
+class Repair:
+    """A shard that files are to be brought back of: new ones are published together, or removed with the context.
 
     A file that is replaced keeps another name, so a kill at any moment leaves all that a second rebuild needs.
 
     Args:
         paths: of the shard.
+        faults: what is wrong, by path.
+        known: what the user knows.
+        watch: shows how far long work is.
         lock: of its journal; None for a dry run, whose bytes go nowhere.
     """
 
-    def __init__(self, paths: ShardPaths, lock: int | None) -> None:
-        self._paths = paths
+    def __init__(
+        self, paths: ShardPaths, faults: Mapping[str, str], known: Known, watch: Watch, lock: int | None
+    ) -> None:
+        self.paths, self.faults, self.known, self.watch = paths, faults, known, watch
         self._written: set[str] = set()
         self._new: Publication | None = None
         if lock is not None:
             only = (paths.starts, paths.idx, paths.seq_idx)
             self._new = Publication(paths, {}, work="rebuild", overwrite=True, only=only, lock=lock)
 
-    def __enter__(self) -> Replacement:
+    def __enter__(self) -> Repair:
         return self
 
     def __exit__(
@@ -153,10 +165,10 @@ class Replacement:
         """
         if self._new is None or not self._written:
             return []
-        for path in self._paths.all:
+        for path in self.paths.all:
             if path not in self._written:
                 self._new.drop(path)
-        before = {path: inode for path in self._paths.all if path in self._written and (inode := inode_of(path))}
+        before = {path: inode for path in self.paths.all if path in self._written and (inode := inode_of(path))}
         kept: dict[str, str] = {}
         made: list[str] = []
         try:
@@ -206,35 +218,16 @@ def _keep(path: str, made: list[str]) -> str:
     return kept
 
 
-@dataclasses.dataclass(frozen=True)
-class Damaged:
-    """A shard that files are to be brought back of.
-
-    Attributes:
-        paths: of the shard.
-        faults: what is wrong, by path.
-        known: what the user knows.
-        new: takes the files.
-        watch: shows how far long work is.
-    """
-
-    paths: ShardPaths
-    faults: Mapping[str, str]
-    known: Known
-    new: Replacement
-    watch: Watch
-
-
 # ---- under a good header ----
 
 
-def restore(shard: Damaged, header: Header) -> dict[str, str]:
+def restore(repair: Repair, header: Header) -> dict[str, str]:
     """Write what is missing or damaged beside a good header, as far as it can be derived: its checksums prove it.
 
     Returns:
         How each file came back, by path.
     """
-    paths, faults, new = shard.paths, shard.faults, shard.new
+    paths, faults = repair.paths, repair.faults
     done: dict[str, str] = {}
     digests = dict(zip(paths.data, header.digests, strict=True))
 
@@ -243,7 +236,7 @@ def restore(shard: Damaged, header: Header) -> dict[str, str]:
         if digest == digests[path]:
             done[path] = f"{how}, {_SAME}"
         else:
-            new.drop(path)
+            repair.drop(path)
 
     packs: Iterable[PackChunk] | None
     if paths.seq_idx not in faults:
@@ -251,16 +244,15 @@ def restore(shard: Damaged, header: Header) -> dict[str, str]:
             offset_lengths(paths.seq_idx, at, header.num_packs) for at in (header.token_offsets_offset, header.nbytes)
         ]
         packs = Repeated(".seq.idx", header.num_packs, lambda: map(PackChunk, *stored))
-    elif packs := _restore_arrays(shard, header):
+    elif packs := _restore_arrays(repair, header):
         done[paths.seq_idx] = f"from {packs.origin} and .seq.bin, {_SAME}"
     if packs is not None and paths.idx in faults:
         dtype = header.token_dtype
-        file = new.create(paths.idx)
-        digest = write_idx(file, packs, token_dtype_of(dtype)[0], dtype.itemsize, header.num_packs)
+        digest = write_idx(repair.create(paths.idx), packs, token_dtype_of(dtype)[0], dtype.itemsize, header.num_packs)
         accept(paths.idx, digest, "from .seq.idx")
     if packs is not None and paths.starts in faults:
         # All zeros where every pack is one sequence; else what follows each end-of-sequence id.
-        eod_id, out = shard.known.eod_id, HashedFile(new.create(paths.starts))
+        eod_id, out = repair.known.eod_id, HashedFile(repair.create(paths.starts))
         if header.num_sequences == header.num_packs:
             for chunk in packs:
                 out.write(np.zeros(len(chunk.lengths), "<u4"))
@@ -270,14 +262,14 @@ def restore(shard: Damaged, header: Header) -> dict[str, str]:
                 out.write(starts)
             accept(paths.starts, out.digest(), f"from end-of-sequence id {eod_id}")
         else:
-            new.drop(paths.starts)
+            repair.drop(paths.starts)
     return done
 
 
-def _restore_arrays(shard: Damaged, header: Header) -> Repeated[PackChunk] | None:
+def _restore_arrays(repair: Repair, header: Header) -> Repeated[PackChunk] | None:
     """The packs by which the arrays have the checksum that the header says; the file is written anew."""
-    paths, new = shard.paths, shard.new
-    if paths.starts in shard.faults:
+    paths = repair.paths
+    if paths.starts in repair.faults:
         return None
     starts = Starts(paths.starts)
     # Likely ones first: the checksum decides, so even a damaged file may be tried.
@@ -285,17 +277,17 @@ def _restore_arrays(shard: Damaged, header: Header) -> Repeated[PackChunk] | Non
         lambda: idx_lengths(paths.idx, header.digests[0].nbytes)[0],
         lambda: offset_lengths(paths.seq_idx, header.token_offsets_offset, header.num_packs),
     ]
-    if not {paths.tokens, paths.loss} & shard.faults.keys():
+    if not {paths.tokens, paths.loss} & repair.faults.keys():
         dtypes = header.token_dtype, header.mask_dtype
-        sources.append(lambda: infer_lengths(paths, starts, dtypes, shard.known.eod_id, shard.watch))
+        sources.append(lambda: infer_lengths(paths, starts, dtypes, repair.known.eod_id, repair.watch))
     for source in sources if os.path.exists(paths.idx) else sources[1:]:
         try:
             packs = started(source(), starts)
-            if write_seq_idx(new.create(paths.seq_idx), packs, header) == header:
+            if write_seq_idx(repair.create(paths.seq_idx), packs, header) == header:
                 return packs
         except SFTIndexError:  # not the lengths that this header was written with
             pass
-        new.drop(paths.seq_idx)
+        repair.drop(paths.seq_idx)
     return None
 
 
@@ -319,11 +311,11 @@ def _starts_after(path: str, header: Header, eod_id: int, packs: Iterable[PackCh
 # ---- without a header ----
 
 
-def derive(shard: Damaged, raw: bytes | None, error: SFTIndexError | None) -> dict[str, str]:
+def derive(repair: Repair, raw: bytes | None, error: SFTIndexError | None) -> dict[str, str]:
     """Write both indexes from the data files, which are there, and whatever else can be believed.
 
     Args:
-        shard: what is left.
+        repair: what is left.
         raw: the first bytes of ``.seq.idx``; None where it is missing.
         error: why they are no header.
 
@@ -333,62 +325,37 @@ def derive(shard: Damaged, raw: bytes | None, error: SFTIndexError | None) -> di
     Raises:
         FormatError: the files that are left do not tell all that has to be known; says what is missing.
     """
-    paths, known, new, watch = shard.paths, shard.known, shard.new, shard.watch
+    paths, known, watch = repair.paths, repair.known, repair.watch
     there = [path for path in paths.data if os.path.exists(path)]
     with watch("reading", sum(os.stat(path).st_size for path in there)) as advance:
         digests = {path: digest_file(path, advance=advance) for path in there}
-    idx, token_dtype, fault = None, known.token_dtype, None
-    if paths.idx in digests:
-        try:
-            idx, token_dtype = idx_lengths(paths.idx, digests[paths.tokens].nbytes)
-        except CorruptShardError as corrupt:
-            fault = corrupt
-        if idx and known.token_dtype not in (None, token_dtype):
-            raise FormatError(f"{paths.idx}: says that tokens are {token_dtype}, --token-dtype {known.token_dtype}")
-    dtypes = _dtypes_by_size(paths, token_dtype, known.mask_dtype)
+    lengths, dtypes, fault = _index_and_dtypes(repair, digests)
     starts, stored = Starts(paths.starts), raw or b""
     sizes = _header_sizes(stored, os.stat(paths.seq_idx).st_size, starts.num_packs) if raw is not None else []
-    lengths = _proven_lengths(paths.seq_idx, stored, sizes, starts.num_packs) or idx
+    for size in sizes:  # arrays of a damaged header, where its checksum of them still fits, come first
+        if digest_file(paths.seq_idx, size).checksum == _field(stored, "arrays_checksum"):
+            lengths = offset_lengths(paths.seq_idx, align(size + 8 * (starts.num_packs + 1)), starts.num_packs)
+            break
     if lengths is None:
         try:
             lengths = infer_lengths(paths, starts, dtypes, known.eod_id, watch)
         except FormatError as nothing:
-            raise FormatError(f"{nothing}" if fault is None else f"{fault}. Without it: {nothing}") from None
+            raise FormatError(f"{fault}{nothing}") from None
     packs, done = started(lengths, starts), {}
-    walk = _measured(shard, dtypes, packs, starts.num_sequences)
-    digest = write_idx(new.create(paths.idx), packs, token_dtype_of(dtypes[0])[0], dtypes[0].itemsize, walk.num_packs)
+    walk = _measured(repair, dtypes, packs, starts.num_sequences)
+    digest = write_idx(
+        repair.create(paths.idx), packs, token_dtype_of(dtypes[0])[0], dtypes[0].itemsize, walk.num_packs
+    )
     if digest == digests.get(paths.idx):
-        new.drop(paths.idx)
+        repair.drop(paths.idx)
     else:
         done[paths.idx] = f"from {lengths.origin}"
     digests[paths.idx] = digest
-    header = _header(starts.num_sequences, walk, dtypes, [digests[path] for path in paths.data], known)
-    # Written nowhere first: what is stored is held against the checksum of the arrays too.
-    header = write_seq_idx(OutputFile(os.devnull, keep=True), packs, header)
-    if proven := _prove(stored, header, sizes, paths.seq_idx):
-        _require_same(paths.seq_idx, proven, known)
-        header, what = proven, f"{_SAME}, its own checksums prove it"
-    elif isinstance(error, UnsupportedVersionError):
-        raise error  # it may well be good
-    else:
-        header, what = _marked(header, lengths.origin, known, _damaged_values(stored, sizes))
-    write_seq_idx(new.create(paths.seq_idx), packs, header)
-    done[paths.seq_idx] = f"from {lengths.origin} and the data; {what}"
-    return done
-
-
-def _header(
-    num_sequences: int,
-    walk: _native.PackWalk,
-    dtypes: tuple[np.dtype[Any], np.dtype[Any]],
-    digests: Sequence[FileDigest],
-    known: Known,
-) -> Header:
-    """All that follows from the data, and what is known besides; without the checksum of the arrays."""
-    tokens, loss, idx, starts = digests
-    return Header(
+    # All that follows from the data, and what is known besides; without the checksum of the arrays.
+    tokens, loss, index, begins = (digests[path] for path in paths.data)
+    header = Header(
         num_packs=walk.num_packs,
-        num_sequences=num_sequences,
+        num_sequences=starts.num_sequences,
         num_tokens=tokens.nbytes // dtypes[0].itemsize,
         num_trained_tokens=walk.num_trained_tokens,
         num_masked_packs=walk.num_masked_packs,
@@ -399,9 +366,43 @@ def _header(
         longest_pack=walk.longest_pack,
         most_sequences=walk.most_sequences,
         pad_id=known.pad_id,
-        digests=(tokens, loss, idx, starts),
+        digests=(tokens, loss, index, begins),
         arrays_checksum=bytes(16),
     )
+    # Written nowhere first: what is stored is held against the checksum of the arrays too.
+    header = write_seq_idx(OutputFile(os.devnull, keep=True), packs, header)
+    if proven := _prove(stored, header, sizes, paths.seq_idx):
+        for name in _KNOWN:
+            said, stored_value = getattr(known, name), getattr(proven, name)
+            if said not in (None, stored_value):
+                raise FormatError(
+                    f"{paths.seq_idx}: its header proves {name} {stored_value}, --{name.replace('_', '-')} is {said};"
+                    " leave the option out"
+                )
+        header, what = proven, f"{_SAME}, its own checksums prove it"
+    elif isinstance(error, UnsupportedVersionError):
+        raise error  # it may well be good
+    else:
+        header, what = _marked(header, lengths.origin, known, _damaged_values(stored, sizes))
+    write_seq_idx(repair.create(paths.seq_idx), packs, header)
+    done[paths.seq_idx] = f"from {lengths.origin} and the data; {what}"
+    return done
+
+
+def _index_and_dtypes(
+    repair: Repair, digests: Mapping[str, FileDigest]
+) -> tuple[Lengths | None, tuple[np.dtype[Any], np.dtype[Any]], str]:
+    """Lengths by ``.idx``, where it is there and right; dtypes of tokens and masks; and what is wrong with ``.idx``."""
+    paths, known = repair.paths, repair.known
+    idx, token_dtype, fault = None, known.token_dtype, ""
+    if paths.idx in digests:
+        try:
+            idx, token_dtype = idx_lengths(paths.idx, digests[paths.tokens].nbytes)
+        except CorruptShardError as corrupt:
+            fault = f"{corrupt}. Without it: "
+        if idx and known.token_dtype not in (None, token_dtype):
+            raise FormatError(f"{paths.idx}: says that tokens are {token_dtype}, --token-dtype {known.token_dtype}")
+    return idx, _dtypes_by_size(paths, token_dtype, known.mask_dtype), fault
 
 
 def _dtypes_by_size(
@@ -436,7 +437,7 @@ def _dtypes_by_size(
 
 
 def _measured(
-    shard: Damaged, dtypes: tuple[np.dtype[Any], np.dtype[Any]], packs: Repeated[PackChunk], num_sequences: int
+    repair: Repair, dtypes: tuple[np.dtype[Any], np.dtype[Any]], packs: Repeated[PackChunk], num_sequences: int
 ) -> _native.PackWalk:
     """The counts of all packs, each held against the rules of FORMAT.md.
 
@@ -444,7 +445,7 @@ def _measured(
         FormatError: a pack breaks a rule, or together they have not as many tokens as ``.bin``, so the files are
             not of one shard or one of them is damaged.
     """
-    paths, known = shard.paths, shard.known
+    paths, known = repair.paths, repair.known
     damaged = "one of them is damaged: restore it"
     num_tokens, found = os.stat(paths.tokens).st_size // dtypes[0].itemsize, sum(int(c.lengths.sum()) for c in packs)
     if found != num_tokens:
@@ -475,7 +476,7 @@ def _measured(
 
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(CheckedFile(path)) for path in (paths.tokens, paths.loss, paths.starts)]
-        advance = stack.enter_context(shard.watch("checking", sum(file.nbytes for file in files)))
+        advance = stack.enter_context(repair.watch("checking", sum(file.nbytes for file in files)))
         meter = Meter(advance)
         tokens, loss, starts = (Stream(file, meter) for file in files)
         walk_packs(walk, _runs(packs), starts, loss, dtypes[1])
@@ -497,14 +498,6 @@ def _runs(packs: Iterable[PackChunk]) -> Iterator[Run]:
         firsts = _native.offsets_from_lengths(chunk.sequences, 1, sequence)
         token, sequence = int(begins[-1]), int(firsts[-1])
         yield Run(begins, firsts, len(chunk.lengths))
-
-
-def _require_same(path: str, proven: Header, known: Known) -> None:
-    for name in _KNOWN:
-        said, stored = getattr(known, name), getattr(proven, name)
-        if said not in (None, stored):
-            option = "--" + name.replace("_", "-")
-            raise FormatError(f"{path}: its header proves {name} {stored}, {option} is {said}; leave the option out")
 
 
 def _marked(header: Header, origin: str, known: Known, unproven: Mapping[str, Any]) -> tuple[Header, str]:
@@ -539,14 +532,6 @@ def _header_sizes(raw: bytes, file_nbytes: int, num_packs: int) -> list[int]:
     said = _field(raw, "header_nbytes") if len(raw) >= HEADER_FIXED_NBYTES else 0
     sizes = dict.fromkeys((said, file_nbytes - arrays - align(arrays)))
     return [n for n in sizes if n % 64 == 0 and smallest <= n <= min(MAX_HEADER_NBYTES, file_nbytes, len(raw))]
-
-
-def _proven_lengths(path: str, raw: bytes, sizes: list[int], num_packs: int) -> Lengths | None:
-    """Lengths by the arrays of a ``.seq.idx`` whose header is damaged, where its checksum of the arrays still fits."""
-    for size in sizes:
-        if digest_file(path, size).checksum == _field(raw, "arrays_checksum"):
-            return offset_lengths(path, align(size + 8 * (num_packs + 1)), num_packs)
-    return None
 
 
 def _prove(raw: bytes, derived: Header, sizes: list[int], path: str) -> Header | None:

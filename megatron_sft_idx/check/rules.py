@@ -2,13 +2,14 @@
 
 ``check_header`` (H1 to H8), ``check_sizes`` (F2), ``check_arrays`` (O1, O2, H5, I1) and ``check_corners`` look at ends
 only and take milliseconds for any size. ``add_breaches`` says what the kernel found inside packs (O1, O2, P1 to P7),
-``check_ids`` (P8, P9) looks at every token.
+``check_ids`` (P8, P9) looks at every token, ``check_columns`` (C1 to C10) at what lies beside the five files.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,18 @@ import numpy as np
 import xxhash
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.check.pack_walk import CheckedFile, Stream
+from megatron_sft_idx.check.pack_walk import CheckedFile, Meter, Stream
 from megatron_sft_idx.layout import HEADER_FIXED_NBYTES, MASK_DTYPES, TOKEN_DTYPES, ShardPaths, align
-from megatron_sft_idx.layout.column import listed_columns
+from megatron_sft_idx.layout.column import (
+    FIXED_NBYTES,
+    PAIR,
+    ColumnHeader,
+    broken_column,
+    column_count,
+    is_source,
+    listed_columns,
+    torn_pairs,
+)
 from megatron_sft_idx.layout.files import (
     CHECKSUM_NBYTES,
     IDX_HEADER,
@@ -29,11 +39,14 @@ from megatron_sft_idx.layout.files import (
     SEQ_IDX,
     Broken,
     broken_rules,
+    column_of,
     data_nbytes,
     idx_nbytes,
     idx_places,
     pack_idx_header,
 )
+from megatron_sft_idx.storage import is_remote
+from megatron_sft_idx.storage.remote import open_store
 
 __all__ = [
     "Claims",
@@ -42,16 +55,20 @@ __all__ = [
     "PackOf",
     "add_breaches",
     "check_arrays",
+    "check_columns",
     "check_corners",
     "check_header",
+    "check_headless",
     "check_ids",
-    "check_idx_alone",
     "check_sizes",
 ]
 
 _INDEX = "restore it from a copy, or make it anew from the other files: megatron-sft-idx rebuild PREFIX"
 _DATA = "restore it from a copy, or write the shard again: nothing else holds what it held"
+_ATTACHED = "restore it from a copy, or remove it and attach it anew"
 _UPGRADE = "upgrade megatron-sft-idx, or restore the file from a copy"
+
+_PIECE_ROWS = 1 << 16
 
 # Which pack holds a token; None where the offsets do not tell.
 PackOf = Callable[[int], int | None]
@@ -300,8 +317,12 @@ def check_arrays(files: Mapping[str, CheckedFile], claims: Claims, findings: Fin
             findings.add("I1", idx.path, offset, f"head {head.hex()}", wanted.hex())
 
 
-def check_idx_alone(idx: CheckedFile, findings: Findings) -> None:
-    """Rule I1 as far as ``.idx`` tells by itself."""
+def check_headless(files: Mapping[str, CheckedFile], findings: Findings) -> None:
+    """Rule I1 as far as ``.idx`` tells by itself, where no header can be read."""
+    if files:
+        findings.notes.append("there is no header that can be read, so the other files could not be held to it")
+    if (idx := files.get(".idx")) is None:
+        return
     raw = idx.read(0, IDX_HEADER_NBYTES)
     if len(raw) < IDX_HEADER_NBYTES:
         findings.add("I1", idx.path, len(raw), f"{len(raw)} bytes", f"at least {IDX_HEADER_NBYTES}")
@@ -410,3 +431,100 @@ def check_ids(stream: Stream, dtype: np.dtype[Any], limit: int, findings: Findin
                     findings.add(rule, stream.file.path, offset, f"id {ids[position]}", f"0 to {limit - 1}", pack=pack)
                 findings.add_uncounted(rule, len(bad[findings.most :]))
         first += len(ids)
+
+
+# ---- columns ----
+
+
+def check_columns(paths: ShardPaths, claims: Claims | None, findings: Findings, meter: Meter | None) -> None:
+    """Look at every column that is there, and at those that the shard lists.
+
+    Args:
+        paths: of the shard.
+        claims: what its header says; None where there is none that can be read.
+        findings: where breaches go.
+        meter: told of every byte, where all values are to be read.
+    """
+    listed = {} if claims is None else claims.listed
+    # Files whose names are those of columns of the shard, whatever they hold.
+    folder, base = os.path.split(paths.prefix)
+    if is_remote(paths.prefix):
+        store, base = open_store(paths.prefix)
+        names: Iterable[str] = (info.key for info in store.list(base + "."))
+    else:
+        names = os.listdir(folder or ".") if os.path.isdir(folder or ".") else ()
+    found = map(column_of, names)
+    there = {column[1]: paths.column(column[1]) for column in found if column and column[0] == base}
+    for name in sorted(listed.keys() - there.keys()):
+        path = paths.column(name)
+        findings.add("C8", path, 0, "no such file", "the column that .seq.idx lists", remedy=_DATA)
+    for name, path in sorted(there.items()):
+        remedy = _DATA if name in listed else _ATTACHED
+        try:
+            file = CheckedFile(path)
+        except (FileNotFoundError, NotADirectoryError):
+            findings.add("C1", path, 0, "something that is no regular file", "a column", remedy=remedy)
+            continue
+        with file:
+            _check_column(file, name, claims, findings, meter, remedy)
+
+
+def _check_column(
+    file: CheckedFile, name: str, claims: Claims | None, findings: Findings, meter: Meter | None, remedy: str
+) -> None:
+    def add(rule: str, offset: int, found: object, expected: object) -> None:
+        findings.add(rule, file.path, offset, found, expected, remedy=remedy)
+
+    raw = file.read(0, FIXED_NBYTES)
+    raw += file.read(len(raw), ColumnHeader.peek(raw) - len(raw))
+    if broken := list(broken_column(raw)):
+        for breach in broken:
+            add(breach.rule, breach.offset, breach.found, breach.expected)
+        return
+    column = ColumnHeader.decode(raw, file.path)
+    if file.nbytes != column.nbytes:
+        add("C2", min(file.nbytes, column.nbytes), f"{file.nbytes} bytes", f"{column.nbytes} by its header")
+    if claims is not None and claims.sound:
+        if column.shard_id != claims.values["shard_id"]:
+            found, expected = f"a column of shard {column.shard_id.hex()}", claims.values["shard_id"].hex()
+            add("C6", 16, found, expected)
+        rows = column_count(column.spec.per, claims.num_tokens, claims.num_sequences, claims.num_packs)
+        if column.rows != rows:
+            add("C5", 40, f"{column.rows} rows", f"{rows}: one a {column.spec.per}")
+        checksum, listed = raw[-CHECKSUM_NBYTES:].hex(), claims.listed.get(name)
+        if listed is not None and listed != checksum:
+            add("C8", len(raw) - CHECKSUM_NBYTES, f"header checksum {checksum}", f"{listed}, as .seq.idx lists it")
+    checked = ""
+    if name == "source" and not is_source(column.spec):
+        expected = "uint32 x 2 a sequence, and files with names in its JSON"
+        add("C9", FIXED_NBYTES, "a source that names no files", expected)
+    elif name == "pair" and column.spec.kind != PAIR.kind:
+        add("C10", FIXED_NBYTES, f"a column of {column.spec.kind[:3]}", "uint32 x 2 a sequence")
+    elif name in ("source", "pair"):
+        checked = name
+    if meter is not None:
+        _check_values(Stream(file, meter, len(raw)), column, checked, findings, add)
+
+
+def _check_values(
+    stream: Stream, column: ColumnHeader, name: str, findings: Findings, add: Callable[[str, int, object, object], None]
+) -> None:
+    """C7; C9: each row of ``source`` is of a file that is named; C10: sequences are chosen and rejected in turn."""
+    begin, files = stream.position, len(column.spec.metadata["files"]) if name == "source" else 0
+    while name:
+        at = stream.position
+        # Both rows of a pair are read together.
+        rows = stream.take("<u8", _PIECE_ROWS).view("<u4").reshape(-1, 2)
+        if not len(rows):
+            break
+        bad = torn_pairs(rows) if name == "pair" else np.flatnonzero(rows[:, 0] >= files)
+        for i in bad[: findings.most].tolist():
+            if name == "pair":
+                expected = "[n, 0] and [n, 1], chosen and rejected"
+                add("C10", at + 8 * i, f"rows {rows[i : i + 2].tolist()}", expected)
+            else:
+                add("C9", at + 8 * i, f"file {rows[i, 0]}", f"less than {files}")
+        findings.add_uncounted("C10" if name == "pair" else "C9", len(bad[findings.most :]))
+    found = stream.finish()
+    if stream.file.nbytes == column.nbytes and stream.file.shrunk is None and found != column.checksum:
+        add("C7", begin, f"checksum {found.hex()} of the values", column.checksum.hex())

@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx import _native
-from megatron_sft_idx.check.column_rules import check_columns
 from megatron_sft_idx.check.pack_walk import RUN_PACKS, CheckedFile, Meter, Run, Stream, walk_packs
 from megatron_sft_idx.check.rules import (
     Claims,
@@ -26,10 +25,11 @@ from megatron_sft_idx.check.rules import (
     Findings,
     add_breaches,
     check_arrays,
+    check_columns,
     check_corners,
     check_header,
+    check_headless,
     check_ids,
-    check_idx_alone,
     check_sizes,
 )
 from megatron_sft_idx.errors import FormatError, ShardNotFoundError
@@ -151,7 +151,7 @@ def verify_shard(
             elif placed:
                 check_corners(files, claims, findings)
         else:
-            _check_headless(files, findings)
+            check_headless(files, findings)
         if files:
             check_columns(paths, claims, findings, Meter(advance) if full else None)
     order = {path: number for number, path in enumerate((paths.seq_idx, *paths.data))}
@@ -162,13 +162,6 @@ def verify_shard(
     if claims is not None:
         counts = {"packs": claims.num_packs, "sequences": claims.num_sequences, "tokens": claims.num_tokens}
     return Report(paths.prefix, full, tuple(kept), findings.omitted(), tuple(findings.notes), counts)
-
-
-def _check_headless(files: Mapping[str, CheckedFile], findings: Findings) -> None:
-    if idx := files.get(".idx"):
-        check_idx_alone(idx, findings)
-    if files:
-        findings.notes.append("there is no header that can be read, so the other files could not be held to it")
 
 
 def _open_files(paths: ShardPaths, findings: Findings) -> dict[str, CheckedFile]:
@@ -220,14 +213,10 @@ def _check_all(
     def pack_of(token: int) -> int | None:
         return _pack_of(files[".seq.idx"], claims, token)
 
-    def look_at_ids() -> None:
-        dtype = claims.token_dtype
-        if ".bin" in streams and dtype is not None:
-            check_ids(streams[".bin"], dtype, vocab_size or 1 << 32, findings, pack_of)
-
+    tokens, dtype = streams.get(".bin"), claims.token_dtype
     with ThreadPoolExecutor(1) as pool:
         try:
-            ids = pool.submit(look_at_ids)
+            ids = tokens and dtype and pool.submit(check_ids, tokens, dtype, vocab_size or 1 << 32, findings, pack_of)
             if placed:
                 walk = claims.kernel(findings.most)
                 masks = streams.get(".loss.bin") if claims.mask_dtype is not None else None
@@ -237,13 +226,22 @@ def _check_all(
                 _check_counts(walk, masks, files[".seq.idx"].path, claims, findings)
             else:
                 findings.notes.append("where the offsets of the packs are is not known, so the packs were not checked")
-            ids.result()
+            if ids:
+                ids.result()
         except BaseException:
             meter.stop()  # or the pool would wait for the thread to read all tokens
             raise
     for suffix, stream in streams.items():
-        _check_sum(suffix, stream, claims, findings)
-    for file in files.values():
+        # Where the file has the size that its checksum was taken of.
+        found, file, values = stream.finish(), stream.file, claims.values
+        if suffix == ".seq.idx":
+            what, nbytes, expected = " of the arrays", claims.nbytes[suffix], values["arrays_checksum"]
+        else:
+            name = _NAMES[suffix]
+            what, nbytes, expected = "", values[f"{name}_nbytes"], values[f"{name}_checksum"]
+        if file.nbytes == nbytes and file.shrunk is None and found != expected:
+            begin = begins.get(suffix, 0)
+            findings.add("F3", file.path, begin, f"checksum {found.hex()}{what}", expected.hex())
         if file.shrunk is not None:
             findings.add(
                 "F2", file.path, file.shrunk, "the end of the file, which was cut while it was read", file.nbytes
@@ -325,16 +323,3 @@ def _check_counts(walk: _native.PackWalk, masks: Stream | None, path: str, claim
         said, counted = claims.values[name], getattr(walk, name)
         if comparable and said != counted:
             findings.add("H9", path, _PLACES[name], f"{name} {said}", f"{counted} by the data")
-
-
-def _check_sum(suffix: str, stream: Stream, claims: Claims, findings: Findings) -> None:
-    """Rule F3, where the file has the size that its checksum was taken of."""
-    found, file = stream.finish(), stream.file
-    if suffix == ".seq.idx":
-        begin, what, nbytes = claims.sequence_offsets, " of the arrays", claims.nbytes[suffix]
-        expected = claims.values["arrays_checksum"]
-    else:
-        begin, what, name = 0, "", _NAMES[suffix]
-        nbytes, expected = claims.values[f"{name}_nbytes"], claims.values[f"{name}_checksum"]
-    if file.nbytes == nbytes and file.shrunk is None and found != expected:
-        findings.add("F3", file.path, begin, f"checksum {found.hex()}{what}", expected.hex())
