@@ -185,12 +185,18 @@ def _compare_windows(here: Window, there: Window, result: Comparison, most: int)
             pair = "boundaries", _starts(here, i), _starts(there, i)
         found.append(Difference(pair[0], here.first + i, None, None, None, *pair[1:]))
     # The tokens of packs of one shape: where they lie here and there.
-    kept, other_kept = (_positions(window, ~reshaped) for window in (here, there))
+    kept, other_kept = (
+        np.flatnonzero(np.repeat(~reshaped, np.diff(window.pack_bounds))) if reshaped.any() else slice(None)
+        for window in (here, there)
+    )
     changed = reshaped.copy()
     for what, ours, theirs in zip(("token", "mask"), here.content(), there.content(), strict=True):
-        if not (differs := _unequal(ours[kept], theirs[other_kept])).any():
+        values, others_values = ours[kept], theirs[other_kept]
+        differs = values != others_values
+        if values.dtype.kind == others_values.dtype.kind == "f" and differs.any():
+            differs &= ~(np.isnan(values) & np.isnan(others_values))  # damage, but the same in both
+        if not len(unequal := np.flatnonzero(differs)):
             continue
-        unequal = np.flatnonzero(differs)
         if what == "token":
             result.tokens += len(unequal)
         else:
@@ -198,30 +204,14 @@ def _compare_windows(here: Window, there: Window, result: Comparison, most: int)
         at, other_at = (unequal if isinstance(some, slice) else some[unequal] for some in (kept, other_kept))
         changed[np.searchsorted(here.pack_bounds, at, "right") - 1] = True
         for i, j in zip(at[:most].tolist(), other_at[:most].tolist(), strict=True):
-            found.append(_difference(here, what, i, ours[i].item(), theirs[j].item()))
+            number = int(np.searchsorted(here.bounds, i, "right")) - 1
+            pack, sequence = here.place(number)
+            token, position = i - int(here.bounds[number]), i - int(here.pack_bounds[pack - here.first])
+            found.append(Difference(what, pack, sequence, token, position, ours[i].item(), theirs[j].item()))
     result.reshaped += int(np.count_nonzero(reshaped))
     result.differing_packs += int(np.count_nonzero(changed))
     if (room := most - len(result.first)) > 0:
         result.first += sorted(found, key=lambda one: (one.pack, one.position or 0))[:room]
-
-
-def _positions(window: Window, packs: NDArray[np.bool_]) -> slice | NDArray[np.int64]:
-    """The tokens of some of the packs, as what indexes an array of all of the window's."""
-    return slice(None) if packs.all() else np.flatnonzero(np.repeat(packs, np.diff(window.pack_bounds)))
-
-
-def _difference(window: Window, what: str, at: int, value: Any, other: Any) -> Difference:
-    number = int(np.searchsorted(window.bounds, at, "right")) - 1
-    pack, sequence = window.place(number)
-    token, position = at - int(window.bounds[number]), at - int(window.pack_bounds[pack - window.first])
-    return Difference(what, pack, sequence, token, position, value, other)
-
-
-def _unequal(values: NDArray[Any], others: NDArray[Any]) -> NDArray[np.bool_]:
-    unequal: NDArray[np.bool_] = values != others
-    if values.dtype.kind == others.dtype.kind == "f" and unequal.any():
-        unequal &= ~(np.isnan(values) & np.isnan(others))  # damage, but the same in both
-    return unequal
 
 
 def _starts(window: Window, i: int) -> list[int]:

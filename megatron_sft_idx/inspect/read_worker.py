@@ -276,7 +276,7 @@ def read_epoch(reader: Reader, packs: NDArray[np.int64], *, scheduled: bool, mos
     times = np.empty(len(packs))
     nbytes = done = 0
     clock = time.perf_counter
-    disk, usage = _disk_nbytes(), resource.getrusage(resource.RUSAGE_SELF)
+    disk, usage = _proc_value("io", "read_bytes:"), resource.getrusage(resource.RUSAGE_SELF)
     begin = last = clock()
     if scheduled:
         reader.schedule(packs)
@@ -287,54 +287,44 @@ def read_epoch(reader: Reader, packs: NDArray[np.int64], *, scheduled: bool, mos
         done, last = done + 1, now
         if now - begin > most_seconds:
             break
-    after, read = resource.getrusage(resource.RUSAGE_SELF), _disk_nbytes()
+    after, read = resource.getrusage(resource.RUSAGE_SELF), _proc_value("io", "read_bytes:")
     soft, hard = after.ru_minflt - usage.ru_minflt, after.ru_majflt - usage.ru_majflt
     median, p99 = np.percentile(times[:done] * 1e6, [50, 99]).tolist()
     counted = None if disk is None or read is None else read - disk
     return Epoch(done, last - begin, nbytes, median, p99, soft, hard, counted)
 
 
-def _disk_nbytes() -> int | None:
-    try:
-        return _proc_value("io", "read_bytes:")
-    except (OSError, StopIteration):  # a kernel that does not account for it
-        return None
-
-
-def _proc_value(file: str, key: str) -> int:
-    with open(f"/proc/self/{file}") as lines:
+def _proc_value(file: str, key: str) -> int | None:
+    """A number that the kernel keeps of this process; None where it does not account for it."""
+    with suppress(OSError, StopIteration), open(f"/proc/self/{file}") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith(key))
+    return None
 
 
 def _private_nbytes() -> int:
-    return 1024 * _proc_value("status", "RssAnon:")  # mapped files left out
+    return 1024 * (_proc_value("status", "RssAnon:") or 0)  # mapped files left out
 
 
 def _run_job(job: Job, open_reader: Callable[[Job], Reader], begun_with: int) -> Run:
+    """Both epochs. What the first had no time for is read between them, in the plainest way, in order.
+
+    Otherwise the second epoch of a slow setting would be one of fewer packs, which a small cache holds.
+    """
     if job.group is not None:
         Path(job.group, "cgroup.procs").write_text("0")  # 0 is whoever writes
     reader = open_reader(job)
     packs, scheduled = job.sample.first(), job.setting.schedule
     first = read_epoch(reader, packs, scheduled=scheduled, most_seconds=job.most_seconds)
-    seen = np.concatenate([packs[: first.packs], _read_on(job, packs[first.packs :])])
+    end, shard = time.monotonic() + job.most_seconds, Shard(job.prefix, backend="pread")
+    done, late = 0, np.sort(packs[first.packs :])
+    while done < len(late) and time.monotonic() < end:
+        shard[late[done]]
+        done += 1
+    seen = np.concatenate([packs[: first.packs], late[:done]])
     second = read_epoch(reader, job.sample.again(seen), scheduled=scheduled, most_seconds=job.most_seconds)
     private = _private_nbytes() - begun_with
     # With the reader go its maps, without which the page cache can be dropped.
     return Run(first, second, first.nbytes * len(seen) // first.packs, max(private, 0), reader.huge_nbytes())
-
-
-def _read_on(job: Job, packs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Read what a first epoch had no time for, in the plainest way, in order; the packs that there was time for.
-
-    Otherwise the second epoch of a slow setting would be one of fewer packs, which a small cache holds.
-    """
-    end = time.monotonic() + job.most_seconds
-    shard = Shard(job.prefix, backend="pread")
-    done, packs = 0, np.sort(packs)
-    while done < len(packs) and time.monotonic() < end:
-        shard[packs[done]]
-        done += 1
-    return packs[:done]
 
 
 # ---- processes ----
@@ -353,10 +343,8 @@ def _serve(open_reader: Callable[[Job], Reader], jobs: Connection) -> None:
                 answer = _run_job(job, open_reader, begun_with)
             except SFTIndexError as error:
                 answer = FormatError(str(error))
-            except OSError as error:
-                answer = OSError(str(error))
             except Exception as error:
-                answer = OSError(f"{type(error).__name__}: {error}")
+                answer = OSError(str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}")
             jobs.send(answer)
 
 

@@ -108,8 +108,17 @@ class Survey:
     """
 
     def __init__(self, shard: Shard) -> None:
-        self._shard, self.header, self.nbytes = shard, shard.header, _file_nbytes(shard)
-        self.columns = _columns(shard)
+        self._shard, self.header = shard, shard.header
+        digests = zip(DATA_SUFFIXES, self.header.digests, strict=True)
+        self.nbytes = {suffix: digest.nbytes for suffix, digest in digests} | {".seq.idx": self.header.seq_idx_nbytes}
+        self.nbytes |= {f".{name}.col": column.header.nbytes for name, column in shard.columns.items()}
+        # Kind, size of the file, and whether the shard was written with it.
+        self.columns: dict[str, dict[str, Any]] = {}
+        listed = listed_columns(self.header.metadata)
+        for name, column in shard.columns.items():
+            spec = column.spec
+            kind = {"per": spec.per, "dtype": spec.dtype.name, "width": spec.width, "alignment": spec.alignment}
+            self.columns[name] = {**kind, "nbytes": column.header.nbytes, "listed": name in listed}
         longest = self.header.longest_pack
         self.sequence_lengths, self.pack_lengths = Tally(longest), Tally(longest)
         self.sequences, self.cost = Tally(self.header.most_sequences), Tally(longest * (longest + 1) // 2)
@@ -203,7 +212,13 @@ class Survey:
         ]
         single = [Place(pack, None, "has a sequence of one token") for is_so, pack in self._single.found if is_so]
         cuts = None if self._cut_length is None else self._cut_sequences
-        copies, repeated = self._repeated()
+        copies, groups = self._repeats.repeated(_PLACES)
+        repeated = []
+        for times, numbers in groups:
+            for number in numbers[:2]:
+                pack, sequence, length = locate_sequence(self._shard, number)
+                note = f"{counted(length, 'token')}, {times:,} times{self._from(number)}"
+                repeated.append(Place(pack, sequence, note))
         longest = [
             Place(*locate_sequence(self._shard, number)[:2], counted(length, "token") + self._from(number))
             for length, number in self._longest.found
@@ -222,16 +237,6 @@ class Survey:
             Odd("Costliest attention", None, "", [] if self.cost_spread == 1 else _packs(costliest, "pair of tokens")),
             Odd("Least filled", None, "", _packs(emptiest, "token")),
         ]
-
-    def _repeated(self) -> tuple[int, list[Place]]:
-        extra, groups = self._repeats.repeated(_PLACES)
-        places = []
-        for group in groups:
-            for number in group.sequences[:2]:
-                pack, sequence, length = locate_sequence(self._shard, number)
-                note = f"{counted(length, 'token')}, {group.times:,} times{self._from(number)}"
-                places.append(Place(pack, sequence, note))
-        return extra, places
 
     def _from(self, number: int) -> str:
         """``, chats.jsonl:1``: where sequence ``number`` among all of the shard came from."""
@@ -312,24 +317,6 @@ def losses(header: Header) -> dict[str, int]:
     return {name: value for name, value in found.items() if type(value) is int and 0 <= value < 2**63}
 
 
-def _file_nbytes(shard: Shard) -> dict[str, int]:
-    """Size of each of the five files, and of the columns, by suffix."""
-    header = shard.header
-    sizes = {suffix: digest.nbytes for suffix, digest in zip(DATA_SUFFIXES, header.digests, strict=True)}
-    columns = {f".{name}.col": column.header.nbytes for name, column in shard.columns.items()}
-    return sizes | {".seq.idx": header.seq_idx_nbytes} | columns
-
-
-def _columns(shard: Shard) -> dict[str, dict[str, Any]]:
-    """Kind, size of the file, and whether the shard was written with it, of each column."""
-    listed, found = listed_columns(shard.header.metadata), {}
-    for name, column in shard.columns.items():
-        spec = column.spec
-        found[name] = {"per": spec.per, "dtype": spec.dtype.name, "width": spec.width, "alignment": spec.alignment,
-                       "nbytes": column.header.nbytes, "listed": name in listed}  # fmt: skip
-    return found
-
-
 # ---- told ----
 
 
@@ -346,7 +333,7 @@ def summary_lines(prefix: str, survey: Survey) -> list[str]:
     """As a person reads it."""
     header = survey.header
     if not header.num_packs:
-        return [f"{prefix}: an empty shard: no packs", *_table(_kept(survey)), "", *_table(_provenance(header))]
+        return [f"{prefix}: an empty shard: no packs", *_table(_facts(survey)), "", *_table(_provenance(header))]
     return [
         f"{prefix}",
         *_table(_facts(survey)),
@@ -364,27 +351,23 @@ def summary_lines(prefix: str, survey: Survey) -> list[str]:
 
 
 def _facts(survey: Survey) -> Iterator[tuple[str, str]]:
-    header = survey.header
-    masked = f" ({header.num_masked_packs:,} all masked)" if header.num_masked_packs else ""
-    yield "packs", f"{header.num_packs:,}{masked}"
-    yield "sequences", f"{header.num_sequences:,}"
-    yield "tokens", f"{header.num_tokens:,} ({header.token_dtype.name})"
-    share = 100 * header.num_trained_tokens / header.num_tokens
-    yield "trained tokens", f"{header.num_trained_tokens:,} ({share:.1f}%; masks {header.mask_dtype.name})"
-    yield "fill", f"{100 * survey.fill:.2f}%"
-    yield "attention", f"the costliest pack costs {survey.cost_spread:.2f} times the mean"
-    yield from _kept(survey)
-    if not survey.complete:
-        yield "sampled", f"masks and ids of {survey.read_packs:,} packs, evenly spread; all else is of all packs"
-
-
-def _kept(survey: Survey) -> Iterator[tuple[str, str]]:
     header, sizes = survey.header, survey.nbytes
+    if header.num_packs:
+        masked = f" ({header.num_masked_packs:,} all masked)" if header.num_masked_packs else ""
+        share = 100 * header.num_trained_tokens / header.num_tokens
+        yield "packs", f"{header.num_packs:,}{masked}"
+        yield "sequences", f"{header.num_sequences:,}"
+        yield "tokens", f"{header.num_tokens:,} ({header.token_dtype.name})"
+        yield "trained tokens", f"{header.num_trained_tokens:,} ({share:.1f}%; masks {header.mask_dtype.name})"
+        yield "fill", f"{100 * survey.fill:.2f}%"
+        yield "attention", f"the costliest pack costs {survey.cost_spread:.2f} times the mean"
     yield "capacity", f"{header.capacity:,}, sequence multiple {header.sequence_multiple}"
     for name, count in losses(header).items():
         yield name, f"{count:,}"
     yield "on disk", f"{sum(sizes.values()):,} bytes: " + ", ".join(f"{k} {v:,}" for k, v in sizes.items())
     yield from column_lines(survey)
+    if not survey.complete:
+        yield "sampled", f"masks and ids of {survey.read_packs:,} packs, evenly spread; all else is of all packs"
 
 
 def _provenance(header: Header) -> Iterator[tuple[str, str]]:
@@ -395,8 +378,7 @@ def _provenance(header: Header) -> Iterator[tuple[str, str]]:
 
 
 def _table(rows: Iterator[tuple[str, str]]) -> list[str]:
-    found = list(rows)
-    return [f"{name:22}{value}" for name, value in found]
+    return [f"{name:22}{value}" for name, value in rows]
 
 
 def _row(name: str, tally: Tally, scale: float = 1) -> str:
@@ -461,12 +443,7 @@ def summary_dict(prefix: str, survey: Survey) -> dict[str, Any]:
         "losses": losses(header),
         "sources": None if survey.sources is None else [file._asdict() for file in survey.sources.table()],
         "odd": [
-            {
-                "kind": odd.kind,
-                "count": odd.count,
-                "exact": odd.exact,
-                "places": [place._asdict() for place in odd.places],
-            }
+            {"kind": odd.kind, "count": odd.count, "exact": odd.exact, "places": [one._asdict() for one in odd.places]}
             for odd in survey.odd
         ],
         "fingerprints": fingerprints(header),

@@ -60,12 +60,19 @@ def upload(
     if job.is_published(overwrite=overwrite):
         on_progress(nbytes)
         return Copied(job.prefix, 0, nbytes, notes=source.notes)
-    with job.claimed(overwrite=overwrite):
+    shard_id = source.header.shard_id.hex()
+    job.claim(shard_id, overwrite=overwrite)
+    try:
         # Another upload may have ended between the first look and the claim.
         if job.is_published(overwrite=overwrite):
             on_progress(nbytes)
         else:
             job.send(overwrite=overwrite)
+    except BaseException:
+        with contextlib.suppress(StorageError):  # the failure that led here counts
+            job.give_up(shard_id)
+        raise
+    job.give_up(shard_id)
     return Copied(job.prefix, job.sent, nbytes - job.sent, job.clear(), source.notes)
 
 
@@ -197,18 +204,6 @@ class _Upload(_Target):
         self._expected = {suffix: (content.nbytes, content.checksum) for suffix, content in source.files.items()}
         self.sent = 0
 
-    @contextlib.contextmanager
-    def claimed(self, *, overwrite: bool) -> Iterator[None]:
-        """Hold the claim; where that fails on the way out, the failure that led there counts."""
-        self.claim(self._shard_id, overwrite=overwrite)
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(StorageError):
-                self.give_up(self._shard_id)
-            raise
-        self.give_up(self._shard_id)
-
     def is_published(self, *, overwrite: bool) -> bool:
         """Whether this very shard is there, whole.
 
@@ -241,7 +236,14 @@ class _Upload(_Target):
         if present[".seq.idx"] and not same:
             self.store.delete(self.key + ".seq.idx")
         if ".seq.idx" not in kept:
-            self._delete_columns()
+            # Columns of another shard, which is no more. Nobody who may not list objects is kept from writing: one
+            # that stays is of no shard, for its header names that of another.
+            with contextlib.suppress(StorageError):
+                for name in sorted(columns_beside([self.prefix])[self.prefix]):
+                    suffix = f".{name}.col"
+                    strange = suffix not in self.suffixes
+                    if strange and is_of_another_shard(self.prefix + suffix, self._source.header.shard_id):
+                        self.store.delete(self.key + suffix)
         for suffix in self.suffixes[:-1]:
             if suffix in kept:
                 self._on_progress(self._expected[suffix][0])
@@ -251,18 +253,6 @@ class _Upload(_Target):
             self._on_progress(self._expected[".seq.idx"][0])
         else:
             self._publish()
-
-    def _delete_columns(self) -> None:
-        """Remove the columns of another shard, which is no more; nobody who may not list objects is kept from writing.
-
-        One that stays is of no shard: its header names that of another.
-        """
-        with contextlib.suppress(StorageError):
-            for name in sorted(columns_beside([self.prefix])[self.prefix]):
-                suffix = f".{name}.col"
-                strange = suffix not in self.suffixes
-                if strange and is_of_another_shard(self.prefix + suffix, self._source.header.shard_id):
-                    self.store.delete(self.key + suffix)
 
     def _put(self, suffix: str) -> None:
         self.claim(self._shard_id)

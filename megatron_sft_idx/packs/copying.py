@@ -245,7 +245,7 @@ class TrainedCount:
             mask = mask[known:]
 
     def _count_packs(self, mask: NDArray[Any]) -> None:
-        """``mask`` reaches no further than the known ends."""
+        """``mask`` reaches no further than the known ends; arrays go before the next lengths are asked for."""
         ended = int(np.searchsorted(self._ends, self._position + len(mask), side="right"))
         starts = np.append(0, self._ends[:ended] - self._position)
         trained = np.maximum.reduceat(mask, starts[starts < len(mask)]) > 0

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from megatron_sft_idx.errors import FormatError
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sft_idx.errors import CorruptShardError, FormatError, SFTIndexError
 from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, nbytes_of
-from megatron_sft_idx.packs.joined_columns import JoinedColumns
+from megatron_sft_idx.layout.column import PAIR, ColumnHeader, ColumnSpec, is_source, listed_columns
+from megatron_sft_idx.packs.copying import CopyWriter, Renumber, SourceColumn, SourceShard, nbytes_of
 from megatron_sft_idx.shard import check_free, read_header
-from megatron_sft_idx.shard.columns import columns_beside
+from megatron_sft_idx.shard.columns import column_names, columns_beside, open_column
 from megatron_sft_idx.shard.publication import places_of
 from megatron_sft_idx.storage.progress import Watch, unwatched
 from megatron_sft_idx.storage.publish import require_apart
@@ -41,6 +46,8 @@ ORIGIN = "origin"
 # Some 250 bytes each: a header holds 16 MiB.
 MAX_RUNS = 50_000
 
+_FILES = "files"
+_MAX_NUMBER = int(np.iinfo(np.uint32).max)
 _COUNTS = ("num_packs", "num_sequences", "num_tokens")
 _Spans = Callable[[int, int], tuple[tuple[int, int], tuple[int, int]]]
 
@@ -65,18 +72,16 @@ class Run:
     num_sequences: int
     num_tokens: int
 
-    def continued_by(self, other: Run) -> bool:
-        """Whether the other run begins where this one ends."""
-        same = (self.shard_id, self.source) == (other.shard_id, other.source)
-        return same and self.first_pack + self.num_packs == other.first_pack
-
-    def __add__(self, other: Run) -> Run:
-        return dataclasses.replace(
-            self,
-            num_packs=self.num_packs + other.num_packs,
-            num_sequences=self.num_sequences + other.num_sequences,
-            num_tokens=self.num_tokens + other.num_tokens,
-        )
+    def followed_by(self, other: Run) -> Run | None:
+        """Both as one, where the other begins at this one's end."""
+        if (self.shard_id, self.source, self.first_pack + self.num_packs) != (
+            other.shard_id,
+            other.source,
+            other.first_pack,
+        ):
+            return None
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
+        return dataclasses.replace(self, **sums)
 
 
 def own_run(header: Header) -> Run:
@@ -115,8 +120,8 @@ def slice_runs(runs: Sequence[Run], first: int, stop: int, spans: _Spans) -> lis
 def extend_runs(runs: list[Run], more: Iterable[Run]) -> None:
     """Append runs to a list; one that continues the last becomes part of it, an empty one is left out."""
     for run in more:
-        if runs and runs[-1].continued_by(run):
-            runs[-1] += run
+        if runs and (both := runs[-1].followed_by(run)):
+            runs[-1] = both
         elif run.num_packs:
             runs.append(run)
 
@@ -284,6 +289,182 @@ class Agreement:
         return notes
 
 
+# ---- columns: alike in all of them, and their numbers told apart ----
+
+
+class _Files:
+    """Tables of files, of which one is made: a row each, as the JSON of ``source`` has them."""
+
+    def __init__(self) -> None:
+        self.table: list[dict[str, Any]] = []
+        self._places: dict[tuple[str, str], int] = {}
+
+    def add(self, table: list[dict[str, Any]]) -> NDArray[np.uint32]:
+        """Take one more table; returns the numbers that its files have now, uint32 [files].
+
+        A file without a fingerprint is the same as another only where the tables are the same.
+        """
+        if table == self.table or not self.table:
+            for number, file in enumerate(table):
+                self._places.setdefault((file["name"], str(file.get("fingerprint"))), number)
+            self.table = list(table)
+            return np.arange(len(table), dtype=np.uint32)
+        numbers = []
+        for file in table:
+            key = file["name"], str(file.get("fingerprint"))
+            number = len(self.table) if file.get("fingerprint") is None else self._places.get(key, len(self.table))
+            if number == len(self.table):
+                self.table.append(file)
+                self._places[key] = number
+            numbers.append(number)
+        return np.array(numbers, np.uint32)
+
+
+class _JoinedColumns:
+    """Takes the columns of the shards that are to be one, in order: first what they are, then their numbers.
+
+    Args:
+        allow_loss: leave out what does not go together.
+    """
+
+    def __init__(self, *, allow_loss: bool) -> None:
+        self._allow_loss = allow_loss
+        self._first: str | None = None
+        self._found: dict[str, tuple[str, ColumnSpec]] = {}  # where a column was found first, and what it is there
+        self._metadata: dict[str, dict[str, Any]] = {}  # what is the same everywhere
+        self._differ: dict[str, set[str]] = {}  # keys of what is not
+        self._lost: dict[str, str] = {}  # why a column is left out
+        self._nbytes: Counter[str] = Counter()
+        self._files, self._files_again = _Files(), _Files()
+        self._first_pair = 0  # what is added to the numbers of pairs of this shard
+        self._next_pair = 0  # above all that were given
+        self._split: Mapping[str, Any] = {}  # what the shard before says that it is a part of
+
+    def add(self, prefix: str, header: Header, beside: Collection[str]) -> None:
+        """Take one more shard; ``beside`` are names of the columns that lie there.
+
+        Raises:
+            FormatError: it lacks a column that another has, or has one of another kind.
+            ShardNotFoundError, CorruptShardError: of a column that it has.
+        """
+        first, self._first = self._first or prefix, self._first or prefix
+        paths, columns = ShardPaths.of(prefix), {}
+        for name in column_names(paths, header, beside):
+            try:
+                columns[name] = open_column(paths, name, header, "pread").header
+            except SFTIndexError as error:
+                if not self._allow_loss:
+                    raise
+                self._lose(name, f"{error}")
+        for name in sorted((self._found.keys() | columns.keys()) - self._lost.keys()):
+            if name not in columns:
+                self._lose(name, f"{prefix}: no column {name}, which {self._found[name][0]} has")
+            elif name not in self._found and prefix != first:
+                self._lose(name, f"{first}: no column {name}, which {prefix} has")
+            else:
+                self._take(prefix, name, columns[name])
+
+    def _take(self, prefix: str, name: str, column: ColumnHeader) -> None:
+        """A column that all shards so far have."""
+        spec = column.spec
+        where, like = self._found.setdefault(name, (prefix, spec))
+        if spec.kind != like.kind:
+            self._lose(name, f"{prefix}: column {name} is {_said(spec)}, in {where} {_said(like)}")
+            return
+        if name == "source" and is_source(spec) != is_source(like):
+            self._lose(name, f"{prefix}: column {name} does not name its files as that of {where} does, or the other")
+            return
+        own = dict(spec.metadata)
+        if name == "source" and is_source(spec):
+            self._files.add(own.pop(_FILES))
+        metadata = self._metadata.setdefault(name, own)
+        differ = {key for key in own.keys() | metadata.keys() if own.get(key) != metadata.get(key)}
+        self._differ.setdefault(name, set()).update(differ)
+        self._metadata[name] = {key: value for key, value in metadata.items() if key not in differ}
+        self._nbytes[name] += column.rows * spec.row_nbytes
+
+    def _lose(self, name: str, why: str) -> None:
+        if not self._allow_loss:
+            raise FormatError(
+                f"{why}; a merged shard has the columns that all have: attach it there (write_column), or pass"
+                " allow_loss (--allow-loss) to leave it out"
+            )
+        self._lost.setdefault(name, why)
+        self._found.pop(name, None)
+
+    def specs(self) -> dict[str, ColumnSpec]:
+        """The columns of the one shard. FormatError where a table of all files fits no header."""
+        specs = {}
+        for name, (_, spec) in self._found.items():
+            metadata = dict(self._metadata[name])
+            if name == "source" and is_source(spec):
+                metadata[_FILES] = self._files.table
+            specs[name] = ColumnSpec(*spec.kind, metadata)
+        return specs
+
+    def nbytes(self) -> int:
+        """Bytes of all their values."""
+        return sum(self._nbytes[name] for name in self._found)
+
+    def renumber(self, source: SourceShard) -> Renumber:
+        """What becomes of the numbers of one shard; asked for in the order in which they were added."""
+        changes: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {}
+        column = source.columns.get("source")
+        if column is not None and is_source(column.spec):
+            numbers = self._files_again.add(column.spec.metadata[_FILES])
+            changes["source"] = functools.partial(_renumber_files, column, numbers)
+        column = source.columns.get("pair")
+        if column is not None and column.spec.kind == PAIR.kind:
+            metadata = source.header.metadata
+            split = metadata.get(SPLIT) if "pair" in listed_columns(metadata) else None
+            before, self._split = self._split, split if isinstance(split, dict) else {}
+            same = before and all(before.get(key) == self._split.get(key) for key in ("shard_id", "parts"))
+            # A part of a split that goes on where the one before it ends has its numbers from the same shard.
+            if not (same and self._split.get("part") == before.get("part", -1) + 1):
+                self._first_pair = self._next_pair
+            changes["pair"] = functools.partial(self._renumber_pairs, column)
+        return changes
+
+    def _renumber_pairs(self, column: SourceColumn, rows: NDArray[Any]) -> NDArray[Any]:
+        """The numbers of a shard begin above those of the shards before."""
+        if not len(rows):
+            return rows
+        most = int(rows[:, 0].max()) + self._first_pair
+        if most > _MAX_NUMBER:
+            raise FormatError(f"{column.rows.path}: pair {most:,} of all shards, there is room for {_MAX_NUMBER:,}")
+        self._next_pair = max(self._next_pair, most + 1)
+        return rows + np.array([self._first_pair, 0], np.uint32)
+
+    def require_same(self) -> None:
+        """FormatError where the tables of files were other ones when the numbers were made."""
+        if "source" in self._found and self._files_again.table != self._files.table:
+            raise FormatError(f"{self._first}: a column source was replaced while the shards were merged; start again")
+
+    def notes(self) -> list[str]:
+        """What was left out: a sentence each."""
+        notes = [f"column {name} left out, as was allowed: {why}" for name, why in sorted(self._lost.items())]
+        for name in sorted(self._found):
+            if differ := self._differ[name]:
+                keys = ", ".join(sorted(differ))
+                notes.append(f"column {name}: not the same in all shards, so left out of its metadata: {keys}")
+        return notes
+
+
+def _said(spec: ColumnSpec) -> str:
+    aligned = f", aligned with {spec.alignment}s" if spec.per == "token" else ""
+    return f"{spec.dtype} x {spec.width} a {spec.per}{aligned}"
+
+
+def _renumber_files(column: SourceColumn, numbers: NDArray[np.uint32], rows: NDArray[Any]) -> NDArray[Any]:
+    if len(rows) and (most := int(rows[:, 0].max())) >= len(numbers):
+        detail = f"file {most}, expected less than {len(numbers)}; restore the file"
+        raise CorruptShardError(column.rows.path, column.spec.header_nbytes, "C9", detail)
+    return np.stack([numbers[rows[:, 0]], rows[:, 1]], axis=1)
+
+
+# ---- merging ----
+
+
 @dataclass(frozen=True, slots=True)
 class MergeReport:
     """What merging did.
@@ -346,7 +527,7 @@ def merge(
     require_apart(places_of(paths.prefix, "the output", written=True), read)
     check_free(paths, overwrite=overwrite)
     agreement = Agreement(mixed_capacity=mixed_capacity, mixed_templates=mixed_templates)
-    columns, beside = JoinedColumns(allow_loss=allow_loss), columns_beside(prefixes)
+    columns, beside = _JoinedColumns(allow_loss=allow_loss), columns_beside(prefixes)
     ids, total, trained_tokens, masked_packs = [], 0, 0, 0
     for source in prefixes:
         header = read_header(source)

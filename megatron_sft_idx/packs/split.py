@@ -7,14 +7,13 @@ import dataclasses
 import glob
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
 
 from megatron_sft_idx.errors import FormatError
-from megatron_sft_idx.layout import Header, ShardPaths
-from megatron_sft_idx.layout.column import ColumnHeader, ColumnSpec
+from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import ARRAY_ALIGNMENT, idx_nbytes
 from megatron_sft_idx.packs.copying import CopyWriter, SourceShard, TrainedCount, copied_nbytes, nbytes_of
 from megatron_sft_idx.packs.merge import (
@@ -123,12 +122,19 @@ def split(
     """
     source, prefix = ShardPaths.of(source).prefix, ShardPaths.of(prefix).prefix
     header = read_header(source)
-    columns = _columns_of(source, header)
+    whole = ShardPaths.of(source)
+    columns = {name: open_column(whole, name, header, "pread").header for name in column_names(whole, header)}
     specs = {name: column.spec for name, column in columns.items()}
     nbytes = nbytes_of(header) + sum(column.nbytes for column in columns.values())
-    with watch("splitting", nbytes + _copied_nbytes(header, specs.values())) as advance:
+    counts = {"token": header.num_tokens, "sequence": header.num_sequences, "pack": header.num_packs}
+    with watch("splitting", nbytes + copied_nbytes(header, specs.values(), **counts)) as advance:
         shard = SourceShard(source, header.shard_id, advance, specs)
-        planned = list(_plan(shard, prefix, parts))
+        bounds = list(_bounds(shard, parts))
+        sums = tuple((name, column.rows.checksum.hex()) for name, column in shard.columns.items())
+        planned = [
+            _Part(header.shard_id, prefix, number, len(bounds) - 1, first, stop, sums)
+            for number, (first, stop) in enumerate(pairwise(bounds))
+        ]
         outputs = [place for part in planned for place in places_of(part.paths.prefix, "the output", written=True)]
         require_apart([*outputs, Place(f"{prefix}-parts.journal", "the output")], places_of(source, "the source"))
         refuse_other_splits(prefix, len(planned))
@@ -160,33 +166,18 @@ def split(
     return SplitReport([part.paths.prefix for part in planned], len(kept))
 
 
-def _columns_of(source: str, header: Header) -> dict[str, ColumnHeader]:
-    """What the columns of a shard are, by name."""
-    paths = ShardPaths.of(source)
-    return {name: open_column(paths, name, header, "pread").header for name in column_names(paths, header)}
-
-
-def _copied_nbytes(header: Header, columns: Iterable[ColumnSpec]) -> int:
-    """Of all packs."""
-    counts = {"token": header.num_tokens, "sequence": header.num_sequences, "pack": header.num_packs}
-    return copied_nbytes(header, columns, **counts)
-
-
 def _copy(part: _Part, shard: SourceShard, *, overwrite: bool, durable: bool, drops: Collection[str]) -> None:
     """Copy a part, and set it aside."""
     runs = slice_runs(runs_of(shard.header), part.first, part.stop, shard.spans)
-    like = _header_of(part, shard.header, origin_entry(runs))
+    # What the JSON block says of one shard is as it is for the part.
+    common = {key: value for key, value in shard.header.metadata.items() if key not in PER_SHARD}
+    own = {ORIGIN: origin_entry(runs), SPLIT: part.entry()}
+    like = dataclasses.replace(shard.header, metadata=common | own)
     specs = {name: column.spec for name, column in shard.columns.items()}
     with CopyWriter(part.paths.prefix, like, specs, overwrite=overwrite, durable=durable, drops=drops) as writer:
         trained = TrainedCount(records[:, 0] for records in shard.records(part.first, part.stop))
         writer.append(shard, part.first, part.stop, trained)
         writer.finalize(trained.num_trained_tokens, trained.num_masked_packs, publish=False)
-
-
-def _header_of(part: _Part, whole: Header, origin: list[dict[str, Any]]) -> Header:
-    """The header of the whole, with what its JSON block says of one shard as it is for the part."""
-    common = {key: value for key, value in whole.metadata.items() if key not in PER_SHARD}
-    return dataclasses.replace(whole, metadata=common | {ORIGIN: origin, SPLIT: part.entry()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,14 +227,6 @@ class _Part:
         """Whether a split that was interrupted here had leave to replace what is here."""
         head = read_journal(self.paths)
         return head is not None and head.work == "build" and head.content.get("overwrite") is True
-
-
-def _plan(shard: SourceShard, prefix: str, parts: Parts) -> Iterator[_Part]:
-    bounds = list(_bounds(shard, parts))
-    count = len(bounds) - 1
-    columns = tuple((name, column.rows.checksum.hex()) for name, column in shard.columns.items())
-    for number, (first, stop) in enumerate(pairwise(bounds)):
-        yield _Part(shard.header.shard_id, prefix, number, count, first, stop, columns)
 
 
 def _bounds(shard: SourceShard, parts: Parts) -> Iterator[int]:

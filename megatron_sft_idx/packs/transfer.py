@@ -141,7 +141,11 @@ class Source:
         if missing := [self.paths.prefix + suffix for suffix in SUFFIXES if suffix not in sizes]:
             raise ShardNotFoundError(self.paths.prefix, missing, "check the path, or restore what is missing")
         self.seq_idx = b"".join(self.chunks(".seq.idx"))
-        self.header = _checked_header(self.seq_idx, self.paths.seq_idx)
+        self.header = header = Header.decode(self.seq_idx, self.paths.seq_idx)
+        check_size(self.paths.seq_idx, len(self.seq_idx), header.seq_idx_nbytes)
+        if xxhash.xxh3_128_digest(memoryview(self.seq_idx)[header.nbytes :]) != header.arrays_checksum:
+            detail = "the arrays do not have their checksum; restore the file"
+            raise CorruptShardError(self.paths.seq_idx, header.nbytes, "F3", detail)
         digests = dict(zip(DATA_SUFFIXES, self.header.digests, strict=True))
         digests[".seq.idx"] = FileDigest(len(self.seq_idx), xxhash.xxh3_128_digest(self.seq_idx))
         for suffix, digest in digests.items():
@@ -221,15 +225,6 @@ def _objects(prefix: str, suffixes: Sequence[str]) -> dict[str, ObjectInfo]:
     store, key = open_store(prefix)
     found = threads().map(store.head, [key + suffix for suffix in suffixes])
     return {suffix: info for suffix, info in zip(suffixes, found, strict=True) if info}
-
-
-def _checked_header(raw: bytes, path: str) -> Header:
-    """The header of a whole ``.seq.idx``, and the arrays behind it held to their checksum."""
-    header = Header.decode(raw, path)
-    check_size(path, len(raw), header.seq_idx_nbytes)
-    if xxhash.xxh3_128_digest(memoryview(raw)[header.nbytes :]) != header.arrays_checksum:
-        raise CorruptShardError(path, header.nbytes, "F3", "the arrays do not have their checksum; restore the file")
-    return header
 
 
 def destinations(prefixes: Sequence[str], target: str) -> list[str]:
