@@ -101,14 +101,12 @@ def idx_lengths(path: str, tokens_nbytes: int) -> tuple[Lengths, np.dtype[Any]]:
 
     first = end = 0
     for lengths in chunks():
-        if (lengths <= 0).any():
-            bad = int(np.argmax(lengths <= 0))
+        for bad in np.flatnonzero(lengths <= 0)[:1].tolist():
             at, what = IDX_HEADER_NBYTES + 4 * (first + bad), f"pack {first + bad} has length {lengths[bad]}"
             raise corrupt(at, f"{what}, expected 1 or more", "P1")
         begins = _native.offsets_from_lengths(lengths, TOKEN_DTYPES[code].itemsize, end)
         found = pointers[first : first + len(lengths)]
-        if (wrong := found != begins[:-1]).any():
-            bad = int(np.argmax(wrong))
+        for bad in np.flatnonzero(found != begins[:-1])[:1].tolist():
             what = f"pack {first + bad} begins at byte {found[bad]}, by the lengths before it at {begins[bad]}"
             raise corrupt(base + 8 * (first + bad), what)
         first, end = first + len(lengths), int(begins[-1])
@@ -138,8 +136,7 @@ def offset_lengths(path: str, offset: int, num_packs: int) -> Lengths:
     def chunks() -> Iterator[NDArray[np.int64]]:
         for first in range(0, num_packs, CHUNK_PACKS):
             lengths = np.diff(offsets[first : min(first + CHUNK_PACKS, num_packs) + 1])
-            if (wrong := (lengths <= 0) | (lengths > MAX_CAPACITY)).any():
-                bad = int(np.argmax(wrong))
+            for bad in np.flatnonzero((lengths <= 0) | (lengths > MAX_CAPACITY))[:1].tolist():
                 detail = f"token offsets give pack {first + bad} a length of {lengths[bad]}"
                 raise CorruptShardError(path, offset + 8 * (first + bad), "O2", detail)
             yield lengths
@@ -168,9 +165,7 @@ class Starts:
             starts = np.concatenate([before, self.array[first : first + _CHUNK]])
             if not first and starts[1]:
                 raise CorruptShardError(path, 0, "P2", f"the first start is {starts[1]}, expected 0; restore the file")
-            wrong = (starts[1:] != 0) & (starts[1:] <= starts[:-1])
-            if wrong.any():
-                at = int(np.argmax(wrong))
+            for at in np.flatnonzero((starts[1:] != 0) & (starts[1:] <= starts[:-1]))[:1].tolist():
                 what = f"a start of {starts[at + 1]} after {starts[at]}, expected a larger one or 0; restore the file"
                 raise CorruptShardError(path, 4 * (first + at), "P3", what)
             self.num_packs += int((starts[1:] == 0).sum())

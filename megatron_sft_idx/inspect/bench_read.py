@@ -306,10 +306,11 @@ def recommend(report: ReadingReport) -> Recommendation:
         for one in read
         if median(costs[one.setting]) <= _MARGIN * median(best) or min(costs[one.setting]) <= max(best)
     )
-    return Recommendation(chosen.setting, [*_of_the_place(report), *_of_the_choice(report, chosen, read)])
+    return Recommendation(chosen.setting, list(_reasons(report, chosen, read)))
 
 
-def _of_the_place(report: ReadingReport) -> Iterator[str]:
+def _reasons(report: ReadingReport, chosen: Measured, read: list[Measured]) -> Iterator[str]:
+    """Why a setting was chosen of those that could be read with: the place first, then what was measured."""
     subject = report.subject
     memory, place = subject.memory_nbytes, subject.place
     if place.kind == "memory":
@@ -327,9 +328,6 @@ def _of_the_place(report: ReadingReport) -> Iterator[str]:
         )
     if not report.cold and place.kind != "memory":
         yield "the page cache could not be dropped, so no first epoch was cold: what a disk does was not measured"
-
-
-def _of_the_choice(report: ReadingReport, chosen: Measured, read: list[Measured]) -> Iterator[str]:
     default = next((one for one in report.measured if one.setting == Setting()), None)
     if default is not None and default.refused:
         yield f"the default, {default.setting.name}, is refused here: {default.refused}"

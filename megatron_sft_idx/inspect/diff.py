@@ -31,7 +31,6 @@ _UPPER = np.uint64(0xFFFFFFFF00000000)
 _MOST_FIELDS = 40
 # Of columns, compared at a time.
 _PIECE_NBYTES = 1 << 22
-_OTHER = {"here": "there", "there": "here"}
 
 
 class Difference(NamedTuple):
@@ -95,7 +94,7 @@ class SequenceDifference(SetDifference):
 
     @property
     def same(self) -> bool:
-        """As of packs."""
+        """As of packs, and all with the same masks."""
         return not (self.other_mask or self.only_here or self.only_there)
 
 
@@ -409,35 +408,30 @@ def _difference_text(one: Difference) -> str:
 
 
 def _set_lines(packs: SetDifference, sequences: SequenceDifference) -> Iterator[str]:
-    of, are = _sampled(packs.share), "is" if packs.shared == 1 else "are"
-    if packs.same:
-        yield f"both hold the same {counted(packs.shared, 'pack')}, in another order{of}"
-        return
-    yield (
-        f"as packs, whatever their order{of}: {packs.shared:,} {are} in both,"
-        f" {packs.only_here:,} only here, {packs.only_there:,} only there"
-    )
-    for where, numbers, count in (
-        ("here", packs.first_here, packs.only_here),
-        ("there", packs.first_there, packs.only_there),
+    for what, within, otherwise, found in (
+        ("pack", "order", "in another order", packs),
+        ("sequence", "packs", "packed otherwise", sequences),
     ):
-        yield from (f"  pack {number} {where}: not {_OTHER[where]}" for number in numbers)
-        if count and not numbers:
-            yield f"  {where}: more copies of packs that are {_OTHER[where]} too"
-    of, are = _sampled(sequences.share), "is" if sequences.shared == 1 else "are"
-    if sequences.same:
-        yield f"both hold the same {counted(sequences.shared, 'sequence')}, packed otherwise{of}"
-        return
-    yield (
-        f"as sequences, whatever their packs{of}: {sequences.shared:,} {are} in both,"
-        f" {sequences.other_mask:,} in both with other masks, {sequences.only_here:,} only here,"
-        f" {sequences.only_there:,} only there"
-    )
-    for where, places in (("here", sequences.first_here), ("there", sequences.first_there)):
-        yield from (
-            f"  pack {pack}, sequence {sequence} {where}: not {_OTHER[where]} like this" for pack, sequence in places
+        of = ""
+        if found.share < 1:
+            of = f", of a sample of {100 * found.share:.3g}% of them, chosen by hash, the same in both"
+        if found.same:
+            yield f"both hold the same {counted(found.shared, what)}, {otherwise}{of}"
+            return
+        masks = f" {found.other_mask:,} in both with other masks," if isinstance(found, SequenceDifference) else ""
+        yield (
+            f"as {what}s, whatever their {within}{of}: {found.shared:,} {'is' if found.shared == 1 else 'are'} in both,"
+            f"{masks} {found.only_here:,} only here, {found.only_there:,} only there"
         )
-
-
-def _sampled(share: float) -> str:
-    return "" if share == 1 else f", of a sample of {100 * share:.3g}% of them, chosen by hash, the same in both"
+        for where, other, places, count in (
+            ("here", "there", found.first_here, found.only_here),
+            ("there", "here", found.first_there, found.only_there),
+        ):
+            if what == "sequence":
+                yield from (
+                    f"  pack {place[0]}, sequence {place[1]} {where}: not {other} like this" for place in places
+                )
+            elif places:
+                yield from (f"  pack {place} {where}: not {other}" for place in places)
+            elif count:
+                yield f"  {where}: more copies of packs that are {other} too"

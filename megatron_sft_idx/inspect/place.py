@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_sft_idx import _native
 from megatron_sft_idx.storage import drop_cached
-from megatron_sft_idx.storage.advice import Mount, mount_of, mounts
+from megatron_sft_idx.storage.advice import mount_of, mounts
 
 __all__ = [
     "DiskKind",
@@ -133,16 +133,10 @@ def _control_group(controller: str) -> tuple[Path, str] | None:
     for name, filesystem, limit in ((controller, "cgroup", _LIMIT_1), ("", "cgroup2", _LIMIT_2)):
         for mount in mounts():
             fits = mount.filesystem == filesystem and (not name or name in mount.options)
-            if name in paths and fits and (folder := _group_folder(mount, paths[name])):
-                return folder, limit
-    return None
-
-
-def _group_folder(mount: Mount, path: str) -> Path | None:
-    """In a container the mount may show a part of the hierarchy, and the path be of the whole of it."""
-    for below in (os.path.relpath(path, mount.root), "."):
-        if not below.startswith("..") and (folder := Path(mount.folder, below)).is_dir():
-            return folder
+            # In a container the mount may show a part of the hierarchy, and the path be of the whole of it.
+            for below in (os.path.relpath(paths[name], mount.root), ".") if name in paths and fits else ():
+                if not below.startswith("..") and (folder := Path(mount.folder, below)).is_dir():
+                    return folder, limit
     return None
 
 
