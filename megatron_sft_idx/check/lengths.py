@@ -252,15 +252,7 @@ def infer_lengths(
             flags &= tokens[before] == eod_id
         return flags if start else np.concatenate([[True], flags])
 
-    remedy = (
-        "all that is known is that the mask is 0 where a sequence ends. Pass --eod-id where every sequence ends with"
-        " the same id, or restore .idx or .seq.idx from a copy"
-    )
-    if eod_id is not None:
-        remedy = (
-            f"every sequence was taken to end with id {eod_id} and mask 0. Restore .idx or .seq.idx from a copy, or"
-            " build the shard again"
-        )
+    remedy = _remedy(eod_id)
     pack = after = 0
     with tempfile.NamedTemporaryFile() as named, contextlib.closing(OutputFile(named.name, keep=True)) as spill:
         with watch("placing packs", num_tokens) as advance:
@@ -294,6 +286,18 @@ def infer_lengths(
             yield lengths
 
     return Repeated("masks" if eod_id is None else f"masks and end-of-sequence id {eod_id}", num_packs, chunks)
+
+
+def _remedy(eod_id: int | None) -> str:
+    if eod_id is None:
+        return (
+            "all that is known is that the mask is 0 where a sequence ends. Pass --eod-id where every sequence ends"
+            " with the same id, or restore .idx or .seq.idx from a copy"
+        )
+    return (
+        f"every sequence was taken to end with id {eod_id} and mask 0. Restore .idx or .seq.idx from a copy, or build"
+        " the shard again"
+    )
 
 
 def _unlike(

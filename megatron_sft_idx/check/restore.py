@@ -332,10 +332,7 @@ def derive(repair: Repair, raw: bytes | None, error: SFTIndexError | None) -> di
     lengths, dtypes, fault = _index_and_dtypes(repair, digests)
     starts, stored = Starts(paths.starts), raw or b""
     sizes = _header_sizes(stored, os.stat(paths.seq_idx).st_size, starts.num_packs) if raw is not None else []
-    for size in sizes:  # arrays of a damaged header, where its checksum of them still fits, come first
-        if digest_file(paths.seq_idx, size).checksum == _field(stored, "arrays_checksum"):
-            lengths = offset_lengths(paths.seq_idx, align(size + 8 * (starts.num_packs + 1)), starts.num_packs)
-            break
+    lengths = _proven_lengths(paths.seq_idx, stored, sizes, starts.num_packs) or lengths
     if lengths is None:
         try:
             lengths = infer_lengths(paths, starts, dtypes, known.eod_id, watch)
@@ -372,13 +369,7 @@ def derive(repair: Repair, raw: bytes | None, error: SFTIndexError | None) -> di
     # Written nowhere first: what is stored is held against the checksum of the arrays too.
     header = write_seq_idx(OutputFile(os.devnull, keep=True), packs, header)
     if proven := _prove(stored, header, sizes, paths.seq_idx):
-        for name in _KNOWN:
-            said, stored_value = getattr(known, name), getattr(proven, name)
-            if said not in (None, stored_value):
-                raise FormatError(
-                    f"{paths.seq_idx}: its header proves {name} {stored_value}, --{name.replace('_', '-')} is {said};"
-                    " leave the option out"
-                )
+        _require_same(paths.seq_idx, proven, known)
         header, what = proven, f"{_SAME}, its own checksums prove it"
     elif isinstance(error, UnsupportedVersionError):
         raise error  # it may well be good
@@ -500,6 +491,14 @@ def _runs(packs: Iterable[PackChunk]) -> Iterator[Run]:
         yield Run(begins, firsts, len(chunk.lengths))
 
 
+def _require_same(path: str, proven: Header, known: Known) -> None:
+    for name in _KNOWN:
+        said, stored = getattr(known, name), getattr(proven, name)
+        if said not in (None, stored):
+            option = "--" + name.replace("_", "-")
+            raise FormatError(f"{path}: its header proves {name} {stored}, {option} is {said}; leave the option out")
+
+
 def _marked(header: Header, origin: str, known: Known, unproven: Mapping[str, Any]) -> tuple[Header, str]:
     """The header that says what is no longer known, and the same in words."""
     unknown = {name for name in _KNOWN if getattr(known, name) is None}
@@ -532,6 +531,14 @@ def _header_sizes(raw: bytes, file_nbytes: int, num_packs: int) -> list[int]:
     said = _field(raw, "header_nbytes") if len(raw) >= HEADER_FIXED_NBYTES else 0
     sizes = dict.fromkeys((said, file_nbytes - arrays - align(arrays)))
     return [n for n in sizes if n % 64 == 0 and smallest <= n <= min(MAX_HEADER_NBYTES, file_nbytes, len(raw))]
+
+
+def _proven_lengths(path: str, raw: bytes, sizes: list[int], num_packs: int) -> Lengths | None:
+    """Lengths by the arrays of a ``.seq.idx`` whose header is damaged, where its checksum of the arrays still fits."""
+    for size in sizes:
+        if digest_file(path, size).checksum == _field(raw, "arrays_checksum"):
+            return offset_lengths(path, align(size + 8 * (num_packs + 1)), num_packs)
+    return None
 
 
 def _prove(raw: bytes, derived: Header, sizes: list[int], path: str) -> Header | None:

@@ -181,6 +181,13 @@ class SourceShard:
         tokens, sequences = self._shard.files.token_offsets, self._shard.files.sequence_offsets
         return (_at(tokens, first), _at(tokens, stop)), (_at(sequences, first), _at(sequences, stop))
 
+    def copied_nbytes(self, first: int, stop: int) -> int:
+        """Bytes of the tokens, masks, starts and columns of the packs ``[first, stop)``."""
+        (token, last_token), (sequence, last_sequence) = self.spans(first, stop)
+        specs = [column.spec for column in self.columns.values()]
+        rows = {"token": last_token - token, "sequence": last_sequence - sequence, "pack": stop - first}
+        return copied_nbytes(self.header, specs, **rows)
+
     def records(self, first: int, stop: int) -> Iterator[NDArray[np.int64]]:
         """Tokens and sequences of each pack ``[first, stop)``: int64 [n, 2], some 64 thousand packs at a time.
 

@@ -129,12 +129,7 @@ def split(
     counts = {"token": header.num_tokens, "sequence": header.num_sequences, "pack": header.num_packs}
     with watch("splitting", nbytes + copied_nbytes(header, specs.values(), **counts)) as advance:
         shard = SourceShard(source, header.shard_id, advance, specs)
-        bounds = list(_bounds(shard, parts))
-        sums = tuple((name, column.rows.checksum.hex()) for name, column in shard.columns.items())
-        planned = [
-            _Part(header.shard_id, prefix, number, len(bounds) - 1, first, stop, sums)
-            for number, (first, stop) in enumerate(pairwise(bounds))
-        ]
+        planned = list(_plan(shard, prefix, parts))
         outputs = [place for part in planned for place in places_of(part.paths.prefix, "the output", written=True)]
         require_apart([*outputs, Place(f"{prefix}-parts.journal", "the output")], places_of(source, "the source"))
         refuse_other_splits(prefix, len(planned))
@@ -149,9 +144,7 @@ def split(
             try:
                 for part in planned:
                     if part in kept:
-                        (first, stop), (start, end) = shard.spans(part.first, part.stop)
-                        there = {"token": stop - first, "sequence": end - start, "pack": part.stop - part.first}
-                        advance(copied_nbytes(header, specs.values(), **there))
+                        advance(shard.copied_nbytes(part.first, part.stop))
                     else:
                         drops = ("build",) if resume else ()
                         _copy(part, shard, overwrite=part in leave, durable=durable, drops=drops)
@@ -229,6 +222,13 @@ class _Part:
         return head is not None and head.work == "build" and head.content.get("overwrite") is True
 
 
+def _plan(shard: SourceShard, prefix: str, parts: Parts) -> Iterator[_Part]:
+    bounds = list(_bounds(shard, parts))
+    columns = tuple((name, column.rows.checksum.hex()) for name, column in shard.columns.items())
+    for number, (first, stop) in enumerate(pairwise(bounds)):
+        yield _Part(shard.header.shard_id, prefix, number, len(bounds) - 1, first, stop, columns)
+
+
 def _bounds(shard: SourceShard, parts: Parts) -> Iterator[int]:
     """First pack of every part, and the number of all packs.
 
@@ -250,22 +250,19 @@ def _bounds(shard: SourceShard, parts: Parts) -> Iterator[int]:
 
 
 def _bounds_by_nbytes(shard: SourceShard, nbytes: int) -> Iterator[int]:
-    header, specs = shard.header, [column.spec for column in shard.columns.values()]
-
     def before(pack: int) -> int:
         """Bytes of all packs before one."""
-        (_, tokens), (_, sequences) = shard.spans(0, pack)
-        return copied_nbytes(header, specs, token=tokens, sequence=sequences, pack=pack) + pack * _PACK_NBYTES
+        return shard.copied_nbytes(0, pack) + pack * _PACK_NBYTES
 
     first = 0
     yield first
-    while first < header.num_packs:
+    while first < shard.header.num_packs:
         # A part has a fixed few bytes beside its packs: what an empty one has.
         most = before(first) + nbytes - _EMPTY_NBYTES
-        candidates = range(first + 1, header.num_packs + 1)
+        candidates = range(first + 1, shard.header.num_packs + 1)
         first = candidates[max(bisect.bisect_right(candidates, most, key=before) - 1, 0)]
         yield first
-    if not header.num_packs:
+    if not shard.header.num_packs:
         yield 0
 
 
