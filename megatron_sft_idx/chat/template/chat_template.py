@@ -28,7 +28,6 @@ from megatron_sft_idx.chat.template.words import (
     ControlTokens,
     Style,
     in_text_parts,
-    lacks_content,
     learn_style,
     prepared,
     prints_parts,
@@ -171,7 +170,7 @@ class ChatTemplate:
         lacking = [
             index
             for index, message in enumerate(conversation.messages)
-            if message.get("content") is None and lacks_content(message)
+            if message.get("content") is None and message.get("role") == "assistant"
         ]
         with self._lock:
             if self._style is None:

@@ -61,10 +61,8 @@ def unusable(reason: str) -> SequenceError:
 
 def selected(messages: Sequence[Mapping[str, Any]], weights: Sequence[float], train_on: str) -> list[int]:
     """The assistant messages that are trained on, by position."""
-    first = 0
-    if train_on == "last-turn":
-        users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
-        first = users[-1] + 1 if users else 0
+    users = (index + 1 for index, message in enumerate(messages) if message.get("role") == "user")
+    first = max(users, default=0) if train_on == "last-turn" else 0
     return [
         index
         for index in range(first, len(messages))
@@ -107,10 +105,7 @@ class SpanFinder:
         if traced is not None and traced.around:  # one message was written while another was
             segments = without_glances(traced, messages)
         for segment in segments:
-            if (own := self._written.get(segment.message)) is None:
-                self._written[segment.message] = [segment]
-            else:
-                own.append(segment)
+            self._written.setdefault(segment.message, []).append(segment)
 
     @cached_property
     def _edges(self) -> Edges:
@@ -134,8 +129,7 @@ class SpanFinder:
     @cached_property
     def _question(self) -> int:
         """The last message of a user, -1 where there is none."""
-        roles = [message.get("role") for message in self._messages]
-        return max((index for index, role in enumerate(roles) if role == "user"), default=-1)
+        return max((i for i, one in enumerate(self._messages) if one.get("role") == "user"), default=-1)
 
     def turn(self, message: int) -> tuple[Ranges, Ranges]:
         """What one assistant message says: all of it, and what the options leave of it.

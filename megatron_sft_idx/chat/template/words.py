@@ -157,11 +157,6 @@ class Style:
     null_forms: tuple[tuple[str, object], ...] = NULL_FORMS
 
 
-def lacks_content(message: Mapping[str, Any]) -> bool:
-    """Whether an assistant message has no content at all, as one that only calls functions may."""
-    return message.get("content") is None and message.get("role") == "assistant"
-
-
 def prepared(
     messages: Sequence[dict[str, Any]], style: Style, notes: dict[str, int], missing: object = ABSENT
 ) -> list[dict[str, Any]]:
@@ -180,7 +175,9 @@ def prepared(
     for original in messages:
         message = original
         bare = message.get("content") is None
-        if bare and (message.get("content", missing) is None or (missing is not ABSENT and lacks_content(message))):
+        if bare and (
+            message.get("content", missing) is None or (missing is not ABSENT and message.get("role") == "assistant")
+        ):
             message = {key: value for key, value in message.items() if key != "content"}
             if missing is not ABSENT:
                 message["content"] = missing
