@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron_sft_idx.errors import SequenceError
 from megatron_sft_idx.packing import (
     METHODS,
+    WindowPacker,
     pack_sequences,
 )
 
@@ -94,6 +95,23 @@ def test_the_same_seed_gives_the_same_packs(problem):
         one, two = (pack_sequences(**problem, method=method) for _ in range(2))
         assert one.sequences.tolist() == two.sequences.tolist()
         assert one.offsets.tolist() == two.offsets.tolist()
+
+
+@settings(PROPERTY, max_examples=60)
+@given(problems(), st.integers(1, 50), st.lists(st.integers(0, 60), max_size=5))
+def test_a_stream_is_packed_whatever_the_pieces(problem, window, pieces):
+    lengths = np.array(problem.pop("lengths"))
+    capacity = problem.pop("capacity")
+    whole = WindowPacker(capacity, window=window, **problem)
+    packs = whole.add(lengths) + whole.finish()
+    assert sorted(np.concatenate(packs).tolist()) == list(range(len(lengths)))
+    multiple, most = problem["sequence_multiple"], problem["max_sequences_per_pack"]
+    rounded = -(-lengths // multiple) * multiple
+    assert all(rounded[pack].sum() <= capacity and (most is None or len(pack) <= most) for pack in packs)
+    cut = WindowPacker(capacity, window=window, **problem)
+    parts = np.split(lengths, np.minimum(np.cumsum(pieces), len(lengths)))
+    again = [pack for part in parts for pack in cut.add(part)] + cut.finish()
+    assert [pack.tolist() for pack in again] == [pack.tolist() for pack in packs]
 
 
 # ---- groups ----
@@ -355,3 +373,40 @@ def test_many_distinct_lengths_in_a_huge_capacity_end():
         plan = pack_sequences(lengths, 2**30, method=method)
         check(plan, lengths, 2**30)
         assert plan.num_packs <= pack_sequences(lengths, 2**30, method="best-fit").num_packs
+
+
+def test_a_window_costs_little_fill():
+    lengths = lognormal(60_000)
+    packer = WindowPacker(4096)
+    packs = packer.add(lengths) + packer.finish()
+    assert len(packs) <= pack_sequences(lengths, 4096).num_packs * 1.001
+
+
+def test_no_sequence_waits_for_ever():
+    # Two never share a pack and none is full: packs must go out all the same.
+    packer = WindowPacker(100, window=10)
+    given_out = sum(len(packer.add([60] * 10)) for _ in range(10))
+    assert given_out >= 70
+    assert given_out + len(packer.finish()) == 100
+    assert packer.finish() == []
+
+
+def test_a_sequential_stream_stays_in_order():
+    lengths = lognormal(1000, 100)
+    packer = WindowPacker(100, window=64, method="sequential")
+    packs = packer.add(lengths) + packer.finish()
+    assert np.concatenate(packs).tolist() == list(range(1000))
+    assert len(packs) == pack_sequences(lengths, 100, method="sequential").num_packs
+
+
+def test_a_stream_names_positions_and_options():
+    packer = WindowPacker(100, window=4)
+    packer.add([1, 2, 3, 4, 5])
+    with pytest.raises(SequenceError, match="lengths:6: length 101"):
+        packer.add([6, 101])
+    packer.add([6])  # nothing of the refused call was taken
+    assert sorted(np.concatenate(packer.finish()).tolist()) == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(ValueError, match="method is 'no'"):
+        WindowPacker(100, method="no")
+    with pytest.raises(ValueError, match="full is 2"):
+        WindowPacker(100, full=2)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from plot import Dot, dots
 from report import Bench, cells, run_bench
 
-from megatron_sft_idx.packing import METHODS, pack_sequences
+from megatron_sft_idx.packing import METHODS, WindowPacker, pack_sequences
 
 Lengths = NDArray[np.int64]
 Csr = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -270,6 +270,19 @@ def random_shapes(bench: Bench, number: int) -> None:
     bench.headline("more", f"random shapes of {number} on which `auto` has more packs than lightbinpack", [more], "")
 
 
+def streams(bench: Bench, count: int) -> None:
+    """What streams see."""
+    rows = []
+    for name, lengths, capacity in shapes(count, np.random.default_rng(count)):
+        plan = pack_sequences(lengths, capacity)
+        packer = WindowPacker(capacity)
+        streamed = len(packer.add(lengths)) + len(packer.finish())
+        extra = 100 * (streamed / plan.num_packs - 1)
+        rows.append((name, f"+{extra:.4f}%"))
+    bench.section("Streams")
+    bench.table(("shape", "windows of 10,000, packs"), rows)
+
+
 def headlines(bench: Bench, count: int, runs: Sequence[Run]) -> None:
     """The largest size beside lightbinpack, a line and two dots for each shape."""
     of = {(run.shape, run.packer): run for run in runs}
@@ -302,6 +315,7 @@ def report(bench: Bench, _: Path, options: Namespace) -> None:
     runs = {count: run_shapes(bench, count, options.full) for count in sizes}
     headlines(bench, sizes[-1], runs[sizes[-1]])
     random_shapes(bench, options.random)
+    streams(bench, min(MANY, sizes[-1]))
 
 
 if __name__ == "__main__":
