@@ -92,6 +92,21 @@ def test_columns_stay_as_attached_ones_where_nothing_proves_what_was_listed(tmp_
     assert verify_shard(tmp_path / "x", full=True).ok
 
 
+def test_a_file_that_is_no_column_is_left_alone(tmp_path: Path) -> None:
+    write_columned(tmp_path / "x", PACKS, FEW)
+    (tmp_path / "x.notes.col").write_text("a stranger's")
+    for full in (False, True):
+        report = verify_shard(tmp_path / "x", full=full)
+        assert report.ok
+        assert [note for note in report.notes if "x.notes.col: left alone" in note]
+    done = command("rebuild", tmp_path / "x")
+    assert (done.code, "nothing to do" in done.out, "notes" in done.out) == (0, True, False)
+    assert (tmp_path / "x.notes.col").read_text() == "a stranger's"
+    # Where the header lists it, it is a column that was lost.
+    (tmp_path / "x.topk.col").write_text("a stranger's")
+    assert {finding.rule for finding in verify_shard(tmp_path / "x").findings} == {"C1"}
+
+
 @pytest.mark.parametrize("dry_run", [False, True])
 @pytest.mark.parametrize("name", ["topk", "late"])
 @pytest.mark.parametrize("damage", ["values", "header", "cut", "lost"])
@@ -117,6 +132,8 @@ def test_a_column_that_is_lost_is_said_and_a_good_shard_beside_it_stays(
     assert f"{path}: lost: " in done.out
     assert "a column cannot be derived; restore it from a copy, or " in done.out
     assert "columns are lost, the rest is whole" in done.err
+    assert "nothing to do" not in done.out
+    assert "the five files are good, and nothing was rebuilt" in done.out
     assert {state for suffix, state in states(tmp_path / "x").items() if suffix != f".{name}.col"} == {"good"}
     # An index beside it is mended all the same.
     os.unlink(tmp_path / "x.idx")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_sft_idx.check.lengths import idx_lengths
@@ -132,8 +132,7 @@ def rebuild(
         raw, header, error = _read_header(paths)
         faults, checked = _faults(paths, header, error, watch)
         if not faults:
-            states = (*_states(paths, header, faults, {}), *_column_states(paths, header, checked))
-            return Rebuilt(paths.prefix, states, note="nothing to do", dry_run=dry_run)
+            return _untouched(paths, header, checked, "", dry_run)
         with Repair(paths, faults, known or Known(), watch, lock) as repair:
             if header is not None:
                 done = restore(repair, header)
@@ -249,6 +248,13 @@ def _column_states(paths: ShardPaths, header: Header | None, checked: Report) ->
     return tuple(state(paths.column(name)) for name in paths.columns)
 
 
+def _untouched(paths: ShardPaths, header: Header | None, checked: Report, more: str, dry_run: bool) -> Rebuilt:
+    """The five files are good; columns may be lost."""
+    found = Rebuilt(paths.prefix, (*_states(paths, header, {}, {}), *_column_states(paths, header, checked)))
+    note = "nothing to do" if found.whole else "the five files are good, and nothing was rebuilt"
+    return replace(found, note=note + more, dry_run=dry_run)
+
+
 def _unlisted(paths: ShardPaths, header: Header) -> str:
     """What became of the columns of a shard whose ``.seq.idx`` is derived; empty where it lists them as before."""
     if not header.rebuilt:
@@ -323,9 +329,8 @@ def _recovered(paths: ShardPaths, remains: Remains, dry_run: bool, watch: Watch)
                 " packs left that was to replace it; move the five files away to recover the build, or the .journal"
                 " and .tmp files to rebuild the shard"
             )
-        states = (*_states(paths, header, faults, {}), *_column_states(paths, header, checked))
         beside = f"{paths.journal} and the .tmp files are of a build that was to replace it: run it again to do so"
-        return Rebuilt(paths.prefix, states, note=f"nothing to do; {beside}", dry_run=dry_run)
+        return _untouched(paths, header, checked, f"; {beside}", dry_run)
     if not remains.done and not remains.num_packs:
         raise FormatError(
             f"{paths.journal}: the build was killed before it had written a pack, so there is nothing to recover;"
