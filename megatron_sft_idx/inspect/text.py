@@ -45,6 +45,10 @@ _LINE_PICTURES = PICTURES | {9: 0x2409, 10: 0x240A}
 # of the longest character.
 _CONTEXT, _PIECE, _LONGEST_CHARACTER = 40, 512, 8
 
+# In a notebook, on light and dark ground alike.
+_MARK = "color: inherit; background: rgba(30, 136, 209, .32); border-bottom: 1px solid #1e88d1"
+_TEXT = "margin: .2em 0 1.4em; line-height: 1.5; white-space: pre-wrap; overflow-wrap: anywhere"
+
 Decode = Callable[[list[int]], str]
 
 
@@ -148,11 +152,11 @@ class MarkedPack:
             weights = trained_tokens(pack["loss_mask"][start:stop])
             runs = marked_runs(pack["input_ids"][start:stop], weights, self._decode)
             text = "".join(
-                f'<mark title="weight {weight:g}">{escape(text)}</mark>' if weight else escape(text)
+                f'<mark style="{_MARK}" title="weight {weight:g}">{escape(text)}</mark>' if weight else escape(text)
                 for text, weight, _ in runs
             )
-            parts.append(f"<small>{_rule(number, start, stop, weights)}</small>")
-            parts.append(f'<pre style="line-height: 1.5; white-space: pre-wrap; overflow-wrap: anywhere">{text}</pre>')
+            parts.append(f'<small style="opacity: .75">{_rule(number, start, stop, weights)}</small>')
+            parts.append(f'<pre style="{_TEXT}">{text}</pre>')
         return f"<div>{''.join(parts)}</div>"
 
 
