@@ -477,12 +477,11 @@ def _check_column(
         findings.add(rule, file.path, offset, found, expected, remedy=remedy)
 
     raw = file.read(0, FIXED_NBYTES)
-    if claims is None or name not in claims.listed:
-        # A column that lost its first bytes, or all but them, still begins or is signed as one.
-        ours = raw[: len(COLUMN_MAGIC)] == COLUMN_MAGIC[: len(raw)]
-        if not (ours or (claims is not None and raw[16:32] == claims.values["shard_id"])):
-            findings.notes.append(f"{file.path}: left alone: it is no column, and .seq.idx lists none of that name")
-            return
+    # A column that lost its first bytes, or all but them, still begins or is signed as one.
+    begins = raw[: len(COLUMN_MAGIC)] == COLUMN_MAGIC[: len(raw)]
+    if not begins and (claims is None or (name not in claims.listed and raw[16:32] != claims.values["shard_id"])):
+        findings.notes.append(f"{file.path}: left alone: it is no column, and .seq.idx lists none of that name")
+        return
     raw += file.read(len(raw), ColumnHeader.peek(raw) - len(raw))
     if broken := list(broken_column(raw)):
         for breach in broken:
