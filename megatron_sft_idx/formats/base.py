@@ -1,8 +1,9 @@
 """What all formats of packed data share: what is known of it, its reader, its writer, and the rules that packs keep.
 
-A format is a module that knows how to recognise a path, read it (``PackedReader``) and, for most, write it
-(``PackedWriter``). Readers hand out packs by number and all packs in order, in runs that bound memory; writers take
-runs. Everything between the two, from masks to progress, is the same for every pair of formats.
+A format is a module with a function ``recognise``, a class ``Reader`` and mostly a class ``Writer``: a
+``PackedReader`` that opens a path and makes a run of some packs of it, and a ``PackedWriter`` that begins a file or
+folder, appends runs and ends it. Options of their own are keywords of ``_open`` and ``_begin``. Everything between
+the two, from masks to progress, is here, the same for every pair of formats.
 
 Loss masks of other people's files are brought to the one alignment of this package. *Label*: value j says whether
 predicting token j + 1 of the same sequence counts; 0 at every sequence's end. *Token*: value j says whether token j
@@ -30,10 +31,10 @@ from megatron_sft_idx import _native
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.layout.column import ColumnSpec, check_name, column_count
 from megatron_sft_idx.layout.files import MAX_CAPACITY
-from megatron_sft_idx.packs.run import Columns, PackRun
+from megatron_sft_idx.packs.run import Columns, PackRun, run_bounds
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.shard.writer import integer_array, mask_array, token_array
-from megatron_sft_idx.storage.publish import New
+from megatron_sft_idx.storage.publish import Kind, New, new_file, new_folder, require_space
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -127,9 +128,13 @@ class PackedSpec:
 class PackedReader(ABC):
     """One file, folder or shard of packed data, open for reading. Not pickled: each process opens its own.
 
+    A format has ``_open``, which sets ``identity`` and ``_dtypes``, ``spec``, ``__len__``, and ``_run`` with
+    ``_token_offsets``; or else ``read`` and ``_runs``.
+
     Args:
         path: what is opened.
         mask_alignment: of its loss masks, where the format does not say.
+        options: of the format, as its own class has them.
 
     Attributes:
         format: the format's name, as ``--to`` takes it.
@@ -141,20 +146,31 @@ class PackedReader(ABC):
         notes: what the file does not say and was understood, or was set right on the way, as sentences for people.
 
     Raises:
-        FormatError: no such alignment, or none that the format can have.
+        FormatError: no such alignment, or none that the format can have; or what is there breaks a rule of its format.
     """
 
     format: ClassVar[str]
     label_only: ClassVar[str] = ""
     identity: str
+    # What ids and masks are handed out as.
+    _dtypes: tuple[np.dtype[Any], np.dtype[Any]] = (np.dtype(np.int32), np.dtype(np.uint8))
+    # Where each pack begins in the tokens of all, and the last one ends: [packs + 1].
+    _token_offsets: NDArray[np.int64]
 
-    def __init__(self, path: str | os.PathLike[str], mask_alignment: MaskAlignment) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, mask_alignment: MaskAlignment = "label", **options: Any
+    ) -> None:
         self.path = os.fspath(path)
         self.alignment = checked_alignment(self.path, mask_alignment)
         self.notes: list[str] = []
         self.columns: dict[str, ColumnSpec] = {}
         if self.label_only and self.alignment != "label":
             raise FormatError(f"{self.path}: {self.label_only.format(mask_alignment)}")
+        self._open(**options)
+
+    @abstractmethod
+    def _open(self, *args: Any, **options: Any) -> None:
+        """Open the path, and check what can be checked without reading it all."""
 
     def _settle_alignment(self, stated: object = None) -> None:
         """Take the alignment that a file says itself, where it does, and note what is done to the masks.
@@ -181,7 +197,6 @@ class PackedReader(ABC):
     def __len__(self) -> int:
         """Packs."""
 
-    @abstractmethod
     def read(self, index: int) -> Pack:
         """Pack ``index``, which is within 0 and ``len(self) - 1``; arrays are read-only where they are views.
 
@@ -189,6 +204,7 @@ class PackedReader(ABC):
             SequenceError: the pack breaks a rule.
             FormatError: the file cannot be read, or is not as it was.
         """
+        return self._run(index, index + 1).pack(0)
 
     def runs(self) -> Iterator[PackRun]:
         """All packs in order, some ``RUN_TOKENS`` tokens at a time and at least one pack. Raises as ``read``."""
@@ -200,39 +216,114 @@ class PackedReader(ABC):
         if unplaced and (note := unplaced_note(unplaced, self.alignment)) not in self.notes:
             self.notes.append(note)
 
-    @abstractmethod
     def _runs(self) -> Iterator[PackRun]:
         """The runs of ``runs``."""
+        return (self._run(first, last) for first, last in run_bounds(self._token_offsets))
+
+    def _run(self, first: int, last: int) -> PackRun:
+        """Packs ``first`` up to ``last``, which keep every rule. Raises as ``read``."""
+        raise NotImplementedError
+
+    def _checked(
+        self,
+        first_pack: int,
+        tokens: ArrayLike,
+        loss_mask: ArrayLike,
+        seq_starts: ArrayLike,
+        pack_lengths: ArrayLike,
+        pack_sequences: ArrayLike,
+        columns: Columns | None = None,
+    ) -> PackRun:
+        """``checked_run`` of arrays of this file, with its alignment and dtypes."""
+        token_dtype, mask_dtype = self._dtypes
+        return checked_run(
+            self.path,
+            first_pack,
+            tokens,
+            loss_mask,
+            seq_starts,
+            pack_lengths,
+            pack_sequences,
+            mask_alignment=self.alignment,
+            token_dtype=token_dtype,
+            mask_dtype=mask_dtype,
+            columns=columns,
+        )
+
+    def _described(self, num_sequences: int, num_tokens: int, longest_pack: int, **more: Any) -> PackedSpec:
+        """The spec of packs of which so much was counted; its capacity is the longest of them where none is said."""
+        token_dtype, mask_dtype = self._dtypes
+        counts = len(self), num_sequences, num_tokens, longest_pack
+        more = {"capacity": longest_pack, "columns": self.columns, **more}
+        return PackedSpec(*counts, token_dtype, mask_dtype, **more)
 
 
 class PackedWriter(ABC):
     """Packed data being written; a context manager: a clean exit finalizes, an exception leaves nothing behind.
 
+    A format has ``_begin``, which calls ``_make`` once its options are known to be good, ``_append``, ``_finish`` and
+    ``reread``.
+
     Args:
         path: what is written.
         spec: what is going to be written, held against what came in the end; None where nobody knows.
+        overwrite: replace what is there, where it is of ``kind``.
         allow_loss: let go what the format has no place for, and say so in ``lost``.
+        options: of the format, as its own class has them.
 
     Attributes:
         format: the format's name, as ``--to`` takes it.
+        kind: what may be replaced.
+        folder: whether the format is a folder of files.
         binary: whether the format's masks are 0 and 1 and nothing else.
         carries: whether the format has a place for columns.
         lost: what of these packs was let go: a sentence for each of ``"masks"``, ``"packs"`` (which sequences share
             one) and ``"columns"`` that it is true of.
+
+    Raises:
+        FormatError: something is at ``path``, an option that the format does not have, or packs that it has no place
+            for.
+        OSError: no space for all of it, among others.
     """
 
     format: ClassVar[str]
+    kind: ClassVar[Kind]
+    folder: ClassVar[bool] = False
     binary: ClassVar[bool] = False
     carries: bool = False
     _output: New
 
-    def __init__(self, path: str | os.PathLike[str], spec: PackedSpec | None, *, allow_loss: bool) -> None:
-        self._path, self._spec, self._allow_loss = os.fspath(path), spec, allow_loss
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        spec: PackedSpec | None = None,
+        *,
+        overwrite: bool = False,
+        allow_loss: bool = False,
+        **options: Any,
+    ) -> None:
+        self._path, self._spec, self._overwrite, self._allow_loss = os.fspath(path), spec, overwrite, allow_loss
         self._counts, self._changed_weights = Counts(), 0
         self._complete = self._published = False
         self.lost: dict[str, str] = {}
-        if spec is not None and spec.columns and not self.carries:
-            self._leave_out(spec.columns)
+        try:
+            self._begin(**options)
+            if spec is not None and spec.columns and not self.carries:
+                self._leave_out(spec.columns)
+        except BaseException:
+            self.abandon()
+            raise
+
+    @abstractmethod
+    def _begin(self, *args: Any, **options: Any) -> None:
+        """Check the options, make the output, and write what comes before the first pack."""
+
+    def _make(self, nbytes: int = 0, files: int = 1) -> New:
+        """The file or folder, hidden until it is published. OSError: there is no space for so much of it."""
+        require_space(self._path, nbytes, files)
+        make = new_folder if self.folder else new_file
+        self._output = make(self._path, self.kind, overwrite=self._overwrite)
+        return self._output
 
     def _leave_out(self, columns: Iterable[str]) -> None:
         """Note that columns are not written. FormatError where loss is not allowed."""
@@ -332,7 +423,8 @@ class PackedWriter(ABC):
 
     def abandon(self) -> None:
         """Remove what was written; nothing where it is finalized or abandoned already."""
-        self._output.abandon()
+        if hasattr(self, "_output"):  # else it was refused before anything was made
+            self._output.abandon()
 
     def __enter__(self) -> Self:
         return self

@@ -38,7 +38,6 @@ from numpy.typing import NDArray
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import (
     Counts,
-    MaskAlignment,
     PackedReader,
     PackedSpec,
     PackedWriter,
@@ -48,9 +47,8 @@ from megatron_sft_idx.formats.base import (
 )
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens
-from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import OutputFile, open_regular, read_most
-from megatron_sft_idx.storage.publish import Kind, new_folder, require_space
+from megatron_sft_idx.storage.publish import Kind
 
 __all__ = [
     "COMPLETED",
@@ -473,8 +471,6 @@ class Reader(PackedReader):
     Opening reads all bytes once to find the lines; 16 bytes a pack are kept of them.
 
     Args:
-        path: the folder, or one file.
-        mask_alignment: labels say themselves which tokens are trained on; only the default is taken.
         allow_gaps: chunks in between are missing because their producer freed them.
         columns: names of those that packs come with; None for all.
 
@@ -485,15 +481,7 @@ class Reader(PackedReader):
     format = FORMAT
     label_only = "labels name the tokens to train on, shifted once here in any case; leave mask alignment {!r} out"
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        mask_alignment: MaskAlignment = "label",
-        allow_gaps: bool = False,
-        columns: Sequence[str] | None = (),
-    ) -> None:
-        super().__init__(path, mask_alignment)
+    def _open(self, *, allow_gaps: bool = False, columns: Sequence[str] | None = ()) -> None:
         self.alignment = "token"
         self._paths = [self.path]
         if os.path.isdir(self.path):
@@ -515,23 +503,10 @@ class Reader(PackedReader):
         counts = Counts()
         for run in self.runs():
             counts.add(run)
-        return PackedSpec(
-            num_packs=counts.packs,
-            num_sequences=counts.sequences,
-            num_tokens=counts.tokens,
-            longest_pack=counts.longest,
-            token_dtype=np.dtype(np.int32),
-            mask_dtype=np.dtype(np.uint8),
-            capacity=max(counts.longest, 1),
-            columns=self.columns,
-        )
+        return self._described(counts.sequences, counts.tokens, counts.longest, capacity=max(counts.longest, 1))
 
     def __len__(self) -> int:
         return len(self._starts)
-
-    def read(self, index: int) -> Pack:
-        """Pack ``index``, parsed and checked."""
-        return self._run(index, index + 1).pack(0)
 
     def _run(self, first: int, last: int) -> PackRun:
         return run_of(self.path, first, list(self._lines(first, last)))
@@ -569,10 +544,6 @@ class Writer(PackedWriter):
     """Writes a folder of chunks; it appears when the last one is written. Without packs, its one chunk is empty.
 
     Args:
-        path: the folder.
-        spec: what is going to be written; held against what came in the end.
-        overwrite: replace a folder of chunks.
-        allow_loss: write loss weights above 0 as 1.
         samples_per_chunk: packs in a chunk, the last one may have fewer; what the consumer has to be told.
 
     Raises:
@@ -580,27 +551,19 @@ class Writer(PackedWriter):
     """
 
     format = FORMAT
+    kind = KIND
+    folder = True
     binary = True
     carries = True
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        spec: PackedSpec,
-        *,
-        overwrite: bool = False,
-        allow_loss: bool = False,
-        samples_per_chunk: int = 100,
-    ) -> None:
-        super().__init__(path, spec, allow_loss=allow_loss)
-        self._samples_per_chunk = samples_per_chunk
+    def _begin(self, *, samples_per_chunk: int = 100) -> None:
+        assert self._spec is not None
+        spec, self._samples_per_chunk = self._spec, samples_per_chunk
         if samples_per_chunk < 1:
             raise FormatError(f"{self._path}: samples_per_chunk {samples_per_chunk}, expected at least 1 pack")
         self._num_chunks = self._num_lines = 0
         # A digit and a comma for every id, label and position.
-        nbytes = 6 * spec.num_tokens + spec.column_nbytes()
-        require_space(self._path, nbytes, -(-spec.num_packs // samples_per_chunk))
-        self._output = new_folder(path, KIND, overwrite=overwrite)
+        self._make(6 * spec.num_tokens + spec.column_nbytes(), -(-spec.num_packs // samples_per_chunk))
         if spec.columns:
             with contextlib.closing(self._output.open(SPECS)) as file:
                 columns = {name: column.encode() for name, column in spec.columns.items()}

@@ -56,10 +56,9 @@ from megatron_sft_idx.formats.base import (
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.layout.files import MAX_CAPACITY
 from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens
-from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_array, open_regular, read_most
 from megatron_sft_idx.storage.local import HashedFile
-from megatron_sft_idx.storage.publish import Kind, New, head_of, new_folder
+from megatron_sft_idx.storage.publish import Kind, New, head_of
 
 __all__ = ["FORMAT", "KIND", "MemmapShardWriter", "Reader", "Writer", "recognise"]
 
@@ -175,8 +174,6 @@ class Reader(PackedReader):
     """One memmap folder. Each process opens its own reader; threads may share one.
 
     Args:
-        path: the folder.
-        mask_alignment: of its masks, where the manifest does not say.
         columns: names of those that packs come with; None for all that the manifest names.
 
     Raises:
@@ -185,14 +182,7 @@ class Reader(PackedReader):
 
     format = FORMAT
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        mask_alignment: MaskAlignment = "label",
-        columns: Sequence[str] | None = (),
-    ) -> None:
-        super().__init__(path, mask_alignment)
+    def _open(self, *, columns: Sequence[str] | None = ()) -> None:
         self._manifest = read_manifest(self.path)
         stated = self._manifest.get(STATED)
         self._stated = stated if isinstance(stated, dict) else {}
@@ -207,8 +197,7 @@ class Reader(PackedReader):
         self._values = {name: self._open_column(name, spec) for name, spec in self.columns.items()}
         # Ids of other types are held to the range of int32.
         token = np.uint16 if self._ids.dtype.newbyteorder("=") == np.uint16 else np.int32
-        mask = np.float32 if self._mask.dtype.kind == "f" else np.uint8
-        self._dtypes: tuple[np.dtype[Any], np.dtype[Any]] = (np.dtype(token), np.dtype(mask))
+        self._dtypes = np.dtype(token), np.dtype(np.float32 if self._mask.dtype.kind == "f" else np.uint8)
         # Checksums of all arrays are in the manifest where this package wrote it; else sizes and times tell.
         self.identity = str(self._manifest["fingerprint"])
         if not isinstance(self._manifest.get("checksums"), dict):
@@ -264,16 +253,8 @@ class Reader(PackedReader):
             lengths = self._lengths_of(first, min(first + _SCAN, self._num_packs))
             tokens += int(lengths.sum())
             longest = max(longest, int(lengths.max()))
-        return PackedSpec(
-            num_packs=self._num_packs,
-            num_sequences=len(self._starts),
-            num_tokens=tokens,
-            longest_pack=longest,
-            token_dtype=self._dtypes[0],
-            mask_dtype=self._dtypes[1],
-            columns=self.columns,
-            **stated_of(self._stated, longest, self._pack_size),
-        )
+        sizes = len(self._starts), tokens, longest
+        return self._described(*sizes, **stated_of(self._stated, longest, self._pack_size))
 
     def _lengths_of(self, first: int, last: int) -> NDArray[np.int64]:
         """Lengths of some packs; SequenceError unless each fits its row and has one token at least."""
@@ -290,10 +271,6 @@ class Reader(PackedReader):
     def _runs(self) -> Iterator[PackRun]:
         rows = max(1, fewer_tokens(RUN_TOKENS, self.columns) // self._pack_size)
         return (self._run(i, min(i + rows, self._num_packs)) for i in range(0, self._num_packs, rows))
-
-    def read(self, index: int) -> Pack:
-        """Pack ``index``, checked; its ids are a view of the row where their type is uint16 or int32."""
-        return self._run(index, index + 1).pack(0)
 
     def _run(self, first: int, last: int) -> PackRun:
         lengths = self._lengths_of(first, last)
@@ -313,19 +290,14 @@ class Reader(PackedReader):
             )
             for name, spec in self.columns.items()
         }
-        token_dtype, mask_dtype = self._dtypes
-        return checked_run(
-            self.path,
+        return self._checked(
             first,
             self._gathered(self._ids, first, lengths),
             self._gathered(self._mask, first, lengths),
             self._starts[offsets[0] : offsets[-1]],
             lengths,
             np.diff(offsets),
-            mask_alignment=self.alignment,
-            token_dtype=token_dtype,
-            mask_dtype=mask_dtype,
-            columns=columns,
+            columns,
         )
 
     def _gathered(self, rows: NDArray[Any], first: int, lengths: NDArray[np.int64]) -> NDArray[Any]:
@@ -419,6 +391,8 @@ class MemmapShardWriter(PackedWriter):
     """
 
     format = FORMAT
+    kind = KIND
+    folder = True
     binary = True
     carries = True
 
@@ -435,48 +409,46 @@ class MemmapShardWriter(PackedWriter):
         extra: Mapping[str, Any] | None = None,
         columns: Mapping[str, ColumnSpec] | None = None,
     ) -> None:
-        super().__init__(output_dir, None, allow_loss=False)
-        self._dtype = np.dtype(dtype).newbyteorder("<")
+        path, self._dtype = os.fspath(output_dir), np.dtype(dtype).newbyteorder("<")
         if self._dtype.kind not in "iu":
-            raise FormatError(f"{self._path}: dtype {self._dtype} for ids, expected an integer type")
+            raise FormatError(f"{path}: dtype {self._dtype} for ids, expected an integer type")
         for what, value, least, most in (
             ("num_bins", num_bins, 0, _MOST_INDEX),
             ("pack_size", pack_size, 1, MAX_CAPACITY),
             ("total_seq_starts", total_seq_starts, num_bins, _MOST_INDEX),
         ):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
-                raise FormatError(f"{self._path}: {what} {value!r}, expected a whole number from {least} to {most}")
+                raise FormatError(f"{path}: {what} {value!r}, expected a whole number from {least} to {most}")
         self._num_bins, self._pack_size, self._total = int(num_bins), int(pack_size), int(total_seq_starts)
-        self._alignment = checked_alignment(self._path, mask_alignment) if mask_alignment is not None else None
+        self._alignment = checked_alignment(path, mask_alignment) if mask_alignment is not None else None
         self._extra = dict(extra or {})
         self._row = np.zeros(self._pack_size, self._dtype)
         self._mask_row = np.zeros(self._pack_size, np.uint8)
-        columns = columns or {}
+        self._columns = columns or {}
         self._column_rows = {
             name: np.zeros(spec.shape(self._pack_size), spec.dtype)
-            for name, spec in columns.items()
+            for name, spec in self._columns.items()
             if spec.per == "token"
         }
-        sizes = self._num_bins, self._pack_size, self._total
-        self._output = new_folder(self._path, KIND, overwrite=overwrite)
         self._files: dict[str, _ArrayFile] = {}
         self._manifest: dict[str, Any] = {}
         self._closed = False
+        super().__init__(path, overwrite=overwrite)
+
+    def _begin(self) -> None:
+        folder = self._make()
         rows, index = (self._num_bins, self._pack_size), self._num_bins
-        try:
-            for name, kind, shape in (
-                ("input_ids", self._dtype, rows),
-                ("loss_mask", np.dtype(np.uint8), rows),
-                ("packed_len", _INDEX, (index,)),
-                ("seq_offsets", _INDEX, (index + 1,)),
-                ("seq_starts", _INDEX, (self._total,)),
-                *((f"{name}.col", spec.dtype, column_shape(spec, *sizes)) for name, spec in columns.items()),
-            ):
-                self._files[name] = _ArrayFile(self._output, name, kind, shape)
-            self._files["seq_offsets"].write(bytes(_INDEX.itemsize))
-        except BaseException:
-            self.abandon()
-            raise
+        sizes = self._num_bins, self._pack_size, self._total
+        for name, kind, shape in (
+            ("input_ids", self._dtype, rows),
+            ("loss_mask", np.dtype(np.uint8), rows),
+            ("packed_len", _INDEX, (index,)),
+            ("seq_offsets", _INDEX, (index + 1,)),
+            ("seq_starts", _INDEX, (self._total,)),
+            *((f"{name}.col", spec.dtype, column_shape(spec, *sizes)) for name, spec in self._columns.items()),
+        ):
+            self._files[name] = _ArrayFile(folder, name, kind, shape)
+        self._files["seq_offsets"].write(bytes(_INDEX.itemsize))
 
     def write_bin(self, bin_id: int, input_ids: ArrayLike, loss_mask: ArrayLike, seq_start_id: ArrayLike) -> None:
         """Write one pack.

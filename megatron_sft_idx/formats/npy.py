@@ -11,7 +11,7 @@ import os
 import pickle
 import pickletools
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from io import BytesIO
 from typing import Any, BinaryIO
 
@@ -32,10 +32,10 @@ from megatron_sft_idx.formats.base import (
     unplaced_note,
 )
 from megatron_sft_idx.formats.restricted_pickle import KeptArray, unpickle_rows
-from megatron_sft_idx.packs.run import PackRun, run_bounds
+from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import open_regular
-from megatron_sft_idx.storage.publish import Kind, new_file, require_space
+from megatron_sft_idx.storage.publish import Kind
 
 __all__ = [
     "FORMAT",
@@ -218,8 +218,6 @@ class Reader(PackedReader):
     """Packs of a legacy ``.npy``, all in memory.
 
     Args:
-        path: the file.
-        mask_alignment: of its loss masks.
         capacity: what its packs were packed for, where that is known. Packers of this format count a sequence as its
             length - 1, so packs may exceed it by one token a sequence; more than that is refused.
 
@@ -229,13 +227,14 @@ class Reader(PackedReader):
 
     format = FORMAT
 
-    def __init__(self, path: str, *, mask_alignment: MaskAlignment = "label", capacity: int | None = None) -> None:
-        super().__init__(path, mask_alignment)
+    def _open(self, *, capacity: int | None = None) -> None:
         self.identity = file_identity(self.path)
         self.packs = read_legacy(self.path, mask_alignment=self.alignment)
+        self._dtypes = self.packs.tokens.dtype, self.packs.loss_mask.dtype
         self._settle_alignment()
         if self.packs.unplaced:
             self.notes.append(unplaced_note(self.packs.unplaced, self.alignment))
+        self._token_offsets = self.packs.token_offsets
         self._capacity = self._honest(capacity)
 
     def _honest(self, said: int | None) -> int:
@@ -262,15 +261,8 @@ class Reader(PackedReader):
     def spec(self) -> PackedSpec:
         """Counts and dtypes; ids are int32, as the format does not say how large they may be."""
         packs = self.packs
-        return PackedSpec(
-            num_packs=len(self),
-            num_sequences=len(packs.seq_starts),
-            num_tokens=len(packs.tokens),
-            longest_pack=int(packs.pack_lengths.max(initial=0)),
-            token_dtype=packs.tokens.dtype,
-            mask_dtype=packs.loss_mask.dtype,
-            capacity=self._capacity,
-        )
+        longest = int(packs.pack_lengths.max(initial=0))
+        return self._described(len(packs.seq_starts), len(packs.tokens), longest, capacity=self._capacity)
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -279,37 +271,33 @@ class Reader(PackedReader):
         """Pack ``index``: views of what is in memory."""
         return self.packs.pack(index)
 
-    def _runs(self) -> Iterator[PackRun]:
-        return (self.packs.part(first, last) for first, last in run_bounds(self.packs.token_offsets))
+    def _run(self, first: int, last: int) -> PackRun:
+        return self.packs.part(first, last)
 
 
 class LegacyPickleWriter(PackedWriter):
     """Writes packs as a pickled ``.npy`` of dicts of lists, holding one pack in memory.
 
-    Args:
-        path: the file; it appears when all of it is written.
-        overwrite: replace a file of packs that is there.
-
-    Raises:
-        FormatError: something is at ``path`` that may not be replaced.
+    Nothing is lost in this format but what it never says: capacity, dtypes and metadata.
     """
 
     format = FORMAT
+    kind = KIND
 
-    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        self._begin(path, None, overwrite=overwrite, allow_loss=False)
-
-    def _begin(
-        self, path: str | os.PathLike[str], spec: PackedSpec | None, *, overwrite: bool, allow_loss: bool
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        spec: PackedSpec | None = None,
+        *,
+        overwrite: bool = False,
+        allow_loss: bool = False,
     ) -> None:
-        super().__init__(path, spec, allow_loss=allow_loss)
-        self._output = new_file(path, KIND, overwrite=overwrite)
-        self._file = self._output.open()
-        try:
-            self._file.write(_beginning(0))
-        except BaseException:
-            self.abandon()
-            raise
+        super().__init__(path, spec, overwrite=overwrite, allow_loss=allow_loss)
+
+    def _begin(self) -> None:
+        # An opcode and a byte for each id and each mask.
+        self._file = self._make(4 * self._spec.num_tokens if self._spec else 0).open()
+        self._file.write(_beginning(0))
 
     def write_bin(self, bin_id: int, input_ids: ArrayLike, loss_mask: ArrayLike, seq_start_id: ArrayLike) -> None:
         """Append pack number ``bin_id``: packs are written in order.
@@ -351,16 +339,4 @@ class LegacyPickleWriter(PackedWriter):
         return Reader(self._output.temporary)
 
 
-class Writer(LegacyPickleWriter):
-    """A legacy ``.npy`` of known packs.
-
-    Args:
-        path: the file.
-        spec: of what will be written.
-        overwrite: replace a file that is there.
-        allow_loss: nothing is lost in this format but what it never says: capacity, dtypes and metadata.
-    """
-
-    def __init__(self, path: str, spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False) -> None:
-        require_space(path, 4 * spec.num_tokens)  # an opcode and a byte for each id and each mask
-        self._begin(path, spec, overwrite=overwrite, allow_loss=allow_loss)
+Writer = LegacyPickleWriter

@@ -39,11 +39,9 @@ from megatron_sft_idx.errors import FormatError, SequenceError, SFTIndexError
 from megatron_sft_idx.formats.base import (
     PADDED,
     Counts,
-    MaskAlignment,
     PackedReader,
     PackedSpec,
     PackedWriter,
-    checked_run,
     require_same_length,
     stated_columns,
     stated_int,
@@ -54,7 +52,7 @@ from megatron_sft_idx.layout.files import MAX_CAPACITY, MAX_COUNT
 from megatron_sft_idx.packs.run import RUN_TOKENS, Column, PackRun, fewer_tokens, fitting
 from megatron_sft_idx.shard.reader import Pack
 from megatron_sft_idx.storage import naming, open_regular
-from megatron_sft_idx.storage.publish import Kind, new_file
+from megatron_sft_idx.storage.publish import Kind
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -222,8 +220,6 @@ class Reader(PackedReader):
     follow. Each process opens its own reader; threads may share one.
 
     Args:
-        path: the file, as ``opener`` takes it.
-        mask_alignment: of its masks, where the schema's metadata does not say.
         opener: opens the path where it is no local file.
         cache_nbytes: memory for decoded row groups; the last one is kept whatever its size.
         columns: names of those that packs come with; None for all that the file says it has.
@@ -235,21 +231,14 @@ class Reader(PackedReader):
 
     format = FORMAT
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        mask_alignment: MaskAlignment = "label",
-        opener: Opener | None = None,
-        cache_nbytes: int = 256 << 20,
-        columns: Sequence[str] | None = (),
+    def _open(
+        self, *, opener: Opener | None = None, cache_nbytes: int = 256 << 20, columns: Sequence[str] | None = ()
     ) -> None:
-        super().__init__(path, mask_alignment)
         self._cache: OrderedDict[int, PackRun] = OrderedDict()
         self._cache_nbytes, self._cached_nbytes = cache_nbytes, 0
         self._lock = threading.Lock()
         with pyarrow_errors(self.path):
-            self._open(opener)
+            self._open_file(opener)
             self._stated = decode(self._file.schema_arrow.metadata, self.path)
             self.columns = stated_columns(self._stated, self.path, columns)
             self._names = [*COLUMNS, *self.columns]
@@ -261,9 +250,9 @@ class Reader(PackedReader):
         token_dtype = np.uint16 if self._stated.get("token_dtype") == "uint16" else np.int32
         # Arrow's names for floats are halffloat, float and double.
         mask_dtype = np.float32 if mask_type in ("halffloat", "float", "double") else np.uint8
-        self._dtypes: tuple[np.dtype[Any], np.dtype[Any]] = (np.dtype(token_dtype), np.dtype(mask_dtype))
+        self._dtypes = np.dtype(token_dtype), np.dtype(mask_dtype)
 
-    def _open(self, opener: Opener | None) -> None:
+    def _open_file(self, opener: Opener | None) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -324,14 +313,7 @@ class Reader(PackedReader):
         longest = stated_int(stated, "longest_pack", 0) if same else None
         if longest is None:
             longest = self._longest_pack()
-        return PackedSpec(
-            **counts,
-            longest_pack=longest,
-            columns=self.columns,
-            token_dtype=self._dtypes[0],
-            mask_dtype=self._dtypes[1],
-            **stated_of(stated, longest, 1),
-        )
+        return self._described(sequences, tokens, longest, **stated_of(stated, longest, 1))
 
     def _longest_pack(self) -> int:
         """From the masks, the column that takes least to decode."""
@@ -374,24 +356,12 @@ class Reader(PackedReader):
             row = int(np.argmax(wrong))
             found = {"input_ids": int(lengths[row]), "loss_mask": int(mask_lengths[row])}
             require_same_length(self.path, first_pack + row, **found)
-        token_dtype, mask_dtype = self._dtypes
         counts = {"token": lengths, "sequence": sequences, "pack": np.ones(len(lengths), np.int64)}
-        return checked_run(
-            self.path,
-            first_pack,
-            ids,
-            mask,
-            starts,
-            lengths,
-            sequences,
-            mask_alignment=self.alignment,
-            token_dtype=token_dtype,
-            mask_dtype=mask_dtype,
-            columns={
-                name: _rows_of(rows, self.path, name, spec, first_pack, counts[spec.per])
-                for name, spec in self.columns.items()
-            },
-        )
+        beside = {
+            name: _rows_of(rows, self.path, name, spec, first_pack, counts[spec.per])
+            for name, spec in self.columns.items()
+        }
+        return self._checked(first_pack, ids, mask, starts, lengths, sequences, beside)
 
     def _decode(self, group: int) -> PackRun:
         first = self._first_packs[group]
@@ -503,10 +473,6 @@ class Writer(PackedWriter):
     The same packs give the same bytes with the same release of pyarrow, which names itself in the file.
 
     Args:
-        path: the file; it appears when it is whole.
-        spec: what is going to be written; kept in the schema's metadata, and held against what came in the end.
-        overwrite: replace a Parquet file of packs.
-        allow_loss: write loss weights above 0 as 1.
         row_group_size: most packs in a row group; fewer where packs are long. Small groups make random reads quick,
             large ones the file small.
         compression: as pyarrow calls it.
@@ -517,22 +483,14 @@ class Writer(PackedWriter):
     """
 
     format = FORMAT
+    kind = KIND
     binary = True
     carries = True
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        spec: PackedSpec,
-        *,
-        overwrite: bool = False,
-        allow_loss: bool = False,
-        row_group_size: int = 1000,
-        compression: str = "zstd",
-    ) -> None:
-        self.carries = PADDED not in spec.metadata  # what is padded is for Megatron-Bridge, which knows no columns
-        super().__init__(path, spec, allow_loss=allow_loss)
-        spec = spec if self.carries else dataclasses.replace(spec, columns={})
+    def _begin(self, *, row_group_size: int = 1000, compression: str = "zstd") -> None:
+        assert self._spec is not None
+        self.carries = PADDED not in self._spec.metadata  # Megatron-Bridge knows none
+        spec = self._spec if self.carries else dataclasses.replace(self._spec, columns={})
         if taken := sorted(spec.columns.keys() & set(COLUMNS)):
             raise FormatError(f"{self._path}: column {taken[0]}: packs in Parquet have another of this name; rename it")
         if row_group_size < 1:
@@ -551,13 +509,9 @@ class Writer(PackedWriter):
         self._types += [pa.list_(pa.from_numpy_dtype(column.dtype)) for column in spec.columns.values()]
         names = [*COLUMNS, *spec.columns]
         self._schema = pa.schema(list(zip(names, self._types, strict=True)), metadata={KEY: _metadata(spec)})
-        self._output = new_file(path, KIND, overwrite=overwrite)
-        try:
-            with naming(self._output.temporary):
-                self._writer: Any = pq.ParquetWriter(self._output.temporary, self._schema, compression=compression)
-        except BaseException:
-            self._output.abandon()
-            raise
+        temporary = self._make().temporary
+        with naming(temporary):
+            self._writer: Any = pq.ParquetWriter(temporary, self._schema, compression=compression)
 
     def _append(self, run: PackRun) -> None:
         first = 0

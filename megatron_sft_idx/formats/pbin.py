@@ -41,7 +41,6 @@ from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import (
-    MaskAlignment,
     PackedReader,
     PackedSpec,
     PackedWriter,
@@ -51,10 +50,9 @@ from megatron_sft_idx.formats.base import (
 )
 from megatron_sft_idx.formats.restricted_pickle import LIST_HEADS, read_pairs, write_pairs
 from megatron_sft_idx.layout.files import MAX_CAPACITY
-from megatron_sft_idx.packs.run import PackRun, run_bounds
-from megatron_sft_idx.shard.reader import Pack
+from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage import as_bytes, open_array, open_regular
-from megatron_sft_idx.storage.publish import Kind, new_file, require_space
+from megatron_sft_idx.storage.publish import Kind
 
 __all__ = [
     "FORMAT",
@@ -415,7 +413,6 @@ class Reader(PackedReader):
     """The documents of a ``.pbin`` of any generation.
 
     Args:
-        path: the file.
         mask_alignment: of masks in the file; there are none, so that only "label" makes sense.
         mask_rule: what to train on. "all" trains every token of a document but its first, which nothing predicts.
             There is no default: a chat whose questions are trained like its answers is rarely what is wanted.
@@ -429,15 +426,7 @@ class Reader(PackedReader):
     format = FORMAT
     label_only = "a .pbin has no masks that could be {}-aligned; leave it out"
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        mask_alignment: MaskAlignment = "label",
-        mask_rule: MaskRule | None = None,
-        repair_merge: bool = False,
-    ) -> None:
-        super().__init__(path, mask_alignment)
+    def _open(self, *, mask_rule: MaskRule | None = None, repair_merge: bool = False) -> None:
         if mask_rule != "all":
             raise FormatError(
                 f"{self.path}: a .pbin has no loss masks{'' if mask_rule is None else f', and no rule {mask_rule!r}'};"
@@ -447,15 +436,15 @@ class Reader(PackedReader):
         placement = place_documents(self.path, repair_merge=repair_merge)
         if len(placement.lengths) and placement.lengths.max() > MAX_CAPACITY:
             longest = int(np.argmax(placement.lengths))
-            raise SequenceError(
-                self.path,
-                longest,
-                f"has {placement.lengths[longest]} tokens, expected at most {MAX_CAPACITY} (rule P1)",
-            )
+            reason = f"has {placement.lengths[longest]} tokens, expected at most {MAX_CAPACITY} (rule P1)"
+            raise SequenceError(self.path, longest, reason)
         # Packs hold at least one token.
         self._starts = placement.starts[placement.lengths > 0]
         self._lengths = placement.lengths[placement.lengths > 0]
+        self._token_offsets = np.append(0, np.cumsum(self._lengths))
         self._tokens = placement.framing.open_tokens(self.path)
+        small = self._tokens.dtype.itemsize <= 2
+        self._dtypes = np.dtype(np.uint16 if small else np.int32), np.dtype(np.uint8)
         self.identity = file_identity(self.path) + " repaired" * (placement.num_moved > 0)
         self._generation = placement.generation.number
         self.notes += _notes(placement)
@@ -463,28 +452,13 @@ class Reader(PackedReader):
     @property
     def spec(self) -> PackedSpec:
         """Counts and dtypes; the capacity is the longest document."""
-        longest = int(self._lengths.max()) if len(self) else 0
-        return PackedSpec(
-            num_packs=len(self),
-            num_sequences=len(self),
-            num_tokens=int(self._lengths.sum()),
-            longest_pack=longest,
-            token_dtype=np.dtype(np.uint16 if self._tokens.dtype.itemsize <= 2 else np.int32),
-            mask_dtype=np.dtype(np.uint8),
-            capacity=max(longest, 1),
-            metadata={"pbin": {"generation": self._generation, "mask_rule": "all"}},
-        )
+        longest = int(self._lengths.max(initial=0))
+        made = {"pbin": {"generation": self._generation, "mask_rule": "all"}}
+        tokens = int(self._token_offsets[-1])
+        return self._described(len(self), tokens, longest, capacity=max(longest, 1), metadata=made)
 
     def __len__(self) -> int:
         return len(self._lengths)
-
-    def _runs(self) -> Iterator[PackRun]:
-        offsets = np.append(0, np.cumsum(self._lengths))
-        return (self._run(first, last) for first, last in run_bounds(offsets))
-
-    def read(self, index: int) -> Pack:
-        """Document ``index`` of those that hold a token."""
-        return self._run(index, index + 1).pack(0)
 
     def _run(self, first: int, last: int) -> PackRun:
         lengths, starts = self._lengths[first:last], self._starts[first:last]
@@ -515,9 +489,6 @@ class Writer(PackedWriter):
     Every sequence becomes a document. Keeps 8 bytes a sequence in memory until the index is written.
 
     Args:
-        path: the file.
-        spec: of the packs to come.
-        overwrite: replace a ``.pbin``.
         allow_loss: write, though loss masks and which sequences shared a pack are lost.
         token_nbytes: bytes of a token, 1, 2 or 4; None for 2 with uint16 tokens and 4 with int32.
 
@@ -527,36 +498,23 @@ class Writer(PackedWriter):
     """
 
     format = FORMAT
+    kind = KIND
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        spec: PackedSpec,
-        *,
-        overwrite: bool = False,
-        allow_loss: bool = False,
-        token_nbytes: int | None = None,
-    ) -> None:
-        if not allow_loss:
+    def _begin(self, *, token_nbytes: int | None = None) -> None:
+        if not self._allow_loss:
             raise FormatError(
-                f"{os.fspath(path)}: a .pbin keeps neither loss masks nor packs, every sequence becomes a"
+                f"{self._path}: a .pbin keeps neither loss masks nor packs, every sequence becomes a"
                 " document trained as a whole; pass allow_loss=True (--allow-loss) if that is what you want"
             )
-        super().__init__(path, spec, allow_loss=allow_loss)
-        token_nbytes = token_nbytes or np.dtype(spec.token_dtype).itemsize
-        if token_nbytes not in (1, 2, 4):
+        assert self._spec is not None
+        token_nbytes = token_nbytes or self._spec.token_dtype.itemsize
+        if token_nbytes not in _TOKEN_NBYTES:
             raise FormatError(f"{self._path}: tokens of {token_nbytes} bytes, Modalities reads 1, 2 or 4")
         self._dtype = np.dtype(f"<u{token_nbytes}")
         self.lost["masks"] = "loss masks: the format has none, every token would be trained on"
         self._lengths: list[NDArray[np.int64]] = []
-        require_space(self._path, token_nbytes * spec.num_tokens + 8 * spec.num_sequences)
-        self._output = new_file(path, KIND, overwrite=overwrite)
-        self._file = self._output.open()
-        try:
-            self._file.write(encode_header(0, token_nbytes))
-        except BaseException:
-            self.abandon()
-            raise
+        self._file = self._make(token_nbytes * self._spec.num_tokens + 8 * self._spec.num_sequences).open()
+        self._file.write(encode_header(0, token_nbytes))
 
     def _append(self, run: PackRun) -> None:
         largest = np.iinfo(self._dtype).max

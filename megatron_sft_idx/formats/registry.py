@@ -63,7 +63,6 @@ READABLE = tuple(_MODULES)
 WRITABLE = tuple(name for name in _MODULES if name != "megatron")
 # Formats whose paths are prefixes: several files that differ in their suffixes.
 _PREFIXES = ("sft-idx", "megatron")
-_FOLDERS = ("memmap", "jsonl-chunks")
 _LISTED = 5
 
 
@@ -76,7 +75,12 @@ def _module(name: str) -> Any:
 
 def reader_options(name: str) -> set[str]:
     """Names of the options that the reader of a format has, ``mask_alignment`` among them."""
-    return signature(_module(name).Reader).parameters.keys() - {"path"}
+    made = _module(name).Reader
+    return _keywords(made) | _keywords(made._open)
+
+
+def _keywords(made: Any) -> set[str]:
+    return {name for name, of in signature(made).parameters.items() if of.kind is of.KEYWORD_ONLY}
 
 
 def open_reader(path: str, name: str, *, mask_alignment: MaskAlignment = "label", **options: Any) -> PackedReader:
@@ -103,7 +107,7 @@ def create(
         raise FormatError(f"{path}: format {name!r} is not written; choose one of {', '.join(WRITABLE)}")
     require_local(path, f"writing {name}")
     made = _module(name).Writer
-    if unknown := sorted(options.keys() - signature(made).parameters.keys()):
+    if unknown := sorted(options.keys() - _keywords(made) - _keywords(made._begin)):
         raise FormatError(f"{path}: {name} output has no option {', '.join(unknown)}; leave it out")
     writer: PackedWriter = made(path, spec, overwrite=overwrite, allow_loss=allow_loss, **options)
     return writer
@@ -114,9 +118,8 @@ def check_destination(path: str, name: str, *, overwrite: bool) -> None:
     if name == "sft-idx":
         check_free(ShardPaths.of(path), overwrite=overwrite)
     elif name in WRITABLE:
-        folder = name in _FOLDERS
-        kind = _module(name).KIND
-        check_place(resolve(path, folder=folder), kind, overwrite=overwrite, folder=folder)
+        made = _module(name).Writer
+        check_place(resolve(path, folder=made.folder), made.kind, overwrite=overwrite, folder=made.folder)
 
 
 def recognise(path: str) -> dict[str, str]:
@@ -275,7 +278,7 @@ def places(path: str, name: str, role: str, *, written: bool = False) -> list[Pl
         written: it is going to be written: a folder as a whole.
     """
     if name not in _PREFIXES:
-        return [Place(path, role, folder=name in _FOLDERS)] if written else files_of(path, role)
+        return [Place(path, role, folder=_module(name).Writer.folder)] if written else files_of(path, role)
     return places_of(path, role, written=written)
 
 

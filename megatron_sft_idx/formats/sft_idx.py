@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from megatron_sft_idx.errors import SFTIndexError, StorageError
-from megatron_sft_idx.formats.base import (
-    MaskAlignment,
-    PackedReader,
-    PackedSpec,
-    PackedWriter,
-    checked_run,
-)
+from megatron_sft_idx.formats.base import MaskAlignment, PackedReader, PackedSpec, PackedWriter
 from megatron_sft_idx.layout import Header, ShardPaths
 from megatron_sft_idx.packs.run import RUN_TOKENS, PackRun, fewer_tokens, windows
 from megatron_sft_idx.shard import Shard, ShardWriter
@@ -65,7 +61,6 @@ class Reader(PackedReader):
 
     Args:
         path: its prefix, or one of its files; or the paths of a shard that is not published yet.
-        mask_alignment: label, as in every shard.
         backend: of ``Shard``.
         copy: hand out writable copies instead of read-only views.
         index_cache: local folder for the index files of a remote shard; None for the usual one.
@@ -84,10 +79,14 @@ class Reader(PackedReader):
     )
 
     def __init__(
+        self, path: str | os.PathLike[str] | ShardPaths, *, mask_alignment: MaskAlignment = "label", **options: Any
+    ) -> None:
+        self._paths = ShardPaths.of(path)
+        super().__init__(self._paths.prefix, mask_alignment=mask_alignment, **options)
+
+    def _open(
         self,
-        path: str | ShardPaths,
         *,
-        mask_alignment: MaskAlignment = "label",
         backend: BackendName | ReadOptions = "mmap",
         copy: bool = False,
         index_cache: str | None = None,
@@ -95,22 +94,24 @@ class Reader(PackedReader):
         huge_pages: bool = False,
         columns: Sequence[str] | None = (),
     ) -> None:
-        self._paths = ShardPaths.of(path)
-        super().__init__(self._paths.prefix, mask_alignment)
         self.header = read_header(self._paths)
         self.identity = self.header.shard_id.hex()
-        self._options = ReadOptions.of(self.path, backend, advice=advice, huge_pages=huge_pages)
-        self._copy = copy
-        self._index_cache = index_cache
-        self._chosen = tuple(column_names(self._paths, self.header) if columns is None else columns)
-        if self._chosen:
-            self.columns = {name: self.shard.columns.open(name).spec for name in self._chosen}
+        self._dtypes = self.header.token_dtype, self.header.mask_dtype
+        chosen = tuple(column_names(self._paths, self.header) if columns is None else columns)
+        reading = ReadOptions.of(self.path, backend, advice=advice, huge_pages=huge_pages)
+        self._opening: dict[str, Any] = {
+            "backend": reading,
+            "copy": copy,
+            "index_cache": index_cache,
+            "columns": chosen,
+        }
+        if chosen:
+            self.columns = {name: self.shard.columns.open(name).spec for name in chosen}
 
     @cached_property
     def shard(self) -> Shard:
         """The shard, open."""
-        cache, chosen = self._index_cache, self._chosen
-        shard = Shard(self._paths, backend=self._options, copy=self._copy, index_cache=cache, columns=chosen)
+        shard = Shard(self._paths, **self._opening)
         require_same(self.path, shard.shard_id, self.header.shard_id)
         return shard
 
@@ -128,34 +129,25 @@ class Reader(PackedReader):
 
     def _runs(self) -> Iterator[PackRun]:
         for window in windows(self.shard, fewer_tokens(RUN_TOKENS, self.columns), self.columns):
-            yield checked_run(
-                self.path,
+            yield self._checked(
                 window.first,
                 *window.content(),
                 window.starts(),
                 np.diff(window.pack_bounds),
                 np.diff(window.sequence_offsets),
-                token_dtype=self.header.token_dtype,
-                mask_dtype=self.header.mask_dtype,
-                columns=window.columns,
+                window.columns,
             )
 
 
 class Writer(PackedWriter):
-    """A shard being written.
-
-    Args:
-        path: its prefix.
-        spec: of what will be written; its metadata go to the header.
-        overwrite: replace a shard that is there.
-        allow_loss: nothing is lost in this format.
-    """
+    """A shard being written at a prefix; the spec's metadata go to its header. Nothing is lost in this format."""
 
     format = FORMAT
     carries = True
 
-    def __init__(self, path: str, spec: PackedSpec, *, overwrite: bool = False, allow_loss: bool = False) -> None:
-        super().__init__(path, spec, allow_loss=allow_loss)
+    def _begin(self) -> None:
+        assert self._spec is not None
+        spec = self._spec
         nbytes = spec.num_tokens * (spec.token_dtype.itemsize + spec.mask_dtype.itemsize) + spec.column_nbytes()
         require_space(self._path, nbytes)
         self._writer = ShardWriter(
@@ -165,7 +157,7 @@ class Writer(PackedWriter):
             capacity=spec.capacity or None,  # no pack, no capacity
             sequence_multiple=spec.sequence_multiple,
             pad_id=spec.pad_id,
-            overwrite=overwrite,
+            overwrite=self._overwrite,
             metadata=spec.metadata,
             columns=spec.columns,
         )
@@ -187,4 +179,5 @@ class Writer(PackedWriter):
 
     def abandon(self) -> None:
         """Remove what was written."""
-        self._writer.abandon()
+        if hasattr(self, "_writer"):  # else it was refused before anything was made
+            self._writer.abandon()

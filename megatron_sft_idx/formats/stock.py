@@ -8,7 +8,6 @@ verb). ``layout.mmididx`` has the layout of the index.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,19 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.base import (
-    MaskAlignment,
-    PackedReader,
-    PackedSpec,
-    all_trained,
-    checked_run,
-    file_identity,
-    joined_ranges,
-)
+from megatron_sft_idx.formats.base import PackedReader, PackedSpec, all_trained, file_identity, joined_ranges
 from megatron_sft_idx.layout import ShardPaths
 from megatron_sft_idx.layout.files import IDX_HEADER, IDX_HEADER_NBYTES, idx_nbytes, pack_idx_header
-from megatron_sft_idx.packs.run import PackRun, run_bounds
-from megatron_sft_idx.shard.reader import Pack
+from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.storage import open_array, open_regular
 
 __all__ = ["FORMAT", "MaskRule", "Reader", "recognise"]
@@ -138,16 +128,9 @@ class Reader(PackedReader):
 
     format = FORMAT
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        mask_alignment: MaskAlignment = "label",
-        mask_rule: MaskRule | None = None,
-        mask_path: str | os.PathLike[str] | None = None,
-    ) -> None:
-        paths = ShardPaths.of(path)
-        super().__init__(paths.prefix, mask_alignment)
+    def _open(self, *, mask_rule: MaskRule | None = None, mask_path: str | os.PathLike[str] | None = None) -> None:
+        paths = ShardPaths.of(self.path)
+        self.path = paths.prefix
         if (mask_rule is None) == (mask_path is None) or mask_rule not in (None, "all"):
             raise FormatError(
                 f"{self.path}: a stock dataset has no loss masks; say what is trained on, by mask_rule 'all'"
@@ -169,66 +152,36 @@ class Reader(PackedReader):
             )
         if mask_path is None:
             self.notes.append("every token is trained on, as the mask rule says")
+            self.alignment = "label"
         else:
             beside = ShardPaths.of(mask_path)
             self._masks = _Items.open(beside)
             files += [beside.idx, beside.tokens]
-            self._check_masks(self._masks)
+            if len(self._masks.lengths) != len(self):
+                raise FormatError(
+                    f"{beside.prefix}: {len(self._masks.lengths)} masks for the {len(self)} items of {self.path}"
+                )
+            if (different := self._masks.lengths != self._items.lengths).any():
+                item = int(np.argmax(different))
+                reason = f"{self._masks.lengths[item]} mask values for {self._items.lengths[item]} tokens"
+                raise SequenceError(beside.prefix, item, reason)
             self._settle_alignment()
         self.identity = file_identity(*files)
-        self._offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._items.lengths)])
-        self._spec = self._make_spec()
-
-    def _check_masks(self, masks: _Items) -> None:
-        if len(masks.lengths) != len(self):
-            raise FormatError(f"{masks.path}: {len(masks.lengths)} masks for the {len(self)} items of {self.path}")
-        different = masks.lengths != self._items.lengths
-        if different.any():
-            item = int(np.argmax(different))
-            raise SequenceError(
-                masks.path, item, f"{masks.lengths[item]} mask values for {self._items.lengths[item]} tokens"
-            )
-
-    def _make_spec(self) -> PackedSpec:
-        longest = int(self._items.lengths.max(initial=0))
+        self._token_offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._items.lengths)])
         small = self._items.dtype in (np.uint8, np.uint16)
         weights = self._masks is not None and self._masks.dtype.kind == "f"
-        return PackedSpec(
-            num_packs=len(self),
-            num_sequences=len(self),
-            num_tokens=int(self._offsets[-1]),
-            longest_pack=longest,
-            token_dtype=np.dtype(np.uint16 if small else np.int32),
-            mask_dtype=np.dtype(np.float32 if weights else np.uint8),
-            capacity=longest,
-        )
+        self._dtypes = np.dtype(np.uint16 if small else np.int32), np.dtype(np.float32 if weights else np.uint8)
 
     @property
     def spec(self) -> PackedSpec:
         """Counts by the index."""
-        return self._spec
+        return self._described(len(self), int(self._token_offsets[-1]), int(self._items.lengths.max(initial=0)))
 
     def __len__(self) -> int:
         return len(self._items.lengths)
 
-    def _runs(self) -> Iterator[PackRun]:
-        return (self._run(first, last) for first, last in run_bounds(self._offsets))
-
-    def read(self, index: int) -> Pack:
-        """Item ``index`` as a pack of one sequence."""
-        return self._run(index, index + 1).pack(0)
-
     def _run(self, first: int, last: int) -> PackRun:
         lengths = self._items.lengths[first:last]
-        return checked_run(
-            self.path,
-            first,
-            self._items.values(first, last),
-            all_trained(lengths) if self._masks is None else self._masks.values(first, last),
-            np.zeros(last - first, np.int64),
-            lengths,
-            np.ones(last - first, np.int64),
-            mask_alignment="label" if self._masks is None else self.alignment,
-            token_dtype=self._spec.token_dtype,
-            mask_dtype=self._spec.mask_dtype,
-        )
+        masks = all_trained(lengths) if self._masks is None else self._masks.values(first, last)
+        ones = np.ones(last - first, np.int64)
+        return self._checked(first, self._items.values(first, last), masks, ones - 1, lengths, ones)
