@@ -16,8 +16,7 @@ from megatron_sft_idx.check import verify_shard
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats import convert as convert_module
 from megatron_sft_idx.formats import registry
-from megatron_sft_idx.formats.bridge import Padding
-from megatron_sft_idx.formats.convert import ConvertOptions, convert
+from megatron_sft_idx.formats.convert import ConvertOptions, Padding, convert
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE, open_reader
 from megatron_sft_idx.layout.column import ColumnSpec
 from megatron_sft_idx.packs import run as run_module

@@ -23,8 +23,7 @@ from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats import parquet, registry
 from megatron_sft_idx.formats.base import PackedWriter
-from megatron_sft_idx.formats.bridge import Padding
-from megatron_sft_idx.formats.convert import ConvertOptions, convert
+from megatron_sft_idx.formats.convert import ConvertOptions, Padding, convert
 from megatron_sft_idx.formats.registry import WRITABLE, open_reader
 from megatron_sft_idx.shard import Shard
 
@@ -540,7 +539,7 @@ def test_a_file_that_cannot_be_published_takes_its_summary_back(
 
 _KILLED = """
 import os, signal, sys
-from megatron_sft_idx.formats import bridge
+from megatron_sft_idx.formats import convert
 from megatron_sft_idx.storage import publish
 from megatron_sft_idx.cli.main import main
 
@@ -555,7 +554,7 @@ def dying(step):
         return step(*arguments, **options)
     return call
 
-publish.put, bridge.remove = dying(publish.put), dying(bridge.remove)
+publish.put, convert.remove = dying(publish.put), dying(convert.remove)
 publish.sync_folder = dying(publish.sync_folder)
 sys.exit(main(sys.argv[2:]))
 """

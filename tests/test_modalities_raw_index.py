@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import FormatError, SequenceError
-from megatron_sft_idx.formats.modalities import RawRows, create_raw_index, recognise
-from megatron_sft_idx.formats.raw_index import recognise_raw_index
+from megatron_sft_idx.formats.modalities import RawRows, create_raw_index, recognise, recognise_raw_index
 from megatron_sft_idx.storage import Backend
 from tests.packs import demo_samples, write_samples
 
@@ -97,7 +96,7 @@ def test_any_rows(
 
 
 def test_rows_longer_than_a_block_and_many_of_them(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_sft_idx.formats.raw_index._BLOCK_NBYTES", 64)
+    monkeypatch.setattr("megatron_sft_idx.formats.modalities._BLOCK_NBYTES", 64)
     rows = [json.dumps({"text": "x" * (i * 37 % 400)}).encode() for i in range(2500)]
     path = made(b"\n".join(rows))
     told: list[tuple[int, int]] = []

@@ -17,7 +17,7 @@ from megatron_sft_idx.cli.main import main
 from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import PackedSpec
 from megatron_sft_idx.formats.modalities import Reader, Writer
-from megatron_sft_idx.formats.restricted_pickle import write_pairs
+from megatron_sft_idx.formats.pbin import write_pairs
 from megatron_sft_idx.packs.run import PackRun
 from megatron_sft_idx.shard import Shard, ShardWriter
 from tests.packs import demo_samples, write_samples

@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron_sft_idx.cli.options import Verbs, add_log_interval, add_verb, declare, local_path
 from megatron_sft_idx.formats.base import MASK_ALIGNMENTS
-from megatron_sft_idx.formats.bridge import Padding
-from megatron_sft_idx.formats.convert import ConvertOptions, ConvertReport, convert, summary_path
+from megatron_sft_idx.formats.convert import ConvertOptions, ConvertReport, Padding, convert, summary_path
 from megatron_sft_idx.formats.modalities import create_raw_index
 from megatron_sft_idx.formats.registry import READABLE, WRITABLE
 from megatron_sft_idx.storage.progress import Progress

@@ -1,45 +1,339 @@
-"""What Modalities' users know by its name: its files, and the two ways that it trains on a ``.pbin``.
+"""What Modalities' users know by its name: raw indexes of JSON lines, and the two ways that it trains on a ``.pbin``.
 
-Those read its token stream in blocks of one size, documents end to end: for who moves over and wants to see what the
-model saw. Both know no masks and let blocks cross documents; training on chats wants ``open_dataset``.
+The raw index says where each row of a JSON-lines file begins and how long it is, for reading rows in any order.
+``X.idx`` beside ``X.jsonl`` is a pickled list of (offset, length) in bytes, without the newline: what Modalities'
+``create_raw_index`` writes and its tools read. It shares its suffix with Megatron's ``.idx`` and nothing else; each is
+told by its first bytes. Like the original, rows that are no JSON are errors or are dropped, and a carriage return
+belongs to its row; unlike it, blank lines are no rows. Indexes that Modalities made between February and December 2024
+count lengths in characters: with any non-ASCII text they cut rows short. No index says which it is, so every read looks
+at the bytes around the row.
+
+The datasets read the token stream of a ``.pbin`` in blocks of one size, documents end to end: for who moves over and
+wants to see what the model saw. Both know no masks and let blocks cross documents; training on chats wants
+``open_dataset``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, overload
 
+import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sft_idx.errors import FormatError
+from megatron_sft_idx.chat.inputs import expand_inputs, parse_json
+from megatron_sft_idx.chat.pieces import MAX_ROW_NBYTES, cut_lines
+from megatron_sft_idx.errors import FormatError, SequenceError
 from megatron_sft_idx.formats.base import file_identity
 from megatron_sft_idx.formats.pbin import (
     FORMAT,
+    LIST_HEADS,
     Framing,
     Reader,
     Writer,
     find_framing,
     native_tokens,
     place_documents,
+    read_pairs,
     recognise,
+    write_pairs,
 )
-from megatron_sft_idx.formats.raw_index import RawRows, RowRange, create_raw_index
+from megatron_sft_idx.storage import Array, Backend, open_array, open_regular
+from megatron_sft_idx.storage.progress import Update
+from megatron_sft_idx.storage.publish import Kind, Place, new_file, require_apart
 
 __all__ = [
     "FORMAT",
     "PackedMemMapDatasetContinuous",
     "PackedMemMapDatasetMegatron",
+    "RawIndexReport",
     "RawRows",
     "Reader",
     "RowRange",
     "Writer",
     "create_raw_index",
     "recognise",
+    "recognise_raw_index",
 ]
+
+_BLOCK_NBYTES = 1 << 23
+_JSON_SPACE = b" \t\r\n"
+_MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+_NEWLINE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class RawIndexReport:
+    """What an index was made of.
+
+    Attributes:
+        index_path: the index.
+        num_rows: rows in it.
+        num_blank: blank lines, which are no rows.
+        num_faulty: lines that are no JSON and were dropped.
+    """
+
+    index_path: str
+    num_rows: int
+    num_blank: int
+    num_faulty: int
+
+
+class RowRange(NamedTuple):
+    """Whole rows of a file.
+
+    Attributes:
+        start: first byte.
+        stop: the byte behind the last one, which is a newline or the file's last.
+        first_row: number of the first row.
+        num_rows: rows; 0 is possible.
+    """
+
+    start: int
+    stop: int
+    first_row: int
+    num_rows: int
+
+
+def default_index_path(path: str | os.PathLike[str]) -> str:
+    """``X.idx`` for ``X.jsonl``, where Modalities looks for it."""
+    return str(Path(path).with_suffix(".idx"))
+
+
+def recognise_raw_index(path: str) -> str | None:
+    """What makes this a raw index, as a sentence; None for other files, Megatron's ``.idx`` among them."""
+    try:
+        with open_regular(path) as file:
+            head = file.read(2)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - 1, 0))
+            last = file.read(1)
+    except (OSError, FormatError):
+        return None
+    return (
+        "a pickled list: a raw index over a JSON-lines file" if head.startswith(LIST_HEADS) and last == b"." else None
+    )
+
+
+def _is_whole(path: str) -> bool:
+    """Whether a file is a pickled list of pairs and nothing else; other pickles begin and end like one."""
+    try:
+        size = os.stat(path).st_size
+        raw = open_array(path, np.dtype(np.uint8), size, nbytes=size)
+        assert isinstance(raw, np.ndarray)
+        return size > 0 and read_pairs(path, raw).ndim == 2
+    except Exception:  # whatever a stranger's bytes do to the reader
+        return False
+
+
+KIND = Kind("a raw index", _is_whole)
+
+
+def create_raw_index(
+    path: str | os.PathLike[str],
+    index_path: str | os.PathLike[str] | None = None,
+    *,
+    drop_faulty: bool = False,
+    overwrite: bool = False,
+    on_progress: Update | None = None,
+) -> RawIndexReport:
+    """Index the rows of a JSON-lines file, in one pass and 16 bytes of memory a row.
+
+    Args:
+        path: a plain ``.jsonl``; compressed files cannot be read in any order.
+        index_path: where to write; None for ``default_index_path``.
+        drop_faulty: leave out lines that are no JSON instead of refusing the file.
+        overwrite: replace another raw index; nothing else is ever replaced, indexes of Megatron among it.
+        on_progress: called now and then with the bytes and the rows since the last time.
+
+    Raises:
+        FormatError: no JSON-lines file; something at ``index_path``.
+        SequenceError: a line that is no JSON, with its number.
+        OSError: the disk says no.
+    """
+    name = os.fspath(path)
+    target = os.fspath(index_path) if index_path is not None else default_index_path(path)
+    require_apart([Place(target, "the index")], [Place(name, "the file to be indexed")])
+    _check_input(name)
+    counts = Counter[str]()
+    with new_file(target, KIND, overwrite=overwrite) as output:
+        blocks = list(_scan(name, drop_faulty, on_progress or (lambda num_bytes, num_rows: None), counts))
+        with contextlib.closing(output.open()) as file:
+            write_pairs(file.write, counts["rows"], blocks)
+        output.publish()
+    return RawIndexReport(target, counts["rows"], counts["blank"], counts["faulty"])
+
+
+def _scan(path: str, drop_faulty: bool, on_progress: Update, counts: Counter[str]) -> Iterator[NDArray[np.int64]]:
+    """Offset and length of rows, int64 [some, 2], in one pass over the lines of a file; counts what they were."""
+    offset = 0
+    with open_regular(path) as file:
+        data = ((block, file.tell()) for block in iter(lambda: file.read(_BLOCK_NBYTES), b""))
+        for run in cut_lines(data, path=path, piece_nbytes=_BLOCK_NBYTES, max_row_nbytes=MAX_ROW_NBYTES):
+            starts = np.append(0, run.ends[:-1] + 1)
+            kinds = [
+                _kind_of(run.payload[start:end], run.first + i, path, drop_faulty)
+                for i, (start, end) in enumerate(zip(starts.tolist(), run.ends.tolist(), strict=True))
+            ]
+            counts.update(kinds)
+            good = [kind == "rows" for kind in kinds]
+            yield np.stack([starts + offset, run.ends - starts], axis=1)[good]
+            on_progress(run.num_bytes, sum(good))
+            offset += len(run.payload) + 1
+
+
+def _kind_of(raw: bytes, line: int, path: str, drop_faulty: bool) -> str:
+    """What a line counts as: rows, blank or faulty. SequenceError where a faulty one is not to be dropped."""
+    content = raw.strip(_JSON_SPACE)
+    if not content:
+        return "blank"
+    try:
+        parse_json(content.removeprefix(b"\xef\xbb\xbf") if line == 1 else content)
+    except ValueError as error:
+        if not drop_faulty:
+            raise SequenceError(path, line, f"{error}; or drop such lines (--drop-faulty)") from None
+        return "faulty"
+    return "rows"
+
+
+def _check_input(path: str) -> None:
+    if not os.path.isfile(path):
+        raise FormatError(f"{path}: no such file; name one JSON-lines file, every one has an index of its own")
+    (file,) = expand_inputs([path])
+    if file.kind != "lines" or file.compression:
+        raise FormatError(
+            f"{path}: {file.compression or file.kind} data; expected plain JSON lines, which alone can be read in any"
+            " order by byte offsets"
+        )
+
+
+class RawRows(Sequence[bytes]):
+    """Rows of a JSON-lines file by number, read where they are.
+
+    ``rows[i]`` is the row's bytes, for ``json.loads``; ``rows[a:b]`` a list of them. Opened on first use, and again by
+    whoever unpickles it; threads may share one.
+
+    Args:
+        path: the file.
+        index_path: its raw index; None for ``default_index_path``.
+        backend: ``mmap``, or ``pread`` where mapping is slow or refused.
+
+    Raises:
+        FormatError: on first use, an index that is none, or that is not of this file; on reading, a row that the
+            index cuts in two; a file that changed since.
+        OSError: a file cannot be read.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        index_path: str | os.PathLike[str] | None = None,
+        *,
+        backend: Backend = "mmap",
+    ) -> None:
+        self.path = os.fspath(path)
+        self.index_path = os.fspath(index_path) if index_path is not None else default_index_path(path)
+        self._backend: Backend = backend
+        self._num_bytes = os.stat(self.path).st_size
+        self._opened: tuple[NDArray[np.int64], Array] | None = None
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_opened": None}
+
+    def __len__(self) -> int:
+        return len(self._open()[0])
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        rows, data = self._open()
+        if isinstance(index, slice):
+            return [self._read(rows, data, number) for number in range(*index.indices(len(rows)))]
+        number = operator.index(index)
+        if not -len(rows) <= number < len(rows):
+            raise IndexError(f"{self.path}: row {number} of {len(rows)}")
+        return self._read(rows, data, number % len(rows))
+
+    def ranges(self, num_ranges: int) -> list[RowRange]:
+        """The file in ranges of about as many bytes, for as many readers: together every byte and every row once.
+
+        A range begins with a row, but for the first, which begins with the file; lines that are in no row go with the
+        row before them. With fewer rows than ranges, some are empty.
+        """
+        if num_ranges < 1:
+            raise FormatError(f"{self.path}: {num_ranges} ranges, expected at least 1")
+        starts = self._open()[0][:, 0]
+        targets = np.arange(1, num_ranges, dtype=np.float64) * (self._num_bytes / num_ranges)
+        cuts = [0, *np.searchsorted(starts, targets).tolist(), len(starts)]
+        edges = [
+            0,
+            *(int(starts[cut]) if cut < len(starts) else self._num_bytes for cut in cuts[1:-1]),
+            self._num_bytes,
+        ]
+        return [RowRange(edges[i], edges[i + 1], cuts[i], cuts[i + 1] - cuts[i]) for i in range(num_ranges)]
+
+    def _read(self, rows: NDArray[np.int64], data: Array, number: int) -> bytes:
+        start, length = rows[number].tolist()
+        stop = start + length
+        around = data[max(start - 1, 0) : stop + 1].tobytes()
+        row = around[start > 0 :][:length]
+        if (start and around[0] != _NEWLINE) or (stop < self._num_bytes and around[-1] != _NEWLINE) or b"\n" in row:
+            raise FormatError(
+                f"{self.index_path}: says row {number} is bytes {start} to {stop} of {self.path}, which is no whole"
+                " line: the index is of another file, or counts characters as Modalities did in 2024; make it again"
+            )
+        return row
+
+    def _open(self) -> tuple[NDArray[np.int64], Array]:
+        if self._opened is None:
+            if (size := os.stat(self.path).st_size) != self._num_bytes:
+                raise FormatError(
+                    f"{self.path}: {size} bytes, {self._num_bytes} when it was first named; it changed: make its index"
+                    " again, then start again"
+                )
+            rows = self._read_index()
+            data = open_array(
+                self.path, np.dtype(np.uint8), self._num_bytes, nbytes=self._num_bytes, backend=self._backend
+            )
+            self._opened = rows, data
+        return self._opened
+
+    def _read_index(self) -> NDArray[np.int64]:
+        size = os.stat(self.index_path).st_size
+        raw = open_array(self.index_path, np.dtype(np.uint8), size, nbytes=size)
+        assert isinstance(raw, np.ndarray)
+        if raw[: len(_MEGATRON_MAGIC)].tobytes() == _MEGATRON_MAGIC:
+            raise FormatError(f"{self.index_path}: an index of Megatron's .bin, not of JSON lines; name the raw index")
+        rows = read_pairs(self.index_path, raw)
+        starts, lengths = rows[:, 0], rows[:, 1]
+        # Bounds first, so that the sums cannot overflow.
+        bad = (starts < 0) | (lengths < 1) | (starts > self._num_bytes) | (lengths > self._num_bytes)
+        stops = np.where(bad, 0, starts) + np.where(bad, 0, lengths)
+        bad |= stops > self._num_bytes
+        bad[1:] |= starts[1:] <= stops[:-1]
+        if bad.any():
+            number = int(np.argmax(bad))
+            raise FormatError(
+                f"{self.index_path}: row {number} has {lengths[number]} bytes from {starts[number]} on; expected rows"
+                f" in order and apart, within the {self._num_bytes} bytes of {self.path}; the index is of another"
+                " file, make it again"
+            )
+        return rows
+
+
+# ---- blocks of tokens ----
 
 
 class _Blocks(ABC):
