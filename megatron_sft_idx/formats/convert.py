@@ -47,7 +47,7 @@ from megatron_sft_idx.storage.publish import (
     resolve,
 )
 
-__all__ = ["COLUMNS", "Content", "ConvertOptions", "ConvertReport", "convert", "summary_path"]
+__all__ = ["ConvertOptions", "ConvertReport", "convert", "summary_path"]
 
 
 # What is compared, and what people call it.

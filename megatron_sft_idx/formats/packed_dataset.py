@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_sft_idx.formats.parquet import Opener
     from megatron_sft_idx.formats.stock import MaskRule
 
-__all__ = ["JoinedShards", "PackedDataset", "open_dataset"]
+__all__ = ["PackedDataset", "open_dataset"]
 
 
 class JoinedShards:

@@ -57,18 +57,7 @@ from megatron_sft_idx.storage.publish import Kind
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = [
-    "COLUMNS",
-    "FORMAT",
-    "KEY",
-    "KIND",
-    "VERSION",
-    "Opener",
-    "Reader",
-    "Writer",
-    "pyarrow_errors",
-    "recognise",
-]
+__all__ = ["Opener", "Reader", "Writer", "recognise"]
 
 
 FORMAT = "parquet"

@@ -57,17 +57,10 @@ from megatron_sft_idx.storage.publish import Kind
 
 __all__ = [
     "FORMAT",
-    "GENERATIONS",
-    "HEADER_NBYTES",
-    "KIND",
     "LIST_HEADS",
     "Framing",
-    "Generation",
-    "MaskRule",
-    "Placement",
     "Reader",
     "Writer",
-    "encode_header",
     "find_framing",
     "framings",
     "native_tokens",

@@ -37,7 +37,6 @@ __all__ = [
     "check_destination",
     "create",
     "find",
-    "joined_columns",
     "joined_spec",
     "open_reader",
     "places",
